@@ -1,0 +1,52 @@
+// What the operators share: argument checks that say what was wanted and what came.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <sstream>
+#include <string>
+
+namespace fusedops {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+
+inline Tensor value_or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
+
+inline std::string describe(c10::ScalarType dtype, c10::SymIntArrayRef sizes) {
+  std::ostringstream text;
+  text << c10::getDtypeNames(dtype).first << ' ' << sizes;
+  return text.str();
+}
+
+inline std::string describe(const Tensor& t) { return describe(t.scalar_type(), t.sym_sizes()); }
+
+inline void check_floating(const char* op, const char* name, const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+                  dtype == at::kDouble,
+              op, ": ", name, " must be float32, float16, bfloat16 or float64, got ", describe(t));
+}
+
+inline void check_same_device(const char* op, const char* name, const Tensor& t, const char* like,
+                              const Tensor& x) {
+  TORCH_CHECK(t.device() == x.device(), op, ": ", name, " must be on ", x.device(), " like ", like,
+              ", got ", t.device());
+}
+
+// A contiguous tensor of x's shape, whatever x's strides: `empty_like` would keep them.
+inline Tensor empty_contiguous(const Tensor& x, c10::ScalarType dtype) {
+  return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype));
+}
+
+inline Tensor empty_contiguous(const Tensor& x) { return empty_contiguous(x, x.scalar_type()); }
+
+// Stands for an output that was not asked for: operators return no undefined tensors.
+inline Tensor nothing(const Tensor& like) { return at::empty({0}, like.options()); }
+
+}  // namespace fusedops

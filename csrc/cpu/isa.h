@@ -1,0 +1,43 @@
+// Which instruction set the kernels of csrc/cpu/isa run in. Every file there is compiled once for
+// each; this file and its includers are compiled for the baseline.
+#pragma once
+
+#include <cstdint>
+
+namespace fusedops::cpu {
+
+// c10::ScalarType without c10: what the kernels read and write.
+enum class Dtype : uint8_t { float32, bfloat16, float16 };
+
+enum class Isa { none, avx2, avx512, avx512_bf16 };
+
+// The best that this CPU has, or the lower one that FUSEDOPS_CPU_ISA names. Fixed at first use.
+Isa isa();
+
+const char* isa_name(Isa isa);
+
+template <class Function>
+Function* for_isa(Function* avx2, Function* avx512, Function* avx512_bf16) {
+  switch (isa()) {
+    case Isa::avx2: return avx2;
+    case Isa::avx512: return avx512;
+    case Isa::avx512_bf16: return avx512_bf16;
+    default: return nullptr;
+  }
+}
+
+}  // namespace fusedops::cpu
+
+// Declares a function that every file of csrc/cpu/isa defines in namespace CPU_CAPABILITY, and
+// name_for_isa(), the one to call.
+#define FUSEDOPS_ISA_FUNCTION(name, ...)                                                        \
+  namespace AVX2 {                                                                              \
+  void name(__VA_ARGS__);                                                                       \
+  }                                                                                             \
+  namespace AVX512 {                                                                            \
+  void name(__VA_ARGS__);                                                                       \
+  }                                                                                             \
+  namespace AVX512_BF16 {                                                                       \
+  void name(__VA_ARGS__);                                                                       \
+  }                                                                                             \
+  inline auto* name##_for_isa() { return for_isa(AVX2::name, AVX512::name, AVX512_BF16::name); }

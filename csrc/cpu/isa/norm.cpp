@@ -1,0 +1,256 @@
+// A row goes through its cache three times at most: sum, variance, normalise. Sums are float32
+// over blocks of kBlock elements and float64 over the blocks, so long rows lose nothing.
+
+#include "csrc/cpu/isa/norm.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "csrc/cpu/vec.h"
+#include "csrc/philox.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+constexpr int64_t kBlock = 1024;  // a multiple of kStep and of Philox's four words
+
+struct Block {
+  int64_t begin, size;
+};
+
+template <class Body>
+inline __attribute__((always_inline)) void each_block(int64_t n, const Body& body) {
+  for (int64_t i = 0; i < n; i += kBlock) body(Block{i, std::min(kBlock, n - i)});
+}
+
+// The sum over a row of what `term(i, part)` gives for every step of it.
+template <class Term>
+inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& term) {
+  double total = 0;
+  each_block(n, [&](Block block) {
+    Floats acc;
+    each_step(block.size, [&](int64_t j, auto part) { acc = acc + term(block.begin + j, part); });
+    total += sum(acc);
+  });
+  return total;
+}
+
+// scales[k] = what element begin + k of the row is multiplied by: 0 or dropout.scale
+void dropout_scales(const Dropout& dropout, int64_t row, int64_t begin, float (&scales)[kBlock]) {
+  const auto first = static_cast<uint32_t>(begin / 4);
+  for (uint32_t g = 0; g < kBlock / 4; ++g) {
+    const auto words = philox(dropout.seed, static_cast<uint64_t>(row), first + g);
+    for (int k = 0; k < 4; ++k) {
+      scales[4 * g + k] = words.at[k] >= dropout.threshold ? dropout.scale : 0.f;
+    }
+  }
+}
+
+// What a step of x is multiplied by: 1, or the dropout's scales, made a block at a time.
+class DropoutRow {
+ public:
+  DropoutRow(const Dropout& dropout, int64_t row) : dropout_(dropout), row_(row) {}
+
+  template <class Part>
+  Floats apply(const Floats& x, int64_t i, Part part) {
+    if (!dropout_.on) return x;
+    const int64_t j = i % kBlock;
+    if (j == 0) dropout_scales(dropout_, row_, i, scales_);
+    return x * load(scales_ + j, part);
+  }
+
+ private:
+  const Dropout& dropout_;
+  const int64_t row_;
+  float scales_[kBlock];
+};
+
+// h = residual + dropout(x), stored. Returns the sum over the row of moment(h).
+template <class X, class H, class Moment>
+double add_row(const X* x, const H* residual, H* h, int64_t n, DropoutRow dropout,
+               const Moment& moment) {
+  return sum_over(n, [&](int64_t i, auto part) {
+    const auto a = dropout.apply(load(x + i, part), i, part);
+    return moment(store(h + i, a + load(residual + i, part), part));
+  });
+}
+
+// y = (h - mean) * rstd * weight + bias. With round_first it is rounded to Base before the weight.
+template <class H, class Base, class Y>
+void normalise_row(const NormForwardRows& args, const H* h, float mean, float rstd, Y* y) {
+  each_step(args.n, [&](int64_t i, auto part) {
+    auto v = (load(h + i, part) - all(mean)) * all(rstd);
+    if (args.round_first) v = rounded<Base>(v);
+    if (args.weight != nullptr) v = v * load(args.weight + i, part);
+    if (args.bias != nullptr) v = v + load(args.bias + i, part);
+    store(y + i, v, part);
+  });
+}
+
+template <class X, class H, class Base, class Y>
+void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
+  const auto n = args.n;
+  const bool layer = args.mean != nullptr;
+  const auto moment = [layer](const Floats& v) { return layer ? v : v * v; };
+  for (int64_t row = begin; row < end; ++row) {
+    const X* const x = static_cast<const X*>(args.x) + row * args.x_stride;
+    const H* h = reinterpret_cast<const H*>(x);  // without a residual X is H
+    double total;
+    if (args.residual != nullptr) {
+      const H* const residual = static_cast<const H*>(args.residual) + row * args.residual_stride;
+      H* const out = static_cast<H*>(args.h) + row * n;
+      total = add_row(x, residual, out, n, DropoutRow(args.dropout, row), moment);
+      h = out;
+    } else {
+      total = sum_over(n, [&](int64_t i, auto part) { return moment(load(h + i, part)); });
+    }
+
+    float mean = 0;
+    double variance = total / n;
+    if (layer) {
+      mean = static_cast<float>(total / n);
+      args.mean[row] = mean;
+      variance = sum_over(n, [&](int64_t i, auto part) {
+        const auto centred = live(load(h + i, part) - all(mean), part);
+        return centred * centred;
+      }) / n;
+    }
+    const auto rstd = static_cast<float>(1 / std::sqrt(variance + args.eps));
+    args.rstd[row] = rstd;
+    normalise_row<H, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * n);
+  }
+}
+
+using Forward = void (*)(const NormForwardRows&, int64_t, int64_t);
+
+template <class X, class H, class Base, class Y>
+Forward forward_case(const NormForwardRows& a) {
+  const bool fits = a.x_dtype == dtype_of<X> && a.h_dtype == dtype_of<H> &&
+                    a.base_dtype == dtype_of<Base> && a.y_dtype == dtype_of<Y>;
+  return fits ? forward_rows<X, H, Base, Y> : nullptr;
+}
+
+// 16-bit T: y is in T or, after a float32 weight, in float32; h is in T or a float32 stream.
+template <class T>
+Forward forward_narrow(const NormForwardRows& a) {
+  if (auto f = forward_case<T, T, T, T>(a)) return f;
+  if (auto f = forward_case<T, T, T, float>(a)) return f;
+  if (auto f = forward_case<T, float, T, T>(a)) return f;
+  if (auto f = forward_case<T, float, T, float>(a)) return f;
+  return forward_case<T, float, float, float>(a);
+}
+
+// The gradient of h in two passes over the row: the sums (and dweight, dbias), then the gradient.
+template <class D, class H>
+void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, float* dweight,
+                   float* dbias) {
+  const auto n = args.n;
+  const bool layer = args.mean != nullptr;
+  for (int64_t row = begin; row < end; ++row) {
+    const D* const dy = static_cast<const D*>(args.dy) + row * args.dy_stride;
+    const H* const h = static_cast<const H*>(args.h) + row * args.h_stride;
+    const auto mean = all(layer ? args.mean[row] : 0), rstd = all(args.rstd[row]);
+    const auto normalised = [&](int64_t i, auto part) { return (load(h + i, part) - mean) * rstd; };
+    const auto scaled = [&](const Floats& d, int64_t i, auto part) {
+      return args.weight == nullptr ? d : d * load(args.weight + i, part);
+    };
+
+    double sum_g = 0, sum_gn = 0;
+    each_block(n, [&](Block block) {
+      Floats g_acc, gn_acc;
+      each_step(block.size, [&](int64_t j, auto part) {
+        const int64_t i = block.begin + j;
+        const auto d = load(dy + i, part), v = normalised(i, part), g = scaled(d, i, part);
+        g_acc = g_acc + g;
+        gn_acc = fma(g, v, gn_acc);
+        if (dweight != nullptr) store(dweight + i, fma(d, v, load(dweight + i, part)), part);
+        if (dbias != nullptr) store(dbias + i, d + load(dbias + i, part), part);
+      });
+      sum_g += sum(g_acc);
+      sum_gn += sum(gn_acc);
+    });
+    if (args.dresidual == nullptr && args.dx == nullptr) continue;
+
+    const auto mean_g = all(layer ? static_cast<float>(sum_g / n) : 0);
+    const auto mean_gn = all(static_cast<float>(sum_gn / n));
+    const H* const dh = args.dh == nullptr ? nullptr
+                                           : static_cast<const H*>(args.dh) + row * args.dh_stride;
+    H* const dresidual = args.dresidual == nullptr ? nullptr
+                                                   : static_cast<H*>(args.dresidual) + row * n;
+    H* const dx = args.dx == nullptr ? nullptr : static_cast<H*>(args.dx) + row * n;
+    DropoutRow dropout(args.dropout, row);
+    each_step(n, [&](int64_t i, auto part) {
+      const auto g = scaled(load(dy + i, part), i, part);
+      auto d = (g - mean_g - normalised(i, part) * mean_gn) * rstd;
+      if (dh != nullptr) d = d + load(dh + i, part);
+      if (dresidual != nullptr) store(dresidual + i, d, part);
+      if (dx != nullptr) store(dx + i, dropout.apply(d, i, part), part);
+    });
+  }
+}
+
+using Backward = void (*)(const NormBackwardRows&, int64_t, int64_t, float*, float*);
+
+template <class D, class H>
+Backward backward_case(const NormBackwardRows& a) {
+  return a.dy_dtype == dtype_of<D> && a.h_dtype == dtype_of<H> ? backward_rows<D, H> : nullptr;
+}
+
+template <class T>
+void scale(const void* in, int64_t n, float offset, float* out) {
+  each_step(n, [&](int64_t i, auto part) {
+    store(out + i, load(static_cast<const T*>(in) + i, part) + all(offset), part);
+  });
+}
+
+template <class T>
+void sum_chunks(const float* partials, int64_t chunks, int64_t stride, int64_t begin, int64_t end,
+                void* out) {
+  each_step(end - begin, [&](int64_t j, auto part) {
+    Floats acc;
+    for (int64_t c = 0; c < chunks; ++c) {
+      acc = acc + load(partials + c * stride + begin + j, part);
+    }
+    store(static_cast<T*>(out) + begin + j, acc, part);
+  });
+}
+
+}  // namespace
+
+void norm_scale(const void* in, Dtype dtype, int64_t n, float offset, float* out) {
+  switch (dtype) {
+    case Dtype::float32: return scale<float>(in, n, offset, out);
+    case Dtype::bfloat16: return scale<BFloat16>(in, n, offset, out);
+    case Dtype::float16: return scale<Half>(in, n, offset, out);
+  }
+}
+
+void norm_forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
+  auto rows = forward_case<float, float, float, float>(args);
+  if (rows == nullptr) rows = forward_narrow<BFloat16>(args);
+  if (rows == nullptr) rows = forward_narrow<Half>(args);
+  rows(args, begin, end);
+}
+
+void norm_backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, float* dweight,
+                        float* dbias) {
+  auto rows = backward_case<float, float>(args);
+  if (rows == nullptr) rows = backward_case<BFloat16, BFloat16>(args);
+  if (rows == nullptr) rows = backward_case<Half, Half>(args);
+  if (rows == nullptr) rows = backward_case<BFloat16, float>(args);
+  if (rows == nullptr) rows = backward_case<Half, float>(args);
+  if (rows == nullptr) rows = backward_case<float, BFloat16>(args);
+  if (rows == nullptr) rows = backward_case<float, Half>(args);
+  rows(args, begin, end, dweight, dbias);
+}
+
+void norm_sum_chunks(const float* partials, int64_t chunks, int64_t stride, int64_t begin,
+                     int64_t end, void* out, Dtype dtype) {
+  switch (dtype) {
+    case Dtype::float32: return sum_chunks<float>(partials, chunks, stride, begin, end, out);
+    case Dtype::bfloat16: return sum_chunks<BFloat16>(partials, chunks, stride, begin, end, out);
+    case Dtype::float16: return sum_chunks<Half>(partials, chunks, stride, begin, end, out);
+  }
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

@@ -1,0 +1,214 @@
+// The norm family on CPUs: arguments for the row loops of csrc/cpu/isa/norm.cpp, spread over
+// threads.
+//
+// Memory traffic is the minimum: forward reads x and residual and writes h and y; backward reads
+// dy, dh and h and writes the gradient. A row that was just read or written is in cache when it is
+// read again. dweight and dbias are summed in two stages, without atomics: chunks of rows, then
+// over the chunks. The chunks depend on the shape alone, so the thread count changes no bit.
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "csrc/cpu/isa/norm.h"
+#include "csrc/ops/norm/norm.h"
+
+namespace fusedops::cpu {
+namespace {
+
+Dtype dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Dtype::float32;
+    case at::kBFloat16: return Dtype::bfloat16;
+    default: return Dtype::float16;
+  }
+}
+
+// A tensor as rows of n elements, each contiguous. Copies only where strides do not allow that.
+struct Rows {
+  Tensor tensor;
+  int64_t stride;
+
+  Rows(const Tensor& t, int64_t n) : tensor(t), stride(n) {
+    if (t.is_contiguous()) return;
+    if (t.dim() == 2 && t.size(1) == n && t.stride(1) == 1) {
+      stride = t.stride(0);
+    } else {
+      tensor = t.contiguous();
+    }
+  }
+  const void* data() const { return tensor.const_data_ptr(); }
+};
+
+// The weight as float32, offset included; no copy where it is that already.
+class Scale {
+ public:
+  Scale(const OptionalTensor& weight, double offset, int64_t n) {
+    if (!given(weight)) return;
+    held_ = weight->contiguous();
+    if (held_.scalar_type() == at::kFloat && offset == 0) {
+      data_ = held_.const_data_ptr<float>();
+      return;
+    }
+    converted_ = std::make_unique<float[]>(n);
+    norm_scale_for_isa()(held_.const_data_ptr(), dtype_of(held_), n, static_cast<float>(offset),
+                         converted_.get());
+    data_ = converted_.get();
+  }
+  const float* data() const { return data_; }
+
+ private:
+  Tensor held_;
+  std::unique_ptr<float[]> converted_;
+  const float* data_ = nullptr;
+};
+
+Dropout dropout_of(double p, const OptionalTensor& seed) {
+  if (p == 0) return {};
+  const auto threshold = std::min(p * 4294967296.0, 4294967295.0);
+  return {static_cast<uint64_t>(seed->item<int64_t>()), static_cast<uint32_t>(threshold),
+          p == 1 ? 0.f : static_cast<float>(1 / (1 - p)), true};
+}
+
+bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
+  if (isa() == Isa::none) return false;
+  return std::none_of(tensors.begin(), tensors.end(), [](const OptionalTensor& t) {
+    return given(t) && t->scalar_type() == at::kDouble;
+  });
+}
+
+// About 32k elements a task.
+int64_t grain(int64_t n) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1)); }
+
+// h [0] stands for "no residual" and mean is the first of two rows of statistics.
+NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
+                         const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
+                         double eps, std::string_view kind, double offset, double dropout_p,
+                         const OptionalTensor& seed) {
+  if (!has_kernel({x, residual, weight, bias})) {
+    return norm_forward_composite(x, residual, weight, bias, dims, eps, kind, offset, dropout_p,
+                                  seed);
+  }
+  auto outputs = norm_outputs(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed);
+  const auto& [y, h, stats] = outputs;
+  if (x.numel() == 0) return outputs;
+  const int64_t rows = stats.size(1), n = x.numel() / rows;
+  const bool add = given(residual);
+  const Rows x_rows(x, n);
+  const Rows residual_rows(add ? residual->to(h.scalar_type()) : x, n);
+  const Scale scale(weight, offset, n), shift(bias, 0, n);
+
+  NormForwardRows args;
+  args.x = x_rows.data();
+  args.x_stride = x_rows.stride;
+  args.residual = add ? residual_rows.data() : nullptr;
+  args.residual_stride = residual_rows.stride;
+  args.weight = scale.data();
+  args.bias = shift.data();
+  args.y = y.mutable_data_ptr();
+  args.h = add ? h.mutable_data_ptr() : nullptr;
+  args.mean = stats.size(0) == 2 ? stats.mutable_data_ptr<float>() : nullptr;
+  args.rstd = stats.mutable_data_ptr<float>() + (stats.size(0) - 1) * rows;
+  args.n = n;
+  args.eps = eps;
+  args.x_dtype = dtype_of(x);
+  args.h_dtype = dtype_of(add ? h : x);
+  args.y_dtype = dtype_of(y);
+  args.round_first = kind == "rms_llama";
+  args.base_dtype = norm_base_dtype(x, h.scalar_type(), weight) == x.scalar_type() ? args.x_dtype
+                                                                                  : args.h_dtype;
+  args.dropout = dropout_of(dropout_p, seed);
+  auto* const run = norm_forward_rows_for_isa();
+  at::parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) { run(args, begin, end); });
+  return outputs;
+}
+
+// How many chunks of rows dweight and dbias are summed in: enough for the threads of a large
+// machine, few enough that the partial sums are at most an eighth of what is read.
+int64_t chunk_count(int64_t rows, int64_t n) {
+  return std::clamp<int64_t>(std::min(rows / 8, rows * n / 16384), 1, 64);
+}
+
+NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
+                           const OptionalTensor& weight, const OptionalTensor& bias,
+                           const Tensor& stats, int64_t dims, std::string_view kind, double offset,
+                           double dropout_p, const OptionalTensor& seed,
+                           std::array<bool, 4> output_mask) {
+  if (!has_kernel({dy, dh, h, weight, bias})) {
+    return norm_backward_composite(dy, dh, h, weight, bias, stats, dims, kind, offset, dropout_p,
+                                   seed, output_mask);
+  }
+  auto outputs = norm_backward_outputs(dy, dh, h, weight, bias, stats, dims, kind, offset,
+                                       dropout_p, seed, output_mask);
+  const auto& [dresidual, dx, dweight, dbias] = outputs;
+  if (h.numel() == 0) {
+    dweight.zero_();
+    dbias.zero_();
+    return outputs;
+  }
+  const int64_t rows = stats.size(1), n = h.numel() / rows;
+  const bool dy_fits = dy.scalar_type() == h.scalar_type() || dy.scalar_type() == at::kFloat ||
+                       h.scalar_type() == at::kFloat;
+  const Rows dy_rows(dy_fits ? dy : dy.to(at::kFloat), n), h_rows(h, n);
+  const Rows dh_rows(given(dh) ? dh->to(h.scalar_type()) : h, n);
+  const Scale scale(weight, offset, n);
+
+  NormBackwardRows args;
+  args.dy = dy_rows.data();
+  args.dy_stride = dy_rows.stride;
+  args.dh = given(dh) ? dh_rows.data() : nullptr;
+  args.dh_stride = dh_rows.stride;
+  args.h = h_rows.data();
+  args.h_stride = h_rows.stride;
+  args.weight = scale.data();
+  args.mean = stats.size(0) == 2 ? stats.const_data_ptr<float>() : nullptr;
+  args.rstd = stats.const_data_ptr<float>() + (stats.size(0) - 1) * rows;
+  args.dresidual = output_mask[0] ? dresidual.mutable_data_ptr() : nullptr;
+  args.dx = output_mask[1] ? dx.mutable_data_ptr() : nullptr;
+  args.n = n;
+  args.dy_dtype = dtype_of(dy_rows.tensor);
+  args.h_dtype = dtype_of(h);
+  args.dropout = dropout_of(dropout_p, seed);
+  auto* const run = norm_backward_rows_for_isa();
+
+  if (!output_mask[2] && !output_mask[3]) {
+    at::parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) {
+      run(args, begin, end, nullptr, nullptr);
+    });
+    return outputs;
+  }
+  // [chunks, dweight and dbias, n]
+  const int64_t chunks = chunk_count(rows, n), width = (output_mask[2] + output_mask[3]) * n;
+  const auto partials = at::zeros({chunks, width}, h.options().dtype(at::kFloat));
+  auto* const first = partials.mutable_data_ptr<float>();
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      float* const dw = output_mask[2] ? first + c * width : nullptr;
+      float* const db = output_mask[3] ? first + (c + 1) * width - n : nullptr;
+      run(args, c * rows / chunks, (c + 1) * rows / chunks, dw, db);
+    }
+  });
+  auto* const sum = norm_sum_chunks_for_isa();
+  at::parallel_for(0, n, 4096, [&](int64_t begin, int64_t end) {
+    if (output_mask[2]) {
+      sum(first, chunks, width, begin, end, dweight.mutable_data_ptr(), dtype_of(dweight));
+    }
+    if (output_mask[3]) {
+      sum(first + width - n, chunks, width, begin, end, dbias.mutable_data_ptr(), dtype_of(dbias));
+    }
+  });
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("norm_forward", norm_forward);
+  m.impl("norm_backward", norm_backward);
+}
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,119 @@
+// What the files of csrc/cpu/isa share: vectors of float32 loaded from and stored to any dtype.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "csrc/cpu/isa.h"
+
+namespace fusedops::cpu {
+namespace CPU_CAPABILITY {
+
+using at::BFloat16;
+using at::Half;
+using Vec = at::vec::Vectorized<float>;
+
+template <class T>
+constexpr Dtype dtype_of = std::is_same_v<T, float>      ? Dtype::float32
+                           : std::is_same_v<T, BFloat16> ? Dtype::bfloat16
+                                                         : Dtype::float16;
+
+// One vector of a 16-bit dtype is two of float32, so every loop goes by two.
+constexpr int kStep = 2 * Vec::size();
+
+struct Floats {
+  Vec lo{0.f}, hi{0.f};
+};
+
+// How many elements a step covers: all kStep, known when compiling, or the last few of a row.
+struct Full {
+  static constexpr int count = kStep;
+};
+struct Tail {
+  int count;  // 1 to kStep - 1
+};
+
+template <class Body>
+inline __attribute__((always_inline)) void each_step(int64_t n, const Body& body) {
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep) body(i, Full{});
+  if (i < n) body(i, Tail{static_cast<int>(n - i)});
+}
+
+inline int low(Tail tail) { return tail.count < Vec::size() ? tail.count : Vec::size(); }
+inline int high(Tail tail) { return tail.count - low(tail); }
+
+inline Floats load(const float* p, Full) { return {Vec::loadu(p), Vec::loadu(p + Vec::size())}; }
+inline Floats load(const float* p, Tail tail) {
+  return {Vec::loadu(p, low(tail)), Vec::loadu(p + low(tail), high(tail))};
+}
+template <class T>
+inline Floats widen(const at::vec::Vectorized<T>& v) {
+  const auto [lo, hi] = at::vec::convert_to_float<T>(v);
+  return {lo, hi};
+}
+template <class T>
+inline Floats load(const T* p, Full) {
+  return widen<T>(at::vec::Vectorized<T>::loadu(p));
+}
+template <class T>
+inline Floats load(const T* p, Tail tail) {
+  return widen<T>(at::vec::Vectorized<T>::loadu(p, tail.count));
+}
+
+// Stores and returns what was stored: rounded to T.
+inline Floats store(float* p, const Floats& v, Full) {
+  v.lo.store(p);
+  v.hi.store(p + Vec::size());
+  return v;
+}
+inline Floats store(float* p, const Floats& v, Tail tail) {
+  v.lo.store(p, low(tail));
+  v.hi.store(p + low(tail), high(tail));
+  return v;
+}
+template <class T>
+inline Floats store(T* p, const Floats& v, Full) {
+  const auto narrow = at::vec::convert_from_float<T>(v.lo, v.hi);
+  narrow.store(p);
+  return widen<T>(narrow);
+}
+template <class T>
+inline Floats store(T* p, const Floats& v, Tail tail) {
+  const auto narrow = at::vec::convert_from_float<T>(v.lo, v.hi);
+  narrow.store(p, tail.count);
+  return widen<T>(narrow);
+}
+
+template <class T>
+inline Floats rounded(const Floats& v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return v;
+  } else {
+    return widen<T>(at::vec::convert_from_float<T>(v.lo, v.hi));
+  }
+}
+
+// Zeroes what lies past the end of the row.
+inline Floats live(const Floats& v, Full) { return v; }
+inline Floats live(const Floats& v, Tail tail) {
+  return {Vec::set(Vec(0.f), v.lo, low(tail)), Vec::set(Vec(0.f), v.hi, high(tail))};
+}
+
+inline Floats operator+(const Floats& a, const Floats& b) { return {a.lo + b.lo, a.hi + b.hi}; }
+inline Floats operator-(const Floats& a, const Floats& b) { return {a.lo - b.lo, a.hi - b.hi}; }
+inline Floats operator*(const Floats& a, const Floats& b) { return {a.lo * b.lo, a.hi * b.hi}; }
+inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+  return {at::vec::fmadd(a.lo, b.lo, c.lo), at::vec::fmadd(a.hi, b.hi, c.hi)};
+}
+inline Floats all(float x) { return {Vec(x), Vec(x)}; }
+
+inline float sum(const Floats& v) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, v.lo + v.hi);
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fusedops::cpu

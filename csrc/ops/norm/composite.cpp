@@ -1,0 +1,150 @@
+// The norm family in ATen calls: what runs where no kernel does, and the double backward.
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "csrc/ops/norm/norm.h"
+
+namespace fusedops {
+namespace {
+
+c10::ScalarType accumulation_dtype(const Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+std::vector<int64_t> last_axes(int64_t dims) {
+  std::vector<int64_t> axes(dims);
+  for (int64_t i = 0; i < dims; ++i) axes[i] = i - dims;
+  return axes;
+}
+
+// x with a share p of its elements dropped, by the mask of `dropout_reference`.
+Tensor dropout_composite(const Tensor& x, double p, const OptionalTensor& seed) {
+  if (p == 0) return x;
+  constexpr int64_t low = 0xFFFFFFFF;
+  const auto n = x.sym_size(-1);
+  const auto rows = n == 0 ? c10::SymInt(0) : x.sym_numel() / n;
+  const auto options = x.options().dtype(at::kLong);
+  const auto row = at::arange(c10::Scalar(rows), options).unsqueeze(-1);
+  const auto zero = at::zeros_symint({rows, (n + 3) / 4}, options);
+  Tensor c0 = zero + at::arange(c10::Scalar((n + 3) / 4), options);
+  Tensor c1 = zero + row.bitwise_and(low), c2 = zero + row.__rshift__(32), c3 = zero;
+  Tensor k0 = seed->bitwise_and(low), k1 = seed->__rshift__(32);
+  const auto high_word = [&](const Tensor& t) { return t.__rshift__(32).bitwise_and(low); };
+  for (int round = 0; round < 7; ++round) {
+    const Tensor p0 = c0 * int64_t{0xD2511F53}, p1 = c2 * int64_t{0xCD9E8D57};
+    c0 = high_word(p1).bitwise_xor(c1).bitwise_xor(k0);
+    c2 = high_word(p0).bitwise_xor(c3).bitwise_xor(k1);
+    c1 = p1.bitwise_and(low);
+    c3 = p0.bitwise_and(low);
+    k0 = (k0 + int64_t{0x9E3779B9}).bitwise_and(low);
+    k1 = (k1 + int64_t{0xBB67AE85}).bitwise_and(low);
+  }
+  const auto threshold = std::min<int64_t>(static_cast<int64_t>(p * 4294967296.0), low);
+  const Tensor words = at::stack({c0, c1, c2, c3}, -1).flatten(1).narrow_symint(1, 0, n);
+  const Tensor keep = words.ge(threshold).view_symint(x.sym_sizes());
+  return x * keep * (p == 1 ? 0.0 : 1 / (1 - p));
+}
+
+Tensor scale_of(const Tensor& weight, double offset, c10::ScalarType accumulation) {
+  const auto w = weight.to(accumulation);
+  return offset == 0 ? w : w + offset;
+}
+
+Tensor or_nothing(const Tensor& t, const Tensor& like) {
+  return t.defined() ? t.contiguous() : nothing(like);
+}
+
+}  // namespace
+
+std::pair<Tensor, Tensor> norm_statistics(const Tensor& h, int64_t dims, double eps,
+                                          NormKind kind) {
+  const auto axes = last_axes(dims);
+  const auto acc = h.to(accumulation_dtype(h));
+  if (kind != NormKind::layer) {
+    return {Tensor(), (acc.square().mean(axes, true) + eps).rsqrt()};
+  }
+  const auto [var, mean] = at::var_mean(acc, axes, std::optional<c10::Scalar>(0), true);
+  return {mean, (var + eps).rsqrt()};
+}
+
+NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
+                         const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
+                         double eps, NormKind kind, double offset, double dropout_p,
+                         const OptionalTensor& seed) {
+  const auto h = given(residual) ? *residual + dropout_composite(x, dropout_p, seed) : x;
+  const auto base = norm_base_dtype(x, h.scalar_type(), weight);
+  const auto accumulation = accumulation_dtype(h);
+  const auto acc = h.to(accumulation);
+  const auto [mean, rstd] = norm_statistics(h, dims, eps, kind);
+  auto y = (mean.defined() ? acc - mean : acc) * rstd;
+  if (kind == NormKind::rms_llama && given(weight)) {
+    const auto dtype = c10::promoteTypes(base, weight->scalar_type());
+    y = y.to(base).to(accumulation) * scale_of(*weight, offset, accumulation);
+    return {y.to(dtype), h, mean, rstd};
+  }
+  if (given(weight)) y = y * scale_of(*weight, offset, accumulation);
+  if (given(bias)) y = y + bias->to(accumulation);
+  return {y.to(base), h, mean, rstd};
+}
+
+NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
+                         const OptionalTensor& weight, const OptionalTensor& bias,
+                         const Tensor& mean, const Tensor& rstd, int64_t dims, double offset,
+                         double dropout_p, const OptionalTensor& seed,
+                         std::array<bool, 4> output_mask) {
+  const auto axes = last_axes(dims);
+  const auto accumulation = accumulation_dtype(h);
+  const auto acc = h.to(accumulation), dacc = dy.to(accumulation);
+  const auto n = (mean.defined() ? acc - mean : acc) * rstd;  // h, normalised
+  const auto g = given(weight) ? dacc * scale_of(*weight, offset, accumulation) : dacc;
+  NormGradients gradients;
+  if (output_mask[0] || output_mask[1]) {
+    auto along = g - n * (g * n).mean(axes, true);
+    if (mean.defined()) along = along - g.mean(axes, true);
+    auto d = along * rstd;
+    if (given(dh)) d = d + *dh;
+    if (output_mask[0]) gradients.dresidual = d.to(h.scalar_type());
+    if (output_mask[1]) gradients.dx = dropout_composite(d, dropout_p, seed).to(h.scalar_type());
+  }
+  std::vector<int64_t> rows(h.dim() - dims);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
+  const auto over_rows = [&](const Tensor& t, const Tensor& like) {
+    return (rows.empty() ? t : t.sum(rows)).to(like.scalar_type());
+  };
+  if (output_mask[2]) gradients.dweight = over_rows(dacc * n, *weight);
+  if (output_mask[3]) gradients.dbias = over_rows(dacc, *bias);
+  return gradients;
+}
+
+NormForward norm_forward_composite(const Tensor& x, const OptionalTensor& residual,
+                                   const OptionalTensor& weight, const OptionalTensor& bias,
+                                   int64_t dims, double eps, std::string_view kind, double offset,
+                                   double dropout_p, const OptionalTensor& seed) {
+  norm_check(x, residual, weight, bias, dims, norm_kind(kind), dropout_p, seed);
+  const auto [y, h, mean, rstd] = norm_composite(x, residual, weight, bias, dims, eps,
+                                                 norm_kind(kind), offset, dropout_p, seed);
+  const auto stats = mean.defined() ? at::stack({mean.flatten(), rstd.flatten()})
+                                    : rstd.flatten().unsqueeze(0);
+  return {y.contiguous(), given(residual) ? h.contiguous() : nothing(x), stats};
+}
+
+NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
+                                     const OptionalTensor& weight, const OptionalTensor& bias,
+                                     const Tensor& stats, int64_t dims, std::string_view kind,
+                                     double offset, double dropout_p, const OptionalTensor& seed,
+                                     std::array<bool, 4> output_mask) {
+  std::vector<c10::SymInt> kept(h.dim(), 1);
+  for (int64_t i = 0; i < h.dim() - dims; ++i) kept[i] = h.sym_size(i);
+  const auto mean = stats.sym_size(0) == 2 ? stats.select(0, 0).view_symint(kept) : Tensor();
+  const auto rstd = stats.select(0, -1).view_symint(kept);
+  const auto d = norm_gradients(dy, dh, h, weight, bias, mean, rstd, dims, offset, dropout_p, seed,
+                                output_mask);
+  return {or_nothing(d.dresidual, h), or_nothing(d.dx, h), or_nothing(d.dweight, h),
+          or_nothing(d.dbias, h)};
+}
+
+}  // namespace fusedops

@@ -1,0 +1,77 @@
+// The norm family: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and shapes:
+// fusedops/functional/norm.py.
+//
+// The four share one pair of kernel operators, norm_forward and norm_backward, in which the
+// residual, the weight, the bias and the dropout are optional: a backend implements two functions.
+#pragma once
+
+#include <array>
+#include <string_view>
+#include <tuple>
+
+#include "csrc/common.h"
+
+namespace fusedops {
+
+enum class NormKind { layer, rms, rms_llama };  // rms_llama rounds before it multiplies
+
+NormKind norm_kind(std::string_view kind);
+
+// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+
+void norm_check(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                const OptionalTensor& bias, int64_t dims, NormKind kind, double dropout_p,
+                const OptionalTensor& seed);
+
+// y [x's shape], h [x's shape; 0 without a residual], stats [mean and rstd, or rstd alone; rows]
+using NormForward = std::tuple<Tensor, Tensor, Tensor>;
+NormForward norm_outputs(const Tensor& x, const OptionalTensor& residual,
+                         const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
+                         double eps, std::string_view kind, double offset, double dropout_p,
+                         const OptionalTensor& seed);
+
+// dresidual [h's shape], the gradient of h: of residual, and of x without dropout;
+// dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is [0].
+using NormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+NormBackward norm_backward_outputs(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
+                                   const OptionalTensor& weight, const OptionalTensor& bias,
+                                   const Tensor& stats, int64_t dims, std::string_view kind,
+                                   double offset, double dropout_p, const OptionalTensor& seed,
+                                   std::array<bool, 4> output_mask);
+
+// The dtype to which y is rounded, before rms_llama's product may promote it.
+c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
+
+// composite.cpp: the formulas in ATen calls, differentiable to any order.
+
+struct NormComposite {
+  Tensor y, h, mean, rstd;  // mean and rstd keep their axes; RMSNorm has no mean
+};
+NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
+                             const OptionalTensor& weight, const OptionalTensor& bias,
+                             int64_t dims, double eps, NormKind kind, double offset,
+                             double dropout_p, const OptionalTensor& seed);
+
+std::pair<Tensor, Tensor> norm_statistics(const Tensor& h, int64_t dims, double eps, NormKind kind);
+
+struct NormGradients {
+  Tensor dresidual, dx, dweight, dbias;  // undefined where output_mask says so
+};
+NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
+                             const OptionalTensor& weight, const OptionalTensor& bias,
+                             const Tensor& mean, const Tensor& rstd, int64_t dims, double offset,
+                             double dropout_p, const OptionalTensor& seed,
+                             std::array<bool, 4> output_mask);
+
+// norm_forward and norm_backward by these formulas, for dtypes and devices without a kernel.
+NormForward norm_forward_composite(const Tensor& x, const OptionalTensor& residual,
+                                   const OptionalTensor& weight, const OptionalTensor& bias,
+                                   int64_t dims, double eps, std::string_view kind, double offset,
+                                   double dropout_p, const OptionalTensor& seed);
+NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
+                                     const OptionalTensor& weight, const OptionalTensor& bias,
+                                     const Tensor& stats, int64_t dims, std::string_view kind,
+                                     double offset, double dropout_p, const OptionalTensor& seed,
+                                     std::array<bool, 4> output_mask);
+
+}  // namespace fusedops

@@ -1,0 +1,81 @@
+// The module fusedops._C: what Python calls without going through torch.ops. One line an export.
+
+#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/cpu/isa.h"
+#include "csrc/ops/norm/norm.h"
+
+namespace fusedops {
+namespace {
+
+using SymInts = c10::SymIntArrayRef;
+
+template <class Signature>
+auto handle(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+Tensor layer_norm(const Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
+                  const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  static const auto op = handle<Tensor(const Tensor&, SymInts, const OptionalTensor&,
+                                       const OptionalTensor&, double)>("fusedops::layer_norm");
+  return op.call(input, normalized_shape, weight, bias, eps);
+}
+
+Tensor rms_norm(const Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
+                const OptionalTensor& weight, std::optional<double> eps, std::string_view rounding,
+                double offset) {
+  static const auto op =
+      handle<Tensor(const Tensor&, SymInts, const OptionalTensor&, std::optional<double>,
+                    std::string_view, double)>("fusedops::rms_norm");
+  return op.call(input, normalized_shape, weight, eps, rounding, offset);
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
+                                          const OptionalTensor& weight, const OptionalTensor& bias,
+                                          double eps, double dropout_p) {
+  static const auto op =
+      handle<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
+                                        const OptionalTensor&, double, double)>(
+          "fusedops::add_layer_norm");
+  return op.call(x, residual, weight, bias, eps, dropout_p);
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
+                                        const OptionalTensor& weight, std::optional<double> eps,
+                                        std::string_view rounding, double offset,
+                                        double dropout_p) {
+  static const auto op =
+      handle<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
+                                        std::optional<double>, std::string_view, double, double)>(
+          "fusedops::add_rms_norm");
+  return op.call(x, residual, weight, eps, rounding, offset, dropout_p);
+}
+
+// Errors become Python's own (without a C++ backtrace), and the GIL is free meanwhile.
+template <class Function, class... Args>
+void export_function(py::module_& m, const char* name, Function* f, const Args&... args) {
+  m.def(name, torch::wrap_pybind_function_no_gil(f), args...);
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using py::arg, py::none, py::kw_only;
+  export_function(m, "layer_norm", layer_norm, arg("input"), arg("normalized_shape"),
+                  arg("weight") = none(), arg("bias") = none(), arg("eps") = 1e-5);
+  export_function(m, "rms_norm", rms_norm, arg("input"), arg("normalized_shape"),
+                  arg("weight") = none(), arg("eps") = none(), kw_only(),
+                  arg("rounding") = "torch", arg("offset") = 0.0);
+  export_function(m, "add_layer_norm", add_layer_norm, arg("x"), arg("residual"),
+                  arg("weight") = none(), arg("bias") = none(), arg("eps") = 1e-5, kw_only(),
+                  arg("dropout_p") = 0.0);
+  export_function(m, "add_rms_norm", add_rms_norm, arg("x"), arg("residual"),
+                  arg("weight") = none(), arg("eps") = 1e-6, kw_only(), arg("rounding") = "llama",
+                  arg("offset") = 0.0, arg("dropout_p") = 0.0);
+  export_function(m, "norm_outputs", norm_outputs);
+  export_function(m, "norm_backward_outputs", norm_backward_outputs);
+  m.def("cpu_isa", [] { return cpu::isa_name(cpu::isa()); });
+}
+
+}  // namespace
+}  // namespace fusedops

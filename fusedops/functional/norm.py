@@ -1,0 +1,187 @@
+"""layer_norm, rms_norm and both of a residual sum: the public functions and their references.
+
+Every function is one operator: C++ on CPUs, Triton (or CUDA C++) on GPUs, differentiable ATen
+calls elsewhere. The references below define what they compute.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedops.extension import _C
+
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` in one pass over memory, forward and backward.
+
+        y = (input - mean(input)) / sqrt(var(input) + eps) * weight + bias      biased variance
+
+    input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
+    weight, bias: normalized_shape, any of these dtypes. Returns y, contiguous, shape and dtype of
+    input. Statistics are float32 (float64 for float64). Raises RuntimeError when a shape or a
+    dtype does not fit. Ba et al., arXiv:1607.06450.
+    """
+    run = torch.ops.fusedops.layer_norm if torch.compiler.is_compiling() else _C.layer_norm
+    return run(input, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    rounding: str = "torch",
+    offset: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.rms_norm`, in the roundings that models use.
+
+        n = input / sqrt(mean(input^2) + eps)
+        rounding="torch":  y = (n * (offset + weight)) rounded to input's dtype
+        rounding="llama":  y = (offset + weight) * (n rounded to input's dtype)
+
+    input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
+    weight: normalized_shape, any of these dtypes. eps=None is the machine epsilon of the
+    statistics (float32, or float64 for a float64 input), as in torch. offset=1.0 is Gemma's.
+    Returns y, contiguous, in input's dtype; with rounding="llama" in the dtype that input and
+    weight promote to. Raises RuntimeError when a shape, a dtype or `rounding` does not fit.
+    Zhang and Sennrich, arXiv:1910.07467.
+    """
+    run = torch.ops.fusedops.rms_norm if torch.compiler.is_compiling() else _C.rms_norm
+    return run(input, normalized_shape, weight, eps, rounding=rounding, offset=offset)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm of a residual sum, in one pass over memory.
+
+        h = residual + dropout(x)
+        y = layer_norm(h, weight.shape, weight, bias, eps)
+
+    x, residual: [..., n], float32, float16, bfloat16 or float64, any strides. h has the dtype
+    that the two promote to (a float32 residual stream beside bfloat16 x stays float32). weight,
+    bias: [n]; without a weight the last dimension is normalised. y has h's dtype where the weight
+    has it too, else x's. Returns (y, h), both contiguous. dropout_p drops elements of x and is
+    always on: pass 0.0 in eval mode. No mask is stored; `torch.manual_seed` reproduces it.
+    Raises RuntimeError when a shape, a dtype or dropout_p does not fit. Ba et al.,
+    arXiv:1607.06450.
+    """
+    run = torch.ops.fusedops.add_layer_norm if torch.compiler.is_compiling() else _C.add_layer_norm
+    return run(x, residual, weight, bias, eps, dropout_p=dropout_p)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    rounding: str = "llama",
+    offset: float = 0.0,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of a residual sum, in one pass over memory.
+
+        h = residual + dropout(x)
+        y = rms_norm(h, weight.shape, weight, eps, rounding=rounding, offset=offset)
+
+    Shapes, dtypes and dropout as in `add_layer_norm`; rounding and offset as in `rms_norm`.
+    Returns (y, h), both contiguous. Raises RuntimeError when a shape, a dtype, `rounding` or
+    dropout_p does not fit. Zhang and Sennrich, arXiv:1910.07467.
+    """
+    run = torch.ops.fusedops.add_rms_norm if torch.compiler.is_compiling() else _C.add_rms_norm
+    return run(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
+
+
+# References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.
+
+
+def layer_norm_reference(input, normalized_shape, weight=None, bias=None, eps=1e-5, dtype=None):
+    axes = tuple(range(-len(normalized_shape), 0))
+    acc = _accumulate(input)
+    var, mean = torch.var_mean(acc, axes, correction=0, keepdim=True)
+    y = (acc - mean) * (var + eps).rsqrt()
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(dtype or input.dtype)
+
+
+def rms_norm_reference(
+    input, normalized_shape, weight=None, eps=None, *, rounding="torch", offset=0.0, dtype=None
+):
+    axes = tuple(range(-len(normalized_shape), 0))
+    acc, dtype = _accumulate(input), dtype or input.dtype
+    eps = torch.finfo(acc.dtype).eps if eps is None else eps
+    n = acc * (acc.square().mean(axes, keepdim=True) + eps).rsqrt()
+    if weight is None:
+        return n.to(dtype)
+    scale = weight if offset == 0 else offset + _accumulate(weight)
+    if rounding == "llama":
+        return (scale * n.to(dtype)).to(torch.promote_types(dtype, weight.dtype))
+    return (n * scale).to(dtype)
+
+
+def add_layer_norm_reference(x, residual, weight=None, bias=None, eps=1e-5, *, dropout_p=0.0):
+    h = residual + dropout_reference(x, dropout_p)
+    shape = h.shape[-1:] if weight is None else weight.shape
+    return layer_norm_reference(h, shape, weight, bias, eps, _stream_dtype(x, h, weight)), h
+
+
+def add_rms_norm_reference(
+    x, residual, weight=None, eps=1e-6, *, rounding="llama", offset=0.0, dropout_p=0.0
+):
+    h = residual + dropout_reference(x, dropout_p)
+    shape = h.shape[-1:] if weight is None else weight.shape
+    dtype = _stream_dtype(x, h, weight)
+    y = rms_norm_reference(h, shape, weight, eps, rounding=rounding, offset=offset, dtype=dtype)
+    return y, h
+
+
+def dropout_reference(x, p):
+    """x with a share p of its elements dropped: the mask that every kernel draws.
+
+    Philox4x32-7 (Salmon et al., SC 2011) keyed by a 64-bit seed; the counter of element [row, col]
+    is (col // 4, low and high half of row, 0), and word col % 4 of its output keeps the element
+    when it is at least p * 2^32.
+    """
+    if p == 0:
+        return x
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
+    n = x.shape[-1]
+    row = torch.arange(x[..., 0].numel(), device=x.device)[:, None]
+    zero = torch.zeros(row.numel(), -(-n // 4), dtype=torch.int64, device=x.device)
+    low = 0xFFFFFFFF
+    c0, c1, c2, c3 = zero + torch.arange(zero.shape[1], device=x.device), zero + row, zero, zero
+    c1, c2 = c1 & low, c2 + (row >> 32)
+    k0, k1 = seed & low, seed >> 32
+    for _ in range(7):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, whatever the sign
+        c0, c1, c2, c3 = p1 >> 32 & low ^ c1 ^ k0, p1 & low, p0 >> 32 & low ^ c3 ^ k1, p0 & low
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    word = torch.stack([c0, c1, c2, c3], -1).reshape(row.numel(), -1)[:, :n].reshape(x.shape)
+    keep = word >= min(int(p * 2**32), low)
+    return x * keep * (0.0 if p == 1 else 1 / (1 - p))
+
+
+def _accumulate(t):
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def _stream_dtype(x, h, weight):
+    """y has h's dtype where the weight has it too, else x's (h is a float32 residual stream)."""
+    return h.dtype if weight is not None and weight.dtype == h.dtype else x.dtype
