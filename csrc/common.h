@@ -46,7 +46,4 @@ inline Tensor empty_contiguous(const Tensor& x, c10::ScalarType dtype) {
 
 inline Tensor empty_contiguous(const Tensor& x) { return empty_contiguous(x, x.scalar_type()); }
 
-// Stands for an output that was not asked for: operators return no undefined tensors.
-inline Tensor nothing(const Tensor& like) { return at::empty({0}, like.options()); }
-
 }  // namespace fusedops

@@ -1,5 +1,10 @@
 """Fused kernels for training and serving transformers, as drop-in torch modules."""
 
-from fusedops import functional, nn
+from importlib.metadata import version
 
-__all__ = ["functional", "nn"]
+from fusedops import functional, nn
+from fusedops.backends import backend, env_report
+from fusedops.memory import keep_freed_memory
+
+__version__ = version("fusedops")
+__all__ = ["backend", "env_report", "functional", "keep_freed_memory", "nn"]

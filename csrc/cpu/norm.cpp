@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <vector>
 
 #include "csrc/cpu/isa/norm.h"
 #include "csrc/ops/norm/norm.h"
@@ -128,9 +129,9 @@ NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
 }
 
 // How many chunks of rows dweight and dbias are summed in: enough for the threads of a large
-// machine, few enough that the partial sums are at most an eighth of what is read.
+// machine, few enough that the partial sums are a small part of what is read.
 int64_t chunk_count(int64_t rows, int64_t n) {
-  return std::clamp<int64_t>(std::min(rows / 8, rows * n / 16384), 1, 64);
+  return std::clamp<int64_t>(std::min(rows / 16, rows * n / 16384), 1, 64);
 }
 
 NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
@@ -146,8 +147,8 @@ NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Ten
                                        dropout_p, seed, output_mask);
   const auto& [dresidual, dx, dweight, dbias] = outputs;
   if (h.numel() == 0) {
-    dweight.zero_();
-    dbias.zero_();
+    if (output_mask[2]) dweight.zero_();
+    if (output_mask[3]) dbias.zero_();
     return outputs;
   }
   const int64_t rows = stats.size(1), n = h.numel() / rows;
@@ -175,31 +176,31 @@ NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Ten
   args.dropout = dropout_of(dropout_p, seed);
   auto* const run = norm_backward_rows_for_isa();
 
-  if (!output_mask[2] && !output_mask[3]) {
+  const bool wants_dweight = output_mask[2], wants_dbias = output_mask[3];
+  if (!wants_dweight && !wants_dbias) {
     at::parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) {
-      run(args, begin, end, nullptr, nullptr);
+      run(args, begin, end, nullptr, nullptr, nullptr);
     });
     return outputs;
   }
   // [chunks, dweight and dbias, n]
-  const int64_t chunks = chunk_count(rows, n), width = (output_mask[2] + output_mask[3]) * n;
-  const auto partials = at::zeros({chunks, width}, h.options().dtype(at::kFloat));
-  auto* const first = partials.mutable_data_ptr<float>();
+  const int64_t chunks = chunk_count(rows, n), width = (wants_dweight + wants_dbias) * n;
+  std::vector<double> partials(chunks * width);
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(2 * n);
     for (int64_t c = begin; c < end; ++c) {
-      float* const dw = output_mask[2] ? first + c * width : nullptr;
-      float* const db = output_mask[3] ? first + (c + 1) * width - n : nullptr;
-      run(args, c * rows / chunks, (c + 1) * rows / chunks, dw, db);
+      double* const chunk = partials.data() + c * width;
+      run(args, c * rows / chunks, (c + 1) * rows / chunks, scratch.data(),
+          wants_dweight ? chunk : nullptr, wants_dbias ? chunk + width - n : nullptr);
     }
   });
   auto* const sum = norm_sum_chunks_for_isa();
   at::parallel_for(0, n, 4096, [&](int64_t begin, int64_t end) {
-    if (output_mask[2]) {
-      sum(first, chunks, width, begin, end, dweight.mutable_data_ptr(), dtype_of(dweight));
-    }
-    if (output_mask[3]) {
-      sum(first + width - n, chunks, width, begin, end, dbias.mutable_data_ptr(), dtype_of(dbias));
-    }
+    const auto total = [&](const double* first, const Tensor& out) {
+      sum(first, chunks, width, begin, end, out.mutable_data_ptr(), dtype_of(out));
+    };
+    if (wants_dweight) total(partials.data(), dweight);
+    if (wants_dbias) total(partials.data() + width - n, dbias);
   });
   return outputs;
 }

@@ -50,6 +50,17 @@ inline Floats load(const float* p, Full) { return {Vec::loadu(p), Vec::loadu(p +
 inline Floats load(const float* p, Tail tail) {
   return {Vec::loadu(p, low(tail)), Vec::loadu(p + low(tail), high(tail))};
 }
+// The two vectors as one of T, rounded to nearest even.
+template <class T>
+inline at::vec::Vectorized<T> narrow(const Floats& v) {
+#if defined(__AVX512BF16__)
+  // One instruction for what takes twenty; it also takes float32's denormals (< 1.2e-38) for 0.
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v.hi, v.lo));
+  }
+#endif
+  return at::vec::convert_from_float<T>(v.lo, v.hi);
+}
 template <class T>
 inline Floats widen(const at::vec::Vectorized<T>& v) {
   const auto [lo, hi] = at::vec::convert_to_float<T>(v);
@@ -77,15 +88,15 @@ inline Floats store(float* p, const Floats& v, Tail tail) {
 }
 template <class T>
 inline Floats store(T* p, const Floats& v, Full) {
-  const auto narrow = at::vec::convert_from_float<T>(v.lo, v.hi);
-  narrow.store(p);
-  return widen<T>(narrow);
+  const auto stored = narrow<T>(v);
+  stored.store(p);
+  return widen<T>(stored);
 }
 template <class T>
 inline Floats store(T* p, const Floats& v, Tail tail) {
-  const auto narrow = at::vec::convert_from_float<T>(v.lo, v.hi);
-  narrow.store(p, tail.count);
-  return widen<T>(narrow);
+  const auto stored = narrow<T>(v);
+  stored.store(p, tail.count);
+  return widen<T>(stored);
 }
 
 template <class T>
@@ -93,7 +104,7 @@ inline Floats rounded(const Floats& v) {
   if constexpr (std::is_same_v<T, float>) {
     return v;
   } else {
-    return widen<T>(at::vec::convert_from_float<T>(v.lo, v.hi));
+    return widen<T>(narrow<T>(v));
   }
 }
 

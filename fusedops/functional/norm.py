@@ -4,6 +4,7 @@ Every function is one operator: C++ on CPUs, Triton (or CUDA C++) on GPUs, diffe
 calls elsewhere. The references below define what they compute.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -90,7 +91,7 @@ def add_rms_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     *,
     rounding: str = "llama",
     offset: float = 0.0,
@@ -101,7 +102,7 @@ def add_rms_norm(
         h = residual + dropout(x)
         y = rms_norm(h, weight.shape, weight, eps, rounding=rounding, offset=offset)
 
-    Shapes, dtypes and dropout as in `add_layer_norm`; rounding and offset as in `rms_norm`.
+    Shapes, dtypes and dropout as in `add_layer_norm`; eps, rounding and offset as in `rms_norm`.
     Returns (y, h), both contiguous. Raises RuntimeError when a shape, a dtype, `rounding` or
     dropout_p does not fit. Zhang and Sennrich, arXiv:1910.07467.
     """
@@ -137,34 +138,35 @@ def rms_norm_reference(
 
 
 def add_layer_norm_reference(x, residual, weight=None, bias=None, eps=1e-5, *, dropout_p=0.0):
-    h = residual + dropout_reference(x, dropout_p)
-    shape = h.shape[-1:] if weight is None else weight.shape
+    shape = x.shape[-1:] if weight is None else weight.shape
+    h = residual + dropout_reference(x, dropout_p, len(shape))
     return layer_norm_reference(h, shape, weight, bias, eps, _stream_dtype(x, h, weight)), h
 
 
 def add_rms_norm_reference(
     x, residual, weight=None, eps=1e-6, *, rounding="llama", offset=0.0, dropout_p=0.0
 ):
-    h = residual + dropout_reference(x, dropout_p)
-    shape = h.shape[-1:] if weight is None else weight.shape
+    shape = x.shape[-1:] if weight is None else weight.shape
+    h = residual + dropout_reference(x, dropout_p, len(shape))
     dtype = _stream_dtype(x, h, weight)
     y = rms_norm_reference(h, shape, weight, eps, rounding=rounding, offset=offset, dtype=dtype)
     return y, h
 
 
-def dropout_reference(x, p):
+def dropout_reference(x, p, dims=1):
     """x with a share p of its elements dropped: the mask that every kernel draws.
 
     Philox4x32-7 (Salmon et al., SC 2011) keyed by a 64-bit seed; the counter of element [row, col]
     is (col // 4, low and high half of row, 0), and word col % 4 of its output keeps the element
-    when it is at least p * 2^32.
+    when it is at least p * 2^32. A row is the last `dims` dimensions.
     """
     if p == 0:
         return x
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
-    n = x.shape[-1]
-    row = torch.arange(x[..., 0].numel(), device=x.device)[:, None]
-    zero = torch.zeros(row.numel(), -(-n // 4), dtype=torch.int64, device=x.device)
+    n = math.prod(x.shape[-dims:])
+    rows = math.prod(x.shape[:-dims])
+    row = torch.arange(rows, device=x.device)[:, None]
+    zero = torch.zeros(rows, -(-n // 4), dtype=torch.int64, device=x.device)
     low = 0xFFFFFFFF
     c0, c1, c2, c3 = zero + torch.arange(zero.shape[1], device=x.device), zero + row, zero, zero
     c1, c2 = c1 & low, c2 + (row >> 32)
@@ -173,7 +175,7 @@ def dropout_reference(x, p):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, whatever the sign
         c0, c1, c2, c3 = p1 >> 32 & low ^ c1 ^ k0, p1 & low, p0 >> 32 & low ^ c3 ^ k1, p0 & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    word = torch.stack([c0, c1, c2, c3], -1).reshape(row.numel(), -1)[:, :n].reshape(x.shape)
+    word = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :n].reshape(x.shape)
     keep = word >= min(int(p * 2**32), low)
     return x * keep * (0.0 if p == 1 else 1 / (1 - p))
 

@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm as torch.nn has them, and both of a residual sum."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,9 @@ class AddLayerNorm(torch.nn.LayerNorm):
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         p = self.dropout_p if self.training else 0.0
+        if self.weight is None:
+            run = functools.partial(add_layer_norm, eps=self.eps, dropout_p=p)
+            return _over_last(len(self.normalized_shape), run, x, residual)
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, dropout_p=p)
 
 
@@ -70,4 +75,13 @@ class AddRMSNorm(RMSNorm):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         p = self.dropout_p if self.training else 0.0
         how = {"rounding": self.rounding, "offset": self.offset, "dropout_p": p}
+        if self.weight is None:
+            run = functools.partial(add_rms_norm, eps=self.eps, **how)
+            return _over_last(len(self.normalized_shape), run, x, residual)
         return add_rms_norm(x, residual, self.weight, self.eps, **how)
+
+
+def _over_last(dims, run, x, residual):
+    """Without a weight the operator normalises the last dimension: makes one of `dims`."""
+    y, h = run(x.flatten(-dims), residual.flatten(-dims))
+    return y.view(x.shape), h.view(x.shape)

@@ -1,5 +1,6 @@
 // A row goes through its cache three times at most: sum, variance, normalise. Sums are float32
-// over blocks of kBlock elements and float64 over the blocks, so long rows lose nothing.
+// over blocks of kBlock elements or kGroup rows and float64 beyond, so long rows and many rows
+// lose nothing.
 
 #include "csrc/cpu/isa/norm.h"
 
@@ -13,6 +14,7 @@ namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kBlock = 1024;  // a multiple of kStep and of Philox's four words
+constexpr int64_t kGroup = 16;    // rows of dweight and dbias that are added in float32
 
 struct Block {
   int64_t begin, size;
@@ -65,6 +67,17 @@ class DropoutRow {
   float scales_[kBlock];
 };
 
+template <class T>
+inline T* at_row(T* p, int64_t offset) {
+  return p == nullptr ? nullptr : p + offset;
+}
+
+template <bool kLayer>
+inline Floats centred(const Floats& h, const Floats& mean) {
+  if constexpr (kLayer) return h - mean;
+  return h;
+}
+
 // h = residual + dropout(x), stored. Returns the sum over the row of moment(h).
 template <class X, class H, class Moment>
 double add_row(const X* x, const H* residual, H* h, int64_t n, DropoutRow dropout,
@@ -76,22 +89,26 @@ double add_row(const X* x, const H* residual, H* h, int64_t n, DropoutRow dropou
 }
 
 // y = (h - mean) * rstd * weight + bias. With round_first it is rounded to Base before the weight.
-template <class H, class Base, class Y>
-void normalise_row(const NormForwardRows& args, const H* h, float mean, float rstd, Y* y) {
-  each_step(args.n, [&](int64_t i, auto part) {
-    auto v = (load(h + i, part) - all(mean)) * all(rstd);
-    if (args.round_first) v = rounded<Base>(v);
-    if (args.weight != nullptr) v = v * load(args.weight + i, part);
-    if (args.bias != nullptr) v = v + load(args.bias + i, part);
+// In float32 rstd keeps a second word: its rounding alone would move the row by half an ulp.
+template <bool kLayer, class Base, class H, class Y>
+void normalise_row(const NormForwardRows& args, const H* h, float mean, double rstd, Y* y) {
+  const float *const weight = args.weight, *const bias = args.bias;
+  const bool round_first = args.round_first;
+  const auto high = static_cast<float>(rstd), low = static_cast<float>(rstd - high);
+  each_step(args.n, [=](int64_t i, auto part) {
+    const auto c = centred<kLayer>(load(h + i, part), all(mean));
+    auto v = std::is_same_v<Base, float> ? fma(c, all(high), c * all(low)) : c * all(high);
+    if (round_first) v = rounded<Base>(v);
+    if (weight != nullptr) v = v * load(weight + i, part);
+    if (bias != nullptr) v = v + load(bias + i, part);
     store(y + i, v, part);
   });
 }
 
-template <class X, class H, class Base, class Y>
+template <bool kLayer, class X, class H, class Base, class Y>
 void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
   const auto n = args.n;
-  const bool layer = args.mean != nullptr;
-  const auto moment = [layer](const Floats& v) { return layer ? v : v * v; };
+  const auto moment = [](const Floats& v) { return kLayer ? v : v * v; };
   for (int64_t row = begin; row < end; ++row) {
     const X* const x = static_cast<const X*>(args.x) + row * args.x_stride;
     const H* h = reinterpret_cast<const H*>(x);  // without a residual X is H
@@ -102,22 +119,22 @@ void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
       total = add_row(x, residual, out, n, DropoutRow(args.dropout, row), moment);
       h = out;
     } else {
-      total = sum_over(n, [&](int64_t i, auto part) { return moment(load(h + i, part)); });
+      total = sum_over(n, [=](int64_t i, auto part) { return moment(load(h + i, part)); });
     }
 
     float mean = 0;
     double variance = total / n;
-    if (layer) {
+    if constexpr (kLayer) {
       mean = static_cast<float>(total / n);
       args.mean[row] = mean;
-      variance = sum_over(n, [&](int64_t i, auto part) {
-        const auto centred = live(load(h + i, part) - all(mean), part);
-        return centred * centred;
+      variance = sum_over(n, [=](int64_t i, auto part) {
+        const auto c = live(load(h + i, part) - all(mean), part);
+        return c * c;
       }) / n;
     }
-    const auto rstd = static_cast<float>(1 / std::sqrt(variance + args.eps));
-    args.rstd[row] = rstd;
-    normalise_row<H, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * n);
+    const double rstd = 1 / std::sqrt(variance + args.eps);
+    args.rstd[row] = static_cast<float>(rstd);
+    normalise_row<kLayer, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * n);
   }
 }
 
@@ -127,7 +144,8 @@ template <class X, class H, class Base, class Y>
 Forward forward_case(const NormForwardRows& a) {
   const bool fits = a.x_dtype == dtype_of<X> && a.h_dtype == dtype_of<H> &&
                     a.base_dtype == dtype_of<Base> && a.y_dtype == dtype_of<Y>;
-  return fits ? forward_rows<X, H, Base, Y> : nullptr;
+  if (!fits) return nullptr;
+  return a.mean != nullptr ? forward_rows<true, X, H, Base, Y> : forward_rows<false, X, H, Base, Y>;
 }
 
 // 16-bit T: y is in T or, after a float32 weight, in float32; h is in T or a float32 stream.
@@ -141,18 +159,20 @@ Forward forward_narrow(const NormForwardRows& a) {
 }
 
 // The gradient of h in two passes over the row: the sums (and dweight, dbias), then the gradient.
-template <class D, class H>
+template <bool kLayer, class D, class H>
 void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, float* dweight,
                    float* dbias) {
-  const auto n = args.n;
-  const bool layer = args.mean != nullptr;
+  const int64_t n = args.n;
+  const float* const weight = args.weight;
   for (int64_t row = begin; row < end; ++row) {
     const D* const dy = static_cast<const D*>(args.dy) + row * args.dy_stride;
     const H* const h = static_cast<const H*>(args.h) + row * args.h_stride;
-    const auto mean = all(layer ? args.mean[row] : 0), rstd = all(args.rstd[row]);
-    const auto normalised = [&](int64_t i, auto part) { return (load(h + i, part) - mean) * rstd; };
-    const auto scaled = [&](const Floats& d, int64_t i, auto part) {
-      return args.weight == nullptr ? d : d * load(args.weight + i, part);
+    const auto mean = all(kLayer ? args.mean[row] : 0), rstd = all(args.rstd[row]);
+    const auto normalised = [=](int64_t i, auto part) {
+      return centred<kLayer>(load(h + i, part), mean) * rstd;
+    };
+    const auto scaled = [=](const Floats& d, int64_t i, auto part) {
+      return weight == nullptr ? d : d * load(weight + i, part);
     };
 
     double sum_g = 0, sum_gn = 0;
@@ -161,28 +181,27 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
       each_step(block.size, [&](int64_t j, auto part) {
         const int64_t i = block.begin + j;
         const auto d = load(dy + i, part), v = normalised(i, part), g = scaled(d, i, part);
-        g_acc = g_acc + g;
+        if constexpr (kLayer) g_acc = g_acc + g;
         gn_acc = fma(g, v, gn_acc);
         if (dweight != nullptr) store(dweight + i, fma(d, v, load(dweight + i, part)), part);
         if (dbias != nullptr) store(dbias + i, d + load(dbias + i, part), part);
       });
-      sum_g += sum(g_acc);
+      if constexpr (kLayer) sum_g += sum(g_acc);
       sum_gn += sum(gn_acc);
     });
     if (args.dresidual == nullptr && args.dx == nullptr) continue;
 
-    const auto mean_g = all(layer ? static_cast<float>(sum_g / n) : 0);
-    const auto mean_gn = all(static_cast<float>(sum_gn / n));
-    const H* const dh = args.dh == nullptr ? nullptr
-                                           : static_cast<const H*>(args.dh) + row * args.dh_stride;
-    H* const dresidual = args.dresidual == nullptr ? nullptr
-                                                   : static_cast<H*>(args.dresidual) + row * n;
-    H* const dx = args.dx == nullptr ? nullptr : static_cast<H*>(args.dx) + row * n;
+    const auto mean_g = all(static_cast<float>(sum_g / n));
+    const auto slope = all(static_cast<float>(-sum_gn / n * args.rstd[row]));
+    const H* const dh = at_row(static_cast<const H*>(args.dh), row * args.dh_stride);
+    H* const dresidual = at_row(static_cast<H*>(args.dresidual), row * n);
+    H* const dx = at_row(static_cast<H*>(args.dx), row * n);
     DropoutRow dropout(args.dropout, row);
     each_step(n, [&](int64_t i, auto part) {
       const auto g = scaled(load(dy + i, part), i, part);
-      auto d = (g - mean_g - normalised(i, part) * mean_gn) * rstd;
-      if (dh != nullptr) d = d + load(dh + i, part);
+      const auto c = centred<kLayer>(load(h + i, part), mean);
+      auto d = fma(c, slope, centred<kLayer>(g, mean_g));
+      d = dh == nullptr ? d * rstd : fma(d, rstd, load(dh + i, part));
       if (dresidual != nullptr) store(dresidual + i, d, part);
       if (dx != nullptr) store(dx + i, dropout.apply(d, i, part), part);
     });
@@ -193,7 +212,13 @@ using Backward = void (*)(const NormBackwardRows&, int64_t, int64_t, float*, flo
 
 template <class D, class H>
 Backward backward_case(const NormBackwardRows& a) {
-  return a.dy_dtype == dtype_of<D> && a.h_dtype == dtype_of<H> ? backward_rows<D, H> : nullptr;
+  if (a.dy_dtype != dtype_of<D> || a.h_dtype != dtype_of<H>) return nullptr;
+  return a.mean != nullptr ? backward_rows<true, D, H> : backward_rows<false, D, H>;
+}
+
+void add_to(double* total, const float* part, int64_t n) {
+  if (total == nullptr) return;
+  for (int64_t i = 0; i < n; ++i) total[i] += part[i];
 }
 
 template <class T>
@@ -204,15 +229,13 @@ void scale(const void* in, int64_t n, float offset, float* out) {
 }
 
 template <class T>
-void sum_chunks(const float* partials, int64_t chunks, int64_t stride, int64_t begin, int64_t end,
+void sum_chunks(const double* partials, int64_t chunks, int64_t stride, int64_t begin, int64_t end,
                 void* out) {
-  each_step(end - begin, [&](int64_t j, auto part) {
-    Floats acc;
-    for (int64_t c = 0; c < chunks; ++c) {
-      acc = acc + load(partials + c * stride + begin + j, part);
-    }
-    store(static_cast<T*>(out) + begin + j, acc, part);
-  });
+  for (int64_t j = begin; j < end; ++j) {
+    double acc = 0;
+    for (int64_t c = 0; c < chunks; ++c) acc += partials[c * stride + j];
+    static_cast<T*>(out)[j] = static_cast<float>(acc);
+  }
 }
 
 }  // namespace
@@ -232,8 +255,8 @@ void norm_forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) 
   rows(args, begin, end);
 }
 
-void norm_backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, float* dweight,
-                        float* dbias) {
+void norm_backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, float* scratch,
+                        double* dweight, double* dbias) {
   auto rows = backward_case<float, float>(args);
   if (rows == nullptr) rows = backward_case<BFloat16, BFloat16>(args);
   if (rows == nullptr) rows = backward_case<Half, Half>(args);
@@ -241,10 +264,19 @@ void norm_backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end
   if (rows == nullptr) rows = backward_case<Half, float>(args);
   if (rows == nullptr) rows = backward_case<float, BFloat16>(args);
   if (rows == nullptr) rows = backward_case<float, Half>(args);
-  rows(args, begin, end, dweight, dbias);
+  if (dweight == nullptr && dbias == nullptr) return rows(args, begin, end, nullptr, nullptr);
+
+  float* const dw = dweight == nullptr ? nullptr : scratch;
+  float* const db = dbias == nullptr ? nullptr : scratch + args.n;
+  for (int64_t row = begin; row < end; row += kGroup) {
+    std::fill_n(scratch, 2 * args.n, 0.f);
+    rows(args, row, std::min(row + kGroup, end), dw, db);
+    add_to(dweight, dw, args.n);
+    add_to(dbias, db, args.n);
+  }
 }
 
-void norm_sum_chunks(const float* partials, int64_t chunks, int64_t stride, int64_t begin,
+void norm_sum_chunks(const double* partials, int64_t chunks, int64_t stride, int64_t begin,
                      int64_t end, void* out, Dtype dtype) {
   switch (dtype) {
     case Dtype::float32: return sum_chunks<float>(partials, chunks, stride, begin, end, out);

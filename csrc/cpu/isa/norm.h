@@ -40,12 +40,12 @@ FUSEDOPS_ISA_FUNCTION(norm_scale, const void* in, Dtype dtype, int64_t n, float 
 
 FUSEDOPS_ISA_FUNCTION(norm_forward_rows, const NormForwardRows& args, int64_t begin, int64_t end)
 
-// Adds what the rows give to dweight [n] and dbias [n], where they are not null.
+// Adds what the rows give to dweight [n] and dbias [n], where they are not null. scratch: [2 * n]
 FUSEDOPS_ISA_FUNCTION(norm_backward_rows, const NormBackwardRows& args, int64_t begin, int64_t end,
-                      float* dweight, float* dbias)
+                      float* scratch, double* dweight, double* dbias)
 
 // out[j] = sum over chunks of partials[chunk * stride + j], for begin <= j < end
-FUSEDOPS_ISA_FUNCTION(norm_sum_chunks, const float* partials, int64_t chunks, int64_t stride,
+FUSEDOPS_ISA_FUNCTION(norm_sum_chunks, const double* partials, int64_t chunks, int64_t stride,
                       int64_t begin, int64_t end, void* out, Dtype dtype)
 
 }  // namespace fusedops::cpu

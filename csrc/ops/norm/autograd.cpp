@@ -29,57 +29,70 @@ NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
   return op.call(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed);
 }
 
-struct Norm : torch::autograd::Function<Norm> {
-  using Saved = std::tuple<int64_t, double, std::string, double, double, int64_t>;
+// What the backward needs beside tensors. One object: `saved_data` is slow for each entry.
+struct NormArguments {
+  int64_t dims;
+  double eps;
+  std::string kind;
+  double offset, dropout_p;
+  bool needs_residual, needs_x, needs_weight, needs_bias;
+};
 
+struct NormSaved : NormArguments, torch::CustomClassHolder {
+  explicit NormSaved(NormArguments arguments) : NormArguments(std::move(arguments)) {}
+};
+
+struct Norm : torch::autograd::Function<Norm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x,
                                const OptionalTensor& residual, const OptionalTensor& weight,
                                const OptionalTensor& bias, int64_t dims, double eps,
                                std::string_view kind, double offset, double dropout_p,
                                const OptionalTensor& seed) {
     const auto needs = [](const OptionalTensor& t) { return given(t) && t->requires_grad(); };
-    const int64_t needed = needs(residual) | x.requires_grad() << 1 | needs(weight) << 2 |
-                           needs(bias) << 3;
+    auto saved = c10::make_intrusive<NormSaved>(
+        NormArguments{dims, eps, std::string(kind), offset, dropout_p, needs(residual),
+                      x.requires_grad(), needs(weight), needs(bias)});
     at::AutoDispatchBelowADInplaceOrView below;
     auto [y, h, stats] = norm_forward(x, residual, weight, bias, dims, eps, kind, offset,
                                       dropout_p, seed);
     ctx->set_materialize_grads(false);  // a gradient that nobody asked for stays undefined
-    ctx->saved_data["saved"] = Saved(dims, eps, std::string(kind), offset, dropout_p, needed);
     ctx->save_for_backward({given(residual) ? h : x, value_or_undefined(weight),
                             value_or_undefined(bias), stats, value_or_undefined(seed)});
+    const bool h_differentiable = saved->needs_x || saved->needs_residual;
+    ctx->saved_data["saved"] = at::IValue::make_capsule(std::move(saved));
     if (!given(residual)) return {y};
-    if (!(needed & 3)) ctx->mark_non_differentiable({h});
+    if (!h_differentiable) ctx->mark_non_differentiable({h});
     return {y, h};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &h = saved[0], &stats = saved[3];
-    const OptionalTensor weight = optional(saved[1]), bias = optional(saved[2]),
-                         seed = optional(saved[4]);
-    const auto [dims, eps, kind_name, offset, dropout_p, needed] =
-        ctx->saved_data["saved"].to<Saved>();
-    const auto dh = grad.size() > 1 ? optional(grad[1]) : OptionalTensor();
-    const bool drops = dropout_p > 0, through = grad[0].defined();
-    const std::array<bool, 4> mask{(needed & 1) != 0 || (!drops && (needed & 2) != 0),
-                                   drops && (needed & 2) != 0, through && (needed & 4) != 0,
-                                   through && (needed & 8) != 0};
+    const auto tensors = ctx->get_saved_variables();
+    const Tensor &h = tensors[0], &stats = tensors[3];
+    const OptionalTensor weight = optional(tensors[1]), bias = optional(tensors[2]),
+                         seed = optional(tensors[4]);
+    const auto capsule = ctx->saved_data["saved"].toCapsule();
+    const auto& saved = static_cast<const NormSaved&>(*capsule);
+    const bool add = grad.size() > 1, drops = saved.dropout_p > 0, through = grad[0].defined();
+    const auto dh = add ? optional(grad[1]) : OptionalTensor();
     const auto dy = through ? grad[0] : at::zeros_like(*dh);
+    const std::array<bool, 4> mask{saved.needs_residual || (!drops && saved.needs_x),
+                                   drops && saved.needs_x, through && saved.needs_weight,
+                                   through && saved.needs_bias};
 
     NormGradients d;
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      const auto [mean, rstd] = norm_statistics(h, dims, eps, norm_kind(kind_name));
-      d = norm_gradients(dy, dh, h, weight, bias, mean, rstd, dims, offset, dropout_p, seed, mask);
+      const auto [mean, rstd] = norm_statistics(h, saved.dims, saved.eps, norm_kind(saved.kind));
+      d = norm_gradients(dy, dh, h, weight, bias, mean, rstd, saved.dims, saved.offset,
+                         saved.dropout_p, seed, mask);
     } else {
       static const auto op = handle<decltype(norm_backward_outputs)>("fusedops::norm_backward");
       std::tie(d.dresidual, d.dx, d.dweight, d.dbias) =
-          op.call(dy, dh, h, weight, bias, stats, dims, kind_name, offset, dropout_p, seed, mask);
+          op.call(dy, dh, h, weight, bias, stats, saved.dims, saved.kind, saved.offset,
+                  saved.dropout_p, seed, mask);
     }
-    const auto dx = drops ? d.dx : d.dresidual;
-    const bool add = grad.size() > 1;
-    return {needed & 2 ? dx : Tensor(), add && needed & 1 ? d.dresidual : Tensor(),
-            mask[2] ? d.dweight : Tensor(), mask[3] ? d.dbias : Tensor(),
-            Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    const auto& dx = drops ? d.dx : d.dresidual;
+    return {saved.needs_x ? dx : Tensor(), saved.needs_residual ? d.dresidual : Tensor(),
+            d.dweight, d.dbias, Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 
   static OptionalTensor optional(const Tensor& t) {

@@ -22,11 +22,11 @@ std::vector<int64_t> last_axes(int64_t dims) {
 }
 
 // x with a share p of its elements dropped, by the mask of `dropout_reference`.
-Tensor dropout_composite(const Tensor& x, double p, const OptionalTensor& seed) {
+Tensor dropout_composite(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims) {
   if (p == 0) return x;
   constexpr int64_t low = 0xFFFFFFFF;
-  const auto n = x.sym_size(-1);
-  const auto rows = n == 0 ? c10::SymInt(0) : x.sym_numel() / n;
+  c10::SymInt rows = 1, n = 1;
+  for (int64_t i = 0; i < x.dim(); ++i) (i < x.dim() - dims ? rows : n) *= x.sym_size(i);
   const auto options = x.options().dtype(at::kLong);
   const auto row = at::arange(c10::Scalar(rows), options).unsqueeze(-1);
   const auto zero = at::zeros_symint({rows, (n + 3) / 4}, options);
@@ -54,10 +54,6 @@ Tensor scale_of(const Tensor& weight, double offset, c10::ScalarType accumulatio
   return offset == 0 ? w : w + offset;
 }
 
-Tensor or_nothing(const Tensor& t, const Tensor& like) {
-  return t.defined() ? t.contiguous() : nothing(like);
-}
-
 }  // namespace
 
 std::pair<Tensor, Tensor> norm_statistics(const Tensor& h, int64_t dims, double eps,
@@ -75,7 +71,7 @@ NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
                          const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
                          double eps, NormKind kind, double offset, double dropout_p,
                          const OptionalTensor& seed) {
-  const auto h = given(residual) ? *residual + dropout_composite(x, dropout_p, seed) : x;
+  const auto h = given(residual) ? *residual + dropout_composite(x, dropout_p, seed, dims) : x;
   const auto base = norm_base_dtype(x, h.scalar_type(), weight);
   const auto accumulation = accumulation_dtype(h);
   const auto acc = h.to(accumulation);
@@ -108,7 +104,9 @@ NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const T
     auto d = along * rstd;
     if (given(dh)) d = d + *dh;
     if (output_mask[0]) gradients.dresidual = d.to(h.scalar_type());
-    if (output_mask[1]) gradients.dx = dropout_composite(d, dropout_p, seed).to(h.scalar_type());
+    if (output_mask[1]) {
+      gradients.dx = dropout_composite(d, dropout_p, seed, dims).to(h.scalar_type());
+    }
   }
   std::vector<int64_t> rows(h.dim() - dims);
   for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
@@ -129,7 +127,7 @@ NormForward norm_forward_composite(const Tensor& x, const OptionalTensor& residu
                                                  norm_kind(kind), offset, dropout_p, seed);
   const auto stats = mean.defined() ? at::stack({mean.flatten(), rstd.flatten()})
                                     : rstd.flatten().unsqueeze(0);
-  return {y.contiguous(), given(residual) ? h.contiguous() : nothing(x), stats};
+  return {y.contiguous(), given(residual) ? h.contiguous() : Tensor(), stats};
 }
 
 NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
@@ -143,8 +141,8 @@ NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh,
   const auto rstd = stats.select(0, -1).view_symint(kept);
   const auto d = norm_gradients(dy, dh, h, weight, bias, mean, rstd, dims, offset, dropout_p, seed,
                                 output_mask);
-  return {or_nothing(d.dresidual, h), or_nothing(d.dx, h), or_nothing(d.dweight, h),
-          or_nothing(d.dbias, h)};
+  const auto contiguous = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
+  return {contiguous(d.dresidual), contiguous(d.dx), contiguous(d.dweight), contiguous(d.dbias)};
 }
 
 }  // namespace fusedops

@@ -23,7 +23,7 @@ void norm_check(const Tensor& x, const OptionalTensor& residual, const OptionalT
                 const OptionalTensor& bias, int64_t dims, NormKind kind, double dropout_p,
                 const OptionalTensor& seed);
 
-// y [x's shape], h [x's shape; 0 without a residual], stats [mean and rstd, or rstd alone; rows]
+// y [x's shape], h [x's shape; undefined without a residual], stats [mean and rstd, or rstd; rows]
 using NormForward = std::tuple<Tensor, Tensor, Tensor>;
 NormForward norm_outputs(const Tensor& x, const OptionalTensor& residual,
                          const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
@@ -31,7 +31,7 @@ NormForward norm_outputs(const Tensor& x, const OptionalTensor& residual,
                          const OptionalTensor& seed);
 
 // dresidual [h's shape], the gradient of h: of residual, and of x without dropout;
-// dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is [0].
+// dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is undefined.
 using NormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 NormBackward norm_backward_outputs(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
                                    const OptionalTensor& weight, const OptionalTensor& bias,

@@ -85,7 +85,7 @@ NormForward norm_outputs(const Tensor& x, const OptionalTensor& residual,
   auto y = norm_base_dtype(x, h, weight);
   if (kind == NormKind::rms_llama && given(weight)) y = c10::promoteTypes(y, weight->scalar_type());
   const auto stats = x.options().dtype(h == at::kDouble ? at::kDouble : at::kFloat);
-  return {empty_contiguous(x, y), add ? empty_contiguous(x, h) : nothing(x),
+  return {empty_contiguous(x, y), add ? empty_contiguous(x, h) : Tensor(),
           at::empty_symint({kind == NormKind::layer ? 2 : 1, row_count(x, dims)}, stats)};
 }
 
@@ -99,10 +99,10 @@ NormBackward norm_backward_outputs(const Tensor& dy, const OptionalTensor& dh, c
   TORCH_CHECK(!given(dh) || dh->sym_sizes().equals(h.sym_sizes()),
               "norm_backward: dh must have shape ", h.sym_sizes(), " like h, got ", describe(*dh));
   const auto row = [&](bool wanted, const OptionalTensor& t) {
-    return wanted ? empty_contiguous(*t) : nothing(h);
+    return wanted ? empty_contiguous(*t) : Tensor();
   };
-  return {output_mask[0] ? empty_contiguous(h) : nothing(h),
-          output_mask[1] ? empty_contiguous(h) : nothing(h), row(output_mask[2], weight),
+  return {output_mask[0] ? empty_contiguous(h) : Tensor(),
+          output_mask[1] ? empty_contiguous(h) : Tensor(), row(output_mask[2], weight),
           row(output_mask[3], bias)};
 }
 

@@ -1,0 +1,3 @@
+"""Times every family against its peers: `python -m benchmarks --help`."""
+
+FAMILIES = ("norm",)

@@ -1,0 +1,66 @@
+"""`python -m benchmarks norm --threads 1 --json out.json`: times a family, `launch` or `must-show`.
+
+Each allocator setting gets a fresh process: what one leaves in the heap would change the other.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import FAMILIES, must_show, worker
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("suite", choices=(*FAMILIES, "launch", "must-show"))
+    add = parser.add_argument
+    add("--threads", type=int, default=1)
+    add("--json", help="write the rows there")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--allocator", choices=("default", "keep", "both"), help="keep: fusedops.keep_freed_memory")
+    add("--seconds", type=float, help="time for a row (default 2; 0.2 with --quick)")
+    add("--quick", action="store_true", help="few shapes, little time, no torch.compile")
+    add("--full", action="store_true", help="float16 too")
+    add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.seconds = args.seconds or (0.2 if args.quick else 2.0)
+    args.compile = args.compile and not args.quick
+    args.allocator = args.allocator or ("default" if args.suite == "launch" else "both")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 1 when a kernel of ours was wrong or a goal was missed."""
+    args = parse(argv)
+    if args.worker:
+        return worker.measure(args)
+    settings = ("default", "keep") if args.allocator == "both" else (args.allocator,)
+    runs = [_run(sys.argv[1:] if argv is None else argv, setting) for setting in settings]
+    document = {"environment": runs[0][1]["environment"]}
+    document |= {key: [one for _, run in runs for one in run[key]] for key in ("rows", "goals")}
+    if document["goals"]:
+        print(must_show.table(document["goals"]))
+    if args.json:
+        Path(args.json).write_text(json.dumps(document, indent=1))
+    missed = any(not goal["met"] for goal in document["goals"])
+    return int(missed or any(status for status, _ in runs))
+
+
+def _run(argv: list[str], allocator: str) -> tuple[int, dict]:
+    """Exit status and rows of one setting, from a fresh process that prints them as they come."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        command = [sys.executable, "-m", "benchmarks", *argv, "--worker"]
+        command += ["--allocator", allocator, "--json", str(path)]
+        run = subprocess.run(command, check=False)
+        if not path.exists():
+            raise SystemExit(run.returncode)
+        return run.returncode, json.loads(path.read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

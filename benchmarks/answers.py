@@ -1,0 +1,57 @@
+"""What a case should give: exact and eager results that every contender is held against."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import TRAINING, Run, bind, grad_mode
+from fusedops.testing import yardstick
+
+Outputs = tuple[Tensor, ...]
+
+
+class Answers:
+    """The reference in float64 (exact) and in the dtype of `inputs` (eager), made once."""
+
+    def __init__(self, reference: Callable, mode: str, inputs: Outputs, seed: int = 1) -> None:
+        generator = torch.Generator(inputs[0].device).manual_seed(seed)
+        outputs = as_tuple(reference(*inputs))
+        self.grads = tuple(torch.empty_like(y).normal_(generator=generator) for y in outputs)
+        self.mode, self.inputs, self.leaves = mode, inputs, leaves(inputs)
+        self.eager = self._results(lambda: reference(*inputs), self.leaves, self.grads)
+        wide = tuple(t.detach().double().requires_grad_(t.requires_grad) for t in inputs)
+        wide_grads = tuple(g.double() for g in self.grads)
+        self.exact = self._results(lambda: reference(*wide), leaves(wide), wide_grads)
+
+    def fault(self, run: Run) -> str | None:
+        """What is wrong with the results of `run` (`fusedops.testing.yardstick`), or None."""
+        results = self._results(run, self.leaves, self.grads)
+        if len(results) != len(self.exact):
+            return f"{len(results)} results instead of {len(self.exact)}"
+        names = [f"output {i}" for i in range(len(self.grads))]
+        names += [f"gradient {i}" for i in range(len(self.leaves))]
+        rows = zip(names, results, self.eager, self.exact, strict=False)  # forward has no gradients
+        faults = ((name, fault(*three)) for name, *three in rows)
+        return next((f"{name}: {found}" for name, found in faults if found), None)
+
+    def _results(self, run: Run, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Outputs:
+        with grad_mode(self.mode):
+            results = as_tuple(run())
+            if self.mode == TRAINING:
+                results += as_tuple(bind(run, self.mode, inputs, grads)())
+        return tuple(t.detach() for t in results)
+
+
+def fault(result: Tensor, eager: Tensor, exact: Tensor) -> str | None:
+    if (result.shape, result.dtype) != (eager.shape, eager.dtype):
+        return f"{result.dtype} {list(result.shape)}, not {eager.dtype} {list(eager.shape)}"
+    return yardstick(result, eager, exact)
+
+
+def leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [t for t in inputs if t.requires_grad]
+
+
+def as_tuple(outputs: Tensor | Sequence[Tensor]) -> Outputs:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)

@@ -1,0 +1,82 @@
+"""What a benchmark file is made of: operations, their contenders, and one row of the table."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+FORWARD, TRAINING = "forward", "forward+backward"
+
+Run = Callable[[], "Tensor | tuple[Tensor, ...]"]
+
+
+class Skip(Exception):
+    """A contender that cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """prepare(*inputs) gives a call without arguments; scope is entered around its timing."""
+
+    prepare: Callable[..., Run]
+    scope: Callable[[], AbstractContextManager] = nullcontext
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator as data. The first contender is the one that ratios are held against."""
+
+    name: str
+    inputs: Callable[[Sequence[int], torch.dtype, torch.device], tuple[Tensor, ...]]
+    reference: Callable[..., "Tensor | tuple[Tensor, ...]"]
+    bytes_moved: Callable[..., int]  # (mode, *inputs) -> the fewest bytes that the work can move
+    contenders: dict[str, Contender]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: an operation in one mode on one shape and dtype. `only` names its contenders."""
+
+    operation: Operation
+    mode: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    only: tuple[str, ...] | None = field(default=None, compare=False)
+
+    @property
+    def title(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.operation.name} {self.mode} {dtype} {list(self.shape)}"
+
+    def contenders(self) -> dict[str, Contender]:
+        known = self.operation.contenders
+        return known if self.only is None else {name: known[name] for name in self.only}
+
+
+def grad_mode(mode: str) -> AbstractContextManager:
+    return torch.no_grad() if mode == FORWARD else torch.enable_grad()
+
+
+def bind(run: Run, mode: str, leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
+    """The call that is timed: the operation alone, or the operation and its gradients."""
+    return run if mode == FORWARD else lambda: torch.autograd.grad(run(), leaves, grads)
+
+
+def compiled(contender: Contender) -> Contender:
+    """torch.compile of a contender whose prepare gives functools.partial(lines, *arguments)."""
+
+    def prepare(*inputs: Tensor) -> Run:
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise Skip(f"torch.compile needs a C++ compiler and {compiler} was not found")
+        torch.compiler.reset()
+        call = contender.prepare(*inputs)
+        assert isinstance(call, partial)
+        return partial(torch.compile(call.func, dynamic=False), *call.args)
+
+    return Contender(prepare, contender.scope)

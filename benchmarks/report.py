@@ -1,0 +1,90 @@
+"""Results as text for people and as JSON for programs."""
+
+from benchmarks.harness import COPY, Result
+from fusedops.measure import Ratio, spread
+
+BASES = ("eager", "huggingface")
+
+
+def rows(result: Result, allocator: str) -> list[dict]:
+    """One JSON row for each contender, timed or not."""
+    case = result.case
+    same = {
+        "operation": case.operation.name,
+        "mode": case.mode,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "shape": list(case.shape),
+        "allocator": allocator,
+        "bytes": result.bytes_moved,
+    }
+    timed = [same | _timed(result, name) for name in result.seconds]
+    reasons = {"skipped": result.skipped, "refused": result.refused}
+    return timed + [
+        same | {"contender": name, "status": status, "reason": reason}
+        for status, names in reasons.items()
+        for name, reason in names.items()
+    ]
+
+
+def _timed(result: Result, name: str) -> dict:
+    seconds = spread(result.seconds[name])
+    copy = result.ratio(COPY, name)
+    row = {"contender": name, "status": "timed", "rounds": len(result.seconds[name])}
+    row |= {"median_s": seconds.median, "p10_s": seconds.p10, "p90_s": seconds.p90}
+    row |= {"gb_per_s": result.bytes_moved / seconds.median / 1e9}
+    row |= {"percent_of_copy": copy and 100 * copy.median}
+    row |= {"inexact": result.inexact[name]} if name in result.inexact else {}
+    ratios = {base: result.ratio(base, name) for base in BASES if base in result.seconds}
+    return row | {f"ratio_to_{base}": ratio and ratio._asdict() for base, ratio in ratios.items()}
+
+
+def text(result: Result, allocator: str) -> str:
+    """A table of one case."""
+    megabytes = result.bytes_moved / 1e6
+    lines = [f"{result.case.title}, {megabytes:.3g} MB moved at least, {allocator} allocator"]
+    for row in rows(result, allocator):
+        name = f"  {row['contender']:<22}"
+        timed = row["status"] == "timed"
+        lines.append(name + (_line(row) if timed else f"{row['status']}: {row['reason']}"))
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict) -> str:
+    low, high = duration(row["p10_s"]), duration(row["p90_s"])
+    share = row["percent_of_copy"]
+    line = f"{duration(row['median_s']):>9} ({low} .. {high})".ljust(34)
+    line += "" if share is None else f"{row['gb_per_s']:>7.1f} GB/s {share:>5.0f} % of copy"
+    ratio = row.get("ratio_to_eager")
+    if ratio and row["contender"] not in ("eager", COPY):
+        line += f"   {Ratio(**ratio)} vs eager"
+    inexact = row.get("inexact", "").partition(":")[0]
+    return line + (f"   inexact in {inexact}" if inexact else "")
+
+
+def compact(result: Result, header: bool) -> str:
+    """One line a case: microseconds a call, and how many times as fast as eager."""
+    case, names = result.case, list(result.case.contenders())
+    title = f"{case.operation.name} {case.mode} {list(case.shape)}"
+    line = f"{title:<42}" + "".join(_cell(result, name) for name in names)
+    heading = f"{'us a call (times as fast as eager)':<42}" + "".join(f"{n:>22}" for n in names)
+    return f"{heading}\n{line}" if header else line
+
+
+def _cell(result: Result, name: str) -> str:
+    if name not in result.seconds:
+        return f"{'REFUSED' if name in result.refused else 'skipped':>22}"
+    micros = spread(result.seconds[name]).median * 1e6
+    ratio = result.ratio("eager", name)
+    return f"{micros:>14.2f} ({ratio.median:.2f}x)" if ratio else f"{micros:>22.2f}"
+
+
+def reasons(results: list[Result]) -> str:
+    """Why contenders were left out, each reason once."""
+    every = (reason for r in results for reason in (r.skipped | r.refused).items())
+    return "\n".join(f"{name}: {reason}" for name, reason in dict.fromkeys(every))
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.2f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

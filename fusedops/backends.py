@@ -1,0 +1,193 @@
+"""Which kernels run: what each backend can do here, and how to force one.
+
+By default an operator's device decides: csrc/cpu on CPUs, csrc/cuda (or, in a build without
+nvcc, Triton) on GPUs, differentiable ATen calls elsewhere.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from fusedops.extension import _C, BUILD
+
+BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
+
+# Family: its operators. A family's kernels are the operators `<family>_forward`, `_backward`.
+FAMILIES = {"norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")}
+
+
+def unavailable(op: str, backend: str) -> str | None:
+    """Why `backend` cannot run operator `op` on this machine; None when it can."""
+    family = _family(op)
+    if backend == "reference":
+        return None
+    if backend == "cpu":
+        return "this CPU has no AVX2" if _C.cpu_isa() == "none" else None
+    if backend == "cuda":
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device"
+        return None if _has_kernel(family, "CUDA") else "this build has no CUDA kernels"
+    if backend == "triton":
+        return _triton_unavailable(family)
+    if backend == "simt":
+        return "this build has no emulated CUDA kernels"
+    raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Run every operator on one backend: "cpu", "cuda", "triton", "simt" or "reference".
+
+    Process-wide until the block ends; for tests, and to find out which kernel is wrong. The
+    environment variable FUSEDOPS_BACKEND does the same for a whole process. Raises ValueError for
+    an unknown name and RuntimeError when no operator can run on it, with the reason.
+    """
+    reasons = {op: unavailable(op, name) for ops in FAMILIES.values() for op in ops}
+    if all(reasons.values()):
+        raise RuntimeError(f"backend {name!r} cannot run: {next(iter(reasons.values()))}")
+    with torch.library._scoped_library("fusedops", "IMPL") as library, _no_override_warning():
+        for family in FAMILIES:
+            _force(library, family, name)
+        yield
+
+
+def env_report() -> str:
+    """Versions, devices, instruction sets, and which backend each operator uses and why."""
+    lines = [
+        f"fusedops      {importlib.metadata.version('fusedops')}, built for torch {BUILD['torch']}",
+        f"python        {sys.version.split()[0]} on {platform.platform()}",
+        *(f"{name:13} {_version(name)}" for name in ("torch", "triton", "transformers", "numpy")),
+        f"cpu           {_cpu_name()}, {torch.get_num_threads()} threads, kernels in {_C.cpu_isa()}",
+        *_devices(),
+        f"forced        {os.environ.get('FUSEDOPS_BACKEND') or 'nothing (FUSEDOPS_BACKEND)'}",
+        "",
+        "operator          cpu tensors   cuda tensors   cannot run",
+    ]
+    for op in (op for ops in FAMILIES.values() for op in ops):
+        cannot = {name: unavailable(op, name) for name in BACKENDS}
+        why = "; ".join(f"{name}: {reason}" for name, reason in cannot.items() if reason)
+        on_cpu = "composite" if cannot["cpu"] else "cpu"
+        on_cuda = next((name for name in ("cuda", "triton") if not cannot[name]), "composite")
+        on_cuda = on_cuda if torch.cuda.is_available() else "-"
+        lines.append(f"{op:17} {on_cpu:13} {on_cuda:14} {why}")
+    return "\n".join(lines)
+
+
+def _family(op: str) -> str:
+    return next(family for family, ops in FAMILIES.items() if op in ops)
+
+
+def _has_kernel(family: str, key: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(f"fusedops::{family}_forward", key)
+
+
+def _triton_unavailable(family: str) -> str | None:
+    if not torch.cuda.is_available() and not _interpreting():
+        return "torch finds no CUDA device (set TRITON_INTERPRET=1 to interpret)"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    found = importlib.util.find_spec(f"fusedops.triton.{family}")
+    return None if found else "this family has no Triton kernel"
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _force(library: torch.library.Library, family: str, name: str) -> None:
+    if name == "reference":
+        functional = importlib.import_module(f"fusedops.functional.{family}")
+        for op in FAMILIES[family]:
+            library.impl(op, getattr(functional, f"{op}_reference"), "CompositeImplicitAutograd")
+        return
+    runs_on = {"cpu": ["CPU"], "cuda": ["CUDA"], "triton": ["CUDA"], "simt": ["CPU"]}[name]
+    if name == "triton" and _interpreting():
+        runs_on = ["CPU"]
+    for key in {"CPU", "CUDA"} - set(runs_on):
+        for op in FAMILIES[family]:
+            library.impl(op, _refusal(op, name, key), key)
+    if name == "triton":
+        _register_triton(library, family, runs_on[0])
+
+
+def _refusal(op: str, name: str, key: str) -> Callable:
+    hint = " (set TRITON_INTERPRET=1 to interpret)" if name == "triton" and key == "CPU" else ""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError(
+            f"{op}: backend {name!r} cannot run: {'x' if 'add' in op else 'input'} is on "
+            f"{key.lower()}{hint}"
+        )
+
+    return refuse
+
+
+def _register_triton(library: torch.library.Library, family: str, key: str) -> None:
+    for direction in ("forward", "backward"):
+        library.impl(f"{family}_{direction}", _triton_kernel(f"{family}_{direction}"), key)
+
+
+def _triton_kernel(name: str) -> Callable:
+    """The Triton function behind an operator; triton is imported at the first call."""
+
+    @functools.cache
+    def kernel():
+        return getattr(importlib.import_module(f"fusedops.triton.{name.rsplit('_', 1)[0]}"), name)
+
+    return lambda *args: kernel()(*args)
+
+
+@contextmanager
+def _no_override_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered kernel.*")
+        yield
+
+
+def _register_defaults() -> ExitStack:
+    """Triton where a GPU has no C++ kernel, and what FUSEDOPS_BACKEND asks for."""
+    kept = ExitStack()
+    if torch.cuda.is_available():
+        library = torch.library.Library("fusedops", "IMPL")
+        kept.push(lambda *_: library._destroy())
+        for family in FAMILIES:
+            if not _has_kernel(family, "CUDA") and _triton_unavailable(family) is None:
+                warnings.warn(
+                    f"fusedops was built without CUDA kernels: {family} runs in Triton", stacklevel=2
+                )
+                _register_triton(library, family, "CUDA")
+    if os.environ.get("FUSEDOPS_BACKEND"):
+        kept.enter_context(backend(os.environ["FUSEDOPS_BACKEND"]))
+    return kept
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def _devices() -> list[str]:
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [f"cuda:{i}        {name}" for i, name in enumerate(names)] or ["cuda          no device"]
+
+
+_defaults = _register_defaults()

@@ -1,0 +1,135 @@
+"""The demo's results: numbers, a table, a plot."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from fusedops.demo.training import CONTENDERS, Settings, Trainer
+from fusedops.measure import Ratio, paired_ratio
+
+WARMUP = 3  # steps whose time does not count: allocations, caches of the matrix library
+LAST = 10  # steps whose mean is the final loss
+COLORS = {"eager": "#9aa5b1", "fused": "#d1495b"}
+
+
+def summary(trainers: dict[str, Trainer], peaks: dict[str, int], settings: Settings) -> dict:
+    """Every number of the table, and the curves."""
+    eager, fused = (trainers[name] for name in CONTENDERS)
+    gap = np.abs(np.subtract(eager.losses, fused.losses))
+    return {
+        "ratio": paired_ratio(timed(eager), timed(fused))._asdict(),
+        "max_loss_difference": float(gap.max()),
+        "parameters": sum(p.numel() for p in eager.model.parameters()),
+        "contenders": {
+            name: _numbers(trainer, peaks[name], settings) for name, trainer in trainers.items()
+        },
+    }
+
+
+def timed(trainer: Trainer) -> list[float]:
+    return trainer.seconds[WARMUP:]
+
+
+def _numbers(trainer: Trainer, peak: int, settings: Settings) -> dict:
+    p50, p95 = (float(q) for q in np.percentile(timed(trainer), [50, 95]))
+    return {
+        "tokens_per_s": settings.tokens / p50,
+        "step_p50_s": p50,
+        "step_p95_s": p95,
+        "peak_bytes": peak,
+        "final_loss": float(np.mean(trainer.losses[-LAST:])),
+        "losses": trainer.losses,
+        "seconds": trainer.seconds,
+    }
+
+
+def table(results: dict) -> object:
+    """A rich table, a column for each contender."""
+    from rich.table import Table
+
+    shown = Table(title="Same model, same batches, step by step in turns")
+    shown.add_column()
+    for name in CONTENDERS:
+        shown.add_column(name, justify="right")
+    for name, cells in _rows(results).items():
+        shown.add_row(name, *cells)
+    return shown
+
+
+def _rows(results: dict) -> dict[str, list[str]]:
+    def both(key: str, form: Callable[[float], str]) -> list[str]:
+        return [form(results["contenders"][name][key]) for name in CONTENDERS]
+
+    return {
+        "tokens/s (median step)": both("tokens_per_s", lambda v: f"{v:,.0f}"),
+        "paired ratio (95 % interval)": ["", speed(results)],
+        "step time p50": both("step_p50_s", lambda v: f"{v * 1e3:.1f} ms"),
+        "step time p95": both("step_p95_s", lambda v: f"{v * 1e3:.1f} ms"),
+        "peak memory, fresh process": both("peak_bytes", lambda v: f"{v / 2**20:,.0f} MiB"),
+        f"final loss (last {LAST} steps)": both("final_loss", lambda v: f"{v:.4f}"),
+        "largest loss difference": ["", f"{results['max_loss_difference']:.4f}"],
+    }
+
+
+def speed(results: dict) -> str:
+    return "{median:.3f}x ({low:.3f}..{high:.3f})".format(**results["ratio"])
+
+
+def verdict(results: dict) -> str:
+    """What the interval allows to say, also when it is not what we hoped for."""
+    ratio = Ratio(**results["ratio"])
+    if ratio.low > 1:
+        return f"Fused trains {ratio.median:.2f} times as fast as eager here."
+    if ratio.high < 1:
+        return f"Fused is slower here: {ratio.median:.2f} times eager's speed."
+    return f"No difference in speed can be told here: the interval of {ratio} holds 1."
+
+
+def plot(results: dict, path: Path) -> None:
+    """Both loss curves and both distributions of step times, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, times = figure.subplots(1, 2)
+    _plot_losses(losses, results)
+    _plot_times(times, results)
+    for axes in (losses, times):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.suptitle(_title(results), fontsize=11)
+    figure.savefig(path)
+
+
+def _title(results: dict) -> str:
+    size, threads = results["parameters"] / 1e6, results["threads"]
+    machine = f"{results['device']}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"Llama, {size:.1f}M parameters, bfloat16, AdamW, {machine}: fused {speed(results)}"
+
+
+def _plot_losses(axes, results: dict) -> None:
+    # The curves lie on each other when all is well: eager broad below, fused thin on top.
+    for name, width in (("eager", 4.0), ("fused", 1.2)):
+        losses = results["contenders"][name]["losses"]
+        axes.plot(range(1, len(losses) + 1), losses, color=COLORS[name], lw=width, label=name)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
+    axes.grid(alpha=0.25)
+
+
+def _plot_times(axes, results: dict) -> None:
+    millis = {
+        name: np.array(results["contenders"][name]["seconds"][WARMUP:]) * 1e3 for name in CONTENDERS
+    }
+    every = np.concatenate(list(millis.values()))
+    longest = min(every.max(), 1.6 * np.median(every))  # a few stalls would flatten the rest
+    edges = np.linspace(every.min(), longest, 36)
+    for name, steps in millis.items():
+        median = np.median(steps)
+        label = f"{name}, median {median:.1f} ms"
+        axes.hist(np.minimum(steps, longest), edges, color=COLORS[name], alpha=0.6, label=label)
+        axes.axvline(median, color=COLORS[name], lw=1.6)
+    axes.set(xlabel="step time (ms); the last bar holds all that is slower", ylabel="steps")
+    axes.set_title("Step times")
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend

@@ -1,0 +1,91 @@
+"""What the demo trains: a small Llama on the bytes of Python's standard library."""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+CONTENDERS = ("eager", "fused")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The model has 10.8M parameters with the defaults."""
+
+    steps: int = 150
+    batch: int = 4
+    length: int = 128  # tokens in a sequence
+    hidden: int = 384
+    layers: int = 6
+    lr: float = 4e-4
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batch * self.length
+
+
+QUICK = Settings(steps=8, batch=2, length=32, hidden=64, layers=2)
+
+
+def corpus() -> Tensor:
+    """The source of the standard library, a token a byte: int64 [bytes]."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    source = b"".join(file.read_bytes() for file in files)
+    return torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
+
+
+def batches(settings: Settings) -> Iterator[Tensor]:
+    """The same int64 [batch, length] pieces of the corpus for everyone with the same seed."""
+    text, random = corpus(), torch.Generator().manual_seed(settings.seed)
+    for _ in range(settings.steps):
+        starts = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=random)
+        yield text[starts + torch.arange(settings.length)]
+
+
+def build_model(settings: Settings) -> torch.nn.Module:
+    """A bfloat16 LlamaForCausalLM with the weights that the seed gives."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.hidden * 8 // 3,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.hidden // 64,
+        max_position_embeddings=settings.length,
+        use_cache=False,
+    )
+    torch.manual_seed(settings.seed)
+    return LlamaForCausalLM(config).bfloat16().train()
+
+
+class Trainer:
+    """One contender: its model, its optimizer, and the loss and the seconds of each step."""
+
+    def __init__(self, contender: str, settings: Settings) -> None:
+        self.model = build_model(settings)
+        self.report = _patch(self.model) if contender == "fused" else None
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, tokens: Tensor) -> None:
+        start = perf_counter()
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(perf_counter() - start)
+        self.losses.append(loss.item())
+
+
+def _patch(model: torch.nn.Module) -> object:
+    from fusedops.patching import patch
+
+    return patch(model)

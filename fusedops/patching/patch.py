@@ -1,0 +1,96 @@
+"""patch, unpatch, patched: fused kernels into a model in place, and out again."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from fusedops.patching.norm import patch_norms
+from fusedops.patching.report import PatchReport
+from fusedops.patching.residual import patch_residuals
+from fusedops.patching.swap import restore
+from fusedops.patching.verify import Yardstick
+
+__all__ = ["patch", "patched", "unpatch"]
+
+NOT_YET = "{}: not in this version; the model's own code runs"
+
+
+def patch(
+    model: nn.Module,
+    *,
+    norm: bool = True,
+    residual: bool = True,
+    attention: bool = True,
+    mlp: bool = True,
+    rotary: bool = True,
+    linear: bool = True,
+    loss: bool = True,
+    quantize: str | None = None,
+    strict: bool = False,
+    verify: Mapping[str, object] | Tensor | None = None,
+) -> PatchReport:
+    """Puts fused kernels into `model`, in place, and says what was fused and what was left.
+
+    Sites are found by structure and swapped only when the fused function was seen to give what
+    the module gives. Parameters stay the same objects under the same names; other instances of
+    the same classes are untouched. `unpatch(model)` takes everything back. Patching twice is
+    patching once.
+
+    norm: modules that compute layer_norm or rms_norm. residual: a sum and the norm of it in one
+    forward, where norm has fused the norm. attention, mlp, rotary, linear, loss: not in this
+    version, as the report says. strict: raise RuntimeError with the reasons, and leave the model
+    as it was, when a site cannot be fused. verify: a batch (the model's keyword arguments in a
+    dict, or one tensor); runs it before and after, and unpatches and raises RuntimeError when
+    outputs, loss or gradients differ by more than rounding.
+
+    A fused dropout draws another random mask than torch's, with the same distribution.
+    Raises TypeError when model is not a module, ValueError for `quantize`, which is not in this
+    version. Warns when no site was fused.
+    """
+    _check(model, quantize)
+    before = None if verify is None else Yardstick(model, verify)
+    report = PatchReport()
+    if norm:
+        patch_norms(model, report)
+    if residual:
+        patch_residuals(model, report)
+    kinds = {"attention": attention, "mlp": mlp, "rotary": rotary, "linear": linear, "loss": loss}
+    report.notes += [NOT_YET.format(kind) for kind, wanted in kinds.items() if wanted]
+    _judge(model, report, strict)
+    if before is not None:
+        before.compare(model)
+    return report
+
+
+def _judge(model: nn.Module, report: PatchReport, strict: bool) -> None:
+    if strict and (report.skipped or not report.fused):
+        unpatch(model)
+        raise RuntimeError(f"patch: strict=True and not every site was fused\n{report}")
+    if not report.fused:
+        warnings.warn(f"patch: nothing was fused\n{report}", stacklevel=3)
+
+
+def _check(model: nn.Module, quantize: str | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
+    if quantize is not None:
+        raise ValueError(f"patch: quantize must be None in this version, got {quantize!r}")
+
+
+def unpatch(model: nn.Module) -> None:
+    """Gives every module of `model` its own class back: bit for bit what it was before patch."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        restore(module)
+
+
+@contextmanager
+def patched(model: nn.Module, **kwargs) -> Iterator[PatchReport]:
+    """Patches on entry, unpatches on exit. Takes patch's arguments and gives its report."""
+    try:
+        yield patch(model, **kwargs)
+    finally:
+        unpatch(model)

@@ -1,0 +1,265 @@
+"""Rewrites `h = a + b` and a norm of `h` into one call, in the tree of a forward.
+
+    hidden = residual + hidden              y, hidden = self._fusedops_add_norm(
+    residual = hidden                           self.norm, residual, hidden)
+    hidden = self.norm(hidden)              residual = hidden
+                                            hidden = y
+                                            del y
+
+    self.norm(a + b)                        self._fusedops_add_norm(self.norm, a, b)[0]
+
+A dropout right before the sum goes into the call. The call decides each time whether to run the
+fused function or the lines it stands for, so a rewritten forward computes what the original does
+whatever the modules are.
+"""
+
+import ast
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from fusedops.patching import flow
+from fusedops.patching.read import Names, Reader
+
+__all__ = ["HELPER", "Found", "rewrite"]
+
+HELPER = "_fusedops_add_norm"
+IN_PLACE = "the sum is made in place"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sum: its source, the norm that follows, and why it is not fused (if it is not).
+
+    norm: empty when the sum leaves the forward.
+    """
+
+    line: int
+    sum: str
+    norm: str = ""
+    dropout: bool = False
+    reason: str = ""
+
+
+def rewrite(tree: ast.FunctionDef, names: Names) -> list[Found]:
+    """Changes `tree` in place. Returns every sum that is normed or leaves the forward."""
+    rewriter = _Rewriter(tree, names)
+    tree.body = rewriter.block(tree.body)
+    ast.fix_missing_locations(tree)
+    return rewriter.outcome()
+
+
+class _Rewriter:
+    def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
+        self.read = Reader(tree, names)
+        self.found: list[Found] = []
+
+    def outcome(self) -> list[Found]:
+        """In the order of the source. A sum in both branches of an `if` may be fused in one."""
+        found = sorted(dict.fromkeys(self.found), key=lambda f: f.line)
+        fused = {(f.line, f.norm) for f in found if f.norm and not f.reason}
+        return [f for f in found if not f.reason or (f.line, f.norm) not in fused]
+
+    def block(self, block: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements of one block, rewritten, and the blocks in them."""
+        at = 0
+        while at < len(block):
+            if named := _sum_of(block[at]):
+                block = self._spread(block, at, *named) or self._fuse_named(block, at, *named)
+            block[at] = self._fuse_inline(block, at)
+            self._unfusable(block[at])
+            at += 1
+        for statement in block:
+            self._inner_blocks(statement)
+        return block
+
+    def _inner_blocks(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            return
+        for name in ("body", "orelse", "finalbody"):
+            if inner := getattr(statement, name, None):
+                setattr(statement, name, self.block(inner))
+        for handler in getattr(statement, "handlers", []):
+            handler.body = self.block(handler.body)
+
+    # h = a + b, and a norm of h in a later statement
+
+    def _fuse_named(self, block: list, at: int, h: str, add: ast.BinOp) -> list[ast.stmt]:
+        end, call = self._follow(block, at, h)
+        if call is None:
+            self._miss(block[at], h, add, block[end] if end else None)
+            return block
+        y = f"_fusedops_y{len(self.found)}"
+        fused = self._call(call, add, block, at)
+        targets = ast.Tuple([ast.Name(y, ast.Store()), ast.Name(h, ast.Store())], ast.Store())
+        block[at] = ast.copy_location(ast.Assign([targets], fused), block[at])
+        block[end] = _replace(block[end], call, ast.Name(y, ast.Load()))
+        if not isinstance(block[end], ast.Return):  # or y would keep its memory until the end
+            delete = ast.Delete([ast.Name(y, ast.Del())])
+            block.insert(end + 1, ast.copy_location(delete, block[end]))
+        return block
+
+    def _follow(self, block: list, at: int, h: str) -> tuple[int, ast.Call | None]:
+        """The first statement after `at` that uses h, or a copy of it, and its call of a norm."""
+        same = {h}
+        for i in range(at + 1, len(block)):
+            copied = flow.copied_name(block[i])
+            if copied and copied[1] in same:
+                same.add(copied[0])
+            elif flow.mentions(block[i], same):
+                return i, self._norm_call(block[i], same)
+            else:
+                same -= flow.stores(block[i])
+        return 0, None
+
+    def _norm_call(self, statement: ast.stmt, same: set[str]) -> ast.Call | None:
+        if not flow.is_simple(statement):
+            return None
+        calls = (call for call in flow.calls(statement) if self.read.norm(call))
+        return next((c for c in calls if flow.dotted(c.args[0]) in same), None)
+
+    # self.norm(a + b)
+
+    def _fuse_inline(self, block: list, at: int) -> ast.stmt:
+        statement = block[at]
+        if not flow.is_simple(statement):
+            return statement
+        for call in list(flow.calls(statement)):
+            if self.read.norm(call) and _is_sum(call.args[0]):
+                fused = self._call(call, call.args[0], block, at)
+                first = ast.Subscript(fused, ast.Constant(0), ast.Load())
+                statement = block[at] = _replace(statement, call, ast.copy_location(first, call))
+        return statement
+
+    # an `if` between the sum and its norm
+
+    def _spread(self, block: list, at: int, h: str, add: ast.BinOp) -> list[ast.stmt] | None:
+        """Moves the sum, and the norm after the `if`, into both branches of the `if`.
+
+        In each branch they then stand in a straight line (GPT-2's cross-attention).
+        """
+        end = _next_branch(block, at, h)
+        if end is None or not isinstance(block[end], ast.If):
+            return None
+        branch = block[end]
+        start = at - 1 if at and self.read.is_dropout(block[at - 1]) else at
+        if not flow.movable(branch.test, block[start:end]):
+            return None
+        after = self._until_norm(block, end + 1)
+        if after == end + 1 and not any(self.read.norm(n) for n in ast.walk(branch)):
+            return None
+        before, behind = block[start:end], block[end + 1 : after]
+        for name in ("body", "orelse"):
+            own = getattr(branch, name)
+            tail = [] if own and isinstance(own[-1], JUMPS) else copy.deepcopy(behind)
+            setattr(branch, name, [*copy.deepcopy(before), *own, *tail])
+        kept = [ast.copy_location(ast.Pass(), s) for s in before]
+        return [*block[:start], *kept, branch, *block[after:]]
+
+    def _until_norm(self, block: list, start: int) -> int:
+        """The end of the plain statements from `start` to a norm; `start` if there is no such."""
+        for i in range(start, len(block)):
+            if not flow.is_simple(block[i]):
+                break
+            if any(self.read.norm(call) for call in flow.calls(block[i])):
+                return i + 1
+        return start
+
+    # calls
+
+    def _call(self, norm: ast.Call, add: Any, block: list, at: int) -> ast.Call:
+        x, residual, dropout = self._operands(add, block, at)
+        line, source = add.lineno, self.read.source(add)
+        self.found.append(Found(line, source, self.read.norm(norm), dropout is not None))
+        helper = ast.Attribute(ast.Name(self.read.self_name, ast.Load()), HELPER, ast.Load())
+        arguments = [copy.deepcopy(norm.func), x, residual, *([dropout] if dropout else [])]
+        return ast.copy_location(ast.Call(helper, arguments, []), add)
+
+    def _operands(self, add: ast.BinOp, block: list, at: int) -> tuple:
+        """(x, residual, dropout) of residual + dropout(x); takes a dropout statement away."""
+        both = (add.left, add.right), (add.right, add.left)
+        for x, residual in both:
+            drop = self.read.dropout(x)
+            if drop and (x is add.left or flow.dotted(residual)):  # else two calls change places
+                return drop[0], residual, drop[1]
+        for x, residual in both:
+            name = flow.dotted(x)
+            if at and self.read.is_dropout(block[at - 1], name) and self.read.dies(name, block[at]):
+                dropped, dropout = self.read.dropout(block[at - 1].value) or (x, None)
+                block[at - 1] = ast.copy_location(ast.Pass(), block[at - 1])
+                return dropped, residual, dropout
+        return add.left, add.right, None
+
+    # sums that stay
+
+    def _miss(self, statement: ast.stmt, h: str, add: ast.expr, user: ast.stmt | None) -> None:
+        """Notes a sum that is not fused, where a norm of it or the caller gets it."""
+        line = statement.lineno
+        norm = self.read.norm_after(line, h)
+        if norm and user:
+            reason = f"`{h}` is used between the sum and the norm (line {user.lineno})"
+        elif norm:
+            reason = "the sum and the norm are not in the same block"
+        elif self.read.leaves(line, h):
+            reason = ""
+        else:
+            return
+        self.found.append(Found(line, self.read.source(add), norm, reason=reason))
+
+    def _unfusable(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.Return(value=ast.BinOp() as add) if _is_sum(add) and self.read.norm_after(0):
+                self.found.append(Found(add.lineno, self.read.source(add)))
+            case ast.AugAssign(target=ast.Name(id=h), op=ast.Add()):
+                norm = self.read.norm_after(statement.lineno, h)
+                reason = IN_PLACE if norm else ""
+                if norm or self.read.leaves(statement.lineno, h):
+                    source = self.read.source(statement)
+                    self.found.append(Found(statement.lineno, source, norm, reason=reason))
+
+
+JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
+
+
+def _sum_of(statement: ast.stmt) -> tuple[str, Any] | None:
+    """("h", a + b) of `h = a + b`."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=h)], value=add) if _is_sum(add):
+            return h, add
+    return None
+
+
+def _is_sum(node: ast.expr) -> bool:
+    """Whether it may be a sum of two tensors."""
+    match node:
+        case ast.BinOp(left, ast.Add(), right):
+            return not any(isinstance(side, NO_TENSOR) for side in (left, right))
+    return False
+
+
+NO_TENSOR = ast.Constant, ast.Tuple, ast.List, ast.JoinedStr
+
+
+def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:
+    """The first compound statement that uses h, None when a plain one comes before."""
+    same = {h}
+    for i in range(at + 1, len(block)):
+        copied = flow.copied_name(block[i])
+        used = flow.mentions(block[i], same)
+        if copied and copied[1] in same:
+            same.add(copied[0])
+        elif not flow.is_simple(block[i]) and (used or same & flow.stores(block[i])):
+            return i
+        elif used:
+            return None
+        else:
+            same -= flow.stores(block[i])
+    return None
+
+
+def _replace(tree: ast.stmt, old: ast.expr, new: ast.expr) -> ast.stmt:
+    class Replace(ast.NodeTransformer):
+        def visit(self, node):
+            return ast.copy_location(new, old) if node is old else super().generic_visit(node)
+
+    return Replace().visit(tree)

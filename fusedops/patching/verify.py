@@ -1,0 +1,143 @@
+"""Runs a model before and after patch, and compares outputs, loss and gradients."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.patching.swap import restore
+
+__all__ = ["Yardstick", "run"]
+
+GRADIENT = "gradient of "
+MOVED = 3  # copies
+Batch = Mapping[str, object] | Tensor
+
+
+class Yardstick:
+    """What `model` gives for `batch` before patch, and how far rounding can move that.
+
+    exact is a float64 copy of the model (the model itself where a layer has no float64). Rounding
+    is seen several times, since one run may be right by luck: in the model, and in copies whose
+    parameters are half an ulp away. After patch a result may be off by twice the largest of these
+    errors and one ulp, |fused - exact| <= 2 max |seen - exact| + eps |exact|, in max norm and in
+    RMS norm, over each output, the loss and each gradient. A gradient that cancels to nothing (of
+    a key's bias: softmax does not see it) is all rounding; it may also be off by an ulp of the
+    model's typical gradient. Dropout is off in all runs; the random stream, the modules' modes and
+    the gradients stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        for module in model.modules():
+            restore(module)
+        self.batch = batch
+        self.eager = run(model, batch)
+        self.seen = [self.eager, *(run(_moved(model, seed), batch) for seed in range(MOVED))]
+        self.exact = _exact(model, batch) or self.eager
+        gradients = [t.double() for n, t in self.exact.items() if n.startswith(GRADIENT)]
+        squares = sum(float(t.square().sum()) for t in gradients)
+        self.typical = (squares / max(1, sum(t.numel() for t in gradients))) ** 0.5
+
+    def compare(self, model: nn.Module) -> None:
+        """Raises RuntimeError, and unpatches, when the model is off by more than that."""
+        fused = run(model, self.batch)
+        off = [name for name in self.exact if not self.within(name, fused[name])]
+        if off:
+            for module in model.modules():
+                restore(module)
+            raise RuntimeError(
+                f"patch: verify found differences beyond rounding in {', '.join(off[:8])}"
+                f" ({len(off)} of {len(fused)} results); the model is unpatched"
+            )
+
+    def within(self, name: str, fused: Tensor) -> bool:
+        """Whether one result is as near to the exact one as rounding lets it be."""
+        exact, eps = self.exact[name], torch.finfo(fused.dtype).eps
+        ulp = exact.abs() + (self.typical if name.startswith(GRADIENT) else 0.0)
+        return all(
+            norm(fused - exact)
+            <= 2 * max(norm(seen[name] - exact) for seen in self.seen) + eps * norm(ulp)
+            for norm in (_largest, torch.linalg.vector_norm)
+        )
+
+
+def _moved(model: nn.Module, seed: int) -> nn.Module:
+    """A copy with every parameter half an ulp up or down."""
+    new, draws = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in new.parameters():
+            sign = torch.randint(2, p.shape, generator=draws, device="cpu").to(p) * 2 - 1
+            p.mul_(1 + sign * torch.finfo(p.dtype).eps / 2)
+    return new
+
+
+def _exact(model: nn.Module, batch: Batch) -> dict[str, Tensor] | None:
+    try:
+        return run(copy.deepcopy(model).double(), _double(batch))
+    except RuntimeError:  # a layer without float64: grouped matmuls of experts, masks of old models
+        return None
+
+
+def run(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Outputs, loss and gradients by name, of one run without dropout."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices), _in_eval_mode(model), torch.enable_grad():
+        output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+        results = dict(_tensors("output", output))
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        loss = getattr(output, "loss", None)
+        loss = _scalar(results) if loss is None else loss
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    results |= {GRADIENT + n: g for n, g in zip(named, grads, strict=True) if g is not None}
+    return {name: t.detach() for name, t in results.items()}
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors in a tensor, a mapping or a sequence."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(str(key), item)
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _tensors(f"{name}[{i}]", item)
+
+
+def _scalar(results: dict[str, Tensor]) -> Tensor:
+    """A loss for a model without one. Fixed random weights: a mean of a norm's output is flat."""
+    seed = torch.Generator().manual_seed(0)
+    weights = [
+        torch.randn(t.shape, generator=seed, dtype=torch.float64, device="cpu").to(t)
+        for t in results.values()
+    ]
+    return torch.stack(
+        [(t * w).sum() for t, w in zip(results.values(), weights, strict=True)]
+    ).sum()
+
+
+def _double(batch: Batch) -> Batch:
+    if isinstance(batch, Mapping):
+        return {name: _double_if_floating(value) for name, value in batch.items()}
+    return _double_if_floating(batch)
+
+
+def _double_if_floating(value):
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _largest(t: Tensor) -> Tensor:
+    return t.abs().max() if t.numel() else t.new_zeros(())

@@ -1,0 +1,116 @@
+"""What the tests and the benchmarks share: which backends can run, and the error yardstick."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops.backends import BACKENDS, backend, unavailable
+
+__all__ = ["backends", "check", "gradients", "poisoned", "within", "yardstick"]
+
+
+def backends(op: str) -> list[str]:
+    """The backends that can run operator `op` here, for `pytest.mark.parametrize`."""
+    return [name for name in BACKENDS if unavailable(op, name) is None]
+
+
+def check(function: Callable, reference: Callable, args: tuple, name: str, **kwargs: Any) -> None:
+    """Assert that `function` on backend `name` is as good as eager PyTorch, backward too.
+
+    exact is `reference` in float64 and eager is `reference` in the dtype of `args`; each result
+    and each gradient must pass `yardstick`. Floating tensors in `args` get gradients.
+    """
+    with backend(name), poisoned():
+        kernel = gradients(function, args, **kwargs)
+    eager = gradients(reference, args, **kwargs)
+    exact = gradients(reference, tuple(_to_float64(a) for a in args), **kwargs)
+    assert kernel.keys() == eager.keys()
+    for key, value in kernel.items():
+        assert value.dtype == eager[key].dtype, f"{key}: {value.dtype}, not {eager[key].dtype}"
+        assert value.shape == eager[key].shape, f"{key}: {value.shape}, not {eager[key].shape}"
+        complaint = yardstick(value, eager[key], exact[key])
+        assert complaint is None, f"{name}: {key}: {complaint}"
+
+
+def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tensor]:
+    """The outputs of `function(*args)` and the gradients of its floating arguments, by name.
+
+    The random numbers (dropout, output gradients) are the same at each call. The output gradients
+    are drawn in float32, so that every dtype of `args` gets the same ones.
+    """
+    leaves = [a.detach().requires_grad_() if _floating(a) else a for a in args]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(0)
+        outputs = function(*leaves, **kwargs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.manual_seed(1)
+        cotangents = [torch.randn(o.shape).to(o) for o in outputs]
+    found = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    inputs = [leaf for leaf in leaves if _floating(leaf)]
+    live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    roots, cotangents = zip(*live, strict=True)
+    grads = torch.autograd.grad(roots, inputs, cotangents, allow_unused=True)
+    found |= {f"gradient {i}": g for i, g in enumerate(grads) if g is not None}
+    return found
+
+
+def yardstick(kernel: Tensor, eager: Tensor, exact: Tensor) -> str | None:
+    """What is wrong with `kernel`; None when it errs at most twice as much as eager does.
+
+        |kernel - exact| <= 2 |eager - exact| + eps(dtype) / 2 |exact|
+
+    in max norm and in RMS norm, over the whole tensor and over each of its rows longer than 64.
+    """
+    complaint = within(kernel, eager, exact, rows=False)
+    if complaint is None and exact.dim() > 1 and exact.shape[-1] > 64:
+        complaint = within(kernel, eager, exact, rows=True)
+    return complaint
+
+
+def within(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> str | None:
+    """`yardstick` over each row (the last dimension) or over the whole tensor."""
+    if exact.numel() == 0:
+        return None
+    half_ulp = torch.finfo(kernel.dtype).eps / 2
+    kernel, eager, exact = (
+        t.double().reshape(-1, t.shape[-1] if rows else t.numel()) for t in (kernel, eager, exact)
+    )
+    if not torch.equal(kernel.isnan(), exact.isnan()):
+        return "NaN where there should be none, or none where there should be"
+    for norm, name in ((torch.inf, "max"), (2, "RMS")):
+        sizes = (
+            torch.linalg.vector_norm(t.nan_to_num(0, 0, 0), norm, -1)
+            for t in (kernel - exact, eager - exact, exact)
+        )
+        error, allowed, size = sizes
+        bad = error > 2 * allowed + half_ulp * size
+        if bad.any():
+            i = int((error - 2 * allowed - half_ulp * size).argmax())
+            return (
+                f"{name} norm of the error is {error[i]:.3e}, eager's is {allowed[i]:.3e}, "
+                f"of the result {size[i]:.3e} ({int(bad.sum())} of {len(bad)} rows)"
+            )
+    return None
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fills fresh tensors with NaN, so that a kernel that skips an element is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def _floating(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.is_floating_point()
+
+
+def _to_float64(a: Any) -> Any:
+    return a.detach().double() if _floating(a) else a

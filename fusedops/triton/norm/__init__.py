@@ -1,0 +1,11 @@
+"""layer_norm and rms_norm of h = residual + dropout(x), or of x. Formulas: functional/norm.py.
+
+A program holds a tile of ROWS rows by BLOCK columns. Rows that fit in BLOCK stay in registers
+between their statistics and their output, so global traffic is the minimum. A longer row (LOOP)
+is walked twice, block by block. What a row gives does not depend on how many rows there are.
+"""
+
+from fusedops.triton.norm.backward import norm_backward
+from fusedops.triton.norm.forward import norm_forward
+
+__all__ = ["norm_backward", "norm_forward"]

@@ -1,0 +1,232 @@
+"""The benchmark harness on toys: wrong kernels are refused, a thing ties with itself, the JSON."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks import harness, report, suites, timing
+from benchmarks.__main__ import main, parse
+from benchmarks.case import FORWARD, TRAINING, Case, Contender, Operation, Skip
+from benchmarks.harness import COPY, Result, run_case
+from benchmarks.must_show import Goal, table
+from fusedops.measure import paired_ratio
+
+CPU = torch.device("cpu")
+BUDGET_S = 0.05
+
+
+def double(x):
+    return x + x
+
+
+def toy_inputs(shape, dtype, device):
+    return (torch.randn(*shape, dtype=dtype, device=device, requires_grad=True),)
+
+
+def toy(**contenders):
+    """An operation, y = 2 x, with contenders given as functions of x."""
+    rows = {name: Contender(partial(partial, run)) for name, run in contenders.items()}
+    return Operation("double", toy_inputs, double, lambda mode, x: 2 * x.nbytes, rows)
+
+
+def run(operation, mode=FORWARD, shape=(64, 128), dtype=torch.float32):
+    return run_case(Case(operation, mode, dtype, shape), BUDGET_S, CPU)
+
+
+def skip_an_element(x):
+    y = double(x)
+    return torch.cat([y[:, :-1], y[:, -1:] * 0], 1)
+
+
+def wrong_gradient(x):
+    return double(x.detach()) + 0 * x
+
+
+def not_a_number(x):
+    return torch.where(torch.arange(x.shape[-1]) == 3, torch.nan, double(x))
+
+
+def other_dtype(x):
+    return double(x).double()
+
+
+def one_more_output(x):
+    return double(x), x
+
+
+def unwritten_element(x):
+    y = torch.empty_like(x)
+    y[:, 1:] = double(x)[:, 1:]
+    return y
+
+
+def raises(x):
+    raise RuntimeError("no kernel for this")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (skip_an_element, "norm of the error"),
+        (not_a_number, "NaN where"),
+        (unwritten_element, "NaN where"),
+        (other_dtype, "torch.float64"),
+        (one_more_output, "2 results instead of 1"),
+        (raises, "no kernel for this"),
+    ],
+)
+def test_wrong_kernel_is_refused(kernel, reason):
+    result = run(toy(eager=double, fusedops=kernel))
+    assert reason in result.refused["fusedops"]
+    assert set(result.seconds) == {"copy", "eager"}
+    assert result.wrong()
+
+
+def test_wrong_gradient_is_refused_in_training_only():
+    operation = toy(eager=double, fusedops=wrong_gradient)
+    assert not run(operation, FORWARD).refused
+    assert "gradient 0: max norm of the error" in run(operation, TRAINING).refused["fusedops"]
+
+
+def test_one_wrong_row_among_large_ones_is_refused():
+    # In the norms of the whole output the small row drowns; in its own it does not.
+    scale = torch.ones(64, 1)
+    scale[5] = 1e-9
+    wrong = torch.ones(64, 1)
+    wrong[5] = 1.5
+    operation = toy(eager=lambda x: x * scale, fusedops=lambda x: x * scale * wrong)
+    operation = replace(operation, reference=lambda x: x * scale.to(x.dtype))
+    assert "of 64 rows" in run(operation).refused["fusedops"]
+
+
+def test_inexact_peer_is_timed_and_named():
+    result = run(toy(eager=double, peer=skip_an_element, fusedops=double))
+    assert "norm of the error" in result.inexact["peer"]
+    assert set(result.seconds) == {"copy", "eager", "peer", "fusedops"}
+    assert not result.wrong()
+
+
+def test_contender_that_cannot_run_says_why():
+    def nowhere(x):
+        raise Skip("no such machine")
+
+    operation = toy(eager=double)
+    operation.contenders["absent"] = Contender(nowhere)
+    result = run(operation)
+    assert result.skipped == {"absent": "no such machine"}
+    assert "absent" in report.text(result, "default")
+
+
+class Machine:
+    """A clock that only work moves, three times as slowly whenever the neighbours are busy."""
+
+    now = 0.0
+
+    def work(self, seconds):
+        busy = int(self.now * 7) % 2
+        self.now += seconds * (3 if busy else 1)
+
+    def contenders(self, **costs):
+        return {name: (partial(self.work, cost), nullcontext) for name, cost in costs.items()}
+
+
+def test_noise_of_the_machine_divides_out(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
+    seconds = timing.interleaved(machine.contenders(a=1e-3, same=1e-3, half=5e-4), budget_s=2.0)
+    assert max(seconds["a"]) > 2.5 * min(seconds["a"])
+    assert paired_ratio(seconds["a"], seconds["same"]).median == pytest.approx(1)
+    assert paired_ratio(seconds["a"], seconds["half"]).median == pytest.approx(2)
+
+
+def test_every_round_has_everyone_in_changing_order(monkeypatch):
+    machine, blocks = Machine(), []
+    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
+    scopes = {name: lambda n=name: nullcontext(blocks.append(n)) for name in "abc"}
+    contenders = {name: (partial(machine.work, 0.1), scope) for name, scope in scopes.items()}
+    seconds = timing.interleaved(contenders, budget_s=3.0)
+    rounds = len(seconds["a"])
+    last = [tuple(blocks[-3 * (i + 1) :][:3]) for i in range(rounds)]  # earlier ones calibrate
+    assert {frozenset(order) for order in last} == {frozenset("abc")}
+    assert len(set(last)) > 2
+
+
+def test_paired_ratio_divides_a_slow_round_out():
+    machine = [1, 1, 50, 1, 9, 1, 1, 7]  # what the neighbours do
+    ratio = paired_ratio([3.0 * m for m in machine], [2.0 * m for m in machine])
+    assert ratio == pytest.approx((1.5, 1.5, 1.5))
+    # Rounds 2x, 1x and 4x: the median ratio, which is not the ratio of the medians (1x).
+    assert paired_ratio([2.0, 3.0, 40.0], [1.0, 3.0, 10.0]).median == 2.0
+
+
+def test_paired_interval_holds_the_median_and_widens_with_noise():
+    base = [10.0, 11.0, 9.0, 10.5, 9.5, 10.0, 12.0, 8.0]
+    calm, noisy = paired_ratio(base, [10.0] * 8), paired_ratio([b**2 for b in base], [100.0] * 8)
+    assert calm.low < calm.median < calm.high
+    assert noisy.high - noisy.low > calm.high - calm.low
+
+
+def test_copy_reads_and_writes_the_bytes_in_all():
+    target = harness._copy(4096, CPU)()
+    assert target.nbytes == 2048
+
+
+def test_rows_carry_what_the_json_promises():
+    result = run(toy(eager=double, fusedops=double, **{"fusedops wrong": skip_an_element}))
+    rows = {row["contender"]: row for row in report.rows(result, "keep")}
+    assert set(rows) == {"copy", "eager", "fusedops", "fusedops wrong"}
+    ours = json.loads(json.dumps(rows["fusedops"]))
+    assert ours["shape"] == [64, 128]
+    assert ours["allocator"] == "keep"
+    assert ours["bytes"] == 2 * 64 * 128 * 4
+    assert ours["p10_s"] <= ours["median_s"] <= ours["p90_s"]
+    assert ours["gb_per_s"] == pytest.approx(ours["bytes"] / ours["median_s"] / 1e9)
+    assert ours["percent_of_copy"] == pytest.approx(100 * result.ratio(COPY, "fusedops").median)
+    assert set(ours["ratio_to_eager"]) == {"median", "low", "high"}
+    assert rows["fusedops wrong"]["status"] == "refused"
+
+
+def test_goal_is_met_missed_or_not_timed():
+    operation = toy(eager=double, fusedops=double)
+    goals = [
+        Goal(operation, FORWARD, torch.float32, (64, 128), "eager", {"default": factor}, of_copy)
+        for factor, of_copy in ((3.9, None), (4.1, 0.6))
+    ]
+    seconds = {"eager": [8.0, 8.0], "fusedops": [2.0, 2.0], COPY: [1.0, 1.0]}
+    result = Result(goals[0].case(), 0, seconds)
+    verdicts = [v for goal in goals for v in goal.verdicts(result, "default")]
+    assert [v["measured"].median for v in verdicts] == [4.0, 4.0, 0.5]
+    assert [v["met"] for v in verdicts] == [True, False, False]
+    assert table(verdicts).count("NO") == 2
+    refused = Result(goals[0].case(), 0, {"eager": [8.0]})
+    assert not goals[0].verdicts(refused, "default")[0]["met"]
+
+
+def test_keep_times_large_tensors_only():
+    args = parse(["norm", "--allocator", "keep", "--quick"])
+    cases = suites.cases(args)
+    assert cases
+    assert all(suites.large(case) for case in cases)
+
+
+def test_launch_covers_every_public_operator():
+    import fusedops.functional as ours
+
+    names = {case.operation.name for case in suites.launch(quick=True)}
+    assert names == set(ours.__all__)
+
+
+def test_command_writes_both_allocators(tmp_path):
+    path = tmp_path / "out.json"
+    status = main(["norm", "--quick", "--seconds", "0.01", "--json", str(path)])
+    document = json.loads(path.read_text())
+    assert status == 0
+    assert {row["allocator"] for row in document["rows"]} == {"default", "keep"}
+    assert {"device", "threads", "torch", "transformers", "date", "commit"} <= set(
+        document["environment"]
+    )
+    assert document["goals"] == []

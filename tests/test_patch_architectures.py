@@ -1,0 +1,252 @@
+"""patch on tiny random models of many architectures: nothing is missed, nothing changes.
+
+What is there to fuse is found without the patcher: by class names, and by watching the unpatched
+model run (which norms are called, and which of them get a sum that their caller made).
+"""
+
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fusedops.functional import norm as family
+from fusedops.patching import patch, unpatch
+from fusedops.patching.verify import Yardstick, run
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DEEP = {"num_hidden_layers": 2, "num_attention_heads": 4}
+PLAIN = {"hidden_size": 32, "intermediate_size": 48, **DEEP, **TOKENS}
+GROUPED = {**PLAIN, "num_key_value_heads": 2}
+WIDE = {**GROUPED, "head_dim": 8}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, **TOKENS}
+MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, **TOKENS}
+VISION = {"hidden_size": 32, "intermediate_size": 48, **DEEP, "image_size": 16, "patch_size": 8}
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48}
+BART |= {"decoder_ffn_dim": 48, **HEADS, **TOKENS, "decoder_start_token_id": 1}
+
+DECODERS = {
+    "llama": GROUPED,
+    "mistral": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": WIDE,
+    "gemma": WIDE,
+    "gemma2": {**WIDE, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**WIDE, "query_pre_attn_scalar": 8},
+    "phi": PLAIN,
+    "phi3": GROUPED,
+    "gpt2": GPT,
+    "gpt_neox": {**PLAIN, "use_parallel_residual": False},
+    "gptj": {**GPT, "rotary_dim": 4},
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, **DEEP, **TOKENS},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, **TOKENS},
+    "falcon": {"hidden_size": 32, **DEEP, **TOKENS},
+    "olmo": GROUPED,
+    "olmo2": GROUPED,
+    "cohere": GROUPED,
+    "granite": {**GROUPED, "residual_multiplier": 0.5},
+    "stablelm": GROUPED,
+    "starcoder2": GROUPED,
+    "nemotron": GROUPED,
+    "glm4": WIDE,
+    "mixtral": {**GROUPED, "num_local_experts": 4},
+    "qwen2_moe": {**GROUPED, "num_experts": 4, "moe_intermediate_size": 16},
+    "gpt_oss": {**WIDE, "num_local_experts": 4},
+    "mamba": MAMBA,
+    "mamba2": {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, **TOKENS},
+}
+ENCODERS = {
+    "bert": PLAIN,
+    "roberta": PLAIN,
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 64},
+    "electra": {**PLAIN, "embedding_size": 32},
+    "albert": {**PLAIN, "embedding_size": 16},
+    "deberta-v2": {**PLAIN, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "mpnet": PLAIN,
+    "modernbert": {**PLAIN, "cls_token_id": 1, "sep_token_id": 2},
+}
+VISION_TOWERS = {
+    "vit": VISION,
+    "dinov2": VISION,
+    "clip_vision_model": VISION,
+    "siglip_vision_model": VISION,
+    "convnext": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "image_size": 32},
+}
+ENCODER_DECODERS = {
+    "t5": {
+        **{"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, **TOKENS},
+        **{"decoder_start_token_id": 0},
+    },
+    "bart": BART,
+    "mbart": BART,
+    "pegasus": BART,
+    "marian": BART,
+}
+SPEECH = {
+    "whisper": {**BART, "num_mel_bins": 4, "max_source_positions": 8},
+    "wav2vec2": {
+        **PLAIN,
+        **{"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3]},
+        **{"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4},
+        **{"num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0},
+    },
+}
+GROUPS = [
+    (DECODERS, "AutoModelForCausalLM"),
+    (ENCODERS, "AutoModel"),
+    (VISION_TOWERS, "AutoModel"),
+    (ENCODER_DECODERS, "AutoModelForSeq2SeqLM"),
+    (SPEECH, "AutoModel"),
+]
+NAMES = [name for group, _ in GROUPS for name in group]
+
+
+def build(name):
+    """The model with random weights (norm weights and biases too), in eval mode, and a batch."""
+    group, auto = next((g, auto) for g, auto in GROUPS if name in g)
+    config = transformers.AutoConfig.for_model(name, **group[name])
+    torch.manual_seed(0)
+    model = getattr(transformers, auto).from_config(config).eval()
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    ids = torch.randint(3, 64, (2, 8))
+    if group is VISION_TOWERS:
+        size = config.image_size
+        return model, {"pixel_values": torch.randn(2, 3, size, size)}
+    if name == "whisper":
+        return model, {"input_features": torch.randn(2, 4, 16), "decoder_input_ids": ids}
+    if name == "wav2vec2":
+        return model, {"input_values": torch.randn(2, 200)}
+    return model, {"input_ids": ids} | ({} if group is ENCODERS else {"labels": ids})
+
+
+def in_dtype(batch, dtype):
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_same_outputs_and_gradients(name, dtype):
+    model, batch = build(name)
+    model, batch = model.to(dtype), in_dtype(batch, dtype)
+    before = Yardstick(model, batch)
+    quietly(patch, model)
+    after = run(model, batch)
+    assert after.keys() == before.eager.keys()
+    assert [name for name, result in after.items() if not before.within(name, result)] == []
+    unpatch(model)
+    for result, again in run(model, batch).items():
+        assert torch.equal(again, before.eager[result])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_norm_and_every_normed_sum_is_fused_or_explained(name, monkeypatch):
+    model, batch = build(name)
+    seen = watch(model, batch)
+    report = quietly(patch, model)
+    named = {p for p, m in model.named_modules() if is_norm(m)}
+    norms, sums = sites(report, "norm"), sites(report, "residual")
+    assert named <= norms.keys()
+    assert set(seen.norms) <= norms.keys()
+    assert {pair.norm for pair in seen.sums} <= sums.keys()
+    assert all(site.now or site.reason for site in [*report.fused, *report.skipped])
+
+    counted = count(monkeypatch, model, batch)
+    added = [p for p in seen.sums if sums[p.norm].now and p.plain]
+    assert counted["add_layer_norm"] + counted["add_rms_norm"] == len(added)
+    assert sum(counted.values()) == sum(bool(norms[path].now) for path in seen.norms)
+
+
+def quietly(function, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args)
+
+
+def is_norm(module):
+    """By name alone, leaves only."""
+    return "norm" in type(module).__name__.lower() and not list(module.children())
+
+
+def sites(report, kind):
+    """path -> site; where a sum was left in one branch and fused in another, the fused one."""
+    ordered = [*report.skipped, *report.fused]
+    return {site.path: site for site in ordered if site.kind == kind}
+
+
+@dataclass
+class Sum:
+    """A sum that a module made and then normed. plain: two tensors of one shape and dtype."""
+
+    norm: str
+    plain: bool
+
+
+@dataclass
+class Seen:
+    norms: list[str] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+
+
+class Additions(TorchFunctionMode):
+    """Remembers every sum, and which module was running."""
+
+    def __init__(self, running):
+        super().__init__()
+        self.running, self.made = running, {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add):
+            a, b = args[:2]
+            both = isinstance(a, Tensor) and isinstance(b, Tensor)
+            plain = both and a.shape == b.shape and a.dtype == b.dtype
+            self.made[id(result)] = result, self.running[-1], plain
+        return result
+
+
+def watch(model, batch):
+    """Runs the unpatched model: the norms that are called, and those that get a sum."""
+    seen, running, hooks = Seen(), [], []
+    additions = Additions(running)
+
+    def before(path, module, args):
+        caller = running[-1] if running else None
+        running.append(path)
+        if is_norm(module):
+            seen.norms.append(path)
+            _, maker, plain = additions.made.get(id(args[0]), (None, None, False))
+            if maker is not None and maker == caller:
+                seen.sums.append(Sum(path, plain))
+
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda m, a, p=path: before(p, m, a)))
+        hooks.append(module.register_forward_hook(lambda *_: running.pop() and None))
+    with torch.no_grad(), additions:
+        model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def count(monkeypatch, model, batch):
+    """Calls of the fused operators in one run."""
+    made = dict.fromkeys(("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), 0)
+    compiled = family._C
+
+    class Counter:
+        def __getattr__(self, name):
+            made[name] += 1
+            return getattr(compiled, name)
+
+    monkeypatch.setattr(family, "_C", Counter())
+    with torch.no_grad():
+        model(**batch)
+    return made

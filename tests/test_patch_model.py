@@ -1,0 +1,394 @@
+"""patch on whole models: what has to go on working, and what unpatch gives back."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from fusedops.patching import PatchReport, Site, patch, patched, residual, unpatch
+
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IDS = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def bert():
+    torch.manual_seed(0)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+
+
+def classes(model):
+    return [type(module) for module in model.modules()]
+
+
+@pytest.fixture
+def model():
+    return llama()
+
+
+def test_report(model):
+    report = patch(model)
+    assert report.coverage == {"norm": (5, 5), "residual": (2, 2)}
+    assert report.fused[0] == Site(
+        "model.layers.0.input_layernorm", "norm", "LlamaRMSNorm", "rms_norm(rounding='llama')"
+    )
+    text = str(report)
+    assert "model.layers.0-1.post_attention_layernorm" in text
+    for kind in ("attention", "mlp", "rotary", "linear", "loss"):
+        assert f"{kind}: not in this version" in text
+    assert "attention:" not in str(patch(model, attention=False))
+
+
+def test_unpatch_gives_the_bits_and_the_classes_back(model):
+    before, out = classes(model), model(IDS).logits
+    patch(model)
+    assert classes(model) != before
+    unpatch(model)
+    assert all(now is was for now, was in zip(classes(model), before, strict=True))
+    assert torch.equal(model(IDS).logits, out)
+
+
+def test_patching_twice_is_patching_once(model):
+    first = patch(model)
+    now = classes(model)
+    assert patch(model) == first
+    assert classes(model) == now
+    unpatch(model)
+    assert classes(model) == classes(llama())
+
+
+def test_only_this_instance_is_patched(model):
+    """Not the classes, not a model of the same config, not one built later."""
+    sibling = transformers.LlamaForCausalLM(model.config)
+    before = classes(sibling)
+    forward = type(model.model.norm).forward
+    patch(model)
+    assert classes(sibling) == classes(llama()) == before
+    assert type(sibling.model.norm).forward is forward
+
+
+def test_parameters_stay_the_same_objects_under_the_same_names(model):
+    before = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    patch(model)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is p for name, p in before.items())
+    assert list(model.state_dict()) == keys
+
+
+def test_classes_look_like_the_originals(model):
+    before = [(c.__name__, c.__qualname__, c.__module__) for c in classes(model)]
+    originals = classes(model)
+    patch(model)
+    assert [(c.__name__, c.__qualname__, c.__module__) for c in classes(model)] == before
+    assert all(isinstance(m, c) for m, c in zip(model.modules(), originals, strict=True))
+
+
+def test_pickle_and_torch_save_write_the_original_classes(model):
+    before, out = classes(model), model(IDS).logits
+    patch(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [pickle.loads(pickle.dumps(model, p)) for p in (2, pickle.HIGHEST_PROTOCOL)]
+    for other in [*copies, torch.load(file, weights_only=False)]:
+        assert classes(other) == before
+        assert torch.equal(other(IDS).logits, out)
+
+
+def test_deepcopy_stays_patched(model):
+    patch(model)
+    other = copy.deepcopy(model)
+    assert classes(other) == classes(model)
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
+    assert other.model.norm.weight is not model.model.norm.weight
+    unpatch(other)
+    assert classes(other) == classes(llama())
+    assert classes(model) != classes(llama())
+
+
+def test_save_pretrained(model, tmp_path):
+    patch(model)
+    model.save_pretrained(tmp_path)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert classes(other) == classes(llama())
+    patch(other)
+    assert torch.equal(other(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_generate_and_hidden_states(model):
+    model.eval()
+    tokens = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    wanted = model(IDS, output_hidden_states=True, output_attentions=True)
+    patch(model)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), tokens)
+    got = model(IDS, output_hidden_states=True, output_attentions=True)
+    assert len(got.hidden_states) == len(wanted.hidden_states) == 3
+    for one, other in zip(got.hidden_states, wanted.hidden_states, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_goes_on_recomputing(model, reentrant):
+    """Every layer runs twice; an instance-level forward would make that once."""
+    wanted = gradients(model)
+    patch(model)
+    checkpoint(model, reentrant)
+    runs = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    for one, other in zip(gradients(model), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(runs) == 4
+
+
+def checkpoint(model, reentrant):
+    with warnings.catch_warnings():  # the method has another name in a later transformers
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model.train()
+
+
+def gradients(model):
+    model.zero_grad()
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_draws_the_same_dropout_again(reentrant):
+    """The gradient of a checkpointed step equals that of the plain step from the same seed."""
+    model = bert().train()
+    patch(model)
+    torch.manual_seed(5)
+    wanted = gradients_of_bert(model)
+    checkpoint(model, reentrant)
+    torch.manual_seed(5)
+    for one, other in zip(gradients_of_bert(model), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def gradients_of_bert(model):
+    model.zero_grad()
+    model(IDS, labels=IDS).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def gemma3():
+    """Norms queries and keys that lie permuted in memory."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(**SIZES, head_dim=8, num_key_value_heads=2)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "backend"), [(llama, "aot_eager"), (bert, "eager"), (gemma3, "eager")]
+)
+def test_compile_in_one_graph(build, backend):
+    model = build().eval()
+    wanted = model(IDS).logits
+    patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(IDS).logits, wanted)
+    torch.testing.assert_close(compiled(IDS[:, :5]).logits, model(IDS[:, :5]).logits)
+    torch._dynamo.reset()
+
+
+def test_training_step_equals_the_unpatched_one(model):
+    twin = copy.deepcopy(model)
+    patch(model)
+    losses = []
+    for one in (model, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = one(IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.testing.assert_close(*losses)
+
+
+def test_peft():
+    """LoRA around the model; a norm that is trained sits in a wrapper and is fused there."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["post_attention_layernorm"]
+    )
+    model = peft.get_peft_model(llama(), lora).eval()
+    wanted = model(input_ids=IDS).logits
+    report = patch(model)
+    assert report.coverage["norm"] == (7, 7)  # two of them twice: the original, the trained copy
+    assert all("ModulesToSaveWrapper" in site.reason for site in report.skipped)
+    assert {site.kind for site in report.skipped} == {"residual"}
+    torch.testing.assert_close(model(input_ids=IDS).logits, wanted)
+    unpatch(model)
+    assert torch.equal(model(input_ids=IDS).logits, wanted)
+
+
+def test_peft_without_trained_norms_fuses_the_sums():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    assert patch(model).coverage == {"norm": (5, 5), "residual": (2, 2)}
+
+
+def test_accelerate_hooks_are_seen():
+    """dispatch_model gives modules a forward of their own; they are left alone."""
+    hooks = pytest.importorskip("accelerate").hooks
+    model = llama().eval()
+    wanted = model(IDS).logits
+    layer = model.model.layers[0]
+    hooks.add_hook_to_module(layer, hooks.ModelHook())
+    hooks.add_hook_to_module(layer.input_layernorm, hooks.ModelHook())
+    report = patch(model)
+    left = {site.path: site.reason for site in report.skipped}
+    assert left.keys() == {
+        "model.layers.0.input_layernorm",
+        "model.layers.0.post_attention_layernorm",
+    }
+    assert all("its own forward" in reason for reason in left.values())
+    torch.testing.assert_close(model(IDS).logits, wanted)
+
+
+def test_fsdp2_on_top(tmp_path):
+    """fully_shard puts its own subclass on a patched layer: unpatch makes ours step aside."""
+    dist = torch.distributed
+    if not dist.is_available():
+        pytest.skip("torch without distributed")
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        model = llama().eval()
+        wanted = model(IDS).logits
+        patch(model)
+        for part in [*model.model.layers, model]:
+            dist.fsdp.fully_shard(part, mesh=mesh)
+        torch.testing.assert_close(model(IDS).logits, wanted)
+        assert patch(model).coverage == {"norm": (5, 5), "residual": (2, 2)}
+        unpatch(model)
+        assert torch.equal(model(IDS).logits, wanted)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(IDS, labels=IDS)
+        patch(model)
+        got = model(IDS, labels=IDS)
+    assert got.logits.dtype == wanted.logits.dtype
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-2, atol=0)
+
+
+def test_meta_model_of_seven_billion():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
+    assert patch(model).coverage == {"norm": (65, 65), "residual": (32, 32)}
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_context_manager(model):
+    before, out = classes(model), model(IDS).logits
+    with patched(model) as report:
+        assert isinstance(report, PatchReport)
+        assert classes(model) != before
+    assert classes(model) == before
+    with pytest.raises(KeyError), patched(model):
+        raise KeyError
+    assert classes(model) == before
+    assert torch.equal(model(IDS).logits, out)
+
+
+def test_nothing_to_patch_warns_and_strict_raises():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.warns(UserWarning, match="nothing was fused"):
+        report = patch(model)
+    assert report.coverage == {"norm": (0, 1)}
+    with pytest.raises(RuntimeError, match="has buffers"):
+        patch(model, strict=True)
+
+
+def test_strict_leaves_the_model_unpatched():
+    model = nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4))
+    with pytest.raises(RuntimeError, match="GroupNorm"):
+        patch(model, strict=True)
+    assert type(model[0]) is nn.LayerNorm
+    assert patch(llama(), strict=True).fused
+
+
+def test_kinds_can_be_switched_off(model):
+    assert patch(model, residual=False).coverage == {"norm": (5, 5)}
+    assert patch(model).coverage == {"norm": (5, 5), "residual": (2, 2)}
+
+
+def test_bad_arguments(model):
+    with pytest.raises(TypeError, match=r"patch: model must be a torch.nn.Module, got dict"):
+        patch({})
+    with pytest.raises(TypeError, match=r"unpatch: model must be"):
+        unpatch(None)
+    with pytest.raises(ValueError, match=r"patch: quantize must be None in this version"):
+        patch(model, quantize="int8")
+
+
+@pytest.mark.parametrize("build", [llama, bert])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_verify(build, dtype):
+    model = build().to(dtype).train()
+    state, modes = torch.get_rng_state(), [m.training for m in model.modules()]
+    patch(model, verify={"input_ids": IDS, "labels": IDS})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+    assert classes(model) != classes(build())
+
+
+def test_verify_unpatches_and_raises(model, monkeypatch):
+    def wrong(norm, x, residual, p):
+        return norm(x), x + residual
+
+    monkeypatch.setattr(residual, "_fused_sum", wrong)
+    with pytest.raises(RuntimeError, match="beyond rounding in logits"):
+        patch(model, verify=IDS)
+    assert classes(model) == classes(llama())
+
+
+def test_verify_sees_a_wrong_eps(model, monkeypatch):
+    run = residual._fused_sum
+
+    def wrong(norm, x, residual, p):
+        norm.variance_epsilon *= 4
+        try:
+            return run(norm, x, residual, p)
+        finally:
+            norm.variance_epsilon /= 4
+
+    monkeypatch.setattr(residual, "_fused_sum", wrong)
+    with pytest.raises(RuntimeError, match="beyond rounding"):
+        patch(model, verify={"input_ids": IDS, "labels": IDS})
+
+
+def test_no_warning_where_something_was_fused(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch(model)

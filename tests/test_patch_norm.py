@@ -1,0 +1,340 @@
+"""patch on norm modules: what is recognised, when the fused forward runs, when it steps aside."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedops.functional import norm as family
+from fusedops.patching import patch, unpatch
+
+N = 48
+
+
+class LlamaLike(nn.Module):
+    """Rounds before it multiplies."""
+
+    def __init__(self, n=N, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+class TorchLike(LlamaLike):
+    """Rounds last."""
+
+    def forward(self, x):
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (n * self.weight).to(x.dtype)
+
+
+class GemmaLike(LlamaLike):
+    def forward(self, x):
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (n * (1.0 + self.weight.float())).type_as(x)
+
+
+class Weightless(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-5
+
+    def forward(self, x):
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return n.to(x.dtype)
+
+
+class ByHand(nn.LayerNorm):
+    """LayerNorm written out, under other names, its eps a constant in the code."""
+
+    def __init__(self, n):
+        nn.Module.__init__(self)
+        self.gamma, self.beta = nn.Parameter(torch.ones(n)), nn.Parameter(torch.zeros(n))
+
+    def forward(self, x):
+        d = x.float() - x.float().mean(-1, keepdim=True)
+        n = d * torch.rsqrt(d.square().mean(-1, keepdim=True) + 1e-12)
+        return (n * self.gamma + self.beta).to(x.dtype)
+
+
+class EpsOutside(LlamaLike):
+    def forward(self, x):
+        rms = x.float().pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon
+        return self.weight * (x.float() / rms).to(x.dtype)
+
+
+class Sloppy(LlamaLike):
+    """Right in float32; in bfloat16 it rounds at every step."""
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Gated(LlamaLike):
+    def forward(self, x, gate=None):
+        x = x if gate is None else x * F.silu(gate)
+        return super().forward(x)
+
+
+RECOGNISED = {
+    "rms_norm(rounding='llama')": lambda: LlamaLike(),
+    "rms_norm(rounding='torch')": lambda: TorchLike(),
+    "rms_norm(rounding='torch', offset=1.0)": lambda: GemmaLike(),
+    "rms_norm(rounding='llama') ": lambda: Weightless(),
+    "rms_norm(rounding='torch') ": lambda: nn.RMSNorm(N),
+    "layer_norm": lambda: nn.LayerNorm(N),
+    "layer_norm ": lambda: ByHand(N),
+    "layer_norm  ": lambda: nn.LayerNorm(N, elementwise_affine=False),
+    "layer_norm   ": lambda: nn.LayerNorm((3, N), eps=1e-12),
+    "layer_norm    ": lambda: nn.LayerNorm(N, bias=False),
+}
+LEFT = {
+    "neither layer_norm nor rms_norm": lambda: EpsOutside(),
+    "takes x, gate": lambda: Gated(),
+    "neither layer_norm nor": lambda: nn.GroupNorm(2, N),
+    "last dimensions of every input": lambda: nn.GroupNorm(1, N),
+    "has buffers": lambda: nn.BatchNorm1d(N),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the fused operators, in the order of their calls."""
+    made = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            made.append(name)
+            return getattr(compiled, name)
+
+    compiled = family._C
+    monkeypatch.setattr(family, "_C", Recorder())
+    return made
+
+
+def holder(norm):
+    torch.manual_seed(0)
+    for p in norm.parameters():
+        nn.init.normal_(p)
+    return nn.Sequential(norm)
+
+
+@pytest.mark.parametrize("formula", RECOGNISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recognised_and_equal(formula, dtype):
+    model = holder(RECOGNISED[formula]()).to(dtype)
+    x = torch.randn(7, 3, N, dtype=dtype, requires_grad=True)
+    wanted, cotangent = model(x), torch.randn(7, 3, N, dtype=dtype)
+    gradients = torch.autograd.grad(wanted, [x, *model.parameters()], cotangent)
+    (site,) = patch(model).fused
+    assert site.now == formula.strip()
+    got = model(x)
+    step = torch.finfo(dtype).eps
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, wanted, rtol=step, atol=4e-6)
+    ours = torch.autograd.grad(got, [x, *model.parameters()], cotangent)
+    for one, other in zip(ours, gradients, strict=True):
+        assert (one - other).norm() <= 4 * step * other.norm()
+    unpatch(model)
+    assert torch.equal(model(x), wanted)
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_left_with_a_reason(reason):
+    model = holder(LEFT[reason]())
+    was = type(model[0])
+    with pytest.warns(UserWarning, match="nothing was fused"):
+        report = patch(model)
+    (site,) = report.skipped
+    assert reason in site.reason
+    assert type(model[0]) is was
+
+
+def test_offset_and_rounding_are_told_apart():
+    """A formula that is right in float32 and wrong in bfloat16 is not used in bfloat16."""
+    model = holder(Sloppy())
+    patch(model)
+    regimes = model[0]._fusedops_regimes
+    assert (torch.float32, torch.float32, False) in regimes
+    assert not any(x == torch.bfloat16 for x, *_ in regimes)
+
+
+def test_regimes_that_were_not_proven_run_the_original(calls):
+    model = holder(Sloppy())
+    wanted = copy.deepcopy(model).bfloat16()
+    patch(model)
+    calls.clear()
+    model(torch.randn(2, N))
+    assert calls == ["rms_norm"]
+    x = torch.randn(2, N, dtype=torch.bfloat16)
+    assert torch.equal(model.bfloat16()(x), wanted(x))
+    assert calls == ["rms_norm"]
+
+
+def test_float32_weight_beside_bfloat16_input(calls):
+    model = holder(LlamaLike())
+    x = torch.randn(5, N, dtype=torch.bfloat16)
+    wanted = model(x)
+    patch(model)
+    calls.clear()
+    got = model(x)
+    assert calls == ["rms_norm"]
+    assert got.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(got, wanted)
+
+
+def test_float64_of_a_norm_that_casts_to_float32_stays(calls):
+    model = holder(LlamaLike()).double()
+    x = torch.randn(5, N, dtype=torch.float64)
+    wanted = model(x)
+    patch(model)
+    calls.clear()
+    assert torch.equal(model(x), wanted)
+    assert calls == []
+
+
+@pytest.mark.parametrize("of", [LlamaLike, lambda: nn.LayerNorm(N)], ids=["rms", "layer"])
+def test_autocast_gives_what_the_module_gives(of):
+    model = holder(of())
+    inputs = [torch.randn(4, N), torch.randn(4, N, dtype=torch.bfloat16)]
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = [model(x) for x in inputs]
+        patch(model)
+        got = [model(x) for x in inputs]
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other)
+
+
+def test_autocast_that_was_not_proven_runs_the_original(calls):
+    model = holder(LlamaLike())
+    patch(model)
+    model[0]._fusedops_regimes = {r for r in model[0]._fusedops_regimes if not r[2]}
+    calls.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, N))
+    assert calls == []
+
+
+def test_other_calls_reach_the_original(calls):
+    """A keyword, a tensor subclass and a non-tensor go the way that they went."""
+
+    class Marked(torch.Tensor):
+        pass
+
+    model = holder(LlamaLike())
+    x = torch.randn(4, N)
+    wanted = model(x)
+    patch(model)
+    calls.clear()
+    assert torch.equal(model[0](hidden_states=x), wanted)
+    assert type(model(x.as_subclass(Marked))) is Marked
+    with pytest.raises(AttributeError, match="float"):
+        model([1.0])
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("view", "runs"),
+    [
+        (lambda x: x.transpose(1, 2), ["rms_norm"]),  # a query with its heads in front
+        (lambda x: x.permute(2, 0, 1, 3)[1:], ["rms_norm"]),
+        (lambda x: x[..., :N:2].repeat(1, 1, 1, 2)[..., ::1], ["rms_norm"]),
+        (lambda x: x[:, :, :, None, 0].expand(-1, -1, -1, N).transpose(2, 3), []),
+    ],
+)
+def test_strides_are_what_the_module_gives(view, runs, calls):
+    """An elementwise norm keeps the strides; a later view may depend on them."""
+    model = holder(LlamaLike())
+    x = view(torch.randn(2, 3, N, N))
+    wanted = model(x)
+    patch(model)
+    calls.clear()
+    got = model(x)
+    assert calls == runs
+    assert got.stride() == wanted.stride()
+    torch.testing.assert_close(got, wanted)
+
+
+def test_probe_leaves_the_random_stream_and_the_module_alone():
+    model = holder(nn.LayerNorm(N))
+    hook = model[0].register_forward_hook(lambda *_: pytest.fail("the probe ran a hook"))
+    before, state = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    patch(model)
+    hook.remove()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+def test_meta_module():
+    with torch.device("meta"):
+        model = nn.Sequential(LlamaLike(), nn.LayerNorm(N))
+    report = patch(model)
+    assert [site.now for site in report.fused] == ["rms_norm(rounding='llama')", "layer_norm"]
+    assert model[0].weight.is_meta
+    model.to_empty(device="cpu")
+    assert model(torch.randn(2, N)).shape == (2, N)
+
+
+def test_one_module_under_two_names_is_one_site():
+    norm = LlamaLike()
+    model = nn.ModuleDict({"a": norm, "b": norm})
+    assert [site.path for site in patch(model).fused] == ["a"]
+
+
+def test_instance_forward_is_left_alone():
+    model = holder(LlamaLike())
+    model[0].forward = lambda x: x + 1
+    with pytest.warns(UserWarning):
+        (site,) = patch(model).skipped
+    assert "its own forward" in site.reason
+    assert torch.equal(model(torch.zeros(N)), torch.ones(N))
+
+
+def test_hooks_still_run():
+    model = holder(LlamaLike())
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    patch(model)
+    model[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    model(torch.randn(2, N))
+    assert seen == ["before", "forward"]
+
+
+def test_eps_is_read_when_it_runs():
+    model = holder(LlamaLike())
+    patch(model)
+    model[0].variance_epsilon = 1.0
+    x = torch.randn(4, N)
+    torch.testing.assert_close(model(x), LlamaLike.forward(model[0], x))
+
+
+def test_parametrized_weight_and_unpatch_below_it(calls):
+    """Another library's subclass on top: our forward goes on, and steps aside on unpatch."""
+
+    class Doubled(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    model = holder(nn.LayerNorm(N))
+    x = torch.randn(4, N)
+    patch(model)
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+    calls.clear()
+    wanted = F.layer_norm(x, (N,), model[0].weight, model[0].bias)
+    torch.testing.assert_close(model(x), wanted)
+    assert calls == ["layer_norm"]
+    unpatch(model)
+    calls.clear()
+    assert torch.equal(model(x), wanted)
+    assert calls == []
+    patch(model)
+    model(x)
+    assert calls[-1] == "layer_norm"

@@ -1,0 +1,509 @@
+"""patch on layers that norm a sum: the rewritten forward against the forward as it was written."""
+
+import copy
+import functools
+import inspect
+import traceback
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedops.patching import patch, residual, unpatch
+
+N = 32
+
+
+class Layer(nn.Module):
+    def __init__(self, p=0.25):
+        super().__init__()
+        self.norm, self.after = nn.LayerNorm(N), nn.LayerNorm(N)
+        self.mix, self.up = nn.Linear(N, N), nn.Linear(N, N)
+        self.dropout, self.p = nn.Dropout(p), p
+        self.flag = True
+
+
+class PreNorm(Layer):
+    def forward(self, hidden):
+        residual = hidden
+        hidden = self.mix(self.norm(hidden))
+        hidden = residual + hidden
+
+        residual = hidden
+        hidden = self.after(hidden)
+        return residual + self.up(hidden)
+
+
+class PostNorm(Layer):
+    def forward(self, hidden):
+        hidden = self.norm(self.mix(hidden) + hidden)
+        return self.after(hidden + self.up(hidden))
+
+
+class KeepsBoth(Layer):
+    """The sum and its norm both stay in use, the norm inside another call."""
+
+    def forward(self, hidden):
+        total = self.mix(hidden) + hidden
+        width = total.shape[-1]
+        out = self.up(self.norm(total))
+        return out * total / width
+
+
+class ThreeTerms(Layer):
+    def forward(self, hidden):
+        hidden = self.mix(hidden) + self.up(hidden) + hidden * 0.5
+        return self.norm(hidden)
+
+
+class AcrossIf(Layer):
+    """GPT-2's cross-attention."""
+
+    def forward(self, hidden, other=None):
+        residual = hidden
+        hidden = self.mix(hidden)
+        hidden = hidden + residual
+        if other is not None:
+            if other.shape != hidden.shape:
+                raise ValueError("other has another shape")
+            residual = hidden
+            hidden = self.norm(hidden)
+            hidden = residual + self.up(hidden) * other
+        residual = hidden
+        hidden = self.after(hidden)
+        return residual + hidden
+
+
+class NormInIf(Layer):
+    """OPT: where the norm stands is a flag."""
+
+    def forward(self, hidden):
+        residual = hidden
+        hidden = F.dropout(self.mix(hidden), p=self.p, training=self.training)
+        hidden = residual + hidden
+        if not self.flag:
+            hidden = self.norm(hidden)
+        return self.up(hidden)
+
+
+class AfterIf(Layer):
+    """An `if` that comes before the sum has nothing to do with it."""
+
+    def forward(self, hidden):
+        if self.flag:
+            hidden = self.up(hidden)
+        hidden = hidden + self.mix(hidden)
+        hidden = self.norm(hidden)
+        return hidden
+
+
+class EarlyReturn(Layer):
+    def forward(self, hidden, stop=False):
+        hidden = self.mix(hidden) + hidden
+        if stop:
+            return hidden
+        hidden = self.norm(hidden)
+        return hidden
+
+
+class InLoop(Layer):
+    def forward(self, hidden):
+        for _ in range(3):
+            hidden = hidden + self.mix(hidden)
+            hidden = self.norm(hidden)
+        return hidden
+
+
+class ModuleDropout(Layer):
+    def forward(self, hidden):
+        before = hidden
+        hidden = self.mix(hidden)
+        hidden = self.dropout(hidden)
+        hidden = self.norm(hidden + before)
+        return hidden
+
+
+class InlineDropout(Layer):
+    def forward(self, hidden):
+        hidden = hidden + self.dropout(self.mix(hidden))
+        return self.norm(hidden)
+
+
+class FunctionalDropout(Layer):
+    def forward(self, hidden):
+        residual = hidden
+        hidden = nn.functional.dropout(self.mix(hidden), p=self.p, training=self.training)
+        hidden = residual + hidden
+        return self.norm(hidden)
+
+
+class TwoCalls(Layer):
+    """Both terms are calls: they stay in their order, so the dropout stays where it is."""
+
+    def forward(self, hidden):
+        return self.norm(self.mix(hidden) + self.dropout(self.up(hidden)))
+
+
+class DropoutStillNeeded(Layer):
+    """The dropped tensor is used again, so its dropout has to stay where it is."""
+
+    def forward(self, hidden):
+        dropped = self.dropout(self.mix(hidden))
+        total = self.norm(hidden + dropped)
+        return total + dropped
+
+
+FUSED = {
+    PreNorm: ["after"],
+    PostNorm: ["norm", "after"],
+    KeepsBoth: ["norm"],
+    ThreeTerms: ["norm"],
+    AcrossIf: ["norm", "after", "after"],
+    NormInIf: ["norm"],
+    AfterIf: ["norm"],
+    EarlyReturn: ["norm"],
+    InLoop: ["norm"],
+    ModuleDropout: ["norm"],
+    InlineDropout: ["norm"],
+    FunctionalDropout: ["norm"],
+    TwoCalls: ["norm"],
+    DropoutStillNeeded: ["norm"],
+}
+DROPOUT = [NormInIf, ModuleDropout, InlineDropout, FunctionalDropout]
+
+
+class InPlace(Layer):
+    def forward(self, hidden):
+        hidden = self.mix(hidden)
+        hidden += self.up(hidden)
+        return self.norm(hidden)
+
+
+class UsedBetween(Layer):
+    def forward(self, hidden):
+        hidden = self.mix(hidden) + hidden
+        scale = self.up(hidden)
+        return self.norm(hidden) * scale
+
+
+class Reshaped(Layer):
+    def forward(self, hidden):
+        hidden = self.mix(hidden) + hidden
+        hidden = hidden.reshape(-1, N)
+        return self.norm(hidden)
+
+
+class InAnotherBlock(Layer):
+    def forward(self, hidden):
+        if self.flag:
+            hidden = self.mix(hidden) + hidden
+        return self.norm(hidden)
+
+
+class FlagMadeBetween(Layer):
+    """The `if` asks for something that is made after the sum."""
+
+    def forward(self, hidden):
+        hidden = self.mix(hidden) + hidden
+        flag = not self.training
+        if flag:
+            hidden = self.norm(hidden)
+        return hidden
+
+
+LEFT = {
+    InPlace: "in place",
+    FlagMadeBetween: "is used between the sum and the norm",
+    UsedBetween: "is used between the sum and the norm",
+    Reshaped: "is used between the sum and the norm",
+    InAnotherBlock: "not in the same block",
+}
+
+
+def build(kind, **kwargs):
+    torch.manual_seed(0)
+    return nn.Sequential(kind(**kwargs))
+
+
+def gradients(model, x, *args):
+    y = model[0](x, *args)
+    torch.manual_seed(1)
+    cotangent = torch.randn(y.shape).to(y)
+    return y, torch.autograd.grad(y, [x, *model.parameters()], cotangent, allow_unused=True)
+
+
+def close(got, wanted, dtype=torch.float32):
+    for one, other in zip(got, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (one - other).norm() <= 8 * torch.finfo(dtype).eps * other.norm()
+
+
+def residual_sites(sites):
+    return [site for site in sites if site.kind == "residual"]
+
+
+@pytest.fixture
+def sums():
+    """Counts the fused sums."""
+    run = residual._fused_sum
+    with mock.patch.object(residual, "_fused_sum", side_effect=run) as counted:
+        yield counted
+
+
+@pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused(kind, dtype):
+    model = build(kind).to(dtype).eval()
+    x = torch.randn(2, 5, N).to(dtype).requires_grad_()
+    calls = [(x,), (x, torch.randn_like(x))] if kind is AcrossIf else [(x,)]
+    calls += [(x, True)] if kind is EarlyReturn else []
+    wanted = [gradients(model, *call) for call in calls]
+    report = patch(model)
+    assert [s.path for s in residual_sites(report.fused)] == [f"0.{n}" for n in FUSED[kind]]
+    assert not residual_sites(report.skipped)
+    for call, (y, grads) in zip(calls, wanted, strict=True):
+        ours, our_grads = gradients(model, *call)
+        assert ours.dtype == dtype
+        close([ours, *our_grads], [y, *grads], dtype)
+    unpatch(model)
+    assert all(torch.equal(model[0](*c), y) for c, (y, _) in zip(calls, wanted, strict=True))
+    assert type(model[0]) is kind
+
+
+@pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.__name__)
+def test_fused_sums_are_what_runs(kind, sums):
+    model = build(kind).eval()
+    model[0].flag = False
+    patch(model)
+    model(torch.randn(2, 5, N))
+    expected = {AcrossIf: 1, InLoop: 3}.get(kind, len(FUSED[kind]))
+    assert sums.call_count == expected
+
+
+@pytest.mark.parametrize("kind", LEFT, ids=lambda kind: kind.__name__)
+def test_left_with_a_reason(kind):
+    model = build(kind).eval()
+    x = torch.randn(2, 5, N)
+    wanted = model(x)
+    report = patch(model)
+    (site,) = residual_sites(report.skipped)
+    assert LEFT[kind] in site.reason
+    assert type(model[0]) is kind
+    close([model(x)], [wanted])
+
+
+def test_a_sum_that_leaves_the_layer_is_noted():
+    report = patch(build(PreNorm))
+    assert any("residual + self.up(hidden)` leaves PreNorm.forward" in n for n in report.notes)
+
+
+@pytest.mark.parametrize("kind", DROPOUT, ids=lambda kind: kind.__name__)
+def test_dropout_goes_into_the_sum(kind, sums):
+    """Another mask than torch's, of the same share and scale, that the seed reproduces."""
+    model = build(kind, p=0.5)
+    model[0].flag = False
+    model[0].mix.weight.data.zero_()
+    model[0].mix.bias.data.fill_(1.0)
+    report = patch(model)
+    assert "draws its own mask" in residual_sites(report.fused)[0].reason
+    x = torch.zeros(64, N)
+    torch.manual_seed(3)
+    first = model(x)
+    torch.manual_seed(3)
+    assert torch.equal(model(x), first)
+    assert not torch.equal(model(x), first)
+    *_, p = sums.call_args.args
+    assert p == 0.5
+    model.eval()
+    model(x)
+    assert sums.call_args.args[-1] == 0.0
+
+
+@pytest.mark.parametrize("kind", [TwoCalls, DropoutStillNeeded])
+def test_dropout_that_stays_where_it_is(kind, sums):
+    model = build(kind)
+    wanted = copy.deepcopy(model)
+    patch(model)
+    x = torch.randn(4, N)
+    torch.manual_seed(3)
+    got = model(x)
+    torch.manual_seed(3)
+    close([got], [wanted(x)])
+    assert sums.call_args.args[-1] == 0.0
+
+
+def test_dropout_that_is_not_torchs_is_called(sums):
+    """A hook on the dropout, or a subclass of it, wants the call."""
+    model = build(ModuleDropout)
+    patch(model)
+    seen = []
+    model[0].dropout.register_forward_hook(lambda *_: seen.append(1))
+    model(torch.randn(4, N))
+    assert seen == [1]
+    assert sums.call_args.args[-1] == 0.0
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    {
+        "forward hook": lambda norm: norm.register_forward_hook(lambda *_: None),
+        "pre hook": lambda norm: norm.register_forward_pre_hook(lambda *_: None),
+        "backward hook": lambda norm: norm.register_full_backward_hook(lambda *_: None),
+        "own forward": lambda norm: setattr(norm, "forward", functools.partial(norm.forward)),
+        "global hook": lambda norm: nn.modules.module.register_module_forward_hook(lambda *_: None),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_norm_that_someone_watches_is_called(disturb):
+    """Hooks may come after patch, so this is looked up at every call."""
+    model = build(PostNorm).eval()
+    x = torch.randn(2, N)
+    patch(model)
+    wanted, norm = model(x), model[0].norm
+    handle = disturb[1](norm)
+    with mock.patch.object(residual, "_fused_sum", side_effect=residual._fused_sum) as counted:
+        close([model(x)], [wanted])
+        watched_everywhere = disturb[0] == "global hook"
+        assert counted.call_count == (0 if watched_everywhere else 1)
+    if handle is not None:
+        handle.remove()
+
+
+def test_what_the_fused_sum_cannot_do_runs_as_written(sums):
+    """Broadcasting, two dtypes, a number."""
+    model = build(PostNorm).eval()
+    norm, x = model[0].norm, torch.randn(3, 4, N)
+    others = [torch.randn(1, 4, N), x.bfloat16(), 1.0]
+    wanted = [norm(x + other) for other in others]
+    patch(model)
+    for other, y in zip(others, wanted, strict=True):
+        close(residual.add_norm(norm, x, other), [y, x + other])
+        close(residual.add_norm(norm, other, x), [y, other + x])
+    assert sums.call_count == 0
+
+
+def test_norm_replaced_after_patch(sums):
+    model = build(PostNorm).eval()
+    patch(model)
+    model[0].norm = nn.Identity()
+    x = torch.randn(2, N)
+    close([model(x)], [PostNorm.forward(model[0], x)])
+    assert sums.call_count == 1
+
+
+class Raises(Layer):
+    def forward(self, hidden):
+        hidden = hidden + self.mix(hidden)
+        hidden = self.norm(hidden)
+        raise KeyError("here")
+
+
+def test_traceback_and_source_are_the_models_own():
+    model = build(Raises)
+    patch(model)
+    with pytest.raises(KeyError) as error:
+        model(torch.zeros(2, N))
+    frame = traceback.extract_tb(error.tb)[-1]
+    assert (frame.filename, frame.line) == (__file__, 'raise KeyError("here")')
+    assert inspect.getsource(type(model[0]).forward) == inspect.getsource(Raises.forward)
+
+
+def doubled(function):
+    @functools.wraps(function)
+    def wrapper(self, hidden, **kwargs):
+        return 2 * function(self, hidden, **kwargs)
+
+    return wrapper
+
+
+class Base(Layer):
+    def forward(self, hidden, scale=1.0):
+        return self.up(hidden) * scale
+
+
+class Decorated(Base):
+    """A decorator, zero-argument super(), a default, a private name."""
+
+    __half = 0.5
+
+    @doubled
+    def forward(self, hidden, *, scale=3.0):
+        hidden = super().forward(hidden, scale) * self.__half + hidden
+        return self.norm(hidden)
+
+
+def local_layer(shift):
+    class Local(Layer):
+        def forward(self, hidden):
+            return self.norm(self.mix(hidden) + hidden) + shift
+
+    return Local
+
+
+@pytest.mark.parametrize("kind", [Decorated, local_layer(1.5)], ids=["decorated", "closure"])
+def test_decorators_and_closures(kind, sums):
+    model = build(kind).eval()
+    x = torch.randn(2, N)
+    wanted = model(x)
+    patch(model)
+    close([model(x)], [wanted])
+    assert sums.call_count == 1
+    assert type(model[0]).forward.__globals__ is globals()
+
+
+def hidden_wrapper(function):
+    def wrapper(self, hidden):
+        return wrapper.call(self, hidden)
+
+    wrapper.call = wrapper.__wrapped__ = function
+    return wrapper
+
+
+def test_a_decorator_that_cannot_be_carried_over():
+    class Odd(Layer):
+        @hidden_wrapper
+        def forward(self, hidden):
+            return self.norm(self.mix(hidden) + hidden)
+
+    model = build(Odd)
+    (site,) = residual_sites(patch(model).skipped)
+    assert "decorator" in site.reason
+    assert type(model[0]) is Odd
+
+
+def test_source_that_is_not_what_runs():
+    namespace = {"Layer": Layer, "__name__": __name__}
+    exec(
+        "class Made(Layer):\n    def forward(self, x):\n        return self.norm(x + x)", namespace
+    )
+    model = build(namespace["Made"])
+    (site,) = residual_sites(patch(model).skipped)
+    assert "source" in site.reason
+
+
+def test_instance_forward_is_left_alone():
+    model = build(PostNorm)
+    model[0].forward = lambda hidden: hidden
+    sites = residual_sites(patch(model).skipped)
+    assert sites and all("its own forward" in site.reason for site in sites)
+    assert type(model[0]) is PostNorm
+
+
+def test_without_norm_a_sum_has_nothing_to_go_into():
+    with pytest.warns(UserWarning):
+        sites = patch(build(PostNorm), norm=False).skipped
+    assert all("(LayerNorm) is not fused" in site.reason for site in sites)
+
+
+def test_deepcopy_stays_patched_and_unpatches(sums):
+    model = build(PostNorm).eval()
+    patch(model)
+    other = copy.deepcopy(model)
+    other(torch.randn(2, N))
+    assert sums.call_count == 2
+    unpatch(other)
+    assert type(other[0]) is PostNorm
+    assert type(model[0]) is not PostNorm
