@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from fusedops.functional import norm as family
 from fusedops.patching import patch, unpatch
+from fusedops.patching.formula import same
 
 N = 48
 
@@ -83,6 +84,17 @@ class Gated(LlamaLike):
         return super().forward(x)
 
 
+class ScaleNorm(nn.Module):
+    """One number for a weight: of a single feature it is an rms_norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(1)), 1e-6
+
+    def forward(self, x):
+        return x / (x.float().norm(dim=-1, keepdim=True) + self.eps) * self.weight
+
+
 RECOGNISED = {
     "rms_norm(rounding='llama')": lambda: LlamaLike(),
     "rms_norm(rounding='torch')": lambda: TorchLike(),
@@ -96,6 +108,7 @@ RECOGNISED = {
     "layer_norm    ": lambda: nn.LayerNorm(N, bias=False),
 }
 LEFT = {
+    "inputs of other shapes": lambda: ScaleNorm(),
     "neither layer_norm nor rms_norm": lambda: EpsOutside(),
     "takes x, gate": lambda: Gated(),
     "neither layer_norm nor": lambda: nn.GroupNorm(2, N),
@@ -155,6 +168,27 @@ def test_left_with_a_reason(reason):
     (site,) = report.skipped
     assert reason in site.reason
     assert type(model[0]) is was
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moved", "steps", "equal"),
+    [
+        (torch.bfloat16, 20, 1, True),
+        (torch.bfloat16, 30, 1, False),
+        (torch.bfloat16, 1, 3, False),
+        (torch.float16, 160, 1, True),
+        (torch.float16, 200, 1, False),
+        (torch.float32, 200_000, 1, True),
+        (torch.float32, 1, 64, False),
+    ],
+)
+def test_what_counts_as_equal(dtype, moved, steps, equal):
+    """Of 200,000 results near 1, some are a few rounding steps away."""
+    wanted = torch.linspace(1.0, 1.5, 200_000).to(dtype)
+    got = wanted.clone()
+    got.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[:moved] += steps
+    assert same(got, wanted, dtype) == equal
+    assert not same(got.double(), wanted, dtype)
 
 
 def test_offset_and_rounding_are_told_apart():
@@ -338,3 +372,16 @@ def test_parametrized_weight_and_unpatch_below_it(calls):
     patch(model)
     model(x)
     assert calls[-1] == "layer_norm"
+
+
+def test_what_has_no_eps_is_no_norm():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.steps, self.weight = 1.0, nn.Parameter(torch.ones(N))
+
+        def forward(self, x):
+            return x
+
+    model = nn.Sequential(nn.LayerNorm(N), Counter(), nn.CosineSimilarity())
+    assert patch(model).coverage == {"norm": (1, 1)}

@@ -2,22 +2,26 @@
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 __all__ = [
     "calls",
     "copied_name",
     "dotted",
     "is_simple",
+    "is_sum",
     "loads",
     "mentions",
     "movable",
     "stores",
+    "sum_of",
 ]
 
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 CONDITIONAL = (ast.BoolOp, ast.IfExp, ast.Lambda, *COMPREHENSIONS)
 SHAPE_ONLY = {"shape", "dtype", "device", "ndim"}
+NO_TENSOR = ast.Constant, ast.Tuple, ast.List, ast.JoinedStr
 PURE = {"hasattr", "isinstance", "len", "type"}
 
 
@@ -28,6 +32,22 @@ def dotted(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute) and (head := dotted(node.value)):
         return f"{head}.{node.attr}"
     return ""
+
+
+def sum_of(statement: ast.stmt) -> tuple[str, Any] | None:
+    """("h", a + b) of `h = a + b`."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=h)], value=add) if is_sum(add):
+            return h, add
+    return None
+
+
+def is_sum(node: ast.expr) -> bool:
+    """Whether it may be a sum of two tensors."""
+    match node:
+        case ast.BinOp(left, ast.Add(), right):
+            return not any(isinstance(side, NO_TENSOR) for side in (left, right))
+    return False
 
 
 def is_simple(statement: ast.stmt) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch import is_autocast_enabled as autocast
 
-from fusedops.patching.probe import Recipe, probe
+from fusedops.patching.probe import Recipe, eps_names, probe
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import original_class, subclass, swap
 
@@ -27,8 +27,11 @@ def looks_like_a_norm(module: nn.Module) -> bool:
         return True
     if next(module.children(), None) is not None:
         return False
-    named = any("norm" in cls.__name__.lower() for cls in type(module).__mro__)
-    return named or any("eps" in name for name in vars(module))
+    return _is_named_norm(module) or bool(eps_names(module))
+
+
+def _is_named_norm(module: nn.Module) -> bool:
+    return any("norm" in cls.__name__.lower() for cls in type(module).__mro__)
 
 
 def patch_norms(model: nn.Module, report: PatchReport) -> None:
@@ -36,10 +39,10 @@ def patch_norms(model: nn.Module, report: PatchReport) -> None:
     for path, module in list(find_norms(model)):
         was = original_class(module).__name__
         outcome = _patch_norm(module)
-        if isinstance(outcome, str):
-            report.skipped.append(Site(path, "norm", was, reason=outcome))
-        else:
+        if isinstance(outcome, Recipe):
             report.fused.append(Site(path, "norm", was, str(outcome.formula)))
+        elif _is_named_norm(module) or module._parameters:  # CosineSimilarity has an eps too
+            report.skipped.append(Site(path, "norm", was, reason=outcome))
 
 
 def _patch_norm(module: nn.Module) -> Recipe | str:
@@ -147,4 +150,4 @@ def _memory_order(x: Tensor, normed: int) -> list[int] | None:
 def row_major(x: Tensor) -> bool:
     """Whether an elementwise result of x is contiguous too: x is, or is a slice of such."""
     strides = x.stride()
-    return all(a >= b for a, b in zip(strides, strides[1:], strict=False))
+    return all(strides[i] >= strides[i + 1] for i in range(x.dim() - 1))

@@ -43,7 +43,8 @@ def patch(
     version, as the report says. strict: raise RuntimeError with the reasons, and leave the model
     as it was, when a site cannot be fused. verify: a batch (the model's keyword arguments in a
     dict, or one tensor); runs it before and after, and unpatches and raises RuntimeError when
-    outputs, loss or gradients differ by more than rounding.
+    outputs, loss or gradients differ by more than rounding. That takes memory for a float64 copy
+    of the model.
 
     A fused dropout draws another random mask than torch's, with the same distribution.
     Raises TypeError when model is not a module, ValueError for `quantize`, which is not in this

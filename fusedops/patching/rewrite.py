@@ -25,6 +25,7 @@ __all__ = ["HELPER", "Found", "rewrite"]
 
 HELPER = "_fusedops_add_norm"
 IN_PLACE = "the sum is made in place"
+JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class _Rewriter:
         """The statements of one block, rewritten, and the blocks in them."""
         at = 0
         while at < len(block):
-            if named := _sum_of(block[at]):
+            if named := flow.sum_of(block[at]):
                 block = self._spread(block, at, *named) or self._fuse_named(block, at, *named)
             block[at] = self._fuse_inline(block, at)
             self._unfusable(block[at])
@@ -125,7 +126,7 @@ class _Rewriter:
         if not flow.is_simple(statement):
             return statement
         for call in list(flow.calls(statement)):
-            if self.read.norm(call) and _is_sum(call.args[0]):
+            if self.read.norm(call) and flow.is_sum(call.args[0]):
                 fused = self._call(call, call.args[0], block, at)
                 first = ast.Subscript(fused, ast.Constant(0), ast.Load())
                 statement = block[at] = _replace(statement, call, ast.copy_location(first, call))
@@ -208,7 +209,9 @@ class _Rewriter:
 
     def _unfusable(self, statement: ast.stmt) -> None:
         match statement:
-            case ast.Return(value=ast.BinOp() as add) if _is_sum(add) and self.read.norm_after(0):
+            case ast.Return(value=ast.BinOp() as add) if flow.is_sum(add) and self.read.norm_after(
+                0
+            ):
                 self.found.append(Found(add.lineno, self.read.source(add)))
             case ast.AugAssign(target=ast.Name(id=h), op=ast.Add()):
                 norm = self.read.norm_after(statement.lineno, h)
@@ -216,28 +219,6 @@ class _Rewriter:
                 if norm or self.read.leaves(statement.lineno, h):
                     source = self.read.source(statement)
                     self.found.append(Found(statement.lineno, source, norm, reason=reason))
-
-
-JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
-
-
-def _sum_of(statement: ast.stmt) -> tuple[str, Any] | None:
-    """("h", a + b) of `h = a + b`."""
-    match statement:
-        case ast.Assign(targets=[ast.Name(id=h)], value=add) if _is_sum(add):
-            return h, add
-    return None
-
-
-def _is_sum(node: ast.expr) -> bool:
-    """Whether it may be a sum of two tensors."""
-    match node:
-        case ast.BinOp(left, ast.Add(), right):
-            return not any(isinstance(side, NO_TENSOR) for side in (left, right))
-    return False
-
-
-NO_TENSOR = ast.Constant, ast.Tuple, ast.List, ast.JoinedStr
 
 
 def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:
