@@ -18,8 +18,9 @@ auto handle(const char* name) {
 
 Tensor layer_norm(const Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  static const auto op = handle<Tensor(const Tensor&, SymInts, const OptionalTensor&,
-                                       const OptionalTensor&, double)>("fusedops::layer_norm");
+  static const auto op =
+      handle<Tensor(const Tensor&, SymInts, const OptionalTensor&, const OptionalTensor&, double)>(
+          "fusedops::layer_norm");
   return op.call(input, normalized_shape, weight, bias, eps);
 }
 
@@ -64,8 +65,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   export_function(m, "layer_norm", layer_norm, arg("input"), arg("normalized_shape"),
                   arg("weight") = none(), arg("bias") = none(), arg("eps") = 1e-5);
   export_function(m, "rms_norm", rms_norm, arg("input"), arg("normalized_shape"),
-                  arg("weight") = none(), arg("eps") = none(), kw_only(),
-                  arg("rounding") = "torch", arg("offset") = 0.0);
+                  arg("weight") = none(), arg("eps") = none(), kw_only(), arg("rounding") = "torch",
+                  arg("offset") = 0.0);
   export_function(m, "add_layer_norm", add_layer_norm, arg("x"), arg("residual"),
                   arg("weight") = none(), arg("bias") = none(), arg("eps") = 1e-5, kw_only(),
                   arg("dropout_p") = 0.0);

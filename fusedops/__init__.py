@@ -5,6 +5,18 @@ from importlib.metadata import version
 from fusedops import functional, nn
 from fusedops.backends import backend, env_report
 from fusedops.memory import keep_freed_memory
+from fusedops.patching import PatchReport, Site, patch, patched, unpatch
 
 __version__ = version("fusedops")
-__all__ = ["backend", "env_report", "functional", "keep_freed_memory", "nn"]
+__all__ = [
+    "PatchReport",
+    "Site",
+    "backend",
+    "env_report",
+    "functional",
+    "keep_freed_memory",
+    "nn",
+    "patch",
+    "patched",
+    "unpatch",
+]

@@ -104,7 +104,7 @@ def argument_types(direction: str, kind: str) -> dict[str, str]:
         "backward": "dy dh h weight dresidual",
         "reduce": "dweight dbias",
     }[direction].split()
-    types = dict.fromkeys(names, "*bf16") | {"stats": "*fp32", "eps": "fp32", "scale": "fp32"}
+    types = dict.fromkeys(names, "*bf16") | {"stats": "*fp64", "eps": "fp32", "scale": "fp32"}
     types |= {"threshold": "u32", "rows": "i32", "n": "i32", "programs": "i32"}
     types |= {"dweight_rows": "*fp32", "dbias_rows": "*fp32"}
     if direction == "backward":

@@ -30,14 +30,14 @@ Function* for_isa(Function* avx2, Function* avx512, Function* avx512_bf16) {
 
 // Declares a function that every file of csrc/cpu/isa defines in namespace CPU_CAPABILITY, and
 // name_for_isa(), the one to call.
-#define FUSEDOPS_ISA_FUNCTION(name, ...)                                                        \
-  namespace AVX2 {                                                                              \
-  void name(__VA_ARGS__);                                                                       \
-  }                                                                                             \
-  namespace AVX512 {                                                                            \
-  void name(__VA_ARGS__);                                                                       \
-  }                                                                                             \
-  namespace AVX512_BF16 {                                                                       \
-  void name(__VA_ARGS__);                                                                       \
-  }                                                                                             \
+#define FUSEDOPS_ISA_FUNCTION(name, ...) \
+  namespace AVX2 {                       \
+  void name(__VA_ARGS__);                \
+  }                                      \
+  namespace AVX512 {                     \
+  void name(__VA_ARGS__);                \
+  }                                      \
+  namespace AVX512_BF16 {                \
+  void name(__VA_ARGS__);                \
+  }                                      \
   inline auto* name##_for_isa() { return for_isa(AVX2::name, AVX512::name, AVX512_BF16::name); }

@@ -112,16 +112,16 @@ NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
   args.bias = shift.data();
   args.y = y.mutable_data_ptr();
   args.h = add ? h.mutable_data_ptr() : nullptr;
-  args.mean = stats.size(0) == 2 ? stats.mutable_data_ptr<float>() : nullptr;
-  args.rstd = stats.mutable_data_ptr<float>() + (stats.size(0) - 1) * rows;
+  args.mean = stats.size(0) == 2 ? stats.mutable_data_ptr<double>() : nullptr;
+  args.rstd = stats.mutable_data_ptr<double>() + (stats.size(0) - 1) * rows;
   args.n = n;
   args.eps = eps;
   args.x_dtype = dtype_of(x);
   args.h_dtype = dtype_of(add ? h : x);
   args.y_dtype = dtype_of(y);
   args.round_first = kind == "rms_llama";
-  args.base_dtype = norm_base_dtype(x, h.scalar_type(), weight) == x.scalar_type() ? args.x_dtype
-                                                                                  : args.h_dtype;
+  args.base_dtype =
+      norm_base_dtype(x, h.scalar_type(), weight) == x.scalar_type() ? args.x_dtype : args.h_dtype;
   args.dropout = dropout_of(dropout_p, seed);
   auto* const run = norm_forward_rows_for_isa();
   at::parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) { run(args, begin, end); });
@@ -166,8 +166,8 @@ NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Ten
   args.h = h_rows.data();
   args.h_stride = h_rows.stride;
   args.weight = scale.data();
-  args.mean = stats.size(0) == 2 ? stats.const_data_ptr<float>() : nullptr;
-  args.rstd = stats.const_data_ptr<float>() + (stats.size(0) - 1) * rows;
+  args.mean = stats.size(0) == 2 ? stats.const_data_ptr<double>() : nullptr;
+  args.rstd = stats.const_data_ptr<double>() + (stats.size(0) - 1) * rows;
   args.dresidual = output_mask[0] ? dresidual.mutable_data_ptr() : nullptr;
   args.dx = output_mask[1] ? dx.mutable_data_ptr() : nullptr;
   args.n = n;

@@ -120,7 +120,7 @@ inline Floats operator*(const Floats& a, const Floats& b) { return {a.lo * b.lo,
 inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
   return {at::vec::fmadd(a.lo, b.lo, c.lo), at::vec::fmadd(a.hi, b.hi, c.hi)};
 }
-inline Floats all(float x) { return {Vec(x), Vec(x)}; }
+inline Floats all(double x) { return {Vec(static_cast<float>(x)), Vec(static_cast<float>(x))}; }
 
 inline float sum(const Floats& v) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, v.lo + v.hi);

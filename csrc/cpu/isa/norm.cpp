@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
+#include <utility>
 
 #include "csrc/cpu/vec.h"
 #include "csrc/philox.h"
@@ -72,10 +74,27 @@ inline T* at_row(T* p, int64_t offset) {
   return p == nullptr ? nullptr : p + offset;
 }
 
-template <bool kLayer>
-inline Floats centred(const Floats& h, const Floats& mean) {
-  if constexpr (kLayer) return h - mean;
-  return h;
+// A float64 as two float32. Where rows are float32, a statistic keeps its second word: its
+// rounding alone would move the whole row by up to half an ulp.
+struct Split {
+  Floats high, low;
+
+  explicit Split(double x) : high(all(static_cast<float>(x))), low(all(x - float(x))) {}
+};
+
+// h - mean for LayerNorm, h for RMSNorm
+template <bool kLayer, class T>
+inline Floats centred(const Floats& h, const Split& mean) {
+  if constexpr (!kLayer) return h;
+  const auto c = h - mean.high;
+  if constexpr (std::is_same_v<T, float>) return c - mean.low;
+  return c;
+}
+
+template <class T>
+inline Floats scaled(const Floats& c, const Split& rstd) {
+  if constexpr (std::is_same_v<T, float>) return fma(c, rstd.high, c * rstd.low);
+  return c * rstd.high;
 }
 
 // h = residual + dropout(x), stored. Returns the sum over the row of moment(h).
@@ -88,16 +107,34 @@ double add_row(const X* x, const H* residual, H* h, int64_t n, DropoutRow dropou
   });
 }
 
+// The mean and the variance, from a first mean that is as exact as a float32 sum: the mean of
+// what is left after subtracting it corrects both.
+template <class H>
+std::pair<double, double> moments(const H* h, int64_t n, double mean) {
+  const Split first(mean);
+  double sum_c = 0, sum_cc = 0;
+  each_block(n, [&](Block block) {
+    Floats c_acc, cc_acc;
+    each_step(block.size, [&](int64_t j, auto part) {
+      const auto c = live(centred<true, H>(load(h + block.begin + j, part), first), part);
+      c_acc = c_acc + c;
+      cc_acc = fma(c, c, cc_acc);
+    });
+    sum_c += sum(c_acc);
+    sum_cc += sum(cc_acc);
+  });
+  const double rest = sum_c / n;
+  return {mean + rest, sum_cc / n - rest * rest};
+}
+
 // y = (h - mean) * rstd * weight + bias. With round_first it is rounded to Base before the weight.
-// In float32 rstd keeps a second word: its rounding alone would move the row by half an ulp.
 template <bool kLayer, class Base, class H, class Y>
-void normalise_row(const NormForwardRows& args, const H* h, float mean, double rstd, Y* y) {
+void normalise_row(const NormForwardRows& args, const H* h, double mean, double rstd, Y* y) {
   const float *const weight = args.weight, *const bias = args.bias;
   const bool round_first = args.round_first;
-  const auto high = static_cast<float>(rstd), low = static_cast<float>(rstd - high);
+  const Split mu(mean), r(rstd);
   each_step(args.n, [=](int64_t i, auto part) {
-    const auto c = centred<kLayer>(load(h + i, part), all(mean));
-    auto v = std::is_same_v<Base, float> ? fma(c, all(high), c * all(low)) : c * all(high);
+    auto v = scaled<Y>(centred<kLayer, Y>(load(h + i, part), mu), r);
     if (round_first) v = rounded<Base>(v);
     if (weight != nullptr) v = v * load(weight + i, part);
     if (bias != nullptr) v = v + load(bias + i, part);
@@ -122,18 +159,12 @@ void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
       total = sum_over(n, [=](int64_t i, auto part) { return moment(load(h + i, part)); });
     }
 
-    float mean = 0;
-    double variance = total / n;
+    double mean = 0, variance = total / n;
     if constexpr (kLayer) {
-      mean = static_cast<float>(total / n);
+      std::tie(mean, variance) = moments(h, n, total / n);
       args.mean[row] = mean;
-      variance = sum_over(n, [=](int64_t i, auto part) {
-        const auto c = live(load(h + i, part) - all(mean), part);
-        return c * c;
-      }) / n;
     }
-    const double rstd = 1 / std::sqrt(variance + args.eps);
-    args.rstd[row] = static_cast<float>(rstd);
+    const double rstd = args.rstd[row] = 1 / std::sqrt(variance + args.eps);
     normalise_row<kLayer, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * n);
   }
 }
@@ -167,11 +198,9 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
   for (int64_t row = begin; row < end; ++row) {
     const D* const dy = static_cast<const D*>(args.dy) + row * args.dy_stride;
     const H* const h = static_cast<const H*>(args.h) + row * args.h_stride;
-    const auto mean = all(kLayer ? args.mean[row] : 0), rstd = all(args.rstd[row]);
-    const auto normalised = [=](int64_t i, auto part) {
-      return centred<kLayer>(load(h + i, part), mean) * rstd;
-    };
-    const auto scaled = [=](const Floats& d, int64_t i, auto part) {
+    const double r = args.rstd[row];
+    const Split mean(kLayer ? args.mean[row] : 0), rstd(r);
+    const auto weighted = [=](const Floats& d, int64_t i, auto part) {
       return weight == nullptr ? d : d * load(weight + i, part);
     };
 
@@ -180,7 +209,8 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
       Floats g_acc, gn_acc;
       each_step(block.size, [&](int64_t j, auto part) {
         const int64_t i = block.begin + j;
-        const auto d = load(dy + i, part), v = normalised(i, part), g = scaled(d, i, part);
+        const auto d = load(dy + i, part), g = weighted(d, i, part);
+        const auto v = centred<kLayer, H>(load(h + i, part), mean) * rstd.high;
         if constexpr (kLayer) g_acc = g_acc + g;
         gn_acc = fma(g, v, gn_acc);
         if (dweight != nullptr) store(dweight + i, fma(d, v, load(dweight + i, part)), part);
@@ -191,17 +221,17 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
     });
     if (args.dresidual == nullptr && args.dx == nullptr) continue;
 
-    const auto mean_g = all(static_cast<float>(sum_g / n));
-    const auto slope = all(static_cast<float>(-sum_gn / n * args.rstd[row]));
+    const Split mean_g(sum_g / n);
+    const auto slope = all(-sum_gn / static_cast<float>(r) / n * r * r);  // of h - mean
     const H* const dh = at_row(static_cast<const H*>(args.dh), row * args.dh_stride);
     H* const dresidual = at_row(static_cast<H*>(args.dresidual), row * n);
     H* const dx = at_row(static_cast<H*>(args.dx), row * n);
     DropoutRow dropout(args.dropout, row);
     each_step(n, [&](int64_t i, auto part) {
-      const auto g = scaled(load(dy + i, part), i, part);
-      const auto c = centred<kLayer>(load(h + i, part), mean);
-      auto d = fma(c, slope, centred<kLayer>(g, mean_g));
-      d = dh == nullptr ? d * rstd : fma(d, rstd, load(dh + i, part));
+      const auto g = weighted(load(dy + i, part), i, part);
+      const auto c = centred<kLayer, H>(load(h + i, part), mean);
+      auto d = scaled<H>(fma(c, slope, centred<kLayer, H>(g, mean_g)), rstd);
+      if (dh != nullptr) d = d + load(dh + i, part);
       if (dresidual != nullptr) store(dresidual + i, d, part);
       if (dx != nullptr) store(dx + i, dropout.apply(d, i, part), part);
     });

@@ -14,10 +14,10 @@ struct Dropout {
 };
 
 struct NormForwardRows {
-  const void *x, *residual;     // residual: null when there is nothing to add
-  const float *weight, *bias;   // [n] or null; weight includes the offset
-  void *y, *h;                  // h: null without a residual
-  float *mean, *rstd;           // [rows]; mean: null for RMSNorm
+  const void *x, *residual;    // residual: null when there is nothing to add
+  const float *weight, *bias;  // [n] or null; weight includes the offset
+  void *y, *h;                 // h: null without a residual
+  double *mean, *rstd;         // [rows]; mean: null for RMSNorm
   int64_t n, x_stride, residual_stride;
   double eps;
   Dtype x_dtype, h_dtype, base_dtype, y_dtype;  // residual has h's
@@ -28,8 +28,8 @@ struct NormForwardRows {
 struct NormBackwardRows {
   const void *dy, *dh, *h;  // dh: null when there is none
   const float* weight;      // [n] or null; includes the offset
-  const float *mean, *rstd;
-  void *dresidual, *dx;     // null when not asked for
+  const double *mean, *rstd;
+  void *dresidual, *dx;  // null when not asked for
   int64_t n, dy_stride, dh_stride, h_stride;
   Dtype dy_dtype, h_dtype;  // dh, dresidual and dx have h's
   Dropout dropout;

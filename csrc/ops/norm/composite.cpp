@@ -68,9 +68,9 @@ std::pair<Tensor, Tensor> norm_statistics(const Tensor& h, int64_t dims, double 
 }
 
 NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
-                         const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
-                         double eps, NormKind kind, double offset, double dropout_p,
-                         const OptionalTensor& seed) {
+                             const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
+                             double eps, NormKind kind, double offset, double dropout_p,
+                             const OptionalTensor& seed) {
   const auto h = given(residual) ? *residual + dropout_composite(x, dropout_p, seed, dims) : x;
   const auto base = norm_base_dtype(x, h.scalar_type(), weight);
   const auto accumulation = accumulation_dtype(h);
@@ -88,10 +88,10 @@ NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
 }
 
 NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
-                         const OptionalTensor& weight, const OptionalTensor& bias,
-                         const Tensor& mean, const Tensor& rstd, int64_t dims, double offset,
-                         double dropout_p, const OptionalTensor& seed,
-                         std::array<bool, 4> output_mask) {
+                             const OptionalTensor& weight, const OptionalTensor& bias,
+                             const Tensor& mean, const Tensor& rstd, int64_t dims, double offset,
+                             double dropout_p, const OptionalTensor& seed,
+                             std::array<bool, 4> output_mask) {
   const auto axes = last_axes(dims);
   const auto accumulation = accumulation_dtype(h);
   const auto acc = h.to(accumulation), dacc = dy.to(accumulation);
@@ -125,9 +125,9 @@ NormForward norm_forward_composite(const Tensor& x, const OptionalTensor& residu
   norm_check(x, residual, weight, bias, dims, norm_kind(kind), dropout_p, seed);
   const auto [y, h, mean, rstd] = norm_composite(x, residual, weight, bias, dims, eps,
                                                  norm_kind(kind), offset, dropout_p, seed);
-  const auto stats = mean.defined() ? at::stack({mean.flatten(), rstd.flatten()})
-                                    : rstd.flatten().unsqueeze(0);
-  return {y.contiguous(), given(residual) ? h.contiguous() : Tensor(), stats};
+  const auto stats =
+      mean.defined() ? at::stack({mean.flatten(), rstd.flatten()}) : rstd.flatten().unsqueeze(0);
+  return {y.contiguous(), given(residual) ? h.contiguous() : Tensor(), stats.to(at::kDouble)};
 }
 
 NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
@@ -137,8 +137,9 @@ NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh,
                                      std::array<bool, 4> output_mask) {
   std::vector<c10::SymInt> kept(h.dim(), 1);
   for (int64_t i = 0; i < h.dim() - dims; ++i) kept[i] = h.sym_size(i);
-  const auto mean = stats.sym_size(0) == 2 ? stats.select(0, 0).view_symint(kept) : Tensor();
-  const auto rstd = stats.select(0, -1).view_symint(kept);
+  const auto acc = stats.to(accumulation_dtype(h));
+  const auto mean = stats.sym_size(0) == 2 ? acc.select(0, 0).view_symint(kept) : Tensor();
+  const auto rstd = acc.select(0, -1).view_symint(kept);
   const auto d = norm_gradients(dy, dh, h, weight, bias, mean, rstd, dims, offset, dropout_p, seed,
                                 output_mask);
   const auto contiguous = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };

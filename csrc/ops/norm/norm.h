@@ -23,7 +23,8 @@ void norm_check(const Tensor& x, const OptionalTensor& residual, const OptionalT
                 const OptionalTensor& bias, int64_t dims, NormKind kind, double dropout_p,
                 const OptionalTensor& seed);
 
-// y [x's shape], h [x's shape; undefined without a residual], stats [mean and rstd, or rstd; rows]
+// y [x's shape], h [x's shape; undefined without a residual], stats [mean and rstd, or rstd; rows].
+// stats are float64: rounded to float32, they would shift their row by up to half an ulp.
 using NormForward = std::tuple<Tensor, Tensor, Tensor>;
 NormForward norm_outputs(const Tensor& x, const OptionalTensor& residual,
                          const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
@@ -48,9 +49,9 @@ struct NormComposite {
   Tensor y, h, mean, rstd;  // mean and rstd keep their axes; RMSNorm has no mean
 };
 NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
-                             const OptionalTensor& weight, const OptionalTensor& bias,
-                             int64_t dims, double eps, NormKind kind, double offset,
-                             double dropout_p, const OptionalTensor& seed);
+                             const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
+                             double eps, NormKind kind, double offset, double dropout_p,
+                             const OptionalTensor& seed);
 
 std::pair<Tensor, Tensor> norm_statistics(const Tensor& h, int64_t dims, double eps, NormKind kind);
 

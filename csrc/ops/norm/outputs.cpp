@@ -81,10 +81,11 @@ NormForward norm_outputs(const Tensor& x, const OptionalTensor& residual,
   const auto kind = norm_kind(kind_name);
   const bool add = given(residual);
   norm_check(x, residual, weight, bias, dims, kind, dropout_p, seed);
-  const auto h = add ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
+  const auto h =
+      add ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   auto y = norm_base_dtype(x, h, weight);
   if (kind == NormKind::rms_llama && given(weight)) y = c10::promoteTypes(y, weight->scalar_type());
-  const auto stats = x.options().dtype(h == at::kDouble ? at::kDouble : at::kFloat);
+  const auto stats = x.options().dtype(at::kDouble);
   return {empty_contiguous(x, y), add ? empty_contiguous(x, h) : Tensor(),
           at::empty_symint({kind == NormKind::layer ? 2 : 1, row_count(x, dims)}, stats)};
 }

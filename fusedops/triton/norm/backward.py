@@ -15,10 +15,12 @@ from torch import Tensor
 from fusedops.extension import _C
 from fusedops.triton.norm.tile import (
     OPTIONS,
+    centred,
     contiguous,
     dropout,
     dropout_arguments,
     load_row,
+    scaled,
     tile_of,
 )
 
@@ -141,7 +143,7 @@ def backward_kernel(
             if not LOOP:
                 g1, g2 = _means(g, xhat, n, KIND)
             if dresidual is not None or dx is not None:
-                grad = rstd * (g - g1 - xhat * g2)
+                grad = scaled(g - g1 - xhat * g2, rstd)
                 if dh is not None:
                     grad += tl.load(dh + at, live, 0).to(tl.float32)
                 if dresidual is not None:
@@ -164,18 +166,18 @@ def backward_kernel(
 
 @triton.jit
 def _gradient(dy, h, weight, stats, row, col, rows, n, KIND: tl.constexpr, OFFSET: tl.constexpr):
-    """dy, dy times the weight, the normalised h ([ROWS, BLOCK] float32), and rstd [ROWS, 1]."""
+    """dy, dy times the weight, the normalised h ([ROWS, BLOCK] float32); rstd [ROWS, 1] float64."""
     live = (row < rows) & (col < n)
     d = tl.load(dy + row * n + col, live, 0).to(tl.float32)
     s = tl.load(h + row * n + col, live, 0).to(tl.float32)
     if KIND == "layer":
-        s -= tl.load(stats + row, row < rows, 0)
+        s = centred(s, tl.load(stats + row, row < rows, 0), KIND)
         stats += rows
     rstd = tl.load(stats + row, row < rows, 0)
     g = d
     if weight is not None:
         g = d * load_row(weight, col, live, OFFSET)
-    return d, g, s * rstd, rstd
+    return d, g, scaled(s, rstd), rstd
 
 
 @triton.jit

@@ -9,7 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedops.extension import _C
-from fusedops.triton.norm.tile import contiguous, dropout, dropout_arguments, load_row, tile_of
+from fusedops.triton.norm.tile import (
+    centred,
+    contiguous,
+    dropout,
+    dropout_arguments,
+    load_row,
+    scaled,
+    tile_of,
+)
 
 LONGEST = 16384  # 32 elements a thread: the longest row that registers hold
 
@@ -82,7 +90,7 @@ def forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     if LOOP:
         mean, m2 = _long_moments(x, residual, h, seed, threshold, scale, row, rows, n, KIND, BLOCK)
-        rstd = _store_statistics(stats, row, rows, mean, m2 / n, eps, KIND)
+        mean, rstd = _store_statistics(stats, row, rows, mean, m2 / n, eps, KIND)
     for start in range(0, n if LOOP else 1, BLOCK):
         col = start + tl.arange(0, BLOCK)[None, :]
         live = (row < rows) & (col < n)
@@ -91,8 +99,8 @@ def forward_kernel(
         else:
             s = _stream(x, residual, h, seed, threshold, scale, row, start, live, n, BLOCK)
             mean, m2 = _moments(s, live, n, KIND)
-            rstd = _store_statistics(stats, row, rows, mean, m2 / n, eps, KIND)
-        out = (s - mean) * rstd
+            mean, rstd = _store_statistics(stats, row, rows, mean, m2 / n, eps, KIND)
+        out = scaled(centred(s, mean, KIND), rstd)
         if KIND == "rms_llama":
             out = _round(out, x, h, weight)
         if weight is not None:
@@ -118,12 +126,19 @@ def _stream(x, residual, h, seed, threshold, scale, row, start, live, n, BLOCK: 
 
 @triton.jit
 def _moments(s, live, count, KIND: tl.constexpr):
-    """[ROWS, 1]: the mean and the sum of squares about it; about 0 for the RMS kinds."""
-    mean = tl.zeros([s.shape[0], 1], tl.float32)
+    """[ROWS, 1]: the mean (float64) and the sum of squares about it; about 0 for the RMS kinds.
+
+    The mean of what is left after a first mean corrects both: a float32 sum is not exact.
+    """
+    mean = tl.zeros([s.shape[0], 1], tl.float64)
+    m2 = tl.sum(s * s, 1, keep_dims=True)
     if KIND == "layer":
-        mean = tl.sum(s, 1, keep_dims=True) / count
-        s = tl.where(live, s - mean, 0)
-    return mean, tl.sum(s * s, 1, keep_dims=True)
+        first = tl.sum(s, 1, keep_dims=True) / count
+        c = tl.where(live, s - first, 0)
+        rest = tl.sum(c, 1, keep_dims=True) / count
+        m2 = tl.sum(c * c, 1, keep_dims=True) - count * rest * rest
+        mean = first.to(tl.float64) + rest
+    return mean, m2
 
 
 @triton.jit
@@ -141,14 +156,14 @@ def _long_moments(
     BLOCK: tl.constexpr,
 ):
     """_moments of whole rows, merged block by block (Chan et al., 1979)."""
-    mean = tl.zeros_like(row).to(tl.float32)
-    m2 = mean
+    mean = tl.zeros_like(row).to(tl.float64)
+    m2 = mean.to(tl.float32)
     for start in range(0, n, BLOCK):
         live = (row < rows) & (start + tl.arange(0, BLOCK)[None, :] < n)
         s = _stream(x, residual, h, seed, threshold, scale, row, start, live, n, BLOCK)
         count = tl.minimum(n - start, BLOCK)
         block_mean, block_m2 = _moments(s, live, count, KIND)
-        delta = block_mean - mean
+        delta = (block_mean - mean).to(tl.float32)
         share = count / (start + count)
         mean += delta * share
         m2 += block_m2 + delta * delta * start * share
@@ -158,13 +173,16 @@ def _long_moments(
 
 @triton.jit
 def _store_statistics(stats, row, rows, mean, var, eps, KIND: tl.constexpr):
-    """stats: [mean, rstd] by rows, without the mean for the RMS kinds. Returns rstd."""
-    rstd = tl.rsqrt(var + eps)
+    """stats: [mean, rstd] by rows, without the mean for the RMS kinds. Returns both, float64."""
+    v = var + eps
+    rstd = tl.rsqrt(v).to(tl.float64)
+    better = rstd * (1.5 - 0.5 * v * rstd * rstd)  # one step of Newton's: float64 from float32
+    rstd = tl.where(rstd == 0, rstd, better)  # of an infinite row
     if KIND == "layer":
         tl.store(stats + row, mean, row < rows)
         stats += rows
     tl.store(stats + row, rstd, row < rows)
-    return rstd
+    return mean, rstd
 
 
 @triton.jit

@@ -61,3 +61,19 @@ def load_row(t, col, live, OFFSET: tl.constexpr = 0):
     Each thread loads what it needs: a [1, BLOCK] load would go through shared memory.
     """
     return OFFSET + tl.load(t + tl.broadcast_to(col, live.shape), live, 0).to(tl.float32)
+
+
+@triton.jit
+def centred(s, mean, KIND: tl.constexpr):
+    """s - mean for LayerNorm. mean: float64 [ROWS, 1], of which two float32 words are taken."""
+    if KIND == "layer":
+        high = mean.to(tl.float32)
+        s = (s - high) - (mean - high).to(tl.float32)
+    return s
+
+
+@triton.jit
+def scaled(c, rstd):
+    """c * rstd, for rstd float64 [ROWS, 1]: rounded to float32 it would shift the whole row."""
+    high = rstd.to(tl.float32)
+    return c * high + c * (rstd - high).to(tl.float32)

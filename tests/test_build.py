@@ -1,0 +1,133 @@
+"""The build: what it refuses, what it records, and which symbols its instruction sets share."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from fusedops import extension
+
+ROOT = Path(__file__).parents[1]
+
+# Compiles csrc/cpu/isa as setup.py does, where setup.py does: nothing is left to do after a build.
+ISA_OBJECTS = """
+import json
+from distutils.core import run_setup
+
+setup = run_setup("setup.py", ["build_ext"], stop_after="commandline")
+build = setup.get_command_obj("build_ext")
+build.ensure_finalized()
+print(json.dumps(build.isa_objects(build.extensions[0])))
+"""
+
+
+def python(*args, cwd=ROOT, **environment):
+    """A fresh interpreter; its exit status, stdout and stderr."""
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A copy of the package without its compiled part; imports from tmp_path find it first."""
+    skipped = shutil.ignore_patterns("*.so", "_build_info.json", "__pycache__")
+    return shutil.copytree(ROOT / "fusedops", tmp_path / "fusedops", ignore=skipped)
+
+
+def test_another_torch_is_refused(package):
+    (package / "_build_info.json").write_text(json.dumps({"torch": "2.0.0+other", "cuda": None}))
+    run = python("-c", "import fusedops", cwd=package.parent)
+    assert run.returncode == 1
+    error = run.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: fusedops was built for torch 2.0.0+other")
+    assert f"this is torch {torch.__version__}" in error
+    assert "pip install --no-build-isolation" in error
+
+
+def test_a_missing_extension_is_named(package):
+    # -S: the finder of an editable install would supply the real one
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    run = python("-S", "-c", "import fusedops", cwd=package.parent, PYTHONPATH=path)
+    assert run.returncode == 1
+    error = run.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: fusedops is not compiled")
+    assert "pip install --no-build-isolation" in error
+
+
+def test_the_build_is_recorded_beside_the_extension():
+    assert extension.BUILD["torch"] == torch.__version__
+    record = Path(extension._C.__file__).with_name("_build_info.json")
+    assert json.loads(record.read_text()) == extension.BUILD
+
+
+def test_asking_for_cuda_without_it_fails():
+    run = python("setup.py", "--version", FUSEDOPS_CUDA="1")
+    if torch.version.cuda and cpp_extension.CUDA_HOME:
+        assert run.returncode == 0
+    else:
+        assert run.returncode == 1
+        assert "FUSEDOPS_CUDA=1 needs a torch with CUDA and nvcc" in run.stderr
+
+
+def test_the_build_brings_no_torch_of_its_own():
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert not [need for need in needs if re.match(r"torch\b", need)]
+
+
+def leaks(compiled, isa):
+    """Symbols that the linker may take from `compiled` for another instruction set's code.
+
+    Of functions that several objects define (nm: W, V, u) it keeps any one. Safe are those with
+    the namespace `isa` in their mangled name, where 6AVX512 is an identifier of six letters.
+    """
+    own = re.compile(rf"(?<!\d){len(isa)}{isa}")
+    listing = subprocess.check_output(["nm", "--defined-only", compiled], text=True)
+    symbols = (line.split()[-2:] for line in listing.splitlines())
+    return [name for kind, name in symbols if kind in "WVu" and not own.search(name)]
+
+
+def test_instruction_sets_share_no_symbol():
+    built = python("-c", ISA_OBJECTS)
+    assert built.returncode == 0, built.stdout + built.stderr
+    objects = json.loads(built.stdout.splitlines()[-1])
+    assert {isa_of(path) for path in objects} == {"AVX2", "AVX512", "AVX512_BF16"}
+    assert {path: found for path in objects if (found := leaks(path, isa_of(path)))} == {}
+
+
+def isa_of(path):
+    return Path(path).stem.rpartition(".")[2]
+
+
+SHARED = "inline __attribute__((noinline)) float twice(float x) { return 2 * x; }"
+USE = "float use(float x) { return twice(x); }"
+
+
+@pytest.mark.parametrize(
+    "code,leaking",
+    [
+        (f"{SHARED} namespace AVX512 {{ {USE} }}", ["_Z5twicef"]),
+        (f"namespace AVX2 {{ {SHARED} {USE} }}", ["_ZN4AVX25twiceEf"]),
+        (f"namespace AVX512_BF16 {{ {SHARED} {USE} }}", ["_ZN11AVX512_BF165twiceEf"]),
+        (f"namespace AVX512 {{ {SHARED} {USE} }}", []),
+    ],
+    ids=["none", "lower", "higher", "own"],
+)
+def test_a_leak_is_seen(tmp_path, code, leaking):
+    source, compiled = tmp_path / "leak.cpp", tmp_path / "leak.o"
+    source.write_text(code)
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run([compiler, "-O2", "-c", source, "-o", compiled], check=True)
+    assert leaks(compiled, "AVX512") == leaking

@@ -1,0 +1,61 @@
+"""FUSEDOPS_CPU_ISA: every instruction set that this CPU has passes, the others are refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEVELS = ["none", "avx2", "avx512", "avx512_bf16"]
+KERNELS = "cpu and (test_forward_and_gradients and (33 or 1024 or 4099) or test_several)"
+# what calls the operators without asking for the backend `cpu`, which needs AVX2
+COMPOSITE = "test_module_twins and torch.float or test_double_backward or test_add_modules"
+
+RUN_TESTS = """
+import sys
+import pytest
+from fusedops.extension import _C
+
+level, selection = sys.argv[1:]
+assert _C.cpu_isa() == level
+sys.exit(pytest.main(["tests/test_norm.py", "-q", "-p", "no:cacheprovider", "-k", selection]))
+"""
+
+
+def python(code, *args, isa):
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"FUSEDOPS_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+
+
+def cpu_isa(wanted):
+    return python("from fusedops.extension import _C; print(_C.cpu_isa())", isa=wanted)
+
+
+@pytest.fixture(scope="module")
+def best():
+    """What the CPU has; an empty FUSEDOPS_CPU_ISA asks for nothing."""
+    return cpu_isa("").stdout.strip()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_level(level, best):
+    if LEVELS.index(level) > LEVELS.index(best):
+        run = cpu_isa(level)
+        assert run.returncode == 1
+        assert f"FUSEDOPS_CPU_ISA: this CPU has {best}, got {level}" in run.stderr
+        return
+    run = python(RUN_TESTS, level, COMPOSITE if level == "none" else KERNELS, isa=level)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_unknown_level():
+    run = cpu_isa("sse4")
+    assert run.returncode == 1
+    wanted = "FUSEDOPS_CPU_ISA must be none, avx2, avx512 or avx512_bf16, got sse4"
+    assert wanted in run.stderr
