@@ -210,7 +210,7 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
       each_step(block.size, [&](int64_t j, auto part) {
         const int64_t i = block.begin + j;
         const auto d = load(dy + i, part), g = weighted(d, i, part);
-        const auto v = centred<kLayer, H>(load(h + i, part), mean) * rstd.high;
+        const auto v = scaled<H>(centred<kLayer, H>(load(h + i, part), mean), rstd);
         if constexpr (kLayer) g_acc = g_acc + g;
         gn_acc = fma(g, v, gn_acc);
         if (dweight != nullptr) store(dweight + i, fma(d, v, load(dweight + i, part)), part);
@@ -222,7 +222,7 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
     if (args.dresidual == nullptr && args.dx == nullptr) continue;
 
     const Split mean_g(sum_g / n);
-    const auto slope = all(-sum_gn / static_cast<float>(r) / n * r * r);  // of h - mean
+    const auto slope = all(-sum_gn / n * r);  // of h - mean
     const H* const dh = at_row(static_cast<const H*>(args.dh), row * args.dh_stride);
     H* const dresidual = at_row(static_cast<H*>(args.dresidual), row * n);
     H* const dx = at_row(static_cast<H*>(args.dx), row * n);
