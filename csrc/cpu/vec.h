@@ -114,6 +114,14 @@ inline Floats live(const Floats& v, Tail tail) {
   return {Vec::set(Vec(0.f), v.lo, low(tail)), Vec::set(Vec(0.f), v.hi, high(tail))};
 }
 
+// Asks for a step of p, which may lie past the end of its tensor, before it is needed.
+template <class T>
+inline void prefetch(const T* p) {
+  for (size_t byte = 0; byte < kStep * sizeof(T); byte += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, 0, 2);
+  }
+}
+
 inline Floats operator+(const Floats& a, const Floats& b) { return {a.lo + b.lo, a.hi + b.hi}; }
 inline Floats operator-(const Floats& a, const Floats& b) { return {a.lo - b.lo, a.hi - b.hi}; }
 inline Floats operator*(const Floats& a, const Floats& b) { return {a.lo * b.lo, a.hi * b.hi}; }

@@ -128,12 +128,14 @@ std::pair<double, double> moments(const H* h, int64_t n, double mean) {
 }
 
 // y = (h - mean) * rstd * weight + bias. With round_first it is rounded to Base before the weight.
-template <bool kLayer, class Base, class H, class Y>
-void normalise_row(const NormForwardRows& args, const H* h, double mean, double rstd, Y* y) {
+template <bool kLayer, class Base, class H, class Y, class Ahead>
+void normalise_row(const NormForwardRows& args, const H* h, double mean, double rstd, Y* y,
+                   const Ahead& ahead) {
   const float *const weight = args.weight, *const bias = args.bias;
   const bool round_first = args.round_first;
   const Split mu(mean), r(rstd);
   each_step(args.n, [=](int64_t i, auto part) {
+    ahead(i);
     auto v = scaled<Y>(centred<kLayer, Y>(load(h + i, part), mu), r);
     if (round_first) v = rounded<Base>(v);
     if (weight != nullptr) v = v * load(weight + i, part);
@@ -165,7 +167,17 @@ void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
       args.mean[row] = mean;
     }
     const double rstd = args.rstd[row] = 1 / std::sqrt(variance + args.eps);
-    normalise_row<kLayer, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * n);
+    // The next row comes from memory while this one is computed from cache.
+    const X* const next_x = x + args.x_stride;
+    const H* const next = args.residual == nullptr
+                              ? nullptr
+                              : static_cast<const H*>(args.residual) +
+                                    (row + 1) * args.residual_stride;
+    normalise_row<kLayer, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * n,
+                                [=](int64_t i) {
+                                  prefetch(next_x + i);
+                                  if (next != nullptr) prefetch(next + i);
+                                });
   }
 }
 
@@ -228,6 +240,9 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
     H* const dx = at_row(static_cast<H*>(args.dx), row * n);
     DropoutRow dropout(args.dropout, row);
     each_step(n, [&](int64_t i, auto part) {
+      prefetch(dy + args.dy_stride + i);
+      prefetch(h + args.h_stride + i);
+      if (dh != nullptr) prefetch(dh + args.dh_stride + i);
       const auto g = weighted(load(dy + i, part), i, part);
       const auto c = centred<kLayer, H>(load(h + i, part), mean);
       auto d = scaled<H>(fma(c, slope, centred<kLayer, H>(g, mean_g)), rstd);
