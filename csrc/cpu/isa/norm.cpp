@@ -39,33 +39,35 @@ inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& ter
   return total;
 }
 
-// scales[k] = what element begin + k of the row is multiplied by: 0 or dropout.scale
-void dropout_scales(const Dropout& dropout, int64_t row, int64_t begin, float (&scales)[kBlock]) {
-  const auto first = static_cast<uint32_t>(begin / 4);
-  for (uint32_t g = 0; g < kBlock / 4; ++g) {
-    const auto words = philox(dropout.seed, static_cast<uint64_t>(row), first + g);
-    for (int k = 0; k < 4; ++k) {
-      scales[4 * g + k] = words.at[k] >= dropout.threshold ? dropout.scale : 0.f;
-    }
+// scales[k] = what element begin + k of the row is multiplied by: 0 or the dropout's scale.
+// Fills whole groups of four.
+void dropout_scales(const Dropout& dropout, int64_t row, int64_t begin, int64_t count,
+                    float* scales) {
+  const auto [seed, threshold, scale, on] = dropout;  // as locals, or GCC does not vectorise
+  const auto first = static_cast<uint32_t>(begin / 4), groups = static_cast<uint32_t>(count + 3) / 4;
+  for (uint32_t g = 0; g < groups; ++g) {
+    const auto words = philox(seed, static_cast<uint64_t>(row), first + g);
+    for (int k = 0; k < 4; ++k) scales[4 * g + k] = words.at[k] >= threshold ? scale : 0.f;
   }
 }
 
 // What a step of x is multiplied by: 1, or the dropout's scales, made a block at a time.
 class DropoutRow {
  public:
-  DropoutRow(const Dropout& dropout, int64_t row) : dropout_(dropout), row_(row) {}
+  DropoutRow(const Dropout& dropout, int64_t row, int64_t n)
+      : dropout_(dropout), row_(row), n_(n) {}
 
   template <class Part>
   Floats apply(const Floats& x, int64_t i, Part part) {
     if (!dropout_.on) return x;
     const int64_t j = i % kBlock;
-    if (j == 0) dropout_scales(dropout_, row_, i, scales_);
+    if (j == 0) dropout_scales(dropout_, row_, i, std::min(kBlock, n_ - i), scales_);
     return x * load(scales_ + j, part);
   }
 
  private:
   const Dropout& dropout_;
-  const int64_t row_;
+  const int64_t row_, n_;
   float scales_[kBlock];
 };
 
@@ -155,7 +157,7 @@ void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
     if (args.residual != nullptr) {
       const H* const residual = static_cast<const H*>(args.residual) + row * args.residual_stride;
       H* const out = static_cast<H*>(args.h) + row * n;
-      total = add_row(x, residual, out, n, DropoutRow(args.dropout, row), moment);
+      total = add_row(x, residual, out, n, DropoutRow(args.dropout, row, n), moment);
       h = out;
     } else {
       total = sum_over(n, [=](int64_t i, auto part) { return moment(load(h + i, part)); });
@@ -238,7 +240,7 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
     const H* const dh = at_row(static_cast<const H*>(args.dh), row * args.dh_stride);
     H* const dresidual = at_row(static_cast<H*>(args.dresidual), row * n);
     H* const dx = at_row(static_cast<H*>(args.dx), row * n);
-    DropoutRow dropout(args.dropout, row);
+    DropoutRow dropout(args.dropout, row, n);
     each_step(n, [&](int64_t i, auto part) {
       prefetch(dy + args.dy_stride + i);
       prefetch(h + args.h_stride + i);
