@@ -459,6 +459,21 @@ def test_autocast_as_torch(dtype):
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("op", FUNCTIONS)
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_autocast_runs_norms_in_float32(op, residual_dtype):
+    # the kernel of the AutocastCUDA key, which needs no GPU
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    args = inputs(op, (4, 33), torch.bfloat16, torch.float32, residual_dtype)
+    found = getattr(torch.ops.fusedops, op).default.redispatch(key, *args)
+    if "add" in op:
+        found, h = found
+        assert torch.equal(h, args[0] + args[1])
+        args = (h, (33,), *args[2:])
+    norm_of_h = nn.functional.layer_norm if "layer" in op else nn.functional.rms_norm
+    torch.testing.assert_close(found, norm_of_h(args[0].float(), *args[1:]))
+
+
 MODULES = [
     (fusedops.nn.LayerNorm, nn.LayerNorm, {}),
     (fusedops.nn.LayerNorm, nn.LayerNorm, {"bias": False}),

@@ -191,6 +191,8 @@ OptionalTensor draw_seed(const Tensor& x, double dropout_p) {
   return at::randint(std::numeric_limits<int64_t>::max(), {}, x.options().dtype(at::kLong));
 }
 
+}  // namespace
+
 Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   const auto dims = normalized_dims("layer_norm", input, normalized_shape);
@@ -220,8 +222,6 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   return run(x, residual, weight, std::nullopt, row_dims(weight), epsilon(x, eps),
              rms_kind("add_rms_norm", rounding), offset, dropout_p, draw_seed(x, dropout_p));
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fusedops, m) {
   const std::vector<at::Tag> random{at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag};

@@ -17,6 +17,21 @@ enum class NormKind { layer, rms, rms_llama };  // rms_llama rounds before it mu
 
 NormKind norm_kind(std::string_view kind);
 
+// autograd.cpp: the public operators.
+
+Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                  const OptionalTensor& weight, const OptionalTensor& bias, double eps);
+Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                const OptionalTensor& weight, std::optional<double> eps, std::string_view rounding,
+                double offset);
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
+                                          const OptionalTensor& weight, const OptionalTensor& bias,
+                                          double eps, double dropout_p);
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
+                                        const OptionalTensor& weight, std::optional<double> eps,
+                                        std::string_view rounding, double offset,
+                                        double dropout_p);
+
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
 
 void norm_check(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
