@@ -49,22 +49,27 @@ def wants_cuda():
 class Build(cpp_extension.BuildExtension):
     """Compiles csrc/cpu/isa once per instruction set, then everything else once."""
 
+    def run(self):
+        super().run()
+        # only now does the path say whether the extension was copied into the tree
+        record = {"torch": torch.__version__, "cuda": torch.version.cuda if wants_cuda() else None}
+        where = Path(self.get_ext_fullpath("fusedops._C")).with_name("_build_info.json")
+        where.write_text(json.dumps(record) + "\n")
+
     def build_extension(self, ext):
         ext.extra_objects = [*ext.extra_objects, *self.isa_objects(ext)]
         super().build_extension(ext)
-        record = {"torch": torch.__version__, "cuda": torch.version.cuda if wants_cuda() else None}
-        where = Path(self.get_ext_fullpath(ext.name)).with_name("_build_info.json")
-        where.write_text(json.dumps(record) + "\n")
 
     def isa_objects(self, ext):
         folder = Path(self.build_temp).resolve() / "isa"
         folder.mkdir(parents=True, exist_ok=True)
         includes = " ".join(f"-I{shlex.quote(str(path))}" for path in ext.include_dirs)
         compiler = os.environ.get("CXX", "g++")
+        # GCC 12's own AVX-512 headers set off these two warnings
+        flags = " ".join([*FLAGS, "-Wno-uninitialized", "-Wno-maybe-uninitialized"])
         lines = [
             "ninja_required_version = 1.3",
-            # GCC 12's own AVX-512 headers set off these two warnings
-            f"flags = -fPIC {' '.join(FLAGS)} -Wno-uninitialized -Wno-maybe-uninitialized {includes}",
+            f"flags = -fPIC {flags} {includes}",
             "rule compile",
             f"  command = {compiler} -MMD -MF $out.d $flags $isa -c $in -o $out",
             "  depfile = $out.d",
@@ -72,11 +77,11 @@ class Build(cpp_extension.BuildExtension):
         ]
         objects = []
         for source in sources("csrc/cpu/isa/**/*.cpp"):
-            for name, flags in INSTRUCTION_SETS.items():
+            for name, isa in INSTRUCTION_SETS.items():
                 target = folder / f"{source.replace('/', '.')}.{name}.o"
                 objects.append(str(target))
                 lines += [f"build {target}: compile {ROOT / source}"]
-                lines += [f"  isa = -DCPU_CAPABILITY={name} {flags}"]
+                lines += [f"  isa = -DCPU_CAPABILITY={name} {isa}"]
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")
         jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         subprocess.run(["ninja", "-C", str(folder), *jobs], check=True)

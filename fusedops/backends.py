@@ -65,7 +65,7 @@ def env_report() -> str:
         f"fusedops      {importlib.metadata.version('fusedops')}, built for torch {BUILD['torch']}",
         f"python        {sys.version.split()[0]} on {platform.platform()}",
         *(f"{name:13} {_version(name)}" for name in ("torch", "triton", "transformers", "numpy")),
-        f"cpu           {_cpu_name()}, {torch.get_num_threads()} threads, kernels in {_C.cpu_isa()}",
+        f"cpu           {_cpu_name()}, {torch.get_num_threads()} threads, runs {_C.cpu_isa()}",
         *_devices(),
         f"forced        {os.environ.get('FUSEDOPS_BACKEND') or 'nothing (FUSEDOPS_BACKEND)'}",
         "",
@@ -149,7 +149,7 @@ def _triton_kernel(name: str) -> Callable:
 @contextmanager
 def _no_override_warning() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered kernel.*")
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         yield
 
 
@@ -161,9 +161,8 @@ def _register_defaults() -> ExitStack:
         kept.push(lambda *_: library._destroy())
         for family in FAMILIES:
             if not _has_kernel(family, "CUDA") and _triton_unavailable(family) is None:
-                warnings.warn(
-                    f"fusedops was built without CUDA kernels: {family} runs in Triton", stacklevel=2
-                )
+                message = f"fusedops was built without CUDA kernels: {family} runs in Triton"
+                warnings.warn(message, stacklevel=2)
                 _register_triton(library, family, "CUDA")
     if os.environ.get("FUSEDOPS_BACKEND"):
         kept.enter_context(backend(os.environ["FUSEDOPS_BACKEND"]))
@@ -180,14 +179,16 @@ def _version(package: str) -> str:
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as info:
-            return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
+            models = (line.split(":")[1] for line in info if line.startswith("model name"))
+            return next(models).strip()
     except (OSError, StopIteration):
         return platform.machine()
 
 
 def _devices() -> list[str]:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return [f"cuda:{i}        {name}" for i, name in enumerate(names)] or ["cuda          no device"]
+    lines = [f"cuda:{i}        {name}" for i, name in enumerate(names)]
+    return lines or ["cuda          no device"]
 
 
 _defaults = _register_defaults()

@@ -1,5 +1,6 @@
 """Loads the compiled part, `fusedops._C`, and refuses one that was built for another torch."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ def _load():
             f"rebuild it: {REBUILD}"
         )
     try:
-        from fusedops import _C
+        _C = importlib.import_module("fusedops._C")
     except ModuleNotFoundError as error:
         raise ImportError(f"fusedops is not compiled for {sys.version}: {REBUILD}") from error
     return _C, built

@@ -51,8 +51,8 @@ def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tenso
     found = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     inputs = [leaf for leaf in leaves if _floating(leaf)]
     live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
-    roots, cotangents = zip(*live, strict=True)
-    grads = torch.autograd.grad(roots, inputs, cotangents, allow_unused=True)
+    roots, directions = zip(*live, strict=True)
+    grads = torch.autograd.grad(roots, inputs, directions, allow_unused=True)
     found |= {f"gradient {i}": g for i, g in enumerate(grads) if g is not None}
     return found
 

@@ -1,4 +1,4 @@
-"""Triton kernels run in the interpreter where there is no GPU; it must be asked for before import."""
+"""Triton kernels run in the interpreter where there is no GPU, if asked for before the import."""
 
 import os
 

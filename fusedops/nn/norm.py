@@ -38,8 +38,14 @@ class RMSNorm(torch.nn.RMSNorm):
         self.rounding, self.offset = rounding, offset
 
     def forward(self, input: Tensor) -> Tensor:
-        how = {"rounding": self.rounding, "offset": self.offset}
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps, **how)
+        return rms_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            rounding=self.rounding,
+            offset=self.offset,
+        )
 
 
 class AddLayerNorm(torch.nn.LayerNorm):
@@ -53,7 +59,9 @@ class AddLayerNorm(torch.nn.LayerNorm):
         super().__init__(*args, **kwargs)
         self.dropout_p = dropout_p
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]  # it takes and returns two
+        self, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         p = self.dropout_p if self.training else 0.0
         if self.weight is None:
             run = functools.partial(add_layer_norm, eps=self.eps, dropout_p=p)
@@ -72,13 +80,16 @@ class AddRMSNorm(RMSNorm):
         super().__init__(*args, **kwargs)
         self.dropout_p = dropout_p
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]  # it takes and returns two
+        self, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         p = self.dropout_p if self.training else 0.0
-        how = {"rounding": self.rounding, "offset": self.offset, "dropout_p": p}
+        run = functools.partial(
+            add_rms_norm, eps=self.eps, rounding=self.rounding, offset=self.offset, dropout_p=p
+        )
         if self.weight is None:
-            run = functools.partial(add_rms_norm, eps=self.eps, **how)
             return _over_last(len(self.normalized_shape), run, x, residual)
-        return add_rms_norm(x, residual, self.weight, self.eps, **how)
+        return run(x, residual, self.weight)
 
 
 def _over_last(dims, run, x, residual):

@@ -44,7 +44,8 @@ inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& ter
 void dropout_scales(const Dropout& dropout, int64_t row, int64_t begin, int64_t count,
                     float* scales) {
   const auto [seed, threshold, scale, on] = dropout;  // as locals, or GCC does not vectorise
-  const auto first = static_cast<uint32_t>(begin / 4), groups = static_cast<uint32_t>(count + 3) / 4;
+  const auto first = static_cast<uint32_t>(begin / 4),
+             groups = static_cast<uint32_t>(count + 3) / 4;
   for (uint32_t g = 0; g < groups; ++g) {
     const auto words = philox(seed, static_cast<uint64_t>(row), first + g);
     for (int k = 0; k < 4; ++k) scales[4 * g + k] = words.at[k] >= threshold ? scale : 0.f;
@@ -171,10 +172,9 @@ void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
     const double rstd = args.rstd[row] = 1 / std::sqrt(variance + args.eps);
     // The next row comes from memory while this one is computed from cache.
     const X* const next_x = x + args.x_stride;
-    const H* const next = args.residual == nullptr
-                              ? nullptr
-                              : static_cast<const H*>(args.residual) +
-                                    (row + 1) * args.residual_stride;
+    const H* const next = args.residual == nullptr ? nullptr
+                                                   : static_cast<const H*>(args.residual) +
+                                                         (row + 1) * args.residual_stride;
     normalise_row<kLayer, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * n,
                                 [=](int64_t i) {
                                   prefetch(next_x + i);

@@ -1,5 +1,6 @@
-// Under CUDA autocast a norm runs in float32, as torch's layer_norm and rms_norm do there. CPU
-// autocast leaves norms alone, in torch and here.
+// Under CUDA autocast a norm runs in float32, as torch's layer_norm and rms_norm do there. An
+// RMSNorm that torch does not have (llama's rounding, Gemma's offset) does what its model's lines
+// do: they cast by themselves. CPU autocast leaves norms alone, in torch and here.
 
 #include <torch/library.h>
 
@@ -26,10 +27,17 @@ Tensor layer_norm_autocast(const Tensor& input, c10::SymIntArrayRef normalized_s
   return layer_norm(widened(input), normalized_shape, widened(weight), widened(bias), eps);
 }
 
+bool torch_has(std::string_view rounding, double offset) {
+  return rounding == "torch" && offset == 0;
+}
+
 Tensor rms_norm_autocast(const Tensor& input, c10::SymIntArrayRef normalized_shape,
                          const OptionalTensor& weight, std::optional<double> eps,
                          std::string_view rounding, double offset) {
   const NoAutocast off;
+  if (!torch_has(rounding, offset)) {
+    return rms_norm(input, normalized_shape, weight, eps, rounding, offset);
+  }
   return rms_norm(widened(input), normalized_shape, widened(weight), eps, rounding, offset);
 }
 
@@ -55,6 +63,9 @@ std::tuple<Tensor, Tensor> add_rms_norm_autocast(const Tensor& x, const Tensor& 
                                                  std::string_view rounding, double offset,
                                                  double dropout_p) {
   const NoAutocast off;
+  if (!torch_has(rounding, offset)) {
+    return add_rms_norm(x, residual, weight, eps, rounding, offset, dropout_p);
+  }
   const auto w = widened(weight);
   auto [y, h] = add_rms_norm(x, residual, w, eps, rounding, offset, dropout_p);
   if (widened(y).is_same(y)) return {y, h};

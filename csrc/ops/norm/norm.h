@@ -29,8 +29,7 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residua
                                           double eps, double dropout_p);
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const OptionalTensor& weight, std::optional<double> eps,
-                                        std::string_view rounding, double offset,
-                                        double dropout_p);
+                                        std::string_view rounding, double offset, double dropout_p);
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
 
