@@ -131,7 +131,7 @@ NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
 // How many chunks of rows dweight and dbias are summed in: enough for the threads of a large
 // machine, few enough that the partial sums are a small part of what is read.
 int64_t chunk_count(int64_t rows, int64_t n) {
-  return std::clamp<int64_t>(std::min(rows / 16, rows * n / 16384), 1, 64);
+  return std::clamp<int64_t>(std::min(rows / 64, rows * n / 16384), 1, 128);
 }
 
 NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,

@@ -16,6 +16,12 @@ using at::BFloat16;
 using at::Half;
 using Vec = at::vec::Vectorized<float>;
 
+#if defined(CPU_CAPABILITY_AVX512)
+using Register = __m512;
+#else
+using Register = __m256;
+#endif
+
 template <class T>
 constexpr Dtype dtype_of = std::is_same_v<T, float>      ? Dtype::float32
                            : std::is_same_v<T, BFloat16> ? Dtype::bfloat16
@@ -63,7 +69,8 @@ inline at::vec::Vectorized<T> narrow(const Floats& v) {
 }
 template <class T>
 inline Floats widen(const at::vec::Vectorized<T>& v) {
-  const auto [lo, hi] = at::vec::convert_to_float<T>(v);
+  Register lo, hi;  // not convert_to_float: its tuple goes through memory
+  at::vec::cvt_to_fp32<T>(v, lo, hi);
   return {lo, hi};
 }
 template <class T>

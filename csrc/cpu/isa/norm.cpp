@@ -110,8 +110,8 @@ double add_row(const X* x, const H* residual, H* h, int64_t n, DropoutRow dropou
   });
 }
 
-// The mean and the variance, from a first mean that is as exact as a float32 sum: the mean of
-// what is left after subtracting it corrects both.
+// The mean and the variance, from a first mean that is as exact as a float32 sum: in float32 the
+// mean of what is left after subtracting it corrects both.
 template <class H>
 std::pair<double, double> moments(const H* h, int64_t n, double mean) {
   const Split first(mean);
@@ -120,7 +120,7 @@ std::pair<double, double> moments(const H* h, int64_t n, double mean) {
     Floats c_acc, cc_acc;
     each_step(block.size, [&](int64_t j, auto part) {
       const auto c = live(centred<true, H>(load(h + block.begin + j, part), first), part);
-      c_acc = c_acc + c;
+      if constexpr (std::is_same_v<H, float>) c_acc = c_acc + c;
       cc_acc = fma(c, c, cc_acc);
     });
     sum_c += sum(c_acc);
@@ -214,8 +214,9 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
     const H* const h = static_cast<const H*>(args.h) + row * args.h_stride;
     const double r = args.rstd[row];
     const Split mean(kLayer ? args.mean[row] : 0), rstd(r);
-    const auto weighted = [=](const Floats& d, int64_t i, auto part) {
-      return weight == nullptr ? d : d * load(weight + i, part);
+    const auto weighted = [=](Floats d, int64_t i, auto part) {
+      if (weight != nullptr) d = d * load(weight + i, part);
+      return d;
     };
 
     double sum_g = 0, sum_gn = 0;
@@ -278,11 +279,16 @@ void scale(const void* in, int64_t n, float offset, float* out) {
 template <class T>
 void sum_chunks(const double* partials, int64_t chunks, int64_t stride, int64_t begin, int64_t end,
                 void* out) {
-  for (int64_t j = begin; j < end; ++j) {
-    double acc = 0;
-    for (int64_t c = 0; c < chunks; ++c) acc += partials[c * stride + j];
-    static_cast<T*>(out)[j] = static_cast<float>(acc);
-  }
+  each_block(end - begin, [&](Block block) {
+    const int64_t first = begin + block.begin;
+    double totals[kBlock] = {};
+    for (int64_t c = 0; c < chunks; ++c) {
+      for (int64_t j = 0; j < block.size; ++j) totals[j] += partials[c * stride + first + j];
+    }
+    for (int64_t j = 0; j < block.size; ++j) {
+      static_cast<T*>(out)[first + j] = static_cast<float>(totals[j]);
+    }
+  });
 }
 
 }  // namespace
