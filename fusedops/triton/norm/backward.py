@@ -143,7 +143,7 @@ def backward_kernel(
             if not LOOP:
                 g1, g2 = _means(g, xhat, n, KIND)
             if dresidual is not None or dx is not None:
-                grad = scaled(g - g1 - xhat * g2, rstd)
+                grad = scaled(g - g1 - xhat * g2, rstd, h)
                 if dh is not None:
                     grad += tl.load(dh + at, live, 0).to(tl.float32)
                 if dresidual is not None:
@@ -171,13 +171,13 @@ def _gradient(dy, h, weight, stats, row, col, rows, n, KIND: tl.constexpr, OFFSE
     d = tl.load(dy + row * n + col, live, 0).to(tl.float32)
     s = tl.load(h + row * n + col, live, 0).to(tl.float32)
     if KIND == "layer":
-        s = centred(s, tl.load(stats + row, row < rows, 0), KIND)
+        s = centred(s, tl.load(stats + row, row < rows, 0), KIND, h)
         stats += rows
     rstd = tl.load(stats + row, row < rows, 0)
     g = d
     if weight is not None:
         g = d * load_row(weight, col, live, OFFSET)
-    return d, g, scaled(s, rstd), rstd
+    return d, g, scaled(s, rstd, h), rstd
 
 
 @triton.jit

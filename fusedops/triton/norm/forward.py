@@ -100,7 +100,7 @@ def forward_kernel(
             s = _stream(x, residual, h, seed, threshold, scale, row, start, live, n, BLOCK)
             mean, m2 = _moments(s, live, n, KIND)
             mean, rstd = _store_statistics(stats, row, rows, mean, m2 / n, eps, KIND)
-        out = scaled(centred(s, mean, KIND), rstd)
+        out = scaled(centred(s, mean, KIND, y), rstd, y)
         if KIND == "rms_llama":
             out = _round(out, x, h, weight)
         if weight is not None:

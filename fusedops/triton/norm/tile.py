@@ -64,16 +64,21 @@ def load_row(t, col, live, OFFSET: tl.constexpr = 0):
 
 
 @triton.jit
-def centred(s, mean, KIND: tl.constexpr):
-    """s - mean for LayerNorm. mean: float64 [ROWS, 1], of which two float32 words are taken."""
+def centred(s, mean, KIND: tl.constexpr, like):
+    """s - mean for LayerNorm. mean: float64 [ROWS, 1]; see `scaled` for its second word."""
     if KIND == "layer":
         high = mean.to(tl.float32)
-        s = (s - high) - (mean - high).to(tl.float32)
+        s -= high
+        if like.dtype.element_ty == tl.float32:
+            s -= (mean - high).to(tl.float32)
     return s
 
 
 @triton.jit
-def scaled(c, rstd):
-    """c * rstd, for rstd float64 [ROWS, 1]: rounded to float32 it would shift the whole row."""
+def scaled(c, rstd, like):
+    """c * rstd, for rstd float64 [ROWS, 1]. Where `like` points to float32, rstd keeps a second
+    float32 word: its rounding alone would shift the whole row."""
     high = rstd.to(tl.float32)
-    return c * high + c * (rstd - high).to(tl.float32)
+    if like.dtype.element_ty == tl.float32:
+        return c * high + c * (rstd - high).to(tl.float32)
+    return c * high
