@@ -505,7 +505,7 @@ def test_module_twins(ours, theirs, kwargs, shape, dtype):
 @pytest.mark.parametrize("module", [fusedops.nn.AddLayerNorm, fusedops.nn.AddRMSNorm])
 @pytest.mark.parametrize("shape,affine", [(12, True), ((3, 4), True), ((3, 4), False)], ids=str)
 def test_add_modules(module, shape, affine):
-    add, plain = module(shape, elementwise_affine=affine), module.__mro__[1]
+    add, plain = module(shape, elementwise_affine=affine), module.__mro__[2]
     plain = plain(shape, elementwise_affine=affine)
     x, residual = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
     if shape == 12:
@@ -552,6 +552,9 @@ ERRORS = {
     ),
     r"layer_norm: bias must be float32, .*got int32 \[4\]": lambda: layer_norm(
         torch.zeros(4), (4,), None, torch.zeros(4, dtype=torch.int32)
+    ),
+    r"AddRMSNorm: x must end in normalized_shape \[12\], got \[4, 8\]": lambda: (
+        fusedops.nn.AddRMSNorm(12, elementwise_affine=False)(torch.zeros(4, 8), torch.zeros(4, 8))
     ),
     r"add_layer_norm: x must have at least 1 dimension": lambda: add_layer_norm(
         torch.zeros(()), torch.zeros(())

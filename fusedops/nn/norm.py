@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm as torch.nn has them, and both of a residual sum."""
 
-import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -48,51 +48,49 @@ class RMSNorm(torch.nn.RMSNorm):
         )
 
 
-class AddLayerNorm(torch.nn.LayerNorm):
+class _AddNorm(torch.nn.Module):
+    """A norm of `h = residual + dropout(x)`; forward returns (y, h)."""
+
+    normalized_shape: tuple[int, ...]
+    _fused: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+    def __init__(self, *args, dropout_p: float = 0.0, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.dropout_p = dropout_p
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.dropout_p if self.training else 0.0
+        if self.weight is not None:
+            return self._fused(x, residual, p)
+        # The operator reads the dimensions to normalise off the weight; without one it is the last.
+        dims = len(self.normalized_shape)
+        if x.shape[-dims:] != self.normalized_shape:
+            raise RuntimeError(
+                f"{type(self).__name__}: x must end in normalized_shape "
+                f"{list(self.normalized_shape)}, got {list(x.shape)}"
+            )
+        y, h = self._fused(x.flatten(-dims), residual.flatten(-dims), p)
+        return y.view(x.shape), h.view(x.shape)
+
+
+class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]  # takes two, gives two
     """torch.nn.LayerNorm of `h = residual + dropout(x)`; returns (y, h).
 
     x, residual: [..., *normalized_shape]. Same parameters and state dict as torch.nn.LayerNorm.
     dropout_p drops elements of x in training mode.
     """
 
-    def __init__(self, *args, dropout_p: float = 0.0, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.dropout_p = dropout_p
-
-    def forward(  # type: ignore[override]  # it takes and returns two
-        self, x: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        p = self.dropout_p if self.training else 0.0
-        if self.weight is None:
-            run = functools.partial(add_layer_norm, eps=self.eps, dropout_p=p)
-            return _over_last(len(self.normalized_shape), run, x, residual)
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, dropout_p=p)
+    def _fused(self, x, residual, dropout_p):
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, dropout_p=dropout_p)
 
 
-class AddRMSNorm(RMSNorm):
+class AddRMSNorm(_AddNorm, RMSNorm):  # type: ignore[misc]
     """torch.nn.RMSNorm of `h = residual + dropout(x)`; returns (y, h).
 
     x, residual: [..., *normalized_shape]. Same parameters and state dict as torch.nn.RMSNorm.
     dropout_p drops elements of x in training mode; rounding, offset: see `RMSNorm`.
     """
 
-    def __init__(self, *args, dropout_p: float = 0.0, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.dropout_p = dropout_p
-
-    def forward(  # type: ignore[override]  # it takes and returns two
-        self, x: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        p = self.dropout_p if self.training else 0.0
-        run = functools.partial(
-            add_rms_norm, eps=self.eps, rounding=self.rounding, offset=self.offset, dropout_p=p
-        )
-        if self.weight is None:
-            return _over_last(len(self.normalized_shape), run, x, residual)
-        return run(x, residual, self.weight)
-
-
-def _over_last(dims, run, x, residual):
-    """Without a weight the operator normalises the last dimension: makes one of `dims`."""
-    y, h = run(x.flatten(-dims), residual.flatten(-dims))
-    return y.view(x.shape), h.view(x.shape)
+    def _fused(self, x, residual, dropout_p):
+        how = {"rounding": self.rounding, "offset": self.offset, "dropout_p": dropout_p}
+        return add_rms_norm(x, residual, self.weight, self.eps, **how)
