@@ -13,12 +13,14 @@ export DIST_EXTRA_CONFIG := $(CURDIR)/.ci/build.cfg
 ifdef PYTHON
 PY := $(PYTHON)
 REQUIREMENTS :=
+# Another torch is another build.
+TORCH := -$(shell $(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null)
 else
 PY := .venv/bin/python
 REQUIREMENTS := .venv/.installed
 endif
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
-BUILT := build/.built-$(subst /,_,$(PY))
+BUILT := build/.built-$(subst /,_,$(PY))$(TORCH)
 
 help:
 	@echo "make demo     train one model with fusedops and without, side by side"

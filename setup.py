@@ -38,6 +38,11 @@ def sources(pattern):
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
+def escaped(path):
+    """A path as a ninja file writes it."""
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
 def wants_cuda():
     wanted = os.environ.get("FUSEDOPS_CUDA", "")
     found = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
@@ -46,13 +51,18 @@ def wants_cuda():
     return found and wanted != "0"
 
 
+def cuda_sources():
+    return sources("csrc/cuda/**/*.cu") if wants_cuda() else []
+
+
 class Build(cpp_extension.BuildExtension):
     """Compiles csrc/cpu/isa once per instruction set, then everything else once."""
 
     def run(self):
         super().run()
         # only now does the path say whether the extension was copied into the tree
-        record = {"torch": torch.__version__, "cuda": torch.version.cuda if wants_cuda() else None}
+        cuda = torch.version.cuda if cuda_sources() else None
+        record = {"torch": torch.__version__, "cuda": cuda}
         where = Path(self.get_ext_fullpath("fusedops._C")).with_name("_build_info.json")
         where.write_text(json.dumps(record) + "\n")
 
@@ -80,7 +90,7 @@ class Build(cpp_extension.BuildExtension):
             for name, isa in INSTRUCTION_SETS.items():
                 target = folder / f"{source.replace('/', '.')}.{name}.o"
                 objects.append(str(target))
-                lines += [f"build {target}: compile {ROOT / source}"]
+                lines += [f"build {escaped(target)}: compile {escaped(ROOT / source)}"]
                 lines += [f"  isa = -DCPU_CAPABILITY={name} {isa}"]
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")
         jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
@@ -91,7 +101,7 @@ class Build(cpp_extension.BuildExtension):
 def extension():
     files = sources("csrc/*.cpp") + sources("csrc/ops/**/*.cpp")
     files += [f for f in sources("csrc/cpu/**/*.cpp") if not f.startswith("csrc/cpu/isa/")]
-    kernels = sources("csrc/cuda/**/*.cu") if wants_cuda() else []
+    kernels = cuda_sources()
     make = cpp_extension.CUDAExtension if kernels else cpp_extension.CppExtension
     flags = {"cxx": FLAGS, "nvcc": ["-O3", "-std=c++20", "--expt-relaxed-constexpr"]}
     return make(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -18,6 +19,12 @@ using OptionalTensor = std::optional<Tensor>;
 inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 inline Tensor value_or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
+
+// The typed handle of an operator: look it up once, keep it in a static.
+template <class Signature>
+auto handle(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
 
 inline std::string describe(c10::ScalarType dtype, c10::SymIntArrayRef sizes) {
   std::ostringstream text;

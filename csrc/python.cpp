@@ -11,11 +11,6 @@ namespace {
 
 using SymInts = c10::SymIntArrayRef;
 
-template <class Signature>
-auto handle(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 Tensor layer_norm(const Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   static const auto op =

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,9 @@ BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
 
 # Family: its operators. A family's kernels are the operators `<family>_forward`, `_backward`.
 FAMILIES = {"norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")}
+
+_forced: list[str] = []  # the backends that are forced, the innermost last
+_overrides: list[torch.library.Library] = []  # what forces the last of them
 
 
 def unavailable(op: str, backend: str) -> str | None:
@@ -46,39 +50,48 @@ def unavailable(op: str, backend: str) -> str | None:
 def backend(name: str) -> Iterator[None]:
     """Run every operator on one backend: "cpu", "cuda", "triton", "simt" or "reference".
 
-    Process-wide until the block ends; for tests, and to find out which kernel is wrong. The
-    environment variable FUSEDOPS_BACKEND does the same for a whole process. Raises ValueError for
-    an unknown name and RuntimeError when no operator can run on it, with the reason.
+    Process-wide until the block ends; for tests, and to find out which kernel is wrong. What
+    torch.compile has compiled before keeps its kernels. The environment variable FUSEDOPS_BACKEND
+    does the same for a whole process. Raises ValueError for an unknown name and RuntimeError when
+    no operator can run on it, with the reason.
     """
     reasons = {op: unavailable(op, name) for ops in FAMILIES.values() for op in ops}
     if all(reasons.values()):
         raise RuntimeError(f"backend {name!r} cannot run: {next(iter(reasons.values()))}")
-    with torch.library._scoped_library("fusedops", "IMPL") as library, _no_override_warning():
-        for family in FAMILIES:
-            _force(library, family, name)
+    _forced.append(name)
+    _override()
+    try:
         yield
+    finally:
+        _forced.remove(name)
+        _override()
 
 
 def env_report() -> str:
     """Versions, devices, instruction sets, and which backend each operator uses and why."""
+    packages = ("torch", "triton", "transformers", "numpy")
     lines = [
         f"fusedops      {importlib.metadata.version('fusedops')}, built for torch {BUILD['torch']}",
         f"python        {sys.version.split()[0]} on {platform.platform()}",
-        *(f"{name:13} {_version(name)}" for name in ("torch", "triton", "transformers", "numpy")),
-        f"cpu           {_cpu_name()}, {torch.get_num_threads()} threads, runs {_C.cpu_isa()}",
+        *(f"{name:13} {version_of(name) or 'not installed'}" for name in packages),
+        f"cpu           {cpu_name()}, {torch.get_num_threads()} threads, runs {_C.cpu_isa()}",
         *_devices(),
-        f"forced        {os.environ.get('FUSEDOPS_BACKEND') or 'nothing (FUSEDOPS_BACKEND)'}",
+        f"forced        {_forced[-1] if _forced else 'nothing (FUSEDOPS_BACKEND)'}",
         "",
         "operator          cpu tensors   cuda tensors   cannot run",
+        *(_operator_line(op) for ops in FAMILIES.values() for op in ops),
     ]
-    for op in (op for ops in FAMILIES.values() for op in ops):
-        cannot = {name: unavailable(op, name) for name in BACKENDS}
-        why = "; ".join(f"{name}: {reason}" for name, reason in cannot.items() if reason)
-        on_cpu = "composite" if cannot["cpu"] else "cpu"
-        on_cuda = next((name for name in ("cuda", "triton") if not cannot[name]), "composite")
-        on_cuda = on_cuda if torch.cuda.is_available() else "-"
-        lines.append(f"{op:17} {on_cpu:13} {on_cuda:14} {why}")
     return "\n".join(lines)
+
+
+def _operator_line(op: str) -> str:
+    cannot = {name: unavailable(op, name) for name in BACKENDS}
+    why = "; ".join(f"{name}: {reason}" for name, reason in cannot.items() if reason)
+    on_cpu = "composite" if cannot["cpu"] else "cpu"
+    on_cuda = next((name for name in ("cuda", "triton") if not cannot[name]), "composite")
+    if _forced:
+        on_cpu = on_cuda = _forced[-1]
+    return f"{op:17} {on_cpu:13} {on_cuda if torch.cuda.is_available() else '-':14} {why}"
 
 
 def _family(op: str) -> str:
@@ -101,6 +114,17 @@ def _triton_unavailable(family: str) -> str | None:
 
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _override() -> None:
+    """Makes the dispatcher follow the innermost forced backend, and no other."""
+    while _overrides:
+        _overrides.pop()._destroy()
+    if _forced:
+        _overrides.append(torch.library.Library("fusedops", "IMPL"))
+        with _no_override_warning():
+            for family in FAMILIES:
+                _force(_overrides[0], family, _forced[-1])
 
 
 def _force(library: torch.library.Library, family: str, name: str) -> None:
@@ -169,20 +193,19 @@ def _register_defaults() -> ExitStack:
     return kept
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as info:
-            models = (line.split(":")[1] for line in info if line.startswith("model name"))
-            return next(models).strip()
-    except (OSError, StopIteration):
-        return platform.machine()
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def _devices() -> list[str]:

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import torch
 
-REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps fusedops"
+
+def _rebuild() -> str:
+    """The command that builds this package again: from its checkout, or from where it came."""
+    checkout = Path(__file__).resolve().parents[1]
+    source = f"-e {checkout}" if (checkout / "setup.py").exists() else "fusedops"
+    return f"pip install --no-build-isolation --no-deps --force-reinstall {source}"
 
 
 def _load():
@@ -16,12 +21,12 @@ def _load():
     if built and built["torch"] != torch.__version__:
         raise ImportError(
             f"fusedops was built for torch {built['torch']} and this is torch {torch.__version__}; "
-            f"rebuild it: {REBUILD}"
+            f"rebuild it: {_rebuild()}"
         )
     try:
         _C = importlib.import_module("fusedops._C")
     except ModuleNotFoundError as error:
-        raise ImportError(f"fusedops is not compiled for {sys.version}: {REBUILD}") from error
+        raise ImportError(f"fusedops is not compiled for {sys.version}: {_rebuild()}") from error
     return _C, built
 
 

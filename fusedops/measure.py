@@ -1,7 +1,6 @@
 """What every measurement needs: statistics of noisy timings, and where they were taken."""
 
 import datetime
-import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -10,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from fusedops.backends import cpu_name, version_of
 
 __all__ = ["Ratio", "Spread", "environment", "paired_ratio", "spread"]
 
@@ -52,28 +53,14 @@ def paired_ratio(base: Sequence[float], other: Sequence[float], resamples: int =
 def environment(threads: int, device: torch.device) -> dict:
     """Where, when and with what something was measured, for a JSON file."""
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else _cpu_model(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
         "threads": threads,
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version_of("transformers"),
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
     }
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

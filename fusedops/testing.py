@@ -80,12 +80,17 @@ def within(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> str |
     )
     if not torch.equal(kernel.isnan(), exact.isnan()):
         return "NaN where there should be none, or none where there should be"
+    astray = kernel.isinf() & (kernel != exact) & (kernel != eager)
+    astray |= exact.isinf() & (kernel != exact) & (eager == exact)
+    if astray.any():
+        return (
+            f"infinite where it should not be, or finite where it should not: {astray.sum()} times"
+        )
     for norm, name in ((torch.inf, "max"), (2, "RMS")):
-        sizes = (
+        error, allowed, size = (
             torch.linalg.vector_norm(t.nan_to_num(0, 0, 0), norm, -1)
             for t in (kernel - exact, eager - exact, exact)
         )
-        error, allowed, size = sizes
         bad = error > 2 * allowed + half_ulp * size
         if bad.any():
             i = int((error - 2 * allowed - half_ulp * size).argmax())

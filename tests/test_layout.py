@@ -63,9 +63,10 @@ SHARED = {
 # From the bottom up. A module imports from its own line's name and from the lines above it.
 PYTHON = [
     {"fusedops._C"},
-    {"fusedops.extension", "fusedops.measure", "fusedops.memory"},
+    {"fusedops.extension", "fusedops.memory"},
     {"fusedops.triton"},
     {"fusedops.backends"},
+    {"fusedops.measure"},
     {"fusedops.functional"},
     {"fusedops.nn", "fusedops.optim"},
     {"fusedops.patching"},

@@ -6,7 +6,7 @@ from torch import nn
 
 import fusedops
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, norm, rms_norm
-from fusedops.testing import backends, check, gradients, poisoned, yardstick
+from fusedops.testing import backends, check, gradients, yardstick
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 # one element, odd, 3-D, past a power of two, many short rows, one long row
@@ -73,8 +73,8 @@ def test_no_parameters(op, backend, dtype):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 def test_roundings(op, backend, rounding, offset, weight_dtype):
-    for dtype in (torch.float32, torch.float16):
-        interpreted_bf16(backend, weight_dtype)
+    interpreted_bf16(backend, weight_dtype)
+    for dtype in FLOATS[: 3 if backend == "cpu" else 2]:
         args = inputs(op, (5, 200), dtype, weight_dtype)
         compare(op, backend, args, rounding=rounding, offset=offset)
 
@@ -96,11 +96,10 @@ def test_residual_in_another_dtype(op, backend, dtype, residual_dtype, weight_dt
     compare(op, backend, inputs(op, (6, 90), dtype, weight_dtype, residual_dtype))
 
 
-@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("op,backend", [c for c in CASES if "layer" in c[0]])
 def test_bias_in_another_dtype_than_weight(op, backend):
-    if "layer" in op:
-        *args, bias, eps = inputs(op, (64, 40), torch.float32, torch.float16)
-        compare(op, backend, (*args, bias.float(), eps))
+    *args, bias, eps = inputs(op, (64, 40), torch.float32, torch.float16)
+    compare(op, backend, (*args, bias.float(), eps))
 
 
 @pytest.mark.parametrize("op,backend", [c for c in CASES if "add" in c[0]])
@@ -312,6 +311,42 @@ def test_forward_mode_and_functorch(op):
         torch.testing.assert_close(transform(first(function)), transform(first(reference)))
 
 
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_vmap_sees_through_the_operator_and_asks_for_randomness():
+    x = torch.ones(3, 4, 8)
+
+    def h_of(t):
+        return add_rms_norm(t, t * 0, dropout_p=0.5)[1]
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(h_of)(x)
+    same = torch.vmap(h_of, randomness="same")(x)
+    assert torch.equal(same[0], same[1]) and (same == 0).any()
+    torch.testing.assert_close(torch.vmap(lambda t: layer_norm(t, (8,)))(x), layer_norm(x, (8,)))
+
+
+def test_composite_backward_rounds_once():
+    x = torch.randn(50, 64).bfloat16()
+
+    def loss(run):
+        return lambda t: run(t, (64,), None, 1e-6).float().square().sum()
+
+    eager = torch.func.grad(loss(norm.rms_norm_reference))(x)
+    exact = torch.func.grad(loss(norm.rms_norm_reference))(x.double())
+    assert yardstick(torch.func.grad(loss(rms_norm))(x), eager, exact) is None
+
+
+def test_complex_and_nested_inputs_go_to_torch():
+    z = torch.randn(3, 8, dtype=torch.complex64)
+    assert torch.equal(rms_norm(z, (8,)), nn.functional.rms_norm(z, (8,)))
+    parts = [torch.randn(2, 8), torch.randn(5, 8)]
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        found = layer_norm(nested, (8,), torch.ones(8), torch.zeros(8))
+        for part, normed in zip(parts, found.unbind(), strict=True):
+            torch.testing.assert_close(normed, nn.functional.layer_norm(part, (8,)))
+
+
 @pytest.mark.parametrize("op", FUNCTIONS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_same_bits_each_time_and_whatever_the_rows(op, dtype):
@@ -393,8 +428,7 @@ def test_opcheck_kernels(kind, add):
     torch.library.opcheck(backward, (dy, None, h, weight, None, stats, 1, *how[2:], mask))
 
 
-@pytest.mark.parametrize("op", FUNCTIONS)
-def test_kernels_refuse_to_be_differentiated(op):
+def test_kernels_refuse_to_be_differentiated():
     x = torch.randn(3, 8, requires_grad=True)
     y, _, _ = torch.ops.fusedops.norm_forward(x, None, None, None, 1, 1e-5, "layer", 0.0, 0.0, None)
     with pytest.raises(RuntimeError, match="not implemented"):
@@ -476,55 +510,16 @@ def test_cuda_autocast_runs_norms_in_float32(op, residual_dtype):
     torch.testing.assert_close(found, norm_of_h(args[0].float(), *args[1:]))
 
 
-MODULES = [
-    (fusedops.nn.LayerNorm, nn.LayerNorm, {}),
-    (fusedops.nn.LayerNorm, nn.LayerNorm, {"bias": False}),
-    (fusedops.nn.LayerNorm, nn.LayerNorm, {"elementwise_affine": False}),
-    (fusedops.nn.RMSNorm, nn.RMSNorm, {}),
-    (fusedops.nn.RMSNorm, nn.RMSNorm, {"eps": 1e-3}),
-    (fusedops.nn.RMSNorm, nn.RMSNorm, {"elementwise_affine": False}),
-]
-
-
-@pytest.mark.parametrize("ours,theirs,kwargs", MODULES)
-@pytest.mark.parametrize("shape", [12, (12,), (3, 4)], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_module_twins(ours, theirs, kwargs, shape, dtype):
-    a, b = ours(shape, **kwargs, dtype=dtype), theirs(shape, **kwargs, dtype=dtype)
-    for parameter in b.parameters():
-        nn.init.normal_(parameter)
-    a.load_state_dict(b.state_dict(), strict=True)
-    b.load_state_dict(a.state_dict(), strict=True)
-    x = torch.randn(2, 3, *([shape] if isinstance(shape, int) else shape), dtype=dtype)
-    exact = b.double()(x.double())
-    b.to(dtype)
-    assert yardstick(a(x).detach(), b(x).detach(), exact.detach()) is None
-    assert list(a.state_dict()) == list(b.state_dict()) and repr(a) == repr(b)
-
-
-@pytest.mark.parametrize("module", [fusedops.nn.AddLayerNorm, fusedops.nn.AddRMSNorm])
-@pytest.mark.parametrize("shape,affine", [(12, True), ((3, 4), True), ((3, 4), False)], ids=str)
-def test_add_modules(module, shape, affine):
-    add, plain = module(shape, elementwise_affine=affine), module.__mro__[2]
-    plain = plain(shape, elementwise_affine=affine)
-    x, residual = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
-    if shape == 12:
-        x, residual = torch.randn(2, 12, requires_grad=True), torch.randn(2, 12)
-    y, h = add(x, residual)
-    torch.testing.assert_close(h, x + residual)
-    torch.testing.assert_close(y, plain(h))
-
-
-def test_add_module_drops_in_training_only():
-    module = fusedops.nn.AddRMSNorm(64, dropout_p=0.5)
-    x, zero = torch.ones(8, 64), torch.zeros(8, 64)
-    assert (module(x, zero)[1] == 0).any()
-    assert not (module.eval()(x, zero)[1] == 0).any()
-
-
-def test_poison_is_seen():
-    with poisoned():
-        assert torch.empty(100).isnan().all()
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_unused_y_takes_no_part(p):
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch.no_grad():
+        x[1, 2] = torch.inf
+    residual = torch.zeros(4, 8, requires_grad=True)
+    _, h = add_layer_norm(x, residual, dropout_p=p)
+    h.mul_(2)  # nothing that the gradient needs
+    dx, dresidual = torch.autograd.grad(h.sum(), (x, residual))
+    assert torch.equal(dresidual, torch.full((4, 8), 2.0)) and dx.isfinite().all()
 
 
 ERRORS = {
@@ -552,6 +547,9 @@ ERRORS = {
     ),
     r"layer_norm: bias must be float32, .*got int32 \[4\]": lambda: layer_norm(
         torch.zeros(4), (4,), None, torch.zeros(4, dtype=torch.int32)
+    ),
+    r"add_rms_norm: weight must have at least one dimension, got float32 \[\]": lambda: (
+        add_rms_norm(torch.zeros(4), torch.zeros(4), torch.ones(()))
     ),
     r"AddRMSNorm: x must end in normalized_shape \[12\], got \[4, 8\]": lambda: (
         fusedops.nn.AddRMSNorm(12, elementwise_affine=False)(torch.zeros(4, 8), torch.zeros(4, 8))

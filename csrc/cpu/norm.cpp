@@ -85,7 +85,6 @@ bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
 // About 32k elements a task.
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1)); }
 
-// h [0] stands for "no residual" and mean is the first of two rows of statistics.
 NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
                          const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
                          double eps, std::string_view kind, double offset, double dropout_p,

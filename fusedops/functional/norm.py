@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
 from fusedops.extension import _C
 
@@ -31,7 +32,7 @@ def layer_norm(
     input. Statistics are float32 (float64 for float64). Raises RuntimeError when a shape or a
     dtype does not fit. Ba et al., arXiv:1607.06450.
     """
-    run = torch.ops.fusedops.layer_norm if torch.compiler.is_compiling() else _C.layer_norm
+    run = torch.ops.fusedops.layer_norm if _traced(input, weight, bias) else _C.layer_norm
     return run(input, normalized_shape, weight, bias, eps)
 
 
@@ -54,10 +55,11 @@ def rms_norm(
     weight: normalized_shape, any of these dtypes. eps=None is the machine epsilon of the
     statistics (float32, or float64 for a float64 input), as in torch. offset=1.0 is Gemma's.
     Returns y, contiguous, in input's dtype; with rounding="llama" in the dtype that input and
-    weight promote to. Raises RuntimeError when a shape, a dtype or `rounding` does not fit.
+    weight promote to. Raises RuntimeError when a shape or a dtype does not fit, ValueError for
+    another `rounding`.
     Zhang and Sennrich, arXiv:1910.07467.
     """
-    run = torch.ops.fusedops.rms_norm if torch.compiler.is_compiling() else _C.rms_norm
+    run = torch.ops.fusedops.rms_norm if _traced(input, weight) else _C.rms_norm
     return run(input, normalized_shape, weight, eps, rounding=rounding, offset=offset)
 
 
@@ -79,11 +81,16 @@ def add_layer_norm(
     that the two promote to (a float32 residual stream beside bfloat16 x stays float32). weight,
     bias: [n]; without a weight the last dimension is normalised. y has h's dtype where the weight
     has it too, else x's. Returns (y, h), both contiguous. dropout_p drops elements of x and is
-    always on: pass 0.0 in eval mode. No mask is stored; `torch.manual_seed` reproduces it.
+    always on: pass 0.0 in eval mode. No mask is stored; `torch.manual_seed` reproduces it. One
+    node gives both outputs: a hook or `retain_grad` on h sees what comes in through h alone.
     Raises RuntimeError when a shape, a dtype or dropout_p does not fit. Ba et al.,
     arXiv:1607.06450.
     """
-    run = torch.ops.fusedops.add_layer_norm if torch.compiler.is_compiling() else _C.add_layer_norm
+    run = (
+        torch.ops.fusedops.add_layer_norm
+        if _traced(x, residual, weight, bias)
+        else _C.add_layer_norm
+    )
     return run(x, residual, weight, bias, eps, dropout_p=dropout_p)
 
 
@@ -103,11 +110,16 @@ def add_rms_norm(
         y = rms_norm(h, weight.shape, weight, eps, rounding=rounding, offset=offset)
 
     Shapes, dtypes and dropout as in `add_layer_norm`; eps, rounding and offset as in `rms_norm`.
-    Returns (y, h), both contiguous. Raises RuntimeError when a shape, a dtype, `rounding` or
-    dropout_p does not fit. Zhang and Sennrich, arXiv:1910.07467.
+    Returns (y, h), both contiguous. Raises RuntimeError when a shape, a dtype or dropout_p does
+    not fit, ValueError for another `rounding`. Zhang and Sennrich, arXiv:1910.07467.
     """
-    run = torch.ops.fusedops.add_rms_norm if torch.compiler.is_compiling() else _C.add_rms_norm
+    run = torch.ops.fusedops.add_rms_norm if _traced(x, residual, weight) else _C.add_rms_norm
     return run(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
+
+
+def _traced(*tensors: Tensor | None) -> bool:
+    """Whether torch.compile, a tensor subclass or a mode has to see the operator itself."""
+    return torch.compiler.is_compiling() or has_torch_function_variadic(*tensors)
 
 
 # References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.

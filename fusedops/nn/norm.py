@@ -10,6 +10,13 @@ from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_no
 __all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"]
 
 
+def _extra_repr(text: str, module: torch.nn.Module, defaults: dict[str, object]) -> str:
+    """text and the arguments beyond torch's that are not at their defaults."""
+    given = {name: getattr(module, name) for name in defaults}
+    beyond = [f"{name}={given[name]!r}" for name in defaults if given[name] != defaults[name]]
+    return ", ".join([text, *beyond])
+
+
 class LayerNorm(torch.nn.LayerNorm):
     """torch.nn.LayerNorm in one pass over memory. Same arguments, parameters and state dict."""
 
@@ -20,7 +27,7 @@ class LayerNorm(torch.nn.LayerNorm):
 class RMSNorm(torch.nn.RMSNorm):
     """torch.nn.RMSNorm in one pass over memory. Same arguments, parameters and state dict.
 
-    rounding, offset: see `fusedops.functional.rms_norm`.
+    rounding, offset: see `fusedops.functional.rms_norm`. The weight starts at 1 - offset.
     """
 
     def __init__(
@@ -36,6 +43,16 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.rounding, self.offset = rounding, offset
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """offset + weight starts at 1."""
+        if self.elementwise_affine:  # torch's constructor comes here before there is an offset
+            torch.nn.init.constant_(self.weight, 1 - getattr(self, "offset", 0.0))
+
+    def extra_repr(self) -> str:
+        names = {"rounding": "torch", "offset": 0.0}
+        return _extra_repr(super().extra_repr(), self, names)
 
     def forward(self, input: Tensor) -> Tensor:
         return rms_norm(
@@ -71,6 +88,9 @@ class _AddNorm(torch.nn.Module):
             )
         y, h = self._fused(x.flatten(-dims), residual.flatten(-dims), p)
         return y.view(x.shape), h.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return _extra_repr(super().extra_repr(), self, {"dropout_p": 0.0})
 
 
 class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]  # takes two, gives two

@@ -17,11 +17,6 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-template <class Signature>
-auto handle(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
                          const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
                          double eps, std::string_view kind, double offset, double dropout_p,
@@ -50,21 +45,23 @@ struct NormBackwardNode : torch::autograd::Node {
   // grads: of y and, with a residual, of h. Returns those of x, residual, weight and bias.
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
+    const auto wanted = [this](size_t i) { return task_should_compute_output(i); };
+    const auto seed_ = optional(seed.unpack());
+    const auto& dy = grads[0];
+    const auto dh = add ? optional(grads[1]) : std::nullopt;
+    if (!dy.defined()) return through_h(dh, seed_);
+
     const auto h_ = h.unpack(getptr());
     const auto weight_ = optional(weight.unpack()), bias_ = optional(bias.unpack());
-    const auto seed_ = optional(seed.unpack());
-    const auto wanted = [this](size_t i) { return task_should_compute_output(i); };
-    const bool drops = dropout_p > 0, through = grads[0].defined();
-    const auto dh = add ? optional(grads[1]) : std::nullopt;
-    if (!through && !dh) return variable_list(4);
-    const auto dy = through ? grads[0] : at::zeros_like(*dh);
+    const bool drops = dropout_p > 0;
     const std::array<bool, 4> mask{(add && wanted(1)) || (!drops && wanted(0)), drops && wanted(0),
-                                   through && wanted(2), through && wanted(3)};
+                                   wanted(2), wanted(3)};
     NormGradients d;
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      const auto [mean, rstd] = norm_statistics(h_, dims, eps, norm_kind(kind));
-      d = norm_gradients(dy, dh, h_, weight_, bias_, mean, rstd, dims, offset, dropout_p, seed_,
-                         mask);
+      const auto acc = norm_accumulator(h_);
+      const auto [mean, rstd] = norm_statistics(acc, dims, eps, norm_kind(kind));
+      d = norm_gradients(dy, dh, acc, h_.scalar_type(), weight_, bias_, mean, rstd, dims, offset,
+                         dropout_p, seed_, mask);
     } else {
       static const auto op = handle<decltype(norm_backward_outputs)>("fusedops::norm_backward");
       std::tie(d.dresidual, d.dx, d.dweight, d.dbias) =
@@ -73,6 +70,15 @@ struct NormBackwardNode : torch::autograd::Node {
     }
     return {wanted(0) ? (drops ? d.dx : d.dresidual) : Tensor(),
             add && wanted(1) ? d.dresidual : Tensor(), d.dweight, d.dbias};
+  }
+
+  // Nothing uses y: what comes in through h goes out as it is.
+  variable_list through_h(const OptionalTensor& dh, const OptionalTensor& seed_) {
+    variable_list grads(4);
+    if (!dh) return grads;
+    if (task_should_compute_output(0)) grads[0] = norm_dropout(*dh, dropout_p, seed_, dims);
+    if (task_should_compute_output(1)) grads[1] = *dh;
+    return grads;
   }
 
   static OptionalTensor optional(const Tensor& t) {
@@ -149,7 +155,7 @@ std::tuple<Tensor, Tensor> run(const Tensor& x, const OptionalTensor& residual,
     norm_check(x, residual, weight, bias, dims, norm_kind(kind), dropout_p, seed);
     const auto result = norm_composite(x, residual, weight, bias, dims, eps, norm_kind(kind),
                                        offset, dropout_p, seed);
-    return {result.y, result.h};
+    return {result.y.contiguous(), given(residual) ? result.h.contiguous() : result.h};
   }
   if (needs_gradient({x, residual, weight, bias})) {
     return with_gradient(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed);
@@ -160,10 +166,11 @@ std::tuple<Tensor, Tensor> run(const Tensor& x, const OptionalTensor& residual,
   return {y, h};
 }
 
-double epsilon(const Tensor& x, std::optional<double> eps) {
+double epsilon(const Tensor& x, const Tensor& residual, std::optional<double> eps) {
   if (eps.has_value()) return *eps;
-  return x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                        : std::numeric_limits<float>::epsilon();
+  const auto h = c10::promoteTypes(x.scalar_type(), residual.scalar_type());
+  return h == at::kDouble ? std::numeric_limits<double>::epsilon()
+                          : std::numeric_limits<float>::epsilon();
 }
 
 const char* rms_kind(const char* op, std::string_view rounding) {
@@ -183,7 +190,13 @@ int64_t normalized_dims(const char* op, const Tensor& input, c10::SymIntArrayRef
   return dims;
 }
 
-int64_t row_dims(const OptionalTensor& weight) { return given(weight) ? weight->dim() : 1; }
+// add_* read the dimensions to normalise off the weight; without one it is the last.
+int64_t row_dims(const char* op, const OptionalTensor& weight) {
+  if (!given(weight)) return 1;
+  TORCH_CHECK(weight->dim() > 0, op, ": weight must have at least one dimension, got ",
+              describe(*weight));
+  return weight->dim();
+}
 
 // Drawn by ATen: `torch.manual_seed` reproduces it, and nothing waits for the device.
 OptionalTensor draw_seed(const Tensor& x, double dropout_p) {
@@ -195,6 +208,9 @@ OptionalTensor draw_seed(const Tensor& x, double dropout_p) {
 
 Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  if (input.is_nested()) {  // torch's own
+    return at::layer_norm_symint(input, normalized_shape, weight, bias, eps);
+  }
   const auto dims = normalized_dims("layer_norm", input, normalized_shape);
   return std::get<0>(
       run(input, std::nullopt, weight, bias, dims, eps, "layer", 0, 0, std::nullopt));
@@ -203,24 +219,29 @@ Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape,
 Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape,
                 const OptionalTensor& weight, std::optional<double> eps, std::string_view rounding,
                 double offset) {
+  if ((input.is_nested() || input.is_complex()) && rounding == "torch" && offset == 0) {
+    return at::rms_norm_symint(input, normalized_shape, weight, eps);  // torch's own
+  }
   const auto dims = normalized_dims("rms_norm", input, normalized_shape);
-  return std::get<0>(run(input, std::nullopt, weight, std::nullopt, dims, epsilon(input, eps),
-                         rms_kind("rms_norm", rounding), offset, 0, std::nullopt));
+  return std::get<0>(run(input, std::nullopt, weight, std::nullopt, dims,
+                         epsilon(input, input, eps), rms_kind("rms_norm", rounding), offset, 0,
+                         std::nullopt));
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
                                           const OptionalTensor& weight, const OptionalTensor& bias,
                                           double eps, double dropout_p) {
-  return run(x, residual, weight, bias, row_dims(weight), eps, "layer", 0, dropout_p,
-             draw_seed(x, dropout_p));
+  return run(x, residual, weight, bias, row_dims("add_layer_norm", weight), eps, "layer", 0,
+             dropout_p, draw_seed(x, dropout_p));
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const OptionalTensor& weight, std::optional<double> eps,
                                         std::string_view rounding, double offset,
                                         double dropout_p) {
-  return run(x, residual, weight, std::nullopt, row_dims(weight), epsilon(x, eps),
-             rms_kind("add_rms_norm", rounding), offset, dropout_p, draw_seed(x, dropout_p));
+  return run(x, residual, weight, std::nullopt, row_dims("add_rms_norm", weight),
+             epsilon(x, residual, eps), rms_kind("add_rms_norm", rounding), offset, dropout_p,
+             draw_seed(x, dropout_p));
 }
 
 TORCH_LIBRARY_FRAGMENT(fusedops, m) {
@@ -249,6 +270,14 @@ TORCH_LIBRARY_FRAGMENT(fusedops, m) {
 }
 
 TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutograd, m) {
+  m.impl("layer_norm", layer_norm);
+  m.impl("rms_norm", rms_norm);
+  m.impl("add_layer_norm", add_layer_norm);
+  m.impl("add_rms_norm", add_rms_norm);
+}
+
+// Under vmap the same: it then sees ATen calls, not an operator to loop over.
+TORCH_LIBRARY_IMPL(fusedops, FuncTorchBatched, m) {
   m.impl("layer_norm", layer_norm);
   m.impl("rms_norm", rms_norm);
   m.impl("add_layer_norm", add_layer_norm);

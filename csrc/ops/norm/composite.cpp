@@ -21,8 +21,14 @@ std::vector<int64_t> last_axes(int64_t dims) {
   return axes;
 }
 
-// x with a share p of its elements dropped, by the mask of `dropout_reference`.
-Tensor dropout_composite(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims) {
+Tensor scale_of(const Tensor& weight, double offset, c10::ScalarType accumulation) {
+  const auto w = weight.to(accumulation);
+  return offset == 0 ? w : w + offset;
+}
+
+}  // namespace
+
+Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims) {
   if (p == 0) return x;
   constexpr int64_t low = 0xFFFFFFFF;
   c10::SymInt rows = 1, n = 1;
@@ -49,17 +55,11 @@ Tensor dropout_composite(const Tensor& x, double p, const OptionalTensor& seed, 
   return x * keep * (p == 1 ? 0.0 : 1 / (1 - p));
 }
 
-Tensor scale_of(const Tensor& weight, double offset, c10::ScalarType accumulation) {
-  const auto w = weight.to(accumulation);
-  return offset == 0 ? w : w + offset;
-}
+Tensor norm_accumulator(const Tensor& h) { return h.to(accumulation_dtype(h)); }
 
-}  // namespace
-
-std::pair<Tensor, Tensor> norm_statistics(const Tensor& h, int64_t dims, double eps,
+std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, double eps,
                                           NormKind kind) {
   const auto axes = last_axes(dims);
-  const auto acc = h.to(accumulation_dtype(h));
   if (kind != NormKind::layer) {
     return {Tensor(), (acc.square().mean(axes, true) + eps).rsqrt()};
   }
@@ -71,11 +71,11 @@ NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
                              const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
                              double eps, NormKind kind, double offset, double dropout_p,
                              const OptionalTensor& seed) {
-  const auto h = given(residual) ? *residual + dropout_composite(x, dropout_p, seed, dims) : x;
+  const auto h = given(residual) ? *residual + norm_dropout(x, dropout_p, seed, dims) : x;
   const auto base = norm_base_dtype(x, h.scalar_type(), weight);
-  const auto accumulation = accumulation_dtype(h);
-  const auto acc = h.to(accumulation);
-  const auto [mean, rstd] = norm_statistics(h, dims, eps, kind);
+  const auto acc = norm_accumulator(h);  // once, or the backward would round its parts apart
+  const auto accumulation = acc.scalar_type();
+  const auto [mean, rstd] = norm_statistics(acc, dims, eps, kind);
   auto y = (mean.defined() ? acc - mean : acc) * rstd;
   if (kind == NormKind::rms_llama && given(weight)) {
     const auto dtype = c10::promoteTypes(base, weight->scalar_type());
@@ -87,14 +87,14 @@ NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
   return {y.to(base), h, mean, rstd};
 }
 
-NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
-                             const OptionalTensor& weight, const OptionalTensor& bias,
-                             const Tensor& mean, const Tensor& rstd, int64_t dims, double offset,
-                             double dropout_p, const OptionalTensor& seed,
-                             std::array<bool, 4> output_mask) {
+NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const Tensor& acc,
+                             c10::ScalarType h, const OptionalTensor& weight,
+                             const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
+                             int64_t dims, double offset, double dropout_p,
+                             const OptionalTensor& seed, std::array<bool, 4> output_mask) {
   const auto axes = last_axes(dims);
-  const auto accumulation = accumulation_dtype(h);
-  const auto acc = h.to(accumulation), dacc = dy.to(accumulation);
+  const auto accumulation = acc.scalar_type();
+  const auto dacc = dy.to(accumulation);
   const auto n = (mean.defined() ? acc - mean : acc) * rstd;  // h, normalised
   const auto g = given(weight) ? dacc * scale_of(*weight, offset, accumulation) : dacc;
   NormGradients gradients;
@@ -103,12 +103,10 @@ NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const T
     if (mean.defined()) along = along - g.mean(axes, true);
     auto d = along * rstd;
     if (given(dh)) d = d + *dh;
-    if (output_mask[0]) gradients.dresidual = d.to(h.scalar_type());
-    if (output_mask[1]) {
-      gradients.dx = dropout_composite(d, dropout_p, seed, dims).to(h.scalar_type());
-    }
+    if (output_mask[0]) gradients.dresidual = d.to(h);
+    if (output_mask[1]) gradients.dx = norm_dropout(d, dropout_p, seed, dims).to(h);
   }
-  std::vector<int64_t> rows(h.dim() - dims);
+  std::vector<int64_t> rows(acc.dim() - dims);
   for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
   const auto over_rows = [&](const Tensor& t, const Tensor& like) {
     return (rows.empty() ? t : t.sum(rows)).to(like.scalar_type());
@@ -137,11 +135,11 @@ NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh,
                                      std::array<bool, 4> output_mask) {
   std::vector<c10::SymInt> kept(h.dim(), 1);
   for (int64_t i = 0; i < h.dim() - dims; ++i) kept[i] = h.sym_size(i);
-  const auto acc = stats.to(accumulation_dtype(h));
-  const auto mean = stats.sym_size(0) == 2 ? acc.select(0, 0).view_symint(kept) : Tensor();
-  const auto rstd = acc.select(0, -1).view_symint(kept);
-  const auto d = norm_gradients(dy, dh, h, weight, bias, mean, rstd, dims, offset, dropout_p, seed,
-                                output_mask);
+  const auto saved = stats.to(accumulation_dtype(h));
+  const auto mean = stats.sym_size(0) == 2 ? saved.select(0, 0).view_symint(kept) : Tensor();
+  const auto rstd = saved.select(0, -1).view_symint(kept);
+  const auto d = norm_gradients(dy, dh, norm_accumulator(h), h.scalar_type(), weight, bias, mean,
+                                rstd, dims, offset, dropout_p, seed, output_mask);
   const auto contiguous = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
   return {contiguous(d.dresidual), contiguous(d.dx), contiguous(d.dweight), contiguous(d.dbias)};
 }

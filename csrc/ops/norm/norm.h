@@ -59,6 +59,9 @@ c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const Option
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
 
+// x with a share p of its elements dropped, by the mask of `dropout_reference`.
+Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims);
+
 struct NormComposite {
   Tensor y, h, mean, rstd;  // mean and rstd keep their axes; RMSNorm has no mean
 };
@@ -67,16 +70,21 @@ NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
                              double eps, NormKind kind, double offset, double dropout_p,
                              const OptionalTensor& seed);
 
-std::pair<Tensor, Tensor> norm_statistics(const Tensor& h, int64_t dims, double eps, NormKind kind);
+// h as what sums are made of: float32, or float64 for a float64 h
+Tensor norm_accumulator(const Tensor& h);
+
+// mean (undefined for RMSNorm) and rstd, with their axes kept
+std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, double eps,
+                                          NormKind kind);
 
 struct NormGradients {
   Tensor dresidual, dx, dweight, dbias;  // undefined where output_mask says so
 };
-NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
-                             const OptionalTensor& weight, const OptionalTensor& bias,
-                             const Tensor& mean, const Tensor& rstd, int64_t dims, double offset,
-                             double dropout_p, const OptionalTensor& seed,
-                             std::array<bool, 4> output_mask);
+NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const Tensor& acc,
+                             c10::ScalarType h, const OptionalTensor& weight,
+                             const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
+                             int64_t dims, double offset, double dropout_p,
+                             const OptionalTensor& seed, std::array<bool, 4> output_mask);
 
 // norm_forward and norm_backward by these formulas, for dtypes and devices without a kernel.
 NormForward norm_forward_composite(const Tensor& x, const OptionalTensor& residual,
