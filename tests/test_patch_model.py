@@ -271,6 +271,19 @@ def test_accelerate_hooks_are_seen():
     torch.testing.assert_close(model(IDS).logits, wanted)
 
 
+def test_accelerate_hooks_that_come_after_patch_outlive_unpatch():
+    hooks = pytest.importorskip("accelerate").hooks
+    model = llama().eval()
+    wanted = model(IDS).logits
+    patch(model)
+    layer = model.model.layers[0]
+    for module in (layer, layer.input_layernorm):
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    torch.testing.assert_close(model(IDS).logits, wanted)
+    unpatch(model)
+    assert torch.equal(model(IDS).logits, wanted)
+
+
 def test_fsdp2_on_top(tmp_path):
     """fully_shard puts its own subclass on a patched layer: unpatch makes ours step aside."""
     dist = torch.distributed
@@ -337,6 +350,56 @@ def test_strict_leaves_the_model_unpatched():
     assert patch(llama(), strict=True).fused
 
 
+def test_an_earlier_patch_outlives_one_that_fails_and_one_that_ends():
+    model = nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4))
+    patch(model[0])
+    now = classes(model)
+    for options in ({}, {"verify": torch.randn(3, 4)}):
+        with pytest.raises(RuntimeError, match="GroupNorm"):
+            patch(model, strict=True, **options)
+        assert classes(model) == now
+    with pytest.raises(RuntimeError), patched(model, strict=True):
+        pass
+    assert classes(model) == now
+    with patched(model):
+        pass
+    assert classes(model) == now
+
+
+def test_a_nested_patched_takes_back_what_it_added(model):
+    patch(model, residual=False)
+    now = classes(model)
+    with patched(model) as report:
+        assert report.coverage["residual"] == (2, 2)
+        assert classes(model) != now
+    assert classes(model) == now
+
+
+def test_patch_that_is_interrupted_leaves_the_model_as_it_was(model, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = classes(model)
+    monkeypatch.setitem(patch.__globals__, "patch_residuals", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patch(model)
+    assert classes(model) == before
+
+
+class Reduced(nn.LayerNorm):
+    """Says itself how it is pickled."""
+
+    def __reduce__(self):
+        return type(self), (self.normalized_shape,), self.__dict__
+
+
+def test_pickle_of_a_class_with_its_own_reduce():
+    model = nn.Sequential(Reduced(4))
+    patch(model)
+    assert type(model[0]) is not Reduced
+    assert type(pickle.loads(pickle.dumps(model))[0]) is Reduced
+
+
 def test_kinds_can_be_switched_off(model):
     assert patch(model, residual=False).coverage == {"norm": (5, 5)}
     assert patch(model).coverage == {"norm": (5, 5), "residual": (2, 2)}
@@ -361,6 +424,31 @@ def test_verify(build, dtype):
     assert [m.training for m in model.modules()] == modes
     assert all(p.grad is None for p in model.parameters())
     assert classes(model) != classes(build())
+
+
+def test_verify_of_a_frozen_model(model):
+    patch(model.requires_grad_(False), verify={"input_ids": IDS, "labels": IDS})
+
+
+def with_infinities(at):
+    class Masking(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(torch.arange(4) == at[0], -float("inf"))
+
+    return nn.Sequential(nn.LayerNorm(4), Masking())
+
+
+def test_verify_takes_equal_infinities_for_equal(monkeypatch):
+    at = [0]
+    patch(with_infinities(at), verify=torch.randn(3, 4))
+    model = with_infinities(at)
+
+    def move(*_):
+        at[0] = 1
+
+    monkeypatch.setitem(patch.__globals__, "patch_residuals", move)
+    with pytest.raises(RuntimeError, match="beyond rounding in output"):
+        patch(model, verify=torch.randn(3, 4))
 
 
 def test_verify_unpatches_and_raises(model, monkeypatch):

@@ -385,3 +385,80 @@ def test_what_has_no_eps_is_no_norm():
 
     model = nn.Sequential(nn.LayerNorm(N), Counter(), nn.CosineSimilarity())
     assert patch(model).coverage == {"norm": (1, 1)}
+
+
+def test_meta_input_of_a_meta_model():
+    with torch.device("meta"):
+        model = nn.Sequential(LlamaLike(), nn.LayerNorm(N))
+        x = torch.randn(2, 3, N)
+    patch(model)
+    y = model(x)
+    assert y.is_meta and y.shape == x.shape
+
+
+class RaisesAnything(LlamaLike):
+    def forward(self, x):
+        raise StopAsyncIteration("what no one expects")
+
+
+class Tagged(LlamaLike):
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+
+
+ODD = {
+    "neither layer_norm nor rms_norm": lambda: RaisesAnything(),
+    "takes no subclass: TypeError": lambda: Tagged(),
+    "it is parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.LayerNorm(N), dim=None),
+}
+
+
+@pytest.mark.parametrize("reason", ODD)
+def test_odd_modules_are_left_and_the_others_fused(reason):
+    model = nn.Sequential(nn.LayerNorm(N), ODD[reason](), LlamaLike())
+    report = patch(model)
+    assert [site.path for site in report.fused] == ["0", "2"]
+    assert reason in next(site.reason for site in report.skipped if site.path == "1")
+
+
+def test_an_attribute_that_cannot_be_hashed():
+    model = holder(LlamaLike())
+    model[0].groups = ([1], [2])
+    assert patch(model).coverage == {"norm": (1, 1)}
+
+
+def test_a_probe_that_cannot_be_set_up():
+    class OddNorm(Weightless):
+        normalized_shape = ("all",)
+
+    model = holder(OddNorm())
+    with pytest.warns(UserWarning):
+        (site,) = patch(model).skipped
+    assert "cannot be probed: TypeError" in site.reason
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_that_is_another_in_training_is_left(training):
+    class Noisy(nn.LayerNorm):
+        def forward(self, x):
+            return F.dropout(super().forward(x), 0.5, self.training)
+
+    model = holder(Noisy(N)).train(training)
+    state = torch.get_rng_state()
+    with pytest.warns(UserWarning):
+        (site,) = patch(model).skipped
+    assert torch.equal(torch.get_rng_state(), state)
+    assert training or "training mode" in site.reason
+
+
+def test_a_forward_that_was_kept_runs_after_unpatch(calls):
+    """As accelerate's hooks keep it."""
+    model = holder(LlamaLike())
+    x = torch.randn(4, N)
+    wanted = model(x)
+    patch(model)
+    kept = model[0].forward
+    unpatch(model)
+    calls.clear()
+    assert torch.equal(kept(x), wanted)
+    assert calls == []

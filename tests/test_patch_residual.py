@@ -52,6 +52,12 @@ class KeepsBoth(Layer):
         return out * total / width
 
 
+class Annotated(Layer):
+    def forward(self, hidden):
+        total: torch.Tensor = self.mix(hidden) + hidden
+        return self.norm(total)
+
+
 class ThreeTerms(Layer):
     def forward(self, hidden):
         hidden = self.mix(hidden) + self.up(hidden) + hidden * 0.5
@@ -81,7 +87,8 @@ class NormInIf(Layer):
 
     def forward(self, hidden):
         residual = hidden
-        hidden = F.dropout(self.mix(hidden), p=self.p, training=self.training)
+        hidden = self.mix(hidden)
+        hidden = F.dropout(hidden, p=self.p, training=self.training)
         hidden = residual + hidden
         if not self.flag:
             hidden = self.norm(hidden)
@@ -159,6 +166,7 @@ FUSED = {
     PreNorm: ["after"],
     PostNorm: ["norm", "after"],
     KeepsBoth: ["norm"],
+    Annotated: ["norm"],
     ThreeTerms: ["norm"],
     AcrossIf: ["norm", "after", "after"],
     NormInIf: ["norm"],
@@ -202,6 +210,114 @@ class InAnotherBlock(Layer):
         return self.norm(hidden)
 
 
+class StateInTest(Layer):
+    """The `if` asks for what a statement before it changes."""
+
+    def forward(self, hidden):
+        state = {}
+        hidden = hidden + self.mix(hidden)
+        state["n"] = 1
+        if "n" in state:
+            hidden = self.norm(hidden)
+        return hidden
+
+
+class Cache:
+    n = 0
+
+
+class Counts(nn.Linear):
+    def forward(self, hidden, cache):
+        cache.n += 1
+        return super().forward(hidden)
+
+
+class CacheInTest(Layer):
+    """The `if` asks for what a term of the sum changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = Counts(N, N)
+
+    def forward(self, hidden):
+        cache = Cache()
+        hidden = hidden + self.mix(hidden, cache)
+        if cache.n > 0:
+            hidden = self.norm(hidden)
+        return hidden
+
+
+class ListInTest(Layer):
+    """So here, and the test is nothing but a name."""
+
+    def forward(self, hidden):
+        seen = []
+        hidden = hidden + self.note(self.mix(hidden), seen)
+        if seen:
+            hidden = self.norm(hidden)
+        return hidden
+
+    def note(self, hidden, seen):
+        seen.append(1)
+        return hidden
+
+
+class FlagChangedInSum(Layer):
+    def forward(self, hidden):
+        self.flag = False
+        hidden = hidden + self.raise_flag(hidden)
+        if self.flag:
+            hidden = self.norm(hidden)
+        return hidden
+
+    def raise_flag(self, hidden):
+        self.flag = True
+        return hidden
+
+
+SWITCH = False
+
+
+class GlobalInTest(Layer):
+    def forward(self, hidden):
+        hidden = hidden + self.switch(hidden)
+        if SWITCH:
+            hidden = self.norm(hidden)
+        return hidden
+
+    def switch(self, hidden):
+        global SWITCH
+        SWITCH = True
+        return hidden
+
+
+class TorchAdd(Layer):
+    def forward(self, hidden):
+        hidden = torch.add(self.mix(hidden), hidden)
+        return self.norm(hidden)
+
+
+class Cast(Layer):
+    def forward(self, hidden):
+        return self.norm((self.mix(hidden) + hidden).to(hidden.dtype))
+
+
+class OnSelf(Layer):
+    def forward(self, hidden):
+        self.h = self.mix(hidden) + hidden
+        return self.norm(self.h)
+
+
+class InExpression(Layer):
+    def forward(self, hidden):
+        return self.norm(self.mix(hidden) + hidden) if self.flag else hidden
+
+
+class ByKeyword(Layer):
+    def forward(self, hidden):
+        return self.norm(input=self.mix(hidden) + hidden)
+
+
 class FlagMadeBetween(Layer):
     """The `if` asks for something that is made after the sum."""
 
@@ -214,8 +330,18 @@ class FlagMadeBetween(Layer):
 
 
 LEFT = {
+    StateInTest: "the test of the `if`",
+    CacheInTest: "the test of the `if`",
+    ListInTest: "the test of the `if`",
+    GlobalInTest: "the test of the `if`",
+    FlagChangedInSum: "the test of the `if`",
+    TorchAdd: "a form that is not read",
+    Cast: "a form that is not read",
+    OnSelf: "a form that is not read",
+    InExpression: "a form that is not read",
+    ByKeyword: "a form that is not read",
     InPlace: "in place",
-    FlagMadeBetween: "is used between the sum and the norm",
+    FlagMadeBetween: "the test of the `if`",
     UsedBetween: "is used between the sum and the norm",
     Reshaped: "is used between the sum and the norm",
     InAnotherBlock: "not in the same block",
@@ -293,6 +419,76 @@ def test_left_with_a_reason(kind):
     assert LEFT[kind] in site.reason
     assert type(model[0]) is kind
     close([model(x)], [wanted])
+
+
+def test_notes_claim_what_is_true():
+    class NoSum(Layer):
+        def forward(self, hidden):
+            return self.norm(self.mix(hidden))
+
+    notes = patch(nn.Sequential(NoSum(), nn.LayerNorm(N))).notes
+    assert "residual: no sum of its own was recognised in NoSum.forward" in notes
+    assert not any("Sequential" in note for note in notes)
+
+
+@pytest.mark.parametrize("kind", [PostNorm, ThreeTerms])
+def test_a_forward_that_was_kept_runs_after_unpatch(kind, sums):
+    model = build(kind).eval()
+    x = torch.randn(2, N)
+    wanted = model(x)
+    patch(model)
+    kept = model[0].forward
+    kept(x)
+    called = sums.call_count
+    assert called
+    unpatch(model)
+    assert torch.equal(kept(x), wanted)
+    assert sums.call_count == called
+    patch(model)
+    kept(x)
+    assert sums.call_count == 2 * called
+
+
+def test_the_sum_keeps_its_strides(sums):
+    """A view after it may depend on them, also where the norm's own output is contiguous."""
+
+    class Viewed(Layer):
+        def forward(self, hidden):
+            hidden = hidden + hidden.clone()
+            normed = self.norm(hidden)
+            return normed, hidden.transpose(0, 1).view(-1)
+
+    model = build(Viewed).eval()
+    x = torch.randn(3, 5, N).transpose(0, 1)
+    wanted = model(x)
+    patch(model)
+    close(model(x), wanted)
+    assert sums.call_count == 0
+
+
+def test_a_sum_with_a_dropout_keeps_its_order():
+    """The first term decides about the strides where the two differ."""
+
+    class Ordered(Layer):
+        def forward(self, hidden):
+            mixed = self.dropout(self.mix(hidden.contiguous()))
+            total = hidden + mixed
+            return self.norm(total), total
+
+    model = build(Ordered).eval()
+    x = torch.randn(3, 5, N).transpose(0, 1)
+    (_, wanted) = model(x)
+    patch(model)
+    assert model(x)[1].stride() == wanted.stride()
+
+
+def test_a_sum_before_a_norm_that_is_parametrized():
+    model = build(PostNorm)
+    nn.utils.parametrize.register_parametrization(model[0].norm, "weight", nn.Identity())
+    report = patch(model)
+    skipped = {(s.path, s.kind): s.reason for s in report.skipped}
+    assert skipped["0.norm", "norm"] == "it is parametrized"
+    assert "is not fused" in skipped["0.norm", "residual"]
 
 
 def test_a_sum_that_leaves_the_layer_is_noted():
@@ -376,13 +572,44 @@ def test_what_the_fused_sum_cannot_do_runs_as_written(sums):
     """Broadcasting, two dtypes, a number."""
     model = build(PostNorm).eval()
     norm, x = model[0].norm, torch.randn(3, 4, N)
-    others = [torch.randn(1, 4, N), x.bfloat16(), 1.0]
+    others = [torch.randn(1, 4, N), x.half(), 1.0]
     wanted = [norm(x + other) for other in others]
     patch(model)
     for other, y in zip(others, wanted, strict=True):
         close(residual.add_norm(norm, x, other), [y, x + other])
         close(residual.add_norm(norm, other, x), [y, other + x])
     assert sums.call_count == 0
+
+
+class Rms(nn.Module):
+    """Llama's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(N)), 1e-6
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(N), Rms], ids=["layer", "rms"])
+@pytest.mark.parametrize("kind", [PostNorm, PreNorm], ids=lambda kind: kind.__name__)
+def test_autocast_adds_bfloat16_to_a_float32_stream(norm, kind, sums):
+    model = build(kind).eval()
+    model[0].norm, model[0].after = norm(), norm()
+    x = torch.randn(2, 5, N, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, grads = gradients(model, x)
+        patch(model)
+        got, our_grads = gradients(model, x)
+    assert got.dtype == wanted.dtype
+    assert [g.dtype for g in our_grads if g is not None] == [
+        g.dtype for g in grads if g is not None
+    ]
+    close([got, *our_grads], [wanted, *grads], torch.bfloat16)
+    assert sums.call_count == len(FUSED[kind])
+    assert all(call.args[1].dtype != call.args[2].dtype for call in sums.call_args_list)
 
 
 def test_norm_replaced_after_patch(sums):

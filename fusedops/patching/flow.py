@@ -1,13 +1,15 @@
 """Questions about statements: what they call, read, store, and whether they can be moved."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = [
     "calls",
     "copied_name",
     "dotted",
+    "given",
+    "holds_sum",
     "is_simple",
     "is_sum",
     "loads",
@@ -23,6 +25,10 @@ CONDITIONAL = (ast.BoolOp, ast.IfExp, ast.Lambda, *COMPREHENSIONS)
 SHAPE_ONLY = {"shape", "dtype", "device", "ndim"}
 NO_TENSOR = ast.Constant, ast.Tuple, ast.List, ast.JoinedStr
 PURE = {"hasattr", "isinstance", "len", "type"}
+SEES_VALUES = ast.Name, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp
+SEES_ATTRIBUTES = *SEES_VALUES, ast.Attribute, ast.Call
+GRAMMAR = ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop
+INERT = ast.expr, ast.keyword, ast.operator, ast.Pass, *GRAMMAR, *SIMPLE
 
 
 def dotted(node: ast.expr) -> str:
@@ -35,9 +41,11 @@ def dotted(node: ast.expr) -> str:
 
 
 def sum_of(statement: ast.stmt) -> tuple[str, Any] | None:
-    """("h", a + b) of `h = a + b`."""
+    """("h", a + b) of `h = a + b` and of `h: Tensor = a + b`."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=h)], value=add) if is_sum(add):
+            return h, add
+        case ast.AnnAssign(target=ast.Name(id=h), value=ast.BinOp() as add) if is_sum(add):
             return h, add
     return None
 
@@ -48,6 +56,36 @@ def is_sum(node: ast.expr) -> bool:
         case ast.BinOp(left, ast.Add(), right):
             return not any(isinstance(side, NO_TENSOR) for side in (left, right))
     return False
+
+
+def holds_sum(node: ast.AST | None) -> bool:
+    """Whether a value is a sum of two tensors, or made of one by casts and other operations."""
+    match node:
+        case ast.BinOp() if is_sum(node):
+            return True
+        case ast.BinOp(left, _, right):
+            return holds_sum(left) or holds_sum(right)
+        case ast.IfExp(_, body, orelse):
+            return holds_sum(body) or holds_sum(orelse)
+        case ast.Call(func=ast.Attribute(value=value, attr=attr)):
+            return attr in ("add", "add_") or holds_sum(value)
+        case ast.NamedExpr(value=value) | ast.Subscript(value=value) | ast.Attribute(value=value):
+            return holds_sum(value)
+    return False
+
+
+def given(tree: ast.AST, name: str, line: int) -> ast.stmt | None:
+    """The last statement before a line that gives a dotted name a value."""
+    found: list[Any] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets) if name in map(dotted, targets):
+                found.append(node)
+            case ast.AnnAssign(target=target) | ast.AugAssign(target=target) if (
+                dotted(target) == name
+            ):
+                found.append(node)
+    return max((n for n in found if n.lineno < line), key=lambda n: n.lineno, default=None)
 
 
 def is_simple(statement: ast.stmt) -> bool:
@@ -100,9 +138,45 @@ def stores(*nodes: ast.AST) -> set[str]:
     return {n.id for n in names if not isinstance(n.ctx, ast.Load)}
 
 
-def movable(test: ast.expr, before: list[ast.stmt]) -> bool:
-    """Whether the test of an `if` gives the same before these statements as after them."""
-    called = [n.func for n in ast.walk(test) if isinstance(n, ast.Call)]
-    pure = all(dotted(f) in PURE for f in called)
-    walrus = any(isinstance(n, ast.NamedExpr) for n in ast.walk(test))
-    return pure and not walrus and not set(loads(test)) & stores(*before)
+def movable(
+    test: ast.expr, before: list[ast.stmt], own: set[str], harmless: Callable[[ast.Call], bool]
+) -> bool:
+    """Whether the test of an `if` gives the same before these statements as after them.
+
+    A call among them may change any object that it reaches; then the test may ask no attribute, no
+    container and no name but those of `own`, the function's own, and for the value of no name that
+    the statements use, only for its identity. harmless: calls that change nothing.
+    """
+    if set(loads(test)) & stores(*before):
+        return False
+    nodes = [n for n in ast.walk(test) if not isinstance(n, GRAMMAR)]
+    if not any(_changes_objects(n, harmless) for s in before for n in ast.walk(s)):
+        called = [n.func for n in nodes if isinstance(n, ast.Call)]
+        pure = all(dotted(f) in PURE for f in called)
+        return pure and all(isinstance(n, SEES_ATTRIBUTES) for n in nodes)
+    contains = any(isinstance(n, ast.In | ast.NotIn) for n in ast.walk(test))
+    used = {name for statement in before for name in loads(statement)}
+    plain = all(isinstance(n, SEES_VALUES) for n in nodes)
+    local = own.issuperset(loads(test))
+    return plain and local and not contains and not _names_by_value(test) & used
+
+
+def _changes_objects(node: ast.AST, harmless: Callable[[ast.Call], bool]) -> bool:
+    match node:
+        case ast.Call():
+            return not harmless(node)
+        case ast.Attribute(ctx=ctx) | ast.Subscript(ctx=ctx):
+            return not isinstance(ctx, ast.Load)
+        case ast.AugAssign() | ast.Await() | ast.Yield() | ast.YieldFrom():
+            return True
+    return not isinstance(node, INERT)
+
+
+def _names_by_value(test: ast.AST) -> set[str]:
+    """The names whose value the test asks for: not those in `a is None`."""
+    match test:
+        case ast.Compare(ops=ops) if all(isinstance(op, ast.Is | ast.IsNot) for op in ops):
+            return set()
+        case ast.Name(id=name):
+            return {name}
+    return set().union(*(_names_by_value(child) for child in ast.iter_child_nodes(test)))

@@ -6,12 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch import is_autocast_enabled as autocast
+from torch.amp import is_autocast_available
 
 from fusedops.patching.probe import Recipe, eps_names, probe
 from fusedops.patching.report import PatchReport, Site
-from fusedops.patching.swap import original_class, subclass, swap
+from fusedops.patching.swap import Unswappable, original_class, subclass, swap
 
 __all__ = ["looks_like_a_norm", "patch_norms", "recipe_of", "row_major"]
+
+USUAL = "cpu", "cuda"
 
 
 def find_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -25,7 +28,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
     """A leaf that carries an eps, or whose class (or a base of it) calls itself a norm."""
     if recipe_of(module) is not None:  # no leaf any more when it was parametrized since
         return True
-    if next(module.children(), None) is not None:
+    if any(name != "parametrizations" for name, _ in module.named_children()):
         return False
     return _is_named_norm(module) or bool(eps_names(module))
 
@@ -51,7 +54,10 @@ def _patch_norm(module: nn.Module) -> Recipe | str:
         return "the instance carries its own forward"
     found = recipe_of(module) or probe(module)
     if isinstance(found, Recipe):
-        swap(module, functools.partial(_fused, recipe=found))
+        try:
+            swap(module, functools.partial(_fused, recipe=found))
+        except Unswappable as why:
+            return str(why)
     return found
 
 
@@ -83,7 +89,7 @@ def _methods(original: type[nn.Module], recipe: Recipe) -> dict:
         return original.forward(self, *args, **kwargs)
 
     def add(self, x, residual, dropout_p):
-        found = operands(self, x)
+        found = operands(self, residual)  # whose dtype h has
         return found and norm_of_sum(x, residual, *found[1:], dropout_p=dropout_p)
 
     return {
@@ -115,7 +121,9 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
                 weight = getattr(self, weight_name)
             of_weight = weight.dtype
         device = "cpu" if x.is_cpu else x.device.type
-        if (x.dtype, of_weight, autocast(device) and device) not in self._fusedops_regimes:
+        known = device in USUAL or is_autocast_available(device)  # meta has none, and raises
+        regime = x.dtype, of_weight, known and autocast(device) and device
+        if regime not in getattr(self, "_fusedops_regimes", ()):  # kept from before unpatch
             return None
         eps = fixed_eps or getattr(self, eps_name)
         shape = recipe.shape or x.shape[-1:] if weight is None else weight.shape

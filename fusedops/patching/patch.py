@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fusedops.patching.norm import patch_norms
 from fusedops.patching.report import PatchReport
 from fusedops.patching.residual import patch_residuals
-from fusedops.patching.swap import restore
+from fusedops.patching.swap import fused_modules, restore
 from fusedops.patching.verify import Yardstick
 
 __all__ = ["patch", "patched", "unpatch"]
@@ -46,28 +46,50 @@ def patch(
     outputs, loss or gradients differ by more than rounding. That takes memory for a float64 copy
     of the model.
 
-    A fused dropout draws another random mask than torch's, with the same distribution.
+    A fused dropout draws another random mask than torch's, with the same distribution. In bfloat16
+    an in-place change of a norm's input after the call raises in backward, where lines that cast to
+    float32 (Llama's) had kept a copy. Under autocast a sum of bfloat16 and float32 is fused where
+    the result was proven to be the same, else it runs as written. What autocast changes is proven
+    on the device that the model is on at the call: after a move to another one, norms run as
+    written under autocast.
     Raises TypeError when model is not a module, ValueError for `quantize`, which is not in this
     version. Warns when no site was fused.
     """
     _check(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
-    report = PatchReport()
-    if norm:
-        patch_norms(model, report)
-    if residual:
-        patch_residuals(model, report)
     kinds = {"attention": attention, "mlp": mlp, "rotary": rotary, "linear": linear, "loss": loss}
-    report.notes += [NOT_YET.format(kind) for kind, wanted in kinds.items() if wanted]
-    _judge(model, report, strict)
+    later = [NOT_YET.format(kind) for kind, wanted in kinds.items() if wanted]
+    report = PatchReport()
+    with _all_or_nothing(model):
+        if norm:
+            patch_norms(model, report)
+        if residual:
+            patch_residuals(model, report)
+        report.notes += later
+        _judge(report, strict)
     if before is not None:
         before.compare(model)
     return report
 
 
-def _judge(model: nn.Module, report: PatchReport, strict: bool) -> None:
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Whatever ends the block early, the modules that it fused are as they were before it."""
+    already = fused_modules(model)
+    try:
+        yield
+    except BaseException:
+        _restore_all_but(already, model)
+        raise
+
+
+def _restore_all_but(kept: set[nn.Module], model: nn.Module) -> None:
+    for module in set(model.modules()) - kept:
+        restore(module)
+
+
+def _judge(report: PatchReport, strict: bool) -> None:
     if strict and (report.skipped or not report.fused):
-        unpatch(model)
         raise RuntimeError(f"patch: strict=True and not every site was fused\n{report}")
     if not report.fused:
         warnings.warn(f"patch: nothing was fused\n{report}", stacklevel=3)
@@ -90,8 +112,13 @@ def unpatch(model: nn.Module) -> None:
 
 @contextmanager
 def patched(model: nn.Module, **kwargs) -> Iterator[PatchReport]:
-    """Patches on entry, unpatches on exit. Takes patch's arguments and gives its report."""
+    """Patches on entry and, on exit, takes back what it fused and was not fused before.
+
+    Takes patch's arguments and gives its report.
+    """
+    already = fused_modules(model) if isinstance(model, nn.Module) else set()
+    report = patch(model, **kwargs)
     try:
-        yield patch(model, **kwargs)
+        yield report
     finally:
-        unpatch(model)
+        _restore_all_but(already, model)

@@ -19,6 +19,7 @@ from fusedops.patching.specimen import (
     device_of,
     normalized_shape,
 )
+from fusedops.patching.swap import ANY, said
 
 __all__ = ["Recipe", "eps_names", "probe"]
 
@@ -38,6 +39,7 @@ class Recipe:
     its value. shape: the normalized shape where no weight gives it, None for the last dimension.
     regimes: (input dtype, weight dtype, device type when under autocast else False) in which the
     fused function was seen to equal the module. adds: so was the fused function of a sum.
+    mixes: and of a sum of bfloat16 and float32, with and without autocast.
     keeps_strides: the module's output is permuted in memory where its input is; the fused output
     is always contiguous.
     """
@@ -49,6 +51,7 @@ class Recipe:
     shape: tuple[int, ...] | None
     regimes: frozenset
     adds: bool
+    mixes: bool
     keeps_strides: bool
 
 
@@ -57,6 +60,13 @@ _known: "WeakKeyDictionary[type, dict[Hashable, Recipe | str]]" = WeakKeyDiction
 
 def probe(module: nn.Module) -> Recipe | str:
     """The module's recipe, or the reason why no fused function can stand for it."""
+    try:
+        return _probe(module)
+    except ANY as error:
+        return f"it cannot be probed: {said(error)}"
+
+
+def _probe(module: nn.Module) -> Recipe | str:
     found = _anatomy(module)
     if isinstance(found, str):
         return found
@@ -81,6 +91,8 @@ def _anatomy(module: nn.Module) -> tuple[str | None, str | None, Sequence[str | 
     """
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "it is parametrized"
     if next(module.children(), None) is not None:
         return "it has submodules"
     if next(module.buffers(), None) is not None:
@@ -119,7 +131,12 @@ def _signature(module: nn.Module) -> Hashable | None:
     if not all(isinstance(v, plain) for v in own.values()):
         return None
     shapes = {k: None if p is None else tuple(p.shape) for k, p in module._parameters.items()}
-    return *sorted(own.items()), *sorted(shapes.items()), device_of(module)
+    key = *sorted(own.items()), *sorted(shapes.items()), device_of(module)
+    try:
+        hash(key)
+    except TypeError:  # a tuple of lists
+        return None
+    return key
 
 
 def _classify_with(
@@ -134,8 +151,11 @@ def _classify_with(
     proven = specimen.regimes(formula, formula.fused, matches[formula])
     if not proven:
         return f"{formula} differs from it by more than rounding"
+    if not all(specimen.same_in_both_modes(regime, some) for regime in proven):
+        return "it gives something else in training mode than in eval mode"
     if not specimen.same_in_every_rank(formula, proven[0]):
         return "it does not norm the last dimensions of every input"
+    adds = specimen.adds(formula, proven, some)
     regimes = ((x, w if weight else None, on and specimen.device) for x, w, on in proven)
     return Recipe(
         formula,
@@ -144,6 +164,7 @@ def _classify_with(
         eps,
         shape=None if weight else normalized_shape(module),
         regimes=frozenset(regimes),
-        adds=specimen.adds(formula, proven, some),
+        adds=adds,
+        mixes=adds and specimen.mixes(formula, proven, some),
         keeps_strides=specimen.keeps_strides(),
     )

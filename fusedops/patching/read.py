@@ -2,12 +2,13 @@
 
 import ast
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fusedops.patching import flow
 
-__all__ = ["Names", "Reader"]
+__all__ = ["Names", "Reader", "place"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Reader:
         self.self_name = tree.args.args[0].arg if tree.args.args else ""
         self.tree = copy.deepcopy(tree)
         sums = (n for n in ast.walk(tree) if isinstance(n, ast.BinOp | ast.AugAssign))
-        self.text = {_place(n): ast.unparse(n) for n in sums}
+        self.text = {place(n): ast.unparse(n) for n in sums}
 
     def source(self, node: ast.expr | ast.stmt) -> str:
         """The text of a sum, whatever has been replaced in it since."""
-        return self.text[_place(node)]
+        return self.text[place(node)]
 
     def norm(self, node: ast.AST) -> str:
         """The dotted name of the norm that a call runs on its one argument, else empty."""
@@ -41,6 +42,31 @@ class Reader:
                 if name and self.names.is_norm(name) and not isinstance(argument, ast.Starred):
                     return name
         return ""
+
+    def normed_sums(self) -> Iterator[tuple[ast.Call, str, ast.expr | ast.stmt]]:
+        """Every call of a norm on what is, or is made of, a sum: (call, norm, the sum)."""
+        for call in (n for n in ast.walk(self.tree) if isinstance(n, ast.Call)):
+            name = self.submodule(call.func)
+            if name and self.names.is_norm(name):
+                for value in (*call.args, *(k.value for k in call.keywords)):
+                    if made := self._sum_in(value, call.lineno):
+                        yield call, name, made
+
+    def _sum_in(self, value: ast.expr, line: int) -> ast.expr | ast.stmt | None:
+        if flow.holds_sum(value):
+            return value
+        name = flow.dotted(value)
+        made: Any = flow.given(self.tree, name, line) if name else None
+        if isinstance(made, ast.AugAssign):
+            return made if isinstance(made.op, ast.Add) else None
+        return made.value if made and flow.holds_sum(made.value) else None
+
+    def own_names(self) -> set[str]:
+        """The names that only the function itself can give another value."""
+        nodes = list(ast.walk(self.tree))
+        shared = [n for n in nodes if isinstance(n, ast.Global | ast.Nonlocal)]
+        arguments = {n.arg for n in nodes if isinstance(n, ast.arg)}
+        return (arguments | flow.stores(self.tree)).difference(*(n.names for n in shared))
 
     def submodule(self, func: ast.expr) -> str:
         head, _, name = flow.dotted(func).partition(".")
@@ -101,7 +127,7 @@ class Reader:
         return any(flow.dotted(v) == h for v in values if v is not None)
 
 
-def _place(node: ast.expr | ast.stmt) -> tuple:
+def place(node: ast.expr | ast.stmt) -> tuple:
     return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
 
 

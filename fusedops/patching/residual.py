@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,12 +15,14 @@ from fusedops.patching.read import Names
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.rewrite import HELPER, Found, rewrite
 from fusedops.patching.source import Unreadable, innermost, parse, rebuild
-from fusedops.patching.swap import original_class, subclass, swap
+from fusedops.patching.swap import Unswappable, original_class, subclass, swap
 
 __all__ = ["add_norm", "patch_residuals"]
 
 LEAVES = "residual: `{1}` leaves {0}.forward, another module norms it: not in this version"
-WITHOUT = "residual: {}.forward norms no sum of its own"
+WITHOUT = "residual: no sum of its own was recognised in {}.forward"
+
+CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
 
 # (child's name, what it is) of the children that the rewriting asks for
 Roles = frozenset[tuple[str, str]]
@@ -32,7 +35,7 @@ def patch_residuals(model: nn.Module, report: PatchReport) -> None:
     for path, module in list(model.named_modules()):
         roles = _roles(module)
         has_norm = any(role == "norm" for _, role in roles)
-        if has_norm and type(module).forward is not nn.Module.forward:
+        if has_norm and original_class(module).forward not in CONTAINERS:
             _patch_residual(path, module, roles, report)
 
 
@@ -96,7 +99,7 @@ def _find(original: type[nn.Module], roles: Roles) -> list[Found] | str:
     if roles not in known:
         try:
             known[roles] = _rewrite(original, roles)[1]
-        except Unreadable as why:
+        except (Unreadable, Unswappable) as why:
             known[roles] = str(why)
     return known[roles]
 
@@ -111,7 +114,7 @@ def _rewrite(original: type[nn.Module], roles: Roles) -> tuple[Callable, list[Fo
         is_functional_dropout=lambda name: _global(function, name) is F.dropout,
     )
     found = rewrite(tree, names)
-    return rebuild(tree, original), found
+    return rebuild(tree, original, {HELPER: layer_add_norm}), found
 
 
 def _global(function, dotted: str) -> object:
@@ -130,33 +133,43 @@ def _fused(original: type[nn.Module], roles: Roles) -> type:
 def _methods(original: type[nn.Module], roles: Roles) -> dict:
     return {
         "forward": _rewrite(original, roles)[0],
-        HELPER: staticmethod(add_norm),
-        "_fusedops_aside": {HELPER: add_norm_plain},
+        "_fusedops_sums": True,
+        "_fusedops_aside": {"_fusedops_sums": False},
     }
 
 
-def add_norm(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None) -> tuple[Tensor, Tensor]:
+def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
+    """What a rewritten forward calls: add_norm, or the lines that it stands for after unpatch."""
+    run = add_norm if getattr(layer, "_fusedops_sums", False) else add_norm_plain
+    return run(*operands, **how)
+
+
+def add_norm(
+    norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, turned: bool = False
+) -> tuple[Tensor, Tensor]:
     """(norm(h), h) of h = x + residual, with dropout on x: fused where that changes nothing.
 
-    dropout: None, a module, or (p, training) of F.dropout. A fused h is contiguous.
+    dropout: None, a module, or (p, training) of F.dropout. turned: the lines say residual + x, as
+    matters for the strides of h. A fused h is contiguous.
     """
     x, p = _dropout(x, dropout)
-    fused = _fused_sum(norm, x, residual, p) if _fusable(norm, x, residual) else None
-    return fused or _plain(norm, F.dropout(x, p) if p else x, residual)
+    one, other = (residual, x) if not p and _mixed(residual, x) else (x, residual)
+    fused = _fused_sum(norm, one, other, p) if _fusable(norm, one, other) else None
+    return fused or _plain(norm, F.dropout(x, p) if p else x, residual, turned)
 
 
-def add_norm_plain(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None):
+def add_norm_plain(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, turned=False):
     """The lines that add_norm stands for."""
     x, p = _dropout(x, dropout)
-    return _plain(norm, F.dropout(x, p) if p else x, residual)
+    return _plain(norm, F.dropout(x, p) if p else x, residual, turned)
 
 
 def _fused_sum(norm: Any, x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor] | None:
     return norm._fusedops_add(x, residual, p)
 
 
-def _plain(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    h = x + residual
+def _plain(norm: nn.Module, x: Tensor, residual: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+    h = residual + x if turned else x + residual
     return norm(h), h
 
 
@@ -178,12 +191,19 @@ def _fusable(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
         recipe is not None
         and recipe.adds
         and type(x) is type(residual) is Tensor
-        and x.dtype == residual.dtype
+        and (x.dtype == residual.dtype or (recipe.mixes and _mixed(x, residual)))
         and x.shape == residual.shape
         and x.device == residual.device
-        and not (recipe.keeps_strides and not (row_major(x) and row_major(residual)))
+        and row_major(x)  # else h keeps their strides, and a later view may depend on them
+        and row_major(residual)
         and not _has_hooks(norm)
     )
+
+
+def _mixed(x: Tensor, residual: Tensor) -> bool:
+    """bfloat16 beside a float32 stream; either may be a number."""
+    dtypes = torch.bfloat16, torch.float32
+    return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -1,14 +1,15 @@
 """Rewrites `h = a + b` and a norm of `h` into one call, in the tree of a forward.
 
-    hidden = residual + hidden              y, hidden = self._fusedops_add_norm(
-    residual = hidden                           self.norm, residual, hidden)
+    hidden = residual + hidden              y, hidden = _fusedops_add_norm(
+    residual = hidden                           self, self.norm, residual, hidden)
     hidden = self.norm(hidden)              residual = hidden
                                             hidden = y
                                             del y
 
-    self.norm(a + b)                        self._fusedops_add_norm(self.norm, a, b)[0]
+    self.norm(a + b)                        _fusedops_add_norm(self, self.norm, a, b)[0]
 
-A dropout right before the sum goes into the call. The call decides each time whether to run the
+A dropout right before the sum goes into the call. The function comes from the closure, so that a
+forward which someone kept runs after unpatch too. The call decides each time whether to run the
 fused function or the lines it stands for, so a rewritten forward computes what the original does
 whatever the modules are.
 """
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusedops.patching import flow
-from fusedops.patching.read import Names, Reader
+from fusedops.patching.read import Names, Reader, place
 
 __all__ = ["HELPER", "Found", "rewrite"]
 
 HELPER = "_fusedops_add_norm"
+UNREAD = "the sum or the call of its norm has a form that is not read"
 IN_PLACE = "the sum is made in place"
 JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
 
@@ -54,12 +56,24 @@ class _Rewriter:
     def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
         self.read = Reader(tree, names)
         self.found: list[Found] = []
+        self.done: set[tuple] = set()  # places of the norm calls that are fused
+        self.stuck: set[int] = set()  # lines of sums that cannot be moved past an `if`
 
     def outcome(self) -> list[Found]:
         """In the order of the source. A sum in both branches of an `if` may be fused in one."""
+        self.found += self._unread()
         found = sorted(dict.fromkeys(self.found), key=lambda f: f.line)
         fused = {(f.line, f.norm) for f in found if f.norm and not f.reason}
         return [f for f in found if not f.reason or (f.line, f.norm) not in fused]
+
+    def _unread(self) -> list[Found]:
+        """The normed sums that no other method has seen."""
+        known = {(f.line, f.norm) for f in self.found}
+        return [
+            Found(made.lineno, ast.unparse(made), norm, reason=UNREAD)
+            for call, norm, made in self.read.normed_sums()
+            if place(call) not in self.done and (made.lineno, norm) not in known
+        ]
 
     def block(self, block: list[ast.stmt]) -> list[ast.stmt]:
         """The statements of one block, rewritten, and the blocks in them."""
@@ -143,11 +157,14 @@ class _Rewriter:
         if end is None or not isinstance(block[end], ast.If):
             return None
         branch = block[end]
-        start = at - 1 if at and self.read.is_dropout(block[at - 1]) else at
-        if not flow.movable(branch.test, block[start:end]):
-            return None
         after = self._until_norm(block, end + 1)
         if after == end + 1 and not any(self.read.norm(n) for n in ast.walk(branch)):
+            return None
+        start = at - 1 if at and self.read.is_dropout(block[at - 1]) else at
+        if not self._movable(branch.test, block[start:end]):
+            start = at
+        if not self._movable(branch.test, block[start:end]):
+            self.stuck.add(block[at].lineno)
             return None
         before, behind = block[start:end], block[end + 1 : after]
         for name in ("body", "orelse"):
@@ -156,6 +173,11 @@ class _Rewriter:
             setattr(branch, name, [*copy.deepcopy(before), *own, *tail])
         kept = [ast.copy_location(ast.Pass(), s) for s in before]
         return [*block[:start], *kept, branch, *block[after:]]
+
+    def _movable(self, test: ast.expr, before: list[ast.stmt]) -> bool:
+        return flow.movable(
+            test, before, self.read.own_names(), lambda call: self.read.dropout(call) is not None
+        )
 
     def _until_norm(self, block: list, start: int) -> int:
         """The end of the plain statements from `start` to a norm; `start` if there is no such."""
@@ -172,9 +194,11 @@ class _Rewriter:
         x, residual, dropout = self._operands(add, block, at)
         line, source = add.lineno, self.read.source(add)
         self.found.append(Found(line, source, self.read.norm(norm), dropout is not None))
-        helper = ast.Attribute(ast.Name(self.read.self_name, ast.Load()), HELPER, ast.Load())
-        arguments = [copy.deepcopy(norm.func), x, residual, *([dropout] if dropout else [])]
-        return ast.copy_location(ast.Call(helper, arguments, []), add)
+        self.done.add(place(norm))
+        layer, helper = (ast.Name(name, ast.Load()) for name in (self.read.self_name, HELPER))
+        arguments = [layer, copy.deepcopy(norm.func), x, residual, *([dropout] if dropout else [])]
+        turned = [ast.keyword("turned", ast.Constant(True))] if residual is add.left else []
+        return ast.copy_location(ast.Call(helper, arguments, turned), add)
 
     def _operands(self, add: ast.BinOp, block: list, at: int) -> tuple:
         """(x, residual, dropout) of residual + dropout(x); takes a dropout statement away."""
@@ -197,7 +221,9 @@ class _Rewriter:
         """Notes a sum that is not fused, where a norm of it or the caller gets it."""
         line = statement.lineno
         norm = self.read.norm_after(line, h)
-        if norm and user:
+        if norm and user and line in self.stuck:
+            reason = f"the test of the `if` (line {user.lineno}) may depend on what the sum runs"
+        elif norm and user:
             reason = f"`{h}` is used between the sum and the norm (line {user.lineno})"
         elif norm:
             reason = "the sum and the norm are not in the same block"

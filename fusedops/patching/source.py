@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -56,11 +56,15 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
     return tree
 
 
-def rebuild(tree: ast.FunctionDef, cls: type[nn.Module]) -> Callable:
-    """`tree` as the forward of `cls`: same globals, closure, defaults and decorators."""
+def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: dict[str, object]) -> Callable:
+    """`tree` as the forward of `cls`: same globals, closure, defaults and decorators.
+
+    more: what the closure holds beside the original's cells.
+    """
     old = innermost(cls)
-    code = _compile(tree, old)
+    code = _compile(tree, old, more)
     cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
+    cells |= {name: types.CellType(value) for name, value in more.items()}
     closure = tuple(cells[name] for name in code.co_freevars)
     new: Any = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, closure)
     new.__kwdefaults__ = old.__kwdefaults__
@@ -71,11 +75,13 @@ def rebuild(tree: ast.FunctionDef, cls: type[nn.Module]) -> Callable:
     return new
 
 
-def _compile(tree: ast.FunctionDef, like: types.FunctionType) -> types.CodeType:
+def _compile(
+    tree: ast.FunctionDef, like: types.FunctionType, more: Iterable[str] = ()
+) -> types.CodeType:
     bare = ast.FunctionDef(**{**dict(ast.iter_fields(tree)), "decorator_list": []})
     home = ast.ClassDef(_home(like), [], [], [ast.copy_location(bare, tree)], [])
     # A function around it makes the names of the original's closure free variables.
-    free = ", ".join(set(like.__code__.co_freevars) - {"__class__"})
+    free = ", ".join({*like.__code__.co_freevars, *more} - {"__class__"})
     outer: Any = ast.parse(f"def _({free}): pass")
     outer.body[0].body = [home]
     flags = like.__code__.co_flags & FUTURE

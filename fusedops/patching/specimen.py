@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.patching.formula import Formula, same
+from fusedops.patching.swap import ANY
 
 __all__ = ["BF16", "F16", "F32", "F64", "Regime", "Specimen", "device_of", "normalized_shape"]
 
@@ -20,9 +21,6 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 
 # (dtype of the input, dtype of the weight, under autocast)
 Regime = tuple[torch.dtype, torch.dtype, bool]
-# What a module raises when it is not what we took it for.
-MISTAKEN = (AssertionError, AttributeError, LookupError, TypeError)
-REFUSALS = (ArithmeticError, RuntimeError, ValueError, *MISTAKEN)
 
 
 def device_of(module: nn.Module) -> str:
@@ -94,21 +92,43 @@ class Specimen:
         """Whether the fused sum and norm equals the module after the sum."""
         return len(self.shape) == 1 and all(self._adds(formula, r, rows) for r in proven)
 
-    def _adds(self, formula: Formula, regime: Regime, rows: int) -> bool:
-        x, residual = (self._to(t[:rows], regime[0]) for t in (self.input, self.residual))
+    def mixes(self, formula: Formula, proven: list[Regime], rows: int) -> bool:
+        """Whether it does so for bfloat16 x beside a float32 stream, as autocast makes it."""
+        streams = [regime for regime in proven if regime[:2] == (F32, F32)]
+        return len(streams) == 2 and all(self._adds(formula, r, rows, BF16) for r in streams)
+
+    def _adds(
+        self, formula: Formula, regime: Regime, rows: int, dtype: torch.dtype | None = None
+    ) -> bool:
+        """dtype: of x, where the residual stream has another."""
+        x = self._to(self.input[:rows], dtype or regime[0])
+        residual = self._to(self.residual[:rows], regime[0])
         with torch.no_grad(), _autocast(self.device, regime[2]):
             y, h = formula.fused_add(x, residual, *self._operands(formula, regime[1]))
         wanted = self._original(x + residual, regime)
-        equal = wanted is not None and same(y, wanted, x.dtype)
+        equal = wanted is not None and same(y, wanted, residual.dtype)
         return equal and torch.equal(h, x + residual)
 
-    def _original(self, x: Tensor, regime: Regime) -> Tensor | None:
+    def same_in_both_modes(self, regime: Regime, rows: int) -> bool:
+        x = self._to(self.input[:rows], regime[0])
+        here, there = (self._original(x, regime, training) for training in (False, True))
+        return here is not None and there is not None and same(here, there, x.dtype)
+
+    def _original(self, x: Tensor, regime: Regime, training: bool | None = None) -> Tensor | None:
         """The module's output, None where it refuses the dtypes."""
+        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
+        module = self._copy(regime[1])
+        module.training = module.training if training is None else training
         try:
-            with torch.no_grad(), _autocast(self.device, regime[2]), warnings.catch_warnings():
+            with (
+                torch.no_grad(),
+                _autocast(self.device, regime[2]),
+                torch.random.fork_rng(devices),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
-                y = self._copy(regime[1])(x)
-        except REFUSALS:
+                y = module(x)
+        except ANY:
             return None
         return y if isinstance(y, Tensor) else None
 

@@ -6,16 +6,37 @@ goes into no module namespace: a second model built from the original class is u
 """
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
 
-__all__ = ["fused_class", "new_class", "original_class", "restore", "subclass", "swap"]
+__all__ = [
+    "ANY",
+    "Unswappable",
+    "fused_class",
+    "fused_modules",
+    "new_class",
+    "original",
+    "original_class",
+    "restore",
+    "said",
+    "subclass",
+    "swap",
+]
+
+# What a module's own code raises when patch runs it (its forward on inputs that it was not written
+# for, its `__init_subclass__`) is of any class, and only says that the module has to be left.
+ANY = Exception
 
 # (original class, key) -> subclass, for as long as a module uses it.
 _subclasses: "WeakValueDictionary[tuple[type, Hashable], type]" = WeakValueDictionary()
+
+
+class Unswappable(Exception):
+    """Why a module cannot be given another class."""
 
 
 def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], dict]) -> type:
@@ -37,7 +58,15 @@ def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], d
 def new_class(original: type[nn.Module], namespace: dict) -> type:
     """A subclass of the same name, by the original's metaclass."""
     metaclass: Any = type(original)
-    return metaclass(original.__name__, (original,), namespace)
+    try:
+        return metaclass(original.__name__, (original,), namespace)
+    except ANY as error:
+        raise Unswappable(f"its class takes no subclass: {said(error)}") from error
+
+
+def said(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def fused_class(module: nn.Module) -> type[Any] | None:
@@ -50,6 +79,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """The module's class as it was before patch."""
     fused = fused_class(module)
     return type(module) if fused is None else fused._fusedops_original
+
+
+def fused_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules that run their fused forward now."""
+    known = ((module, fused_class(module)) for module in model.modules())
+    return {m for m, fused in known if fused and not fused._fusedops_aside.keys() & vars(m).keys()}
 
 
 def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
@@ -73,6 +108,23 @@ def restore(module: nn.Module) -> None:
         vars(module).update(fused._fusedops_aside)
 
 
+@contextmanager
+def original(model: nn.Module) -> Iterator[None]:
+    """The model as it is without patch, for the length of a block."""
+    on = {module: fused_class(module) for module in fused_modules(model)}
+    for module in on:
+        restore(module)
+    try:
+        yield
+    finally:
+        for module, fused in on.items():
+            _put_back(module, fused)
+
+
+def _put_back(module: nn.Module, fused: Any) -> None:
+    swap(module, lambda _: fused)
+
+
 def _switch_on(module: nn.Module, fused: type[Any]) -> None:
     for name in fused._fusedops_aside:
         vars(module).pop(name, None)
@@ -85,7 +137,8 @@ def _copying(original: type[nn.Module]) -> dict:
         fused: Any = fused_class(self)
         # Protocol 2 and newer pickle no object under another class than its own.
         make, args, *rest = super(fused, self).__reduce_ex__(min(protocol, 1))
-        return make, tuple(original if a is fused else a for a in args), *rest
+        make, *args = (original if a is fused else a for a in (make, *args))
+        return make, tuple(args), *rest
 
     def __deepcopy__(self, memo):
         new = object.__new__(type(self))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.swap import restore
+from fusedops.patching.swap import original, restore
 
 __all__ = ["Yardstick", "run"]
 
@@ -30,12 +30,11 @@ class Yardstick:
     """
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
-        for module in model.modules():
-            restore(module)
         self.batch = batch
-        self.eager = run(model, batch)
-        self.seen = [self.eager, *(run(_moved(model, seed), batch) for seed in range(MOVED))]
-        self.exact = _exact(model, batch) or self.eager
+        with original(model):
+            self.eager = run(model, batch)
+            self.seen = [self.eager, *(run(_moved(model, seed), batch) for seed in range(MOVED))]
+            self.exact = _exact(model, batch) or self.eager
         gradients = [t.double() for n, t in self.exact.items() if n.startswith(GRADIENT)]
         squares = sum(float(t.square().sum()) for t in gradients)
         self.typical = (squares / max(1, sum(t.numel() for t in gradients))) ** 0.5
@@ -54,11 +53,13 @@ class Yardstick:
 
     def within(self, name: str, fused: Tensor) -> bool:
         """Whether one result is as near to the exact one as rounding lets it be."""
+        if not torch.equal(_infinities(fused), _infinities(self.eager[name])):
+            return False
         exact, eps = self.exact[name], torch.finfo(fused.dtype).eps
-        ulp = exact.abs() + (self.typical if name.startswith(GRADIENT) else 0.0)
+        ulp = _finite(exact).abs() + (self.typical if name.startswith(GRADIENT) else 0.0)
+        off = [_error(result, exact) for result in (fused, *(seen[name] for seen in self.seen))]
         return all(
-            norm(fused - exact)
-            <= 2 * max(norm(seen[name] - exact) for seen in self.seen) + eps * norm(ulp)
+            norm(off[0]) <= 2 * max(map(norm, off[1:])) + eps * norm(ulp)
             for norm in (_largest, torch.linalg.vector_norm)
         )
 
@@ -89,8 +90,10 @@ def run(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         loss = getattr(output, "loss", None)
         loss = _scalar(results) if loss is None else loss
-        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    results |= {GRADIENT + n: g for n, g in zip(named, grads, strict=True) if g is not None}
+        if named and loss.requires_grad:  # not where everything is frozen
+            grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            named_grads = zip(named, grads, strict=True)
+            results |= {GRADIENT + n: g for n, g in named_grads if g is not None}
     return {name: t.detach() for name, t in results.items()}
 
 
@@ -137,6 +140,20 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _infinities(t: Tensor) -> Tensor:
+    """1 where a result is infinite, -1 where it is minus that, else 0."""
+    return t.isposinf().char() - t.isneginf().char()
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.masked_fill(t.isinf(), 0.0)
+
+
+def _error(t: Tensor, exact: Tensor) -> Tensor:
+    """How far each element is off, 0 where both are the same infinity."""
+    return (t - exact).masked_fill(t == exact, 0.0)
 
 
 def _largest(t: Tensor) -> Tensor:
