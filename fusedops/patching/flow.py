@@ -8,8 +8,10 @@ __all__ = [
     "calls",
     "copied_name",
     "dotted",
+    "first_call",
     "given",
     "holds_sum",
+    "is_idle",
     "is_simple",
     "is_sum",
     "loads",
@@ -27,6 +29,7 @@ NO_TENSOR = ast.Constant, ast.Tuple, ast.List, ast.JoinedStr
 PURE = {"hasattr", "isinstance", "len", "type"}
 SEES_VALUES = ast.Name, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp
 SEES_ATTRIBUTES = *SEES_VALUES, ast.Attribute, ast.Call
+RUNS = ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, *CONDITIONAL
 GRAMMAR = ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop
 INERT = ast.expr, ast.keyword, ast.operator, ast.Pass, *GRAMMAR, *SIMPLE
 
@@ -99,6 +102,38 @@ def calls(node: ast.AST) -> Iterator[ast.Call]:
             if isinstance(child, ast.Call):
                 yield child
             yield from calls(child)
+
+
+def first_call(statement: ast.stmt) -> ast.Call | None:
+    """The call that is sure to be made, and before which the statement runs no code but sums."""
+    ran = next((n for n in _in_order(statement) if isinstance(n, RUNS)), None)
+    return ran if isinstance(ran, ast.Call) and ran in calls(statement) else None
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes as they are evaluated, of an assignment its value first."""
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Assign):
+        children = [node.value, *node.targets]
+    for child in children:
+        yield from _in_order(child)
+    yield node
+
+
+def is_idle(statement: ast.stmt) -> bool:
+    """Whether it changes nothing but names: `a = b`, `pass`, and a check that raises."""
+    match statement:
+        case ast.Pass() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Assign(targets=[ast.Name()], value=ast.Name() | ast.Constant()):
+            return True
+        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=size, slice=at)):
+            return dotted(size).endswith(".shape") and not any(calls(at)) and not loads(at)
+        case ast.If(test=test, body=[ast.Raise()], orelse=[]):
+            nodes = [n for n in ast.walk(test) if not isinstance(n, GRAMMAR)]
+            pure = all(dotted(n.func) in PURE for n in nodes if isinstance(n, ast.Call))
+            return pure and all(isinstance(n, SEES_ATTRIBUTES) for n in nodes)
+    return False
 
 
 def copied_name(statement: ast.stmt) -> tuple[str, str] | None:

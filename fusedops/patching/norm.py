@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch import is_autocast_enabled as autocast
 from torch.amp import is_autocast_available
 
+from fusedops.patching.attributes import MISSING
 from fusedops.patching.probe import Recipe, eps_names, probe
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import Unswappable, original_class, subclass, swap
@@ -108,6 +109,7 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
     `x.device` would each cost as much as the rest.
     """
     weight_name, bias_name, eps_name = recipe.weight, recipe.bias, str(recipe.eps)
+    absent, fixed = recipe.absent, recipe.fixed
     fixed_eps = recipe.eps if isinstance(recipe.eps, float) else None
     has_bias = recipe.formula.function == "layer_norm"
 
@@ -119,13 +121,23 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
             weight = self._parameters.get(weight_name)
             if weight is None:  # parametrized, or FSDP1's view
                 weight = getattr(self, weight_name)
+                if weight is None:
+                    return None
             of_weight = weight.dtype
         device = "cpu" if x.is_cpu else x.device.type
         known = device in USUAL or is_autocast_available(device)  # meta has none, and raises
         regime = x.dtype, of_weight, known and autocast(device) and device
         if regime not in getattr(self, "_fusedops_regimes", ()):  # kept from before unpatch
             return None
+        for name in absent:
+            if self._parameters.get(name) is not None:
+                return None
+        for name, value in fixed:
+            if vars(self).get(name, MISSING) != value:
+                return None
         eps = fixed_eps or getattr(self, eps_name)
+        if type(eps) is not float and eps is not None:
+            return None
         shape = recipe.shape or x.shape[-1:] if weight is None else weight.shape
         if not has_bias:
             return shape, weight, eps
@@ -133,6 +145,8 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
             bias = self._parameters.get(bias_name)
             if bias is None:
                 bias = getattr(self, bias_name)
+                if bias is None:
+                    return None
         return shape, weight, bias, eps
 
     return operands

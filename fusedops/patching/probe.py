@@ -1,13 +1,17 @@
 """Finds out what a norm module computes: its parts by their names, its formula by running it."""
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedops.patching.attributes import fixed
 from fusedops.patching.formula import FORMULAS, Formula
 from fusedops.patching.specimen import (
     BF16,
@@ -19,7 +23,7 @@ from fusedops.patching.specimen import (
     device_of,
     normalized_shape,
 )
-from fusedops.patching.swap import ANY, said
+from fusedops.patching.swap import ANY, said, version
 
 __all__ = ["Recipe", "eps_names", "probe"]
 
@@ -37,6 +41,8 @@ class Recipe:
 
     weight, bias: parameter names, None where the module has none. eps: the attribute's name, or
     its value. shape: the normalized shape where no weight gives it, None for the last dimension.
+    absent: the names of parameters that the module may have and has not. fixed: the other
+    attributes that its code reads, as they were: while one is different, the original runs.
     regimes: (input dtype, weight dtype, device type when under autocast else False) in which the
     fused function was seen to equal the module. adds: so was the fused function of a sum.
     mixes: and of a sum of bfloat16 and float32, with and without autocast.
@@ -49,6 +55,8 @@ class Recipe:
     bias: str | None
     eps: str | float
     shape: tuple[int, ...] | None
+    absent: tuple[str, ...]
+    fixed: tuple[tuple[str, Hashable], ...]
     regimes: frozenset
     adds: bool
     mixes: bool
@@ -61,9 +69,18 @@ _known: "WeakKeyDictionary[type, dict[Hashable, Recipe | str]]" = WeakKeyDiction
 def probe(module: nn.Module) -> Recipe | str:
     """The module's recipe, or the reason why no fused function can stand for it."""
     try:
-        return _probe(module)
+        with _undisturbed():
+            return _probe(module)
     except ANY as error:
         return f"it cannot be probed: {said(error)}"
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Plain tensors that know gradients, whatever mode or transform the caller is in."""
+    plain = torch.inference_mode(False)
+    with plain, _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
 
 
 def _probe(module: nn.Module) -> Recipe | str:
@@ -131,7 +148,8 @@ def _signature(module: nn.Module) -> Hashable | None:
     if not all(isinstance(v, plain) for v in own.values()):
         return None
     shapes = {k: None if p is None else tuple(p.shape) for k, p in module._parameters.items()}
-    key = *sorted(own.items()), *sorted(shapes.items()), device_of(module)
+    now = version(type(module))
+    key = now, *sorted(own.items()), *sorted(shapes.items()), device_of(module)
     try:
         hash(key)
     except TypeError:  # a tuple of lists
@@ -151,10 +169,18 @@ def _classify_with(
     proven = specimen.regimes(formula, formula.fused, matches[formula])
     if not proven:
         return f"{formula} differs from it by more than rounding"
+    proven = [regime for regime in proven if specimen.same_at_extremes(formula, regime)]
+    if not proven:
+        return f"{formula} differs from it where an input is large, infinite or NaN"
+    if not specimen.same_gradients(formula, proven[0], some):
+        return f"its gradients are not those of {formula}"
     if not all(specimen.same_in_both_modes(regime, some) for regime in proven):
         return "it gives something else in training mode than in eval mode"
     if not specimen.same_in_every_rank(formula, proven[0]):
         return "it does not norm the last dimensions of every input"
+    attributes = fixed(module, {weight, bias, eps, "normalized_shape" if weight else None})
+    if isinstance(attributes, str):
+        return attributes
     adds = specimen.adds(formula, proven, some)
     regimes = ((x, w if weight else None, on and specimen.device) for x, w, on in proven)
     return Recipe(
@@ -163,6 +189,8 @@ def _classify_with(
         bias,
         eps,
         shape=None if weight else normalized_shape(module),
+        absent=tuple(name for name, p in module._parameters.items() if p is None),
+        fixed=attributes,
         regimes=frozenset(regimes),
         adds=adds,
         mixes=adds and specimen.mixes(formula, proven, some),

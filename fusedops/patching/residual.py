@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,7 @@ from fusedops.patching.read import Names
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.rewrite import HELPER, Found, rewrite
 from fusedops.patching.source import Unreadable, innermost, parse, rebuild
-from fusedops.patching.swap import Unswappable, original_class, subclass, swap
+from fusedops.patching.swap import Unswappable, original_class, subclass, swap, version
 
 __all__ = ["add_norm", "patch_residuals"]
 
@@ -26,8 +26,8 @@ CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList
 
 # (child's name, what it is) of the children that the rewriting asks for
 Roles = frozenset[tuple[str, str]]
-# class -> its children's roles -> the sums in its forward, or why it cannot be read
-_known: "WeakKeyDictionary[type, dict[Roles, list[Found] | str]]" = WeakKeyDictionary()
+# class -> (its version, its children's roles) -> the sums in its forward, or why it is not read
+_known: "WeakKeyDictionary[type, dict[Hashable, list[Found] | str]]" = WeakKeyDictionary()
 
 
 def patch_residuals(model: nn.Module, report: PatchReport) -> None:
@@ -95,13 +95,13 @@ def _wraps_norms(module: nn.Module) -> bool:
 
 
 def _find(original: type[nn.Module], roles: Roles) -> list[Found] | str:
-    known = _known.setdefault(original, {})
-    if roles not in known:
+    known, key = _known.setdefault(original, {}), (version(original), roles)
+    if key not in known:
         try:
-            known[roles] = _rewrite(original, roles)[1]
+            known[key] = _rewrite(original, roles)[1]
         except (Unreadable, Unswappable) as why:
-            known[roles] = str(why)
-    return known[roles]
+            known[key] = str(why)
+    return known[key]
 
 
 def _rewrite(original: type[nn.Module], roles: Roles) -> tuple[Callable, list[Found]]:
@@ -141,7 +141,8 @@ def _methods(original: type[nn.Module], roles: Roles) -> dict:
 def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
     """What a rewritten forward calls: add_norm, or the lines that it stands for after unpatch."""
     run = add_norm if getattr(layer, "_fusedops_sums", False) else add_norm_plain
-    return run(*operands, **how)
+    norm = (how.pop("norm"),) if "norm" in how else ()
+    return run(*norm, *operands, **how)
 
 
 def add_norm(

@@ -1,12 +1,15 @@
 """Rewrites `h = a + b` and a norm of `h` into one call, in the tree of a forward.
 
     hidden = residual + hidden              y, hidden = _fusedops_add_norm(
-    residual = hidden                           self, self.norm, residual, hidden)
+    residual = hidden                           self, residual, hidden, norm=self.norm)
     hidden = self.norm(hidden)              residual = hidden
                                             hidden = y
                                             del y
 
     self.norm(a + b)                        _fusedops_add_norm(self, self.norm, a, b)[0]
+
+Each runs what the lines run in the order that they do: the norm moves past nothing that could
+change it. With `norm=` it is looked up after the terms are made.
 
 A dropout right before the sum goes into the call. The function comes from the closure, so that a
 forward which someone kept runs after unpatch too. The call decides each time whether to run the
@@ -106,6 +109,7 @@ class _Rewriter:
             return block
         y = f"_fusedops_y{len(self.found)}"
         fused = self._call(call, add, block, at)
+        fused.keywords.append(ast.keyword("norm", fused.args.pop(1)))
         targets = ast.Tuple([ast.Name(y, ast.Store()), ast.Name(h, ast.Store())], ast.Store())
         block[at] = ast.copy_location(ast.Assign([targets], fused), block[at])
         block[end] = _replace(block[end], call, ast.Name(y, ast.Load()))
@@ -123,15 +127,19 @@ class _Rewriter:
                 same.add(copied[0])
             elif flow.mentions(block[i], same):
                 return i, self._norm_call(block[i], same)
-            else:
+            elif flow.is_idle(block[i]):
                 same -= flow.stores(block[i])
+            else:
+                return i, None
         return 0, None
 
     def _norm_call(self, statement: ast.stmt, same: set[str]) -> ast.Call | None:
         if not flow.is_simple(statement):
             return None
-        calls = (call for call in flow.calls(statement) if self.read.norm(call))
-        return next((c for c in calls if flow.dotted(c.args[0]) in same), None)
+        call = flow.first_call(statement)
+        if call is None or not self.read.norm(call) or flow.dotted(call.args[0]) not in same:
+            return None
+        return call
 
     # self.norm(a + b)
 
@@ -223,6 +231,8 @@ class _Rewriter:
         norm = self.read.norm_after(line, h)
         if norm and user and line in self.stuck:
             reason = f"the test of the `if` (line {user.lineno}) may depend on what the sum runs"
+        elif norm and user and not flow.mentions(user, {h}):
+            reason = f"what runs between the sum and the norm (line {user.lineno}) may change it"
         elif norm and user:
             reason = f"`{h}` is used between the sum and the norm (line {user.lineno})"
         elif norm:

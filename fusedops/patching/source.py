@@ -51,7 +51,8 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
     if not isinstance(tree, ast.FunctionDef):
         raise Unreadable("its forward is not a def")
     ast.increment_lineno(tree, first - 2)
-    if _names(_compile(tree, function)) != _names(function.__code__):
+    same_names = _names(_compile(tree, function)) == _names(function.__code__)
+    if not same_names or not _is_compiled_from_its_file(function):
         raise Unreadable("the source of its forward is not what runs")
     return tree
 
@@ -88,6 +89,32 @@ def _compile(
     ast.fix_missing_locations(outer)
     module = compile(outer, like.__code__.co_filename, "exec", flags, dont_inherit=True)
     return next(code for code in _nested(module) if code.co_name == tree.name)
+
+
+def _is_compiled_from_its_file(function: types.FunctionType) -> bool:
+    """Whether the whole file, as it is now, compiles to the code that runs."""
+    code = function.__code__
+    text = "".join(inspect.findsource(function)[0])
+    same = [c for c in _file(text, code.co_flags & FUTURE) if c.co_name == code.co_name]
+    at_line = (c for c in same if c.co_firstlineno == code.co_firstlineno)
+    return any(_instructions(c) == _instructions(code) for c in at_line)
+
+
+@functools.lru_cache(maxsize=4)
+def _file(text: str, flags: int) -> list[types.CodeType]:
+    try:
+        return list(_nested(compile(text, "", "exec", flags, dont_inherit=True)))
+    except (SyntaxError, ValueError):
+        return []
+
+
+def _instructions(code: types.CodeType) -> tuple:
+    constants = [
+        _instructions(c) if isinstance(c, types.CodeType) else (type(c), repr(c))
+        for c in code.co_consts
+    ]
+    cells = code.co_freevars, code.co_cellvars
+    return code.co_code, code.co_names, code.co_varnames, cells, constants
 
 
 def _names(code: types.CodeType) -> tuple:

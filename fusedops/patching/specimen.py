@@ -6,7 +6,8 @@ device is probed too, and no state of the model is read or changed.
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,46 @@ class Specimen:
         equal = wanted is not None and same(y, wanted, residual.dtype)
         return equal and torch.equal(h, x + residual)
 
+    def same_at_extremes(self, formula: Formula, regime: Regime) -> bool:
+        """Whether large values, infinities and NaN come out alike."""
+        x = self._draw((6, *self.shape)) * 1e4
+        for i, value in enumerate((torch.inf, -torch.inf, torch.nan)):
+            x[i].view(-1)[0] = value
+        x = self._to(x, regime[0])
+        wanted = self._original(x, regime)
+        with torch.no_grad(), _autocast(self.device, regime[2]):
+            got = formula.reference(x, self.shape, *self._operands(formula, regime[1]))
+        if wanted is None or not torch.equal(_kinds(got), _kinds(wanted)):
+            return False
+        return same(_finite(got), _finite(wanted), x.dtype)
+
+    def same_gradients(self, formula: Formula, regime: Regime, rows: int) -> bool:
+        """Whether autograd gives the formula's gradients, in norm, and the output has one.
+
+        The gradient of a small row is as much larger as the row is smaller: the output's gradient
+        makes up for that, so that every row counts.
+        """
+        x, cotangent = self.input[:rows], self._draw((rows, *self.shape))
+        cotangent[1::2] *= (self.eps or torch.finfo(F32).eps) ** 0.5
+        x = self._to(x, regime[0])
+        module = self._copy(regime[1])
+        operands = self._operands(formula, regime[1])
+        *parameters, eps = [t.requires_grad_() if isinstance(t, Tensor) else t for t in operands]
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with torch.enable_grad(), _autocast(self.device, regime[2]), _quiet(self.device):
+            got = module(one)
+            wanted = formula.reference(other, self.shape, *parameters, eps)
+        if not got.requires_grad or not same(got.detach(), wanted.detach(), x.dtype):
+            return False
+        own = [module.get_parameter(n) for n in (self.weight, self.bias) if n]
+        leaves = [one, *own], [other, *(p for p in parameters if p is not None)]
+        cotangent = self._to(cotangent, got.dtype)
+        pairs = [
+            torch.autograd.grad(y, of, cotangent, allow_unused=True)
+            for y, of in zip((got, wanted), leaves, strict=True)
+        ]
+        return all(_near(a, b) for a, b in zip(*pairs, strict=True))
+
     def same_in_both_modes(self, regime: Regime, rows: int) -> bool:
         x = self._to(self.input[:rows], regime[0])
         here, there = (self._original(x, regime, training) for training in (False, True))
@@ -116,17 +157,10 @@ class Specimen:
 
     def _original(self, x: Tensor, regime: Regime, training: bool | None = None) -> Tensor | None:
         """The module's output, None where it refuses the dtypes."""
-        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
         module = self._copy(regime[1])
         module.training = module.training if training is None else training
         try:
-            with (
-                torch.no_grad(),
-                _autocast(self.device, regime[2]),
-                torch.random.fork_rng(devices),
-                warnings.catch_warnings(),
-            ):
-                warnings.simplefilter("ignore")
+            with torch.no_grad(), _autocast(self.device, regime[2]), _quiet(self.device):
                 y = module(x)
         except ANY:
             return None
@@ -157,3 +191,29 @@ class Specimen:
 
 def _autocast(device: str, enabled: bool) -> torch.autocast:
     return torch.autocast(device, torch.bfloat16, enabled=enabled)
+
+
+@contextmanager
+def _quiet(device: str) -> Iterator[None]:
+    """No warnings, and the random stream stays as it is."""
+    devices = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _near(got: Tensor | None, wanted: Tensor) -> bool:
+    """A few ulp in norm."""
+    if got is None or got.dtype != wanted.dtype or got.shape != wanted.shape:
+        return False
+    off = (got.double() - wanted.double()).norm()
+    return bool(off <= 32 * torch.finfo(got.dtype).eps * wanted.double().norm())
+
+
+def _kinds(t: Tensor) -> Tensor:
+    """Where it is NaN, an infinity, or finite."""
+    return t.isnan() * 3 + t.isposinf() * 2 + t.isneginf() * 1
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.masked_fill(~t.isfinite(), 0.0)

@@ -8,8 +8,9 @@ goes into no module namespace: a second model built from the original class is u
 import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
@@ -25,14 +26,15 @@ __all__ = [
     "said",
     "subclass",
     "swap",
+    "version",
 ]
 
 # What a module's own code raises when patch runs it (its forward on inputs that it was not written
 # for, its `__init_subclass__`) is of any class, and only says that the module has to be left.
 ANY = Exception
 
-# (original class, key) -> subclass, for as long as a module uses it.
-_subclasses: "WeakValueDictionary[tuple[type, Hashable], type]" = WeakValueDictionary()
+# (original class, its version, key) -> subclass, for as long as a module uses it.
+_subclasses: "WeakValueDictionary[tuple[type, Hashable, Hashable], type]" = WeakValueDictionary()
 
 
 class Unswappable(Exception):
@@ -46,13 +48,25 @@ def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], d
     (transformers' GradientCheckpointingLayer). `_fusedops_aside` names the instance attributes
     that switch the fused code off.
     """
-    made = _subclasses.get((original, key))
+    place = original, version(original), key
+    made = _subclasses.get(place)
     if made is None:
         named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         own = {"_fusedops_original": original, **_copying(original)}
         made = new_class(original, {**named, **own, **namespace()})
-        _subclasses[original, key] = made
+        _subclasses[place] = made
     return made
+
+
+def version(cls: type) -> Hashable:
+    """What the methods and plain attributes of a class are now: someone may replace them."""
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if nn.Module in cls.__mro__ else cls.__mro__
+    return tuple(
+        (name, ref(value) if isinstance(value, FunctionType) else (type(value), value))
+        for base in bases
+        for name, value in ((k, getattr(v, "fget", v)) for k, v in vars(base).items())
+        if isinstance(value, FunctionType | int | float | str)
+    )
 
 
 def new_class(original: type[nn.Module], namespace: dict) -> type:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,16 +86,28 @@ def run(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Outputs, loss and gradients by name, of one run without dropout."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices), _in_eval_mode(model), torch.enable_grad():
+        batch = _fresh(batch)
         output = model(**batch) if isinstance(batch, Mapping) else model(batch)
         results = dict(_tensors("output", output))
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         loss = getattr(output, "loss", None)
+        if not results and loss is None:
+            raise ValueError("patch: verify needs a model that gives floating-point results")
         loss = _scalar(results) if loss is None else loss
         if named and loss.requires_grad:  # not where everything is frozen
             grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
             named_grads = zip(named, grads, strict=True)
             results |= {GRADIENT + n: g for n, g in named_grads if g is not None}
     return {name: t.detach() for name, t in results.items()}
+
+
+def _fresh(batch: Any) -> Any:
+    """A batch that a run may change: of a cache, each run gets a copy."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, Mapping):
+        return {name: _fresh(value) for name, value in batch.items()}
+    return copy.deepcopy(batch)
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,89 @@
+"""The attributes that the code of a norm module reads."""
+
+from collections.abc import Hashable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["MISSING", "fixed"]
+
+MISSING = "not there", object()
+PLAIN = int, float, bool, str, type(None), torch.dtype
+
+
+def fixed(module: nn.Module, known: set) -> tuple[tuple[str, Hashable], ...] | str:
+    """(name, value) of the attributes that the forward reads, less those in `known`.
+
+    The value is MISSING where the instance has no such attribute. Or the reason why their changes
+    could not be seen.
+    """
+    own = {**dict.fromkeys(vars(nn.Module())), **module._parameters, **dict.fromkeys(known)}
+    names = {name for code in _codes(type(module)) for name in _read(code)}
+    found = {name: vars(module).get(name, MISSING) for name in names - own.keys()}
+    for name, value in found.items():
+        if value is not MISSING and not _is_plain(value):
+            return f"its forward reads self.{name}, which may change unseen"
+    known_to_it = (name for name in found if name in vars(module) or hasattr(type(module), name))
+    return tuple((name, found[name]) for name in sorted(known_to_it) if not _inherited(name))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
+
+
+def _inherited(name: str) -> bool:
+    return hasattr(nn.Module, name)
+
+
+def _codes(cls: type) -> Iterator[CodeType]:
+    """The code of the forward and of what it may call: methods, properties, own functions."""
+    seen: set[CodeType] = set()
+    waiting: list[Any] = _called(cls, "forward")
+    while waiting:
+        function = waiting.pop()
+        code = function.__code__
+        if code in seen or function.__module__.partition(".")[0] == "torch":
+            continue
+        seen.add(code)
+        yield code
+        for name in _read(code):
+            waiting += _called(cls, name)
+            waiting += _functions(function.__globals__.get(name))
+        for cell in function.__closure__ or ():
+            waiting += _functions(_content(cell))
+
+
+def _called(cls: type, name: str) -> list[FunctionType]:
+    """What the name may mean in the class and, by super(), in its bases."""
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return [f for base in bases for f in _functions(vars(base).get(name))]
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return [value] if isinstance(value, FunctionType) else []
+
+
+def _content(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def _read(code: CodeType) -> set[str]:
+    """The names in the code, those in strings (`getattr(self, "scale")`) among them."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+        elif isinstance(constant, CodeType):
+            names |= _read(constant)
+    return names
