@@ -510,16 +510,15 @@ def test_cuda_autocast_runs_norms_in_float32(op, residual_dtype):
     torch.testing.assert_close(found, norm_of_h(args[0].float(), *args[1:]))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_unused_y_takes_no_part(p):
+def test_unused_y_takes_no_part():
     x = torch.randn(4, 8, requires_grad=True)
     with torch.no_grad():
         x[1, 2] = torch.inf
     residual = torch.zeros(4, 8, requires_grad=True)
-    _, h = add_layer_norm(x, residual, dropout_p=p)
+    _, h = add_layer_norm(x, residual)
     h.mul_(2)  # nothing that the gradient needs
-    dx, dresidual = torch.autograd.grad(h.sum(), (x, residual))
-    assert torch.equal(dresidual, torch.full((4, 8), 2.0)) and dx.isfinite().all()
+    for gradient in torch.autograd.grad(h.sum(), (x, residual)):
+        assert torch.equal(gradient, torch.full((4, 8), 2.0))
 
 
 ERRORS = {

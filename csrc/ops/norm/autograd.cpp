@@ -46,16 +46,17 @@ struct NormBackwardNode : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto wanted = [this](size_t i) { return task_should_compute_output(i); };
-    const auto seed_ = optional(seed.unpack());
-    const auto& dy = grads[0];
     const auto dh = add ? optional(grads[1]) : std::nullopt;
-    if (!dy.defined()) return through_h(dh, seed_);
+    const bool drops = dropout_p > 0, through = grads[0].defined();
+    if (!through && !drops) return {dh.value_or(Tensor()), dh.value_or(Tensor()), {}, {}};
+    if (!through && !dh) return variable_list(4);
 
     const auto h_ = h.unpack(getptr());
     const auto weight_ = optional(weight.unpack()), bias_ = optional(bias.unpack());
-    const bool drops = dropout_p > 0;
+    const auto seed_ = optional(seed.unpack());
+    const auto dy = through ? grads[0] : at::zeros_like(*dh);  // the kernel knows the mask
     const std::array<bool, 4> mask{(add && wanted(1)) || (!drops && wanted(0)), drops && wanted(0),
-                                   wanted(2), wanted(3)};
+                                   through && wanted(2), through && wanted(3)};
     NormGradients d;
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
       const auto acc = norm_accumulator(h_);
@@ -70,15 +71,6 @@ struct NormBackwardNode : torch::autograd::Node {
     }
     return {wanted(0) ? (drops ? d.dx : d.dresidual) : Tensor(),
             add && wanted(1) ? d.dresidual : Tensor(), d.dweight, d.dbias};
-  }
-
-  // Nothing uses y: what comes in through h goes out as it is.
-  variable_list through_h(const OptionalTensor& dh, const OptionalTensor& seed_) {
-    variable_list grads(4);
-    if (!dh) return grads;
-    if (task_should_compute_output(0)) grads[0] = norm_dropout(*dh, dropout_p, seed_, dims);
-    if (task_should_compute_output(1)) grads[1] = *dh;
-    return grads;
   }
 
   static OptionalTensor optional(const Tensor& t) {
