@@ -459,6 +459,25 @@ def test_compile_with_dropout_runs_the_same_mask_in_backward():
     assert torch.equal(dx != 0, h != 0)
 
 
+def test_compiled_composite_runs_the_same_mask_in_backward():
+    compiled = torch.compile(lambda x, r: add_layer_norm(x, r, dropout_p=0.5)[1], fullgraph=True)
+    x = torch.randn(20, 64, dtype=torch.float64, requires_grad=True)  # float64 has no kernel
+    h = compiled(x, torch.zeros_like(x))
+    (dx,) = torch.autograd.grad(h.sum(), x)
+    assert torch.equal(dx != 0, h != 0)
+
+
+def test_dropout_mask_is_the_reference_and_opaque_to_the_compiler():
+    torch.manual_seed(5)
+    expected = norm.dropout_reference(torch.ones(20, 65), 0.5) != 0
+    torch.manual_seed(5)
+    seed = torch.randint(2**63 - 1, ())
+    mask = torch.ops.fusedops.dropout_mask
+    assert torch.equal(mask(seed, 20, 65, 0.5), expected)
+    assert torch.equal(torch.compile(mask, fullgraph=True)(seed, 20, 65, 0.5), expected)
+    torch.library.opcheck(mask, (seed, 20, 65, 0.5))
+
+
 def test_checkpoint_runs_the_same_mask_in_backward():
     x = torch.randn(20, 64, requires_grad=True)
     call = torch.utils.checkpoint.checkpoint

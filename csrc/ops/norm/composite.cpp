@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
@@ -26,19 +27,15 @@ Tensor scale_of(const Tensor& weight, double offset, c10::ScalarType accumulatio
   return offset == 0 ? w : w + offset;
 }
 
-}  // namespace
-
-Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims) {
-  if (p == 0) return x;
+// [rows, n]: which elements stay. The definition is `dropout_reference`.
+Tensor dropout_mask(const Tensor& seed, c10::SymInt rows, c10::SymInt n, double p) {
   constexpr int64_t low = 0xFFFFFFFF;
-  c10::SymInt rows = 1, n = 1;
-  for (int64_t i = 0; i < x.dim(); ++i) (i < x.dim() - dims ? rows : n) *= x.sym_size(i);
-  const auto options = x.options().dtype(at::kLong);
+  const auto options = seed.options();
   const auto row = at::arange(c10::Scalar(rows), options).unsqueeze(-1);
   const auto zero = at::zeros_symint({rows, (n + 3) / 4}, options);
   Tensor c0 = zero + at::arange(c10::Scalar((n + 3) / 4), options);
   Tensor c1 = zero + row.bitwise_and(low), c2 = zero + row.__rshift__(32), c3 = zero;
-  Tensor k0 = seed->bitwise_and(low), k1 = seed->__rshift__(32);
+  Tensor k0 = seed.bitwise_and(low), k1 = seed.__rshift__(32);
   const auto high_word = [&](const Tensor& t) { return t.__rshift__(32).bitwise_and(low); };
   for (int round = 0; round < 7; ++round) {
     const Tensor p0 = c0 * int64_t{0xD2511F53}, p1 = c2 * int64_t{0xCD9E8D57};
@@ -51,7 +48,21 @@ Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64
   }
   const auto threshold = std::min<int64_t>(static_cast<int64_t>(p * 4294967296.0), low);
   const Tensor words = at::stack({c0, c1, c2, c3}, -1).flatten(1).narrow_symint(1, 0, n);
-  const Tensor keep = words.ge(threshold).view_symint(x.sym_sizes());
+  return words.ge(threshold);
+}
+
+Tensor dropout_mask_outputs(const Tensor& seed, c10::SymInt rows, c10::SymInt n, double p) {
+  return at::empty_symint({std::move(rows), std::move(n)}, seed.options().dtype(at::kBool));
+}
+
+}  // namespace
+
+Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims) {
+  if (p == 0) return x;
+  c10::SymInt rows = 1, n = 1;
+  for (int64_t i = 0; i < x.dim(); ++i) (i < x.dim() - dims ? rows : n) *= x.sym_size(i);
+  static const auto op = handle<decltype(dropout_mask)>("fusedops::dropout_mask");
+  const auto keep = op.call(*seed, rows, n, p).view_symint(x.sym_sizes());
   return x * keep * (p == 1 ? 0.0 : 1 / (1 - p));
 }
 
@@ -143,5 +154,13 @@ NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh,
   const auto contiguous = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
   return {contiguous(d.dresidual), contiguous(d.dx), contiguous(d.dweight), contiguous(d.dbias)};
 }
+
+// An operator of its own: inductor miscompiles the wrapping int64 products when it sees them.
+TORCH_LIBRARY_FRAGMENT(fusedops, m) {
+  m.def("dropout_mask(Tensor seed, SymInt rows, SymInt n, float p) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+}
+TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) { m.impl("dropout_mask", dropout_mask); }
+TORCH_LIBRARY_IMPL(fusedops, Meta, m) { m.impl("dropout_mask", dropout_mask_outputs); }
 
 }  // namespace fusedops
