@@ -3,12 +3,17 @@
 # nothing but this package is installed.
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
+.PHONY: fuzz mutants asan simt-asan
+.PHONY: cuda-check
+.PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 # Where pip finds a torch without CUDA; empty for PyPI alone.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 export DIST_EXTRA_CONFIG := $(CURDIR)/.ci/build.cfg
+# The CUDA kernels as they run on a CPU, for the tests.
+export FUSEDOPS_SIMT ?= 1
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -30,6 +35,12 @@ help:
 	@echo "make build    compile and install into .venv (or PYTHON=...); the others do it too"
 	@echo "make format   format Python and C++"
 	@echo "make qemu     a selection of the tests on an emulated CPU without AVX-512"
+	@echo "make fuzz     random calls, against the originals; SEED=n repeats a run"
+	@echo "make mutants  one-line bugs, each of which must turn a test red"
+	@echo "make asan     the tests under AddressSanitizer and UBSan; simt-asan: the emulated kernels"
+	@echo "make cuda-check  what the GPU kernels compile to, into docs/machine_code.md; needs nvcc"
+	@echo "make gpu      on a GPU machine: build, test, compute-sanitizer, benchmarks; results in OUT"
+	@echo "              gpu-build, gpu-test, gpu-sanitize and gpu-bench do one of these"
 	@echo "make clean    remove what was built; .venv stays"
 
 build: $(BUILT)
@@ -67,10 +78,89 @@ qemu: $(BUILT)
 	  { echo 'make qemu needs qemu-x86_64: apt-get install qemu-user' >&2; exit 1; }
 	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/test_norm.py -k '$(QEMU_TESTS)' $(ARGS)
 
+# At least 300 calls of each function on each backend, others at each run.
+fuzz: export OMP_NUM_THREADS ?= 1
+fuzz: export HYPOTHESIS_PROFILE := fuzz
+fuzz: SEED ?= $(shell $(PY) -c 'import random; print(random.randrange(10**6))')
+fuzz: $(BUILT)
+	@echo make fuzz SEED=$(SEED)
+	$(PY) -m pytest tests/test_fuzz.py --hypothesis-seed=$(SEED) $(ARGS)
+
+# Both build in copies of the tree under build/, where the next run compiles what has changed.
+mutants: $(BUILT)
+	$(PY) -m checks mutants $(ARGS)
+
+asan: $(BUILT)
+	$(PY) -m checks sanitize $(ARGS)
+
+simt-asan: $(BUILT)
+	$(PY) -m checks sanitize --only simt $(ARGS)
+
+# What every GPU kernel compiles to, on a machine with nvcc; with ARGS='--check FILE' the table is
+# compared. Triton's kernels also under the oldest triton.
+cuda-check: $(BUILT) build/triton36/.installed
+	$(PY) -m checks machine-code --triton build/triton36 \
+	  $(if $(ARGS),$(ARGS),--write docs/machine_code.md)
+
+build/triton36/.installed: .ci/triton36.txt
+	rm -rf $(@D)
+	$(PY) -m pip install --no-deps --target $(@D) -r $<
+	touch $@
+
+# On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
+# the first. They write into OUT, and one that fails does not keep the others from running.
+OUT ?= build/gpu
+FAMILIES ?= norm
+FAMILY_TESTS = $(wildcard $(FAMILIES:%=tests/test_%*.py))
+# Short: under compute-sanitizer a test takes many times its time.
+SANITIZED := (cuda or triton) and (test_forward_and_gradients and torch.bfloat16 or \
+  test_strides and torch.float16)
+TOOLS := memcheck racecheck
+
+gpu:
+	$(MAKE) gpu-build
+	$(MAKE) -j1 --keep-going gpu-test gpu-sanitize gpu-bench
+
+# In the tree itself: an interpreter that the system manages takes no packages.
+gpu-build:
+	mkdir -p $(OUT)
+	arch="$${TORCH_CUDA_ARCH_LIST:-$$($(PY) -m benchmarks.cuda)}" || exit 1; \
+	FUSEDOPS_CUDA=1 FUSEDOPS_SIMT=0 TORCH_CUDA_ARCH_LIST="$$arch" timeout 470 \
+	  $(PY) setup.py egg_info build_ext --inplace > $(OUT)/build.log 2>&1; \
+	  status=$$?; tail -n 20 $(OUT)/build.log; exit $$status
+
+gpu-test: export OMP_NUM_THREADS ?= 1
+gpu-test:
+	mkdir -p $(OUT)
+	$(PY) -m benchmarks.cuda
+	timeout 470 $(PY) -m pytest $(FAMILY_TESTS) -k 'cuda or triton' -rs -o timeout=120 \
+	  $(shell $(PY) -c 'import xdist; print("-n 8")' 2>/dev/null) \
+	  --junitxml=$(OUT)/tests.xml $(ARGS) > $(OUT)/tests.log 2>&1; \
+	  status=$$?; tail -n 40 $(OUT)/tests.log; exit $$status
+
+# Without torch's cache of memory each tensor is an allocation, whose bounds memcheck knows.
+gpu-sanitize:
+	mkdir -p $(OUT)
+	$(PY) -m benchmarks.cuda
+	for tool in $(TOOLS); do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 230 compute-sanitizer --tool $$tool \
+	    --target-processes application-only --error-exitcode 1 --log-file $(OUT)/$$tool.log \
+	    $(PY) -m pytest $(FAMILY_TESTS) -k '$(SANITIZED)' > $(OUT)/$$tool-tests.log 2>&1 || \
+	    failed="$$failed $$tool"; \
+	  tail -n 4 $(OUT)/$$tool.log $(OUT)/$$tool-tests.log; \
+	done; \
+	if [ -n "$$failed" ]; then echo "gpu-sanitize: failed under$$failed" >&2; exit 1; fi
+
+gpu-bench:
+	mkdir -p $(OUT)
+	timeout 470 $(PY) -m benchmarks gpu $(FAMILIES) --out $(OUT) $(ARGS) \
+	  > $(OUT)/benchmarks.log 2>&1; \
+	  status=$$?; tail -n 120 $(OUT)/benchmarks.log; exit $$status
+
 clean:
 	rm -rf build *.egg-info demo fusedops/_C*.so fusedops/_build_info.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find benchmarks fusedops tests -name __pycache__ -exec rm -rf {} +
+	find benchmarks checks fusedops tests -name __pycache__ -exec rm -rf {} +
 
 .venv/.installed: .ci/constraints.txt
 	python3 -m venv .venv

@@ -7,9 +7,13 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <string>
+
+#include "csrc/dtype.h"
 
 namespace fusedops {
 
@@ -53,5 +57,37 @@ inline Tensor empty_contiguous(const Tensor& x, c10::ScalarType dtype) {
 }
 
 inline Tensor empty_contiguous(const Tensor& x) { return empty_contiguous(x, x.scalar_type()); }
+
+// What the kernels are told of a tensor: its dtype, and where its rows are.
+
+inline Dtype dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Dtype::float32;
+    case at::kBFloat16: return Dtype::bfloat16;
+    default: return Dtype::float16;
+  }
+}
+
+inline bool any_float64(std::initializer_list<OptionalTensor> tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const OptionalTensor& t) {
+    return given(t) && t->scalar_type() == at::kDouble;
+  });
+}
+
+// A tensor as rows of n elements, each contiguous. Copies only where strides do not allow that.
+struct Rows {
+  Tensor tensor;
+  int64_t stride;
+
+  Rows(const Tensor& t, int64_t n) : tensor(t), stride(n) {
+    if (t.is_contiguous()) return;
+    if (t.dim() == 2 && t.size(1) == n && t.stride(1) == 1) {
+      stride = t.stride(0);
+    } else {
+      tensor = t.contiguous();
+    }
+  }
+  const void* data() const { return tensor.const_data_ptr(); }
+};
 
 }  // namespace fusedops

@@ -24,6 +24,8 @@ BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
 # Family: its operators. A family's kernels are the operators `<family>_forward`, `_backward`.
 FAMILIES = {"norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")}
 
+SIMT_KEY = "PrivateUse1"  # where csrc/cuda/stream.h registers the emulated kernels
+
 _forced: list[str] = []  # the backends that are forced, the innermost last
 _overrides: list[torch.library.Library] = []  # what forces the last of them
 
@@ -42,7 +44,10 @@ def unavailable(op: str, backend: str) -> str | None:
     if backend == "triton":
         return _triton_unavailable(family)
     if backend == "simt":
-        return "this build has no emulated CUDA kernels"
+        has = _has_kernel(family, SIMT_KEY)
+        return (
+            None if has else "this build has no emulated CUDA kernels (FUSEDOPS_SIMT=1 adds them)"
+        )
     raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
@@ -141,6 +146,8 @@ def _force(library: torch.library.Library, family: str, name: str) -> None:
             library.impl(op, _refusal(op, name, key), key)
     if name == "triton":
         _register_triton(library, family, runs_on[0])
+    if name == "simt":
+        _register_simt(library, family)
 
 
 def _refusal(op: str, name: str, key: str) -> Callable:
@@ -158,6 +165,14 @@ def _refusal(op: str, name: str, key: str) -> Callable:
 def _register_triton(library: torch.library.Library, family: str, key: str) -> None:
     for direction in ("forward", "backward"):
         library.impl(f"{family}_{direction}", _triton_kernel(f"{family}_{direction}"), key)
+
+
+def _register_simt(library: torch.library.Library, family: str) -> None:
+    """Sends CPU tensors to the kernels that are registered for SIMT_KEY."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, SIMT_KEY))
+    for direction in ("forward", "backward"):
+        operator = getattr(torch.ops.fusedops, f"{family}_{direction}").default
+        library.impl(operator, functools.partial(operator.redispatch, keys), "CPU")
 
 
 def _triton_kernel(name: str) -> Callable:

@@ -31,6 +31,7 @@ FAMILIES = {
         "csrc/ops",
         "csrc/cpu",
         "csrc/cpu/isa",
+        "csrc/cuda",
         "fusedops/triton",
         "fusedops/functional",
         "fusedops/nn",
@@ -42,6 +43,7 @@ FAMILIES = {
 # What lies on a floor beside the families.
 SHARED = {
     "csrc/cpu": {"isa", "isa.cpp", "isa.h", "vec.h"},
+    "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py"},
     "fusedops/functional": {"__init__.py"},
     "fusedops/nn": {"__init__.py"},
@@ -50,8 +52,12 @@ SHARED = {
         "__main__.py",
         "answers.py",
         "case.py",
+        "ceilings.py",
+        "cuda.py",
+        "gpu.py",
         "harness.py",
         "must_show.py",
+        "readme.py",
         "report.py",
         "results",
         "suites.py",
@@ -74,6 +80,7 @@ PYTHON = [
     {"fusedops.demo"},
     {"fusedops.__main__"},
     {"benchmarks"},
+    {"checks"},
     {"tests"},
 ]
 
@@ -81,23 +88,33 @@ PYTHON = [
 # dispatcher alone; a kernel includes its operator's header, where allocation is declared.
 INCLUDES = {
     "csrc/": [],
+    "csrc/common.h": ["csrc/dtype.h"],
     "csrc/python.cpp": ["csrc/ops/", "csrc/cpu/isa.h"],
     "csrc/ops/": ["csrc/ops/", "csrc/common.h"],
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
-    "csrc/cpu/isa.": ["csrc/cpu/isa.h"],
+    "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],
     "csrc/cpu/vec.h": ["csrc/cpu/isa.h"],
     "csrc/cpu/isa/": ["csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", "csrc/philox.h"],
+    "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", "csrc/dtype.h", "csrc/philox.h"],
+    "csrc/cuda/device.cuh": ["csrc/cuda/launch.cuh", "csrc/simt/simt.h", "csrc/dtype.h"],
+    "csrc/cuda/launch.cuh": [],
+    "csrc/cuda/stream.h": [],
+    "csrc/simt/": ["csrc/simt/"],
+    "tests/": ["csrc/cuda/device.cuh", "csrc/simt/simt.h", "tests/"],
 }
 
+# What nvcc and the emulator compile: two seconds a file with these two headers, seven with ATen.
+KERNEL_HEADERS = {"c10/util/BFloat16.h", "c10/util/Half.h"}
+
 # Compiled once for each instruction set: an inline function of torch would leak from there.
-PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", "csrc/philox.h")
+PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", "csrc/philox.h", "csrc/dtype.h")
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450
 
 
 def files(*suffixes):
-    folders = ("benchmarks", "csrc", "fusedops", "tests", ".ci")
+    folders = ("benchmarks", "checks", "csrc", "docs", "fusedops", "tests", ".ci")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     found += [path for path in ROOT.iterdir() if not path.name.startswith(".git")]
     return sorted(
@@ -174,12 +191,14 @@ def test_includes_point_down(path):
     assert not wrong, f"{path} may include {allowed} only"
 
 
-@pytest.mark.parametrize("path", files(".cpp", ".h"))
+@pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))
 def test_torch_is_included_where_it_does_no_harm(path):
     headers = re.findall(r"#include <((?:torch|ATen|c10)/.*)>", text(path))
     assert path == "csrc/python.cpp" or "torch/extension.h" not in headers  # 18 s to compile
     if path.startswith(PER_ISA):
         assert all(header.startswith("ATen/cpu/vec/") for header in headers)
+    if path.endswith((".cu", ".cuh")):
+        assert set(headers) <= KERNEL_HEADERS
 
 
 @pytest.mark.parametrize("path", files(".py", ".cpp", ".h", ".cu", ".cuh"))

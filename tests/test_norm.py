@@ -57,6 +57,11 @@ def test_forward_and_gradients(op, backend, dtype, shape):
 
 
 @pytest.mark.parametrize("op,backend", CASES)
+def test_more_rows_than_are_added_at_a_time(op, backend):
+    compare(op, backend, inputs(op, (400, 513), torch.float16))
+
+
+@pytest.mark.parametrize("op,backend", CASES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_no_parameters(op, backend, dtype):
     interpreted_bf16(backend, dtype)

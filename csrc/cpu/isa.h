@@ -2,12 +2,9 @@
 // each; this file and its includers are compiled for the baseline.
 #pragma once
 
-#include <cstdint>
+#include "csrc/dtype.h"
 
 namespace fusedops::cpu {
-
-// c10::ScalarType without c10: what the kernels read and write.
-enum class Dtype : uint8_t { float32, bfloat16, float16 };
 
 enum class Isa { none, avx2, avx512, avx512_bf16 };
 

@@ -21,30 +21,6 @@
 namespace fusedops::cpu {
 namespace {
 
-Dtype dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kFloat: return Dtype::float32;
-    case at::kBFloat16: return Dtype::bfloat16;
-    default: return Dtype::float16;
-  }
-}
-
-// A tensor as rows of n elements, each contiguous. Copies only where strides do not allow that.
-struct Rows {
-  Tensor tensor;
-  int64_t stride;
-
-  Rows(const Tensor& t, int64_t n) : tensor(t), stride(n) {
-    if (t.is_contiguous()) return;
-    if (t.dim() == 2 && t.size(1) == n && t.stride(1) == 1) {
-      stride = t.stride(0);
-    } else {
-      tensor = t.contiguous();
-    }
-  }
-  const void* data() const { return tensor.const_data_ptr(); }
-};
-
 // The weight as float32, offset included; no copy where it is that already.
 class Scale {
  public:
@@ -76,10 +52,7 @@ Dropout dropout_of(double p, const OptionalTensor& seed) {
 }
 
 bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
-  if (isa() == Isa::none) return false;
-  return std::none_of(tensors.begin(), tensors.end(), [](const OptionalTensor& t) {
-    return given(t) && t->scalar_type() == at::kDouble;
-  });
+  return isa() != Isa::none && !any_float64(tensors);
 }
 
 // About 32k elements a task.

@@ -1,0 +1,159 @@
+// The vocabulary of the CUDA kernels. nvcc compiles it for GPUs, g++ with csrc/simt for CPUs.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "csrc/dtype.h"
+
+#if defined(__CUDACC__)
+#include "csrc/cuda/launch.cuh"
+#else
+#include "csrc/simt/simt.h"
+#endif
+
+namespace fusedops::cuda {
+
+using c10::BFloat16;
+using c10::Half;
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffff;
+
+// Bytes as they lie in memory, moved 16 at a time. In 32-bit words: as an array of a 16-bit dtype
+// each element would take a register.
+template <int kBytes>
+class Packed {
+  static_assert(kBytes % 16 == 0 || kBytes == 8 || kBytes == 4 || kBytes == 2);
+  static constexpr bool kWide = kBytes % 16 == 0;
+  using Word =
+      std::conditional_t<kWide, uint4,
+                         std::conditional_t<kBytes == 8, uint64_t,
+                                            std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
+  static constexpr int kWords = kBytes / sizeof(Word);
+
+ public:
+  __device__ __forceinline__ static Packed load(const void* p) {
+    Packed packed;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kWide) {
+        packed.words_[i] = load_16(static_cast<const Word*>(p) + i);
+      } else {
+        packed.words_[i] = static_cast<const Word*>(p)[i];
+      }
+    }
+    return packed;
+  }
+
+  __device__ __forceinline__ void store(void* p) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kWide) {
+        store_16(static_cast<Word*>(p) + i, words_[i]);
+      } else {
+        static_cast<Word*>(p)[i] = words_[i];
+      }
+    }
+  }
+
+  Word words_[kWords];
+};
+
+// N elements side by side.
+template <class T, int N>
+struct Vec {
+  T at[N];
+
+  __device__ __forceinline__ static Vec of(const Packed<sizeof(T) * N>& packed) {
+    Vec v;
+    std::memcpy(static_cast<void*>(v.at), &packed, sizeof(v));
+    return v;
+  }
+  __device__ __forceinline__ Packed<sizeof(T) * N> packed() const {
+    Packed<sizeof(T) * N> packed;
+    std::memcpy(static_cast<void*>(&packed), at, sizeof(packed));
+    return packed;
+  }
+  __device__ __forceinline__ static Vec load(const T* p) {
+    return of(Packed<sizeof(Vec)>::load(p));
+  }
+  __device__ __forceinline__ void store(T* p) const { packed().store(p); }
+};
+
+template <class To, class From, int N>
+__device__ __forceinline__ Vec<To, N> converted(const Vec<From, N>& v) {
+  Vec<To, N> out;
+#pragma unroll
+  for (int k = 0; k < N; ++k) out.at[k] = static_cast<To>(static_cast<float>(v.at[k]));
+  return out;
+}
+
+// N elements of a dtype that is known at run time, as float32. It is the same for all threads, so
+// the branch costs little, and one kernel serves every dtype.
+template <int N>
+__device__ __forceinline__ Vec<float, N> load_floats(const void* p, Dtype dtype, int64_t i) {
+  switch (dtype) {
+    case Dtype::float32: return Vec<float, N>::load(static_cast<const float*>(p) + i);
+    case Dtype::bfloat16:
+      return converted<float>(Vec<BFloat16, N>::load(static_cast<const BFloat16*>(p) + i));
+    default: return converted<float>(Vec<Half, N>::load(static_cast<const Half*>(p) + i));
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void store_floats(void* p, Dtype dtype, int64_t i,
+                                             const Vec<float, N>& v) {
+  switch (dtype) {
+    case Dtype::float32: return v.store(static_cast<float*>(p) + i);
+    case Dtype::bfloat16: return converted<BFloat16>(v).store(static_cast<BFloat16*>(p) + i);
+    default: return converted<Half>(v).store(static_cast<Half*>(p) + i);
+  }
+}
+
+template <int N>
+__device__ __forceinline__ Vec<float, N> rounded(const Vec<float, N>& v, Dtype dtype) {
+  switch (dtype) {
+    case Dtype::float32: return v;
+    case Dtype::bfloat16: return converted<float>(converted<BFloat16>(v));
+    default: return converted<float>(converted<Half>(v));
+  }
+}
+
+// Sums over the threads of a row: blockDim.x of them, a power of two, with blockDim.y rows a block.
+// Every thread of the block takes part, and each gets its row's sums. float32 within a warp and
+// float64 beyond, so a long row loses nothing.
+template <int K>
+__device__ __forceinline__ void row_sums(const float (&parts)[K], double (&totals)[K]) {
+  const int lanes = blockDim.x;
+  float sums[K];
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    sums[k] = parts[k];
+    for (int o = min(lanes, kWarp) / 2; o > 0; o /= 2) {
+      sums[k] += __shfl_xor_sync(kAllLanes, sums[k], o);
+    }
+    totals[k] = sums[k];
+  }
+  if (lanes <= kWarp) return;
+
+  FUSEDOPS_SHARED(float, of_warps, kWarp* K);  // [warps of the block, K]
+  const int warps = lanes / kWarp, first = threadIdx.y * warps;
+  __syncthreads();  // the sums before these have been read
+  if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) of_warps[(first + threadIdx.x / kWarp) * K + k] = sums[k];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    totals[k] = 0;
+    for (int w = 0; w < warps; ++w) totals[k] += of_warps[(first + w) * K + k];
+  }
+}
+
+}  // namespace fusedops::cuda

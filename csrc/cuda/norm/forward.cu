@@ -1,0 +1,232 @@
+// h = residual + dropout(x), y = norm(h).
+//
+// A row belongs to blockDim.x threads, a power of two, and blockDim.y short rows share a block.
+// Rows of up to 32 KiB whose addresses allow 16-byte accesses wait in registers between the sums
+// and the result: read x and residual once, write h and y once. Other rows, and those with a
+// dropout or of two dtypes, are walked. They wait in shared memory where they fit; beyond that h
+// (or x) is read again from global memory. A thread touches the same columns in every pass, so that
+// only the sums need a barrier.
+
+#include <cmath>
+
+#include "csrc/cuda/norm/row.cuh"
+
+namespace fusedops::cuda {
+namespace {
+
+constexpr int kThreads = 128;  // the fewest of a block
+constexpr int kVectors = 4;    // of 16 bytes, that a thread keeps of a row
+
+template <class H, int N>
+__device__ __forceinline__ Packed<sizeof(H) * N> load_residual(const NormForwardArgs& a,
+                                                               int64_t row, int col) {
+  const H* const residual = static_cast<const H*>(a.residual) + row * a.residual_stride;
+  return Packed<sizeof(H) * N>::load(residual + col);
+}
+
+// h of N columns as H rounds it, stored.
+template <class H, int N>
+__device__ __forceinline__ Vec<H, N> add(const NormForwardArgs& a, int64_t row, int col,
+                                         Vec<float, N> x, const Vec<H, N>& residual) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) x.at[k] += static_cast<float>(residual.at[k]);
+  const auto h = converted<H>(x);
+  h.store(static_cast<H*>(a.h) + row * a.n + col);
+  return h;
+}
+
+template <class H, bool kLayer, int N>
+__device__ __forceinline__ void finish(const NormForwardArgs& a, int64_t row, int col,
+                                       const Vec<float, N>& h, const Split& mean,
+                                       const Split& rstd) {
+  Vec<float, N> v;
+#pragma unroll
+  for (int k = 0; k < N; ++k) v.at[k] = scaled<H>(centred<kLayer, H>(h.at[k], mean), rstd);
+  if (a.round_first) v = rounded(v, a.base_dtype);
+  multiply_by_weight(v, a.weight, a.weight_dtype, a.offset, col);
+  if (a.bias != nullptr) {
+    const auto b = load_floats<N>(a.bias, a.bias_dtype, col);
+#pragma unroll
+    for (int k = 0; k < N; ++k) v.at[k] += b.at[k];
+  }
+  store_floats(a.y, a.y_dtype, row * a.n + col, v);
+}
+
+// The row as its threads see it: kept in registers. Every load is under way before the first sum.
+template <class H, int N>
+class HeldRow {
+ public:
+  __device__ __forceinline__ HeldRow(const NormForwardArgs& a, int64_t row)
+      : n_(row < a.rows ? a.n : 0) {
+    each_held<N, kVectors>(n_, [&](int i, int col) {
+      held_[i] = Packed<16>::load(static_cast<const H*>(a.x) + row * a.x_stride + col);
+    });
+    if (a.residual == nullptr) return;
+    Packed<16> residual[kVectors];
+    each_held<N, kVectors>(n_,
+                           [&](int i, int col) { residual[i] = load_residual<H, N>(a, row, col); });
+    each_held<N, kVectors>(n_, [&](int i, int col) {
+      const auto x = converted<float>(Vec<H, N>::of(held_[i]));
+      held_[i] = add(a, row, col, x, Vec<H, N>::of(residual[i])).packed();
+    });
+  }
+
+  template <class Body>
+  __device__ __forceinline__ void each(const Body& body) const {
+    each_held<N, kVectors>(n_, [&](int i, int col) {
+      body(col, converted<float>(Vec<H, N>::of(held_[i])));
+    });
+  }
+
+ private:
+  const int n_;
+  Packed<16> held_[kVectors];
+};
+
+// The row read again at each pass: from shared memory, or from h (x without a residual).
+template <class H, int N>
+class WalkedRow {
+ public:
+  __device__ __forceinline__ WalkedRow(const NormForwardArgs& a, int64_t row, bool in_shared)
+      : n_(row < a.rows ? a.n : 0) {
+    H* const shared = dynamic_shared<H>() + int64_t{threadIdx.y} * a.n;
+    const H* const h = a.residual == nullptr ? static_cast<const H*>(a.x) + row * a.x_stride
+                                             : static_cast<const H*>(a.h) + row * a.n;
+    source_ = in_shared ? shared : h;
+    for (int col = threadIdx.x * N; col < n_; col += blockDim.x * N) {
+      auto x = load_floats<N>(a.x, a.x_dtype, row * a.x_stride + col);
+      drop(x, a.dropout, row, col);
+      const auto v = a.residual == nullptr
+                         ? converted<H>(x)
+                         : add(a, row, col, x, Vec<H, N>::of(load_residual<H, N>(a, row, col)));
+      if (in_shared) v.store(shared + col);
+    }
+  }
+
+  template <class Body>
+  __device__ __forceinline__ void each(const Body& body) const {
+    for (int col = threadIdx.x * N; col < n_; col += blockDim.x * N) {
+      body(col, converted<float>(Vec<H, N>::load(source_ + col)));
+    }
+  }
+
+ private:
+  const int n_;
+  const H* source_;
+};
+
+// The mean, and the variance about it. In float32 the mean of what is left after subtracting a
+// first mean corrects both: that one is only as exact as a float32 sum.
+template <class H, int N, class Row>
+__device__ __forceinline__ void layer_moments(const Row& held, double per_n, double& mean,
+                                              double& variance) {
+  float sum[1] = {0};
+  held.each([&](int, const Vec<float, N>& h) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum[0] += h.at[k];
+  });
+  double total[1];
+  row_sums(sum, total);
+  const Split first(total[0] * per_n);
+
+  float sums[2] = {0, 0};  // of h - first and its square
+  held.each([&](int, const Vec<float, N>& h) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float c = centred<true, H>(h.at[k], first);
+      sums[0] += c;
+      sums[1] = fmaf(c, c, sums[1]);
+    }
+  });
+  double totals[2];
+  row_sums(sums, totals);
+  const double rest = totals[0] * per_n;
+  mean = static_cast<double>(first.high) + (std::is_same_v<H, float> ? first.low : 0.f) + rest;
+  variance = totals[1] * per_n - rest * rest;
+}
+
+template <int N, class Row>
+__device__ __forceinline__ double mean_square(const Row& held, double per_n) {
+  float sum[1] = {0};
+  held.each([&](int, const Vec<float, N>& h) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum[0] = fmaf(h.at[k], h.at[k], sum[0]);
+  });
+  double total[1];
+  row_sums(sum, total);
+  return total[0] * per_n;
+}
+
+template <class H, bool kLayer, int N, class Row>
+__device__ __forceinline__ void normalise(const NormForwardArgs& a, int64_t row, const Row& held) {
+  double mean = 0, variance;
+  if constexpr (kLayer) {
+    layer_moments<H, N>(held, a.per_n, mean, variance);
+  } else {
+    variance = mean_square<N>(held, a.per_n);
+  }
+  const double rstd = rsqrt(variance + a.eps);
+  const Split mu(mean), r(rstd);
+  held.each([&](int col, const Vec<float, N>& h) { finish<H, kLayer>(a, row, col, h, mu, r); });
+  if (threadIdx.x != 0 || row >= a.rows) return;
+  if constexpr (kLayer) a.mean[row] = mean;
+  a.rstd[row] = rstd;
+}
+
+// Two blocks of the longest rows a multiprocessor: one loads while the other computes.
+template <class H, bool kLayer>
+__global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_held(const NormForwardArgs a) {
+  constexpr int N = 16 / sizeof(H);
+  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  normalise<H, kLayer, N>(a, row, HeldRow<H, N>(a, row));
+}
+
+template <class H, bool kLayer, int N>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    norm_forward_walked(const NormForwardArgs a, bool in_shared) {
+  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  normalise<H, kLayer, N>(a, row, WalkedRow<H, N>(a, row, in_shared));
+}
+
+// Whether every access can be of 16 bytes.
+bool whole_vectors(const NormForwardArgs& a) {
+  return int64_t{a.n} * size_of(a.h_dtype) % 16 == 0 && aligned_rows(a.x, a.x_stride, a.x_dtype) &&
+         (a.residual == nullptr || aligned_rows(a.residual, a.residual_stride, a.h_dtype)) &&
+         aligned(a.weight) && aligned(a.bias);
+}
+
+unsigned blocks_of(int64_t rows, dim3 block) {
+  return static_cast<unsigned>((rows + block.y - 1) / block.y);
+}
+
+template <class H, bool kLayer, int N>
+void launch_walked(const NormForwardArgs& a, CUstream_st* stream) {
+  const dim3 block = block_of(lanes_of(a.n, 4 * N), kThreads);
+  const size_t bytes = sizeof(H) * a.n * block.y;
+  static const size_t most = max_shared_memory();
+  const bool in_shared = bytes <= most;
+  launch(norm_forward_walked<H, kLayer, N>, dim3(blocks_of(a.rows, block)), block,
+         in_shared ? bytes : 0, stream, a, in_shared);
+}
+
+template <class H, bool kLayer>
+void launch_forward(const NormForwardArgs& a, CUstream_st* stream) {
+  constexpr int N = 16 / sizeof(H);
+  if (!whole_vectors(a)) return launch_walked<H, kLayer, 1>(a, stream);
+  const bool plain = a.dropout.seed == nullptr && a.x_dtype == a.h_dtype;
+  if (!plain || a.n > kMaxThreads * kVectors * N) return launch_walked<H, kLayer, N>(a, stream);
+  const dim3 block = block_of(lanes_of(a.n, kVectors * N), kThreads);
+  launch(norm_forward_held<H, kLayer>, dim3(blocks_of(a.rows, block)), block, 0, stream, a);
+}
+
+}  // namespace
+
+void launch_norm_forward(const NormForwardArgs& args, CUstream_st* stream) {
+  for_dtype(args.h_dtype, [&](auto h) {
+    using H = decltype(h);
+    args.mean != nullptr ? launch_forward<H, true>(args, stream)
+                         : launch_forward<H, false>(args, stream);
+  });
+}
+
+}  // namespace fusedops::cuda

@@ -1,0 +1,116 @@
+// What forward and backward share: how a row is split over threads, and a row's arithmetic.
+#pragma once
+
+#include <type_traits>
+
+#include "csrc/cuda/device.cuh"
+#include "csrc/cuda/norm/norm.h"
+#include "csrc/philox.h"
+
+namespace fusedops::cuda {
+
+template <class T>
+constexpr Dtype dtype_of = std::is_same_v<T, float>      ? Dtype::float32
+                           : std::is_same_v<T, BFloat16> ? Dtype::bfloat16
+                                                         : Dtype::float16;
+
+// Calls f(T{}) for the dtype's T.
+template <class Function>
+decltype(auto) for_dtype(Dtype dtype, const Function& f) {
+  switch (dtype) {
+    case Dtype::float32: return f(float{});
+    case Dtype::bfloat16: return f(BFloat16{});
+    default: return f(Half{});
+  }
+}
+
+constexpr int kMaxThreads = 512;  // of a row
+
+// Threads of a row of n elements, a power of two that leaves each about `each` of them.
+inline int lanes_of(int n, int each) {
+  int lanes = 1;
+  while (lanes < kMaxThreads && int64_t{lanes} * each < n) lanes *= 2;
+  return lanes;
+}
+
+// Threads (x) of a row, and rows (y): short rows share a block.
+inline dim3 block_of(int lanes, int threads) {
+  return dim3(lanes, lanes < threads ? threads / lanes : 1);
+}
+
+inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// Calls body(i, col) for the vectors of a row that its threads keep in registers.
+template <int N, int kVectors, class Body>
+__device__ __forceinline__ void each_held(int n, const Body& body) {
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int col = (i * blockDim.x + threadIdx.x) * N;
+    if (col < n) body(i, col);
+  }
+}
+
+// Whether rows `stride` elements apart start at multiples of 16 bytes.
+inline bool aligned_rows(const void* p, int64_t stride, Dtype dtype) {
+  return aligned(p) && stride * size_of(dtype) % 16 == 0;
+}
+
+// A float64 as two float32. Where rows are float32, a statistic keeps its second word: its
+// rounding alone would move the whole row by up to half an ulp.
+struct Split {
+  float high, low;
+
+  __device__ __forceinline__ explicit Split(double x)
+      : high(static_cast<float>(x)), low(static_cast<float>(x - high)) {}
+};
+
+// h - mean for LayerNorm, h for RMSNorm
+template <bool kLayer, class T>
+__device__ __forceinline__ float centred(float h, const Split& mean) {
+  if constexpr (!kLayer) return h;
+  const float c = h - mean.high;
+  if constexpr (std::is_same_v<T, float>) return c - mean.low;
+  return c;
+}
+
+template <class T>
+__device__ __forceinline__ float scaled(float c, const Split& rstd) {
+  if constexpr (std::is_same_v<T, float>) return fmaf(c, rstd.high, c * rstd.low);
+  return c * rstd.high;
+}
+
+// words.at[k] without an array in local memory
+__device__ __forceinline__ uint32_t pick(const Words& words, int k) {
+  const uint32_t low = k == 0 ? words.at[0] : words.at[1];
+  const uint32_t high = k == 2 ? words.at[2] : words.at[3];
+  return k < 2 ? low : high;
+}
+
+// v times what the dropout makes of the elements from `col` of a row: 0 or its scale.
+template <int N>
+__device__ __forceinline__ void drop(Vec<float, N>& v, const Dropout& dropout, int64_t row,
+                                     int col) {
+  if (dropout.seed == nullptr) return;
+  const auto seed = static_cast<uint64_t>(*dropout.seed);
+#pragma unroll
+  for (int k = 0; k < N; k += 4) {
+    const Words words = philox(seed, static_cast<uint64_t>(row), (col + k) / 4);
+#pragma unroll
+    for (int j = 0; j < 4 && k + j < N; ++j) {
+      const uint32_t word = N == 1 ? pick(words, col % 4) : words.at[j];
+      v.at[k + j] *= word >= dropout.threshold ? dropout.scale : 0.f;
+    }
+  }
+}
+
+// The weight's elements from `col`, offset included; ones without a weight.
+template <int N>
+__device__ __forceinline__ void multiply_by_weight(Vec<float, N>& v, const void* weight,
+                                                   Dtype dtype, float offset, int col) {
+  if (weight == nullptr) return;
+  const auto w = load_floats<N>(weight, dtype, col);
+#pragma unroll
+  for (int k = 0; k < N; ++k) v.at[k] *= w.at[k] + offset;
+}
+
+}  // namespace fusedops::cuda

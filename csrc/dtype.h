@@ -1,0 +1,12 @@
+// c10::ScalarType without c10: what the kernels read and write.
+#pragma once
+
+#include <cstdint>
+
+namespace fusedops {
+
+enum class Dtype : uint8_t { float32, bfloat16, float16 };
+
+constexpr int size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+}  // namespace fusedops

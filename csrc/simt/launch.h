@@ -1,0 +1,155 @@
+// What csrc/cuda/launch.cuh gives under nvcc: launches, shared memory, 16-byte access, the device.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "csrc/simt/block.h"
+
+struct CUstream_st;
+
+namespace fusedops::simt {
+
+// What a GPU would refuse of a launch, or nothing.
+inline std::string refused(const Launch& launch) {
+  const dim3 grid = launch.grid, block = launch.block;
+  const bool deep = block.x > 1024 || block.y > 1024 || block.z > 64;
+  const unsigned threads = deep ? 0 : block.x * block.y * block.z;
+  if (threads == 0 || threads > kMaxThreads) {
+    return "a block has 1 to 1024 threads, at most 64 along z, got " + to_string(block);
+  }
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
+    return "a grid has at least one block, got " + to_string(grid);
+  }
+  if (grid.x >> 31 || grid.y > 65535 || grid.z > 65535) {
+    return "a grid has at most 2147483647, 65535 and 65535 blocks, got " + to_string(grid);
+  }
+  if (launch.smem > kMaxShared) {
+    return "a block has at most 232448 bytes of shared memory, got " + std::to_string(launch.smem);
+  }
+  return "";
+}
+
+inline std::string run_block(const Launch& launch, int64_t block) {
+  try {
+    return Block::mine().run(launch, block);
+  } catch (const std::exception& error) {  // none may leave a parallel region
+    return error.what();
+  }
+}
+
+// Of several errors that of the first block is thrown: blocks behind it are skipped, those before
+// it still run.
+inline void run_grid(const Launch& launch) {
+  if (const std::string why = refused(launch); !why.empty()) {
+    throw std::runtime_error(kernel_name(launch.kernel) + ": " + why);
+  }
+  const int64_t blocks = int64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
+  std::atomic<int64_t> failed = blocks;
+  std::string message;
+  std::mutex mutex;
+#pragma omp parallel for schedule(dynamic) if (blocks > 1)
+  for (int64_t i = 0; i < blocks; ++i) {
+    if (i > failed) continue;
+    const std::string error = run_block(launch, i);
+    const std::lock_guard lock(mutex);
+    if (error.empty() || i > failed) continue;
+    failed = i;
+    message = error;
+  }
+  if (!message.empty()) throw std::runtime_error(message);
+}
+
+// The running block's array of a declaration; stops the block where a GPU has no room for it.
+FUSEDOPS_SIMT_CALLED inline char* shared_array(const void* tag, const char* name, size_t bytes) {
+  Block& block = *running;
+  const Array* array = block.arena.declare(tag, name, bytes);
+  if (!array) {
+    const void* pc = __builtin_return_address(0);
+    block.stop([name, bytes, pc] {
+      return std::string(name) + " of " + std::to_string(bytes) + " bytes at " + where(pc) +
+             " has no room: a block has 48 KiB of static and 227 KiB of all shared memory";
+    });
+  }
+  return block.arena.memory() + array->offset;
+}
+
+template <class Tag>
+inline constexpr char tag = 0;
+
+template <class Tag, class T>
+__forceinline__ T& shared_array(const char* name) {
+  static_assert(alignof(T) <= 16);
+  char* memory = shared_array(&tag<Tag>, name, sizeof(T));
+  asm volatile("" : "+r"(memory));
+  return *reinterpret_cast<T*>(memory);
+}
+
+FUSEDOPS_SIMT_CALLED inline void stop_misaligned(const char* what, const void* p) {
+  Block& block = *running;
+  const void* pc = __builtin_return_address(0);
+  block.stop([&block, number = block.number, what, p, pc] {
+    std::ostringstream text;
+    text << block.name(number) << " " << what << " 16 bytes at the misaligned address " << p
+         << " at " << where(pc);
+    return text.str();
+  });
+}
+
+}  // namespace fusedops::simt
+
+// __shared__ T name[count]: one array for each declaration, shared by the threads of a block.
+#define FUSEDOPS_SHARED(T, name, count) \
+  T(&name)[count] = ::fusedops::simt::shared_array<decltype([] {}), T[count]>(#name)
+
+namespace fusedops::cuda {
+
+using Stream = CUstream_st*;  // as CUDA declares cudaStream_t; always null
+
+// Runs the grid to its end. Throws what a GPU would refuse, and what was found wrong in a block.
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, Stream, A... args) {
+  struct Bound {
+    void (*kernel)(P...);
+    std::tuple<P...> args;
+  };
+  const Bound bound{kernel, {static_cast<P>(args)...}};
+  const auto call = [](const void* p) {
+    const auto& bound = *static_cast<const Bound*>(p);
+    std::apply(bound.kernel, bound.args);
+  };
+  simt::run_grid({grid, block, smem, reinterpret_cast<const void*>(kernel), call, &bound});
+}
+
+// The launch's `smem` bytes.
+template <class T>
+__forceinline__ T* dynamic_shared() {
+  return reinterpret_cast<T*>(simt::arena_low);
+}
+
+__forceinline__ uint4 load_16(const void* p) {
+  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) simt::stop_misaligned("loads", p);
+  return *static_cast<const uint4*>(p);
+}
+
+__forceinline__ void store_16(void* p, uint4 value) {
+  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) simt::stop_misaligned("stores", p);
+  *static_cast<uint4*>(p) = value;
+}
+
+// A small device, so that grids which fill it stay small.
+inline int multiprocessors() { return 3; }
+inline size_t max_shared_memory() { return simt::kMaxShared; }
+
+template <class Kernel>
+int resident_blocks(Kernel, int /*threads*/, size_t /*smem*/) {
+  return 2;
+}
+
+}  // namespace fusedops::cuda

@@ -1,0 +1,133 @@
+// Which access of a byte of shared memory came before which: the shadow of the arena.
+//
+// A barrier of the block orders everything before it against everything after it: it begins a new
+// epoch. Within an epoch, threads of different warps are unordered, and lanes of one warp are
+// ordered by __syncwarp: each lane has a vector clock of its warp's 32 lanes. Shuffles, votes and
+// atomics order no memory. Two accesses race when neither came before the other, unless both read
+// or both are atomic. Each byte keeps its last write, and the reads (or the atomics) since.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "csrc/simt/names.h"
+
+namespace fusedops::simt {
+
+inline constexpr int kMaxThreads = 1024, kLanes = 32;
+
+enum class Access : uint8_t { read, write, atomic };
+
+// Who did it, where and when: `time` is the lane's own entry in its clock.
+struct Stamp {
+  const void* pc = nullptr;
+  uint32_t epoch = 0, time = 0;
+  int thread = 0;
+  Access access = Access::read;
+};
+
+struct Clocks {
+  uint32_t epoch = 0;
+  uint32_t of[kMaxThreads][kLanes];
+
+  FUSEDOPS_SIMT_UNSEEN void begin(int threads) {
+    ++epoch;
+    std::memset(of, 0, threads * sizeof(of[0]));
+    for (int t = 0; t < threads; ++t) of[t][t % kLanes] = 1;
+  }
+
+  FUSEDOPS_SIMT_UNSEEN uint32_t time(int thread) const { return of[thread][thread % kLanes]; }
+
+  // __syncwarp: what any of these lanes knows, all know, and their times move on.
+  FUSEDOPS_SIMT_UNSEEN void join(int warp, uint32_t lanes) {
+    uint32_t known[kLanes] = {};
+    for (uint32_t left = lanes; left; left &= left - 1) {
+      const uint32_t* clock = of[warp * kLanes + __builtin_ctz(left)];
+      for (int i = 0; i < kLanes; ++i) known[i] = known[i] < clock[i] ? clock[i] : known[i];
+    }
+    for (uint32_t left = lanes; left; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      uint32_t* clock = of[warp * kLanes + lane];
+      for (int i = 0; i < kLanes; ++i) clock[i] = known[i];
+      ++clock[lane];
+    }
+  }
+
+  // Whether an access came before what `thread` does now.
+  FUSEDOPS_SIMT_UNSEEN bool before(const Stamp& s, int thread) const {
+    if (s.epoch != epoch || s.thread == thread) return true;
+    return s.thread / kLanes == thread / kLanes && of[thread][s.thread % kLanes] >= s.time;
+  }
+};
+
+// Reads, or atomics, of one byte in one epoch, none of which came before another.
+struct Together {
+  Stamp last;          // of the warp whose lanes are kept
+  Stamp other;         // of any other warp
+  uint32_t lanes = 0;  // of last's warp
+
+  // One that did not come before what `thread` does now, or null.
+  FUSEDOPS_SIMT_UNSEEN const Stamp* unordered(const Clocks& clocks, int thread) {
+    if (!clocks.before(last, thread)) return &last;
+    if (!clocks.before(other, thread)) return &other;
+    if (last.epoch != clocks.epoch || last.thread / kLanes != thread / kLanes) return nullptr;
+    drop_ordered(clocks, thread);
+    const uint32_t others = lanes & ~(1u << thread % kLanes);
+    if (!others) return nullptr;
+    last.thread = thread / kLanes * kLanes + __builtin_ctz(others);
+    return &last;
+  }
+
+  FUSEDOPS_SIMT_UNSEEN void add(const Clocks& clocks, const Stamp& now) {
+    const uint32_t lane = 1u << now.thread % kLanes;
+    if (last.epoch != now.epoch) {
+      *this = {now, {}, lane};
+    } else if (last.thread / kLanes != now.thread / kLanes) {
+      other = now;
+    } else {
+      if (last.time != now.time) drop_ordered(clocks, now.thread);
+      // Lanes that met under partial masks may differ in time. The least of them may hide a race
+      // and never makes one up.
+      const bool older = (lanes & ~lane) && last.time < now.time;
+      const uint32_t time = older ? last.time : now.time;
+      last = now;
+      last.time = time;
+      lanes |= lane;
+    }
+  }
+
+ private:
+  FUSEDOPS_SIMT_UNSEEN void drop_ordered(const Clocks& clocks, int thread) {
+    for (uint32_t left = lanes; left; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      if (clocks.of[thread][lane] >= last.time) lanes &= ~(1u << lane);
+    }
+  }
+};
+
+// A byte of the arena, or all four of a word that is only ever touched whole.
+struct Cell {
+  Stamp write;
+  Together together;
+  uint32_t written = 0;  // the block in which it last was
+  uint32_t split = 0;    // the block in which its word last was touched in part
+
+  // Notes an access; returns the earlier one that it races with, or null.
+  FUSEDOPS_SIMT_UNSEEN const Stamp* note(const Clocks& clocks, const Stamp& now) {
+    if (!clocks.before(write, now.thread)) return &write;
+    const bool current = together.last.epoch == now.epoch;
+    if (now.access == Access::write || (current && together.last.access != now.access)) {
+      if (const Stamp* racing = together.unordered(clocks, now.thread)) return racing;
+      if (current && together.last.access == Access::atomic) write = together.last;
+      together = {};
+    }
+    if (now.access == Access::write) {
+      write = now;
+    } else {
+      together.add(clocks, now);
+    }
+    return nullptr;
+  }
+};
+
+}  // namespace fusedops::simt
