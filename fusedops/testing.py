@@ -1,5 +1,6 @@
 """What the tests and the benchmarks share: which backends can run, and the error yardstick."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,16 @@ from torch import Tensor
 
 from fusedops.backends import BACKENDS, backend, unavailable
 
-__all__ = ["backends", "check", "gradients", "poisoned", "within", "yardstick"]
+__all__ = [
+    "backends",
+    "check",
+    "device_of",
+    "gradients",
+    "placed",
+    "poisoned",
+    "within",
+    "yardstick",
+]
 
 
 def backends(op: str) -> list[str]:
@@ -17,12 +27,25 @@ def backends(op: str) -> list[str]:
     return [name for name in BACKENDS if unavailable(op, name) is None]
 
 
+def device_of(name: str) -> torch.device:
+    """Where the tensors must be that backend `name` is given."""
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.device("cuda" if name in ("cuda", "triton") and not interpreted else "cpu")
+
+
+def placed(args: tuple, device: torch.device) -> tuple:
+    """`args` with its tensors on `device`, in the memory layout that they have."""
+    return tuple(_placed(a, device) if isinstance(a, Tensor) else a for a in args)
+
+
 def check(function: Callable, reference: Callable, args: tuple, name: str, **kwargs: Any) -> None:
     """Assert that `function` on backend `name` is as good as eager PyTorch, backward too.
 
     exact is `reference` in float64 and eager is `reference` in the dtype of `args`; each result
-    and each gradient must pass `yardstick`. Floating tensors in `args` get gradients.
+    and each gradient must pass `yardstick`. Floating tensors in `args` get gradients. Everything
+    runs on the device of the backend: a dropout mask is another one elsewhere.
     """
+    args = placed(args, device_of(name))
     with backend(name), poisoned():
         kernel = gradients(function, args, **kwargs)
     eager = gradients(reference, args, **kwargs)
@@ -111,6 +134,14 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def _placed(a: Tensor, device: torch.device) -> Tensor:
+    """All of the memory behind `a` moves: strides and offset choose a kernel's path."""
+    if a.device.type == device.type:
+        return a
+    memory = a.detach().as_strided((a.untyped_storage().nbytes() // a.itemsize,), (1,), 0)
+    return memory.to(device).as_strided(a.shape, a.stride(), a.storage_offset())
 
 
 def _floating(a: Any) -> bool:

@@ -1,8 +1,9 @@
 """The yardstick itself: what it lets pass and what it must not."""
 
+import pytest
 import torch
 
-from fusedops.testing import poisoned, yardstick
+from fusedops.testing import placed, poisoned, yardstick
 
 EXACT = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).double()
 EAGER = EXACT.float() * (1 + 1e-7)
@@ -55,3 +56,21 @@ def test_an_infinity_hides_nothing_else_in_its_row():
 def test_poison_is_seen():
     with poisoned():
         assert torch.empty(100).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda t: t.t(), lambda t: t[1:, 3:7], lambda t: t[:, ::2], lambda t: t[:1].expand(8, 12)],
+    ids=["transposed", "slice", "every second column", "expanded"],
+)
+def test_a_placed_tensor_keeps_its_layout(view):
+    there = view(torch.randn(8, 12))
+    moved, number = placed((there, 3), torch.device("meta"))
+    assert moved.is_meta and number == 3
+    assert (moved.shape, moved.stride()) == (there.shape, there.stride())
+    assert moved.storage_offset() == there.storage_offset()
+
+
+def test_a_tensor_in_its_place_stays():
+    x = torch.randn(3, 4).t()
+    assert placed((x,), torch.device("cpu"))[0] is x
