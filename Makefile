@@ -10,7 +10,7 @@
 # Where pip finds a torch without CUDA; empty for PyPI alone.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP_SOURCES := $(shell find csrc tests/simt -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 export DIST_EXTRA_CONFIG := $(CURDIR)/.ci/build.cfg
 # The CUDA kernels as they run on a CPU, for the tests.
 export FUSEDOPS_SIMT ?= 1

@@ -32,7 +32,7 @@ inline bool came(const Thread& thread, const Thread& other) {
          same_call(thread.call, other.call);
 }
 
-// The first of the threads first..last that `thread` waits for in vain, or -1.
+// The first thread that this one waits for in vain, or -1.
 inline int missing(const Block& block, int number) {
   const Thread& thread = block.threads[number];
   const bool in_warp = thread.state == State::in_warp;

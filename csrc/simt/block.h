@@ -58,7 +58,9 @@ struct Warp {
 
 template <class Index>  // dim3 or uint3
 std::string to_string(Index i) {
-  return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
+  std::string text = "(";
+  text += std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z);
+  return text += ")";
 }
 
 inline uint3 unravel(int64_t i, dim3 size) {

@@ -147,9 +147,4 @@ __forceinline__ void store_16(void* p, uint4 value) {
 inline int multiprocessors() { return 3; }
 inline size_t max_shared_memory() { return simt::kMaxShared; }
 
-template <class Kernel>
-int resident_blocks(Kernel, int /*threads*/, size_t /*smem*/) {
-  return 2;
-}
-
 }  // namespace fusedops::cuda
