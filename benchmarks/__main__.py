@@ -1,6 +1,7 @@
-"""`python -m benchmarks norm --threads 1 --json out.json`: times a family, `launch` or `must-show`.
+"""`python -m benchmarks norm --threads 1 --json out.json` times a family; `--help` has the rest.
 
-Each allocator setting gets a fresh process: what one leaves in the heap would change the other.
+On a CPU each allocator setting gets a fresh process: what one leaves in the heap would change the
+other.
 """
 
 import argparse
@@ -10,36 +11,61 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import FAMILIES, must_show, worker
+from benchmarks import FAMILIES, cuda, gpu, must_show, readme, worker
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("suite", choices=(*FAMILIES, "launch", "must-show"))
-    add = parser.add_argument
-    add("--threads", type=int, default=1)
-    add("--json", help="write the rows there")
-    add("--device", default="cpu", choices=("cpu", "cuda"))
-    add("--allocator", choices=("default", "keep", "both"), help="keep: fusedops.keep_freed_memory")
-    add("--seconds", type=float, help="time for a row (default 2; 0.2 with --quick)")
-    add("--quick", action="store_true", help="few shapes, little time, no torch.compile")
-    add("--full", action="store_true", help="float16 too")
-    add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    suites = parser.add_subparsers(dest="suite", required=True)
+    for name in (*FAMILIES, "launch", "must-show"):
+        _cpu_options(suites.add_parser(name, help="on a CPU"))
+    _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
+    tables = suites.add_parser("readme", help="writes the README's GPU figures from the results")
+    tables.add_argument("--check", action="store_true", help="fail if that would change it")
     args = parser.parse_args(argv)
+    if args.suite in ("gpu", "readme"):
+        return args
     args.seconds = args.seconds or (0.2 if args.quick else 2.0)
     args.compile = args.compile and not args.quick
     args.allocator = args.allocator or ("default" if args.suite == "launch" else "both")
     return args
 
 
+def _cpu_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--threads", type=int, default=1)
+    add("--json", help="write the rows there")
+    add("--allocator", choices=("default", "keep", "both"), help="keep: fusedops.keep_freed_memory")
+    add("--seconds", type=float, help="time for a row (default 2; 0.2 with --quick)")
+    add("--quick", action="store_true", help="few shapes, little time, no torch.compile")
+    add("--full", action="store_true", help="float16 too")
+    add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+
+
+def _gpu_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("families", nargs="*", default=list(FAMILIES), metavar="family", help="default: all")
+    add("--out", default=str(readme.RESULTS), help="write <device>/<family>.json there")
+    add("--seconds", type=float, default=0.5, help="time for a row")
+    add("--match", default="", help="only the rows whose title contains this")
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 1 when a kernel of ours was wrong or a goal was missed."""
     args = parse(argv)
+    if args.suite == "readme":
+        return readme.write(check=args.check)
+    if args.suite == "gpu":
+        return gpu.measure(args, cuda.machine())
     if args.worker:
         return worker.measure(args)
+    return _both_settings(args, sys.argv[1:] if argv is None else argv)
+
+
+def _both_settings(args: argparse.Namespace, argv: list[str]) -> int:
     settings = ("default", "keep") if args.allocator == "both" else (args.allocator,)
-    runs = [_run(sys.argv[1:] if argv is None else argv, setting) for setting in settings]
+    runs = [_run(argv, setting) for setting in settings]
     document = {"environment": runs[0][1]["environment"]}
     document |= {key: [one for _, run in runs for one in run[key]] for key in ("rows", "goals")}
     if document["goals"]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.case import TRAINING, Run, bind, grad_mode
+from benchmarks.case import FORWARD, TRAINING, Run, bind, grad_mode
 from fusedops.testing import yardstick
 
 Outputs = tuple[Tensor, ...]
@@ -38,8 +38,8 @@ class Answers:
     def _results(self, run: Run, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Outputs:
         with grad_mode(self.mode):
             results = as_tuple(run())
-            if self.mode == TRAINING:
-                results += as_tuple(bind(run, self.mode, inputs, grads)())
+            if self.mode != FORWARD:
+                results += as_tuple(bind(run, TRAINING, inputs, grads)())
         return tuple(t.detach() for t in results)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
-FORWARD, TRAINING = "forward", "forward+backward"
+FORWARD, BACKWARD, TRAINING = "forward", "backward", "forward+backward"
 
 Run = Callable[[], "Tensor | tuple[Tensor, ...]"]
 
@@ -21,10 +22,14 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """prepare(*inputs) gives a call without arguments; scope is entered around its timing."""
+    """prepare(*inputs) gives a call without arguments; scope is entered around its timing.
+
+    One that computes something else, to be compared in time alone, is not `checked`.
+    """
 
     prepare: Callable[..., Run]
     scope: Callable[[], AbstractContextManager] = nullcontext
+    checked: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,23 @@ class Operation:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: an operation in one mode on one shape and dtype. `only` names its contenders."""
+    """One row: an operation in one mode on one shape and dtype, and the clock that times it.
+
+    `only` names its contenders.
+    """
 
     operation: Operation
     mode: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     only: tuple[str, ...] | None = field(default=None, compare=False)
+    clock: str = "wall"
 
     @property
     def title(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.operation.name} {self.mode} {dtype} {list(self.shape)}"
+        clock = "" if self.clock == "wall" else f", {self.clock} time"
+        return f"{self.operation.name} {self.mode} {dtype} {list(self.shape)}{clock}"
 
     def contenders(self) -> dict[str, Contender]:
         known = self.operation.contenders
@@ -63,8 +73,13 @@ def grad_mode(mode: str) -> AbstractContextManager:
 
 
 def bind(run: Run, mode: str, leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
-    """The call that is timed: the operation alone, or the operation and its gradients."""
-    return run if mode == FORWARD else lambda: torch.autograd.grad(run(), leaves, grads)
+    """The call that is timed: the operation, its gradients, or both."""
+    if mode == FORWARD:
+        return run
+    if mode == TRAINING:
+        return lambda: torch.autograd.grad(run(), leaves, grads)
+    outputs = run()
+    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
 
 
 def compiled(contender: Contender) -> Contender:
@@ -75,6 +90,8 @@ def compiled(contender: Contender) -> Contender:
         if shutil.which(compiler) is None:
             raise Skip(f"torch.compile needs a C++ compiler and {compiler} was not found")
         torch.compiler.reset()
+        # or a backward that is timed alone, again and again, finds its saved tensors overwritten
+        torch._functorch.config.donated_buffer = False
         call = contender.prepare(*inputs)
         assert isinstance(call, partial)
         return partial(torch.compile(call.func, dynamic=False), *call.args)

@@ -36,6 +36,32 @@ class Goal:
         return verdicts
 
 
+@dataclass(frozen=True)
+class Ask:
+    """Of a row on a GPU: `fusedops` is at_least[contender] times as fast (a copy is one of them).
+
+    launches: how many kernels a call may launch.
+    """
+
+    case: Case
+    at_least: dict[str, float]
+    launches: int | None = None
+
+    def verdicts(self, results: list[Result]) -> list[dict]:
+        """Asked, measured and met, one for each thing that is asked; not measured is not met."""
+        result = next((r for r in results if r.case == self.case), Result(self.case, 0))
+        verdicts = [
+            _verdict(self.case.title, f"over {name}", factor, result.ratio(name, OURS))
+            for name, factor in self.at_least.items()
+        ]
+        if self.launches is not None:
+            found = result.launches.get(OURS)
+            met = found is not None and found <= self.launches
+            row = {"row": self.case.title, "what": "launches", "asked": self.launches}
+            verdicts.append(row | {"measured": found, "met": met})
+        return verdicts
+
+
 def _verdict(title: str, what: str, asked: float, measured: Ratio | None) -> dict:
     met = measured is not None and measured.median >= asked
     return {"row": title, "what": what, "asked": asked, "measured": measured, "met": met}
@@ -45,7 +71,12 @@ def table(verdicts: list[dict]) -> str:
     """asked | measured with its 95 % interval | met, one line a verdict."""
     lines = [f"{'row':<88}{'asked':>7}  {'measured':<22}met"]
     for v in verdicts:
-        measured = str(Ratio(*v["measured"])) if v["measured"] else "not timed"
-        row = f"{v['row']}, {v['what']}"
-        lines.append(f"{row:<88}{v['asked']:>6.1f}x  {measured:<22}{'yes' if v['met'] else 'NO'}")
+        row, met = f"{v['row']}, {v['what']}", "yes" if v["met"] else "NO"
+        lines.append(f"{row:<88}{v['asked']:>6.4g}x  {_shown(v['measured']):<22}{met}")
     return "\n".join(lines)
+
+
+def _shown(measured: Ratio | int | None) -> str:
+    if measured is None:
+        return "not timed"
+    return f"{measured}x" if isinstance(measured, int) else str(Ratio(*measured))

@@ -1,13 +1,18 @@
 """Results as text for people and as JSON for programs."""
 
+import json
+
 from benchmarks.harness import COPY, Result
 from fusedops.measure import Ratio, spread
 
 BASES = ("eager", "huggingface")
 
 
-def rows(result: Result, allocator: str) -> list[dict]:
-    """One JSON row for each contender, timed or not."""
+def rows(result: Result, allocator: str, ceiling: float | None = None) -> list[dict]:
+    """One JSON row for each contender, timed or not.
+
+    `ceiling`, in GB/s, is what the machine's copy reaches; the host's time knows no such thing.
+    """
     case = result.case
     same = {
         "operation": case.operation.name,
@@ -15,9 +20,10 @@ def rows(result: Result, allocator: str) -> list[dict]:
         "dtype": str(case.dtype).removeprefix("torch."),
         "shape": list(case.shape),
         "allocator": allocator,
+        "clock": case.clock,
         "bytes": result.bytes_moved,
     }
-    timed = [same | _timed(result, name) for name in result.seconds]
+    timed = [same | _timed(result, name, ceiling) for name in result.seconds]
     reasons = {"skipped": result.skipped, "refused": result.refused}
     return timed + [
         same | {"contender": name, "status": status, "reason": reason}
@@ -26,13 +32,16 @@ def rows(result: Result, allocator: str) -> list[dict]:
     ]
 
 
-def _timed(result: Result, name: str) -> dict:
+def _timed(result: Result, name: str, ceiling: float | None) -> dict:
     seconds = spread(result.seconds[name])
     copy = result.ratio(COPY, name)
     row = {"contender": name, "status": "timed", "rounds": len(result.seconds[name])}
     row |= {"median_s": seconds.median, "p10_s": seconds.p10, "p90_s": seconds.p90}
     row |= {"gb_per_s": result.bytes_moved / seconds.median / 1e9}
     row |= {"percent_of_copy": copy and 100 * copy.median}
+    if ceiling:
+        row |= {"percent_of_ceiling": 100 * row["gb_per_s"] / ceiling}
+    row |= {"launches": result.launches[name]} if name in result.launches else {}
     row |= {"inexact": result.inexact[name]} if name in result.inexact else {}
     ratios = {base: result.ratio(base, name) for base in BASES if base in result.seconds}
     return row | {f"ratio_to_{base}": ratio and ratio._asdict() for base, ratio in ratios.items()}
@@ -82,6 +91,16 @@ def reasons(results: list[Result]) -> str:
     """Why contenders were left out, each reason once."""
     every = (reason for r in results for reason in (r.skipped | r.refused).items())
     return "\n".join(f"{name}: {reason}" for name, reason in dict.fromkeys(every))
+
+
+def dump(document: dict) -> str:
+    """JSON with a line for each row, so that a difference between two runs can be read."""
+    parts = []
+    for key, value in document.items():
+        lines = ",\n".join(json.dumps(one) for one in value) if isinstance(value, list) else None
+        shown = json.dumps(value, indent=1) if lines is None else f"[\n{lines}\n]"
+        parts.append(f"{json.dumps(key)}: {shown}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def duration(seconds: float) -> str:

@@ -8,26 +8,61 @@ import gc
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
-Timed = tuple[Callable[[], object], Callable[[], AbstractContextManager]]  # call, scope
+Call = Callable[[], object]
+Timed = tuple[Call, Callable[[], AbstractContextManager]]  # call, scope
+Stopwatch = Callable[[int], float]  # how many calls -> seconds a call
+Clock = Callable[[Call], Stopwatch]
 
 BLOCK_S = 0.01  # long against the clock and the loop, short against a neighbour's bursts
 ROUNDS, AIM = (7, 60), 30  # fewest and most, and how many a budget is to hold
 
 
-def interleaved(contenders: Mapping[str, Timed], budget_s: float) -> dict[str, list[float]]:
+@dataclass(frozen=True)
+class Machine:
+    """A device, its clocks by name, and what counts the launches of a call on it."""
+
+    device: torch.device
+    clocks: Mapping[str, Clock]
+    launches: Callable[[Call], int] = lambda call: 0
+
+
+def wall(call: Call) -> Stopwatch:
+    """Time on the wall, after one untimed call that takes the caches and the allocator back.
+
+    A call that fills the block alone is long enough to go without.
+    """
+
+    def seconds(repeats: int) -> float:
+        if repeats > 1:
+            call()
+        start = perf_counter()
+        for _ in range(repeats):
+            call()
+        return (perf_counter() - start) / repeats
+
+    return seconds
+
+
+CPU = Machine(torch.device("cpu"), {"wall": wall})
+
+
+def interleaved(
+    contenders: Mapping[str, Timed], budget_s: float, clock: Clock = wall
+) -> dict[str, list[float]]:
     """Seconds a call of each contender in each round, about `budget_s` seconds in all."""
     block_s = min(BLOCK_S, budget_s / AIM / max(1, len(contenders)))
-    repeats = {name: _repeats(*timed, block_s) for name, timed in contenders.items()}
+    blocks = {name: _block(*timed, clock, block_s) for name, timed in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     order, start, rounds = random.Random(0), perf_counter(), 0
     with _no_gc():
         while not _done(rounds, perf_counter() - start, budget_s):
             for name in order.sample(list(contenders), len(contenders)):
-                seconds[name].append(_block(*contenders[name], repeats[name]))
+                seconds[name].append(blocks[name]())
             rounds += 1
     return seconds
 
@@ -36,31 +71,32 @@ def _done(rounds: int, elapsed_s: float, budget_s: float) -> bool:
     return rounds >= ROUNDS[1] or (rounds >= ROUNDS[0] and elapsed_s > budget_s)
 
 
-def _block(call: Callable[[], object], scope: Callable, repeats: int) -> float:
-    """Seconds a call, after one untimed call that takes the caches and the allocator back.
-
-    A call that fills the block alone is long enough to go without.
-    """
+def _block(call: Call, scope: Callable, clock: Clock, block_s: float) -> Callable[[], float]:
+    """Times one block of calls, as many as fill `block_s`."""
     with scope():
-        if repeats > 1:
-            call()
-        synchronize()
+        stopwatch = clock(call)
+        repeats = _repeats(stopwatch, block_s)
+
+    def block() -> float:
+        with scope():
+            return stopwatch(repeats)
+
+    return block
+
+
+def _repeats(stopwatch: Stopwatch, block_s: float) -> int:
+    """How many calls fill a block; the least of three tries, as noise only adds.
+
+    By the wall: a clock may see less than its measurement costs.
+    """
+
+    def cost() -> float:
         start = perf_counter()
-        for _ in range(repeats):
-            call()
-        synchronize()
-        return (perf_counter() - start) / repeats
+        stopwatch(1)
+        return perf_counter() - start
 
-
-def _repeats(call: Callable[[], object], scope: Callable, block_s: float) -> int:
-    """How many calls fill a block; the least of three tries, as noise only adds."""
-    _block(call, scope, 1)
-    return max(1, round(block_s / min(_block(call, scope, 1) for _ in range(3))))
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    cost()
+    return max(1, round(block_s / min(cost() for _ in range(3))))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import report, suites
 from benchmarks.harness import Result, run_case
+from benchmarks.timing import CPU
 from fusedops.measure import environment
 from fusedops.memory import keep_freed_memory
 
@@ -17,24 +18,24 @@ def measure(args: Namespace) -> int:
     torch.set_num_threads(args.threads)
     if args.allocator == "keep":
         keep_freed_memory()
-    device, results = torch.device(args.device), []
+    results: list[Result] = []
     for case in suites.cases(args):
-        results.append(run_case(case, args.seconds, device, copy=args.suite != "launch"))
+        results.append(run_case(case, args.seconds, CPU, copy=args.suite != "launch"))
         if args.suite == "launch":
             print(report.compact(results[-1], header=len(results) == 1), flush=True)
         else:
             print(report.text(results[-1], args.allocator), flush=True)
     if args.suite == "launch":
         print(report.reasons(results))
-    Path(args.json).write_text(json.dumps(_document(args, device, results)))
+    Path(args.json).write_text(json.dumps(_document(args, results)))
     return int(any(result.wrong() for result in results))
 
 
-def _document(args: Namespace, device: torch.device, results: list[Result]) -> dict:
+def _document(args: Namespace, results: list[Result]) -> dict:
     goals = suites.goals(args.allocator) if args.suite == "must-show" else []
     pairs = ((goal, r) for goal in goals for r in results if r.case == goal.case())
     return {
-        "environment": environment(args.threads, device),
+        "environment": environment(args.threads, CPU.device),
         "rows": [row for result in results for row in report.rows(result, args.allocator)],
         "goals": [v for goal, r in pairs for v in goal.verdicts(r, args.allocator)],
     }

@@ -1,7 +1,9 @@
 """What every measurement needs: statistics of noisy timings, and where they were taken."""
 
 import datetime
+import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +13,20 @@ import numpy as np
 import torch
 
 from fusedops.backends import cpu_name, version_of
+from fusedops.extension import BUILD
 
-__all__ = ["Ratio", "Spread", "environment", "paired_ratio", "spread"]
+__all__ = ["Ratio", "Spread", "environment", "paired_ratio", "slug", "spread"]
+
+# nvidia-smi's names. MHz, watts and degrees Celsius.
+GPU_STATE = {
+    "driver": "driver_version",
+    "sm_clock": "clocks.sm",
+    "memory_clock": "clocks.mem",
+    "highest_sm_clock": "clocks.max.sm",
+    "highest_memory_clock": "clocks.max.mem",
+    "power_limit": "power.limit",
+    "temperature": "temperature.gpu",
+}
 
 
 class Spread(NamedTuple):
@@ -50,10 +64,15 @@ def paired_ratio(base: Sequence[float], other: Sequence[float], resamples: int =
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
+def slug(device: str) -> str:
+    """A device's name as a folder's: `NVIDIA H200` is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
 def environment(threads: int, device: torch.device) -> dict:
     """Where, when and with what something was measured, for a JSON file."""
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+    about = {
+        "device": cpu_name(),
         "threads": threads,
         "torch": torch.__version__,
         "transformers": version_of("transformers"),
@@ -61,11 +80,43 @@ def environment(threads: int, device: torch.device) -> dict:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
     }
+    return about if device.type == "cpu" else about | _gpu(device)
+
+
+def _gpu(device: torch.device) -> dict:
+    """What a GPU adds. `kernels` is the CUDA that ours were built with; None: Triton runs."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "kernels": BUILD.get("cuda"),
+        "triton": version_of("triton"),
+        **_gpu_state(str(properties.uuid)),
+    }
+
+
+def _gpu_state(uuid: str) -> dict[str, str | None]:
+    """Driver, clocks, power and heat as nvidia-smi gives them; None where it is missing."""
+    query = f"--query-gpu=uuid,{','.join(GPU_STATE.values())}"
+    listed = _output(["nvidia-smi", query, "--format=csv,noheader,nounits"]) or ""
+    line = next((line for line in listed.splitlines() if uuid in line), None)
+    if line is None:
+        return dict.fromkeys(GPU_STATE)
+    return dict(zip(GPU_STATE, line.split(", ")[1:], strict=True))
 
 
 def _commit() -> str | None:
-    """The commit of this tree, `-dirty` when it was changed since; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    """The commit of this tree, `-dirty` when it was changed since.
+
+    Outside a checkout FUSEDOPS_COMMIT can say what was copied there; else None.
+    """
+    described = _output(["git", "describe", "--always", "--dirty", "--abbrev=12"])
+    return described or os.environ.get("FUSEDOPS_COMMIT")
+
+
+def _output(command: list[str]) -> str | None:
+    """What a command prints, run here; None where it is missing, fails or prints nothing."""
     here = Path(__file__).parent
     try:
         run = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)

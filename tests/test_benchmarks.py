@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import harness, report, suites, timing
+from benchmarks import report, suites, timing
 from benchmarks.__main__ import main, parse
-from benchmarks.case import FORWARD, TRAINING, Case, Contender, Operation, Skip
-from benchmarks.harness import COPY, Result, run_case
+from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, Skip
+from benchmarks.harness import COPY, Result, copy_of, run_case
 from benchmarks.must_show import Goal, table
+from benchmarks.timing import CPU
 from fusedops.measure import paired_ratio
 
-CPU = torch.device("cpu")
 BUDGET_S = 0.05
 
 
@@ -86,10 +86,47 @@ def test_wrong_kernel_is_refused(kernel, reason):
     assert result.wrong()
 
 
-def test_wrong_gradient_is_refused_in_training_only():
+def test_wrong_gradient_is_refused_where_it_is_timed():
     operation = toy(eager=double, fusedops=wrong_gradient)
     assert not run(operation, FORWARD).refused
-    assert "gradient 0: max norm of the error" in run(operation, TRAINING).refused["fusedops"]
+    for mode in (BACKWARD, TRAINING):
+        assert "gradient 0: max norm of the error" in run(operation, mode).refused["fusedops"]
+
+
+def test_backward_runs_the_forward_once():
+    calls = []
+
+    def counted(x):
+        calls.append(1)
+        return double(x)
+
+    result = run(toy(eager=double, fusedops=counted), BACKWARD)
+    assert len(calls) == 3  # for its outputs, for its gradients, and to be timed
+    assert len(result.seconds["fusedops"]) >= timing.ROUNDS[0]
+
+
+def test_what_computes_something_else_is_timed_beside():
+    operation = toy(eager=double, fusedops=double)
+    operation.contenders["beside"] = Contender(lambda x: lambda: x.sum(), checked=False)
+    result = run(operation)
+    assert "beside" in result.seconds and "beside" not in result.inexact
+
+
+def test_what_its_clock_cannot_time_is_refused_and_the_others_are_timed():
+    def peer():
+        return torch.ones(8, 8)
+
+    def graph(call):
+        if call is peer:
+            raise RuntimeError("no graph for this")
+        return timing.wall(call)
+
+    operation = toy(eager=double)
+    operation.contenders["peer"] = Contender(lambda x: peer, checked=False)
+    case = Case(operation, FORWARD, torch.float32, (8, 8), clock="graph")
+    result = run_case(case, BUDGET_S, timing.Machine(CPU.device, {"graph": graph}))
+    assert "no graph for this" in result.refused["peer"]
+    assert "eager" in result.seconds
 
 
 def test_one_wrong_row_among_large_ones_is_refused():
@@ -171,7 +208,7 @@ def test_paired_interval_holds_the_median_and_widens_with_noise():
 
 
 def test_copy_reads_and_writes_the_bytes_in_all():
-    target = harness._copy(4096, CPU)()
+    target = copy_of(4096, CPU.device)()
     assert target.nbytes == 2048
 
 

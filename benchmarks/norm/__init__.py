@@ -1,0 +1,46 @@
+"""The norm family against eager, the Hugging Face lines, torch.compile and, on GPUs, its peers.
+
+Memory-bound: the number that matters is the share of copy's bandwidth, over the fewest bytes that
+the work can move. On a CPU large outputs are dominated by page faults of fresh memory (a
+[4096, 4096] float32 add: 33 ms, of which 5 are the add), for every contender alike: read those
+rows under both allocator settings.
+"""
+
+import torch
+
+from benchmarks.case import FORWARD, TRAINING
+from benchmarks.must_show import Goal
+from benchmarks.norm.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.norm.launch import LAUNCH
+from benchmarks.norm.operations import ADD_LAYER_NORM, ADD_RMS_NORM, OPERATIONS
+
+__all__ = [
+    "GPU_MUST_SHOW",
+    "GPU_ROWS",
+    "LAUNCH",
+    "MUST_SHOW",
+    "OPERATIONS",
+    "QUICK_SHAPES",
+    "SHAPES",
+]
+
+SHAPES = [(1, 4096), (16, 4096), (512, 1024), (2048, 1024), (4096, 4096)]  # decode to training
+QUICK_SHAPES = [(1, 4096), (512, 1024)]
+
+BF16, F32 = torch.bfloat16, torch.float32
+MUST_SHOW = [
+    Goal(
+        ADD_RMS_NORM,
+        TRAINING,
+        BF16,
+        (2048, 1024),
+        "huggingface",
+        {"default": 6.0, "keep": 5.0},
+        0.5,
+    ),
+    Goal(ADD_RMS_NORM, TRAINING, F32, (2048, 1024), "huggingface", {"default": 4.0, "keep": 4.0}),
+    Goal(ADD_LAYER_NORM, TRAINING, BF16, (2048, 1024), "eager", {"default": 2.0, "keep": 2.0}),
+    Goal(ADD_RMS_NORM, FORWARD, BF16, (1, 4096), "huggingface", {"default": 3.0}),
+    Goal(ADD_LAYER_NORM, FORWARD, F32, (2, 64), "eager", {"default": 1.0}),
+    Goal(ADD_LAYER_NORM, TRAINING, F32, (2, 64), "eager", {"default": 1.0}),
+]

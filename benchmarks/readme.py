@@ -1,0 +1,114 @@
+"""The README's GPU figures, generated from benchmarks/results: no figure stands without a run."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- gpu figures: python -m benchmarks readme -->", "<!-- end of gpu figures -->"
+NOT_YET = "No figure has been measured on a GPU yet: `make gpu` measures them on one.\n"
+
+# A column of the README: the contenders that stand there. Each operation has one of them.
+RIVALS = {
+    "eager": ("eager",),
+    "Hugging Face": ("huggingface",),
+    "torch.compile": ("compile(huggingface)", "compile(eager)"),
+    "Liger": ("liger",),
+    "Apex": ("apex",),
+    "QuACK": ("quack",),
+}
+
+
+def write(check: bool = False, path: Path = ROOT / "README.md", results: Path = RESULTS) -> int:
+    """Puts the figures between the README's markers; with `check` 1 when they are others."""
+    now = path.read_text()
+    before, _, rest = now.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    wanted = f"{before}{BEGIN}\n\n{figures(results)}\n{END}{after}"
+    if not check:
+        path.write_text(wanted)
+    elif now != wanted:
+        print(f"{path.name} is not what `python -m benchmarks readme` writes", file=sys.stderr)
+        return 1
+    return 0
+
+
+def figures(results: Path) -> str:
+    """All tables of all GPUs, without runs that left rows out; a sentence where there is none."""
+    found = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*/*.json"))]
+    whole = ((path, document) for path, document in found if not document.get("match"))
+    of_gpus = [(path, document) for path, document in whole if "ceilings" in document]
+    return "\n".join(section(path, document) for path, document in of_gpus) or NOT_YET
+
+
+def section(path: Path, document: dict) -> str:
+    """What one family reached on one device."""
+    where, top = document["environment"], document["ceilings"]
+    met, goals = sum(goal["met"] for goal in document["goals"]), len(document["goals"])
+    text = [
+        f"{path.stem} on {where['device']}: driver {where['driver']}, torch {where['torch']}, "
+        f"triton {where['triton']}, commit {where['commit']}, {where['date'][:10]}. In the same "
+        f"run a copy moved {top['copy']['gb_per_s']:.0f} GB/s and a bfloat16 matrix product of "
+        f"{top['matmul']['tflop_per_s']:.0f} TFLOP/s was reached. {met} of {goals} goals are met. "
+        f"File: `benchmarks/results/{path.parent.name}/{path.name}`.",
+    ]
+    rows = [row for row in document["rows"] if row["status"] == "timed"]
+    tables = (bandwidth(rows), speed(rows, "device"), speed(rows, "host"))
+    return "\n\n".join(text + ["\n".join(table) for table in tables if table]) + "\n"
+
+
+def bandwidth(rows: list[dict]) -> list[str]:
+    """Percent of a copy of the same bytes, a column for each width."""
+    mine = list(named("fusedops", on("device", rows)))
+    shapes = sorted({tuple(row["shape"]) for row in mine})
+    header = ["bandwidth, % of a copy of the same bytes", *(str(list(shape)) for shape in shapes)]
+    cells = {(work(row), tuple(row["shape"])): f"{row['percent_of_copy']:.0f}" for row in mine}
+    lines = [[name, *(cells.get((name, s), "") for s in shapes)] for name in works(mine)]
+    return markdown(header, lines)
+
+
+def speed(rows: list[dict], clock: str) -> list[str]:
+    """Times as fast as each rival, least and most over the shapes; medians of one run."""
+    timed = list(on(clock, rows))
+    present = {row["contender"] for row in timed}
+    rivals = {title: names for title, names in RIVALS.items() if present & set(names)}
+    what = {"device": "device time", "host": "host time of few tokens"}[clock]
+    lines = [
+        [name, *(span(name, names, timed) for names in rivals.values())]
+        for name in works(named("fusedops", timed))
+    ]
+    return markdown([f"times as fast in {what} as", *rivals], lines)
+
+
+def span(name: str, contenders: tuple[str, ...], rows: list[dict]) -> str:
+    of_work = [row for row in rows if work(row) == name]
+    mine = {tuple(row["shape"]): row["median_s"] for row in named("fusedops", of_work)}
+    theirs = [row for title in contenders for row in named(title, of_work)]
+    found = [row["median_s"] / mine[s] for row in theirs if (s := tuple(row["shape"])) in mine]
+    if not found:
+        return ""
+    return " .. ".join(dict.fromkeys(f"{x:.2f}x" for x in (min(found), max(found))))
+
+
+def on(clock: str, rows: Iterable[dict]) -> Iterator[dict]:
+    return (row for row in rows if row["clock"] == clock)
+
+
+def named(contender: str, rows: Iterable[dict]) -> Iterator[dict]:
+    return (row for row in rows if row["contender"] == contender)
+
+
+def work(row: dict) -> str:
+    return f"`{row['operation']}` {row['mode']}, {row['dtype']}"
+
+
+def works(rows: Iterable[dict]) -> list[str]:
+    return list(dict.fromkeys(work(row) for row in rows))
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> list[str]:
+    """A table; nothing where it has no lines."""
+    rows = [header, ["---"] * len(header), *lines]
+    return [f"| {' | '.join(row)} |" for row in rows] if lines else []

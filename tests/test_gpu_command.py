@@ -1,0 +1,269 @@
+"""`make gpu` and what it runs, as far as a CPU can tell: the clocks of the GPU are the CPU's here.
+
+Nothing below is a figure of a GPU, and nothing is written where the README would take it for one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import ceilings, cuda, gpu, norm, readme, suites
+from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Skip
+from benchmarks.harness import COPY, Result
+from benchmarks.must_show import Ask, table
+from benchmarks.norm.peers import find
+from benchmarks.timing import CPU, Machine, wall
+from fusedops import measure
+
+ROOT = Path(__file__).parents[1]
+DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall), lambda call: 1)
+ONLY = (norm.gpu.LAYER_NORM_CALL, "eager", "liger", "fusedops", "fusedops triton")
+
+
+def small(case):
+    """The row with few elements, in a dtype and of contenders that a CPU is quick with."""
+    only = tuple(name for name in ONLY if name in case.operation.contenders)
+    return replace(case, shape=(4, 64), dtype=torch.float32, only=only)
+
+
+@pytest.fixture
+def family(monkeypatch):
+    """The norm family's first row of each clock and mode, and what is asked of them."""
+    first = {(case.clock, case.mode): case for case in reversed(norm.GPU_ROWS)}.values()
+    asked = [ask for ask in norm.GPU_MUST_SHOW if ask.case in first]
+    toy = Namespace(
+        GPU_ROWS=[small(case) for case in first],
+        GPU_MUST_SHOW=[replace(ask, case=small(ask.case)) for ask in asked],
+    )
+    monkeypatch.setattr(suites, "family", lambda name: toy)
+    monkeypatch.setattr(gpu, "ceilings", lambda m: ceilings.ceilings(m, 0.02, 1 << 16, 32))
+    return toy
+
+
+def measured(out, match=""):
+    """The exit status of the suite, and the document that it wrote."""
+    args = Namespace(families=["norm"], out=str(out), seconds=0.02, match=match)
+    status = gpu.measure(args, DRY)
+    (path,) = Path(out).glob("*/norm.json")
+    return status, json.loads(path.read_text())
+
+
+def test_suite_writes_every_row_with_its_share_of_the_ceiling(family, tmp_path):
+    status, document = measured(tmp_path)
+    rows = [row for row in document["rows"] if row["status"] == "timed"]
+    assert {(r["clock"], r["mode"]) for r in rows} == {(c.clock, c.mode) for c in family.GPU_ROWS}
+    top = document["ceilings"]["copy"]["gb_per_s"]
+    for row in rows:
+        assert row["p10_s"] <= row["median_s"] <= row["p90_s"]
+        assert (row["percent_of_copy"] is not None) == (row["clock"] == "device")
+        share = None if row["clock"] == "host" else pytest.approx(100 * row["gb_per_s"] / top)
+        assert row.get("percent_of_ceiling") == share
+    launches = {r["contender"]: r["launches"] for r in rows if "launches" in r}
+    assert launches == {"fusedops": 1}
+    assert document["ceilings"]["matmul"]["tflop_per_s"] > 0
+    assert {"device", "torch", "date", "commit"} <= set(document["environment"])
+    missed = [goal for goal in document["goals"] if not goal["met"]]
+    assert status == 1 and missed  # Liger's row is missing, if nothing else
+
+
+def test_what_was_measured_is_kept_when_the_run_is_cut_short(family, tmp_path, monkeypatch):
+    run_case = gpu.run_case
+
+    def cut(case, *args, **kwargs):
+        if case == family.GPU_ROWS[2]:
+            raise KeyboardInterrupt
+        return run_case(case, *args, **kwargs)
+
+    monkeypatch.setattr(gpu, "run_case", cut)
+    with pytest.raises(KeyboardInterrupt):
+        measured(tmp_path)
+    (path,) = tmp_path.glob("*/norm.json")
+    document = json.loads(path.read_text())
+    assert {row["mode"] for row in document["rows"]} == {c.mode for c in family.GPU_ROWS[:2]}
+    assert any(goal["measured"] is None and not goal["met"] for goal in document["goals"])
+
+
+def test_match_leaves_rows_out_and_says_so(family, tmp_path):
+    _, document = measured(tmp_path, match="host time")
+    assert {row["clock"] for row in document["rows"]} == {"host"}
+    assert all("host time" in goal["row"] for goal in document["goals"])
+    assert readme.figures(tmp_path) == readme.NOT_YET  # it must not stand for a whole run
+    with pytest.raises(SystemExit, match="no row of norm has 'nothing'"):
+        measured(tmp_path, match="nothing")
+
+
+def test_peer_that_is_not_installed_says_what_is_missing():
+    with pytest.raises(Skip, match="no_such_peer"):
+        find("no_such_peer.norm", "rms_norm")
+    with pytest.raises(Skip, match="no_such_name"):
+        find("json", "no_such_name")
+
+
+def test_every_goal_has_its_row_and_every_operator_its_goals():
+    assert all(ask.case in norm.GPU_ROWS for ask in norm.GPU_MUST_SHOW)
+    asked = {(a.case.operation.name, a.case.mode, a.case.shape): a for a in norm.GPU_MUST_SHOW}
+    for name in (operation.name for operation in norm.OPERATIONS):
+        for n in (1024, 2048, 4096, 8192, 16384):
+            assert asked[name, FORWARD, (16384, n)].at_least[COPY] == 0.95
+            assert asked[name, BACKWARD, (16384, n)].at_least[COPY] == 0.84
+            assert COPY not in asked[name, TRAINING, (16384, n)].at_least
+        for tokens in (1, 16, 64):
+            ask = asked[name, FORWARD, (tokens, 4096)]
+            assert ask.launches == 1 and set(ask.at_least.values()) == {1.0, 1.5}
+
+
+def test_goal_on_a_gpu_is_met_missed_or_not_measured():
+    case = Case(norm.OPERATIONS[0], FORWARD, torch.bfloat16, (8, 8), clock="device")
+    ask = Ask(case, {COPY: 0.95, "liger": 1.0}, launches=1)
+    result = Result(case, 0, {COPY: [0.9, 0.9], "fusedops": [1.0, 1.0]}, launches={"fusedops": 2})
+    verdicts = ask.verdicts([result])
+    assert [v["met"] for v in verdicts] == [False, False, False]
+    result.seconds |= {COPY: [0.96, 0.96], "liger": [1.0, 1.0]}
+    result.launches["fusedops"] = 1
+    assert [v["met"] for v in ask.verdicts([result])] == [True, True, True]
+    assert not any(v["met"] for v in ask.verdicts([]))
+    assert table(ask.verdicts([])).count("not timed") == 3
+
+
+def copied(row, **other):
+    return row | {"status": "timed", "dtype": "bfloat16", "launches": 1} | other
+
+
+def document():
+    """A result as a GPU would give it; the figures are made up, as is the device."""
+    forward = {"operation": "rms_norm", "mode": FORWARD, "clock": "device"}
+    rows = [
+        copied(forward, contender=name, shape=[16, n], median_s=s, percent_of_copy=50 / s)
+        for n in (64, 128)
+        for name, s in (("eager", 2.0 * n), ("liger", 1.5 * n), ("fusedops", n))
+    ]
+    where = {"device": "Toy 1", "driver": "1", "torch": "2", "triton": "3", "commit": "abc"}
+    return {
+        "environment": where | {"date": "2000-01-01T00:00:00"},
+        "ceilings": {"copy": {"gb_per_s": 4000.0}, "matmul": {"tflop_per_s": 700.0}},
+        "rows": rows,
+        "goals": [{"met": True}, {"met": False}],
+    }
+
+
+def test_readme_shows_what_was_measured_and_nothing_else(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN}\n{readme.END}\nafter\n")
+    assert readme.write(check=True, path=page, results=tmp_path) == 1
+    assert readme.write(path=page, results=tmp_path) == 0
+    assert readme.NOT_YET in page.read_text()
+    (tmp_path / "toy-1").mkdir()
+    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(document()))
+    assert readme.write(check=True, path=page, results=tmp_path) == 1
+    readme.write(path=page, results=tmp_path)
+    assert readme.write(check=True, path=page, results=tmp_path) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert "norm on Toy 1" in text and "1 of 2 goals" in text and "4000 GB/s" in text
+    assert "| times as fast in device time as | eager | Liger |" in text
+    assert "| `rms_norm` forward, bfloat16 | 2.00x | 1.50x |" in text
+    page.write_text(text.replace("2.00x", "2.10x"))
+    assert readme.write(check=True, path=page, results=tmp_path) == 1
+
+
+def test_readme_of_this_tree_is_what_its_results_give():
+    assert readme.write(check=True) == 0
+
+
+def test_state_of_the_gpu_is_that_of_its_own_line(tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    lines = ("GPU-11-aa, 580.1, 345, 3201, 1980, 3201, 700.00, 30", "GPU-22-bb, 580.1" + ", 1" * 6)
+    fake.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    state = measure._gpu_state("11-aa")
+    assert (state["driver"], state["sm_clock"], state["power_limit"]) == ("580.1", "345", "700.00")
+    assert measure._gpu_state("33-cc")["driver"] is None
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert set(measure._gpu_state("11-aa").values()) == {None}
+
+
+def test_slug():
+    assert measure.slug("NVIDIA H200") == "nvidia-h200"
+    assert measure.slug("AMD EPYC (9B14)") == "amd-epyc-9b14"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.cuda"]], ids=str)
+def test_without_a_gpu_it_says_so(command):
+    run = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1
+    assert f"needs a GPU: torch {torch.__version__} finds no CUDA device" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_machine_of_cuda_needs_a_gpu():
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        cuda.machine()
+
+
+def make(tmp_path, *targets, broken="nothing"):
+    """`make` with an interpreter that writes its arguments down, and fails on `broken`."""
+    log = tmp_path / "calls"
+    for name in ("python", "compute-sanitizer"):
+        fake = tmp_path / name
+        fake.write_text(
+            f"#!/bin/sh\necho {name} $TORCH_CUDA_ARCH_LIST $FUSEDOPS_CUDA \"$@\" >> '{log}'\n"
+            f'case "$*" in *"{broken}"*) exit 1;; *"-m benchmarks.cuda") echo 9.0a;; esac\n'
+        )
+        fake.chmod(0o755)
+    own = ("MAKE", "MFLAGS", "TORCH_CUDA_ARCH_LIST")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    run = subprocess.run(
+        ["make", *targets, "PYTHON=python", f"OUT={tmp_path / 'out'}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    return run.returncode, log.read_text()
+
+
+STEPS = {
+    "setup.py": "python 9.0a 1 setup.py egg_info build_ext --inplace",
+    "junitxml": "-k cuda or triton",
+    "--tool memcheck": "--error-exitcode 1",
+    "--tool racecheck": "--error-exitcode 1",
+    "benchmarks gpu": "-m benchmarks gpu norm --out",
+}
+
+
+def test_make_gpu_runs_every_step(tmp_path):
+    status, calls = make(tmp_path, "gpu")
+    assert status == 0
+    assert all(call in calls for call in STEPS.values())
+    assert calls.index("setup.py") < calls.index("junitxml")
+
+
+@pytest.mark.parametrize("broken", [step for step in STEPS if step != "setup.py"])
+def test_a_step_that_fails_hides_no_other(tmp_path, broken):
+    status, calls = make(tmp_path, "gpu", broken=broken)
+    assert status != 0
+    assert all(call in calls for call in STEPS.values())
+
+
+def test_nothing_runs_on_what_was_not_built(tmp_path):
+    status, calls = make(tmp_path, "gpu", broken="setup.py")
+    assert status != 0 and "-m pytest" not in calls and "benchmarks gpu" not in calls
+
+
+def test_a_step_can_be_asked_for_alone(tmp_path):
+    status, calls = make(tmp_path, "gpu-bench", "FAMILIES=norm adamw")
+    assert status == 0
+    assert "-m benchmarks gpu norm adamw --out" in calls and "-m pytest" not in calls
