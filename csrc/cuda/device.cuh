@@ -27,7 +27,7 @@ constexpr unsigned kAllLanes = 0xffffffff;
 // Bytes as they lie in memory, moved 16 at a time. In 32-bit words: as an array of a 16-bit dtype
 // each element would take a register.
 template <int kBytes>
-class Packed {
+struct Packed {
   static_assert(kBytes % 16 == 0 || kBytes == 8 || kBytes == 4 || kBytes == 2);
   static constexpr bool kWide = kBytes % 16 == 0;
   using Word =
@@ -36,15 +36,16 @@ class Packed {
                                             std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
   static constexpr int kWords = kBytes / sizeof(Word);
 
- public:
+  Word words[kWords];
+
   __device__ __forceinline__ static Packed load(const void* p) {
     Packed packed;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if constexpr (kWide) {
-        packed.words_[i] = load_16(static_cast<const Word*>(p) + i);
+        packed.words[i] = load_16(static_cast<const Word*>(p) + i);
       } else {
-        packed.words_[i] = static_cast<const Word*>(p)[i];
+        packed.words[i] = static_cast<const Word*>(p)[i];
       }
     }
     return packed;
@@ -54,14 +55,12 @@ class Packed {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if constexpr (kWide) {
-        store_16(static_cast<Word*>(p) + i, words_[i]);
+        store_16(static_cast<Word*>(p) + i, words[i]);
       } else {
-        static_cast<Word*>(p)[i] = words_[i];
+        static_cast<Word*>(p)[i] = words[i];
       }
     }
   }
-
-  Word words_[kWords];
 };
 
 // N elements side by side.
