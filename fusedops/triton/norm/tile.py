@@ -15,14 +15,14 @@ OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
 def tile_of(n: int, longest: int) -> dict[str, int | bool]:
     """The tile for rows of n, and how to compile it: 8 to 32 elements a thread.
 
-    Half as many, and a quarter of the longest row, where a row is not whole vectors: each element
-    then needs an address of its own.
+    A quarter of them, and of the longest row, where a row is not whole vectors: each element then
+    needs an address of its own.
     """
-    halves = 1 if n % 16 == 0 else 2
-    fits = n * halves**2 <= longest
-    block = max(triton.next_power_of_2(n), 16) if fits else LOOP_BLOCK // halves
+    parts = 1 if n % 16 == 0 else 4
+    fits = n * parts <= longest
+    block = max(triton.next_power_of_2(n), 16) if fits else LOOP_BLOCK // parts
     rows = min(max(1024 // block, 1), 32)
-    num_warps = min(max(rows * block * halves // 512, 4), 16)
+    num_warps = min(max(rows * block * parts // 512, 4), 16)
     return {"ROWS": rows, "BLOCK": block, "LOOP": not fits, "num_warps": num_warps, **OPTIONS}
 
 

@@ -1,0 +1,1 @@
+"""Checks that outlast a test run: `python -m checks machine-code`."""

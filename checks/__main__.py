@@ -1,0 +1,29 @@
+"""`python -m checks machine-code --write docs/machine_code.md`."""
+
+import argparse
+import sys
+
+from checks import sanitize
+from checks.machine_code import command as machine_code
+from checks.mutants import command as mutants
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 1 when something is not as it must be."""
+    parser = argparse.ArgumentParser(prog="python -m checks")
+    commands = parser.add_subparsers(required=True)
+    add = commands.add_parser("machine-code", help="what the GPU kernels compile to")
+    machine_code.add_arguments(add)
+    add.set_defaults(run=machine_code.run)
+    add = commands.add_parser("mutants", help="one-line bugs that the tests must see")
+    mutants.add_arguments(add)
+    add.set_defaults(run=mutants.run)
+    add = commands.add_parser("sanitize", help="the tests under AddressSanitizer and UBSan")
+    sanitize.add_arguments(add)
+    add.set_defaults(run=sanitize.run)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""`python -m checks machine-code`: compiles everything, judges it, writes or compares the table."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain, product
+from pathlib import Path
+
+from checks.machine_code import launches, nvcc, table
+from checks.machine_code.gates import Compiled, failures, idle
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--write", type=Path, metavar="FILE", help="write the table there")
+    add("--check", type=Path, metavar="FILE", help="fail where that table has other facts")
+    add("--triton", type=Path, metavar="FOLDER", action="append", default=[],
+        help="a folder that another triton was installed into")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 1 when a kernel is not as it must be, or the table not what it was."""
+    if nvcc.find() is None:
+        raise SystemExit("machine-code needs nvcc, on the PATH or under CUDA_HOME")
+    bridges = nvcc.sources(".cpp")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parsed = pool.map(nvcc.parses, bridges)
+        compiled = pool.map(lambda job: job(), _jobs([None, *args.triton]))
+        wrong = [
+            f"{path} does not parse" for path, fine in zip(bridges, parsed, strict=True) if not fine
+        ]
+        kernels = sorted(chain(*compiled), key=lambda one: one.compiler)
+    wrong += [*failures(kernels), *idle(kernels, nvcc.DEMANDS)]
+    if args.check:
+        wrong += table.differences(kernels, args.check.read_text())
+    if args.write:
+        args.write.parent.mkdir(exist_ok=True)
+        args.write.write_text(table.document(kernels))
+    print(*wrong, f"{len(kernels)} kernels, {len(wrong)} failures", sep="\n", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def _jobs(tritons: list[Path | None]) -> Iterator[Callable[[], list[Compiled]]]:
+    for source in nvcc.sources(".cu"):
+        yield partial(nvcc.compiled, source)
+    for choice in product(launches.FAMILIES, launches.ARCHITECTURES, tritons):
+        yield partial(launches.compiled, *choice)

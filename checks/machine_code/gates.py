@@ -1,0 +1,101 @@
+"""What machine code must be: no spills, no local memory, and what a family demands of a kernel."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import filter as matching
+from fnmatch import fnmatchcase
+
+from checks.machine_code.sass import Resources
+
+# Where a dot is the work: the instructions that run at the architecture's full rate.
+TENSOR_CORES = {
+    "sm_80": {"HMMA", "IMMA"},
+    "sm_90": {"HGMMA", "IGMMA", "QGMMA"},
+    "sm_100": {"UTCHMMA", "UTCIMMA", "UTCQMMA"},
+}
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a family asks of a kernel beside no spills."""
+
+    loads: int | None = None  # of 16 bytes of global memory: as many, no more
+    stores: int | None = None
+    wide: bool = False  # some of both
+    dot: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as one compiler makes it for one architecture."""
+
+    compiler: str  # "nvcc 13.0.88"
+    kernel: str
+    variant: str  # which of its instances: a row of the table
+    case: str  # which of those that a row stands for
+    arch: str
+    resources: Resources
+    demand: Demand = Demand()
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.kernel, self.variant, self.case)))
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """Why kernels may spill or use local memory; `kernel` and `arch` are patterns as of a shell."""
+
+    kernel: str  # of Compiled.name
+    arch: str
+    reason: str
+
+    def covers(self, one: Compiled) -> bool:
+        return fnmatchcase(one.name, self.kernel) and fnmatchcase(one.arch, self.arch)
+
+
+EXCUSES: tuple[Excuse, ...] = ()
+
+
+def failures(kernels: Iterable[Compiled], excuses: Sequence[Excuse] = EXCUSES) -> list[str]:
+    """A line for each thing that is wrong."""
+    return [
+        f"{one.name} on {one.arch}, {one.compiler}: {wrong}"
+        for one in kernels
+        for wrong in [*_local_memory(one, excuses), *_missing(one)]
+    ]
+
+
+def idle(
+    kernels: Sequence[Compiled], patterns: Iterable[str], excuses: Sequence[Excuse] = EXCUSES
+) -> list[str]:
+    """A line for each name that no kernel has and each excuse that none needs. kernels: all."""
+    spilling = [one for one in kernels if any(_local_memory(one, ()))]
+    unused = [e for e in excuses if not any(e.covers(one) for one in spilling)]
+    names = [one.kernel for one in kernels]
+    return [f"{e} excuses nothing" for e in unused] + [
+        f"no kernel is called {p}" for p in patterns if not matching(names, p)
+    ]
+
+
+def _local_memory(one: Compiled, excuses: Sequence[Excuse]) -> Iterator[str]:
+    if any(excuse.covers(one) for excuse in excuses):
+        return
+    if one.resources.spills:
+        yield f"{one.resources.spills} loads and stores of local memory"
+    if one.resources.local:
+        yield f"{one.resources.local} bytes of local memory a thread"
+
+
+def _missing(one: Compiled) -> Iterator[str]:
+    for what in ("loads", "stores"):
+        wanted, got = getattr(one.demand, what), getattr(one.resources, what)
+        if wanted is not None and wanted != got:
+            yield f"{got} 16-byte {what}, not {wanted}"
+        if one.demand.wide and not got:
+            yield f"no 16-byte {what}"
+    instructions = TENSOR_CORES[re.sub(r"[af]$", "", one.arch)]
+    if one.demand.dot and instructions.isdisjoint(one.resources.tensor_cores):
+        got = ", ".join(one.resources.tensor_cores) or "no tensor core"
+        yield f"{got}, none of {', '.join(sorted(instructions))}"

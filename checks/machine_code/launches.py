@@ -1,0 +1,142 @@
+"""What the Triton launchers of a family launch, compiled ahead of time for each architecture.
+
+The launchers themselves run, on tensors of the CPU, before a driver that has an architecture but no
+GPU. Each launch stops where it would be compiled; what triton made of its arguments until then is
+compiled afterwards. So nothing here copies a signature, an alignment or a choice of a launcher.
+
+TRITON_INTERPRET=1 replaces triton.jit, and a process has one triton: `compiled` starts another.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from checks.machine_code import BUILD, ROOT
+from checks.machine_code.gates import Compiled, Demand
+from checks.machine_code.sass import Resources, read
+
+ARCHITECTURES = (80, 90, 100)
+FAMILIES = ("checks.machine_code.norm",)
+
+Call = tuple[str, str, Callable[[], object]]  # variant, case, and what launches
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as its launcher wants it compiled."""
+
+    kernel: Any  # triton.JITFunction
+    types: dict[str, str]  # of each argument: "*bf16", "i32", "constexpr"
+    aligned: frozenset[str]  # arguments that are multiples of 16
+    constants: dict[str, Any]
+    num_warps: int
+    specialization: str  # all of it, in triton's own words
+
+
+class NoGPU:
+    """A driver for triton that knows which architecture to compile for, and no more."""
+
+    def __init__(self, arch: int):
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # triton keeps a cache for each device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Recorder:
+    """What triton asks before it compiles: keeps each launch once, with the case that was first."""
+
+    def __init__(self) -> None:
+        self.launches: dict[str, tuple[str, str, Launch]] = {}
+        self.case = ("", "")
+
+    def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        self.launches.setdefault(f"{fn.name} {key}", (*self.case, launch_of(fn, compile)))
+        return True  # someone else compiles, and there is nothing to run
+
+
+def recorded(calls: Iterable[Call]) -> list[tuple[str, str, Launch]]:
+    """The launches of all calls, each with its variant and case."""
+    from triton import knobs
+
+    recorder = knobs.runtime.jit_cache_hook = Recorder()
+    for variant, case, call in calls:
+        recorder.case = variant, case
+        call()
+    knobs.runtime.jit_cache_hook = None
+    return list(recorder.launches.values())
+
+
+def launch_of(fn: Any, compile: dict[str, Any]) -> Launch:
+    names = fn.jit_function.arg_names
+    return Launch(
+        kernel=fn.jit_function,
+        types=compile["signature"],
+        aligned=frozenset(names[at] for (at,), facts in compile["configs"][0].items() if facts),
+        constants={names[at]: value for (at,), value in compile["constants"].items()},
+        num_warps=compile["num_warps"],
+        specialization=compile["specialization_data"],
+    )
+
+
+def compile_launch(launch: Launch) -> Resources:
+    binary = launch.kernel.preload(launch.specialization)
+    (resources,) = read(binary.asm["cubin"]).values()
+    return replace(resources, shared=resources.shared + binary.metadata.shared)
+
+
+def compile_family(family: Any, arch: int, quick: bool) -> Iterator[Compiled]:
+    """family: a module with `calls(quick)` and `demand(launch)`."""
+    import triton
+
+    triton.runtime.driver.set_active(NoGPU(arch))
+    version = f"triton {triton.__version__}"
+    for variant, case, launch in recorded(family.calls(quick)):
+        resources, name = compile_launch(launch), launch.kernel.__name__
+        demand = family.demand(launch)
+        yield Compiled(version, name, variant, case, f"sm_{arch}", resources, demand)
+
+
+def compiled(
+    family: str, arch: int, path: Path | None = None, quick: bool = False
+) -> list[Compiled]:
+    """Every launch of a family, under the triton in folder `path` or the one installed."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    first = [str(path.resolve(strict=True))] if path else []
+    env["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), env.get("PYTHONPATH", "")])
+    env |= {"TRITON_CACHE_DIR": str(BUILD / "triton"), "TRITON_DEFAULT_FP_FUSION": "1"}
+    todo = json.dumps([family, arch, quick])
+    run = [sys.executable, "-m", __name__, todo]
+    out = subprocess.run(run, env=env, check=True, stdout=subprocess.PIPE).stdout
+    return [from_json(one) for one in json.loads(out)]
+
+
+def from_json(one: dict[str, Any]) -> Compiled:
+    resources = one["resources"] | {"tensor_cores": tuple(one["resources"]["tensor_cores"])}
+    return Compiled(
+        **one | {"resources": Resources(**resources), "demand": Demand(**one["demand"])}
+    )
+
+
+def main(todo: str) -> None:
+    family, arch, quick = json.loads(todo)
+    found = compile_family(importlib.import_module(family), arch, quick)
+    print(json.dumps([asdict(one) for one in found]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

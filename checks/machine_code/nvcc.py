@@ -1,0 +1,135 @@
+"""csrc/cuda as nvcc compiles it for each architecture; needs no GPU and no torch with CUDA.
+
+The flags are those of setup.py. The bridges from tensors (*.cpp) are only parsed, against CUDA's
+headers. What was compiled is kept under build/, by the content of everything it depends on.
+"""
+
+import ast
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+from checks.machine_code import BUILD, ROOT
+from checks.machine_code.gates import Compiled, Demand
+from checks.machine_code.sass import read, write
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+# Of kernels by the patterns of their names.
+DEMANDS = dict.fromkeys(
+    ("norm_*_held<*", "norm_*_walked<*, 4>", "norm_*_walked<*, 8>"), Demand(wide=True)
+)
+SHORT = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
+
+
+def sources(suffix: str) -> list[Path]:
+    return sorted((ROOT / "csrc" / "cuda").rglob(f"*{suffix}"))
+
+
+def compiled(source: Path, architectures: Sequence[str] = ARCHITECTURES) -> list[Compiled]:
+    """Every kernel of a file, sorted by name."""
+    found = read(object_of(source, architectures))
+    names = dict(zip(found, demangled(name for _, name in found), strict=True))
+    order = sorted(found, key=lambda key: (names[key], architectures.index(key[0])))
+    return [
+        Compiled(version(), names[key], "", "", key[0], found[key], demand_of(names[key]))
+        for key in order
+    ]
+
+
+def demand_of(kernel: str) -> Demand:
+    return next((DEMANDS[p] for p in DEMANDS if fnmatchcase(kernel, p)), Demand())
+
+
+def object_of(source: Path, architectures: Sequence[str]) -> bytes:
+    arguments = [flag for arch in architectures for flag in gencode(arch)]
+    path = BUILD / "nvcc" / f"{source.stem}-{_key(source, arguments)}.o"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.o")
+        if _nvcc(source, unfinished, *flags(), "-t", "2", *arguments):
+            raise SystemExit(f"nvcc does not compile {source}")
+        unfinished.rename(path)
+    return path.read_bytes()
+
+
+def parses(source: Path) -> bool:
+    """Whether g++ takes a file that is C++ with CUDA's headers; it says why not."""
+    path = BUILD / "nvcc" / f"{source.stem}-{_key(source, [])}.parsed"
+    if path.exists():
+        return True
+    fine = not _nvcc(source, path.with_suffix(".o"), "-std=c++20", "-Xcompiler", "-fsyntax-only")
+    if fine:
+        write(path, b"")
+    return fine
+
+
+def gencode(arch: str) -> list[str]:
+    return ["-gencode", f"arch=compute_{arch.removeprefix('sm_')},code={arch}"]
+
+
+@functools.cache
+def flags() -> list[str]:
+    """setup.py's, and those that torch adds to every extension."""
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NVCC_FLAGS":
+            return [*cpp_extension.COMMON_NVCC_FLAGS, *ast.literal_eval(node.value)]
+    raise SystemExit("setup.py has no NVCC_FLAGS")
+
+
+def demangled(names: Iterable[str]) -> list[str]:
+    run = ["c++filt", *names]
+    lines = subprocess.run(run, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [short(line) for line in lines]
+
+
+def short(name: str) -> str:
+    """`void a::(anonymous namespace)::f<c10::BFloat16, true>(int*)` is f<bf16, true>."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    name = re.sub(r"\((?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name)  # an enum's value
+    name = name.partition("(")[0]  # what is left is the parameters'
+    for long, brief in SHORT.items():
+        name = re.sub(rf"\b{long}\b", brief, name)
+    return re.sub(r"\b(?:\w+::)+", "", name)
+
+
+@functools.cache
+def find() -> str | None:
+    home = cpp_extension.CUDA_HOME
+    return shutil.which("nvcc") or (home and shutil.which("nvcc", path=f"{home}/bin"))
+
+
+@functools.cache
+def version() -> str:
+    text = subprocess.run([str(find()), "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"V([\d.]+)", text)
+    return f"nvcc {match[1] if match else 'unknown'}"
+
+
+def _nvcc(source: Path, target: Path, *arguments: str) -> int:
+    includes = [ROOT, _stub(), *cpp_extension.include_paths()]
+    run = [str(find()), "-c", str(source), "-o", str(target), *arguments]
+    return subprocess.run([*run, *(f"-I{path}" for path in includes)], check=False).returncode
+
+
+def _stub() -> Path:
+    """A torch without CUDA lacks one header that its others include; it would be empty."""
+    header = BUILD / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+    write(header, b"#pragma once\n")
+    return BUILD / "include"
+
+
+def _key(source: Path, arguments: list[str]) -> str:
+    headers = (p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cuh"))
+    files = [source, *sorted(headers)]
+    words = [version(), torch.__version__, *flags(), *arguments, *map(str, files)]
+    content = b"".join(path.read_bytes() for path in files)
+    return hashlib.sha256(" ".join(words).encode() + content).hexdigest()[:24]

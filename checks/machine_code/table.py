@@ -1,0 +1,87 @@
+"""docs/machine_code.md: a section for each compiler, a row for each kernel.
+
+A cell has the architectures' values side by side, or one value where they agree.
+"""
+
+import re
+from collections.abc import Sequence
+
+from checks.machine_code.gates import EXCUSES, Compiled, Excuse
+
+HEAD = """# Machine code
+
+What the compilers make of every GPU kernel. `make cuda-check` writes this file, without a GPU. It
+fails where a kernel spills registers or uses local memory, and where it does not move global memory
+as its family says: 16 bytes at a time, and no oftener than it must.
+
+A cell gives the values for {architectures}, or one value where they agree.
+Registers are those of a thread. Shared memory is in bytes a block, without what a CUDA launch adds.
+Spills are instructions that load or store local memory, which is in bytes a thread. Loads and
+stores are instructions that move 16 bytes of global memory, as often as they stand in the code. A
+row of Triton's stands for all tiles of a range of row lengths n, from its least value to its
+greatest; n is ragged where 16 does not divide it, so that nothing there can move 16 bytes.
+"""
+TITLES = ("kernel", "registers", "shared", "spills", "local", "loads", "stores", "tensor cores")
+FACTS = ("registers", "shared", "spills", "local", "loads", "stores", "tensor_cores")
+
+
+def document(kernels: Sequence[Compiled], excuses: Sequence[Excuse] = EXCUSES) -> str:
+    architectures = list(dict.fromkeys(one.arch.rstrip("a") for one in kernels))
+    parts = [HEAD.format(architectures=" / ".join(architectures))]
+    parts += [f"## {compiler}\n\n{text}\n" for compiler, text in sections(kernels).items()]
+    if excuses:
+        lines = [_line("kernel", "architecture", "why it may"), _line(*["---"] * 3)]
+        lines += [_line(f"`{e.kernel}`", e.arch, e.reason) for e in excuses]
+        parts += ["\n".join(["## Excused from using no local memory", "", *lines, ""])]
+    return "\n".join(parts)
+
+
+def sections(kernels: Sequence[Compiled]) -> dict[str, str]:
+    """Compiler, with its version: its table."""
+    found = {}
+    for compiler in dict.fromkeys(one.compiler for one in kernels):
+        rows: dict[tuple[str, str], list[Compiled]] = {}
+        for one in kernels:
+            if one.compiler == compiler:
+                rows.setdefault((one.kernel, one.variant), []).append(one)
+        lines = [_line(*TITLES), _line("---", *["--:"] * len(FACTS))]
+        for kernel, variant in sorted(rows, key=lambda row: row[0]):
+            title = f"`{kernel}` {variant}".strip()
+            lines.append(_line(title, *(cell(rows[kernel, variant], fact) for fact in FACTS)))
+        found[compiler] = "\n".join(lines)
+    return found
+
+
+def cell(row: Sequence[Compiled], fact: str) -> str:
+    """One fact of a row: for each architecture its value, or its least and greatest."""
+    values: dict[str, list] = {}
+    for one in row:
+        values.setdefault(one.arch, []).append(getattr(one.resources, fact))
+    found = [_span(min(v), max(v)) for v in values.values()]
+    return found[0] if len(set(found)) == 1 else " / ".join(found)
+
+
+def differences(kernels: Sequence[Compiled], committed: str) -> list[str]:
+    """Lines that only one of the two tables has. They must have a compiler in common."""
+    parts = (part.partition("\n") for part in re.split(r"^## ", committed, flags=re.M))
+    theirs = {compiler: set(text.strip().splitlines()) for compiler, _, text in parts}
+    ours = {name: set(text.splitlines()) for name, text in sections(kernels).items()}
+    common = [compiler for compiler in ours if compiler in theirs]
+    found = [] if common else [f"the table has none of {', '.join(ours)}"]
+    for compiler in common:
+        mine, old = ours[compiler], theirs[compiler]
+        found += [f"{compiler}: the table lacks {line}" for line in sorted(mine - old)]
+        found += [f"{compiler}: the table has {line}" for line in sorted(old - mine)]
+    return found
+
+
+def _span(least: object, most: object) -> str:
+    return _text(least) if least == most else f"{_text(least)}-{_text(most)}"
+
+
+def _text(value: object) -> str:
+    return (", ".join(value) or "no") if isinstance(value, tuple) else str(value)
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
