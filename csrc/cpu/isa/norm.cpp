@@ -126,8 +126,8 @@ std::pair<double, double> moments(const H* h, int64_t n, double mean) {
     sum_c += sum(c_acc);
     sum_cc += sum(cc_acc);
   });
-  const double rest = sum_c / n;
-  return {mean + rest, sum_cc / n - rest * rest};
+  const double rest = sum_c / n, variance = sum_cc / n - rest * rest;
+  return {mean + rest, variance < 0 ? 0 : variance};  // equal elements; a NaN stays
 }
 
 // y = (h - mean) * rstd * weight + bias. With round_first it is rounded to Base before the weight.

@@ -143,6 +143,7 @@ __device__ __forceinline__ void layer_moments(const Row& held, double per_n, dou
   const double rest = totals[0] * per_n;
   mean = static_cast<double>(first.high) + (std::is_same_v<H, float> ? first.low : 0.f) + rest;
   variance = totals[1] * per_n - rest * rest;
+  if (variance < 0) variance = 0;  // equal elements; a NaN stays
 }
 
 template <int N, class Row>

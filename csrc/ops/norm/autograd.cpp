@@ -160,9 +160,8 @@ std::tuple<Tensor, Tensor> run(const Tensor& x, const OptionalTensor& residual,
 
 double epsilon(const Tensor& x, const Tensor& residual, std::optional<double> eps) {
   if (eps.has_value()) return *eps;
-  const auto h = c10::promoteTypes(x.scalar_type(), residual.scalar_type());
-  return h == at::kDouble ? std::numeric_limits<double>::epsilon()
-                          : std::numeric_limits<float>::epsilon();
+  return any_float64({x, residual}) ? std::numeric_limits<double>::epsilon()
+                                    : std::numeric_limits<float>::epsilon();
 }
 
 const char* rms_kind(const char* op, std::string_view rounding) {

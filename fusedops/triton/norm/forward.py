@@ -137,6 +137,7 @@ def _moments(s, live, count, KIND: tl.constexpr):
         c = tl.where(live, s - first, 0)
         rest = tl.sum(c, 1, keep_dims=True) / count
         m2 = tl.sum(c * c, 1, keep_dims=True) - count * rest * rest
+        m2 = tl.where(m2 < 0, 0, m2)  # equal elements; a NaN stays
         mean = first.to(tl.float64) + rest
     return mean, m2
 

@@ -51,7 +51,7 @@ def dropout(t, seed, threshold, scale, row, start, BLOCK: tl.constexpr):
         a, b, c, d = tl.philox(tl.load(seed), group, low, high, zero, n_rounds=7)
         even = tl.interleave(a >= threshold, c >= threshold)
         odd = tl.interleave(b >= threshold, d >= threshold)
-        t = tl.where(tl.interleave(even, odd), t * scale, 0)
+        t *= tl.where(tl.interleave(even, odd), scale, 0.0)  # a dropped NaN is NaN
     return t
 
 

@@ -1,0 +1,218 @@
+"""What the fuzz of every family shares: tensors of any layout, and a judge of their results.
+
+`HYPOTHESIS_PROFILE=fuzz` (make fuzz) draws many new examples; without it a few, the same each run.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from fusedops.testing import device_of, gradients, placed, yardstick
+
+_common = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": set(Phase) - {Phase.explain},
+}
+settings.register_profile("short", max_examples=50, derandomize=True, database=None, **_common)
+settings.register_profile("fuzz", max_examples=400, print_blob=True, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+Fill = Callable[[tuple[int, ...]], Tensor]
+
+# A view of the given shape of what `fill` makes: a contiguous tensor of the shape that it is asked.
+LAYOUTS: dict[str, Callable[[Fill, tuple[int, ...]], Tensor]] = {
+    "contiguous": lambda fill, shape: fill(shape),
+    "misaligned": lambda fill, shape: fill((math.prod(shape) + 1,))[1:].view(shape),
+    "transposed": lambda fill, shape: fill(shape[::-1]).permute(*reversed(range(len(shape)))),
+    "batch last": lambda fill, shape: fill((*shape[1:], shape[0])).movedim(-1, 0),
+    "rows transposed": lambda fill, shape: fill((*shape[-2::-1], shape[-1])).permute(
+        *reversed(range(len(shape) - 1)), -1
+    ),
+    "slice of rows": lambda fill, shape: fill((*shape[:-1], shape[-1] + 5))[..., 3:-2],
+    "start of rows": lambda fill, shape: fill((*shape[:-1], shape[-1] + 3))[..., :-3],
+    "every second column": lambda fill, shape: fill((*shape[:-1], 2 * shape[-1]))[..., ::2],
+    "every second row": lambda fill, shape: fill((2 * shape[0], *shape[1:]))[::2],
+    "one row expanded": lambda fill, shape: fill((1, *shape[1:])).expand(shape),
+    "one column expanded": lambda fill, shape: fill((*shape[:-1], 1)).expand(shape),
+    "one element expanded": lambda fill, shape: fill(()).expand(shape),
+    "overlapping": lambda fill, shape: fill((sum(shape),)).as_strided(shape, [1] * len(shape)),
+}
+
+# What is made of an output: its gradient then comes in with such strides.
+RECEIVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda o: o,
+    "transposed": lambda o: o.movedim(-1, 0),
+    "slice of rows": lambda o: torch.cat([o, o.new_zeros((*o.shape[:-1], 5))], -1),
+    "one row expanded": lambda o: o.sum(0, keepdim=True),
+}
+
+# Of a standard normal draw.
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda t: t * 3 + 0.5,
+    "far from zero": lambda t: t + 1000,
+    "zeros": torch.zeros_like,
+    "constant": lambda t: torch.full_like(t, 0.1),
+    "large constant": lambda t: torch.full_like(t, 7.7e8),
+    "small": lambda t: t * 1e-6,
+    "tiny": lambda t: t * 1e-30,
+    "denormal": lambda t: t * 1e-40,
+    "large": lambda t: t * 1e4,
+    "huge": lambda t: t * 1e30,
+    "one NaN": lambda t: _one(t, torch.nan),
+    "one inf": lambda t: _one(t, torch.inf),
+    "one -inf": lambda t: _one(t, -torch.inf),
+}
+
+# The bfloat16 instructions of AVX-512 take these for zeros.
+FLUSHED = ("denormal", torch.bfloat16)
+
+# Around a vector, a step and a warp; one dimension past what a block or a tile holds.
+SIZES = [0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 130, 257, 1000, 1023, 1024, 1031, 4099, 20011]
+
+
+def _one(t: Tensor, value: float) -> Tensor:
+    """t with `value` in its middle."""
+    t.flatten()[t.numel() // 2 : t.numel() // 2 + 1] = value
+    return t
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A tensor to make. Its repr is all that a regression needs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    values: str = "normal"
+    seed: int = 0
+
+    def tensor(self) -> Tensor:
+        """The same bits each time."""
+        draw = torch.Generator().manual_seed(self.seed)
+
+        def fill(shape):
+            return VALUES[self.values](torch.randn(shape, generator=draw)).to(self.dtype)
+
+        return LAYOUTS[self.layout if self.shape else "contiguous"](fill, self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to make: `op(**arguments)` with each `Drawn` made, and the gradients of `wanted`."""
+
+    op: str
+    arguments: dict[str, Any]
+    wanted: frozenset[str] = frozenset()
+    received: str = "contiguous"
+    device: torch.device = field(default=torch.device("cpu"), repr=False)
+
+    def on(self, backend: str) -> "Call":
+        """The same call where the backend runs."""
+        return replace(self, device=device_of(backend))
+
+    def made(self) -> dict[str, Any]:
+        drawn = {name: v for name, v in self.arguments.items() if isinstance(v, Drawn)}
+        tensors = placed(tuple(v.tensor() for v in drawn.values()), self.device)
+        return self.arguments | dict(zip(drawn, tensors, strict=True))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, most: int = 32768) -> tuple[int, ...]:
+    """0 to 4 dimensions of 0, 1, primes and powers of two: no more than `most` elements."""
+    shape: list[int] = []
+    for _ in range(draw(st.sampled_from([2, 1, 3, 4, 0]))):
+        size = draw(st.integers(1, 9) | st.sampled_from(SIZES))
+        shape.insert(0, min(size, most))
+        most //= max(shape[0], 1)
+    return tuple(shape)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> st.SearchStrategy[Drawn]:
+    """A tensor of any layout and values. The seed is drawn too: what fails depends on it."""
+    return st.builds(
+        Drawn,
+        st.just(shape),
+        st.just(dtype),
+        st.sampled_from(list(LAYOUTS)),
+        st.sampled_from(["normal"] * 8 + [v for v in VALUES if (v, dtype) != FLUSHED]),
+        st.integers(0, 2**16),
+    )
+
+
+def results(function: Callable, call: Call, made: dict[str, Any] | None = None):
+    """The outputs and the gradients that are wanted, by the names that `gradients` gives them.
+
+    made: other arguments than the call's own.
+    """
+    made, names = made or call.made(), sorted(call.wanted)
+
+    def run(*leaves):
+        outputs = function(**made | dict(zip(names, leaves, strict=True)))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(map(RECEIVED[call.received], outputs))
+
+    if names:
+        return gradients(run, tuple(made[name] for name in names))
+    torch.manual_seed(0)
+    return {f"output {i}": o for i, o in enumerate(run())}
+
+
+class Rounded(TorchDispatchMode):
+    """Monte Carlo arithmetic (Parker, 1997): float64 results move as `dtype` rounds, up or down.
+
+    Each moves by half an ulp, and by the smallest denormal, of `dtype`. What that does to the
+    result of a formula is what evaluating it in `dtype` may do. The terms of a sum move as well: a
+    sum in any order is the exact sum of terms that are each a few roundings off (Higham, 1993).
+    """
+
+    SUMS = (torch.ops.aten.sum, torch.ops.aten.mean, torch.ops.aten.var_mean)
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.dtype, self.draw = torch.finfo(dtype), torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in self.SUMS:
+            args = tree_map_only(Tensor, self._moved, args)
+        out = func(*args, **(kwargs or {}))
+        aliases = func.is_view or func._schema.is_mutable
+        return out if aliases else tree_map_only(Tensor, self._moved, out)
+
+    def _moved(self, t: Tensor) -> Tensor:
+        if t.dtype != torch.float64:
+            return t
+        sign = torch.randint(2, t.shape, generator=self.draw).to(t.device) * 2 - 1
+        smallest = self.dtype.tiny * self.dtype.eps * (t != 0)
+        return t + sign * (t.abs() * self.dtype.eps / 2 + smallest)
+
+
+def judge(
+    kernel: Tensor, eager: Tensor, exact: Tensor, rounded: Callable[[], Iterator[Tensor]]
+) -> str | None:
+    """What is wrong with `kernel`; None when `yardstick` passes it.
+
+    Over few elements eager's error is luck: in one draw of many all roundings may cancel. So the
+    yardstick measures against the largest error, element by element, of eager and of `rounded`,
+    evaluations of the formula with the roundings drawn anew. Where one of these is infinite or NaN
+    and the exact result is not, or the reverse, the input is past what the dtype can tell, and
+    nothing is asked.
+    """
+    complaint = yardstick(kernel, eager, exact)
+    if complaint is None:
+        return None
+    others = [eager.double(), *rounded()]
+    worst = torch.stack([(t - exact).abs() for t in others]).amax(0)
+    same = torch.stack([(t == exact) | (t.isnan() & exact.isnan()) for t in others]).all(0)
+    doubtful = ~worst.isfinite() & ~same
+    eager = torch.where(worst.isfinite(), exact + worst, exact)
+    return yardstick(*(t.masked_fill(doubtful, 0) for t in (kernel, eager, exact)))

@@ -1,0 +1,26 @@
+"""The lists of `make mutants` go with the sources, or its hour would end in a surprise."""
+
+from collections import Counter
+
+import pytest
+
+from checks.mutants.mutant import LEAST, kernel_files, mutants
+from checks.tree import ROOT
+
+COUNT = Counter(mutant.file for mutant in mutants())
+
+
+@pytest.mark.parametrize("file", COUNT)
+def test_each_mutant_has_one_place(file):
+    text = (ROOT / file).read_text()
+    found = {mutant.why: text.count(mutant.find) for mutant in mutants(file)}
+    assert found == dict.fromkeys(found, 1)
+
+
+@pytest.mark.parametrize("file", sorted(kernel_files()))
+def test_every_kernel_file_has_its_mutants(file):
+    assert COUNT[file] >= LEAST
+
+
+def test_no_mutant_is_what_stands_there():
+    assert not [mutant for mutant in mutants() if mutant.find == mutant.replace]
