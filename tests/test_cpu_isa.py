@@ -10,16 +10,17 @@ import pytest
 LEVELS = ["none", "avx2", "avx512", "avx512_bf16"]
 KERNELS = "cpu and (test_forward_and_gradients and (33 or 1024 or 4099) or test_several)"
 # what calls the operators without asking for the backend `cpu`, which needs AVX2
-COMPOSITE = "test_module_twins and torch.float or test_double_backward or test_add_modules"
+COMPOSITE = "test_double_backward or test_inference_mode or test_module_twins or test_add_modules"
+FILES = ["tests/test_norm.py", "tests/test_norm_torch.py", "tests/test_norm_modules.py"]
 
 RUN_TESTS = """
 import sys
 import pytest
 from fusedops.extension import _C
 
-level, selection = sys.argv[1:]
+level, selection, *files = sys.argv[1:]
 assert _C.cpu_isa() == level
-sys.exit(pytest.main(["tests/test_norm.py", "-q", "-p", "no:cacheprovider", "-k", selection]))
+sys.exit(pytest.main([*files, "-q", "-p", "no:cacheprovider", "-k", selection]))
 """
 
 
@@ -50,7 +51,7 @@ def test_level(level, best):
         assert run.returncode == 1
         assert f"FUSEDOPS_CPU_ISA: this CPU has {best}, got {level}" in run.stderr
         return
-    run = python(RUN_TESTS, level, COMPOSITE if level == "none" else KERNELS, isa=level)
+    run = python(RUN_TESTS, level, COMPOSITE if level == "none" else KERNELS, *FILES, isa=level)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

@@ -4,8 +4,10 @@ import argparse
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import chain, groupby
+from queue import SimpleQueue
 
 from rich.console import Console
 from rich.progress import Progress
@@ -21,46 +23,65 @@ Result = tuple[Mutant, str, float]  # what became of it, and the seconds that it
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", default="", help="only of the files whose paths begin so")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="copies of the tree that work at a time"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 1 when a mutant is not caught, or a kernel file has too few."""
     todo, console = list(mutants(args.file)), Console()
-    tree = Tree(ROOT / "build" / "mutants" / "tree")
-    results: list[Result] = []
-    with Progress(console=console) as progress:
-        bar = progress.add_task("unmutated", total=len(todo))
-        tree.sync()
-        tree.build()
-        must_pass(tree, {mutant.tests for mutant in todo})
-        for file, group in groupby(todo, lambda mutant: mutant.file):
-            progress.update(bar, description=file)
-            for result in tried(tree, list(group)):
-                results.append(result)
-                progress.advance(bar)
-                told = f"{result[1]:9} {result[2]:4.0f} s  {file}: {result[0].why}"
-                console.print(told, soft_wrap=True, highlight=False)
+    groups = [list(group) for _, group in groupby(todo, lambda mutant: mutant.file)]
+    folders = [ROOT / "build" / "mutants" / str(job) for job in range(min(args.jobs, len(groups)))]
+    trees = [Tree(folder) for folder in folders]
+    with Progress(console=console) as progress, ThreadPoolExecutor(args.jobs) as pool:
+        bar = progress.add_task("mutants", total=len(todo))
+        list(pool.map(ready, trees))
+        must_pass(pool, trees, {mutant.tests for mutant in todo})
+        free: SimpleQueue[Tree] = SimpleQueue()
+        for tree in trees:
+            free.put(tree)
+
+        def tell(result: Result) -> None:
+            mutant, what, seconds = result
+            told = f"{what:9} {seconds:4.0f} s  {mutant.file}: {mutant.why}"
+            console.print(told, soft_wrap=True, highlight=False)
+            progress.advance(bar)
+
+        results = list(chain(*pool.map(lambda group: tried(free, group, tell), groups)))
     console.print(table(results))
     return int(bool(failures(console, results, args.file)))
 
 
-def must_pass(tree: Tree, selections: set[str]) -> None:
-    for tests in sorted(selections):
-        found = tree.pytest(tests)
+def ready(tree: Tree) -> None:
+    tree.sync()
+    tree.build()
+
+
+def must_pass(pool: Executor, trees: list[Tree], selections: set[str]) -> None:
+    """Exits with what the tests say where they fail without any mutant."""
+    todo = sorted(selections)
+    for tests, found in zip(todo, pool.map(trees[0].pytest, todo), strict=True):
         if found.returncode != 0:
             raise SystemExit(f"{tests} fails without any mutant:\n{found.stdout}")
 
 
-def tried(tree: Tree, group: list[Mutant]) -> Iterator[Result]:
-    """The results of the mutants of one file."""
+def tried(
+    free: SimpleQueue[Tree], group: list[Mutant], tell: Callable[[Result], None]
+) -> list[Result]:
+    """The results of the mutants of one file, in a tree that nobody else uses meanwhile."""
+    tree, results = free.get(), []
     path = tree.folder / group[0].file
     right = path.read_text()
     try:
         for mutant in group:
             start = time.monotonic()
-            yield mutant, fate(tree, mutant, right), time.monotonic() - start
+            results.append((mutant, fate(tree, mutant, right), time.monotonic() - start))
+            tell(results[-1])
     finally:
         path.write_text(right)
+        free.put(tree)
+    return results
 
 
 def fate(tree: Tree, mutant: Mutant, right: str) -> str:
