@@ -1,7 +1,8 @@
 """Builds fusedops._C: C++ for CPUs always, CUDA where this torch has it and nvcc is found.
 
 FUSEDOPS_CUDA=0|1 overrides the choice; TORCH_CUDA_ARCH_LIST and MAX_JOBS are honoured.
-FUSEDOPS_SIMT=1 adds the CUDA kernels as csrc/simt runs them on a CPU, for the tests.
+FUSEDOPS_SIMT=1 adds the CUDA kernels as csrc/simt runs them on a CPU, for the tests; a build for a
+GPU has none of these.
 FUSEDOPS_SANITIZE=address,undefined builds everything with these sanitizers.
 """
 
@@ -54,10 +55,13 @@ def escaped(path):
 
 
 def wants_cuda():
+    """What FUSEDOPS_CUDA says, else what is found; a GPU as well where the emulator is wanted."""
     wanted = os.environ.get("FUSEDOPS_CUDA", "")
     found = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
     if wanted == "1" and not found:
         raise SystemExit("FUSEDOPS_CUDA=1 needs a torch with CUDA and nvcc on the PATH")
+    if not wanted and os.environ.get("FUSEDOPS_SIMT") == "1":
+        return found and torch.cuda.is_available()
     return found and wanted != "0"
 
 

@@ -1,5 +1,6 @@
 """What a benchmark file is made of: operations, their contenders, and one row of the table."""
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """prepare(*inputs) gives a call without arguments; scope is entered around its timing.
+    """prepare(*inputs) gives functools.partial(lines, *arguments); scope is entered to time it.
 
     One that computes something else, to be compared in time alone, is not `checked`.
     """
@@ -82,8 +83,22 @@ def bind(run: Run, mode: str, leaves: Sequence[Tensor], grads: Sequence[Tensor])
     return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
 
 
+def with_inputs(run: Run, old: Sequence[Tensor], new: Sequence[Tensor]) -> Run:
+    """`run` with other arguments. Not prepared anew: what was compiled would be compiled again."""
+    assert isinstance(run, partial), "prepare gave no functools.partial"
+    swap = {id(a): b for a, b in zip(old, new, strict=True)}
+    keywords = {name: swap.get(id(a), a) for name, a in run.keywords.items()}
+    return partial(run.func, *(swap.get(id(a), a) for a in run.args), **keywords)
+
+
+def in_turn(*runs: Run) -> Run:
+    """A call of the first, then one of the second, and so on, again and again."""
+    turn = itertools.cycle(runs)
+    return lambda: next(turn)()
+
+
 def compiled(contender: Contender) -> Contender:
-    """torch.compile of a contender whose prepare gives functools.partial(lines, *arguments)."""
+    """torch.compile of a contender's lines."""
 
     def prepare(*inputs: Tensor) -> Run:
         compiler = os.environ.get("CXX", "g++")

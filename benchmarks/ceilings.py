@@ -1,14 +1,16 @@
 """What the machine itself reaches, measured in the run that refers to it."""
 
+import math
 from contextlib import nullcontext
 
 import torch
 
 from benchmarks.harness import copy_of
-from benchmarks.timing import Machine, interleaved
+from benchmarks.timing import Call, Machine, interleaved
 from fusedops.measure import spread
 
 COPY_BYTES, MATMUL_SIZE = 4 << 30, 8192
+IN_QUEUE = 500  # at some 1000 launches the driver makes the host wait
 
 
 def ceilings(
@@ -18,16 +20,25 @@ def ceilings(
     matmul_size: int = MATMUL_SIZE,
 ) -> dict[str, dict]:
     """Device-to-device copy and bfloat16 matrix product, both of random data."""
-    a, b = (
-        torch.randn(matmul_size, matmul_size, dtype=torch.bfloat16, device=machine.device)
-        for _ in range(2)
-    )
-    calls = {"copy": copy_of(copy_bytes, machine.device), "matmul": lambda: a @ b}
+    product = matmul(matmul_size, machine.device)
+    calls = {"copy": copy_of(copy_bytes, machine.device), "matmul": product}
     timed = {name: (call, nullcontext) for name, call in calls.items()}
     seconds = interleaved(timed, budget_s, machine.clocks["device"])
     found = {name: spread(samples)._asdict() for name, samples in seconds.items()}
     flops = 2 * matmul_size**3
-    copy, matmul = found["copy"]["median"], found["matmul"]["median"]
-    found["copy"] |= {"bytes": copy_bytes, "gb_per_s": copy_bytes / copy / 1e9}
-    found["matmul"] |= {"flops": flops, "tflop_per_s": flops / matmul / 1e12}
+    copy_s, matmul_s = found["copy"]["median"], found["matmul"]["median"]
+    found["copy"] |= {"bytes": copy_bytes, "gb_per_s": copy_bytes / copy_s / 1e9}
+    found["matmul"] |= {"size": matmul_size, "flops": flops, "tflop_per_s": flops / matmul_s / 1e12}
     return found
+
+
+def keep_busy(machine: Machine, found: dict[str, dict], seconds: float = 0.5) -> None:
+    """Puts matrix products for `seconds` on the device, and returns while it works on them."""
+    product = matmul(found["matmul"]["size"], machine.device)
+    for _ in range(min(IN_QUEUE, math.ceil(seconds / found["matmul"]["median"]))):
+        product()
+
+
+def matmul(size: int, device: torch.device) -> Call:
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return lambda: a @ b

@@ -1,6 +1,7 @@
 """The clocks of a GPU, by the names that cases call them.
 
-`device`: the device's time over a cold L2, between two events. For rows that move data.
+`device`: the device's time over a cold L2, between two events. For rows that move data; two sets of
+inputs take turns (benchmarks/harness.py), so that no call finds what the one before it read.
 `graph`: the device's time in a replayed graph, where no host is waited for. For few tokens.
 `host`: the host's time to enqueue a call. What a small batch costs in eager code.
 
@@ -46,8 +47,7 @@ def device(call: Call) -> Stopwatch:
     The interval then holds neither a warm cache nor the host's time to enqueue the call.
     """
     call()
-    ahead_s = 2 * host(call)(IN_QUEUE)
-    flushes = 1 + math.ceil(ahead_s / _flush_s())
+    flushes = flushes_before(call)
 
     def seconds(repeats: int) -> float:
         pairs = [(Event(enable_timing=True), Event(enable_timing=True)) for _ in range(repeats)]
@@ -107,6 +107,11 @@ def launches(call: Call) -> int:
     return sum(event.device_type == on_device for event in profile.events())
 
 
+def flushes_before(call: Call) -> int:
+    """Until the host is ahead by twice what it needs to enqueue the call, and one for the L2."""
+    return 1 + math.ceil(2 * host(call)(IN_QUEUE) / _lead_s())
+
+
 def _elapsed_s(call: Call, repeats: int) -> float:
     start, end = Event(enable_timing=True), Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -130,9 +135,16 @@ def _twice_l2() -> torch.Tensor:
 
 
 @functools.cache
-def _flush_s() -> float:
+def _lead_s() -> float:
+    """By how much a flush puts the host ahead: the device's time less the host's to enqueue it."""
     _flush()
-    return _elapsed_s(_flush, 20)
+    device_s, host_s = _elapsed_s(_flush, IN_QUEUE), host(_flush)(IN_QUEUE)
+    if device_s < 1.1 * host_s:
+        raise RuntimeError(
+            f"flushing the L2 takes the device {device_s * 1e6:.0f} us and the host "
+            f"{host_s * 1e6:.0f} us: no call can be timed apart from the host"
+        )
+    return device_s - host_s
 
 
 if __name__ == "__main__":

@@ -1,68 +1,83 @@
 """Times families on a GPU: `python -m benchmarks gpu norm --out DIR` writes DIR/<device>/norm.json.
 
-The file is written anew after each row, so that a run that is cut short keeps what it measured.
+The file is written anew after each row, so that a run that is cut short keeps what it measured. A
+later run of the same build adds to it: a family may be measured in parts, with `--match`.
 """
 
 import json
+import multiprocessing
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
-from benchmarks import must_show, report, suites
+from benchmarks import cuda, must_show, report, suites
 from benchmarks.case import Case
-from benchmarks.ceilings import ceilings
+from benchmarks.ceilings import ceilings, keep_busy
 from benchmarks.harness import Result, count_launches, run_case
-from benchmarks.must_show import Ask
+from benchmarks.record import Record
 from benchmarks.timing import Machine
 from fusedops.measure import environment, slug
+
+Launches = dict[str, dict[str, int]]  # by title and contender
 
 
 def measure(args: Namespace, machine: Machine) -> int:
     """1 when a kernel of ours was wrong or a goal was missed, in any of `args.families`."""
-    about = {"ceilings": ceilings(machine)}  # first: the clocks are read under load
-    about = {"environment": environment(torch.get_num_threads(), machine.device)} | about
-    about["match"] = args.match
-    print(json.dumps(about, indent=1), flush=True)
-    return max([_family(name, args, machine, about) for name in args.families])
+    cases = {name: matching(name, args.match) for name in args.families}
+    launches = count_apart(args.families, args.match)
+    run = {"match": args.match, "ceilings": ceilings(machine)}
+    keep_busy(machine, run["ceilings"])  # the clocks are those under load
+    run["environment"] = environment(torch.get_num_threads(), machine.device)
+    print(json.dumps(run, indent=1), flush=True)
+    folder = Path(args.out, slug(run["environment"]["device"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    status = 0
+    for name, rows in cases.items():
+        module = suites.family(name)
+        record = Record(folder / f"{name}.json", module.GPU_ROWS, module.GPU_MUST_SHOW, run)
+        status |= _family(record, rows, launches, args.seconds, machine)
+    return status
 
 
-def _family(name: str, args: Namespace, machine: Machine, about: dict) -> int:
-    path = Path(args.out, slug(about["environment"]["device"]), f"{name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cases, asked = _rows(name, args.match)
-    results: list[Result] = []
-    for case in cases:
-        results.append(run_case(case, args.seconds, machine, copy=case.clock == "device"))
-        print(report.text(results[-1], "torch's"), flush=True)
-        _write(path, about, results, asked)
-    counted = [ask.case for ask in asked if ask.launches]
-    for result in results:
-        if result.case in counted:
-            count_launches(result, machine)
-    verdicts = _write(path, about, results, asked)
-    print(report.reasons(results))
-    print(must_show.table(verdicts))
-    missed = any(not verdict["met"] for verdict in verdicts)
-    return int(missed or any(result.wrong() for result in results))
-
-
-def _rows(name: str, match: str) -> tuple[list[Case], list[Ask]]:
-    """The family's rows whose title contains `match`, and what is asked of them."""
-    module = suites.family(name)
-    cases = [case for case in module.GPU_ROWS if match in case.title]
+def matching(name: str, match: str) -> list[Case]:
+    """The family's rows whose title contains `match`."""
+    cases = [case for case in suites.family(name).GPU_ROWS if match in case.title]
     if not cases:
         raise SystemExit(f"no row of {name} has {match!r} in its title")
-    return cases, [ask for ask in module.GPU_MUST_SHOW if ask.case in cases]
+    return cases
 
 
-def _write(path: Path, about: dict, results: list[Result], asked: list[Ask]) -> list[dict]:
-    """The document of all that was measured so far; its verdicts."""
-    verdicts = [verdict for ask in asked for verdict in ask.verdicts(results)]
-    top = about["ceilings"]["copy"]["gb_per_s"]
-    rows = []
-    for result in results:
-        ceiling = None if result.case.clock == "host" else top
-        rows += report.rows(result, "torch's", ceiling)
-    path.write_text(report.dump(about | {"rows": rows, "goals": verdicts}))
-    return verdicts
+def count_apart(families: list[str], match: str) -> Launches:
+    """`count` in a process of its own, before the timing: a run that is cut short has counted."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        return child.submit(_count_here, families, match).result()
+
+
+def count(families: list[str], match: str, machine: Machine) -> Launches:
+    """The launches of each call that is asked about them."""
+    asked = [ask for name in families for ask in suites.family(name).GPU_MUST_SHOW if ask.launches]
+    cases = [ask.case for ask in asked if match in ask.case.title]
+    return {case.title: count_launches(case, machine) for case in cases}
+
+
+def _count_here(families: list[str], match: str) -> Launches:
+    return count(families, match, cuda.machine())
+
+
+def _family(
+    record: Record, cases: list[Case], launches: Launches, budget_s: float, machine: Machine
+) -> int:
+    results: list[Result] = []
+    for case in cases:
+        result = run_case(case, budget_s, machine, copy=case.clock == "device")
+        counted = launches.get(case.title, {})
+        result.launches = {name: n for name, n in counted.items() if name in result.seconds}
+        results.append(result)
+        print(report.text(record.add(result, "torch's")), flush=True)
+    goals = [goal for case in cases for goal in record.goals.get(case.title, [])]
+    print(report.reasons(results))
+    print(must_show.table(goals))
+    missed = any(not goal["met"] for goal in goals)
+    return int(missed or any(result.wrong() for result in results))

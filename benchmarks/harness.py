@@ -2,11 +2,14 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
-from benchmarks.answers import Answers
-from benchmarks.case import Case, Contender, Skip, bind, grad_mode
+from benchmarks.answers import Answers, leaves
+from benchmarks.case import Case, Contender, Run, Skip, bind, grad_mode, in_turn, with_inputs
 from benchmarks.timing import Call, Clock, Machine, Timed, interleaved
 from fusedops.measure import Ratio, paired_ratio
 from fusedops.testing import poisoned
@@ -56,43 +59,91 @@ class Result:
         return any(is_ours(name) for name in self.refused)
 
 
+class Others(NamedTuple):
+    """Inputs and gradients of the outputs that take turns with those of the answers."""
+
+    inputs: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
+
+
 def is_ours(contender: str) -> bool:
     return contender.startswith("fusedops")
 
 
 def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -> Result:
-    """Checks every contender of `case`, then times those that are right, interleaved."""
+    """Checks every contender of `case`, then times those that are right, interleaved.
+
+    Where the device has too little memory for the row, all are skipped.
+    """
+    result = Result(case, 0)
+    try:
+        _measure(result, budget_s, machine, copy)
+    except torch.OutOfMemoryError as error:
+        told = result.skipped | result.refused
+        left = [name for name in case.contenders() if name not in told]
+        result.skipped |= dict.fromkeys(left, f"too little memory for the row: {_line(error)}")
+    return result
+
+
+def count_launches(case: Case, machine: Machine) -> dict[str, int]:
+    """What a forward call of each contender of ours that runs puts on the device.
+
+    Not in a process that times: a profiler that has run may slow every later launch.
+    """
+    inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
+    found = {}
+    for name, contender in case.contenders().items():
+        try:
+            if is_ours(name):
+                with contender.scope(), grad_mode(case.mode):
+                    found[name] = machine.launches(contender.prepare(*inputs))
+        except (Skip, *RAISED):
+            continue  # the timing says why
+    return found
+
+
+def _measure(result: Result, budget_s: float, machine: Machine, copy: bool) -> None:
+    case, clock, timed = result.case, machine.clocks[result.case.clock], dict[str, Timed]()
     torch.manual_seed(0)
     inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
+    result.bytes_moved = case.operation.bytes_moved(case.mode, *inputs)
     answers = Answers(case.operation.reference, case.mode, inputs)
-    result = Result(case, case.operation.bytes_moved(case.mode, *inputs))
-    clock, timed = machine.clocks[case.clock], dict[str, Timed]()
+    others = _others(case, answers) if case.clock == "device" else None
     if copy:
-        timed[COPY] = (copy_of(result.bytes_moved, machine.device), nullcontext)
+        copies = [copy_of(result.bytes_moved, machine.device) for _ in range(2 if others else 1)]
+        timed[COPY] = (in_turn(*copies), nullcontext)
     for name, contender in case.contenders().items():
-        admitted = _admit(name, contender, answers, result, clock)
+        admitted = _admit(name, contender, answers, others, result, clock)
         if admitted:
             timed[name] = admitted
     with grad_mode(case.mode):
         result.seconds = interleaved(timed, budget_s, clock)
-    return result
 
 
-def count_launches(result: Result, machine: Machine) -> None:
-    """Into `result`, what a forward call of each of ours that was timed puts on the device.
+def _others(case: Case, answers: Answers) -> Others:
+    """Beside the same parameters, which a contender may have put into a module."""
+    fresh = case.operation.inputs(case.shape, case.dtype, answers.inputs[0].device)
+    pairs = zip(answers.inputs, fresh, strict=True)
+    inputs = tuple(a if isinstance(a, Parameter) else b for a, b in pairs)
+    return Others(inputs, tuple(torch.randn_like(grad) for grad in answers.grads))
 
-    Not while anything is still to be timed: a profiler that has run may slow every later launch.
-    """
-    case = result.case
-    inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
-    for name, contender in case.contenders().items():
-        if is_ours(name) and name in result.seconds:
-            with contender.scope(), grad_mode(case.mode):
-                result.launches[name] = machine.launches(contender.prepare(*inputs))
+
+def _call(run: Run, answers: Answers, others: Others | None) -> Call:
+    """What is timed: of one set of inputs, or of two in turn."""
+    call = bind(run, answers.mode, answers.leaves, answers.grads)
+    if others is None:
+        return call
+    other = with_inputs(run, answers.inputs, others.inputs)
+    return in_turn(call, bind(other, answers.mode, leaves(others.inputs), others.grads))
 
 
 def _admit(
-    name: str, contender: Contender, answers: Answers, result: Result, clock: Clock
+    name: str,
+    contender: Contender,
+    answers: Answers,
+    others: Others | None,
+    result: Result,
+    clock: Clock,
 ) -> Timed | None:
     """What to time of a contender; why not, or what is inexact, goes into `result`."""
     try:
@@ -100,14 +151,13 @@ def _admit(
         with contender.scope(), poisoned() if is_ours(name) else nullcontext():
             fault = answers.fault(run) if contender.checked else None
         with contender.scope(), grad_mode(answers.mode):
-            call = bind(run, answers.mode, answers.leaves, answers.grads)
+            call = _call(run, answers, others)
             clock(call)(1)  # a graph may refuse to hold it
     except Skip as reason:
         result.skipped[name] = str(reason)
         return None
     except RAISED as error:
-        line = (str(error).splitlines() or ["no message"])[0]
-        result.refused[name] = f"raised {type(error).__name__}: {line}"
+        result.refused[name] = f"raised {type(error).__name__}: {_line(error)}"
         return None
     if fault and is_ours(name):
         result.refused[name] = fault
@@ -115,6 +165,10 @@ def _admit(
     if fault:
         result.inexact[name] = fault
     return call, contender.scope
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or ["no message"])[0]
 
 
 def copy_of(bytes_moved: int, device: torch.device) -> Call:

@@ -9,6 +9,7 @@ from benchmarks.harness import COPY, Result
 from fusedops.measure import Ratio
 
 OURS = "fusedops"
+LAUNCHES = "launches"
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ class Ask:
     at_least: dict[str, float]
     launches: int | None = None
 
-    def verdicts(self, results: list[Result]) -> list[dict]:
+    def verdicts(self, result: Result) -> list[dict]:
         """Asked, measured and met, one for each thing that is asked; not measured is not met."""
-        result = next((r for r in results if r.case == self.case), Result(self.case, 0))
         verdicts = [
             _verdict(self.case.title, f"over {name}", factor, result.ratio(name, OURS))
             for name, factor in self.at_least.items()
@@ -57,26 +57,27 @@ class Ask:
         if self.launches is not None:
             found = result.launches.get(OURS)
             met = found is not None and found <= self.launches
-            row = {"row": self.case.title, "what": "launches", "asked": self.launches}
+            row = {"title": self.case.title, "what": LAUNCHES, "asked": self.launches}
             verdicts.append(row | {"measured": found, "met": met})
         return verdicts
 
 
 def _verdict(title: str, what: str, asked: float, measured: Ratio | None) -> dict:
     met = measured is not None and measured.median >= asked
-    return {"row": title, "what": what, "asked": asked, "measured": measured, "met": met}
+    return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
 
 
 def table(verdicts: list[dict]) -> str:
     """asked | measured with its 95 % interval | met, one line a verdict."""
     lines = [f"{'row':<88}{'asked':>7}  {'measured':<22}met"]
     for v in verdicts:
-        row, met = f"{v['row']}, {v['what']}", "yes" if v["met"] else "NO"
-        lines.append(f"{row:<88}{v['asked']:>6.4g}x  {_shown(v['measured']):<22}{met}")
+        row, met = f"{v['title']}, {v['what']}", "yes" if v["met"] else "NO"
+        asked = str(v["asked"]) if v["what"] == LAUNCHES else f"{v['asked']:.4g}x"
+        lines.append(f"{row:<88}{asked:>7}  {_shown(v['measured']):<22}{met}")
     return "\n".join(lines)
 
 
 def _shown(measured: Ratio | int | None) -> str:
     if measured is None:
         return "not timed"
-    return f"{measured}x" if isinstance(measured, int) else str(Ratio(*measured))
+    return str(measured) if isinstance(measured, int) else str(Ratio(*measured))

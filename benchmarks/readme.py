@@ -20,6 +20,12 @@ RIVALS = {
     "QuACK": ("quack",),
 }
 
+SPEEDS = {
+    "device": "device time",
+    "host": "host time of few tokens",
+    "graph": "device time of few tokens in a graph",
+}
+
 
 def write(check: bool = False, path: Path = ROOT / "README.md", results: Path = RESULTS) -> int:
     """Puts the figures between the README's markers; with `check` 1 when they are others."""
@@ -36,26 +42,30 @@ def write(check: bool = False, path: Path = ROOT / "README.md", results: Path = 
 
 
 def figures(results: Path) -> str:
-    """All tables of all GPUs, without runs that left rows out; a sentence where there is none."""
+    """All tables of all GPUs, of files that lack no row; a sentence where there is none."""
     found = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*/*.json"))]
-    whole = ((path, document) for path, document in found if not document.get("match"))
-    of_gpus = [(path, document) for path, document in whole if "ceilings" in document]
-    return "\n".join(section(path, document) for path, document in of_gpus) or NOT_YET
+    whole = [(path, document) for path, document in found if document.get("complete")]
+    return "\n".join(section(path, document) for path, document in whole) or NOT_YET
 
 
 def section(path: Path, document: dict) -> str:
-    """What one family reached on one device."""
-    where, top = document["environment"], document["ceilings"]
+    """What one family reached on one device, in one run or in parts."""
+    runs = document["runs"]
+    where = runs[-1]["environment"]
+    if where["commit"] is None:
+        raise SystemExit(f"{path}: of no known commit; set FUSEDOPS_COMMIT and measure again")
+    copy = least_and_most([run["ceilings"]["copy"]["gb_per_s"] for run in runs], ".0f")
+    matmul = least_and_most([run["ceilings"]["matmul"]["tflop_per_s"] for run in runs], ".0f")
     met, goals = sum(goal["met"] for goal in document["goals"]), len(document["goals"])
     text = [
         f"{path.stem} on {where['device']}: driver {where['driver']}, torch {where['torch']}, "
         f"triton {where['triton']}, commit {where['commit']}, {where['date'][:10]}. In the same "
-        f"run a copy moved {top['copy']['gb_per_s']:.0f} GB/s and a bfloat16 matrix product of "
-        f"{top['matmul']['tflop_per_s']:.0f} TFLOP/s was reached. {met} of {goals} goals are met. "
+        f"{'runs' if runs[1:] else 'run'} a copy moved {copy} GB/s and a bfloat16 matrix product "
+        f"reached {matmul} TFLOP/s. {met} of {goals} goals are met. "
         f"File: `benchmarks/results/{path.parent.name}/{path.name}`.",
     ]
     rows = [row for row in document["rows"] if row["status"] == "timed"]
-    tables = (bandwidth(rows), speed(rows, "device"), speed(rows, "host"))
+    tables = (bandwidth(rows), *(speed(rows, clock) for clock in SPEEDS))
     return "\n\n".join(text + ["\n".join(table) for table in tables if table]) + "\n"
 
 
@@ -74,12 +84,11 @@ def speed(rows: list[dict], clock: str) -> list[str]:
     timed = list(on(clock, rows))
     present = {row["contender"] for row in timed}
     rivals = {title: names for title, names in RIVALS.items() if present & set(names)}
-    what = {"device": "device time", "host": "host time of few tokens"}[clock]
     lines = [
         [name, *(span(name, names, timed) for names in rivals.values())]
         for name in works(named("fusedops", timed))
     ]
-    return markdown([f"times as fast in {what} as", *rivals], lines)
+    return markdown([f"times as fast in {SPEEDS[clock]} as", *rivals], lines)
 
 
 def span(name: str, contenders: tuple[str, ...], rows: list[dict]) -> str:
@@ -87,9 +96,12 @@ def span(name: str, contenders: tuple[str, ...], rows: list[dict]) -> str:
     mine = {tuple(row["shape"]): row["median_s"] for row in named("fusedops", of_work)}
     theirs = [row for title in contenders for row in named(title, of_work)]
     found = [row["median_s"] / mine[s] for row in theirs if (s := tuple(row["shape"])) in mine]
-    if not found:
-        return ""
-    return " .. ".join(dict.fromkeys(f"{x:.2f}x" for x in (min(found), max(found))))
+    return least_and_most(found, ".2f", "x") if found else ""
+
+
+def least_and_most(values: list[float], form: str, unit: str = "") -> str:
+    shown = (f"{value:{form}}{unit}" for value in (min(values), max(values)))
+    return " .. ".join(dict.fromkeys(shown))
 
 
 def on(clock: str, rows: Iterable[dict]) -> Iterator[dict]:

@@ -11,10 +11,11 @@ BASES = ("eager", "huggingface")
 def rows(result: Result, allocator: str, ceiling: float | None = None) -> list[dict]:
     """One JSON row for each contender, timed or not.
 
-    `ceiling`, in GB/s, is what the machine's copy reaches; the host's time knows no such thing.
+    `ceiling`, in GB/s, is what the machine's copy reaches; it bounds the device's clock alone.
     """
     case = result.case
     same = {
+        "title": case.title,
         "operation": case.operation.name,
         "mode": case.mode,
         "dtype": str(case.dtype).removeprefix("torch."),
@@ -39,7 +40,7 @@ def _timed(result: Result, name: str, ceiling: float | None) -> dict:
     row |= {"median_s": seconds.median, "p10_s": seconds.p10, "p90_s": seconds.p90}
     row |= {"gb_per_s": result.bytes_moved / seconds.median / 1e9}
     row |= {"percent_of_copy": copy and 100 * copy.median}
-    if ceiling:
+    if ceiling and result.case.clock == "device":
         row |= {"percent_of_ceiling": 100 * row["gb_per_s"] / ceiling}
     row |= {"launches": result.launches[name]} if name in result.launches else {}
     row |= {"inexact": result.inexact[name]} if name in result.inexact else {}
@@ -47,11 +48,11 @@ def _timed(result: Result, name: str, ceiling: float | None) -> dict:
     return row | {f"ratio_to_{base}": ratio and ratio._asdict() for base, ratio in ratios.items()}
 
 
-def text(result: Result, allocator: str) -> str:
-    """A table of one case."""
-    megabytes = result.bytes_moved / 1e6
-    lines = [f"{result.case.title}, {megabytes:.3g} MB moved at least, {allocator} allocator"]
-    for row in rows(result, allocator):
+def text(found: list[dict]) -> str:
+    """A table of one case, from its rows."""
+    first, megabytes = found[0], found[0]["bytes"] / 1e6
+    lines = [f"{first['title']}, {megabytes:.3g} MB moved at least, {first['allocator']} allocator"]
+    for row in found:
         name = f"  {row['contender']:<22}"
         timed = row["status"] == "timed"
         lines.append(name + (_line(row) if timed else f"{row['status']}: {row['reason']}"))

@@ -24,7 +24,7 @@ def measure(args: Namespace) -> int:
         if args.suite == "launch":
             print(report.compact(results[-1], header=len(results) == 1), flush=True)
         else:
-            print(report.text(results[-1], args.allocator), flush=True)
+            print(report.text(report.rows(results[-1], args.allocator)), flush=True)
     if args.suite == "launch":
         print(report.reasons(results))
     Path(args.json).write_text(json.dumps(_document(args, results)))

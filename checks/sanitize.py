@@ -10,7 +10,8 @@ from checks.tree import ROOT, Tree
 
 # Those that call kernels, which is where bounds are. Compiled graphs are C++ of another's making.
 # Without -s the report of the process that it ends would be lost with what pytest has captured.
-TESTS = "-s -W ignore tests/test_norm.py tests/test_norm_modules.py tests/test_fuzz.py -k '{}'"
+FILES = "tests/test_norm.py tests/test_norm_torch.py tests/test_norm_modules.py tests/test_fuzz.py"
+TESTS = "-s -W ignore " + FILES + " -k '{}'"
 KERNELS = "not (triton or interpreted or compile or opcheck or export)"
 
 # What the sanitizers must see, or they see nothing.

@@ -14,6 +14,7 @@ FUNCTIONS = {
     "add_rms_norm": (add_rms_norm, norm.add_rms_norm_reference),
 }
 CASES = [(op, name) for op in FUNCTIONS for name in backends(op) if name != "reference"]
+BACKENDS = list(dict.fromkeys(name for _, name in CASES))
 ADDS = [case for case in CASES if "add" in case[0]]
 
 

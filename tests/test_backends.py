@@ -35,6 +35,12 @@ def test_a_backend_that_cannot_run_says_why():
     assert not succeeded and "set TRITON_INTERPRET=1 to interpret" in said
 
 
+def test_the_cuda_kernels_are_tested_somewhere():
+    """On a GPU, or in the emulator that `make` builds where there is none."""
+    cuda, simt = (unavailable("layer_norm", name) for name in ("cuda", "simt"))
+    assert cuda is None or simt is None, (cuda, simt)
+
+
 def test_the_reference_runs_and_the_default_comes_back():
     x = torch.randn(3, 8, requires_grad=True)
     default = type(layer_norm(x, (8,)).grad_fn).__name__

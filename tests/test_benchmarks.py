@@ -129,6 +129,50 @@ def test_what_its_clock_cannot_time_is_refused_and_the_others_are_timed():
     assert "eager" in result.seconds
 
 
+def test_row_that_does_not_fit_into_memory_is_skipped_and_the_run_goes_on():
+    def too_large(x):
+        raise torch.OutOfMemoryError("Tried to allocate 64 GiB\nand more")
+
+    operation = replace(toy(eager=double, fusedops=double), reference=too_large)
+    result = run(operation)
+    reason = "too little memory for the row: Tried to allocate 64 GiB"
+    assert result.skipped == {"eager": reason, "fusedops": reason}
+    assert not result.seconds and not result.wrong()
+    assert {row["status"] for row in report.rows(result, "default")} == {"skipped"}
+
+
+def test_only_a_lack_of_memory_is_the_fault_of_the_row():
+    with pytest.raises(RuntimeError, match="no kernel for this"):
+        run(replace(toy(eager=double), reference=raises))
+
+
+@pytest.mark.parametrize("mode", [FORWARD, BACKWARD, TRAINING])
+def test_two_sets_of_inputs_take_turns_on_the_clock_of_the_device(mode):
+    seen = []
+
+    def noted(x, weight, *, scale):
+        seen.append((x.data_ptr(), weight.data_ptr(), scale.data_ptr()))
+        return x * weight * scale
+
+    def inputs(shape, dtype, device):
+        rows = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(2)]
+        return rows[0], torch.nn.Parameter(torch.ones(shape[-1])), rows[1]
+
+    contender = Contender(lambda x, w, s: partial(noted, x, w, scale=s))
+    operation = toy()
+    operation = replace(operation, inputs=inputs, bytes_moved=lambda mode, *_: 8)
+    operation = replace(operation, reference=lambda x, w, s: x * w * s)
+    operation.contenders["fusedops"] = contender
+    for clock, sets in (("device", 2), ("graph", 1)):
+        seen.clear()
+        machine = timing.Machine(CPU.device, {clock: timing.wall})
+        case = Case(operation, mode, torch.float32, (8, 8), clock=clock)
+        result = run_case(case, BUDGET_S, machine)
+        assert len(result.seconds["fusedops"]) >= timing.ROUNDS[0]
+        xs, weights, scales = map(set, zip(*seen, strict=True))
+        assert (len(xs), len(weights), len(scales)) == (sets, 1, sets)
+
+
 def test_one_wrong_row_among_large_ones_is_refused():
     # In the norms of the whole output the small row drowns; in its own it does not.
     scale = torch.ones(64, 1)
@@ -155,7 +199,7 @@ def test_contender_that_cannot_run_says_why():
     operation.contenders["absent"] = Contender(nowhere)
     result = run(operation)
     assert result.skipped == {"absent": "no such machine"}
-    assert "absent" in report.text(result, "default")
+    assert "absent" in report.text(report.rows(result, "default"))
 
 
 class Machine:

@@ -58,6 +58,7 @@ SHARED = {
         "harness.py",
         "must_show.py",
         "readme.py",
+        "record.py",
         "report.py",
         "results",
         "suites.py",

@@ -200,6 +200,13 @@ def test_nan_and_inf_stay_in_their_row(op, backend, bad):
 
 
 @pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] != "triton"])
+@pytest.mark.parametrize("n", [58112, 29056], ids=["forward", "backward"])
+def test_rows_that_fill_shared_memory(op, backend, n):
+    """float32 rows, or their two sums, of 227 KiB: a kernel's own arrays leave less than that."""
+    compare(op, backend, inputs(op, (2, n), torch.float32))
+
+
+@pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] != "triton"])
 def test_longest_row(op, backend):
     for dtype in (torch.float32, torch.bfloat16):
         compare(op, backend, inputs(op, (2, 262144), dtype))

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from norm_cases import FUNCTIONS, inputs
+from norm_cases import BACKENDS, CASES, FUNCTIONS, inputs, interpreted_bf16
 from torch import nn
 
 import fusedops
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, norm, rms_norm
-from fusedops.testing import gradients, yardstick
+from fusedops.testing import device_of, gradients, placed, yardstick
 
 
 def test_h_needs_no_gradient_when_only_the_weight_does():
@@ -97,39 +97,44 @@ def test_complex_and_nested_inputs_go_to_torch():
             torch.testing.assert_close(normed, nn.functional.layer_norm(part, (8,)))
 
 
-@pytest.mark.parametrize("op", FUNCTIONS)
-def test_inference_mode_and_requires_grad(op):
+@pytest.mark.parametrize("op,backend", CASES)
+def test_inference_mode_and_requires_grad(op, backend):
     function, reference = FUNCTIONS[op]
-    args = inputs(op, (4, 33), torch.float32)
-    with torch.inference_mode():
-        found = function(*args)
-    torch.testing.assert_close(found, reference(*args))
-    if "add" in op:
-        assert not function(*args)[0].requires_grad
+    args = placed(inputs(op, (4, 33), torch.float32), device_of(backend))
+    with fusedops.backend(backend):
+        with torch.inference_mode():
+            found = function(*args)
+        torch.testing.assert_close(found, reference(*args))
+        if "add" in op:
+            assert not function(*args)[0].requires_grad
 
 
-@pytest.mark.parametrize("op", FUNCTIONS)
+@pytest.mark.parametrize("op,backend", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(op, dtype):
-    args = inputs(op, (3, 4, 20), dtype)
+def test_opcheck(op, backend, dtype):
+    interpreted_bf16(backend, dtype)
+    args = placed(inputs(op, (3, 4, 20), dtype), device_of(backend))
     leaves = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
-    torch.library.opcheck(getattr(torch.ops.fusedops, op), leaves)
+    with fusedops.backend(backend):
+        torch.library.opcheck(getattr(torch.ops.fusedops, op), leaves)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["layer", "rms", "rms_llama"])
 @pytest.mark.parametrize("add", [True, False])
-def test_opcheck_kernels(kind, add):
-    x, residual, dy = (torch.randn(5, 20) for _ in range(3))
-    weight, seed = torch.randn(20), torch.tensor(7)
+def test_opcheck_kernels(backend, kind, add):
+    x, residual, dy = torch.randn(3, 5, 20, device=device_of(backend))
+    weight, seed = torch.randn(20).to(x), torch.tensor(7, device=x.device)
     p, seed = (0.5, seed) if add else (0.0, None)
     how = (1, 1e-5, kind, 0.0, p, seed)
     args = (x, residual if add else None, weight, None, *how)
     forward, backward = torch.ops.fusedops.norm_forward, torch.ops.fusedops.norm_backward
-    torch.library.opcheck(forward, args)
-    _, h, stats = forward(*args)
-    h = h if add else x
-    mask = [True, add, True, False]
-    torch.library.opcheck(backward, (dy, None, h, weight, None, stats, 1, *how[2:], mask))
+    with fusedops.backend(backend):
+        torch.library.opcheck(forward, args)
+        _, h, stats = forward(*args)
+        h = h if add else x
+        mask = [True, add, True, False]
+        torch.library.opcheck(backward, (dy, None, h, weight, None, stats, 1, *how[2:], mask))
 
 
 def test_kernels_refuse_to_be_differentiated():
@@ -139,8 +144,9 @@ def test_kernels_refuse_to_be_differentiated():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("op", FUNCTIONS)
-def test_compile_with_dynamic_shapes(op):
+@pytest.mark.parametrize("op,backend", CASES)
+def test_compile_with_dynamic_shapes(op, backend):
+    torch.compiler.reset()  # what was compiled keeps its backend
     function, _ = FUNCTIONS[op]
 
     def step(x, *rest):
@@ -149,8 +155,9 @@ def test_compile_with_dynamic_shapes(op):
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
     for rows in (3, 5, 8):
-        args = inputs(op, (rows, 24), torch.float32)
-        found, expected = gradients(compiled, args), gradients(step, args)
+        args = placed(inputs(op, (rows, 24), torch.float32), device_of(backend))
+        with fusedops.backend(backend):
+            found, expected = gradients(compiled, args), gradients(step, args)
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value)
 
@@ -182,25 +189,29 @@ def test_dropout_mask_is_the_reference_and_opaque_to_the_compiler():
     torch.library.opcheck(mask, (seed, 20, 65, 0.5))
 
 
-@pytest.mark.parametrize("op", FUNCTIONS)
-def test_export(op):
+@pytest.mark.parametrize("op,backend", CASES)
+def test_export(op, backend):
     function, _ = FUNCTIONS[op]
 
     class Module(nn.Module):
         def forward(self, *args):
             return function(*args)
 
-    args = inputs(op, (4, 24), torch.float32)
+    args = placed(inputs(op, (4, 24), torch.float32), device_of(backend))
     if "add" not in op:
         args = (args[0], [24], *args[2:])
-    program = torch.export.export(Module(), args)
-    torch.testing.assert_close(program.module()(*args), function(*args))
+    with fusedops.backend(backend):
+        program = torch.export.export(Module(), args)
+        torch.testing.assert_close(program.module()(*args), function(*args))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast_as_torch(dtype):
-    x, w = torch.randn(4, 16, dtype=dtype), torch.randn(16)
-    with torch.autocast("cpu", torch.bfloat16):
+def test_autocast_as_torch(backend, dtype):
+    interpreted_bf16(backend, torch.bfloat16)
+    device = device_of(backend)
+    x, w = torch.randn(4, 16, dtype=dtype, device=device), torch.randn(16, device=device)
+    with torch.autocast(device.type, torch.bfloat16), fusedops.backend(backend):
         for ours, theirs in (
             (layer_norm(x, (16,), w, w), nn.functional.layer_norm(x, (16,), w, w)),
             (rms_norm(x, (16,), w), nn.functional.rms_norm(x, (16,), w)),

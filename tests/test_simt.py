@@ -56,6 +56,8 @@ WARPS = {
 }
 MEMORY = {
     "misaligned_load": FIRST + "(1, 0, 0) loads 16 bytes at the misaligned address 0x.*4 at {bug}",
+    "misaligned_half_load": FIRST + "(1, 0, 0) loads 8 bytes at the misaligned address 0x.*4 "
+    "at {bug}",
     "misaligned_store": FIRST + "(6, 0, 0) stores 16 bytes at the misaligned address 0x.*4 "
     "at {bug}",
     "too_much_static_memory": "block (0, 0, 0), more of 10000 bytes at {bug} has no room: a block "

@@ -34,6 +34,7 @@ def mutants(only: str = "") -> Iterator[Mutant]:
 
 def kernel_files() -> set[str]:
     """The files that compute something, each of which must have its mutants."""
-    patterns = ("csrc/cpu/**/*.cpp", "csrc/cuda/**/*.cu", "fusedops/triton/*/*.py")
+    patterns = ("csrc/cpu/**/*.cpp", "csrc/cuda/*/*.c*", "csrc/cuda/device.cuh")
+    patterns += ("fusedops/triton/*/*.py",)
     found = {str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p)}
     return {name for name in found if not name.endswith(("/isa.cpp", "/__init__.py"))}

@@ -29,9 +29,8 @@ constexpr unsigned kAllLanes = 0xffffffff;
 template <int kBytes>
 struct Packed {
   static_assert(kBytes % 16 == 0 || kBytes == 8 || kBytes == 4 || kBytes == 2);
-  static constexpr bool kWide = kBytes % 16 == 0;
   using Word =
-      std::conditional_t<kWide, uint4,
+      std::conditional_t<kBytes % 16 == 0, uint4,
                          std::conditional_t<kBytes == 8, uint64_t,
                                             std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
   static constexpr int kWords = kBytes / sizeof(Word);
@@ -39,27 +38,16 @@ struct Packed {
   Word words[kWords];
 
   __device__ __forceinline__ static Packed load(const void* p) {
+    const auto* const from = static_cast<const Word*>(p);
     Packed packed;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (kWide) {
-        packed.words[i] = load_16(static_cast<const Word*>(p) + i);
-      } else {
-        packed.words[i] = static_cast<const Word*>(p)[i];
-      }
-    }
+    for (int i = 0; i < kWords; ++i) packed.words[i] = load_word<Word>(from + i);
     return packed;
   }
 
   __device__ __forceinline__ void store(void* p) const {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (kWide) {
-        store_16(static_cast<Word*>(p) + i, words[i]);
-      } else {
-        static_cast<Word*>(p)[i] = words[i];
-      }
-    }
+    for (int i = 0; i < kWords; ++i) store_word(static_cast<Word*>(p) + i, words[i]);
   }
 };
 

@@ -4,9 +4,12 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace fusedops::cuda {
 
@@ -24,29 +27,49 @@ inline int current_device() {
   return device;
 }
 
+// An attribute of the current device. It never changes, and asking for it takes a microsecond.
+template <cudaDeviceAttr attribute>
+int device_attribute() {
+  static const std::vector<int> of_devices = [] {
+    int count = 0;
+    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+    std::vector<int> values(count);
+    for (int i = 0; i < count; ++i) {
+      check(cudaDeviceGetAttribute(&values[i], attribute, i), "cudaDeviceGetAttribute");
+    }
+    return values;
+  }();
+  return of_devices.at(current_device());
+}
+
+inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
+
+// Bytes of dynamic shared memory that a block of this kernel may have: what its static arrays
+// leave. From then on it may: a launch that allowed just its own bytes would take from another
+// thread's what that one has asked for.
+template <class... Parameters>
+size_t max_shared_memory(void (*kernel)(Parameters...)) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> known;
+  const std::lock_guard lock(mutex);
+  const std::pair key(reinterpret_cast<const void*>(kernel), current_device());
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  cudaFuncAttributes of{};
+  check(cudaFuncGetAttributes(&of, kernel), "cudaFuncGetAttributes");
+  const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() -
+                   static_cast<int>(of.sharedSizeBytes);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+        "cudaFuncSetAttribute");
+  return known[key] = most;
+}
+
 // kernel<<<grid, block, smem, stream>>>(args...)
 template <class... Parameters, class... Args>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem, Stream stream,
             Args... args) {
-  if (smem > 48 * 1024) {  // what a block gets without asking
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem)),
-          "cudaFuncSetAttribute");
-  }
+  if (smem > 32 * 1024) max_shared_memory(kernel);  // a block gets 48 KiB unasked, arrays included
   kernel<<<grid, block, smem, stream>>>(Parameters(args)...);
   check(cudaGetLastError(), "launch");
-}
-
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, attribute, current_device()), "cudaDeviceGetAttribute");
-  return value;
-}
-
-inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-
-// Bytes of shared memory that a block may have.
-inline size_t max_shared_memory() {
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
 // The shared memory that the launch asked for.
@@ -56,8 +79,15 @@ __device__ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(fusedops_dynamic_shared);
 }
 
-__device__ __forceinline__ uint4 load_16(const void* p) { return *static_cast<const uint4*>(p); }
-__device__ __forceinline__ void store_16(void* p, uint4 word) { *static_cast<uint4*>(p) = word; }
+// One access of as many bytes as Word has: 16 for uint4. The address must be a multiple of them.
+template <class Word>
+__device__ __forceinline__ Word load_word(const void* p) {
+  return *static_cast<const Word*>(p);
+}
+template <class Word>
+__device__ __forceinline__ void store_word(void* p, Word word) {
+  *static_cast<Word*>(p) = word;
+}
 
 }  // namespace fusedops::cuda
 

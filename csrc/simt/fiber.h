@@ -27,6 +27,16 @@ struct Stack {
 
 #if defined(__x86_64__) && !defined(FUSEDOPS_SIMT_UCONTEXT)
 
+// Registers that only AVX-512 has.
+#if defined(__AVX512F__)
+#define FUSEDOPS_SIMT_WIDE_REGISTERS                                                            \
+  "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25",     \
+      "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31", "k1", "k2", "k3", "k4", "k5", "k6", \
+      "k7",
+#else
+#define FUSEDOPS_SIMT_WIDE_REGISTERS
+#endif
+
 class Registers {
  public:
   void prepare(Stack stack, void (*entry)()) {
@@ -59,7 +69,8 @@ class Registers {
                  :
                  : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15",
                    "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
-                   "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "memory", "cc");
+                   "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15",
+                   FUSEDOPS_SIMT_WIDE_REGISTERS "memory", "cc");
   }
 
  private:

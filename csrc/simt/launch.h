@@ -91,13 +91,13 @@ __forceinline__ T& shared_array(const char* name) {
   return *reinterpret_cast<T*>(memory);
 }
 
-FUSEDOPS_SIMT_CALLED inline void stop_misaligned(const char* what, const void* p) {
+FUSEDOPS_SIMT_CALLED inline void stop_misaligned(const char* what, size_t bytes, const void* p) {
   Block& block = *running;
   const void* pc = __builtin_return_address(0);
-  block.stop([&block, number = block.number, what, p, pc] {
+  block.stop([&block, number = block.number, what, bytes, p, pc] {
     std::ostringstream text;
-    text << block.name(number) << " " << what << " 16 bytes at the misaligned address " << p
-         << " at " << where(pc);
+    text << block.name(number) << " " << what << ' ' << bytes << " bytes at the misaligned address "
+         << p << " at " << where(pc);
     return text.str();
   });
 }
@@ -133,18 +133,27 @@ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(simt::arena_low);
 }
 
-__forceinline__ uint4 load_16(const void* p) {
-  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) simt::stop_misaligned("loads", p);
-  return *static_cast<const uint4*>(p);
+template <class Word>
+__forceinline__ Word load_word(const void* p) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(Word))
+    simt::stop_misaligned("loads", sizeof(Word), p);
+  return *static_cast<const Word*>(p);
 }
 
-__forceinline__ void store_16(void* p, uint4 value) {
-  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) simt::stop_misaligned("stores", p);
-  *static_cast<uint4*>(p) = value;
+template <class Word>
+__forceinline__ void store_word(void* p, Word word) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(Word))
+    simt::stop_misaligned("stores", sizeof(Word), p);
+  *static_cast<Word*>(p) = word;
 }
 
 // A small device, so that grids which fill it stay small.
 inline int multiprocessors() { return 3; }
-inline size_t max_shared_memory() { return simt::kMaxShared; }
+
+// What the kernel's static arrays leave; how large they are is not known before it runs.
+template <class... P>
+size_t max_shared_memory(void (*)(P...)) {
+  return simt::kMaxShared - 4096;
+}
 
 }  // namespace fusedops::cuda

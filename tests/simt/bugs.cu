@@ -96,13 +96,19 @@ __global__ void read_of_another_block(float* out) {
 }
 
 __global__ void misaligned_load(float* out) {
-  const uint4 words = load_16(out + threadIdx.x);  // bug: misaligned_load
+  const uint4 words = load_word<uint4>(out + threadIdx.x);  // bug: misaligned_load
   out[threadIdx.x] = words.x;
+}
+
+__global__ void misaligned_half_load(float* out) {
+  const auto* bytes = reinterpret_cast<const char*>(out);
+  out[16 + threadIdx.x] =
+      load_word<uint64_t>(bytes + 4 * threadIdx.x);  // bug: misaligned_half_load
 }
 
 __global__ void misaligned_store(float* out) {
   float* row = dynamic_shared<float>();
-  store_16(row + 4 * threadIdx.x + threadIdx.x / 6, uint4{});  // bug: misaligned_store
+  store_word(row + 4 * threadIdx.x + threadIdx.x / 6, uint4{});  // bug: misaligned_store
   out[threadIdx.x] = row[4 * threadIdx.x];
 }
 
@@ -186,8 +192,8 @@ __global__ void race_of_atomic_and_late_read(int* out) {
 
 __global__ void race_of_vectors(float* out) {
   float* row = dynamic_shared<float>();
-  store_16(row + 4 * threadIdx.x, uint4{});  // with: race_of_vectors
-  if (threadIdx.x == 4) out[0] = row[13];    // bug: race_of_vectors
+  store_word(row + 4 * threadIdx.x, uint4{});  // with: race_of_vectors
+  if (threadIdx.x == 4) out[0] = row[13];      // bug: race_of_vectors
 }
 
 __global__ void race_of_a_half(int* out) {
@@ -266,6 +272,7 @@ const Toys kToys = {
     TOY(read_of_unwritten),
     TOY(read_of_another_block, 2),
     TOY(misaligned_load),
+    TOY(misaligned_half_load),
     TOY(misaligned_store, 1, 8),
     TOY(race_without_barrier),
     TOY(race_of_read_and_write),

@@ -248,8 +248,8 @@ __global__ void arithmetic(int* out) {
   right &=
       __popc(0xf0fu) == 8 && __ffs(8) == 4 && __ffs(0) == 0 && __clz(1) == 31 && __clz(0) == 32;
   right &= rsqrtf(4) == 0.5f && __fdividef(1, 4) == 0.25f && __expf(0) == 1 && __ldg(out) == 0;
-  const uint4 words = load_16(out);
-  store_16(out, make_uint4(words.x + right, 1, 1, 1));
+  const uint4 words = load_word<uint4>(out);
+  store_word(out, make_uint4(words.x + right, 1, 1, 1));
 }
 
 // A block that was stopped leaves nothing behind that the next one could trip over: not the guards

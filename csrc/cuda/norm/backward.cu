@@ -2,7 +2,8 @@
 //   dresidual = (g - mean(g) - v mean(g v)) rstd + dh      RMSNorm: without mean(g)
 //   dx = dropout(dresidual), dweight = sum of dy v, dbias = sum of dy over the rows.
 //
-// Two blocks a multiprocessor walk over the rows; blockDim.x threads share a row, as in forward.cu.
+// As many blocks as the device holds at a time walk over the rows, or a multiple of them: none adds
+// up more than kAdded rows in float32. blockDim.x threads share a row, as in forward.cu.
 // The next row is on its way while one is computed. A thread keeps its columns of dweight and dbias
 // in registers; each block writes its sums once, in float32, and sum_chunks adds these up in
 // a fixed order. Rows of over 16 KiB, without 16-byte alignment, with a dropout or of two dtypes
@@ -281,11 +282,10 @@ size_t bytes_of_sums(const NormBackwardArgs& a, dim3 block) {
 
 template <class H, bool kLayer, int N>
 void launch_walked(const NormBackwardArgs& a, dim3 grid, dim3 block, CUstream_st* stream) {
-  static const size_t most = max_shared_memory();
+  const auto kernel = norm_backward_walked<H, kLayer, N>;
   const size_t bytes = bytes_of_sums(a, block);
-  const bool in_shared = bytes <= most;  // always, where several rows share a block
-  launch(norm_backward_walked<H, kLayer, N>, grid, block, in_shared ? bytes : 0, stream, a,
-         in_shared);
+  const bool in_shared = bytes <= max_shared_memory(kernel);  // always, where rows share a block
+  launch(kernel, grid, block, in_shared ? bytes : 0, stream, a, in_shared);
 }
 
 template <class H, bool kLayer>
@@ -301,8 +301,10 @@ void launch_backward(const NormBackwardArgs& a, CUstream_st* stream) {
 }  // namespace
 
 int64_t norm_chunks(const NormBackwardArgs& args) {
-  static const int64_t resident = 2 * multiprocessors();
-  const int64_t y = layout_of(args).block.y, blocks = (args.rows + y - 1) / y;
+  const auto [whole, held, block] = layout_of(args);
+  const int64_t threads = held ? kMaxThreads : 2 * kMaxThreads;  // of a multiprocessor at a time
+  const int64_t resident = multiprocessors() * threads / (block.x * block.y);
+  const int64_t blocks = (args.rows + block.y - 1) / block.y;
   const int64_t rounds = (blocks + resident * kAdded - 1) / (resident * kAdded);
   return std::min(blocks, resident * rounds);
 }

@@ -204,10 +204,10 @@ template <class H, bool kLayer, int N>
 void launch_walked(const NormForwardArgs& a, CUstream_st* stream) {
   const dim3 block = block_of(lanes_of(a.n, 4 * N), kThreads);
   const size_t bytes = sizeof(H) * a.n * block.y;
-  static const size_t most = max_shared_memory();
-  const bool in_shared = bytes <= most;
-  launch(norm_forward_walked<H, kLayer, N>, dim3(blocks_of(a.rows, block)), block,
-         in_shared ? bytes : 0, stream, a, in_shared);
+  const auto kernel = norm_forward_walked<H, kLayer, N>;
+  const bool in_shared = bytes <= max_shared_memory(kernel);
+  launch(kernel, dim3(blocks_of(a.rows, block)), block, in_shared ? bytes : 0, stream, a,
+         in_shared);
 }
 
 template <class H, bool kLayer>

@@ -9,11 +9,6 @@
 
 namespace fusedops::cuda {
 
-template <class T>
-constexpr Dtype dtype_of = std::is_same_v<T, float>      ? Dtype::float32
-                           : std::is_same_v<T, BFloat16> ? Dtype::bfloat16
-                                                         : Dtype::float16;
-
 // Calls f(T{}) for the dtype's T.
 template <class Function>
 decltype(auto) for_dtype(Dtype dtype, const Function& f) {
@@ -33,7 +28,8 @@ inline int lanes_of(int n, int each) {
   return lanes;
 }
 
-// Threads (x) of a row, and rows (y): short rows share a block.
+// Threads (x) of a row, and rows (y): short rows share a block of `threads`, a power of two up to
+// kMaxThreads, for which the kernels are compiled.
 inline dim3 block_of(int lanes, int threads) {
   return dim3(lanes, lanes < threads ? threads / lanes : 1);
 }

@@ -33,10 +33,19 @@ void check_residual(const char* op, const Tensor& x, const Tensor& residual) {
               " like x, got ", describe(residual));
 }
 
-void check_dropout(const char* op, double p, const OptionalTensor& seed) {
+void check_dropout(const char* op, double p, const OptionalTensor& seed, const char* like,
+                   const Tensor& x) {
   TORCH_CHECK(p >= 0 && p <= 1, op, ": dropout_p must be in [0, 1], got ", p);
   TORCH_CHECK(p == 0 || (given(seed) && seed->scalar_type() == at::kLong && seed->dim() == 0), op,
               ": a dropout needs a seed, an int64 tensor with no dimensions");
+  if (given(seed)) check_same_device(op, "seed", *seed, like, x);
+}
+
+void check_like_h(const char* name, const Tensor& t, const Tensor& h) {
+  check_floating("norm_backward", name, t);
+  check_same_device("norm_backward", name, t, "h", h);
+  TORCH_CHECK(t.sym_sizes().equals(h.sym_sizes()), "norm_backward: ", name, " must have shape ",
+              h.sym_sizes(), " like h, got ", describe(t));
 }
 
 // [rows] of a tensor whose last `dims` axes are normalised
@@ -71,7 +80,7 @@ void norm_check(const Tensor& x, const OptionalTensor& residual, const OptionalT
   if (add) check_residual(op, x, *residual);
   check_row(op, "weight", weight, name, x, dims);
   check_row(op, "bias", bias, name, x, dims);
-  check_dropout(op, dropout_p, seed);
+  check_dropout(op, dropout_p, seed, name, x);
 }
 
 NormForward norm_outputs(const Tensor& x, const OptionalTensor& residual,
@@ -95,10 +104,18 @@ NormBackward norm_backward_outputs(const Tensor& dy, const OptionalTensor& dh, c
                                    const Tensor& stats, int64_t dims, std::string_view kind,
                                    double offset, double dropout_p, const OptionalTensor& seed,
                                    std::array<bool, 4> output_mask) {
-  TORCH_CHECK(dy.sym_sizes().equals(h.sym_sizes()), "norm_backward: dy must have shape ",
-              h.sym_sizes(), " like h, got ", describe(dy));
-  TORCH_CHECK(!given(dh) || dh->sym_sizes().equals(h.sym_sizes()),
-              "norm_backward: dh must have shape ", h.sym_sizes(), " like h, got ", describe(*dh));
+  constexpr const char* op = "norm_backward";
+  check_like_h("dy", dy, h);
+  if (given(dh)) check_like_h("dh", *dh, h);
+  check_row(op, "weight", weight, "h", h, dims);
+  check_row(op, "bias", bias, "h", h, dims);
+  check_dropout(op, dropout_p, seed, "h", h);
+  check_same_device(op, "stats", stats, "h", h);
+  const int64_t kept = norm_kind(kind) == NormKind::layer ? 2 : 1;
+  TORCH_CHECK(stats.dim() == 2 && stats.scalar_type() == at::kDouble && stats.is_contiguous() &&
+                  stats.sym_size(0) == kept && stats.sym_size(1) == row_count(h, dims),
+              op, ": stats must be contiguous float64 [", kept, ", ", row_count(h, dims), "], got ",
+              describe(stats));
   const auto row = [&](bool wanted, const OptionalTensor& t) {
     return wanted ? empty_contiguous(*t) : Tensor();
   };

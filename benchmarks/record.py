@@ -1,0 +1,78 @@
+"""The file of one family on one device: what runs of the same build measured, row by row."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.case import Case
+from benchmarks.harness import Result
+from benchmarks.must_show import Ask
+
+# What must be the same for the rows of two runs to stand in one file.
+SAME = ("device", "commit", "torch", "triton", "kernels")
+
+TIMED_BY = {
+    "device": "The device's time over a cold L2. Its ceiling is the copy.",
+    "graph": "The device's time in a replayed graph. No percentage: the cache is warm, and memory "
+    "that is not read bounds nothing.",
+    "host": "The host's time to enqueue a call. No percentage: it has no ceiling.",
+}
+
+
+class Record:
+    """Rows and goals by title: those of an earlier run until this one measures them again."""
+
+    def __init__(self, path: Path, cases: list[Case], asked: list[Ask], run: dict) -> None:
+        """`cases` and `asked` are the family's, all of them; `run` says where and when."""
+        self.path, self.asked = path, {ask.case.title: ask for ask in asked}
+        self.rows: dict[str, list[dict]] = {case.title: [] for case in cases}
+        self.goals = {title: ask.verdicts(Result(ask.case, 0)) for title, ask in self.asked.items()}
+        self.date, self.runs = run["environment"]["date"], [run]
+        if path.exists():
+            self._keep(json.loads(path.read_text()), run)
+
+    def add(self, result: Result, allocator: str) -> list[dict]:
+        """Writes the file with one more row; what stands there of it."""
+        title, top = result.case.title, self.runs[-1]["ceilings"]["copy"]["gb_per_s"]
+        self.rows[title] = [
+            row | {"run": self.date} for row in report.rows(result, allocator, ceiling=top)
+        ]
+        if title in self.asked:
+            self.goals[title] = self.asked[title].verdicts(result)
+        self._write()
+        return self.rows[title]
+
+    def _keep(self, earlier: dict, run: dict) -> None:
+        last = earlier["runs"][-1]["environment"]
+        if not same_build(last, run["environment"]):
+            print(f"{self.path}: of another build, device or changed tree; begun anew", flush=True)
+            return
+        self.runs = [*earlier["runs"], run]
+        for mine, theirs in ((self.rows, earlier["rows"]), (self.goals, earlier["goals"])):
+            for title, rows in groupby(theirs, lambda row: row["title"]):
+                mine[title] = list(rows)
+
+    def _write(self) -> None:
+        """A run that is killed meanwhile leaves the file that there was."""
+        new = self.path.with_suffix(".new")
+        new.write_text(report.dump(self._document()))
+        new.replace(self.path)
+
+    def _document(self) -> dict:
+        rows = [row for found in self.rows.values() for row in found]
+        dates = {row["run"] for row in rows}
+        return {
+            "complete": all(self.rows.values()),
+            "timed_by": TIMED_BY,
+            "runs": [run for run in self.runs if run["environment"]["date"] in dates],
+            "rows": rows,
+            "goals": [verdict for found in self.goals.values() for verdict in found],
+        }
+
+
+def same_build(here: dict, there: dict) -> bool:
+    """Of two environments. A tree that was changed since its commit may be any other."""
+    commit = here["commit"]
+    known = commit is not None and not commit.endswith("-dirty")
+    return known and all(here.get(key) == there.get(key) for key in SAME)
