@@ -29,8 +29,9 @@ def test_forward_and_gradients(op, backend, dtype, shape):
 
 
 @pytest.mark.parametrize("op,backend", CASES)
-def test_more_rows_than_are_added_at_a_time(op, backend):
-    compare(op, backend, inputs(op, (400, 513), torch.float16))
+@pytest.mark.parametrize("shape", [(400, 513), (60, 1024)], ids=["ragged", "by vectors"])
+def test_more_rows_than_are_added_at_a_time(op, backend, shape):
+    compare(op, backend, inputs(op, shape, torch.float16))
 
 
 @pytest.mark.parametrize("op,backend", CASES)
