@@ -253,6 +253,13 @@ EXAMPLES = {
         "layer_norm",
         {"input": Drawn((3,), values="large constant"), "normalized_shape": (3,), "eps": 1e-5},
     ),
+    "squares that overflow make the variance infinite, not NaN": Call(
+        "add_layer_norm", {"x": Drawn((15,)), "residual": Drawn((15,), values="huge"), "eps": 1e-5}
+    ),
+    "so they do in rows of several tiles": Call(
+        "layer_norm",
+        {"input": Drawn((2, 20011), values="huge"), "normalized_shape": (20011,), "eps": 1e-5},
+    ),
     "a dropped NaN is NaN, as in torch": Call(
         "add_rms_norm",
         {"x": Drawn((8, 5), values="one NaN"), "residual": Drawn((8, 5)), "dropout_p": 0.999},

@@ -160,8 +160,15 @@ def backward_kernel(
                 db += d
     if not LOOP:
         col = tl.arange(0, BLOCK)[None, :]
-        _add_to(dweight, total + col, col < n, tl.sum(dw, 0, keep_dims=True), None)
-        _add_to(dbias, total + col, col < n, tl.sum(db, 0, keep_dims=True), None)
+        _add_to(dweight, total + col, col < n, _over_rows(dw), None)
+        _add_to(dbias, total + col, col < n, _over_rows(db), None)
+
+
+@triton.jit
+def _over_rows(t):
+    """[1, columns] float32: the sum over rows. In float64: float32 sums of many rows that cancel
+    would lose more than eager's do."""
+    return tl.sum(t.to(tl.float64), 0, keep_dims=True).to(tl.float32)
 
 
 @triton.jit
@@ -243,10 +250,9 @@ def reduce_kernel(
 @triton.jit
 def _sum_rows(partial, out, programs, n, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     if out is not None:
-        acc = tl.zeros([ROWS, COLS], tl.float32)
+        acc = tl.zeros([ROWS, COLS], tl.float64)
         for top in range(0, programs, ROWS):
             row = top + tl.arange(0, ROWS)[:, None]
             live = (row < programs) & (col < n)
             acc += tl.load(partial + row.to(tl.int64) * n + col, live, 0)
-        total = tl.sum(acc, 0, keep_dims=True)
-        tl.store(out + col, total.to(out.dtype.element_ty), col < n)
+        tl.store(out + col, _over_rows(acc).to(out.dtype.element_ty), col < n)

@@ -135,8 +135,8 @@ def _moments(s, live, count, KIND: tl.constexpr):
     if KIND == "layer":
         first = tl.sum(s, 1, keep_dims=True) / count
         c = tl.where(live, s - first, 0)
-        rest = tl.sum(c, 1, keep_dims=True) / count
-        m2 = tl.sum(c * c, 1, keep_dims=True) - count * rest * rest
+        rest = (tl.sum(c, 1, keep_dims=True) / count).to(tl.float64)  # its square may overflow
+        m2 = (tl.sum(c * c, 1, keep_dims=True) - count * rest * rest).to(tl.float32)
         m2 = tl.where(m2 < 0, 0, m2)  # equal elements; a NaN stays
         mean = first.to(tl.float64) + rest
     return mean, m2
@@ -164,10 +164,10 @@ def _long_moments(
         s = _stream(x, residual, h, seed, threshold, scale, row, start, live, n, BLOCK)
         count = tl.minimum(n - start, BLOCK)
         block_mean, block_m2 = _moments(s, live, count, KIND)
-        delta = (block_mean - mean).to(tl.float32)
+        delta = block_mean - mean
         share = count / (start + count)
         mean += delta * share
-        m2 += block_m2 + delta * delta * start * share
+        m2 += block_m2 + (delta * delta * start * share).to(tl.float32)
     tl.debug_barrier()  # the second walk may read h in other threads than wrote it
     return mean, m2
 
