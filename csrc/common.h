@@ -74,6 +74,14 @@ inline bool any_float64(std::initializer_list<OptionalTensor> tensors) {
   });
 }
 
+inline const void* data_or_null(const Tensor& t) {
+  return t.defined() ? t.const_data_ptr() : nullptr;
+}
+
+inline void* mutable_data_or_null(const Tensor& t) {
+  return t.defined() ? t.mutable_data_ptr() : nullptr;
+}
+
 // A tensor as rows of n elements, each contiguous. Copies only where strides do not allow that.
 struct Rows {
   Tensor tensor;

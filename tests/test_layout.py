@@ -85,18 +85,22 @@ PYTHON = [
     {"tests"},
 ]
 
+# C++ without torch, for the kernels of any device.
+PLAIN = ("csrc/dtype.h", "csrc/norm.h", "csrc/philox.h")
+
 # Who may include what of csrc/, the longest prefix decides. Operators reach kernels through the
 # dispatcher alone; a kernel includes its operator's header, where allocation is declared.
 INCLUDES = {
     "csrc/": [],
     "csrc/common.h": ["csrc/dtype.h"],
+    "csrc/norm.h": ["csrc/dtype.h"],
     "csrc/python.cpp": ["csrc/ops/", "csrc/cpu/isa.h"],
-    "csrc/ops/": ["csrc/ops/", "csrc/common.h"],
+    "csrc/ops/": ["csrc/ops/", "csrc/common.h", "csrc/norm.h"],
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
     "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],
     "csrc/cpu/vec.h": ["csrc/cpu/isa.h"],
-    "csrc/cpu/isa/": ["csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", "csrc/philox.h"],
-    "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", "csrc/dtype.h", "csrc/philox.h"],
+    "csrc/cpu/isa/": ["csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", *PLAIN],
+    "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", *PLAIN],
     "csrc/cuda/device.cuh": ["csrc/cuda/launch.cuh", "csrc/simt/simt.h", "csrc/dtype.h"],
     "csrc/cuda/launch.cuh": [],
     "csrc/cuda/stream.h": [],
@@ -108,7 +112,7 @@ INCLUDES = {
 KERNEL_HEADERS = {"c10/util/BFloat16.h", "c10/util/Half.h"}
 
 # Compiled once for each instruction set: an inline function of torch would leak from there.
-PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", "csrc/philox.h", "csrc/dtype.h")
+PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", *PLAIN)
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450

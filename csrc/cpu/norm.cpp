@@ -44,13 +44,6 @@ class Scale {
   const float* data_ = nullptr;
 };
 
-Dropout dropout_of(double p, const OptionalTensor& seed) {
-  if (p == 0) return {};
-  const auto threshold = std::min(p * 4294967296.0, 4294967295.0);
-  return {static_cast<uint64_t>(seed->item<int64_t>()), static_cast<uint32_t>(threshold),
-          p == 1 ? 0.f : static_cast<float>(1 / (1 - p)), true};
-}
-
 bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
   return isa() != Isa::none && !any_float64(tensors);
 }
@@ -67,36 +60,18 @@ NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
                                   seed);
   }
   auto outputs = norm_outputs(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed);
-  const auto& [y, h, stats] = outputs;
   if (x.numel() == 0) return outputs;
-  const int64_t rows = stats.size(1), n = x.numel() / rows;
-  const bool add = given(residual);
-  const Rows x_rows(x, n);
-  const Rows residual_rows(add ? residual->to(h.scalar_type()) : x, n);
+  const NormForwardTensors tensors(x, residual, outputs);
+  const int64_t n = tensors.n;
   const Scale scale(weight, offset, n), shift(bias, 0, n);
-
-  NormForwardRows args;
-  args.x = x_rows.data();
-  args.x_stride = x_rows.stride;
-  args.residual = add ? residual_rows.data() : nullptr;
-  args.residual_stride = residual_rows.stride;
+  NormForwardArgs args;
+  tensors.describe(args, weight, eps, kind, dropout_p, seed);
   args.weight = scale.data();
   args.bias = shift.data();
-  args.y = y.mutable_data_ptr();
-  args.h = add ? h.mutable_data_ptr() : nullptr;
-  args.mean = stats.size(0) == 2 ? stats.mutable_data_ptr<double>() : nullptr;
-  args.rstd = stats.mutable_data_ptr<double>() + (stats.size(0) - 1) * rows;
   args.n = n;
-  args.eps = eps;
-  args.x_dtype = dtype_of(x);
-  args.h_dtype = dtype_of(add ? h : x);
-  args.y_dtype = dtype_of(y);
-  args.round_first = kind == "rms_llama";
-  args.base_dtype =
-      norm_base_dtype(x, h.scalar_type(), weight) == x.scalar_type() ? args.x_dtype : args.h_dtype;
-  args.dropout = dropout_of(dropout_p, seed);
   auto* const run = norm_forward_rows_for_isa();
-  at::parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) { run(args, begin, end); });
+  at::parallel_for(0, args.rows, grain(n),
+                   [&](int64_t begin, int64_t end) { run(args, begin, end); });
   return outputs;
 }
 
@@ -123,29 +98,15 @@ NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Ten
     if (output_mask[3]) dbias.zero_();
     return outputs;
   }
-  const int64_t rows = stats.size(1), n = h.numel() / rows;
   const bool dy_fits = dy.scalar_type() == h.scalar_type() || dy.scalar_type() == at::kFloat ||
                        h.scalar_type() == at::kFloat;
-  const Rows dy_rows(dy_fits ? dy : dy.to(at::kFloat), n), h_rows(h, n);
-  const Rows dh_rows(given(dh) ? dh->to(h.scalar_type()) : h, n);
+  const NormBackwardTensors tensors(dy_fits ? dy : dy.to(at::kFloat), dh, h, stats, outputs);
+  const int64_t rows = tensors.rows, n = tensors.n;
   const Scale scale(weight, offset, n);
-
-  NormBackwardRows args;
-  args.dy = dy_rows.data();
-  args.dy_stride = dy_rows.stride;
-  args.dh = given(dh) ? dh_rows.data() : nullptr;
-  args.dh_stride = dh_rows.stride;
-  args.h = h_rows.data();
-  args.h_stride = h_rows.stride;
+  NormBackwardArgs args;
+  tensors.describe(args, dropout_p, seed);
   args.weight = scale.data();
-  args.mean = stats.size(0) == 2 ? stats.const_data_ptr<double>() : nullptr;
-  args.rstd = stats.const_data_ptr<double>() + (stats.size(0) - 1) * rows;
-  args.dresidual = output_mask[0] ? dresidual.mutable_data_ptr() : nullptr;
-  args.dx = output_mask[1] ? dx.mutable_data_ptr() : nullptr;
   args.n = n;
-  args.dy_dtype = dtype_of(dy_rows.tensor);
-  args.h_dtype = dtype_of(h);
-  args.dropout = dropout_of(dropout_p, seed);
   auto* const run = norm_backward_rows_for_isa();
 
   const bool wants_dweight = output_mask[2], wants_dbias = output_mask[3];

@@ -43,7 +43,8 @@ inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& ter
 // Fills whole groups of four.
 void dropout_scales(const Dropout& dropout, int64_t row, int64_t begin, int64_t count,
                     float* scales) {
-  const auto [seed, threshold, scale, on] = dropout;  // as locals, or GCC does not vectorise
+  const auto [at, threshold, scale] = dropout;  // as locals, or GCC does not vectorise
+  const auto seed = static_cast<uint64_t>(*at);
   const auto first = static_cast<uint32_t>(begin / 4),
              groups = static_cast<uint32_t>(count + 3) / 4;
   for (uint32_t g = 0; g < groups; ++g) {
@@ -60,7 +61,7 @@ class DropoutRow {
 
   template <class Part>
   Floats apply(const Floats& x, int64_t i, Part part) {
-    if (!dropout_.on) return x;
+    if (dropout_.seed == nullptr) return x;
     const int64_t j = i % kBlock;
     if (j == 0) dropout_scales(dropout_, row_, i, std::min(kBlock, n_ - i), scales_);
     return x * load(scales_ + j, part);
@@ -132,7 +133,7 @@ std::pair<double, double> moments(const H* h, int64_t n, double mean) {
 
 // y = (h - mean) * rstd * weight + bias. With round_first it is rounded to Base before the weight.
 template <bool kLayer, class Base, class H, class Y, class Ahead>
-void normalise_row(const NormForwardRows& args, const H* h, double mean, double rstd, Y* y,
+void normalise_row(const NormForwardArgs& args, const H* h, double mean, double rstd, Y* y,
                    const Ahead& ahead) {
   const float *const weight = args.weight, *const bias = args.bias;
   const bool round_first = args.round_first;
@@ -148,7 +149,7 @@ void normalise_row(const NormForwardRows& args, const H* h, double mean, double 
 }
 
 template <bool kLayer, class X, class H, class Base, class Y>
-void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
+void forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) {
   const auto n = args.n;
   const auto moment = [](const Floats& v) { return kLayer ? v : v * v; };
   for (int64_t row = begin; row < end; ++row) {
@@ -183,10 +184,10 @@ void forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
   }
 }
 
-using Forward = void (*)(const NormForwardRows&, int64_t, int64_t);
+using Forward = void (*)(const NormForwardArgs&, int64_t, int64_t);
 
 template <class X, class H, class Base, class Y>
-Forward forward_case(const NormForwardRows& a) {
+Forward forward_case(const NormForwardArgs& a) {
   const bool fits = a.x_dtype == dtype_of<X> && a.h_dtype == dtype_of<H> &&
                     a.base_dtype == dtype_of<Base> && a.y_dtype == dtype_of<Y>;
   if (!fits) return nullptr;
@@ -195,7 +196,7 @@ Forward forward_case(const NormForwardRows& a) {
 
 // 16-bit T: y is in T or, after a float32 weight, in float32; h is in T or a float32 stream.
 template <class T>
-Forward forward_narrow(const NormForwardRows& a) {
+Forward forward_narrow(const NormForwardArgs& a) {
   if (auto f = forward_case<T, T, T, T>(a)) return f;
   if (auto f = forward_case<T, T, T, float>(a)) return f;
   if (auto f = forward_case<T, float, T, T>(a)) return f;
@@ -205,7 +206,7 @@ Forward forward_narrow(const NormForwardRows& a) {
 
 // The gradient of h in two passes over the row: the sums (and dweight, dbias), then the gradient.
 template <bool kLayer, class D, class H>
-void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, float* dweight,
+void backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end, float* dweight,
                    float* dbias) {
   const int64_t n = args.n;
   const float* const weight = args.weight;
@@ -256,10 +257,10 @@ void backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, flo
   }
 }
 
-using Backward = void (*)(const NormBackwardRows&, int64_t, int64_t, float*, float*);
+using Backward = void (*)(const NormBackwardArgs&, int64_t, int64_t, float*, float*);
 
 template <class D, class H>
-Backward backward_case(const NormBackwardRows& a) {
+Backward backward_case(const NormBackwardArgs& a) {
   if (a.dy_dtype != dtype_of<D> || a.h_dtype != dtype_of<H>) return nullptr;
   return a.mean != nullptr ? backward_rows<true, D, H> : backward_rows<false, D, H>;
 }
@@ -301,14 +302,14 @@ void norm_scale(const void* in, Dtype dtype, int64_t n, float offset, float* out
   }
 }
 
-void norm_forward_rows(const NormForwardRows& args, int64_t begin, int64_t end) {
+void norm_forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) {
   auto rows = forward_case<float, float, float, float>(args);
   if (rows == nullptr) rows = forward_narrow<BFloat16>(args);
   if (rows == nullptr) rows = forward_narrow<Half>(args);
   rows(args, begin, end);
 }
 
-void norm_backward_rows(const NormBackwardRows& args, int64_t begin, int64_t end, float* scratch,
+void norm_backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end, float* scratch,
                         double* dweight, double* dbias) {
   auto rows = backward_case<float, float>(args);
   if (rows == nullptr) rows = backward_case<BFloat16, BFloat16>(args);

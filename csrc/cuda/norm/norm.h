@@ -5,45 +5,26 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "csrc/dtype.h"
+#include "csrc/norm.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
 namespace fusedops::cuda {
 
-// An element of x is kept when its random word is at least the threshold, and then scaled.
-struct Dropout {
-  const int64_t* seed = nullptr;  // on the device; null: nothing is dropped
-  uint32_t threshold = 0;
-  float scale = 1;
-};
-
-struct NormForwardArgs {
-  const void *x, *residual;   // residual: null when there is nothing to add
+struct NormForwardArgs : NormForwardRows {
   const void *weight, *bias;  // [n] or null
-  void *y, *h;                // h: null without a residual
-  double *mean, *rstd;        // [rows]; mean: null for RMSNorm
-  int64_t rows, x_stride, residual_stride;
   int n;
   double per_n;  // 1 / n: a division of float64 is a call
-  double eps;
-  float offset;                                                           // added to the weight
-  Dtype x_dtype, h_dtype, weight_dtype, bias_dtype, base_dtype, y_dtype;  // residual has h's
-  bool round_first;                                                       // to base_dtype
-  Dropout dropout;
+  float offset;  // added to the weight
+  Dtype weight_dtype, bias_dtype;
 };
 
-struct NormBackwardArgs {
-  const void *dy, *dh, *h;  // dh: null when there is none
-  const void* weight;       // [n] or null
-  const double *mean, *rstd;
-  void *dresidual, *dx;  // null when not asked for
-  int64_t rows, dy_stride, dh_stride, h_stride;
+struct NormBackwardArgs : NormBackwardRows {
+  const void* weight;  // [n] or null
   int n;
   double per_n;
   float offset;
-  Dtype dy_dtype, h_dtype, weight_dtype;  // dh, dresidual and dx have h's
-  Dropout dropout;
+  Dtype weight_dtype;
   bool wants_dweight, wants_dbias;
   float* partials;  // [norm_chunks, wants_dweight + wants_dbias, n]; null when neither is wanted
 };

@@ -46,9 +46,8 @@ Tensor dropout_mask(const Tensor& seed, c10::SymInt rows, c10::SymInt n, double 
     k0 = (k0 + int64_t{0x9E3779B9}).bitwise_and(low);
     k1 = (k1 + int64_t{0xBB67AE85}).bitwise_and(low);
   }
-  const auto threshold = std::min<int64_t>(static_cast<int64_t>(p * 4294967296.0), low);
   const Tensor words = at::stack({c0, c1, c2, c3}, -1).flatten(1).narrow_symint(1, 0, n);
-  return words.ge(threshold);
+  return words.ge(int64_t{dropout_threshold(p)});
 }
 
 Tensor dropout_mask_outputs(const Tensor& seed, c10::SymInt rows, c10::SymInt n, double p) {
@@ -63,7 +62,7 @@ Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64
   for (int64_t i = 0; i < x.dim(); ++i) (i < x.dim() - dims ? rows : n) *= x.sym_size(i);
   static const auto op = handle<decltype(dropout_mask)>("fusedops::dropout_mask");
   const auto keep = op.call(*seed, rows, n, p).view_symint(x.sym_sizes());
-  return x * keep * (p == 1 ? 0.0 : 1 / (1 - p));
+  return x * keep * dropout_scale(p);
 }
 
 Tensor norm_accumulator(const Tensor& h) { return h.to(accumulation_dtype(h)); }

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "csrc/common.h"
+#include "csrc/norm.h"
 
 namespace fusedops {
 
@@ -56,6 +57,38 @@ NormBackward norm_backward_outputs(const Tensor& dy, const OptionalTensor& dh, c
 
 // The dtype to which y is rounded, before rms_llama's product may promote it.
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
+
+// rows.cpp: what the kernels are told.
+
+// Of a dropout of a share p: an element whose random word is at least the threshold stays, scaled.
+uint32_t dropout_threshold(double p);
+double dropout_scale(double p);
+
+// The tensors of a forward as rows of n elements; not empty.
+struct NormForwardTensors {
+  NormForwardTensors(const Tensor& x, const OptionalTensor& residual, const NormForward& outputs);
+
+  const NormForward& outputs;
+  int64_t rows, n;
+  Rows x, residual;  // residual in h's dtype; x again without one
+
+  void describe(NormForwardRows& args, const OptionalTensor& weight, double eps,
+                std::string_view kind, double dropout_p, const OptionalTensor& seed) const;
+};
+
+// The same of a backward.
+struct NormBackwardTensors {
+  NormBackwardTensors(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
+                      const Tensor& stats, const NormBackward& outputs);
+
+  const NormBackward& outputs;
+  const Tensor& stats;
+  int64_t rows, n;
+  Rows dy, dh, h;  // dh in h's dtype
+  bool adds;       // dh; without one, dh is h again
+
+  void describe(NormBackwardRows& args, double dropout_p, const OptionalTensor& seed) const;
+};
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
 

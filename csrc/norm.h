@@ -1,0 +1,36 @@
+// What the CPU and the CUDA kernels of the norm family are told of their tensors. Formulas:
+// fusedops/functional/norm.py. Plain C++ for any device.
+#pragma once
+
+#include "csrc/dtype.h"
+
+namespace fusedops {
+
+// An element of x is kept when its random word is at least the threshold, and then scaled.
+struct Dropout {
+  const int64_t* seed = nullptr;  // where the kernel runs; null: nothing is dropped
+  uint32_t threshold = 0;
+  float scale = 1;
+};
+
+struct NormForwardRows {
+  const void *x, *residual;  // residual: null when there is nothing to add
+  void *y, *h;               // h: null without a residual
+  double *mean, *rstd;       // [rows]; mean: null for RMSNorm
+  int64_t rows, x_stride, residual_stride;
+  double eps;
+  Dtype x_dtype, h_dtype, base_dtype, y_dtype;  // residual has h's
+  bool round_first;                             // to base_dtype, before the weight
+  Dropout dropout;
+};
+
+struct NormBackwardRows {
+  const void *dy, *dh, *h;  // dh: null when there is none
+  const double *mean, *rstd;
+  void *dresidual, *dx;  // null when not asked for
+  int64_t rows, dy_stride, dh_stride, h_stride;
+  Dtype dy_dtype, h_dtype;  // dh, dresidual and dx have h's
+  Dropout dropout;
+};
+
+}  // namespace fusedops
