@@ -1,5 +1,6 @@
 """What a benchmark file is made of: operations, their contenders, and one row of the table."""
 
+import importlib
 import itertools
 import os
 import shutil
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -112,3 +114,24 @@ def compiled(contender: Contender) -> Contender:
         return partial(torch.compile(call.func, dynamic=False), *call.args)
 
     return Contender(prepare, contender.scope)
+
+
+def find(module: str, name: str) -> Any:
+    """`name` of `module`. Raises Skip where the package, or what it needs, is not installed."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Skip(f"{module}.{name}: {error}") from error
+
+
+def rivals(row: Case) -> list[str]:
+    """Whom every row must beat: torch.compile and Liger, whose kernels end at 65536 columns."""
+    if row.shape[-1] > 65536:
+        return ["eager"]
+    return [name for name in row.contenders() if name.startswith(("compile", "liger"))]
+
+
+def traffic(forward: int, backward: int) -> Callable[..., int]:
+    """How many tensors of x's size a kernel must read and write; the weights are small."""
+    tensors = {FORWARD: forward, BACKWARD: backward, TRAINING: forward + backward}
+    return lambda mode, x, *_: x.nbytes * tensors[mode]

@@ -68,6 +68,11 @@ inline Dtype dtype_of(const Tensor& t) {
   }
 }
 
+// What the formulas are evaluated in.
+inline c10::ScalarType accumulation_dtype(c10::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 inline bool any_float64(std::initializer_list<OptionalTensor> tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const OptionalTensor& t) {
     return given(t) && t->scalar_type() == at::kDouble;
@@ -89,13 +94,25 @@ struct Rows {
 
   Rows(const Tensor& t, int64_t n) : tensor(t), stride(n) {
     if (t.is_contiguous()) return;
-    if (t.dim() == 2 && t.size(1) == n && t.stride(1) == 1) {
-      stride = t.stride(0);
-    } else {
-      tensor = t.contiguous();
-    }
+    const auto found = stride_of(t, n);
+    tensor = found ? t : t.contiguous();
+    stride = found.value_or(n);
   }
   const void* data() const { return tensor.const_data_ptr(); }
+
+ private:
+  // How far apart the rows are, where the last dimension is one and the others only count them.
+  static std::optional<int64_t> stride_of(const Tensor& t, int64_t n) {
+    if (t.size(-1) != n || t.stride(-1) != 1) return std::nullopt;
+    int64_t rows = 1, stride = n;
+    for (int64_t d = t.dim() - 2; d >= 0; --d) {
+      if (t.size(d) == 1) continue;
+      if (rows == 1) stride = t.stride(d);
+      if (t.stride(d) != rows * stride) return std::nullopt;
+      rows *= t.size(d);
+    }
+    return stride;
+  }
 };
 
 }  // namespace fusedops

@@ -1,4 +1,7 @@
-"""Loads the compiled part, `fusedops._C`, and refuses one that was built for another torch."""
+"""Loads the compiled part, `fusedops._C`, and refuses one that was built for another torch.
+
+Also says when a call must not take its short path.
+"""
 
 import importlib
 import json
@@ -6,6 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
 
 def _rebuild() -> str:
@@ -31,3 +36,8 @@ def _load():
 
 
 _C, BUILD = _load()
+
+
+def traced(*tensors: Tensor | None) -> bool:
+    """Whether torch.compile, a tensor subclass or a mode has to see the operator itself."""
+    return torch.compiler.is_compiling() or has_torch_function_variadic(*tensors)

@@ -3,8 +3,10 @@
 `HYPOTHESIS_PROFILE=fuzz` (make fuzz) draws many new examples; without it a few, the same each run.
 """
 
+import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fusedops.testing import device_of, gradients, placed, yardstick
+import fusedops
+from fusedops.testing import device_of, gradients, placed, poisoned, yardstick
 
 _common = {
     "deadline": None,
@@ -26,6 +29,10 @@ _common = {
 settings.register_profile("short", max_examples=50, derandomize=True, database=None, **_common)
 settings.register_profile("fuzz", max_examples=400, print_blob=True, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+NOT_FLOATS = [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+NOT_OURS = ["reference", "composite"]  # made of torch's functions, with their errors and strides
 
 Fill = Callable[[tuple[int, ...]], Tensor]
 
@@ -165,6 +172,45 @@ def results(function: Callable, call: Call, made: dict[str, Any] | None = None):
         return gradients(run, tuple(made[name] for name in names))
     torch.manual_seed(0)
     return {f"output {i}": o for i, o in enumerate(run())}
+
+
+def attempt(function, call: Call) -> dict[str, Tensor] | Exception:
+    """What a call gives, or the error that it raises at a user's mistake."""
+    try:
+        return results(function, call)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return error
+
+
+def ours(call: Call, backend: str) -> dict[str, Tensor] | Exception:
+    """What our function gives on a backend, or the error that it raises."""
+    function = getattr(fusedops.functional, call.op)
+    if backend == "composite":
+        return attempt(composite(function), call)
+    with fusedops.backend(backend), poisoned():
+        return attempt(function, call)
+
+
+def composite(function):
+    """The function under vmap, which sees ATen calls and so takes what runs without a kernel."""
+
+    def run(**made):
+        first = next(name for name, value in made.items() if isinstance(value, Tensor))
+
+        def of_one(t):
+            return function(**made | {first: t})
+
+        outputs = torch.vmap(of_one, randomness="same")(made[first].unsqueeze(0))
+        return tuple(o[0] for o in outputs) if isinstance(outputs, tuple) else outputs[0]
+
+    return run
+
+
+def says_what_is_wrong(call: Call, message: str) -> bool:
+    names = inspect.signature(getattr(fusedops.functional, call.op)).parameters
+    return bool(re.search(rf"\b{call.op}\b", message)) and any(
+        re.search(rf"\b{name}\b", message) for name in names
+    )
 
 
 class Rounded(TorchDispatchMode):

@@ -5,33 +5,43 @@ has no such thing (llama's rounding, an offset, dropout, more mixtures of dtypes
 takes its place. A failure prints its `Call`, which joins EXAMPLES.
 """
 
-import inspect
 import math
-import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fuzzing import RECEIVED, Call, Drawn, Rounded, drawn, judge, results, shapes
+from fuzzing import (
+    FLOATS,
+    NOT_FLOATS,
+    NOT_OURS,
+    RECEIVED,
+    Call,
+    Drawn,
+    Rounded,
+    attempt,
+    drawn,
+    judge,
+    ours,
+    results,
+    says_what_is_wrong,
+    shapes,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import fusedops
 from fusedops.functional import layer_norm, norm, rms_norm
-from fusedops.testing import backends, poisoned
+from fusedops.testing import backends
 
 OPS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"]
 SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
 CASES = [(op, name) for op in OPS for name in [*backends(op), "composite"] if name not in SLOW]
-NOT_OURS = ["reference", "composite"]  # made of torch's functions, with their errors and strides
 INTERPRETED = [op for op in OPS if set(SLOW) & set(backends(op))]
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 PARAMETERS = ["weight", "bias"]
-NOT_FLOATS = [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 EPS = [1e-5, 1e-6, 1e-12, 0.0, 0.5, 1, 1e10, -1e-3, math.inf, math.nan]
 
 
@@ -148,45 +158,6 @@ def wrong_values(name: str, value: Any, arguments: dict[str, Any]) -> list[Any]:
     }[name]
 
 
-def attempt(function, call: Call) -> dict[str, torch.Tensor] | Exception:
-    """What a call gives, or the error that it raises at a user's mistake."""
-    try:
-        return results(function, call)
-    except (TypeError, ValueError, RuntimeError) as error:
-        return error
-
-
-def ours(call: Call, backend: str) -> dict[str, torch.Tensor] | Exception:
-    """What our function gives on a backend, or the error that it raises."""
-    function = getattr(fusedops.functional, call.op)
-    if backend == "composite":
-        return attempt(composite(function), call)
-    with fusedops.backend(backend), poisoned():
-        return attempt(function, call)
-
-
-def composite(function):
-    """The function under vmap, which sees ATen calls and so takes what runs without a kernel."""
-
-    def run(**made):
-        first = next(name for name, value in made.items() if isinstance(value, torch.Tensor))
-
-        def of_one(t):
-            return function(**made | {first: t})
-
-        outputs = torch.vmap(of_one, randomness="same")(made[first].unsqueeze(0))
-        return tuple(o[0] for o in outputs) if isinstance(outputs, tuple) else outputs[0]
-
-    return run
-
-
-def says_what_is_wrong(call: Call, message: str) -> bool:
-    names = inspect.signature(getattr(fusedops.functional, call.op)).parameters
-    return bool(re.search(rf"\b{call.op}\b", message)) and any(
-        re.search(rf"\b{name}\b", message) for name in names
-    )
-
-
 def compare(call: Call, found: dict | Exception, backend: str) -> None:
     """Assert that what we give is as good as what the original gives, or else the reference."""
     if isinstance(found, Exception):
@@ -207,8 +178,8 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
     assert found.keys() == eager.keys()
     for key, value in found.items():
         assert value.dtype == eager[key].dtype and value.shape == eager[key].shape
-        ours = backend not in NOT_OURS and "output" in key and call.received == "contiguous"
-        assert value.is_contiguous() or not ours
+        kernel = backend not in NOT_OURS and "output" in key and call.received == "contiguous"
+        assert value.is_contiguous() or not kernel
         complaint = judge(value, eager[key], exact[key], lambda key=key: rounded(key))
         assert complaint is None, f"{key}: {complaint}"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation
+from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, rivals
 from benchmarks.harness import COPY
 from benchmarks.must_show import Ask
 from benchmarks.norm.operations import OPERATIONS
@@ -38,13 +38,6 @@ def case(operation: Operation, mode: str, shape: tuple[int, int], clock: str) ->
 def uncompiled(operation: Operation, mode: str, dtype: torch.dtype, shape: tuple[int, int]) -> Case:
     only = tuple(name for name in operation.contenders if not name.startswith("compile"))
     return Case(operation, mode, dtype, shape, only, clock="device")
-
-
-def rivals(row: Case) -> list[str]:
-    """Whom every row must beat: torch.compile and Liger, whose kernels end at 65536 columns."""
-    if row.shape[-1] > 65536:
-        return ["eager"]
-    return [name for name in row.contenders() if name.startswith(("compile", "liger"))]
 
 
 EVERY = [with_peers(operation) for operation in OPERATIONS]

@@ -12,14 +12,12 @@ from torch.nn import Parameter
 import fusedops
 import fusedops.functional as ours
 from benchmarks.case import (
-    BACKWARD,
-    FORWARD,
-    TRAINING,
     Contender,
     Operation,
     Run,
     Skip,
     compiled,
+    traffic,
 )
 from fusedops.functional import norm as definitions
 
@@ -38,12 +36,6 @@ def tensors(count: int, bias: bool) -> Callable[..., tuple[Tensor, ...]]:
         return (*rows, weight, Parameter(torch.randn(shape[-1], **to)))[: count + 1 + bias]
 
     return inputs
-
-
-def traffic(forward: int, backward: int) -> Callable[..., int]:
-    """How many tensors of x's size a kernel must read and write; the weights are small."""
-    tensors = {FORWARD: forward, BACKWARD: backward, TRAINING: forward + backward}
-    return lambda mode, x, *_: x.nbytes * tensors[mode]
 
 
 # Forward reads x and writes y; backward reads dy and x and writes dx. With the residual, forward

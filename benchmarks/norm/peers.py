@@ -3,7 +3,6 @@
 None of them may write into the gradient that it is given: the next call gets the same one.
 """
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,16 +10,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Contender, Run, Skip
+from benchmarks.case import Contender, Run, find
 from benchmarks.norm.operations import EPS
-
-
-def find(module: str, name: str) -> Any:
-    """`name` of `module`. Raises Skip where the package, or what it needs, is not installed."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise Skip(f"{module}.{name}: {error}") from error
 
 
 def after_the_sum(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, *rest: Any):

@@ -24,6 +24,23 @@ using c10::Half;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffff;
 
+// Calls f(T{}) for the dtype's T.
+template <class Function>
+decltype(auto) for_dtype(Dtype dtype, const Function& f) {
+  switch (dtype) {
+    case Dtype::float32: return f(float{});
+    case Dtype::bfloat16: return f(BFloat16{});
+    default: return f(Half{});
+  }
+}
+
+inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// Whether rows `stride` elements apart start at multiples of 16 bytes.
+inline bool aligned_rows(const void* p, int64_t stride, Dtype dtype) {
+  return aligned(p) && stride * size_of(dtype) % 16 == 0;
+}
+
 // Bytes as they lie in memory, moved 16 at a time. In 32-bit words: as an array of a 16-bit dtype
 // each element would take a register.
 template <int kBytes>

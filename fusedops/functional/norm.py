@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
-from fusedops.extension import _C
+from fusedops.extension import _C, traced
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -32,7 +31,7 @@ def layer_norm(
     input. Statistics are float32 (float64 for float64). Raises RuntimeError when a shape or a
     dtype does not fit. Ba et al., arXiv:1607.06450.
     """
-    run = torch.ops.fusedops.layer_norm if _traced(input, weight, bias) else _C.layer_norm
+    run = torch.ops.fusedops.layer_norm if traced(input, weight, bias) else _C.layer_norm
     return run(input, normalized_shape, weight, bias, eps)
 
 
@@ -59,7 +58,7 @@ def rms_norm(
     another `rounding`.
     Zhang and Sennrich, arXiv:1910.07467.
     """
-    run = torch.ops.fusedops.rms_norm if _traced(input, weight) else _C.rms_norm
+    run = torch.ops.fusedops.rms_norm if traced(input, weight) else _C.rms_norm
     return run(input, normalized_shape, weight, eps, rounding=rounding, offset=offset)
 
 
@@ -88,7 +87,7 @@ def add_layer_norm(
     """
     run = (
         torch.ops.fusedops.add_layer_norm
-        if _traced(x, residual, weight, bias)
+        if traced(x, residual, weight, bias)
         else _C.add_layer_norm
     )
     return run(x, residual, weight, bias, eps, dropout_p=dropout_p)
@@ -113,13 +112,8 @@ def add_rms_norm(
     Returns (y, h), both contiguous. Raises RuntimeError when a shape, a dtype or dropout_p does
     not fit, ValueError for another `rounding`. Zhang and Sennrich, arXiv:1910.07467.
     """
-    run = torch.ops.fusedops.add_rms_norm if _traced(x, residual, weight) else _C.add_rms_norm
+    run = torch.ops.fusedops.add_rms_norm if traced(x, residual, weight) else _C.add_rms_norm
     return run(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
-
-
-def _traced(*tensors: Tensor | None) -> bool:
-    """Whether torch.compile, a tensor subclass or a mode has to see the operator itself."""
-    return torch.compiler.is_compiling() or has_torch_function_variadic(*tensors)
 
 
 # References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.

@@ -9,16 +9,6 @@
 
 namespace fusedops::cuda {
 
-// Calls f(T{}) for the dtype's T.
-template <class Function>
-decltype(auto) for_dtype(Dtype dtype, const Function& f) {
-  switch (dtype) {
-    case Dtype::float32: return f(float{});
-    case Dtype::bfloat16: return f(BFloat16{});
-    default: return f(Half{});
-  }
-}
-
 constexpr int kMaxThreads = 512;  // of a row
 
 // Threads of a row of n elements, a power of two that leaves each about `each` of them.
@@ -34,8 +24,6 @@ inline dim3 block_of(int lanes, int threads) {
   return dim3(lanes, lanes < threads ? threads / lanes : 1);
 }
 
-inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
 // Calls body(i, col) for the vectors of a row that its threads keep in registers.
 template <int N, int kVectors, class Body>
 __device__ __forceinline__ void each_held(int n, const Body& body) {
@@ -44,11 +32,6 @@ __device__ __forceinline__ void each_held(int n, const Body& body) {
     const int col = (i * blockDim.x + threadIdx.x) * N;
     if (col < n) body(i, col);
   }
-}
-
-// Whether rows `stride` elements apart start at multiples of 16 bytes.
-inline bool aligned_rows(const void* p, int64_t stride, Dtype dtype) {
-  return aligned(p) && stride * size_of(dtype) % 16 == 0;
 }
 
 // A float64 as two float32. Where rows are float32, a statistic keeps its second word: its

@@ -12,10 +12,6 @@
 namespace fusedops {
 namespace {
 
-c10::ScalarType accumulation_dtype(const Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 std::vector<int64_t> last_axes(int64_t dims) {
   std::vector<int64_t> axes(dims);
   for (int64_t i = 0; i < dims; ++i) axes[i] = i - dims;
@@ -65,7 +61,7 @@ Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64
   return x * keep * dropout_scale(p);
 }
 
-Tensor norm_accumulator(const Tensor& h) { return h.to(accumulation_dtype(h)); }
+Tensor norm_accumulator(const Tensor& h) { return h.to(accumulation_dtype(h.scalar_type())); }
 
 std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, double eps,
                                           NormKind kind) {
@@ -145,7 +141,7 @@ NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh,
                                      std::array<bool, 4> output_mask) {
   std::vector<c10::SymInt> kept(h.dim(), 1);
   for (int64_t i = 0; i < h.dim() - dims; ++i) kept[i] = h.sym_size(i);
-  const auto saved = stats.to(accumulation_dtype(h));
+  const auto saved = stats.to(accumulation_dtype(h.scalar_type()));
   const auto mean = stats.sym_size(0) == 2 ? saved.select(0, 0).view_symint(kept) : Tensor();
   const auto rstd = saved.select(0, -1).view_symint(kept);
   const auto d = norm_gradients(dy, dh, norm_accumulator(h), h.scalar_type(), weight, bias, mean,
