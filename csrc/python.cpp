@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "csrc/cpu/isa.h"
+#include "csrc/ops/gated_activation/gated_activation.h"
 #include "csrc/ops/norm/norm.h"
 
 namespace fusedops {
@@ -49,6 +50,17 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   return op.call(x, residual, weight, eps, rounding, offset, dropout_p);
 }
 
+Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double> limit,
+              double alpha, double up_offset) {
+  static const auto op = handle<decltype(fusedops::swiglu)>("fusedops::swiglu");
+  return op.call(gate, up, limit, alpha, up_offset);
+}
+
+Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate) {
+  static const auto op = handle<decltype(fusedops::geglu)>("fusedops::geglu");
+  return op.call(gate, up, approximate);
+}
+
 // Errors become Python's own (without a C++ backtrace), and the GIL is free meanwhile.
 template <class Function, class... Args>
 void export_function(py::module_& m, const char* name, Function* f, const Args&... args) {
@@ -68,6 +80,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   export_function(m, "add_rms_norm", add_rms_norm, arg("x"), arg("residual"),
                   arg("weight") = none(), arg("eps") = 1e-6, kw_only(), arg("rounding") = "llama",
                   arg("offset") = 0.0, arg("dropout_p") = 0.0);
+  export_function(m, "swiglu", swiglu, arg("gate"), arg("up") = none(), kw_only(),
+                  arg("limit") = none(), arg("alpha") = 1.0, arg("up_offset") = 0.0);
+  export_function(m, "geglu", geglu, arg("gate"), arg("up") = none(), kw_only(),
+                  arg("approximate") = "none");
   export_function(m, "norm_outputs", norm_outputs);
   export_function(m, "norm_backward_outputs", norm_backward_outputs);
   m.def("cpu_isa", [] { return cpu::isa_name(cpu::isa()); });

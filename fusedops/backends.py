@@ -22,7 +22,10 @@ from fusedops.extension import _C, BUILD
 BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
 
 # Family: its operators. A family's kernels are the operators `<family>_forward`, `_backward`.
-FAMILIES = {"norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")}
+FAMILIES = {
+    "norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
+    "gated_activation": ("swiglu", "geglu"),
+}
 
 SIMT_KEY = "PrivateUse1"  # where csrc/cuda/stream.h registers the emulated kernels
 
@@ -138,26 +141,28 @@ def _force(library: torch.library.Library, family: str, name: str) -> None:
         for op in FAMILIES[family]:
             library.impl(op, getattr(functional, f"{op}_reference"), "CompositeImplicitAutograd")
         return
+    reason = unavailable(FAMILIES[family][0], name)
     runs_on = {"cpu": ["CPU"], "cuda": ["CUDA"], "triton": ["CUDA"], "simt": ["CPU"]}[name]
     if name == "triton" and _interpreting():
         runs_on = ["CPU"]
-    for key in {"CPU", "CUDA"} - set(runs_on):
+    for key in {"CPU", "CUDA"} - set([] if reason else runs_on):
         for op in FAMILIES[family]:
-            library.impl(op, _refusal(op, name, key), key)
-    if name == "triton":
+            library.impl(op, _refusal(op, name, reason or _is_elsewhere(op, name, key)), key)
+    if name == "triton" and not reason:
         _register_triton(library, family, runs_on[0])
-    if name == "simt":
+    if name == "simt" and not reason:
         _register_simt(library, family)
 
 
-def _refusal(op: str, name: str, key: str) -> Callable:
+def _is_elsewhere(op: str, name: str, key: str) -> str:
+    first = getattr(torch.ops.fusedops, op).default._schema.arguments[0].name
     hint = " (set TRITON_INTERPRET=1 to interpret)" if name == "triton" and key == "CPU" else ""
+    return f"{first} is on {key.lower()}{hint}"
 
+
+def _refusal(op: str, name: str, reason: str) -> Callable:
     def refuse(*args, **kwargs):
-        raise RuntimeError(
-            f"{op}: backend {name!r} cannot run: {'x' if 'add' in op else 'input'} is on "
-            f"{key.lower()}{hint}"
-        )
+        raise RuntimeError(f"{op}: backend {name!r} cannot run: {reason}")
 
     return refuse
 

@@ -11,7 +11,13 @@ LEVELS = ["none", "avx2", "avx512", "avx512_bf16"]
 KERNELS = "cpu and (test_forward_and_gradients and (33 or 1024 or 4099) or test_several)"
 # what calls the operators without asking for the backend `cpu`, which needs AVX2
 COMPOSITE = "test_double_backward or test_inference_mode or test_module_twins or test_add_modules"
-FILES = ["tests/test_norm.py", "tests/test_norm_torch.py", "tests/test_norm_modules.py"]
+FILES = [
+    "tests/test_norm.py",
+    "tests/test_norm_torch.py",
+    "tests/test_norm_modules.py",
+    "tests/test_gated_activation.py",
+    "tests/test_gated_activation_torch.py",
+]
 
 RUN_TESTS = """
 import sys

@@ -38,10 +38,21 @@ FAMILIES = {
         "tests",
         "benchmarks",
     },
+    "gated_activation": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/functional",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
 }
 
 # What lies on a floor beside the families.
 SHARED = {
+    "csrc/ops": {"autograd.h"},
     "csrc/cpu": {"isa", "isa.cpp", "isa.h", "vec.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py"},
@@ -86,16 +97,17 @@ PYTHON = [
 ]
 
 # C++ without torch, for the kernels of any device.
-PLAIN = ("csrc/dtype.h", "csrc/norm.h", "csrc/philox.h")
+PLAIN = ("csrc/dtype.h", "csrc/gated_activation.h", "csrc/norm.h", "csrc/philox.h")
 
 # Who may include what of csrc/, the longest prefix decides. Operators reach kernels through the
 # dispatcher alone; a kernel includes its operator's header, where allocation is declared.
 INCLUDES = {
     "csrc/": [],
     "csrc/common.h": ["csrc/dtype.h"],
+    "csrc/gated_activation.h": ["csrc/dtype.h"],
     "csrc/norm.h": ["csrc/dtype.h"],
     "csrc/python.cpp": ["csrc/ops/", "csrc/cpu/isa.h"],
-    "csrc/ops/": ["csrc/ops/", "csrc/common.h", "csrc/norm.h"],
+    "csrc/ops/": ["csrc/ops/", "csrc/common.h", *PLAIN],
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
     "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],
     "csrc/cpu/vec.h": ["csrc/cpu/isa.h"],

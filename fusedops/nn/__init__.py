@@ -1,5 +1,6 @@
 """torch.nn twins: same constructor, parameters and state dict, fused forward and backward."""
 
+from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 
-__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["GEGLU", "AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm", "SwiGLU"]

@@ -1,0 +1,34 @@
+"""Gated activations against eager, the Hugging Face lines, torch.compile and, on GPUs, Liger.
+
+Memory-bound: the number that matters is the share of copy's bandwidth, over the fewest bytes that
+the work can move. Read large rows under both allocator settings, as those of the norms.
+"""
+
+import torch
+
+from benchmarks.case import FORWARD, TRAINING
+from benchmarks.gated_activation.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.gated_activation.launch import LAUNCH
+from benchmarks.gated_activation.operations import OPERATIONS, SWIGLU
+from benchmarks.must_show import Goal
+
+__all__ = [
+    "GPU_MUST_SHOW",
+    "GPU_ROWS",
+    "LAUNCH",
+    "MUST_SHOW",
+    "OPERATIONS",
+    "QUICK_SHAPES",
+    "SHAPES",
+]
+
+SHAPES = [(1, 5632), (16, 5632), (512, 2816), (2048, 5632)]  # decode to training
+QUICK_SHAPES = [(1, 5632), (512, 2816)]
+
+BF16, F32 = torch.bfloat16, torch.float32
+MUST_SHOW = [
+    Goal(SWIGLU, TRAINING, BF16, (2048, 5632), "eager", {"default": 2.5, "keep": 2.5}, 0.6),
+    Goal(SWIGLU, FORWARD, BF16, (1, 5632), "eager", {"default": 1.0}),
+    Goal(SWIGLU, FORWARD, F32, (2, 64), "eager", {"default": 1.0}),
+    Goal(SWIGLU, TRAINING, F32, (2, 64), "eager", {"default": 1.0}),
+]

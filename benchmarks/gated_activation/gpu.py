@@ -1,0 +1,46 @@
+"""The rows of the family on a GPU, and what they must show.
+
+Large rows are timed forward, backward and both, by the device's clock. Few tokens cost what the
+host needs to launch them, so they are timed by the host's clock and in a graph.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Operation, rivals
+from benchmarks.gated_activation.operations import OPERATIONS
+from benchmarks.gated_activation.peers import PEERS
+from benchmarks.harness import COPY
+from benchmarks.must_show import Ask
+
+ROWS, WIDTHS = 8192, (2816, 5632, 11008, 14336)
+TOKENS, WIDTH = (1, 16, 64), 11008
+
+
+def with_peers(operation: Operation) -> Operation:
+    return replace(operation, contenders=operation.contenders | PEERS.get(operation.name, {}))
+
+
+def case(operation: Operation, mode: str, shape: tuple[int, int], clock: str) -> Case:
+    return Case(operation, mode, torch.bfloat16, shape, clock=clock)
+
+
+EVERY = [with_peers(operation) for operation in OPERATIONS]
+LARGE = {
+    mode: [case(op, mode, (ROWS, n), "device") for op in operations for n in WIDTHS]
+    for mode, operations in {FORWARD: EVERY, BACKWARD: EVERY, TRAINING: OPERATIONS}.items()
+}
+CALLED = [case(op, FORWARD, (tokens, WIDTH), "host") for op in EVERY for tokens in TOKENS]
+TRAINED = [case(op, TRAINING, (tokens, WIDTH), "host") for op in OPERATIONS for tokens in TOKENS]
+REPLAYED = [case(op, FORWARD, (tokens, WIDTH), "graph") for op in EVERY for tokens in TOKENS]
+
+# What is asked comes first: a run that is cut short keeps the rows that it has.
+GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
+
+OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}
+GPU_MUST_SHOW = [
+    Ask(row, OF_COPY[mode] | dict.fromkeys(rivals(row.operation), 1.0))
+    for mode, rows in LARGE.items()
+    for row in rows
+] + [Ask(row, dict.fromkeys(rivals(row.operation), 1.5), launches=1) for row in CALLED]

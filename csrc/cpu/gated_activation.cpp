@@ -1,0 +1,99 @@
+// Gated activations on CPUs: arguments for the loops of csrc/cpu/isa/gated_activation.cpp, spread
+// over threads.
+//
+// Memory traffic is the minimum: forward reads gate and up and writes y; backward reads dy, gate
+// and up and writes their gradients. What is contiguous goes as one long row, in pieces; the rest
+// row by row.
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "csrc/cpu/isa/gated_activation.h"
+#include "csrc/ops/gated_activation/gated_activation.h"
+
+namespace fusedops::cpu {
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements of a task, about
+
+bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
+  return isa() != Isa::none && !any_float64(tensors);
+}
+
+template <class T>
+T* shifted(T* p, int64_t elements, Dtype dtype) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return p == nullptr ? nullptr : static_cast<Byte*>(p) + elements * size_of(dtype);
+}
+
+// args of the elements begin to end of a row.
+GatedForward piece(GatedForward args, int64_t begin, int64_t end) {
+  args.gate = shifted(args.gate, begin, args.dtype);
+  args.up = shifted(args.up, begin, args.dtype);
+  args.y = shifted(args.y, begin, args.dtype);
+  args.n = end - begin;
+  return args;
+}
+
+GatedBackward piece(GatedBackward args, int64_t begin, int64_t end) {
+  args.dy = shifted(args.dy, begin, args.dtype);
+  args.gate = shifted(args.gate, begin, args.dtype);
+  args.up = shifted(args.up, begin, args.dtype);
+  args.dgate = shifted(args.dgate, begin, args.dtype);
+  args.dup = shifted(args.dup, begin, args.dtype);
+  args.n = end - begin;
+  return args;
+}
+
+template <class Args>
+void spread(const Args& args, void (*run)(const Args&, int64_t, int64_t)) {
+  if (args.rows == 1) {
+    at::parallel_for(0, args.n, kGrain,
+                     [&](int64_t begin, int64_t end) { run(piece(args, begin, end), 0, 1); });
+    return;
+  }
+  const int64_t grain = std::max<int64_t>(1, kGrain / args.n);
+  at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) { run(args, begin, end); });
+}
+
+Tensor gated_activation_forward(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
+                                std::optional<double> limit, double alpha, double up_offset) {
+  if (!has_kernel({gate, up})) {
+    return gated_activation_composite(gate, up, kind, limit, alpha, up_offset);
+  }
+  const auto y = gated_activation_outputs(gate, up, kind, limit, alpha, up_offset);
+  if (y.numel() == 0) return y;
+  const GatedRows rows(gate, up);
+  spread(rows.forward(y, gated_kind(kind, limit), limit, alpha, up_offset),
+         gated_forward_rows_for_isa());
+  return y;
+}
+
+GatedGradients gated_activation_backward(const Tensor& dy, const Tensor& gate,
+                                         const OptionalTensor& up, std::string_view kind,
+                                         std::optional<double> limit, double alpha,
+                                         double up_offset, std::array<bool, 2> output_mask) {
+  if (!has_kernel({dy, gate, up})) {
+    return gated_activation_backward_composite(dy, gate, up, kind, limit, alpha, up_offset,
+                                               output_mask);
+  }
+  const auto gradients =
+      gated_activation_backward_outputs(dy, gate, up, kind, limit, alpha, up_offset, output_mask);
+  if (dy.numel() == 0 || !(output_mask[0] || output_mask[1])) return gradients;
+  const GatedRows rows(gate, up);
+  const Rows dy_rows(dy, rows.n);
+  spread(rows.backward(dy_rows, gradients, gated_kind(kind, limit), limit, alpha, up_offset),
+         gated_backward_rows_for_isa());
+  return gradients;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("gated_activation_forward", gated_activation_forward);
+  m.impl("gated_activation_backward", gated_activation_backward);
+}
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,183 @@
+// One pass over a row, with nothing stored on the way.
+
+#include "csrc/cpu/isa/gated_activation.h"
+
+#include "csrc/cpu/vec.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+// a + x (b + x (c + ...))
+struct Horner {
+  Vec operator()(const Vec&, float a) const { return Vec(a); }
+
+  template <class... Rest>
+  inline __attribute__((always_inline)) Vec operator()(const Vec& x, float a, Rest... rest) const {
+    return at::vec::fmadd(x, (*this)(x, rest...), Vec(a));
+  }
+};
+
+// exp(x) within 1.3 * 2^-24 of itself; 0 where it is denormal, infinite above 88.4. A NaN stays.
+//
+// x = m ln 2 + r, |r| <= ln 2 / 2. The sum with 1.5 * 2^23 rounds x / ln 2 to m, and leaves m + 127
+// in its low bits: shifted up they are 2^m, or 0 at m = -127, or infinity at m = 128.
+inline __attribute__((always_inline)) Vec exp_of(const Vec& x) {
+  const Vec magic(12582912.f + 127), clamped = at::vec::clamp(x, Vec(-88.f), Vec(89.f));
+  const Vec bits = at::vec::fmadd(clamped, Vec(1.44269504f), magic), m = bits - magic;
+  const Vec high = at::vec::fmadd(m, Vec(-0.693359375f), clamped);
+  const Vec r = at::vec::fmadd(m, Vec(2.12194440e-4f), high);
+  const Vec p =
+      Horner()(r, 1.f, 1.f, 0.49999994f, 0.1666652f, 0.0416684f, 0.008368852f, 0.001381432f);
+  using Ints = at::vec::Vectorized<int32_t>;
+  return p * at::vec::cast<float>(at::vec::cast<int32_t>(bits) << Ints(23));
+}
+
+// S and S' of csrc/gated_activation.h.
+struct Gate {
+  Vec value, slope;
+};
+
+// Of -z. 1 - S is e S, which keeps its digits where S is nearly 1; at an infinite e it is S = 0
+// that counts.
+inline __attribute__((always_inline)) Gate sigmoid_of_minus(const Vec& z) {
+  const Vec one(1.f), e = exp_of(z), s = one / (one + e);
+  return {s, s * (s * at::vec::clamp_max(e, Vec(1.7e38f)))};
+}
+
+inline __attribute__((always_inline)) Gate normal(const Vec& g) {
+  const Vec x = at::vec::clamp_max(g.abs() * Vec(kTailScale), Vec(kTailEnd));
+  const Vec s = x / (Vec(1.f) + x);
+  const Vec density = exp_of(g * g * Vec(-0.5f));
+  const Vec tail = density * scaled_normal_tail(s, Horner());
+  return {Vec::blendv(Vec(1.f) - tail, tail, g < Vec(0.f)), density * Vec(kDensity)};
+}
+
+inline __attribute__((always_inline)) Gate tanh_gate(const Vec& g) {
+  constexpr float slope = kTanhSlope, cubic = kTanhCubic;
+  const Vec x = at::vec::clamp(g, Vec(-kTanhEnd), Vec(kTanhEnd)), xx = x * x;
+  const auto s = sigmoid_of_minus(x * at::vec::fmadd(xx, Vec(-slope * cubic), Vec(-slope)));
+  return {s.value, s.slope * at::vec::fmadd(xx, Vec(3 * slope * cubic), Vec(slope))};
+}
+
+template <GatedKind kKind>
+inline __attribute__((always_inline)) Gate gate_of(const Vec& g, const GatedInput& args) {
+  if constexpr (kKind == GatedKind::geglu) return normal(g);
+  if constexpr (kKind == GatedKind::geglu_tanh) return tanh_gate(g);
+  const auto s = sigmoid_of_minus(g * Vec(-args.alpha));
+  return {s.value, s.slope * Vec(args.alpha)};
+}
+
+// gate and up as they enter the product: g, and u + offset.
+template <GatedKind kKind>
+struct Operands {
+  static constexpr bool kLimited = kKind == GatedKind::swiglu_limited;
+
+  Vec g, u;
+
+  Operands(const Vec& gate, const Vec& up, const GatedInput& args) : g(gate), u(up) {
+    if constexpr (kLimited) {
+      g = at::vec::clamp_max(gate, Vec(args.limit));
+      u = at::vec::clamp(up, Vec(-args.limit), Vec(args.limit));
+    }
+    u = u + Vec(args.up_offset);
+  }
+};
+
+// d where the value is not past the limit, else 0: as torch's clamp, also of a NaN.
+inline Vec within(const Vec& d, const Vec& value, float limit) {
+  return Vec::blendv(Vec(0.f), d, value <= Vec(limit));
+}
+
+template <GatedKind kKind>
+inline Vec product(const Vec& gate, const Vec& up, const GatedInput& args) {
+  const Operands<kKind> at(gate, up, args);
+  return at.g * gate_of<kKind>(at.g, args).value * at.u;
+}
+
+struct Gradients {
+  Vec gate, up;
+};
+
+template <GatedKind kKind>
+inline Gradients gradients(const Vec& dy, const Vec& gate, const Vec& up, const GatedInput& args) {
+  const Operands<kKind> at(gate, up, args);
+  const auto [value, slope] = gate_of<kKind>(at.g, args);
+  Gradients d{dy * at.u * at::vec::fmadd(at.g, slope, value), dy * (at.g * value)};
+  if constexpr (Operands<kKind>::kLimited) {
+    d = {within(d.gate, gate, args.limit), within(d.up, up.abs(), args.limit)};
+  }
+  return d;
+}
+
+template <class T>
+const T* row_of(const void* p, int64_t offset) {
+  return static_cast<const T*>(p) + offset;
+}
+
+template <class T>
+T* row_or_null(void* p, int64_t offset) {
+  return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
+}
+
+template <class T, GatedKind kKind>
+void forward_rows(const GatedForward& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* const gate = row_of<T>(args.gate, row * args.gate_stride);
+    const T* const up = row_of<T>(args.up, row * args.up_stride);
+    T* const y = static_cast<T*>(args.y) + row * args.n;
+    each_step(args.n, [=](int64_t i, auto part) {
+      const auto g = load(gate + i, part), u = load(up + i, part);
+      store(y + i, {product<kKind>(g.lo, u.lo, args), product<kKind>(g.hi, u.hi, args)}, part);
+    });
+  }
+}
+
+template <class T, GatedKind kKind>
+void backward_rows(const GatedBackward& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* const dy = row_of<T>(args.dy, row * args.dy_stride);
+    const T* const gate = row_of<T>(args.gate, row * args.gate_stride);
+    const T* const up = row_of<T>(args.up, row * args.up_stride);
+    T* const dgate = row_or_null<T>(args.dgate, row * args.d_stride);
+    T* const dup = row_or_null<T>(args.dup, row * args.d_stride);
+    each_step(args.n, [=](int64_t i, auto part) {
+      const auto d = load(dy + i, part), g = load(gate + i, part), u = load(up + i, part);
+      const auto lo = gradients<kKind>(d.lo, g.lo, u.lo, args);
+      const auto hi = gradients<kKind>(d.hi, g.hi, u.hi, args);
+      if (dgate != nullptr) store(dgate + i, {lo.gate, hi.gate}, part);
+      if (dup != nullptr) store(dup + i, {lo.up, hi.up}, part);
+    });
+  }
+}
+
+// Calls f<T, kKind>() for args' dtype and kind.
+template <class T, class Function>
+void with_kind(const GatedInput& args, const Function& f) {
+  switch (args.kind) {
+    case GatedKind::swiglu: return f.template operator()<T, GatedKind::swiglu>();
+    case GatedKind::swiglu_limited: return f.template operator()<T, GatedKind::swiglu_limited>();
+    case GatedKind::geglu: return f.template operator()<T, GatedKind::geglu>();
+    case GatedKind::geglu_tanh: return f.template operator()<T, GatedKind::geglu_tanh>();
+  }
+}
+
+template <class Function>
+void with_types(const GatedInput& args, const Function& f) {
+  switch (args.dtype) {
+    case Dtype::float32: return with_kind<float>(args, f);
+    case Dtype::bfloat16: return with_kind<BFloat16>(args, f);
+    case Dtype::float16: return with_kind<Half>(args, f);
+  }
+}
+
+}  // namespace
+
+void gated_forward_rows(const GatedForward& args, int64_t begin, int64_t end) {
+  with_types(args, [&]<class T, GatedKind kKind>() { forward_rows<T, kKind>(args, begin, end); });
+}
+
+void gated_backward_rows(const GatedBackward& args, int64_t begin, int64_t end) {
+  with_types(args, [&]<class T, GatedKind kKind>() { backward_rows<T, kKind>(args, begin, end); });
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

@@ -1,0 +1,14 @@
+// The loops of gated activations. Formulas: csrc/gated_activation.h; split and memory traffic:
+// csrc/cpu/gated_activation.cpp.
+#pragma once
+
+#include "csrc/cpu/isa.h"
+#include "csrc/gated_activation.h"
+
+namespace fusedops::cpu {
+
+FUSEDOPS_ISA_FUNCTION(gated_forward_rows, const GatedForward& args, int64_t begin, int64_t end)
+
+FUSEDOPS_ISA_FUNCTION(gated_backward_rows, const GatedBackward& args, int64_t begin, int64_t end)
+
+}  // namespace fusedops::cpu

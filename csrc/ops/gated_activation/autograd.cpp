@@ -1,0 +1,149 @@
+// The public operators: schema, autograd, and the choice between kernels and ATen calls. Autocast
+// has no rule for them, as it has none for F.silu, F.gelu and the product.
+
+#include <torch/library.h>
+
+#include <string>
+
+#include "csrc/ops/autograd.h"
+#include "csrc/ops/gated_activation/gated_activation.h"
+
+namespace fusedops {
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+Tensor gated_activation_forward(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
+                                std::optional<double> limit, double alpha, double up_offset) {
+  static const auto op =
+      handle<decltype(gated_activation_outputs)>("fusedops::gated_activation_forward");
+  return op.call(gate, up, kind, limit, alpha, up_offset);
+}
+
+// Written out, as the norms' is. It keeps gate and up alone: the backward computes the rest again.
+struct GatedActivationBackwardNode : torch::autograd::Node {
+  std::string kind;
+  std::optional<double> limit;
+  double alpha, up_offset;
+  SavedVariable gate, up;
+
+  std::string name() const override { return "FusedGatedActivationBackward"; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    gate.reset_data();
+    up.reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!grads[0].defined()) return variable_list(2);
+    const auto gate_ = gate.unpack();
+    const auto up_ = optional(up.unpack());
+    const std::array<bool, 2> mask{task_should_compute_output(0), task_should_compute_output(1)};
+    const auto [dgate, dup] = run(grads[0], gate_, up_, mask);
+    return {dgate, dup};
+  }
+
+  GatedGradients run(const Tensor& dy, const Tensor& gate_, const OptionalTensor& up_,
+                     std::array<bool, 2> mask) const {
+    if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
+      return gated_activation_backward_composite(dy, gate_, up_, kind, limit, alpha, up_offset,
+                                                 mask);
+    }
+    static const auto op =
+        handle<decltype(gated_activation_backward_outputs)>("fusedops::gated_activation_backward");
+    return op.call(dy, gate_, up_, kind, limit, alpha, up_offset, mask);
+  }
+};
+
+Tensor with_gradient(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
+                     std::optional<double> limit, double alpha, double up_offset) {
+  const auto node = make_node<GatedActivationBackwardNode>();
+  node->set_next_edges(torch::autograd::collect_next_edges(gate, value_or_undefined(up)));
+  const auto y = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return gated_activation_forward(gate, up, kind, limit, alpha, up_offset);
+  }();
+  torch::autograd::set_history(y, node);
+  node->kind = kind;
+  node->limit = limit;
+  node->alpha = alpha;
+  node->up_offset = up_offset;
+  node->gate = SavedVariable(gate, false);
+  node->up = SavedVariable(value_or_undefined(up), false);
+  return y;
+}
+
+Tensor run(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
+           std::optional<double> limit, double alpha, double up_offset) {
+  if (given(up) && up->scalar_type() != gate.scalar_type()) {
+    gated_check(gate, up, kind, limit);
+    const auto common = c10::promoteTypes(gate.scalar_type(), up->scalar_type());
+    return run(gate.to(common), up->to(common), kind, limit, alpha, up_offset);
+  }
+  if (needs_composite({gate, up})) {
+    return gated_activation_composite(gate, up, kind, limit, alpha, up_offset);
+  }
+  if (needs_gradient({gate, up})) {
+    return with_gradient(gate, up, kind, limit, alpha, up_offset);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return gated_activation_forward(gate, up, kind, limit, alpha, up_offset);
+}
+
+}  // namespace
+
+Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double> limit,
+              double alpha, double up_offset) {
+  return run(gate, up, "swiglu", limit, alpha, up_offset);
+}
+
+Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate) {
+  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh",
+                    "geglu: approximate must be 'none' or 'tanh', got '", approximate, "'");
+  return run(gate, up, approximate == "tanh" ? "geglu_tanh" : "geglu", std::nullopt, 1, 0);
+}
+
+TORCH_LIBRARY_FRAGMENT(fusedops, m) {
+  const std::vector<at::Tag> pure{at::Tag::pt2_compliant_tag};
+  m.def("swiglu(Tensor gate, Tensor? up=None, *, float? limit=None, float alpha=1.0,"
+        " float up_offset=0.0) -> Tensor",
+        pure);
+  m.def("geglu(Tensor gate, Tensor? up=None, *, str approximate='none') -> Tensor", pure);
+  m.def("gated_activation_forward(Tensor gate, Tensor? up, str kind, float? limit, float alpha,"
+        " float up_offset) -> Tensor",
+        pure);
+  m.def("gated_activation_backward(Tensor dy, Tensor gate, Tensor? up, str kind, float? limit,"
+        " float alpha, float up_offset, bool[2] output_mask) -> (Tensor dgate, Tensor dup)",
+        pure);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutograd, m) {
+  m.impl("swiglu", swiglu);
+  m.impl("geglu", geglu);
+}
+
+// Under vmap the same: it then sees ATen calls, not an operator to loop over.
+TORCH_LIBRARY_IMPL(fusedops, FuncTorchBatched, m) {
+  m.impl("swiglu", swiglu);
+  m.impl("geglu", geglu);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) {
+  m.impl("gated_activation_forward", gated_activation_composite);
+  m.impl("gated_activation_backward", gated_activation_backward_composite);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
+  m.impl("gated_activation_forward", gated_activation_outputs);
+  m.impl("gated_activation_backward", gated_activation_backward_outputs);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, Autograd, m) {
+  m.impl("gated_activation_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("gated_activation_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace fusedops

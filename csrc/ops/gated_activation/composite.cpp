@@ -1,0 +1,98 @@
+// Gated activations in ATen calls: what runs where no kernel does, and the double backward.
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <cmath>
+
+#include "csrc/ops/gated_activation/gated_activation.h"
+
+namespace fusedops {
+namespace {
+
+// gate and up as they are, in the dtype of the formulas.
+struct Halves {
+  Tensor gate, up;
+
+  Halves(const Tensor& gate_, const OptionalTensor& up_) {
+    const auto wide = accumulation_dtype(gate_.scalar_type());
+    gate = gate_.to(wide);  // once, or the backward would round its parts apart
+    if (given(up_)) {
+      up = up_->to(wide);
+    } else {
+      up = gate.chunk(2, -1)[1];
+      gate = gate.chunk(2, -1)[0];
+    }
+  }
+};
+
+// Both as they enter the product, g and u + offset.
+Halves limited(const Halves& raw, std::optional<double> limit, double up_offset) {
+  auto found = raw;
+  if (limit.has_value()) {
+    found.gate = raw.gate.clamp(std::nullopt, *limit);
+    found.up = raw.up.clamp(-*limit, *limit);
+  }
+  if (up_offset != 0) found.up = found.up + up_offset;
+  return found;
+}
+
+// S(g) and S'(g) of csrc/gated_activation.h
+struct Gate {
+  Tensor value, slope;
+};
+
+Tensor value_of(const Tensor& g, GatedKind kind, double alpha) {
+  switch (kind) {
+    case GatedKind::geglu: return at::erfc(g * -std::sqrt(0.5)) * 0.5;
+    case GatedKind::geglu_tanh: return (g * (1 + kTanhCubic * g.square()) * kTanhSlope).sigmoid();
+    default: return (alpha * g).sigmoid();
+  }
+}
+
+Tensor slope_of(const Tensor& g, const Tensor& value, GatedKind kind, double alpha) {
+  if (kind == GatedKind::geglu) return (g.square() * -0.5).exp() * kDensity;
+  // value (1 - value), with a derivative that does not cancel
+  const auto by_argument = at::sigmoid_backward(at::ones_like(value), value);
+  if (kind != GatedKind::geglu_tanh) return by_argument * alpha;
+  return by_argument * ((1 + 3 * kTanhCubic * g.square()) * kTanhSlope);
+}
+
+}  // namespace
+
+Tensor gated_activation_composite(const Tensor& gate, const OptionalTensor& up,
+                                  std::string_view kind, std::optional<double> limit, double alpha,
+                                  double up_offset) {
+  gated_check(gate, up, kind, limit);
+  const auto [g, u] = limited(Halves(gate, up), limit, up_offset);
+  const auto y = g * value_of(g, gated_kind(kind, limit), alpha) * u;
+  return y.to(gate.scalar_type()).contiguous();
+}
+
+GatedGradients gated_activation_backward_composite(const Tensor& dy, const Tensor& gate,
+                                                   const OptionalTensor& up, std::string_view kind,
+                                                   std::optional<double> limit, double alpha,
+                                                   double up_offset,
+                                                   std::array<bool, 2> output_mask) {
+  const Halves raw(gate, up);
+  const auto [g, u] = limited(raw, limit, up_offset);
+  const auto d = dy.to(g.scalar_type());
+  const auto value = value_of(g, gated_kind(kind, limit), alpha);
+  Tensor dgate, dup;
+  if (output_mask[0]) {
+    dgate = d * u * (value + g * slope_of(g, value, gated_kind(kind, limit), alpha));
+    if (limit.has_value()) dgate = at::where(raw.gate.le(*limit), dgate, 0.0);
+  }
+  if (output_mask[0] || output_mask[1]) {
+    dup = d * (g * value);
+    if (limit.has_value()) dup = at::where(raw.up.abs().le(*limit), dup, 0.0);
+  }
+  if (!given(up)) {
+    if (!output_mask[0]) return {};
+    return {at::cat({dgate, dup}, -1).to(gate.scalar_type()).contiguous(), Tensor()};
+  }
+  return {output_mask[0] ? dgate.to(gate.scalar_type()).contiguous() : Tensor(),
+          output_mask[1] ? dup.to(up->scalar_type()).contiguous() : Tensor()};
+}
+
+}  // namespace fusedops

@@ -1,0 +1,71 @@
+// From tensors to what the kernels are told of them.
+
+#include "csrc/ops/gated_activation/gated_activation.h"
+
+namespace fusedops {
+namespace {
+
+// Elements of a row: the last dimension, or its half.
+int64_t row_size(const Tensor& gate, bool packed) {
+  const int64_t n = gate.dim() == 0 ? 1 : gate.size(-1);
+  return packed ? n / 2 : n;
+}
+
+}  // namespace
+
+GatedRows::GatedRows(const Tensor& gate_, const OptionalTensor& up_)
+    : packed(!given(up_)),
+      n(row_size(gate_, packed)),
+      rows(gate_.numel() / (packed ? 2 * n : n)),
+      gate(gate_, packed ? 2 * n : n),
+      up(packed ? gate.tensor : *up_, packed ? 2 * n : n) {}
+
+void GatedRows::describe(GatedInput& input, GatedKind kind, std::optional<double> limit,
+                         double alpha, double up_offset) const {
+  input.dtype = dtype_of(gate.tensor);
+  input.gate = gate.data();
+  input.gate_stride = gate.stride;
+  input.up = static_cast<const char*>(up.data()) + (packed ? n * size_of(input.dtype) : 0);
+  input.up_stride = up.stride;
+  input.rows = rows;
+  input.n = n;
+  input.kind = kind;
+  input.limit = static_cast<float>(limit.value_or(0));
+  input.alpha = static_cast<float>(alpha);
+  input.up_offset = static_cast<float>(up_offset);
+}
+
+GatedForward GatedRows::forward(const Tensor& y, GatedKind kind, std::optional<double> limit,
+                                double alpha, double up_offset) const {
+  GatedForward args;
+  describe(args, kind, limit, alpha, up_offset);
+  args.y = y.mutable_data_ptr();
+  if (gate.stride == n && up.stride == n) {  // one long row
+    args.n = rows * n;
+    args.rows = 1;
+  }
+  return args;
+}
+
+GatedBackward GatedRows::backward(const Rows& dy, const GatedGradients& gradients, GatedKind kind,
+                                  std::optional<double> limit, double alpha,
+                                  double up_offset) const {
+  const auto& [dgate, dup] = gradients;
+  GatedBackward args;
+  describe(args, kind, limit, alpha, up_offset);
+  args.dy = dy.data();
+  args.dy_stride = dy.stride;
+  args.dgate = mutable_data_or_null(dgate);
+  args.dup = mutable_data_or_null(dup);
+  args.d_stride = packed ? 2 * n : n;
+  if (packed && dgate.defined()) {
+    args.dup = static_cast<char*>(args.dgate) + n * size_of(args.dtype);
+  }
+  if (gate.stride == n && up.stride == n && dy.stride == n && !packed) {  // one long row
+    args.n = rows * n;
+    args.rows = 1;
+  }
+  return args;
+}
+
+}  // namespace fusedops

@@ -1,0 +1,78 @@
+"""swiglu and geglu, the gated activations of transformers' MLPs, and their references.
+
+The gate's activation times the up projection: Shazeer, arXiv:2002.05202. One operator each, with
+one pass over memory forward and one backward, which computes the activation again instead of
+keeping it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusedops.extension import _C, traced
+
+__all__ = ["geglu", "swiglu"]
+
+
+def swiglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """`F.silu(gate) * up` in one pass over memory, and gpt-oss's variant of it.
+
+        g = min(gate, limit), u = clamp(up, -limit, limit)      without a limit: gate and up
+        y = g * sigmoid(alpha * g) * (u + up_offset)
+
+    gate, up: one shape, float32, float16, bfloat16 or float64, any strides. Without up, gate is
+    packed: [..., 2 n], gate and up side by side in the last dimension; it is read in place, and its
+    gradient is packed as well. gpt-oss has limit=7.0, alpha=1.702, up_offset=1.0. Returns y, [...]
+    or [..., n], contiguous, in the dtype that gate and up promote to. Computed in float32 (float64
+    for float64) and rounded once. Raises RuntimeError when a shape or a dtype does not fit,
+    ValueError for a limit below 0. Shazeer, arXiv:2002.05202; gpt-oss, arXiv:2508.10925.
+    """
+    run = torch.ops.fusedops.swiglu if traced(gate, up) else _C.swiglu
+    return run(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+    """`F.gelu(gate, approximate=approximate) * up` in one pass over memory.
+
+        y = gate * P(X <= gate) * up      X standard normal; approximate="tanh": torch's formula
+
+    Shapes, dtypes and the packed form as in `swiglu`. Raises RuntimeError when a shape or a dtype
+    does not fit, ValueError for another `approximate`. Shazeer, arXiv:2002.05202.
+    """
+    run = torch.ops.fusedops.geglu if traced(gate, up) else _C.geglu
+    return run(gate, up, approximate=approximate)
+
+
+# References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.
+
+
+def swiglu_reference(gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0):
+    g, u, dtype = _operands(gate, up)
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    return (g * torch.sigmoid(alpha * g) * (u + up_offset)).to(dtype)
+
+
+def geglu_reference(gate, up=None, *, approximate="none"):
+    g, u, dtype = _operands(gate, up)
+    if approximate == "tanh":  # torch's (1 + tanh(w)) / 2 without its cancellation
+        p = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))
+    else:
+        p = torch.erfc(-g / math.sqrt(2)) / 2
+    return (g * p * u).to(dtype)
+
+
+def _operands(gate, up):
+    """gate and up in float32 (float64), and y's dtype."""
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return gate.to(wide), up.to(wide), dtype
