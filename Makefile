@@ -69,6 +69,7 @@ format: $(BUILT)
 
 bench: $(BUILT)
 	$(PY) -m benchmarks norm
+	$(PY) -m benchmarks gated_activation
 	$(PY) -m benchmarks launch
 
 # Importing torch takes half a minute there, so only what runs the kernels.
@@ -78,7 +79,7 @@ qemu: export OMP_NUM_THREADS ?= 1
 qemu: $(BUILT)
 	command -v qemu-x86_64 || { [ "$$(id -u)" = 0 ] && apt-get install -y qemu-user; } || \
 	  { echo 'make qemu needs qemu-x86_64: apt-get install qemu-user' >&2; exit 1; }
-	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/test_norm.py -k '$(QEMU_TESTS)' $(ARGS)
+	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/test_norm.py tests/test_gated_activation.py -k '$(QEMU_TESTS)' $(ARGS)
 
 # At least 300 calls of each function on each backend, others at each run.
 fuzz: export OMP_NUM_THREADS ?= 1
@@ -86,7 +87,7 @@ fuzz: export HYPOTHESIS_PROFILE := fuzz
 fuzz: SEED ?= $(shell $(PY) -c 'import random; print(random.randrange(10**6))')
 fuzz: $(BUILT)
 	@echo make fuzz SEED=$(SEED)
-	$(PY) -m pytest tests/test_fuzz.py --hypothesis-seed=$(SEED) $(ARGS)
+	$(PY) -m pytest tests/test_fuzz*.py --hypothesis-seed=$(SEED) $(ARGS)
 
 # Both build in copies of the tree under build/, where the next run compiles what has changed.
 mutants: $(BUILT)
@@ -112,7 +113,7 @@ build/triton36/.installed: .ci/triton36.txt
 # On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
 # the first. They write into OUT, and one that fails does not keep the others from running.
 OUT ?= build/gpu
-FAMILIES ?= norm
+FAMILIES ?= norm gated_activation
 FAMILY_TESTS = $(wildcard $(FAMILIES:%=tests/test_%*.py))
 # Short: under compute-sanitizer a test takes many times its time. Rows of 33, 1024 and 70001.
 SANITIZED := (cuda or triton) and (test_strides and torch.float16 and misaligned or \

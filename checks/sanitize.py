@@ -10,8 +10,10 @@ from checks.tree import ROOT, Tree
 
 # Those that call kernels, which is where bounds are. Compiled graphs are C++ of another's making.
 # Without -s the report of the process that it ends would be lost with what pytest has captured.
-FILES = "tests/test_norm.py tests/test_norm_torch.py tests/test_norm_modules.py tests/test_fuzz.py"
-TESTS = "-s -W ignore " + FILES + " -k '{}'"
+NAMES = ("test_norm.py", "test_norm_torch.py", "test_norm_modules.py")
+NAMES += ("test_gated_activation.py", "test_gated_activation_torch.py", "test_fuzz*.py")
+FILES = sorted(path for name in NAMES for path in ROOT.glob(f"tests/{name}"))
+TESTS = f"-s -W ignore {' '.join(str(path.relative_to(ROOT)) for path in FILES)} -k '{{}}'"
 KERNELS = "not (triton or interpreted or compile or opcheck or export)"
 
 # What the sanitizers must see, or they see nothing.

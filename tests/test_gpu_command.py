@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from benchmarks import ceilings, cuda, gpu, norm, readme, record, suites
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Skip
+from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Skip, find
 from benchmarks.harness import COPY, Result, count_launches
 from benchmarks.must_show import Ask, table
-from benchmarks.norm.peers import find
 from benchmarks.timing import CPU, Machine, wall
 from fusedops import measure
 
@@ -369,7 +368,7 @@ STEPS = {
     "junitxml": "-k cuda or triton",
     "--tool memcheck": "--error-exitcode 1",
     "--tool racecheck": "--error-exitcode 1",
-    "benchmarks gpu": "-m benchmarks gpu norm --out",
+    "benchmarks gpu": "-m benchmarks gpu norm gated_activation --out",
 }
 
 

@@ -25,7 +25,14 @@ from checks.machine_code.sass import read, write
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 # Of kernels by the patterns of their names.
 DEMANDS = dict.fromkeys(
-    ("norm_*_held<*", "norm_*_walked<*, 4>", "norm_*_walked<*, 8>"), Demand(wide=True)
+    (
+        "norm_*_held<*",
+        "norm_*_walked<*, 4>",
+        "norm_*_walked<*, 8>",
+        "gated_*<*, 4>",
+        "gated_*<*, 8>",
+    ),
+    Demand(wide=True),
 )
 SHORT = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
 

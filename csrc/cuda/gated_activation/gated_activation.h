@@ -1,0 +1,14 @@
+// Gated activations on GPUs: what kernels.cu gives to operators.cpp.
+#pragma once
+
+#include "csrc/gated_activation.h"
+
+struct CUstream_st;  // *cudaStream_t, without CUDA's headers
+
+namespace fusedops::cuda {
+
+void launch_gated_forward(const GatedForward& args, CUstream_st* stream);
+
+void launch_gated_backward(const GatedBackward& args, CUstream_st* stream);
+
+}  // namespace fusedops::cuda

@@ -1,0 +1,262 @@
+// y = g S(g) (u + up_offset) and its gradients. Formulas: csrc/gated_activation.h.
+//
+// A thread takes kVectors vectors of 16 bytes at a time, all of whose loads are under way before
+// the first is used, and the grid strides over the tensors. Global traffic is the minimum: forward
+// reads gate and up and writes y, backward reads dy, gate and up and writes their gradients. Where
+// rows do not start at multiples of 16 bytes, a vector is one element.
+
+#include <cmath>
+
+#include "csrc/cuda/device.cuh"
+#include "csrc/cuda/gated_activation/gated_activation.h"
+
+namespace fusedops::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVectors = 2;  // of each tensor, that a thread has under way
+constexpr int kBlocks = 8;   // of a multiprocessor, that stride over the rest
+
+// a + x (b + x (c + ...))
+struct Horner {
+  constexpr float operator()(float, float a) const { return a; }
+
+  template <class... Rest>
+  constexpr float operator()(float x, float a, Rest... rest) const {
+    return x * (*this)(x, rest...) + a;
+  }
+};
+
+// S and S' of csrc/gated_activation.h.
+struct Gate {
+  float value, slope;
+};
+
+// 1 / x of an x in [1, 9], by a step of Newton's: the instruction alone is an ulp off.
+__device__ __forceinline__ float inverse(float x) {
+  const float y = __fdividef(1.f, x);
+  return fmaf(y, fmaf(-x, y, 1.f), y);
+}
+
+// By a = exp(-|z|), so that both ends are exact: 1 / (1 + a), or a / (1 + a) of z < 0.
+__device__ __forceinline__ Gate sigmoid(float z) {
+  const float a = expf(-fabsf(z)), high = inverse(1.f + a), low = a * high;
+  return {z < 0.f ? low : high, high * low};
+}
+
+__device__ __forceinline__ Gate normal(float g) {
+  const float x = fminf(fabsf(g) * kTailScale, kTailEnd), s = x * inverse(1.f + x);
+  const float density = expf(-0.5f * g * g);
+  const float tail = density * scaled_normal_tail(s, Horner());
+  return {g < 0.f ? tail : 1.f - tail, density * static_cast<float>(kDensity)};
+}
+
+__device__ __forceinline__ Gate tanh_gate(float g) {
+  constexpr float slope = kTanhSlope, cubic = kTanhCubic;
+  const float x = fminf(fmaxf(g, -kTanhEnd), kTanhEnd), xx = x * x;
+  const auto s = sigmoid(x * fmaf(xx, slope * cubic, slope));
+  return {s.value, s.slope * fmaf(xx, 3 * slope * cubic, slope)};
+}
+
+template <GatedKind kKind>
+__device__ __forceinline__ Gate gate_of(float g, float alpha) {
+  if constexpr (kKind == GatedKind::geglu) {
+    return normal(g);
+  } else if constexpr (kKind == GatedKind::geglu_tanh) {
+    return tanh_gate(g);
+  } else {
+    const auto s = sigmoid(alpha * g);
+    return {s.value, s.slope * alpha};
+  }
+}
+
+// gate and up as they enter the product: g, and u + offset. A NaN stays.
+template <GatedKind kKind>
+struct Operands {
+  static constexpr bool kLimited = kKind == GatedKind::swiglu_limited;
+
+  float g, u;
+
+  __device__ __forceinline__ Operands(float gate, float up, const GatedInput& a) : g(gate), u(up) {
+    if constexpr (kLimited) {
+      if (g > a.limit) g = a.limit;
+      if (u > a.limit) u = a.limit;
+      if (u < -a.limit) u = -a.limit;
+    }
+    u += a.up_offset;
+  }
+};
+
+template <GatedKind kKind>
+__device__ __forceinline__ float product(float gate, float up, const GatedInput& a) {
+  const Operands<kKind> at(gate, up, a);
+  return at.g * gate_of<kKind>(at.g, a.alpha).value * at.u;
+}
+
+struct Gradients {
+  float gate, up;
+};
+
+// What is past the limit gets 0, and so does a NaN: as from torch's clamp.
+template <GatedKind kKind>
+__device__ __forceinline__ Gradients gradients(float dy, float gate, float up,
+                                               const GatedInput& a) {
+  const Operands<kKind> at(gate, up, a);
+  const auto [value, slope] = gate_of<kKind>(at.g, a.alpha);
+  Gradients d{dy * at.u * fmaf(at.g, slope, value), dy * (at.g * value)};
+  if constexpr (Operands<kKind>::kLimited) {
+    if (!(gate <= a.limit)) d.gate = 0;
+    if (!(fabsf(up) <= a.limit)) d.up = 0;
+  }
+  return d;
+}
+
+// Where a vector lies.
+struct Place {
+  int64_t row, col;
+
+  __device__ __forceinline__ int64_t at(int64_t stride) const { return row * stride + col; }
+};
+
+// Divisions of 64 bits take a hundred instructions.
+__device__ __forceinline__ Place place_of(int64_t vector, const GatedInput& a, int size) {
+  if (a.rows == 1) return {0, vector * size};
+  const int64_t of_row = a.n / size;
+  const int64_t row = vector <= 0xffffffff && of_row <= 0xffffffff
+                          ? static_cast<uint32_t>(vector) / static_cast<uint32_t>(of_row)
+                          : vector / of_row;
+  return {row, (vector - row * of_row) * size};
+}
+
+// Calls body(i, place) for the vectors that a thread takes from `first` on.
+template <int N, class Body>
+__device__ __forceinline__ void each_vector(int64_t first, const GatedInput& a, const Body& body) {
+  const int64_t count = a.rows * (a.n / N);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t vector = first + i * kThreads;
+    if (vector < count) body(i, place_of(vector, a, N));
+  }
+}
+
+// Calls body(first) until the grid has been through all vectors.
+template <int N, class Body>
+__device__ __forceinline__ void each_tile(const GatedInput& a, const Body& body) {
+  constexpr int64_t tile = kThreads * kVectors;
+  const int64_t count = a.rows * (a.n / N);
+  for (int64_t i = blockIdx.x * tile + threadIdx.x; i < count; i += gridDim.x * tile) body(i);
+}
+
+template <class T, int N>
+__device__ __forceinline__ Packed<sizeof(T) * N> load(const void* p, int64_t i) {
+  return Packed<sizeof(T) * N>::load(static_cast<const T*>(p) + i);
+}
+
+template <class T, int N>
+__device__ __forceinline__ Vec<float, N> floats(const Packed<sizeof(T) * N>& packed) {
+  return converted<float>(Vec<T, N>::of(packed));
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store(void* p, int64_t i, const Vec<float, N>& v) {
+  if (p != nullptr) converted<T>(v).store(static_cast<T*>(p) + i);
+}
+
+template <class T, GatedKind kKind, int N>
+__global__ void __launch_bounds__(kThreads) gated_forward(const GatedForward a) {
+  each_tile<N>(a, [&](int64_t first) {
+    Packed<sizeof(T) * N> gate[kVectors], up[kVectors];
+    each_vector<N>(first, a, [&](int i, const Place& place) {
+      gate[i] = load<T, N>(a.gate, place.at(a.gate_stride));
+      up[i] = load<T, N>(a.up, place.at(a.up_stride));
+    });
+    each_vector<N>(first, a, [&](int i, const Place& place) {
+      const auto g = floats<T, N>(gate[i]), u = floats<T, N>(up[i]);
+      Vec<float, N> y;
+#pragma unroll
+      for (int k = 0; k < N; ++k) y.at[k] = product<kKind>(g.at[k], u.at[k], a);
+      store<T>(a.y, place.at(a.n), y);
+    });
+  });
+}
+
+template <class T, GatedKind kKind, int N>
+__global__ void __launch_bounds__(kThreads) gated_backward(const GatedBackward a) {
+  each_tile<N>(a, [&](int64_t first) {
+    Packed<sizeof(T) * N> dy[kVectors], gate[kVectors], up[kVectors];
+    each_vector<N>(first, a, [&](int i, const Place& place) {
+      dy[i] = load<T, N>(a.dy, place.at(a.dy_stride));
+      gate[i] = load<T, N>(a.gate, place.at(a.gate_stride));
+      up[i] = load<T, N>(a.up, place.at(a.up_stride));
+    });
+    each_vector<N>(first, a, [&](int i, const Place& place) {
+      const auto d = floats<T, N>(dy[i]), g = floats<T, N>(gate[i]), u = floats<T, N>(up[i]);
+      Vec<float, N> dgate, dup;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const auto found = gradients<kKind>(d.at[k], g.at[k], u.at[k], a);
+        dgate.at[k] = found.gate;
+        dup.at[k] = found.up;
+      }
+      store<T>(a.dgate, place.at(a.d_stride), dgate);
+      store<T>(a.dup, place.at(a.d_stride), dup);
+    });
+  });
+}
+
+// Whether every access can be of 16 bytes.
+bool whole_vectors(const GatedInput& a) {
+  return a.n * size_of(a.dtype) % 16 == 0 && aligned_rows(a.gate, a.gate_stride, a.dtype) &&
+         aligned_rows(a.up, a.up_stride, a.dtype);
+}
+
+bool whole_vectors(const GatedForward& a) {
+  return whole_vectors(static_cast<const GatedInput&>(a)) && aligned(a.y);
+}
+
+bool whole_vectors(const GatedBackward& a) {
+  return whole_vectors(static_cast<const GatedInput&>(a)) &&
+         aligned_rows(a.dy, a.dy_stride, a.dtype) && aligned(a.dgate) && aligned(a.dup);
+}
+
+template <class Args>
+void launch_over(void (*kernel)(Args), const Args& a, int size, CUstream_st* stream) {
+  constexpr int64_t tile = kThreads * kVectors;
+  static const int64_t most = int64_t{kBlocks} * multiprocessors();
+  const int64_t tiles = (a.rows * (a.n / size) + tile - 1) / tile;
+  launch(kernel, dim3(tiles < most ? tiles : most), dim3(kThreads), 0, stream, a);
+}
+
+// Calls f<T, kKind>() for args' dtype and kind.
+template <class Function>
+void with_types(const GatedInput& a, const Function& f) {
+  for_dtype(a.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    switch (a.kind) {
+      case GatedKind::swiglu: return f.template operator()<T, GatedKind::swiglu>();
+      case GatedKind::swiglu_limited: return f.template operator()<T, GatedKind::swiglu_limited>();
+      case GatedKind::geglu: return f.template operator()<T, GatedKind::geglu>();
+      case GatedKind::geglu_tanh: return f.template operator()<T, GatedKind::geglu_tanh>();
+    }
+  });
+}
+
+}  // namespace
+
+void launch_gated_forward(const GatedForward& a, CUstream_st* stream) {
+  with_types(a, [&]<class T, GatedKind kKind>() {
+    constexpr int N = 16 / sizeof(T);
+    whole_vectors(a) ? launch_over(gated_forward<T, kKind, N>, a, N, stream)
+                     : launch_over(gated_forward<T, kKind, 1>, a, 1, stream);
+  });
+}
+
+void launch_gated_backward(const GatedBackward& a, CUstream_st* stream) {
+  with_types(a, [&]<class T, GatedKind kKind>() {
+    constexpr int N = 16 / sizeof(T);
+    whole_vectors(a) ? launch_over(gated_backward<T, kKind, N>, a, N, stream)
+                     : launch_over(gated_backward<T, kKind, 1>, a, 1, stream);
+  });
+}
+
+}  // namespace fusedops::cuda
