@@ -75,7 +75,10 @@ inline Floats widen(const at::vec::Vectorized<T>& v) {
 }
 template <class T>
 inline Floats load(const T* p, Full) {
-  return widen<T>(at::vec::Vectorized<T>::loadu(p));
+  Floats v;  // by halves: one wide load would have to be taken apart
+  at::vec::load_to_float(p, v.lo);
+  at::vec::load_to_float(p + Vec::size(), v.hi);
+  return v;
 }
 template <class T>
 inline Floats load(const T* p, Tail tail) {

@@ -1,4 +1,5 @@
-// One pass over a row, with nothing stored on the way.
+// One pass over a row, with nothing stored on the way. Vectors go by value: of one whose address is
+// taken GCC stores a copy that nobody reads.
 
 #include "csrc/cpu/isa/gated_activation.h"
 
@@ -9,22 +10,31 @@ namespace {
 
 // a + x (b + x (c + ...))
 struct Horner {
-  Vec operator()(const Vec&, float a) const { return Vec(a); }
+  Vec operator()(Vec, float a) const { return Vec(a); }
 
   template <class... Rest>
-  inline __attribute__((always_inline)) Vec operator()(const Vec& x, float a, Rest... rest) const {
+  inline __attribute__((always_inline)) Vec operator()(Vec x, float a, Rest... rest) const {
     return at::vec::fmadd(x, (*this)(x, rest...), Vec(a));
   }
 };
+
+// Whether T's 8 or 11 bits leave room for quicker instructions, which AVX2 lacks.
+#if defined(CPU_CAPABILITY_AVX512)
+template <class T>
+constexpr bool kQuick = !std::is_same_v<T, float>;
+#else
+template <class T>
+constexpr bool kQuick = false;
+#endif
 
 // exp(x) within 1.3 * 2^-24 of itself; 0 where it is denormal, infinite above 88.4. A NaN stays.
 //
 // x = m ln 2 + r, |r| <= ln 2 / 2. The sum with 1.5 * 2^23 rounds x / ln 2 to m, and leaves m + 127
 // in its low bits: shifted up they are 2^m, or 0 at m = -127, or infinity at m = 128.
-inline __attribute__((always_inline)) Vec exp_of(const Vec& x) {
-  const Vec magic(12582912.f + 127), clamped = at::vec::clamp(x, Vec(-88.f), Vec(89.f));
-  const Vec bits = at::vec::fmadd(clamped, Vec(1.44269504f), magic), m = bits - magic;
-  const Vec high = at::vec::fmadd(m, Vec(-0.693359375f), clamped);
+inline __attribute__((always_inline)) Vec exact_exp(Vec x) {
+  const Vec magic(12582912.f + 127), y = at::vec::clamp(x, Vec(-88.f), Vec(89.f));
+  const Vec bits = at::vec::fmadd(y, Vec(1.44269504f), magic), m = bits - magic;
+  const Vec high = at::vec::fmadd(m, Vec(-0.693359375f), y);
   const Vec r = at::vec::fmadd(m, Vec(2.12194440e-4f), high);
   const Vec p =
       Horner()(r, 1.f, 1.f, 0.49999994f, 0.1666652f, 0.0416684f, 0.008368852f, 0.001381432f);
@@ -32,38 +42,58 @@ inline __attribute__((always_inline)) Vec exp_of(const Vec& x) {
   return p * at::vec::cast<float>(at::vec::cast<int32_t>(bits) << Ints(23));
 }
 
+// exp(rate x). A quick one is within 2^-17 of itself: 2^y is 2^floor(y) times 2 to what is left,
+// and the instructions for both go to 0 and to infinity by themselves.
+template <class T>
+inline __attribute__((always_inline)) Vec exp_of(Vec x, Vec rate) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (kQuick<T>) {
+    const Vec y = x * (rate * Vec(1.44269504f)), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF);
+    const Vec p = Horner()(r, 1.f, 0.69304484f, 0.2412802f, 0.052242473f, 0.013426685f);
+    return _mm512_scalef_ps(p, y);
+  }
+#endif
+  return exact_exp(x * rate);
+}
+
 // S and S' of csrc/gated_activation.h.
 struct Gate {
   Vec value, slope;
 };
 
-// Of -z. 1 - S is e S, which keeps its digits where S is nearly 1; at an infinite e it is S = 0
-// that counts.
-inline __attribute__((always_inline)) Gate sigmoid_of_minus(const Vec& z) {
-  const Vec one(1.f), e = exp_of(z), s = one / (one + e);
-  return {s, s * (s * at::vec::clamp_max(e, Vec(1.7e38f)))};
+// sigmoid(-rate x), and its slope over -rate. 1 - S is e S, which keeps its digits where S is
+// nearly 1; at an infinite e it is S = 0 that counts. Where it is not quick, a step of Newton's
+// takes back what the sum and the quotient have rounded away.
+template <class T>
+inline __attribute__((always_inline)) Gate sigmoid_of_minus(Vec x, Vec rate) {
+  const Vec one(1.f), e = exp_of<T>(x, rate), finite = at::vec::clamp_max(e, Vec(1.7e38f));
+  Vec s = one / (one + e);
+  if constexpr (!kQuick<T>) s = at::vec::fmadd(s, at::vec::fnmadd(s, finite, one - s), s);
+  return {s, s * (s * finite)};
 }
 
-inline __attribute__((always_inline)) Gate normal(const Vec& g) {
+template <class T>
+inline __attribute__((always_inline)) Gate normal(Vec g) {
   const Vec x = at::vec::clamp_max(g.abs() * Vec(kTailScale), Vec(kTailEnd));
   const Vec s = x / (Vec(1.f) + x);
-  const Vec density = exp_of(g * g * Vec(-0.5f));
+  const Vec density = exp_of<T>(g * g, Vec(-0.5f));
   const Vec tail = density * scaled_normal_tail(s, Horner());
   return {Vec::blendv(Vec(1.f) - tail, tail, g < Vec(0.f)), density * Vec(kDensity)};
 }
 
-inline __attribute__((always_inline)) Gate tanh_gate(const Vec& g) {
+template <class T>
+inline __attribute__((always_inline)) Gate tanh_gate(Vec g) {
   constexpr float slope = kTanhSlope, cubic = kTanhCubic;
   const Vec x = at::vec::clamp(g, Vec(-kTanhEnd), Vec(kTanhEnd)), xx = x * x;
-  const auto s = sigmoid_of_minus(x * at::vec::fmadd(xx, Vec(-slope * cubic), Vec(-slope)));
+  const auto s = sigmoid_of_minus<T>(x, at::vec::fmadd(xx, Vec(-slope * cubic), Vec(-slope)));
   return {s.value, s.slope * at::vec::fmadd(xx, Vec(3 * slope * cubic), Vec(slope))};
 }
 
-template <GatedKind kKind>
-inline __attribute__((always_inline)) Gate gate_of(const Vec& g, const GatedInput& args) {
-  if constexpr (kKind == GatedKind::geglu) return normal(g);
-  if constexpr (kKind == GatedKind::geglu_tanh) return tanh_gate(g);
-  const auto s = sigmoid_of_minus(g * Vec(-args.alpha));
+template <class T, GatedKind kKind>
+inline __attribute__((always_inline)) Gate gate_of(Vec g, const GatedInput& args) {
+  if constexpr (kKind == GatedKind::geglu) return normal<T>(g);
+  if constexpr (kKind == GatedKind::geglu_tanh) return tanh_gate<T>(g);
+  const auto s = sigmoid_of_minus<T>(g, Vec(-args.alpha));
   return {s.value, s.slope * Vec(args.alpha)};
 }
 
@@ -74,7 +104,7 @@ struct Operands {
 
   Vec g, u;
 
-  Operands(const Vec& gate, const Vec& up, const GatedInput& args) : g(gate), u(up) {
+  Operands(Vec gate, Vec up, const GatedInput& args) : g(gate), u(up) {
     if constexpr (kLimited) {
       g = at::vec::clamp_max(gate, Vec(args.limit));
       u = at::vec::clamp(up, Vec(-args.limit), Vec(args.limit));
@@ -84,24 +114,24 @@ struct Operands {
 };
 
 // d where the value is not past the limit, else 0: as torch's clamp, also of a NaN.
-inline Vec within(const Vec& d, const Vec& value, float limit) {
+inline Vec within(Vec d, Vec value, float limit) {
   return Vec::blendv(Vec(0.f), d, value <= Vec(limit));
 }
 
-template <GatedKind kKind>
-inline Vec product(const Vec& gate, const Vec& up, const GatedInput& args) {
+template <class T, GatedKind kKind>
+inline Vec product(Vec gate, Vec up, const GatedInput& args) {
   const Operands<kKind> at(gate, up, args);
-  return at.g * gate_of<kKind>(at.g, args).value * at.u;
+  return at.g * gate_of<T, kKind>(at.g, args).value * at.u;
 }
 
 struct Gradients {
   Vec gate, up;
 };
 
-template <GatedKind kKind>
-inline Gradients gradients(const Vec& dy, const Vec& gate, const Vec& up, const GatedInput& args) {
+template <class T, GatedKind kKind>
+inline Gradients gradients(Vec dy, Vec gate, Vec up, const GatedInput& args) {
   const Operands<kKind> at(gate, up, args);
-  const auto [value, slope] = gate_of<kKind>(at.g, args);
+  const auto [value, slope] = gate_of<T, kKind>(at.g, args);
   Gradients d{dy * at.u * at::vec::fmadd(at.g, slope, value), dy * (at.g * value)};
   if constexpr (Operands<kKind>::kLimited) {
     d = {within(d.gate, gate, args.limit), within(d.up, up.abs(), args.limit)};
@@ -127,7 +157,8 @@ void forward_rows(const GatedForward& args, int64_t begin, int64_t end) {
     T* const y = static_cast<T*>(args.y) + row * args.n;
     each_step(args.n, [=](int64_t i, auto part) {
       const auto g = load(gate + i, part), u = load(up + i, part);
-      store(y + i, {product<kKind>(g.lo, u.lo, args), product<kKind>(g.hi, u.hi, args)}, part);
+      store(y + i, {product<T, kKind>(g.lo, u.lo, args), product<T, kKind>(g.hi, u.hi, args)},
+            part);
     });
   }
 }
@@ -142,8 +173,8 @@ void backward_rows(const GatedBackward& args, int64_t begin, int64_t end) {
     T* const dup = row_or_null<T>(args.dup, row * args.d_stride);
     each_step(args.n, [=](int64_t i, auto part) {
       const auto d = load(dy + i, part), g = load(gate + i, part), u = load(up + i, part);
-      const auto lo = gradients<kKind>(d.lo, g.lo, u.lo, args);
-      const auto hi = gradients<kKind>(d.hi, g.hi, u.hi, args);
+      const auto lo = gradients<T, kKind>(d.lo, g.lo, u.lo, args);
+      const auto hi = gradients<T, kKind>(d.hi, g.hi, u.hi, args);
       if (dgate != nullptr) store(dgate + i, {lo.gate, hi.gate}, part);
       if (dup != nullptr) store(dup + i, {lo.up, hi.up}, part);
     });

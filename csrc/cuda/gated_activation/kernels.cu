@@ -32,40 +32,55 @@ struct Gate {
   float value, slope;
 };
 
-// 1 / x of an x in [1, 9], by a step of Newton's: the instruction alone is an ulp off.
-__device__ __forceinline__ float inverse(float x) {
-  const float y = __fdividef(1.f, x);
-  return fmaf(y, fmaf(-x, y, 1.f), y);
+// Whether T's 8 or 11 bits leave room for quicker instructions, about 2^-20 off.
+template <class T>
+constexpr bool kQuick = sizeof(T) == 2;
+
+template <class T>
+__device__ __forceinline__ float exp_of(float x) {
+  return kQuick<T> ? __expf(x) : expf(x);
 }
 
-// By a = exp(-|z|), so that both ends are exact: 1 / (1 + a), or a / (1 + a) of z < 0.
+template <class T>
+__device__ __forceinline__ float quotient(float a, float b) {
+  return kQuick<T> ? __fdividef(a, b) : a / b;
+}
+
+// By e = exp(-z). 1 - S is e S, which keeps its digits where S is nearly 1; at an infinite e it is
+// S = 0 that counts. Where it is not quick, a step of Newton's takes back what the sum and the
+// quotient have rounded away.
+template <class T>
 __device__ __forceinline__ Gate sigmoid(float z) {
-  const float a = expf(-fabsf(z)), high = inverse(1.f + a), low = a * high;
-  return {z < 0.f ? low : high, high * low};
+  const float e = exp_of<T>(-z), finite = fminf(e, 1.7e38f);
+  float s = quotient<T>(1.f, 1.f + e);
+  if constexpr (!kQuick<T>) s = fmaf(s, fmaf(-s, finite, 1.f - s), s);
+  return {s, s * (s * finite)};
 }
 
+template <class T>
 __device__ __forceinline__ Gate normal(float g) {
-  const float x = fminf(fabsf(g) * kTailScale, kTailEnd), s = x * inverse(1.f + x);
-  const float density = expf(-0.5f * g * g);
+  const float x = fminf(fabsf(g) * kTailScale, kTailEnd), s = quotient<T>(x, 1.f + x);
+  const float density = exp_of<T>(-0.5f * g * g);
   const float tail = density * scaled_normal_tail(s, Horner());
   return {g < 0.f ? tail : 1.f - tail, density * static_cast<float>(kDensity)};
 }
 
+template <class T>
 __device__ __forceinline__ Gate tanh_gate(float g) {
   constexpr float slope = kTanhSlope, cubic = kTanhCubic;
   const float x = fminf(fmaxf(g, -kTanhEnd), kTanhEnd), xx = x * x;
-  const auto s = sigmoid(x * fmaf(xx, slope * cubic, slope));
+  const auto s = sigmoid<T>(x * fmaf(xx, slope * cubic, slope));
   return {s.value, s.slope * fmaf(xx, 3 * slope * cubic, slope)};
 }
 
-template <GatedKind kKind>
+template <class T, GatedKind kKind>
 __device__ __forceinline__ Gate gate_of(float g, float alpha) {
   if constexpr (kKind == GatedKind::geglu) {
-    return normal(g);
+    return normal<T>(g);
   } else if constexpr (kKind == GatedKind::geglu_tanh) {
-    return tanh_gate(g);
+    return tanh_gate<T>(g);
   } else {
-    const auto s = sigmoid(alpha * g);
+    const auto s = sigmoid<T>(alpha * g);
     return {s.value, s.slope * alpha};
   }
 }
@@ -87,10 +102,10 @@ struct Operands {
   }
 };
 
-template <GatedKind kKind>
+template <class T, GatedKind kKind>
 __device__ __forceinline__ float product(float gate, float up, const GatedInput& a) {
   const Operands<kKind> at(gate, up, a);
-  return at.g * gate_of<kKind>(at.g, a.alpha).value * at.u;
+  return at.g * gate_of<T, kKind>(at.g, a.alpha).value * at.u;
 }
 
 struct Gradients {
@@ -98,11 +113,11 @@ struct Gradients {
 };
 
 // What is past the limit gets 0, and so does a NaN: as from torch's clamp.
-template <GatedKind kKind>
+template <class T, GatedKind kKind>
 __device__ __forceinline__ Gradients gradients(float dy, float gate, float up,
                                                const GatedInput& a) {
   const Operands<kKind> at(gate, up, a);
-  const auto [value, slope] = gate_of<kKind>(at.g, a.alpha);
+  const auto [value, slope] = gate_of<T, kKind>(at.g, a.alpha);
   Gradients d{dy * at.u * fmaf(at.g, slope, value), dy * (at.g * value)};
   if constexpr (Operands<kKind>::kLimited) {
     if (!(gate <= a.limit)) d.gate = 0;
@@ -174,7 +189,7 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const GatedForward a) 
       const auto g = floats<T, N>(gate[i]), u = floats<T, N>(up[i]);
       Vec<float, N> y;
 #pragma unroll
-      for (int k = 0; k < N; ++k) y.at[k] = product<kKind>(g.at[k], u.at[k], a);
+      for (int k = 0; k < N; ++k) y.at[k] = product<T, kKind>(g.at[k], u.at[k], a);
       store<T>(a.y, place.at(a.n), y);
     });
   });
@@ -194,7 +209,7 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const GatedBackward a
       Vec<float, N> dgate, dup;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const auto found = gradients<kKind>(d.at[k], g.at[k], u.at[k], a);
+        const auto found = gradients<T, kKind>(d.at[k], g.at[k], u.at[k], a);
         dgate.at[k] = found.gate;
         dup.at[k] = found.up;
       }
