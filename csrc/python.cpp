@@ -5,6 +5,7 @@
 
 #include "csrc/cpu/isa.h"
 #include "csrc/ops/gated_activation/gated_activation.h"
+#include "csrc/ops/linear/linear.h"
 #include "csrc/ops/norm/norm.h"
 
 namespace fusedops {
@@ -84,6 +85,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("limit") = none(), arg("alpha") = 1.0, arg("up_offset") = 0.0);
   export_function(m, "geglu", geglu, arg("gate"), arg("up") = none(), kw_only(),
                   arg("approximate") = "none");
+  export_function(m, "linear", linear_short, arg("input"), arg("weight"), arg("bias") = none(),
+                  arg("activation") = none());
+  export_function(m, "linear_always", linear_always);
   export_function(m, "norm_outputs", norm_outputs);
   export_function(m, "norm_backward_outputs", norm_backward_outputs);
   m.def("cpu_isa", [] { return cpu::isa_name(cpu::isa()); });

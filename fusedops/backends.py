@@ -25,6 +25,7 @@ BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
 FAMILIES = {
     "norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
     "gated_activation": ("swiglu", "geglu"),
+    "linear": ("linear",),
 }
 
 SIMT_KEY = "PrivateUse1"  # where csrc/cuda/stream.h registers the emulated kernels
@@ -126,6 +127,7 @@ def _interpreting() -> bool:
 
 def _override() -> None:
     """Makes the dispatcher follow the innermost forced backend, and no other."""
+    _C.linear_always(bool(_forced))  # also where torch's own lines are faster
     while _overrides:
         _overrides.pop()._destroy()
     if _forced:

@@ -17,6 +17,8 @@ FILES = [
     "tests/test_norm_modules.py",
     "tests/test_gated_activation.py",
     "tests/test_gated_activation_torch.py",
+    "tests/test_linear.py",
+    "tests/test_linear_torch.py",
 ]
 
 RUN_TESTS = """

@@ -48,12 +48,22 @@ FAMILIES = {
         "tests",
         "benchmarks",
     },
+    "linear": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/functional",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
 }
 
 # What lies on a floor beside the families.
 SHARED = {
     "csrc/ops": {"autograd.h"},
-    "csrc/cpu": {"isa", "isa.cpp", "isa.h", "vec.h"},
+    "csrc/cpu": {"gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py"},
     "fusedops/functional": {"__init__.py"},
@@ -111,7 +121,14 @@ INCLUDES = {
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
     "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],
     "csrc/cpu/vec.h": ["csrc/cpu/isa.h"],
-    "csrc/cpu/isa/": ["csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", *PLAIN],
+    "csrc/cpu/gates.h": ["csrc/cpu/vec.h", "csrc/gated_activation.h"],
+    "csrc/cpu/isa/": [
+        "csrc/cpu/isa/",
+        "csrc/cpu/isa.h",
+        "csrc/cpu/vec.h",
+        "csrc/cpu/gates.h",
+        *PLAIN,
+    ],
     "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", *PLAIN],
     "csrc/cuda/device.cuh": ["csrc/cuda/launch.cuh", "csrc/simt/simt.h", "csrc/dtype.h"],
     "csrc/cuda/launch.cuh": [],
@@ -124,7 +141,7 @@ INCLUDES = {
 KERNEL_HEADERS = {"c10/util/BFloat16.h", "c10/util/Half.h"}
 
 # Compiled once for each instruction set: an inline function of torch would leak from there.
-PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", *PLAIN)
+PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", "csrc/cpu/gates.h", *PLAIN)
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450
@@ -148,7 +165,7 @@ def text(path):
 def floor_file(floor, family):
     """The family's file on a floor, or the folder that it grew into; None when neither is there."""
     name = Path(FLOORS[floor].format(family))
-    both = [ROOT / floor / name, ROOT / floor / name.stem]
+    both = [ROOT / floor / name, ROOT / floor / name.stem, ROOT / floor / f"{family}.cpp"]
     return next((path for path in both if path.exists()), None)
 
 

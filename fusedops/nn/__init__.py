@@ -1,6 +1,7 @@
 """torch.nn twins: same constructor, parameters and state dict, fused forward and backward."""
 
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
+from fusedops.nn.linear import Linear
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 
-__all__ = ["GEGLU", "AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm", "SwiGLU"]
+__all__ = ["GEGLU", "AddLayerNorm", "AddRMSNorm", "LayerNorm", "Linear", "RMSNorm", "SwiGLU"]

@@ -1,0 +1,100 @@
+// One pass over a row, with nothing stored on the way but what was asked for.
+
+#include "csrc/cpu/isa/linear/activation.h"
+
+#include "csrc/cpu/gates.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+// Every activation but ReLU is z S(z).
+template <class T, Activation kKind>
+inline __attribute__((always_inline)) Gate gate_of(Vec z) {
+  if constexpr (kKind == Activation::gelu) return normal<T>(z);
+  if constexpr (kKind == Activation::gelu_tanh) return tanh_gate<T>(z);
+  return sigmoid_of_minus<T>(z, Vec(-1.f));
+}
+
+template <class T, Activation kKind>
+inline __attribute__((always_inline)) Vec activated(Vec z) {
+  if constexpr (kKind == Activation::none) return z;
+  if constexpr (kKind == Activation::relu) return at::vec::maximum(z, Vec(0.f));  // keeps a NaN
+  return z * gate_of<T, kKind>(z).value;
+}
+
+// As torch has it, the slope of ReLU is 0 at 0 and 1 at a NaN.
+template <class T, Activation kKind>
+inline __attribute__((always_inline)) Vec gradient(Vec dy, Vec z) {
+  if constexpr (kKind == Activation::none) return dy;
+  if constexpr (kKind == Activation::relu) return Vec::blendv(dy, Vec(0.f), z <= Vec(0.f));
+  const auto [value, slope] = gate_of<T, kKind>(z);
+  return dy * at::vec::fmadd(z, slope, value);
+}
+
+template <class T>
+T* row_or_null(void* p, int64_t offset) {
+  return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
+}
+
+// z is rounded to T before the activation, as where it is a tensor.
+template <class T, Activation kKind>
+void forward_rows(const ActivateRows& args, int64_t begin, int64_t end) {
+  const T* const bias = static_cast<const T*>(args.bias);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* const product = static_cast<const T*>(args.product) + row * args.product_stride;
+    T* const z = row_or_null<T>(args.z, row * args.stride);
+    T* const y = static_cast<T*>(args.y) + row * args.stride;
+    each_step(args.n, [=](int64_t i, auto part) {
+      auto v = load(product + i, part);
+      if (bias != nullptr) v = rounded<T>(v + load(bias + i, part));
+      if (z != nullptr) store(z + i, v, part);
+      store(y + i, {activated<T, kKind>(v.lo), activated<T, kKind>(v.hi)}, part);
+    });
+  }
+}
+
+template <class T, Activation kKind>
+void backward_rows(const ActivateBackwardRows& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* const dy = static_cast<const T*>(args.dy) + row * args.dy_stride;
+    const T* const z = static_cast<const T*>(args.z) + row * args.n;
+    T* const dz = static_cast<T*>(args.dz) + row * args.n;
+    each_step(args.n, [=](int64_t i, auto part) {
+      const auto d = load(dy + i, part), v = load(z + i, part);
+      store(dz + i, {gradient<T, kKind>(d.lo, v.lo), gradient<T, kKind>(d.hi, v.hi)}, part);
+    });
+  }
+}
+
+// Calls f<T, kKind>() for args' dtype and activation.
+template <class T, class Args, class Function>
+void with_kind(const Args& args, const Function& f) {
+  switch (args.activation) {
+    case Activation::none: return f.template operator()<T, Activation::none>();
+    case Activation::relu: return f.template operator()<T, Activation::relu>();
+    case Activation::gelu: return f.template operator()<T, Activation::gelu>();
+    case Activation::gelu_tanh: return f.template operator()<T, Activation::gelu_tanh>();
+    case Activation::silu: return f.template operator()<T, Activation::silu>();
+  }
+}
+
+template <class Args, class Function>
+void with_types(const Args& args, const Function& f) {
+  switch (args.dtype) {
+    case Dtype::float32: return with_kind<float>(args, f);
+    case Dtype::bfloat16: return with_kind<BFloat16>(args, f);
+    case Dtype::float16: return with_kind<Half>(args, f);
+  }
+}
+
+}  // namespace
+
+void activate_rows(const ActivateRows& args, int64_t begin, int64_t end) {
+  with_types(args, [&]<class T, Activation kKind>() { forward_rows<T, kKind>(args, begin, end); });
+}
+
+void activate_backward_rows(const ActivateBackwardRows& args, int64_t begin, int64_t end) {
+  with_types(args, [&]<class T, Activation kKind>() { backward_rows<T, kKind>(args, begin, end); });
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

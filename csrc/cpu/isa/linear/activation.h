@@ -1,0 +1,31 @@
+// What follows a linear layer's product, row by row. Formulas: fusedops/functional/linear.py.
+#pragma once
+
+#include "csrc/cpu/isa.h"
+
+namespace fusedops::cpu {
+
+enum class Activation : uint8_t { none, relu, gelu, gelu_tanh, silu };
+
+struct ActivateRows {
+  const void *product, *bias;         // [rows, n]; [n] or null
+  void *z, *y;                        // product + bias, or null; activation(product + bias)
+  int64_t n, product_stride, stride;  // stride: of z and y, which may be the product itself
+  Dtype dtype;                        // of every tensor
+  Activation activation;
+};
+
+struct ActivateBackwardRows {
+  const void *dy, *z;
+  void* dz;              // dy activation'(z), [rows, n]
+  int64_t n, dy_stride;  // z and dz are contiguous
+  Dtype dtype;
+  Activation activation;
+};
+
+FUSEDOPS_ISA_FUNCTION(activate_rows, const ActivateRows& args, int64_t begin, int64_t end)
+
+FUSEDOPS_ISA_FUNCTION(activate_backward_rows, const ActivateBackwardRows& args, int64_t begin,
+                      int64_t end)
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,180 @@
+// A tile of c, kRows by two vectors, stays in registers while the depth goes by: each step of depth
+// takes kRows broadcasts and two loads for 2 kRows multiply-adds. The operands are packed into
+// panels that lie in the order in which tiles read them, so their strides matter to packing alone.
+
+#include "csrc/cpu/isa/linear/product.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/cpu/vec.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kRows = 14;  // 28 sums, two vectors of b and one of a in 32 registers
+#else
+constexpr int kRows = 6;  // 12 sums in 16 registers
+#endif
+constexpr int kLanes = Vec::size(), kColumns = 2 * kLanes;
+static_assert(kPanel % kColumns == 0 && kRows <= kStrip && kLanes <= kPanel);
+
+// GCC keeps arrays of these in registers, and arrays of at::vec's class in memory.
+using Lanes = float __attribute__((vector_size(sizeof(Vec)), aligned(4), may_alias));
+using Order = int32_t __attribute__((vector_size(sizeof(Vec))));
+
+inline Lanes& lanes(float* p) { return *reinterpret_cast<Lanes*>(p); }
+inline const Lanes& lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
+inline Lanes lanes(const float* p, int count) {
+  return static_cast<Lanes>(static_cast<Register>(Vec::loadu(p, count)));
+}
+
+// c (+)= a b for kLive rows, with the panels a [depth, kRows] and b [depth, kColumns].
+template <int kLive>
+void tile(const float* a, const float* b, const ProductBlock& block, float* c, int columns) {
+  const int64_t depth = block.depth, stride = block.c_stride;
+  if (block.add) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kLive; ++r) prefetch(c + r * stride);
+  }
+  Lanes sum[kLive][2] = {};
+  for (int64_t p = 0; p < depth; ++p, a += kRows, b += kColumns) {
+    const Lanes low = lanes(b), high = lanes(b + kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kLive; ++r) {
+      sum[r][0] += a[r] * low;
+      sum[r][1] += a[r] * high;
+    }
+  }
+  const auto finish = [&](float* row, int r, auto part) {
+    Floats v{static_cast<Register>(sum[r][0]), static_cast<Register>(sum[r][1])};
+    if (block.add) v = v + load(row, part);
+    store(row, v, part);
+  };
+#pragma GCC unroll 16
+  for (int r = 0; r < kLive; ++r) {
+    columns == kColumns ? finish(c + r * stride, r, Full{})
+                        : finish(c + r * stride, r, Tail{columns});
+  }
+}
+
+using Tile = decltype(&tile<1>);
+
+template <int... kFewer>
+Tile tile_of(int rows, std::integer_sequence<int, kFewer...>) {
+  constexpr Tile tiles[] = {tile<kFewer + 1>...};
+  return tiles[rows - 1];
+}
+
+// Swaps, of each pair of rows kHalf apart, the blocks of kHalf that are not where the transpose has
+// them.
+template <int kHalf>
+inline __attribute__((always_inline)) void exchange(Lanes (&rows)[kLanes]) {
+  Order low, high;
+  for (int j = 0; j < kLanes; ++j) {
+    low[j] = j & kHalf ? kLanes + j - kHalf : j;
+    high[j] = j & kHalf ? kLanes + j : j + kHalf;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & kHalf) continue;
+    const Lanes a = rows[i], b = rows[i + kHalf];
+    rows[i] = __builtin_shuffle(a, b, low);
+    rows[i + kHalf] = __builtin_shuffle(a, b, high);
+  }
+}
+
+inline __attribute__((always_inline)) void transpose(Lanes (&rows)[kLanes]) {
+  if constexpr (kLanes == 16) exchange<8>(rows);
+  exchange<4>(rows);
+  exchange<2>(rows);
+  exchange<1>(rows);
+}
+
+// A panel [depth, kWide] of `live` lines of x that are `stride` apart; the rest is zeros. A store
+// runs over into what the next one writes.
+template <int kWide>
+void pack_across(const float* x, int64_t stride, int live, int64_t depth, float* panel) {
+  for (int64_t p = 0; p < depth; p += kLanes) {
+    const int count = static_cast<int>(std::min<int64_t>(kLanes, depth - p));
+    for (int first = 0; first < kWide; first += kLanes) {
+      Lanes rows[kLanes] = {};
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        const int line = first + i;
+        if (line >= kWide || line >= live) continue;
+        const float* const from = x + line * stride + p;
+        rows[i] = count == kLanes ? lanes(from) : lanes(from, count);
+      }
+      transpose(rows);
+      float* const to = panel + p * kWide + first;
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) {
+        if (j < count) lanes(to + j * kWide) = rows[j];
+      }
+    }
+  }
+}
+
+template <int kWide>
+inline void pack_step(const float* from, int live, float* to) {
+  if (live >= kWide) {
+    for (int i = 0; i < kWide; ++i) to[i] = from[i];
+  } else {
+    for (int i = 0; i < kWide; ++i) to[i] = i < live ? from[i] : 0.f;
+  }
+}
+
+// Panels of lines that lie side by side: kDeep steps of depth at a time, or the lines of x and of
+// the panels, which are far apart, would push each other out of the cache.
+template <int kWide>
+void pack_along(const float* x, int64_t stride, int64_t lines, int64_t depth, float* panels) {
+  constexpr int64_t kDeep = 16;
+  for (int64_t first = 0; first < depth; first += kDeep) {
+    const int64_t last = std::min(first + kDeep, depth);
+    for (int64_t line = 0; line < lines; line += kWide) {
+      const int live = static_cast<int>(std::min<int64_t>(kWide, lines - line));
+      for (int64_t p = first; p < last; ++p) {
+        pack_step<kWide>(x + p * stride + line, live, panels + line * depth + p * kWide);
+      }
+    }
+  }
+}
+
+// `lines` lines of x, line_stride apart, each of `depth` elements that are depth_stride apart.
+template <int kWide>
+void pack(const float* x, int64_t line_stride, int64_t depth_stride, int64_t lines, int64_t depth,
+          float* panels) {
+  if (line_stride == 1) return pack_along<kWide>(x, depth_stride, lines, depth, panels);
+  for (int64_t line = 0; line < lines; line += kWide) {
+    const int live = static_cast<int>(std::min<int64_t>(kWide, lines - line));
+    pack_across<kWide>(x + line * line_stride, line_stride, live, depth, panels + line * depth);
+  }
+}
+
+}  // namespace
+
+void pack_columns(const Matrix& b, int64_t depth, int64_t begin, int64_t end, float* packed) {
+  pack<kColumns>(b.data + begin * b.column_stride, b.column_stride, b.row_stride, end - begin,
+                 depth, packed + begin * depth);
+}
+
+void product_rows(const ProductBlock& block, int64_t begin, int64_t end, float* packed) {
+  const auto& a = block.a;
+  const int64_t depth = block.depth;
+  pack<kRows>(a.data + begin * a.row_stride, a.row_stride, a.column_stride, end - begin, depth,
+              packed);
+  for (int64_t j = 0; j < block.columns; j += kColumns) {
+    const int columns = static_cast<int>(std::min<int64_t>(kColumns, block.columns - j));
+    for (int64_t i = begin; i < end; i += kRows) {
+      const int rows = static_cast<int>(std::min<int64_t>(kRows, end - i));
+      tile_of(rows, std::make_integer_sequence<int, kRows>())(packed + (i - begin) * depth,
+                                                              block.b + j * depth, block,
+                                                              block.c + i * block.c_stride + j,
+                                                              columns);
+    }
+  }
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

@@ -1,0 +1,236 @@
+// linear on CPUs: products in blocks that fit the caches, and the activation while its block is
+// hot.
+//
+// The depth is cut into blocks of kDepth: the next to last cache holds kHeight rows of a, the one
+// behind it kWidth columns of b, both packed. A sum is of at most kDepth terms in one register and
+// of the blocks after that, as MKL's is; one chain over the whole depth (as oneDNN's) errs two to
+// four times as much. Blocks depend on the shape alone, and threads take whole rows, so neither
+// their number nor their order changes a bit.
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "csrc/cpu/isa/linear/activation.h"
+#include "csrc/cpu/isa/linear/product.h"
+#include "csrc/ops/linear/linear.h"
+
+namespace fusedops::cpu {
+namespace {
+
+constexpr int64_t kDepth = 192, kHeight = 336, kWidth = 1024;
+constexpr int64_t kGrain = 32768;  // elements of a task, about
+
+// A thread's packed operands. Kept: fresh pages would cost more than small products do.
+class Packed {
+ public:
+  explicit Packed(int64_t elements)
+      : data_(static_cast<float*>(std::aligned_alloc(64, elements * sizeof(float))), std::free) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  float* data() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<float, decltype(&std::free)> data_;
+};
+
+float* packed_rows() {
+  thread_local const Packed packed((kHeight + kStrip) * kDepth + kPanel);
+  return packed.data();
+}
+
+float* packed_columns() {
+  thread_local const Packed packed(kWidth * kDepth + kPanel);
+  return packed.data();
+}
+
+// t [rows, columns], copied where neither of its strides is 1.
+struct Operand {
+  Tensor held;
+  Matrix matrix;
+
+  explicit Operand(const Tensor& t) : held(t) {
+    const bool strided = t.stride(0) == 1 || t.stride(1) == 1;
+    if (!strided) held = t.contiguous();
+    matrix.data = held.const_data_ptr<float>();
+    matrix.row_stride = strided ? t.stride(0) : t.size(1);
+    matrix.column_stride = strided ? t.stride(1) : 1;
+  }
+};
+
+Matrix shifted(const Matrix& m, int64_t row, int64_t column) {
+  return {m.data + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride};
+}
+
+// Rows that a thread takes at a time: enough for all threads, no more than kHeight.
+int64_t height_for(int64_t rows) {
+  const int64_t share = (rows + at::get_num_threads() - 1) / at::get_num_threads();
+  return std::clamp<int64_t>(share, 1, kHeight);
+}
+
+// Columns [0, width) of b, packed by panels.
+void pack(const Matrix& b, int64_t depth, int64_t width, float* packed) {
+  auto* const run = pack_columns_for_isa();
+  const int64_t grain = kGrain / (kPanel * depth) + 1;
+  at::parallel_for(0, (width + kPanel - 1) / kPanel, grain, [&](int64_t begin, int64_t end) {
+    run(b, depth, begin * kPanel, std::min(end * kPanel, width), packed);
+  });
+}
+
+// done(row, end) follows each share of the rows.
+template <class Done>
+void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
+  auto* const run = product_rows_for_isa();
+  const int64_t height = height_for(rows);
+  at::parallel_for(0, (rows + height - 1) / height, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * height; row < std::min(end * height, rows); row += height) {
+      const int64_t last = std::min(row + height, rows);
+      run(block, row, last, packed_rows());
+      done(row, last);
+    }
+  });
+}
+
+// c [rows, columns] = a b. done(row, end, column, columns) follows each block of c. No size is 0.
+template <class Done>
+void multiply(const Tensor& a, const Tensor& b, const Tensor& c, const Done& done) {
+  const Operand left(a), right(b);
+  const int64_t columns = b.size(1), depth = a.size(1), blocks = (depth + kDepth - 1) / kDepth;
+  float* const packed = packed_columns();
+  for (int64_t column = 0; column < columns; column += kWidth) {
+    const int64_t width = std::min(kWidth, columns - column);
+    float* const to = c.mutable_data_ptr<float>() + column;
+    for (int64_t q = 0; q < blocks; ++q) {
+      const int64_t first = q * depth / blocks, deep = (q + 1) * depth / blocks - first;
+      pack(shifted(right.matrix, first, column), deep, width, packed);
+      const ProductBlock block{
+          shifted(left.matrix, 0, first), packed, to, columns, width, deep, q > 0};
+      multiply_block(block, a.size(0), [&](int64_t row, int64_t last) {
+        if (q == blocks - 1) done(row, last, column, width);
+      });
+    }
+  }
+}
+
+bool own_product(const Tensor& a, const Tensor& b) {
+  return own_product_pays(a.scalar_type(), a.size(0), b.size(1), a.size(1), b.stride(1) != 1);
+}
+
+// c = a b
+void product(const Tensor& a, const Tensor& b, Tensor c) {
+  if (own_product(a, b)) {
+    multiply(a, b, c, [](auto...) {});
+  } else {
+    at::mm_out(c, a, b);
+  }
+}
+
+Activation activation_of(std::string_view name) {
+  if (name == "relu") return Activation::relu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  return name == "silu" ? Activation::silu : Activation::none;
+}
+
+bool empty(const Tensor& x, const Tensor& weight) { return x.numel() == 0 || weight.numel() == 0; }
+
+// y = activation(x weight^T + bias); z before the activation, where it is defined.
+void fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Activation activation,
+           const Tensor& z, const Tensor& y) {
+  const int64_t n = weight.size(0);
+  const auto target = as_rows(z.defined() ? z : y);
+  const auto shift = given(bias) ? bias->contiguous() : Tensor();
+  const float* const bias_data = shift.defined() ? shift.const_data_ptr<float>() : nullptr;
+  auto* const activate = activate_rows_for_isa();
+  const bool plain = bias_data == nullptr && activation == Activation::none;
+  multiply(x, weight.t(), target, [&](int64_t row, int64_t last, int64_t column, int64_t width) {
+    if (plain) return;
+    const auto at = [&](const Tensor& t) {
+      return t.defined() ? t.mutable_data_ptr<float>() + column : nullptr;
+    };
+    const ActivateRows args{at(target), bias_data == nullptr ? nullptr : bias_data + column,
+                            at(z),      at(y),
+                            width,      n,
+                            n,          Dtype::float32,
+                            activation};
+    activate(args, row, last);
+  });
+}
+
+// The same with torch's product.
+void activated(const Tensor& product, Activation activation, const Tensor& y) {
+  const int64_t n = product.size(-1), rows = product.numel() / n;
+  const ActivateRows args{
+      product.const_data_ptr(), nullptr,   nullptr, y.mutable_data_ptr(), n, n, n,
+      dtype_of(product),        activation};
+  auto* const run = activate_rows_for_isa();
+  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / n),
+                   [&](int64_t begin, int64_t end) { run(args, begin, end); });
+}
+
+LinearForward linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             std::string_view name, bool keep_z) {
+  if (isa() == Isa::none || input.scalar_type() == at::kDouble || empty(input, weight)) {
+    return linear_forward_composite(input, weight, bias, name, keep_z);
+  }
+  const auto activation = activation_of(name);
+  const auto x = as_rows(input);
+  if (own_product(x, weight.t())) {
+    auto outputs = linear_outputs(input, weight, bias, name, keep_z);
+    fused(x, weight, bias, activation, std::get<1>(outputs), std::get<0>(outputs));
+    return outputs;
+  }
+  linear_check(input, weight, bias, name);
+  const auto z = at::linear(input, weight, bias).contiguous();
+  if (activation == Activation::none) return {z, Tensor()};
+  const auto y = keep_z ? at::empty_like(z) : z;
+  activated(z, activation, y);
+  return {y, keep_z ? z : Tensor()};
+}
+
+// The gradient of z, contiguous where there is an activation.
+Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activation activation) {
+  if (activation == Activation::none) return as_rows(dy);
+  const int64_t n = dy.size(-1);
+  const Rows rows(dy, n);
+  const auto before = z->contiguous();
+  auto dz = at::empty({dy.numel() / n, n}, dy.options());
+  const ActivateBackwardRows args{
+      rows.data(), before.const_data_ptr(), dz.mutable_data_ptr(), n, rows.stride, dtype_of(dy),
+      activation};
+  auto* const run = activate_backward_rows_for_isa();
+  at::parallel_for(0, dz.size(0), std::max<int64_t>(1, kGrain / n),
+                   [&](int64_t begin, int64_t end) { run(args, begin, end); });
+  return dz;
+}
+
+LinearBackward linear_backward(const Tensor& dy, const OptionalTensor& input,
+                               const OptionalTensor& weight, const OptionalTensor& z,
+                               std::string_view name, std::array<bool, 3> output_mask) {
+  auto outputs = linear_backward_outputs(dy, input, weight, z, name, output_mask);
+  const bool nothing = dy.numel() == 0 || (output_mask[0] && weight->numel() == 0) ||
+                       (output_mask[1] && input->numel() == 0);
+  if (isa() == Isa::none || dy.scalar_type() == at::kDouble || nothing) {
+    return linear_backward_composite(dy, input, weight, z, name, output_mask);
+  }
+  auto& [dinput, dweight, dbias] = outputs;
+  const auto dz = gradient_of_z(dy, z, activation_of(name));
+  if (output_mask[0]) product(dz, *weight, as_rows(dinput));
+  if (output_mask[1]) product(dz.t(), as_rows(*input), dweight);
+  if (output_mask[2]) at::sum_out(dbias, dz, at::IntArrayRef{0});
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("linear_forward", linear_forward);
+  m.impl("linear_backward", linear_backward);
+}
+
+}  // namespace fusedops::cpu

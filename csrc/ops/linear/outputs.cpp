@@ -1,0 +1,99 @@
+// Checks of the arguments, and the outputs that the kernels fill.
+
+#include <ATen/Functions.h>
+
+#include <vector>
+
+#include "csrc/ops/linear/linear.h"
+
+namespace fusedops {
+namespace {
+
+constexpr const char* kForward = "linear_forward";
+constexpr const char* kBackward = "linear_backward";
+
+void check_activation(const char* op, std::string_view activation) {
+  TORCH_CHECK_VALUE(activation == "none" || activation == "relu" || activation == "gelu" ||
+                        activation == "gelu_tanh" || activation == "silu",
+                    op, ": activation must be 'none', 'relu', 'gelu', 'gelu_tanh' or 'silu', got '",
+                    activation, "'");
+}
+
+void check_like(const char* op, const char* name, const Tensor& t, const char* like,
+                const Tensor& x) {
+  check_same_device(op, name, t, like, x);
+  TORCH_CHECK(t.scalar_type() == x.scalar_type(), op, ": ", name, " must be ",
+              describe(x.scalar_type(), t.sym_sizes()), " like ", like, ", got ", describe(t));
+}
+
+void check_shape(const char* op, const char* name, const Tensor& t,
+                 const std::vector<c10::SymInt>& shape) {
+  TORCH_CHECK(t.sym_sizes().equals(shape), op, ": ", name, " must have shape ",
+              c10::SymIntArrayRef(shape), ", got ", describe(t));
+}
+
+// x's shape with another last dimension
+std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& n) {
+  auto shape = x.sym_sizes().vec();
+  shape.back() = n;
+  return shape;
+}
+
+}  // namespace
+
+void linear_check(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                  std::string_view activation) {
+  check_activation(kForward, activation);
+  check_floating(kForward, "input", input);
+  TORCH_CHECK(input.dim() > 0, kForward, ": input must have a dimension, got ", describe(input));
+  check_like(kForward, "weight", weight, "input", input);
+  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == input.sym_size(-1), kForward,
+              ": weight must have shape [N, ", input.sym_size(-1), "] for input ",
+              input.sym_sizes(), ", got ", describe(weight));
+  if (given(bias)) {
+    check_like(kForward, "bias", *bias, "input", input);
+    check_shape(kForward, "bias", *bias, {weight.sym_size(0)});
+  }
+}
+
+LinearForward linear_outputs(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             std::string_view activation, bool keep_z) {
+  linear_check(input, weight, bias, activation);
+  const auto shape = with_last(input, weight.sym_size(0));
+  const auto make = [&] { return at::empty_symint(shape, input.options()); };
+  return {make(), keep_z && activation != "none" ? make() : Tensor()};
+}
+
+LinearBackward linear_backward_outputs(const Tensor& dy, const OptionalTensor& input,
+                                       const OptionalTensor& weight, const OptionalTensor& z,
+                                       std::string_view activation,
+                                       std::array<bool, 3> output_mask) {
+  check_activation(kBackward, activation);
+  check_floating(kBackward, "dy", dy);
+  TORCH_CHECK(dy.dim() > 0, kBackward, ": dy must have a dimension, got ", describe(dy));
+  TORCH_CHECK((!output_mask[0] || given(weight)) && (!output_mask[1] || given(input)) &&
+                  (activation == "none" || given(z)),
+              kBackward, ": dinput needs weight, dweight needs input, an activation needs z");
+  const auto columns = dy.sym_size(-1);
+  if (given(z)) {
+    check_like(kBackward, "z", *z, "dy", dy);
+    check_shape(kBackward, "z", *z, dy.sym_sizes().vec());
+  }
+  Tensor dinput, dweight, dbias;
+  if (output_mask[0]) {
+    check_like(kBackward, "weight", *weight, "dy", dy);
+    TORCH_CHECK(weight->dim() == 2 && weight->sym_size(0) == columns, kBackward,
+                ": weight must have shape [", columns, ", K], got ", describe(*weight));
+    dinput = at::empty_symint(with_last(dy, weight->sym_size(1)), dy.options());
+  }
+  if (output_mask[1]) {
+    check_like(kBackward, "input", *input, "dy", dy);
+    const auto depth = input->sym_size(-1);
+    check_shape(kBackward, "input", *input, with_last(dy, depth));
+    dweight = at::empty_symint({columns, depth}, dy.options());
+  }
+  if (output_mask[2]) dbias = at::empty_symint({columns}, dy.options());
+  return {dinput, dweight, dbias};
+}
+
+}  // namespace fusedops

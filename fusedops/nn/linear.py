@@ -1,0 +1,35 @@
+"""Linear as torch.nn has it, with the activation that follows."""
+
+import torch
+from torch import Tensor
+
+from fusedops.functional import linear
+
+__all__ = ["Linear"]
+
+
+class Linear(torch.nn.Linear):
+    """torch.nn.Linear with an activation. Same arguments, parameters and state dict.
+
+    activation: see `fusedops.functional.linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        activation: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, self.activation)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        return text if self.activation is None else f"{text}, activation={self.activation!r}"

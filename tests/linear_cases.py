@@ -1,0 +1,26 @@
+"""What the tests of linear share: arguments, layouts, backends."""
+
+import torch
+
+from fusedops.functional import linear
+from fusedops.functional.linear import ACTIVATIONS, linear_reference
+from fusedops.testing import backends, check
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+KINDS = list(ACTIVATIONS)
+BACKENDS = [name for name in backends("linear") if name != "reference"]
+CASES = [(kind, name) for kind in KINDS for name in BACKENDS]
+
+
+def inputs(shape, features, dtype, bias=True):
+    """input of `shape`, weight and bias of `features`: results are about as large as 1."""
+    draw = torch.Generator().manual_seed(12)
+    depth = shape[-1]
+    x = torch.randn(shape, generator=draw) + 0.25
+    weight = torch.randn(features, depth, generator=draw) / max(depth, 1) ** 0.5
+    shift = torch.randn(features, generator=draw) if bias else None
+    return x.to(dtype), weight.to(dtype), None if shift is None else shift.to(dtype)
+
+
+def compare(kind, backend, args):
+    check(linear, linear_reference, args, backend, activation=kind)
