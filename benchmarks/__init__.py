@@ -1,3 +1,3 @@
 """Times every family against its peers: `python -m benchmarks --help`."""
 
-FAMILIES = ("norm", "gated_activation")
+FAMILIES = ("norm", "gated_activation", "linear")
