@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fuzzing import (
     FLOATS,
     NOT_FLOATS,
@@ -37,25 +36,6 @@ KERNELS = [case for case in CASES if case[1] not in NOT_OURS]
 
 def reference(op: str):
     return getattr(gated_activation, f"{op}_reference")
-
-
-def of_torch(op: str):
-    """The formula by torch's activation, whose derivative is one factor.
-
-    The reference's is a sum of two: of an infinite up that may be inf - inf, where this is inf.
-    """
-
-    def swiglu(gate, up=None, limit=None, alpha=1.0, up_offset=0.0):
-        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (F.silu(alpha * gate) / alpha if alpha else gate / 2) * (up + up_offset)
-
-    def geglu(gate, up=None, approximate="none"):
-        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-        return F.gelu(gate, approximate=approximate) * up
-
-    return {"swiglu": swiglu, "geglu": geglu}[op]
 
 
 @st.composite
@@ -126,7 +106,11 @@ def accumulator(call: Call) -> torch.dtype:
 
 
 def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
+    """Assert that what we give is as good as what the reference gives in the inputs' dtype.
+
+    Of an infinite up the reference's gradient is inf - inf where ours is infinite, as that of
+    torch's silu and gelu: they add the terms of the activation's derivative first.
+    """
     if isinstance(found, Exception):
         raise found
     exactly = in_float64(call)
@@ -136,13 +120,14 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
         for seed in range(4):
             with Rounded(accumulator(call), seed):
                 yield results(reference(call.op), call, exactly)[key]
-        yield results(of_torch(call.op), call, exactly)[key]
 
     assert found.keys() == eager.keys()
     for key, value in found.items():
         assert value.dtype == eager[key].dtype and value.shape == eager[key].shape
         kernel = backend not in NOT_OURS and "output" in key and call.received == "contiguous"
         assert value.is_contiguous() or not kernel
+        if "gradient" in key:
+            value = torch.where(value.isinf() & exact[key].isnan(), torch.nan, value)
         complaint = judge(value, eager[key], exact[key], lambda key=key: rounded(key))
         assert complaint is None, f"{key}: {complaint}"
 
