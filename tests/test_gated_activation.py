@@ -138,6 +138,7 @@ LAYOUTS = {
     "transposed": lambda make: make(64, 12).t(),
     "slice of rows": lambda make: make(12, 96)[:, 3:67],
     "aligned slice of rows": lambda make: make(12, 96)[:, 16:80],
+    "aligned rows that end odd": lambda make: make(12, 96)[:, 16:74],
     "half of a packed batch": lambda make: make(4, 3, 128)[..., 64:],
     "one row of each": lambda make: make(4, 3, 64)[:, :1],
     "every second column": lambda make: make(12, 128)[:, ::2],
