@@ -16,18 +16,22 @@ FORMS = pytest.mark.parametrize("packed", [False, True], ids=["separate", "packe
 @pytest.mark.parametrize("kind", KINDS)
 @FORMS
 def test_double_backward(kind, packed):
+    """Of gate, up and dy."""
     function, reference, how = KINDS[kind]
-    args = inputs((6, 40), torch.float32, packed)
+    args = inputs((6, 300), torch.float32, packed)
+    draw = torch.Generator().manual_seed(3)
+    dy = torch.randn(6, 300, generator=draw)
+    directions = [torch.randn(a.shape, generator=draw) for a in args]
 
-    def second(run, args):
-        leaves = [a.detach().requires_grad_() for a in args]
-        loss = run(*leaves, **how).sin().sum()
-        first = torch.autograd.grad(loss, leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    def second(run, to):
+        leaves = [a.to(to).requires_grad_() for a in (*args, dy)]
+        y = run(*leaves[:-1], **how)
+        first = torch.autograd.grad(y, leaves[:-1], leaves[-1], create_graph=True)
+        return torch.autograd.grad(first, leaves, [d.to(to) for d in directions])
 
-    exact = second(reference, [a.double() for a in args])
-    for found, eager, e in zip(second(function, args), second(reference, args), exact, strict=True):
-        assert yardstick(found, eager, e) is None
+    found, eager = (second(run, torch.float32) for run in (function, reference))
+    for values in zip(found, eager, second(reference, torch.float64), strict=True):
+        assert yardstick(*values) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,7 +40,7 @@ GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYE
 
 OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}
 GPU_MUST_SHOW = [
-    Ask(row, OF_COPY[mode] | dict.fromkeys(rivals(row.operation), 1.0))
+    Ask(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
     for mode, rows in LARGE.items()
     for row in rows
-] + [Ask(row, dict.fromkeys(rivals(row.operation), 1.5), launches=1) for row in CALLED]
+] + [Ask(row, dict.fromkeys(rivals(row), 1.5), launches=1) for row in CALLED]

@@ -35,6 +35,8 @@ DEMANDS = dict.fromkeys(
     Demand(wide=True),
 )
 SHORT = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
+KINDS = ("swiglu", "swiglu limited", "geglu", "geglu tanh")  # csrc/gated_activation.h
+SHORT |= {f"GatedKind {i}": kind for i, kind in enumerate(KINDS)}
 
 
 def sources(suffix: str) -> list[Path]:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -91,9 +92,9 @@ def _disassembled(binary: bytes) -> str:
 
 
 def write(path: Path, content: bytes) -> None:
-    """In one step: other processes see the whole file or none."""
+    """In one step: other processes and threads see the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     unfinished.write_bytes(content)
     unfinished.rename(path)
 

@@ -81,7 +81,7 @@ GatedGradients gated_activation_backward(const Tensor& dy, const Tensor& gate,
   }
   const auto gradients =
       gated_activation_backward_outputs(dy, gate, up, kind, limit, alpha, up_offset, output_mask);
-  if (dy.numel() == 0 || !(output_mask[0] || output_mask[1])) return gradients;
+  if (dy.numel() == 0) return gradients;
   const GatedRows rows(gate, up);
   const Rows dy_rows(dy, rows.n);
   spread(rows.backward(dy_rows, gradients, gated_kind(kind, limit), limit, alpha, up_offset),

@@ -41,7 +41,7 @@ GatedForward GatedRows::forward(const Tensor& y, GatedKind kind, std::optional<d
   describe(args, kind, limit, alpha, up_offset);
   args.y = y.mutable_data_ptr();
   if (gate.stride == n && up.stride == n) {  // one long row
-    args.n = rows * n;
+    args.n = args.gate_stride = args.up_stride = rows * n;
     args.rows = 1;
   }
   return args;
@@ -62,7 +62,7 @@ GatedBackward GatedRows::backward(const Rows& dy, const GatedGradients& gradient
     args.dup = static_cast<char*>(args.dgate) + n * size_of(args.dtype);
   }
   if (gate.stride == n && up.stride == n && dy.stride == n && !packed) {  // one long row
-    args.n = rows * n;
+    args.n = args.gate_stride = args.up_stride = args.dy_stride = rows * n;
     args.rows = 1;
   }
   return args;
