@@ -17,7 +17,7 @@ from benchmarks import FAMILIES, cuda, gpu, must_show, readme, worker
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     suites = parser.add_subparsers(dest="suite", required=True)
-    for name in (*FAMILIES, "launch", "must-show"):
+    for name in (*FAMILIES, "launch", "must-show", "step"):
         _cpu_options(suites.add_parser(name, help="on a CPU"))
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
     tables = suites.add_parser("readme", help="writes the README's GPU figures from the results")

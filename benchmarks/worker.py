@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import report, suites
+from benchmarks import report, step, suites
 from benchmarks.harness import Result, run_case
 from benchmarks.timing import CPU
 from fusedops.measure import environment
@@ -18,6 +18,8 @@ def measure(args: Namespace) -> int:
     torch.set_num_threads(args.threads)
     if args.allocator == "keep":
         keep_freed_memory()
+    if args.suite == "step":
+        return step.measure(args)
     results: list[Result] = []
     for case in suites.cases(args):
         results.append(run_case(case, args.seconds, CPU, copy=args.suite != "launch"))

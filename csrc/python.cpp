@@ -88,6 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   export_function(m, "linear", linear_short, arg("input"), arg("weight"), arg("bias") = none(),
                   arg("activation") = none());
   export_function(m, "linear_always", linear_always);
+  export_function(m, "own_product_pays", own_product_pays);
   export_function(m, "norm_outputs", norm_outputs);
   export_function(m, "norm_backward_outputs", norm_backward_outputs);
   m.def("cpu_isa", [] { return cpu::isa_name(cpu::isa()); });

@@ -1,6 +1,7 @@
 """Triton kernels run in the interpreter where there is no GPU, if asked for before the import."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -16,3 +17,13 @@ if not torch.cuda.is_available():
 def seeded():
     """Max norms over few elements are a matter of luck: the draw is the same at each run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def sums():
+    """Counts the fused sums of patched layers."""
+    from fusedops.patching import residual
+
+    run = residual._fused_sum
+    with mock.patch.object(residual, "_fused_sum", side_effect=run) as counted:
+        yield counted

@@ -82,6 +82,7 @@ SHARED = {
         "record.py",
         "report.py",
         "results",
+        "step.py",
         "suites.py",
         "timing.py",
         "worker.py",

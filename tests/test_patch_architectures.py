@@ -5,6 +5,7 @@ model run (which norms are called, and which of them get a sum that their caller
 """
 
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fusedops.functional import norm as family
-from fusedops.patching import patch, unpatch
+from fusedops.patching import linear, patch, unpatch
 from fusedops.patching.verify import Yardstick, run
 
 transformers = pytest.importorskip("transformers")
@@ -160,6 +161,44 @@ COVERAGE = {
 }
 
 
+# gated products that are fused
+GATED = dict.fromkeys(
+    ("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "cohere", "granite", "stablelm"),
+    (2, "swiglu"),
+)
+GATED |= dict.fromkeys(("phi3", "glm4", "qwen2_moe"), (2, "swiglu"))
+GATED |= dict.fromkeys(("gemma", "gemma2", "gemma3_text"), (2, "geglu(approximate='tanh')"))
+GATED |= {"modernbert": (2, "geglu")}
+# activations that go into the linear before them
+ACTIVATED = dict.fromkeys(
+    ("phi", "gpt2", "gptj", "bloom", "starcoder2"), (2, "linear(activation='gelu_tanh')")
+)
+ACTIVATED |= dict.fromkeys(
+    (
+        "falcon",
+        "gpt_neox",
+        "xglm",
+        "bert",
+        "roberta",
+        "electra",
+        "deberta-v2",
+        "mpnet",
+        "vit",
+        "dinov2",
+    ),
+    (2, "linear(activation='gelu')"),
+)
+ACTIVATED |= dict.fromkeys(
+    ("convnext", "bart", "mbart", "pegasus", "marian", "whisper"), (4, "linear(activation='gelu')")
+)
+ACTIVATED |= {
+    "wav2vec2": (2, "linear(activation='gelu')"),
+    "siglip_vision_model": (3, "linear(activation='gelu_tanh')"),
+    "opt": (2, "linear(activation='relu')"),
+    "t5": (4, "linear(activation='relu')"),
+}
+
+
 def build(name):
     """The model with random weights (norm weights and biases too), in eval mode, and a batch."""
     group, auto = next((g, auto) for g, auto in GROUPS if name in g)
@@ -216,6 +255,21 @@ def test_every_norm_and_every_normed_sum_is_fused_or_explained(name, monkeypatch
     added = [p for p in seen.sums if sums[p.norm].now and p.plain]
     assert counted["add_layer_norm"] + counted["add_rms_norm"] == len(added)
     assert sum(counted.values()) == sum(bool(norms[path].now) for path in seen.norms)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_linear_is_fused_with_its_activation_and_every_gated_product(name, monkeypatch):
+    monkeypatch.setattr(linear, "_no_gain", lambda module, form: "")  # as on every machine
+    model, _ = build(name)
+    named = {p for p, m in model.named_modules() if type(m).__name__.endswith(("Linear", "Conv1D"))}
+    report = quietly(patch, model)
+    fused = [site for site in report.fused if site.kind in ("linear", "mlp")]
+    assert {site.path for site in fused if site.kind == "linear"} == named
+    assert not [site for site in report.skipped if site.kind in ("linear", "mlp")]
+    now = Counter(site.now for site in fused)
+    del now["linear"]
+    wanted = [table[name] for table in (GATED, ACTIVATED) if name in table]
+    assert now == Counter({what: n for n, what in wanted})
 
 
 def quietly(function, *args):

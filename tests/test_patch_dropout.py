@@ -1,11 +1,10 @@
 """patch on a dropout right before a sum: it goes into the fused sum, or stays where it is."""
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
-from test_patch_residual import (
+from residual_cases import (
     DROPOUT,
     DropoutStillNeeded,
     ModuleDropout,
@@ -16,15 +15,7 @@ from test_patch_residual import (
     residual_sites,
 )
 
-from fusedops.patching import patch, residual
-
-
-@pytest.fixture
-def sums():
-    """Counts the fused sums."""
-    run = residual._fused_sum
-    with mock.patch.object(residual, "_fused_sum", side_effect=run) as counted:
-        yield counted
+from fusedops.patching import patch
 
 
 @pytest.mark.parametrize("kind", DROPOUT, ids=lambda kind: kind.__name__)

@@ -35,6 +35,13 @@ def bert():
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
 
 
+def of_llama(layers, adapters=0):
+    """The coverage of a Llama of so many layers, and of the linears that LoRA has added to it."""
+    linears = 7 * layers + 1 + adapters
+    found = {"norm": 2 * layers + 1, "residual": layers, "mlp": layers, "linear": linears}
+    return {kind: (n, n) for kind, n in found.items()}
+
+
 def classes(model):
     return [type(module) for module in model.modules()]
 
@@ -46,13 +53,13 @@ def model():
 
 def test_report(model):
     report = patch(model)
-    assert report.coverage == {"norm": (5, 5), "residual": (2, 2)}
+    assert report.coverage == of_llama(2)
     assert report.fused[0] == Site(
         "model.layers.0.input_layernorm", "norm", "LlamaRMSNorm", "rms_norm(rounding='llama')"
     )
     text = str(report)
     assert "model.layers.0-1.post_attention_layernorm" in text
-    for kind in ("attention", "mlp", "rotary", "linear", "loss"):
+    for kind in ("attention", "rotary", "loss"):
         assert f"{kind}: not in this version" in text
     assert "attention:" not in str(patch(model, attention=False))
 
@@ -250,7 +257,7 @@ def test_peft():
 def test_peft_without_trained_norms_fuses_the_sums():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    assert patch(model).coverage == {"norm": (5, 5), "residual": (2, 2)}
+    assert patch(model).coverage == of_llama(2, adapters=4)
 
 
 def test_accelerate_hooks_are_seen():
@@ -298,7 +305,7 @@ def test_fsdp2_on_top(tmp_path):
         for part in [*model.model.layers, model]:
             dist.fsdp.fully_shard(part, mesh=mesh)
         torch.testing.assert_close(model(IDS).logits, wanted)
-        assert patch(model).coverage == {"norm": (5, 5), "residual": (2, 2)}
+        assert patch(model).coverage == of_llama(2)
         unpatch(model)
         assert torch.equal(model(IDS).logits, wanted)
     finally:
@@ -317,7 +324,7 @@ def test_autocast(model):
 def test_meta_model_of_seven_billion():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
-    assert patch(model).coverage == {"norm": (65, 65), "residual": (32, 32)}
+    assert patch(model).coverage == of_llama(32)
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -334,7 +341,7 @@ def test_context_manager(model):
 
 
 def test_nothing_to_patch_warns_and_strict_raises():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4))
     with pytest.warns(UserWarning, match="nothing was fused"):
         report = patch(model)
     assert report.coverage == {"norm": (0, 1)}
@@ -380,7 +387,7 @@ def test_patch_that_is_interrupted_leaves_the_model_as_it_was(model, monkeypatch
         raise KeyboardInterrupt
 
     before = classes(model)
-    monkeypatch.setitem(patch.__globals__, "patch_residuals", interrupted)
+    monkeypatch.setitem(patch.__globals__, "patch_layers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         patch(model)
     assert classes(model) == before
@@ -401,8 +408,24 @@ def test_pickle_of_a_class_with_its_own_reduce():
 
 
 def test_kinds_can_be_switched_off(model):
-    assert patch(model, residual=False).coverage == {"norm": (5, 5)}
-    assert patch(model).coverage == {"norm": (5, 5), "residual": (2, 2)}
+    whole = of_llama(2)
+    for kind in whole:
+        report = patch(model, **{kind: False})
+        lost = {kind, "residual"} if kind == "norm" else {kind}
+        assert {k for k, (fused, _) in report.coverage.items() if fused} == whole.keys() - lost
+        unpatch(model)
+
+
+def test_a_kind_that_is_switched_on_later_joins_the_others(model):
+    out = model(IDS).logits
+    for kinds in ({"mlp": False, "linear": False}, {"residual": False}, {}):
+        report = patch(model, **kinds)
+    assert report.coverage == of_llama(2)
+    torch.testing.assert_close(model(IDS).logits, out)
+    layer, mlp = model.model.layers[0], model.model.layers[0].mlp
+    assert layer._fusedops_lines >= {"residual"} and mlp._fusedops_lines >= {"mlp"}
+    unpatch(model)
+    assert torch.equal(model(IDS).logits, out)
 
 
 def test_bad_arguments(model):
@@ -446,7 +469,7 @@ def test_verify_takes_equal_infinities_for_equal(monkeypatch):
     def move(*_):
         at[0] = 1
 
-    monkeypatch.setitem(patch.__globals__, "patch_residuals", move)
+    monkeypatch.setitem(patch.__globals__, "patch_layers", move)
     with pytest.raises(RuntimeError, match="beyond rounding in output"):
         patch(model, verify=torch.randn(3, 4))
 

@@ -3,21 +3,12 @@
 import functools
 import inspect
 import traceback
-from unittest import mock
 
 import pytest
 import torch
-from test_patch_residual import Layer, N, build, close, residual_sites
+from residual_cases import Layer, N, build, close, residual_sites
 
-from fusedops.patching import patch, residual
-
-
-@pytest.fixture
-def sums():
-    """Counts the fused sums."""
-    run = residual._fused_sum
-    with mock.patch.object(residual, "_fused_sum", side_effect=run) as counted:
-        yield counted
+from fusedops.patching import patch
 
 
 class Raises(Layer):

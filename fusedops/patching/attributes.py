@@ -1,32 +1,50 @@
-"""The attributes that the code of a norm module reads."""
+"""The attributes that the code of a module reads, and whether it changes any."""
 
-from collections.abc import Hashable, Iterator
+import dis
+from collections.abc import Callable, Hashable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["MISSING", "fixed"]
+__all__ = ["MISSING", "changes_state", "fixed", "plain"]
 
 MISSING = "not there", object()
 PLAIN = int, float, bool, str, type(None), torch.dtype
 
 
-def fixed(module: nn.Module, known: set) -> tuple[tuple[str, Hashable], ...] | str:
+def fixed(
+    module: nn.Module, known: set, too: Callable[[object], bool] = lambda value: False
+) -> tuple[tuple[str, Hashable], ...] | str:
     """(name, value) of the attributes that the forward reads, less those in `known`.
 
     The value is MISSING where the instance has no such attribute. Or the reason why their changes
-    could not be seen.
+    could not be seen: a value is no plain one, nor one that `too` says is as good.
     """
     own = {**dict.fromkeys(vars(nn.Module())), **module._parameters, **dict.fromkeys(known)}
     names = {name for code in _codes(type(module)) for name in _read(code)}
     found = {name: vars(module).get(name, MISSING) for name in names - own.keys()}
     for name, value in found.items():
-        if value is not MISSING and not _is_plain(value):
+        if value is not MISSING and not _is_plain(value) and not too(value):
             return f"its forward reads self.{name}, which may change unseen"
     known_to_it = (name for name in found if name in vars(module) or hasattr(type(module), name))
     return tuple((name, found[name]) for name in sorted(known_to_it) if not _inherited(name))
+
+
+def changes_state(cls: type) -> bool:
+    """Whether the forward, or a method or function of its own that it calls, sets an attribute of
+    anything or a global.
+    """
+    names = {i.opname for code in _codes(cls) for i in dis.get_instructions(code)}
+    return not names.isdisjoint(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))
+
+
+def plain(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
+    """(name, value) of all attributes of the module that are plain data."""
+    known = vars(nn.Module()).keys()
+    own = (item for item in vars(module).items() if item[0] not in known)
+    return tuple(sorted((name, value) for name, value in own if _is_plain(value)))
 
 
 def _is_plain(value: object) -> bool:

@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = [
+    "blocks",
     "calls",
+    "changes_tensors",
     "copied_name",
     "dotted",
+    "expressions",
     "first_call",
     "given",
     "holds_sum",
@@ -17,6 +20,7 @@ __all__ = [
     "loads",
     "mentions",
     "movable",
+    "replaced",
     "stores",
     "sum_of",
 ]
@@ -95,6 +99,51 @@ def is_simple(statement: ast.stmt) -> bool:
     return isinstance(statement, SIMPLE)
 
 
+def changes_tensors(node: ast.AST) -> bool:
+    """Whether it says that it changes an object: `x += y`, `x[0] = y`, `x.add_(y)`, `inplace=`."""
+    match node:
+        case ast.AugAssign():
+            return True
+        case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+            return True
+        case ast.Call(func=ast.Attribute(attr=name)) if name.endswith("_"):
+            return True
+        case ast.keyword(arg="inplace" | "out"):
+            return True
+    return any(changes_tensors(child) for child in ast.iter_child_nodes(node))
+
+
+def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Every block of statements in a tree; not those of functions inside it, nor of a `try`, whose
+    handlers may see what a statement has left half done.
+    """
+    for name in ("body", "orelse"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            yield block
+            for statement in block:
+                if not isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Try):
+                    yield from blocks(statement)
+
+
+def expressions(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement without those of scopes inside it, where names mean other things."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.Lambda, *COMPREHENSIONS)):
+            yield from expressions(child)
+
+
+def replaced(tree: Any, old: ast.AST, new: ast.expr) -> Any:
+    """The tree with `new` where `old` is."""
+
+    class Replace(ast.NodeTransformer):
+        def visit(self, node):
+            return ast.copy_location(new, node) if node is old else super().generic_visit(node)
+
+    return Replace().visit(tree)
+
+
 def calls(node: ast.AST) -> Iterator[ast.Call]:
     """The calls of a statement that are sure to be made when it runs."""
     for child in ast.iter_child_nodes(node):
@@ -164,8 +213,11 @@ def assigns(statement: ast.AST, name: str) -> bool:
 
 
 def loads(node: ast.AST) -> list[str]:
+    """The names that are read, those of `x += y` too."""
     names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
-    return [n.id for n in names if isinstance(n.ctx, ast.Load)]
+    read = [n.id for n in names if isinstance(n.ctx, ast.Load)]
+    changed = (n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign))
+    return read + [n.id for n in changed if isinstance(n, ast.Name)]
 
 
 def stores(*nodes: ast.AST) -> set[str]:

@@ -6,10 +6,14 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from fusedops.patching.epilogue import EPILOGUE
+from fusedops.patching.layer import patch_layers
+from fusedops.patching.linear import patch_linears
+from fusedops.patching.mlp import MLP
 from fusedops.patching.norm import patch_norms
 from fusedops.patching.report import PatchReport
-from fusedops.patching.residual import patch_residuals
-from fusedops.patching.swap import fused_modules, restore
+from fusedops.patching.residual import RESIDUAL
+from fusedops.patching.swap import put_back, restore, states
 from fusedops.patching.verify import Yardstick
 
 __all__ = ["patch", "patched", "unpatch"]
@@ -33,20 +37,26 @@ def patch(
 ) -> PatchReport:
     """Puts fused kernels into `model`, in place, and says what was fused and what was left.
 
-    Sites are found by structure and swapped only when the fused function was seen to give what
-    the module gives. Parameters stay the same objects under the same names; other instances of
-    the same classes are untouched. `unpatch(model)` takes everything back. Patching twice is
-    patching once.
+    Sites are found by structure and swapped only when the fused function was seen to give what the
+    module gives: norms, activations, and linears whose forward is not nn.Linear's are run.
+    Parameters stay the same objects under the same names; other instances of the same classes are
+    untouched. `unpatch(model)` takes everything back. Patching twice is patching once.
 
     norm: modules that compute layer_norm or rms_norm. residual: a sum and the norm of it in one
-    forward, where norm has fused the norm. attention, mlp, rotary, linear, loss: not in this
-    version, as the report says. strict: raise RuntimeError with the reasons, and leave the model
-    as it was, when a site cannot be fused. verify: a batch (the model's keyword arguments in a
-    dict, or one tensor); runs it before and after, and unpatches and raises RuntimeError when
-    outputs, loss or gradients differ by more than rounding. That takes memory for a float64 copy
-    of the model.
+    forward, where norm has fused the norm. mlp: an activation of one tensor times another, in one
+    pass; the linears around it are called as the modules that they are. linear: linears, with the
+    activation that follows in the same forward, where that is faster on this machine. attention,
+    rotary, loss: not in this version, as the report says. strict: raise RuntimeError with the
+    reasons, and leave the model as it was, when a site cannot be fused. verify: a batch (the
+    model's keyword arguments in a dict, or one tensor); runs it before and after, and unpatches and
+    raises RuntimeError when outputs, loss or gradients differ by more than rounding. That takes
+    memory for a float64 copy of the model.
 
-    A fused dropout draws another random mask than torch's, with the same distribution. In bfloat16
+    The class of a fused module is a subclass of its own with the same name: `type(m) is nn.Linear`
+    is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after
+    unpatch. An activation that appends to a global list when it is called is not seen to do so. A
+    fused dropout draws another random mask than torch's, with the same distribution. In 16 bits a
+    gated product and an activated linear are rounded once, where the lines round twice. In bfloat16
     an in-place change of a norm's input after the call raises in backward, where lines that cast to
     float32 (Llama's) had kept a copy. Under autocast a sum of bfloat16 and float32 is fused where
     the result was proven to be the same, else it runs as written. What autocast changes is proven
@@ -57,15 +67,16 @@ def patch(
     """
     _check(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
-    kinds = {"attention": attention, "mlp": mlp, "rotary": rotary, "linear": linear, "loss": loss}
-    later = [NOT_YET.format(kind) for kind, wanted in kinds.items() if wanted]
+    later = {"attention": attention, "rotary": rotary, "loss": loss}
+    kinds = [kind for kind, on in ((RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear)) if on]
     report = PatchReport()
     with _all_or_nothing(model):
         if norm:
             patch_norms(model, report)
-        if residual:
-            patch_residuals(model, report)
-        report.notes += later
+        patch_layers(model, kinds, report)
+        if linear:
+            patch_linears(model, report)
+        report.notes += [NOT_YET.format(kind) for kind, wanted in later.items() if wanted]
         _judge(report, strict)
     if before is not None:
         before.compare(model)
@@ -75,17 +86,12 @@ def patch(
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """Whatever ends the block early, the modules that it fused are as they were before it."""
-    already = fused_modules(model)
+    before = states(model)
     try:
         yield
     except BaseException:
-        _restore_all_but(already, model)
+        put_back(model, before)
         raise
-
-
-def _restore_all_but(kept: set[nn.Module], model: nn.Module) -> None:
-    for module in set(model.modules()) - kept:
-        restore(module)
 
 
 def _judge(report: PatchReport, strict: bool) -> None:
@@ -116,9 +122,9 @@ def patched(model: nn.Module, **kwargs) -> Iterator[PatchReport]:
 
     Takes patch's arguments and gives its report.
     """
-    already = fused_modules(model) if isinstance(model, nn.Module) else set()
+    before = states(model) if isinstance(model, nn.Module) else {}
     report = patch(model, **kwargs)
     try:
         yield report
     finally:
-        _restore_all_but(already, model)
+        put_back(model, before)

@@ -1,15 +1,12 @@
 """Finds out what a norm module computes: its parts by their names, its formula by running it."""
 
 import inspect
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedops.patching.attributes import fixed
 from fusedops.patching.formula import FORMULAS, Formula
@@ -22,6 +19,7 @@ from fusedops.patching.specimen import (
     Specimen,
     device_of,
     normalized_shape,
+    undisturbed,
 )
 from fusedops.patching.swap import ANY, said, version
 
@@ -69,18 +67,10 @@ _known: "WeakKeyDictionary[type, dict[Hashable, Recipe | str]]" = WeakKeyDiction
 def probe(module: nn.Module) -> Recipe | str:
     """The module's recipe, or the reason why no fused function can stand for it."""
     try:
-        with _undisturbed():
+        with undisturbed():
             return _probe(module)
     except ANY as error:
         return f"it cannot be probed: {said(error)}"
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Plain tensors that know gradients, whatever mode or transform the caller is in."""
-    plain = torch.inference_mode(False)
-    with plain, _disable_current_modes(), temporarily_clear_interpreter_stack():
-        yield
 
 
 def _probe(module: nn.Module) -> Recipe | str:

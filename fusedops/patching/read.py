@@ -1,23 +1,28 @@
-"""What the calls in a forward are: a norm of one tensor, a dropout, or neither."""
+"""What the calls in a forward run: a submodule of some role, or a function of torch."""
 
 import ast
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.nn import functional as F
+
 from fusedops.patching import flow
+from fusedops.patching.activation import Named, function_of
 
 __all__ = ["Names", "Reader", "place"]
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the dotted names of a forward stand for: two kinds of submodule, and F.dropout."""
+    """What the dotted names of a forward stand for: submodules by their roles, and globals."""
 
-    is_norm: Callable[[str], bool]
-    is_dropout: Callable[[str], bool]
-    is_functional_dropout: Callable[[str], bool]
+    roles: Mapping[str, str]
+    meaning: Callable[[str], object]
+
+    def is_a(self, role: str, name: str) -> bool:
+        return self.roles.get(name) == role
 
 
 class Reader:
@@ -25,8 +30,9 @@ class Reader:
 
     def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
         self.names = names
-        self.self_name = tree.args.args[0].arg if tree.args.args else ""
+        self.self_name = next((a.arg for a in (*tree.args.posonlyargs, *tree.args.args)), "")
         self.tree = copy.deepcopy(tree)
+        self.own = self.own_names()
         sums = (n for n in ast.walk(tree) if isinstance(n, ast.BinOp | ast.AugAssign))
         self.text = {place(n): ast.unparse(n) for n in sums}
 
@@ -36,18 +42,33 @@ class Reader:
 
     def norm(self, node: ast.AST) -> str:
         """The dotted name of the norm that a call runs on its one argument, else empty."""
+        return self.called("norm", node)
+
+    def called(self, role: str, node: ast.AST) -> str:
+        """The dotted name of the submodule of a role that a call runs on its one argument."""
         match node:
             case ast.Call(func=func, args=[argument], keywords=[]):
                 name = self.submodule(func)
-                if name and self.names.is_norm(name) and not isinstance(argument, ast.Starred):
+                if self.names.is_a(role, name) and not isinstance(argument, ast.Starred):
                     return name
         return ""
+
+    def activation(self, node: ast.AST) -> Named | None:
+        """The activation that a call runs on one tensor: a submodule, or a function of torch."""
+        if name := self.called("activation", node):
+            return Named(name)
+        match node:
+            case ast.Call(func=func, args=[argument], keywords=[]):
+                function = self.meaning(func)
+                plain = not isinstance(argument, ast.Starred) and function_of(function)
+                return Named("", function) if plain else None
+        return None
 
     def normed_sums(self) -> Iterator[tuple[ast.Call, str, ast.expr | ast.stmt]]:
         """Every call of a norm on what is, or is made of, a sum: (call, norm, the sum)."""
         for call in (n for n in ast.walk(self.tree) if isinstance(n, ast.Call)):
             name = self.submodule(call.func)
-            if name and self.names.is_norm(name):
+            if name and self.names.is_a("norm", name):
                 for value in (*call.args, *(k.value for k in call.keywords)):
                     if made := self._sum_in(value, call.lineno):
                         yield call, name, made
@@ -72,6 +93,26 @@ class Reader:
         head, _, name = flow.dotted(func).partition(".")
         return name if head == self.self_name else ""
 
+    def meaning(self, func: ast.expr) -> object:
+        """What a name stands for that the function has from outside."""
+        name = flow.dotted(func)
+        return None if name.partition(".")[0] in self.own else self.names.meaning(name)
+
+    def changes_tensors(self, node: ast.AST) -> bool:
+        """Whether it says that it changes an object, or runs a submodule that works in place."""
+        inplace = any(self.names.is_a("inplace", self.submodule(c.func)) for c in _calls(node))
+        return inplace or flow.changes_tensors(node)
+
+    def made_by_call(self, node: ast.expr) -> bool:
+        """Whether the value is what a call has returned, or one of several that it has."""
+        if isinstance(node, ast.Call):
+            return True
+        given = (n for n in ast.walk(self.tree) if isinstance(n, ast.Assign))
+        made = [
+            n for n in given if isinstance(node, ast.Name) and node.id in flow.stores(*n.targets)
+        ]
+        return any(isinstance(n.value, ast.Call) for n in made)
+
     def is_dropout(self, statement: ast.stmt, name: str = "") -> bool:
         match statement:
             case ast.Assign(targets=[ast.Name(id=target)], value=value):
@@ -87,12 +128,12 @@ class Reader:
     def dropout(self, node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
         """(x, dropout) of a call: the module, or (p, training) of F.dropout."""
         match node:
-            case ast.Call(func=func, args=[x], keywords=[]) if self.names.is_dropout(
-                self.submodule(func)
+            case ast.Call(func=func, args=[x], keywords=[]) if self.names.is_a(
+                "dropout", self.submodule(func)
             ):
                 return x, copy.deepcopy(func)
             case ast.Call(func=func, args=args, keywords=keywords) if (
-                self.names.is_functional_dropout(flow.dotted(func))
+                self.meaning(func) is F.dropout
             ):
                 return _functional_dropout(args, keywords)
         return None
@@ -125,6 +166,10 @@ class Reader:
         values = [n.value for n in later if isinstance(n, ast.Return)]
         values += [e for n in later if isinstance(n, ast.Tuple) for e in n.elts]
         return any(flow.dotted(v) == h for v in values if v is not None)
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (n for n in ast.walk(node) if isinstance(n, ast.Call))
 
 
 def place(node: ast.expr | ast.stmt) -> tuple:

@@ -1,58 +1,33 @@
 """Residual sites: a layer's forward that adds two tensors and norms the sum."""
 
-import functools
-import inspect
-from collections.abc import Callable, Hashable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedops.patching.norm import looks_like_a_norm, recipe_of, row_major
-from fusedops.patching.read import Names
-from fusedops.patching.report import PatchReport, Site
+from fusedops.patching.layer import Kind, lines_of
+from fusedops.patching.norm import recipe_of, row_major
+from fusedops.patching.report import Site
 from fusedops.patching.rewrite import HELPER, Found, rewrite
-from fusedops.patching.source import Unreadable, innermost, parse, rebuild
-from fusedops.patching.swap import Unswappable, original_class, subclass, swap, version
+from fusedops.patching.swap import has_hooks, original_class
 
-__all__ = ["add_norm", "patch_residuals"]
+__all__ = ["RESIDUAL", "add_norm"]
 
 LEAVES = "residual: `{1}` leaves {0}.forward, another module norms it: not in this version"
 WITHOUT = "residual: no sum of its own was recognised in {}.forward"
 
-CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
 
-# (child's name, what it is) of the children that the rewriting asks for
-Roles = frozenset[tuple[str, str]]
-# class -> (its version, its children's roles) -> the sums in its forward, or why it is not read
-_known: "WeakKeyDictionary[type, dict[Hashable, list[Found] | str]]" = WeakKeyDictionary()
-
-
-def patch_residuals(model: nn.Module, report: PatchReport) -> None:
-    """Rewrites every forward that norms a sum. Norms come first: a sum needs a fused one."""
-    for path, module in list(model.named_modules()):
-        roles = _roles(module)
-        has_norm = any(role == "norm" for _, role in roles)
-        if has_norm and original_class(module).forward not in CONTAINERS:
-            _patch_residual(path, module, roles, report)
+def sites(path: str, module: nn.Module, found: list[Found]) -> tuple[list[Site], list[str]]:
+    """The sums that are normed, and a note for each of those that leave the forward."""
+    name = original_class(module).__name__
+    notes = [LEAVES.format(name, sum_.sum) for sum_ in found if not sum_.norm]
+    notes += [] if found else [WITHOUT.format(name)]
+    return [_site(path, module, sum_) for sum_ in found if sum_.norm], notes
 
 
-def _patch_residual(path: str, module: nn.Module, roles: Roles, report: PatchReport) -> None:
-    original = original_class(module)
-    found = _find(original, roles)
-    if isinstance(found, str):
-        report.skipped.append(Site(path, "residual", original.__name__, reason=found))
-        return
-    sites = [_site(path, module, sum_) for sum_ in found if sum_.norm]
-    if any(site.now for site in sites):
-        swap(module, functools.partial(_fused, roles=roles))
-    report.fused += [site for site in sites if site.now]
-    report.skipped += [site for site in sites if not site.now]
-    notes = [LEAVES.format(original.__name__, sum_.sum) for sum_ in found if not sum_.norm]
-    notes += [] if found else [WITHOUT.format(original.__name__)]
-    report.notes += [note for note in notes if note not in report.notes]
+def unread(path: str, module: nn.Module, reason: str) -> Site:
+    return Site(path, "residual", original_class(module).__name__, reason=reason)
 
 
 def _site(path: str, module: nn.Module, found: Found) -> Site:
@@ -75,72 +50,9 @@ def _obstacle(module: nn.Module, name: str) -> str:
     return "" if recipe.adds else "fused sums are normed over the last dimension only"
 
 
-def _roles(module: nn.Module) -> Roles:
-    roles = ((name, _role(child)) for name, child in module.named_children())
-    return frozenset((name, role) for name, role in roles if role)
-
-
-def _role(module: nn.Module) -> str:
-    if isinstance(module, nn.Dropout):
-        return "dropout"
-    return "norm" if looks_like_a_norm(module) or _wraps_norms(module) else ""
-
-
-def _wraps_norms(module: nn.Module) -> bool:
-    """Whether all that is in it are norms, as in PEFT's ModulesToSaveWrapper."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) or next(module.children(), None) is None:
-        return False
-    leaves = (m for m in module.modules() if next(m.children(), None) is None)
-    return all(looks_like_a_norm(leaf) for leaf in leaves)
-
-
-def _find(original: type[nn.Module], roles: Roles) -> list[Found] | str:
-    known, key = _known.setdefault(original, {}), (version(original), roles)
-    if key not in known:
-        try:
-            known[key] = _rewrite(original, roles)[1]
-        except (Unreadable, Unswappable) as why:
-            known[key] = str(why)
-    return known[key]
-
-
-def _rewrite(original: type[nn.Module], roles: Roles) -> tuple[Callable, list[Found]]:
-    """The forward of the class with its sums rewritten, and the sums."""
-    function = innermost(original)
-    tree = parse(function)
-    names = Names(
-        is_norm=lambda name: (name, "norm") in roles,
-        is_dropout=lambda name: (name, "dropout") in roles,
-        is_functional_dropout=lambda name: _global(function, name) is F.dropout,
-    )
-    found = rewrite(tree, names)
-    return rebuild(tree, original, {HELPER: layer_add_norm}), found
-
-
-def _global(function, dotted: str) -> object:
-    """What a dotted name means in the function, None when it means nothing there."""
-    head, *rest = dotted.split(".")
-    value = function.__globals__.get(head)
-    for name in rest:
-        value = inspect.getattr_static(value, name, None)
-    return value
-
-
-def _fused(original: type[nn.Module], roles: Roles) -> type:
-    return subclass(original, roles, lambda: _methods(original, roles))
-
-
-def _methods(original: type[nn.Module], roles: Roles) -> dict:
-    return {
-        "forward": _rewrite(original, roles)[0],
-        "_fusedops_sums": True,
-        "_fusedops_aside": {"_fusedops_sums": False},
-    }
-
-
 def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
     """What a rewritten forward calls: add_norm, or the lines that it stands for after unpatch."""
-    run = add_norm if getattr(layer, "_fusedops_sums", False) else add_norm_plain
+    run = add_norm if "residual" in lines_of(layer) else add_norm_plain
     norm = (how.pop("norm"),) if "norm" in how else ()
     return run(*norm, *operands, **how)
 
@@ -181,7 +93,7 @@ def _dropout(x: Tensor, dropout) -> tuple[Tensor, float]:
     if isinstance(dropout, tuple):
         p, training = dropout
         return x, p if training else 0.0
-    if type(dropout) is nn.Dropout and not dropout.inplace and not _has_hooks(dropout):
+    if type(dropout) is nn.Dropout and not dropout.inplace and not has_hooks(dropout):
         return x, dropout.p if dropout.training else 0.0
     return dropout(x), 0.0
 
@@ -197,7 +109,7 @@ def _fusable(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
         and x.device == residual.device
         and row_major(x)  # else h keeps their strides, and a later view may depend on them
         and row_major(residual)
-        and not _has_hooks(norm)
+        and not has_hooks(norm)
     )
 
 
@@ -207,13 +119,4 @@ def _mixed(x: Tensor, residual: Tensor) -> bool:
     return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether something wants to see the call of the module."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-        or nn.modules.module._has_any_global_hook()
-    )
+RESIDUAL = Kind("residual", 0, "norm", rewrite, {HELPER: layer_add_norm}, sites, unread)

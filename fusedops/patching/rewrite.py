@@ -112,7 +112,7 @@ class _Rewriter:
         fused.keywords.append(ast.keyword("norm", fused.args.pop(1)))
         targets = ast.Tuple([ast.Name(y, ast.Store()), ast.Name(h, ast.Store())], ast.Store())
         block[at] = ast.copy_location(ast.Assign([targets], fused), block[at])
-        block[end] = _replace(block[end], call, ast.Name(y, ast.Load()))
+        block[end] = flow.replaced(block[end], call, ast.Name(y, ast.Load()))
         if not isinstance(block[end], ast.Return):  # or y would keep its memory until the end
             delete = ast.Delete([ast.Name(y, ast.Del())])
             block.insert(end + 1, ast.copy_location(delete, block[end]))
@@ -151,7 +151,7 @@ class _Rewriter:
             if self.read.norm(call) and flow.is_sum(call.args[0]):
                 fused = self._call(call, call.args[0], block, at)
                 first = ast.Subscript(fused, ast.Constant(0), ast.Load())
-                statement = block[at] = _replace(statement, call, ast.copy_location(first, call))
+                statement = block[at] = flow.replaced(statement, call, first)
         return statement
 
     # an `if` between the sum and its norm
@@ -272,11 +272,3 @@ def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:
         else:
             same -= flow.stores(block[i])
     return None
-
-
-def _replace(tree: ast.stmt, old: ast.expr, new: ast.expr) -> ast.stmt:
-    class Replace(ast.NodeTransformer):
-        def visit(self, node):
-            return ast.copy_location(new, old) if node is old else super().generic_visit(node)
-
-    return Replace().visit(tree)

@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -57,7 +57,7 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
     return tree
 
 
-def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: dict[str, object]) -> Callable:
+def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: Mapping[str, object]) -> Callable:
     """`tree` as the forward of `cls`: same globals, closure, defaults and decorators.
 
     more: what the closure holds beside the original's cells.

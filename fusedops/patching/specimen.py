@@ -1,4 +1,4 @@
-"""A norm module under probe: a copy of it with random parameters, and inputs for it.
+"""A module under probe: a copy of it with random parameters, and inputs for a norm.
 
 The copy shares the module's attributes and has parameters of its own, so a module on the meta
 device is probed too, and no state of the model is read or changed.
@@ -11,11 +11,25 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedops.patching.formula import Formula, same
 from fusedops.patching.swap import ANY
 
-__all__ = ["BF16", "F16", "F32", "F64", "Regime", "Specimen", "device_of", "normalized_shape"]
+__all__ = [
+    "BF16",
+    "F16",
+    "F32",
+    "F64",
+    "Regime",
+    "Specimen",
+    "bare",
+    "device_of",
+    "normalized_shape",
+    "quiet",
+    "undisturbed",
+]
 
 ELEMENTS = 200_000  # enough to see 1 in 10,000
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -33,6 +47,14 @@ def device_of(module: nn.Module) -> str:
 def normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
     shape = getattr(module, "normalized_shape", None)
     return tuple(shape) if isinstance(shape, tuple | list) else None
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """A shallow copy of the module without its hooks."""
+    new = object.__new__(type(module))
+    hooks: dict = {k: OrderedDict() for k in vars(module) if k.endswith("_hooks")}
+    vars(new).update({**vars(module), **hooks})
+    return new
 
 
 class Specimen:
@@ -136,7 +158,7 @@ class Specimen:
         operands = self._operands(formula, regime[1])
         *parameters, eps = [t.requires_grad_() if isinstance(t, Tensor) else t for t in operands]
         one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-        with torch.enable_grad(), _autocast(self.device, regime[2]), _quiet(self.device):
+        with torch.enable_grad(), _autocast(self.device, regime[2]), quiet(self.device):
             got = module(one)
             wanted = formula.reference(other, self.shape, *parameters, eps)
         if not got.requires_grad or not same(got.detach(), wanted.detach(), x.dtype):
@@ -160,7 +182,7 @@ class Specimen:
         module = self._copy(regime[1])
         module.training = module.training if training is None else training
         try:
-            with torch.no_grad(), _autocast(self.device, regime[2]), _quiet(self.device):
+            with torch.no_grad(), _autocast(self.device, regime[2]), quiet(self.device):
                 y = module(x)
         except ANY:
             return None
@@ -168,11 +190,8 @@ class Specimen:
 
     def _copy(self, dtype: torch.dtype) -> nn.Module:
         """The module without its hooks, with parameters of our own."""
-        new = object.__new__(type(self.module))
-        hooks: dict = {k: OrderedDict() for k in vars(self.module) if k.endswith("_hooks")}
-        names = self.module._parameters
+        new, names = bare(self.module), self.module._parameters
         own = {n: nn.Parameter(self._to(self.parameters[n], dtype)) for n in self.parameters}
-        vars(new).update({**vars(self.module), **hooks})
         vars(new)["_parameters"] = {**dict.fromkeys(names), **own}
         return new
 
@@ -194,7 +213,15 @@ def _autocast(device: str, enabled: bool) -> torch.autocast:
 
 
 @contextmanager
-def _quiet(device: str) -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
+    """Plain tensors that know gradients, whatever mode or transform the caller is in."""
+    plain = torch.inference_mode(False)
+    with plain, _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
+
+
+@contextmanager
+def quiet(device: str) -> Iterator[None]:
     """No warnings, and the random stream stays as it is."""
     devices = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices), warnings.catch_warnings():

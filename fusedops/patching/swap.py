@@ -19,11 +19,15 @@ __all__ = [
     "Unswappable",
     "fused_class",
     "fused_modules",
+    "given",
+    "has_hooks",
     "new_class",
     "original",
     "original_class",
+    "put_back",
     "restore",
     "said",
+    "states",
     "subclass",
     "swap",
     "version",
@@ -32,6 +36,7 @@ __all__ = [
 # What a module's own code raises when patch runs it (its forward on inputs that it was not written
 # for, its `__init_subclass__`) is of any class, and only says that the module has to be left.
 ANY = Exception
+OWN = "_fusedops_"
 
 # (original class, its version, key) -> subclass, for as long as a module uses it.
 _subclasses: "WeakValueDictionary[tuple[type, Hashable, Hashable], type]" = WeakValueDictionary()
@@ -49,13 +54,23 @@ def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], d
     that switch the fused code off.
     """
     place = original, version(original), key
-    made = _subclasses.get(place)
+    made: Any = _subclasses.get(place)
     if made is None:
         named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         own = {"_fusedops_original": original, **_copying(original)}
         made = new_class(original, {**named, **own, **namespace()})
+        made._fusedops_forward = made.forward  # as its metaclass or base may have wrapped it
         _subclasses[place] = made
     return made
+
+
+def given(module: nn.Module, name: str) -> Any:
+    """What patch has put on the module's class under a name; None once that is switched off, or
+    where a class on top of it has another forward.
+    """
+    cls: Any = type(module)
+    found = None if name in vars(module) else getattr(cls, name, None)
+    return None if found is None or cls.forward is not cls._fusedops_forward else found
 
 
 def version(cls: type) -> Hashable:
@@ -102,11 +117,11 @@ def fused_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
-    """Gives the module the class `fused(its class)`; switches it on again where it has it."""
+    """Gives the module the class `fused(its class)`, or switches on what it has below another's."""
     known = fused_class(module)
-    if known is None:
-        module.__class__ = fused(type(module))
-    else:
+    if known is None or type(module) is known:
+        module.__class__ = fused(original_class(module))
+    if known is not None:
         _switch_on(module, known)
 
 
@@ -120,6 +135,18 @@ def restore(module: nn.Module) -> None:
         _switch_on(module, fused)
     else:
         vars(module).update(fused._fusedops_aside)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something wants to see the call of the module."""
+    return type(module).__call__ is not nn.Module.__call__ or bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+        or nn.modules.module._has_any_global_hook()
+    )
 
 
 @contextmanager
@@ -137,6 +164,35 @@ def original(model: nn.Module) -> Iterator[None]:
 
 def _put_back(module: nn.Module, fused: Any) -> None:
     swap(module, lambda _: fused)
+
+
+def states(model: nn.Module) -> dict[nn.Module, tuple[type, dict]]:
+    """What `put_back` needs: the class of every module, and what is switched off in it."""
+    return {
+        module: (type(module), {k: v for k, v in vars(module).items() if k.startswith(OWN)})
+        for module in model.modules()
+    }
+
+
+def put_back(model: nn.Module, before: dict[nn.Module, tuple[type, dict]]) -> None:
+    """Every module fused as it was in `before`, those that are new not at all."""
+    for module in set(model.modules()):
+        was, own = before.get(module, (original_class(module), {}))
+        fused = fused_class(module)
+        if fused is None or (type(module) is was and not _own(module) and not own):
+            continue
+        if type(module) is fused:
+            module.__class__ = was
+        elif "_fusedops_original" not in {name for cls in was.__mro__ for name in vars(cls)}:
+            restore(module)
+            continue
+        for name in _own(module):
+            del vars(module)[name]
+        vars(module).update(own)
+
+
+def _own(module: nn.Module) -> list[str]:
+    return [name for name in vars(module) if name.startswith(OWN)]
 
 
 def _switch_on(module: nn.Module, fused: type[Any]) -> None:

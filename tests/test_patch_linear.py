@@ -1,0 +1,489 @@
+"""patch on linears, and on activations that follow them in a forward."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
+
+from fusedops.patching import epilogue, patch, unpatch
+from fusedops.patching import linear as linears
+from fusedops.testing import yardstick
+
+transformers = pytest.importorskip("transformers")
+Conv1D = transformers.pytorch_utils.Conv1D
+N = 48
+
+
+class Layer(nn.Module):
+    def __init__(self, act=None):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(N, 2 * N), nn.Linear(2 * N, N, bias=False)
+        self.act = act or nn.GELU()
+        self.dropout = nn.Dropout(0.0)
+
+
+class Inline(Layer):
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Following(Layer):
+    """BERT, GPT-2."""
+
+    def forward(self, x):
+        x = self.fc1(x)
+        x = self.act(x)
+        return self.fc2(x)
+
+
+class InReturn(Layer):
+    def forward(self, x):
+        hidden = self.fc1(x)
+        return self.fc2(self.dropout(self.act(hidden)))
+
+
+class Functional(Layer):
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Attribute(Layer):
+    """The activation is a function on the instance."""
+
+    def __init__(self, act=None):
+        super().__init__(act)
+        del self.act
+        self.act = F.gelu
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Turned(Layer):
+    """GPT-2's linears have their weights the other way."""
+
+    def __init__(self, act=None):
+        super().__init__(act)
+        self.fc1, self.fc2 = Conv1D(2 * N, N), Conv1D(N, 2 * N)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+FOLDED = [Inline, Following, InReturn, Functional, Attribute, Turned]
+
+
+class BothUsed(Layer):
+    """What is activated is used once more."""
+
+    def forward(self, x):
+        hidden = self.fc1(x)
+        return self.fc2(self.act(hidden) + hidden)
+
+
+class Between(Layer):
+    """Something runs between the two, which may see or change what fc1 sees."""
+
+    def forward(self, x):
+        hidden = self.fc1(x)
+        x = self.dropout(x)
+        return self.fc2(self.act(hidden)) + x
+
+
+class Second(Layer):
+    """The linear would be called after another module that was called after it."""
+
+    def forward(self, x):
+        hidden = self.fc1(x)
+        return self.fc2(self.dropout(hidden.new_ones(1)) * self.act(hidden))
+
+
+LEFT = [BothUsed, Between, Second]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The activations of the fused linears, in the order of their calls."""
+    made = []
+    for module in (epilogue, linears):
+        run = module.linear
+
+        def counted(x, weight, bias=None, activation=None, run=run):
+            made.append(activation)
+            return run(x, weight, bias, activation)
+
+        monkeypatch.setattr(module, "linear", counted)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch):
+    """Linears are fused on every machine, also where torch's are as fast."""
+    monkeypatch.setattr(linears, "_no_gain", lambda module, form: "")
+
+
+def build(cls, *args):
+    torch.manual_seed(0)
+    return nn.Sequential(cls(*args))
+
+
+def results(model, x):
+    """(the output, the gradients of x and of every parameter)"""
+    x = x.clone().requires_grad_()
+    y = model(x * 1)
+    return y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+
+
+def assert_same(model, x):
+    """The patched model gives what the unpatched one gives, and unpatch gives back the bits."""
+    eager, exact = results(model, x), results(copy.deepcopy(model).double(), x.double())
+    report = patch(model, mlp=False)
+    for got, *others in zip(results(model, x), eager, exact, strict=True):
+        assert yardstick(got, *others) is None
+    unpatch(model)
+    for got, other in zip(results(model, x), eager, strict=True):
+        assert torch.equal(got, other)
+    return {site.path: site.now or site.reason for site in [*report.fused, *report.skipped]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", FOLDED)
+def test_the_activation_goes_into_the_linear(cls, dtype, calls):
+    found = assert_same(build(cls).to(dtype), torch.randn(3, 5, N, dtype=dtype))
+    assert found == {"0.fc1": "linear(activation='gelu')", "0.fc2": "linear"}
+    assert calls == ["gelu", None]
+
+
+@pytest.mark.parametrize("cls", LEFT)
+def test_the_activation_stays(cls, calls):
+    found = assert_same(build(cls), torch.randn(3, 5, N))
+    assert found == {"0.fc1": "linear", "0.fc2": "linear"}
+    assert calls == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        (nn.ReLU(), "relu"),
+        (nn.SiLU(), "silu"),
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (transformers.activations.NewGELUActivation(), "gelu_tanh"),
+        (transformers.activations.GELUActivation(), "gelu"),
+        (transformers.activations.QuickGELUActivation(), None),
+        (nn.Tanh(), None),
+    ],
+    ids=str,
+)
+def test_activations(act, name, calls):
+    assert_same(build(Inline, act), torch.randn(3, 5, N))
+    assert calls == [name, None]
+
+
+class Scaled(nn.Linear):
+    """A forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Written(nn.Linear):
+    """Falcon's: what nn.Linear computes, in other lines."""
+
+    def forward(self, x):
+        hidden = x @ self.weight.T
+        return hidden if self.bias is None else hidden + self.bias
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", [N, 2 * N])
+def test_a_linear_in_other_lines_is_fused(bias, width, calls):
+    model = nn.Sequential(Written(N, width, bias=bias))
+    assert assert_same(model, torch.randn(3, 5, N)) == {"0": "linear"}
+    assert calls == [None]
+
+
+class Grown(nn.Module):
+    """Looks like Conv1D, and adds something."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(N, N)), nn.Parameter(torch.randn(N))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias + x.sum() * 1e-3
+
+
+class Frozen(Grown):
+    """And its gradients are others."""
+
+    def forward(self, x):
+        return x @ self.weight.detach() + self.bias
+
+
+def skipped(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is fused
+        return [site.reason for site in patch(model).skipped if site.kind == "linear"]
+
+
+def test_a_linear_with_a_forward_of_its_own_is_left():
+    assert skipped(nn.Sequential(Scaled(N, N))) == ["it does not compute x @ weight.T + bias"]
+
+
+@pytest.mark.parametrize("cls", [Grown, Frozen])
+def test_what_only_looks_like_a_linear_is_left(cls):
+    model = nn.Sequential(cls())
+    assert skipped(model) == [] and type(model[0]) is cls
+
+
+def test_instance_forward_is_left_alone():
+    model = nn.Sequential(nn.Linear(N, N))
+    model[0].forward = lambda x: x
+    assert skipped(model) == ["the instance carries its own forward"]
+
+
+def test_a_machine_on_which_torch_is_as_fast(monkeypatch, calls):
+    """Then only the linears with an activation are fused, and that is no failure."""
+    monkeypatch.setattr(linears, "_no_gain", lambda module, form: "torch's is as fast")
+    model = build(Inline)
+    report = patch(model, strict=True)
+    assert {(s.path, s.now) for s in report.fused} == {("0.fc1", "linear(activation='gelu')")}
+    assert "linear: 1 run as written: torch's is as fast" in report.notes
+    model(torch.randn(2, N))
+    assert calls == ["gelu"]
+
+
+@pytest.mark.parametrize("name", ["fc1", "act"])
+def test_hooks_see_their_call(name, calls):
+    model, seen, x = build(Inline), [], torch.randn(2, N)
+    patch(model)
+    getattr(model[0], name).register_forward_hook(lambda *_: seen.append(name))
+    torch.testing.assert_close(model(x), Inline.forward(model[0], x))
+    assert seen == [name, name]
+    assert "gelu" not in calls
+
+
+def test_a_child_that_is_replaced_after_patch_is_called(calls):
+    """As PEFT does with the linears that it adapts."""
+    model, x = build(Inline), torch.randn(2, N)
+    patch(model)
+    model[0].fc1 = nn.Sequential(model[0].fc1)
+    torch.testing.assert_close(model(x), Inline.forward(model[0], x))
+    assert "gelu" not in calls
+
+
+def test_a_parametrized_weight_is_computed_each_time(calls):
+    model, x = nn.Sequential(nn.Linear(N, N)), torch.randn(2, N)
+    patch(model)
+    parametrize.register_parametrization(model[0], "weight", nn.Tanh())
+    torch.testing.assert_close(model(x), F.linear(x, model[0].weight, model[0].bias))
+    assert not calls
+
+
+def moved(fc):
+    """The bias as MAML and the like have it: no parameter."""
+    bias = fc.bias.detach() + 1
+    del fc.bias
+    fc.bias = bias
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fc: parametrize.register_parametrization(fc, "bias", nn.Tanh()),
+        lambda fc: prune.l1_unstructured(fc, "bias", 3),
+        lambda fc: nn.utils.parametrizations.weight_norm(fc, "weight"),
+        moved,
+    ],
+    ids=["parametrized", "pruned", "weight norm", "moved"],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_parameter_that_is_computed(change, early):
+    model, x = build(Inline), torch.randn(2, N)
+    if early:
+        change(model[0].fc1)
+    patch(model)
+    if not early:
+        change(model[0].fc1)
+    fc1, fc2 = model[0].fc1, model[0].fc2
+    wanted = F.linear(F.gelu(F.linear(x, fc1.weight, fc1.bias)), fc2.weight)
+    torch.testing.assert_close(model(x), wanted)
+
+
+def test_a_class_on_top_with_another_forward_is_called():
+    model, x = build(Inline), torch.randn(2, N)
+    patch(model)
+
+    class Twice(type(model[0].fc1)):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model[0].fc1.__class__ = Twice
+    fc1, fc2 = model[0].fc1, model[0].fc2
+    wanted = F.linear(F.gelu(2 * F.linear(x, fc1.weight, fc1.bias)), fc2.weight)
+    torch.testing.assert_close(model(x), wanted)
+
+
+class Property(nn.Linear):
+    """Its weight is computed."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.own = nn.Parameter(self.weight.detach())
+
+    weight = property(lambda self: self.own * 3, lambda self, value: None)
+
+
+class Loud(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class Watching(nn.Linear):
+    def forward(self, x):
+        self.seen = x
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [Loud, Watching])
+def test_linears_that_do_more_do_it(cls):
+    model, x = build(Inline), torch.randn(2, N)
+    model[0].fc1 = cls(N, 2 * N)
+    patch(model)
+    fc1, fc2 = model[0].fc1, model[0].fc2
+    once = F.linear(x, fc1.weight, fc1.bias) * (2 if cls is Loud else 1)
+    torch.testing.assert_close(model(x), F.linear(F.gelu(once), fc2.weight))
+    assert cls is Loud or fc1.seen is x
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LazyLinear(4),
+        torch.jit.script(nn.Linear(4, 4)),
+        torch.jit.trace(nn.GELU(), torch.ones(4)),
+    ],
+    ids=["lazy", "scripted", "traced"],
+)
+def test_modules_that_cannot_be_read_are_left(module):
+    model = nn.Sequential(module, nn.LayerNorm(4))
+    x = torch.randn(2, 4)
+    assert patch(model).coverage["norm"] == (1, 1)
+    torch.testing.assert_close(model(x), F.layer_norm(module(x), (4,)))
+
+
+class Accumulates(Layer):
+    """`x += ...` reads x."""
+
+    def forward(self, x):
+        hidden = self.fc1(x)
+        hidden = hidden + self.act(self.fc1(x))
+        hidden += self.act(hidden)
+        return self.fc2(hidden)
+
+
+def test_an_addition_in_place_reads_its_target():
+    model, x = build(Accumulates), torch.randn(2, N)
+    patch(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), Accumulates.forward(model[0], x))
+
+
+def test_a_failed_patch_leaves_what_an_earlier_one_has_fused():
+    model = nn.Sequential(Inline(), nn.GroupNorm(1, 4))
+    patch(model, mlp=False, norm=False)
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(RuntimeError, match="GroupNorm"):
+        patch(model, strict=True)
+    assert [type(m) for m in model.modules()] == before
+
+
+class Doubled(torch.Tensor):
+    """A tensor with its own F.linear, as quantized weights have."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is F.linear:
+            return F.linear(*(a.as_subclass(torch.Tensor) for a in args)) * 2
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_a_tensor_subclass_runs_its_own_linear(calls):
+    model, x = nn.Sequential(nn.Linear(N, N)), torch.randn(2, N)
+    wanted = model(x) * 2
+    patch(model)
+    torch.testing.assert_close(model(x.as_subclass(Doubled)).as_subclass(torch.Tensor), wanted)
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Doubled))
+    torch.testing.assert_close(model(x).as_subclass(torch.Tensor), wanted)
+    assert not calls
+
+
+def test_tied_weights_stay_tied():
+    model = nn.Sequential(nn.Embedding(8, N), nn.Linear(N, 8, bias=False))
+    model[1].weight = model[0].weight
+    patch(model)
+    assert model[1].weight is model[0].weight
+    model(torch.arange(3)).sum().backward()
+    assert model[0].weight.grad is model[1].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.randn(2, N + 1), torch.arange(N), torch.randn(2, N).double()]
+)
+def test_bad_input_gets_the_error_that_nn_linear_gives(wrong):
+    model = nn.Sequential(nn.Linear(N, N))
+    with pytest.raises((RuntimeError, TypeError)):
+        model(wrong)
+    patch(model)
+    with pytest.raises((RuntimeError, TypeError)):
+        model(wrong)
+
+
+def test_autocast(calls):
+    model, x = build(Inline), torch.randn(4, N)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = model(x)
+        patch(model)
+        fused = model(x)
+    assert calls == ["gelu", None]
+    assert fused.dtype == eager.dtype == torch.bfloat16
+    exact = Inline.forward(copy.deepcopy(model[0]).double(), x.double())
+    assert yardstick(fused, eager, exact) is None
+
+
+def test_a_forward_that_was_kept_runs_the_lines_after_unpatch(calls):
+    model, x = build(Inline), torch.randn(2, N)
+    patch(model)
+    kept = model[0].forward, model[0].fc1.forward
+    unpatch(model)
+    torch.testing.assert_close(kept[0](x), model(x))
+    torch.testing.assert_close(kept[1](x), model[0].fc1(x))
+    assert not calls
+
+
+def test_compile_in_one_graph():
+    model, x = build(Following), torch.randn(4, N)
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_without_a_kernel_the_product_is_torchs(dtype, monkeypatch):
+    monkeypatch.undo()
+    report = patch(build(Inline).to(dtype))
+    assert not [site for site in report.fused if site.now == "linear"]
+    assert any(str(dtype).removeprefix("torch.") in note for note in report.notes)
+
+
+def test_switched_off(calls):
+    model = build(Inline)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = patch(model, linear=False)
+    assert not report.fused and not calls
+    assert type(model[0]) is Inline and type(model[0].fc1) is nn.Linear
