@@ -1,6 +1,8 @@
 """linear and nn.Linear with the rest of torch: autograd, functorch, compile, export, autocast."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -203,6 +205,26 @@ def test_keeps_what_torch_keeps(wanted):
         linear(x, weight, bias, "gelu")
     unneeded = x if wanted == "input" else weight
     assert len(kept) == 2 and unneeded.data_ptr() not in kept
+
+
+class Token:
+    """Something to hold a weak reference to."""
+
+
+@pytest.mark.parametrize("kind", [None, "gelu"])
+def test_the_node_goes_with_its_output(kind):
+    """z, which the node keeps, must not keep the node."""
+    x, weight, bias = inputs((40, 16), 24, torch.float32)
+    with fusedops.backend("cpu"):
+        y = linear(x, weight.requires_grad_(), bias, kind)
+    token = Token()
+    y.grad_fn.metadata["token"] = token
+    alive = weakref.ref(token)
+    del token
+    assert alive() is not None
+    del y
+    gc.collect()
+    assert alive() is None
 
 
 def test_gradients_flow_through_a_frozen_weight_into_lora():
