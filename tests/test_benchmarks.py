@@ -298,7 +298,7 @@ def test_launch_covers_every_public_operator():
     import fusedops.functional as ours
 
     names = {case.operation.name for case in suites.launch(quick=True)}
-    assert names == set(ours.__all__)
+    assert {name.partition(" + ")[0] for name in names} == set(ours.__all__)
 
 
 def test_command_writes_both_allocators(tmp_path):
