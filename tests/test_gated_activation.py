@@ -106,6 +106,13 @@ def test_float64_is_exact(kind, backend):
             torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
 
 
+def test_float64_of_the_cpu_operator():
+    """The public operators take the composite before; the kernel's own operator does so itself."""
+    gate, up = inputs((3, 6), torch.float64)
+    y = torch.ops.fusedops.gated_activation_forward(gate, up, "swiglu", None, 1.0, 0.0)
+    torch.testing.assert_close(y, torch.nn.functional.silu(gate) * up, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_reference_gradcheck(kind, packed):
