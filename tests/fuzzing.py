@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -262,3 +263,19 @@ def judge(
     doubtful = ~worst.isfinite() & ~same
     eager = torch.where(worst.isfinite(), exact + worst, exact)
     return yardstick(*(t.masked_fill(doubtful, 0) for t in (kernel, eager, exact)))
+
+
+def assert_as_good(
+    found: dict[str, Tensor],
+    eager: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    rounded: Callable[[str], Iterator[Tensor]],
+    contiguous: bool = False,
+) -> None:
+    """Assert that `judge` passes every result. contiguous: the outputs are so, whatever went in."""
+    assert found.keys() == eager.keys()
+    for key, value in found.items():
+        assert value.dtype == eager[key].dtype and value.shape == eager[key].shape
+        assert value.is_contiguous() or "output" not in key or not contiguous
+        complaint = judge(value, eager[key], exact[key], partial(rounded, key))
+        assert complaint is None, f"{key}: {complaint}"

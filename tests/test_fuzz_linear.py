@@ -17,9 +17,9 @@ from fuzzing import (
     Call,
     Drawn,
     Rounded,
+    assert_as_good,
     attempt,
     drawn,
-    judge,
     ours,
     results,
     shapes,
@@ -152,11 +152,7 @@ def compare(call: Call, found: dict | Exception) -> None:
         for seed in range(8):
             yield results(reordered(seed), call)[key].double()
 
-    assert found.keys() == eager.keys()
-    for key, value in found.items():
-        assert value.dtype == eager[key].dtype and value.shape == eager[key].shape
-        complaint = judge(value, eager[key], exact[key], lambda key=key: rounded(key))
-        assert complaint is None, f"{key}: {complaint}"
+    assert_as_good(found, eager, exact, rounded)
 
 
 def on(call: Call, backend: str) -> dict | Exception:

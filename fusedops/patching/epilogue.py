@@ -79,8 +79,7 @@ class _Rewriter:
     def _call(self, act: Any, fc: Any) -> ast.Call:
         name: Any = self.read.activation(act)
         self.found.append(Activated(self.read.called("linear", fc), name))
-        layer, helper = (ast.Name(n, ast.Load()) for n in (self.read.self_name, HELPER))
-        return ast.Call(helper, [layer, copy.deepcopy(act.func), fc.func, fc.args[0]], [])
+        return self.read.helper(HELPER, [copy.deepcopy(act.func), fc.func, fc.args[0]])
 
 
 def sites(path: str, module: nn.Module, found: list[Activated]) -> tuple[list[Site], list[str]]:

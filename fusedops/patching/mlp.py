@@ -137,9 +137,8 @@ class _Rewriter:
     def _call(self, helper: str, product: Any, act: Any, operands: list, first: bool) -> ast.Call:
         name: Any = self.read.activation(act)
         self.found.append(Product(self.read.source(product), name))
-        layer, called = (ast.Name(n, ast.Load()) for n in (self.read.self_name, helper))
         turned = [] if first else [ast.keyword("turned", ast.Constant(True))]
-        return ast.Call(called, [layer, copy.deepcopy(act.func)], [*operands, *turned])
+        return self.read.helper(helper, [copy.deepcopy(act.func)], [*operands, *turned])
 
 
 def _is_product(node: ast.AST) -> bool:

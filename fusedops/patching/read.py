@@ -2,7 +2,7 @@
 
 import ast
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,11 @@ class Reader:
     def submodule(self, func: ast.expr) -> str:
         head, _, name = flow.dotted(func).partition(".")
         return name if head == self.self_name else ""
+
+    def helper(self, name: str, operands: list[Any], keywords: Sequence = ()) -> ast.Call:
+        """A call of what the closure holds under a name, with the layer as its first argument."""
+        layer, called = ast.Name(self.self_name, ast.Load()), ast.Name(name, ast.Load())
+        return ast.Call(called, [layer, *operands], list(keywords))
 
     def meaning(self, func: ast.expr) -> object:
         """What a name stands for that the function has from outside."""

@@ -203,10 +203,9 @@ class _Rewriter:
         line, source = add.lineno, self.read.source(add)
         self.found.append(Found(line, source, self.read.norm(norm), dropout is not None))
         self.done.add(place(norm))
-        layer, helper = (ast.Name(name, ast.Load()) for name in (self.read.self_name, HELPER))
-        arguments = [layer, copy.deepcopy(norm.func), x, residual, *([dropout] if dropout else [])]
+        operands = [copy.deepcopy(norm.func), x, residual, *([dropout] if dropout else [])]
         turned = [ast.keyword("turned", ast.Constant(True))] if residual is add.left else []
-        return ast.copy_location(ast.Call(helper, arguments, turned), add)
+        return ast.copy_location(self.read.helper(HELPER, operands, turned), add)
 
     def _operands(self, add: ast.BinOp, block: list, at: int) -> tuple:
         """(x, residual, dropout) of residual + dropout(x); takes a dropout statement away."""
