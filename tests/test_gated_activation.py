@@ -106,11 +106,19 @@ def test_float64_is_exact(kind, backend):
             torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
 
 
-def test_float64_of_the_cpu_operator():
-    """The public operators take the composite before; the kernel's own operator does so itself."""
-    gate, up = inputs((3, 6), torch.float64)
-    y = torch.ops.fusedops.gated_activation_forward(gate, up, "swiglu", None, 1.0, 0.0)
-    torch.testing.assert_close(y, torch.nn.functional.silu(gate) * up, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float64_of_the_kernels_own_operators(backend):
+    """The public operators take the composite before; these do so themselves."""
+    gate, up = placed(inputs((3, 6), torch.float64), device_of(backend))
+    how = ("swiglu", None, 1.0, 0.0)
+    with fusedops.backend(backend):
+        y = torch.ops.fusedops.gated_activation_forward(gate, up, *how)
+        found = torch.ops.fusedops.gated_activation_backward(y, gate, up, *how, [True, True])
+    leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
+    expected = torch.nn.functional.silu(leaves[0]) * leaves[1]
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad(expected, leaves, y)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
