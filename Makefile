@@ -85,10 +85,9 @@ qemu: $(BUILT)
 # At least 300 calls of each function on each backend, others at each run.
 fuzz: export OMP_NUM_THREADS ?= 1
 fuzz: export HYPOTHESIS_PROFILE := fuzz
-fuzz: SEED ?= $(shell $(PY) -c 'import random; print(random.randrange(10**6))')
 fuzz: $(BUILT)
-	@echo make fuzz SEED=$(SEED)
-	$(PY) -m pytest tests/test_fuzz*.py --hypothesis-seed=$(SEED) $(ARGS)
+	@seed=$(SEED); seed=$${seed:-$$($(PY) -c 'import random; print(random.randrange(10**6))')}; \
+	  echo make fuzz SEED=$$seed; $(PY) -m pytest tests/test_fuzz*.py --hypothesis-seed=$$seed $(ARGS)
 
 # Both build in copies of the tree under build/, where the next run compiles what has changed.
 mutants: $(BUILT)

@@ -369,3 +369,8 @@ def test_module_activates_and_says_so():
     torch.testing.assert_close(module(x), F.gelu(F.linear(x, module.weight, module.bias)))
     assert repr(module) == "Linear(in_features=12, out_features=20, bias=True, activation='gelu')"
     assert copy.deepcopy(module)(x).equal(module(x))
+
+
+def test_a_module_refuses_another_activation():
+    with pytest.raises(ValueError, match=r"activation must be one of None, 'relu', .* got 'tanh'"):
+        fusedops.nn.Linear(3, 4, activation="tanh")

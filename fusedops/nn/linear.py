@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fusedops.functional import linear
+from fusedops.functional.linear import ACTIVATIONS
 
 __all__ = ["Linear"]
 
@@ -11,7 +12,7 @@ __all__ = ["Linear"]
 class Linear(torch.nn.Linear):
     """torch.nn.Linear with an activation. Same arguments, parameters and state dict.
 
-    activation: see `fusedops.functional.linear`.
+    activation: see `fusedops.functional.linear`. Raises ValueError for another.
     """
 
     def __init__(
@@ -25,6 +26,9 @@ class Linear(torch.nn.Linear):
         activation: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        if activation not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"Linear: activation must be one of {known}, got {activation!r}")
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:
