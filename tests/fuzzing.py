@@ -251,8 +251,8 @@ def judge(
     Over few elements eager's error is luck: in one draw of many all roundings may cancel. So the
     yardstick measures against the largest error, element by element, of eager and of `rounded`,
     evaluations of the formula with the roundings drawn anew. Where one of these is infinite or NaN
-    and the exact result is not, or the reverse, the input is past what the dtype can tell, and
-    nothing is asked.
+    and the exact result is not, or the reverse, or where such an error decides whether the dtype
+    holds the result, the input is past what the dtype can tell, and nothing is asked.
     """
     complaint = yardstick(kernel, eager, exact)
     if complaint is None:
@@ -261,6 +261,8 @@ def judge(
     worst = torch.stack([(t - exact).abs() for t in others]).amax(0)
     same = torch.stack([(t == exact) | (t.isnan() & exact.isnan()) for t in others]).all(0)
     doubtful = ~worst.isfinite() & ~same
+    most, size = torch.finfo(kernel.dtype).max, exact.abs()
+    doubtful |= worst.isfinite() & (size + worst > most) & (size - worst <= most)
     eager = torch.where(worst.isfinite(), exact + worst, exact)
     return yardstick(*(t.masked_fill(doubtful, 0) for t in (kernel, eager, exact)))
 

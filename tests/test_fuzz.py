@@ -230,6 +230,16 @@ EXAMPLES = {
         "add_rms_norm",
         {"x": Drawn((8, 5), values="one NaN"), "residual": Drawn((8, 5)), "dropout_p": 0.999},
     ),
+    "roundings that decide which infinity a gradient is": Call(
+        "add_layer_norm",
+        {
+            "x": Drawn((15, 1, 2), torch.float16),
+            "residual": Drawn((15, 1, 2), torch.float16),
+            "weight": Drawn((2,), values="huge"),
+            "eps": 1e-5,
+        },
+        frozenset({"residual"}),
+    ),
     "rows of whole vectors that do not start at one": Call(
         "layer_norm",
         {"input": Drawn((5, 64), layout="start of rows"), "normalized_shape": (64,), "eps": 1e-5},
