@@ -240,6 +240,15 @@ EXAMPLES = {
         },
         frozenset({"residual"}),
     ),
+    "a bfloat16 below the normal numbers may be 0": Call(
+        "rms_norm",
+        {
+            "input": Drawn((1,), torch.bfloat16),
+            "normalized_shape": (1,),
+            "weight": Drawn((1,), values="denormal"),
+            "eps": 1e-5,
+        },
+    ),
     "rows of whole vectors that do not start at one": Call(
         "layer_norm",
         {"input": Drawn((5, 64), layout="start of rows"), "normalized_shape": (64,), "eps": 1e-5},
