@@ -135,6 +135,22 @@ def activated_exactly(input, weight, bias=None, activation=None):
     return ACTIVATIONS[activation](z.double()).to(z.dtype)
 
 
+def in_one_chain(input, weight, bias=None, activation=None):
+    """Sums from the first term to the last, in float32, as a register has them."""
+    x, w = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, weight))
+    z = torch.zeros((), dtype=x.dtype)
+    for k in range(weight.shape[1]):
+        z = z + x[..., k : k + 1] * w[:, k]
+    z = z.expand(*input.shape[:-1], len(weight)) if bias is None else z + bias
+    return TORCHS[activation](z.to(input.dtype))
+
+
+def bias_apart(input, weight, bias=None, activation=None):
+    """torch's product, rounded, and the bias: ReLU's gradient changes with z's last digit."""
+    z = torch.matmul(input, weight.t())
+    return TORCHS[activation](z if bias is None else z + bias)
+
+
 def compare(call: Call, found: dict | Exception) -> None:
     """Assert that what we give is as good as what torch gives in the inputs' dtype."""
     if isinstance(found, Exception):
@@ -148,7 +164,8 @@ def compare(call: Call, found: dict | Exception) -> None:
         for seed in range(4):
             with Rounded(torch.promote_types(dtype, torch.float32), seed):
                 yield results(of_terms(dtype, seed), call, exactly)[key]
-        yield results(activated_exactly, call)[key].double()
+        for lines in (activated_exactly, in_one_chain, bias_apart):
+            yield results(lines, call)[key].double()
         for seed in range(8):
             yield results(reordered(seed), call)[key].double()
 
