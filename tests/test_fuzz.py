@@ -249,6 +249,16 @@ EXAMPLES = {
             "eps": 1e-5,
         },
     ),
+    "roundings of terms stay where their sum is nothing": Call(
+        "rms_norm",
+        {
+            "input": Drawn((4, 1), torch.float16, seed=4283),
+            "normalized_shape": (1,),
+            "weight": Drawn((1,), torch.float16, seed=191),
+            "offset": 1.0,
+        },
+        received="one row expanded",
+    ),
     "rows of whole vectors that do not start at one": Call(
         "layer_norm",
         {"input": Drawn((5, 64), layout="start of rows"), "normalized_shape": (64,), "eps": 1e-5},
