@@ -71,6 +71,7 @@ bench: $(BUILT)
 	$(PY) -m benchmarks norm
 	$(PY) -m benchmarks gated_activation
 	$(PY) -m benchmarks linear
+	$(PY) -m benchmarks adamw
 	$(PY) -m benchmarks launch
 
 # Importing torch takes half a minute there, so only what runs the kernels.

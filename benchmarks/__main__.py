@@ -11,13 +11,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import FAMILIES, cuda, gpu, must_show, readme, worker
+from benchmarks import FAMILIES, OWN, cuda, gpu, must_show, readme, worker
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     suites = parser.add_subparsers(dest="suite", required=True)
-    for name in (*FAMILIES, "launch", "must-show", "step"):
+    for name in (*FAMILIES, "launch", "must-show", *OWN):
         _cpu_options(suites.add_parser(name, help="on a CPU"))
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
     tables = suites.add_parser("readme", help="writes the README's GPU figures from the results")
@@ -27,7 +27,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         return args
     args.seconds = args.seconds or (0.2 if args.quick else 2.0)
     args.compile = args.compile and not args.quick
-    args.allocator = args.allocator or ("default" if args.suite == "launch" else "both")
+    args.allocator = args.allocator or ("default" if args.suite in ("launch", "adamw") else "both")
     return args
 
 

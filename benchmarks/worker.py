@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import report, step, suites
+from benchmarks import OWN, report, suites
 from benchmarks.harness import Result, run_case
 from benchmarks.timing import CPU
 from fusedops.measure import environment
@@ -18,8 +18,8 @@ def measure(args: Namespace) -> int:
     torch.set_num_threads(args.threads)
     if args.allocator == "keep":
         keep_freed_memory()
-    if args.suite == "step":
-        return step.measure(args)
+    if args.suite in OWN:
+        return suites.family(args.suite).measure(args)
     results: list[Result] = []
     for case in suites.cases(args):
         results.append(run_case(case, args.seconds, CPU, copy=args.suite != "launch"))

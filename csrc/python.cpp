@@ -7,6 +7,7 @@
 #include "csrc/ops/gated_activation/gated_activation.h"
 #include "csrc/ops/linear/linear.h"
 #include "csrc/ops/norm/norm.h"
+#include "csrc/optimizer.h"
 
 namespace fusedops {
 namespace {
@@ -62,6 +63,34 @@ Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view appr
   return op.call(gate, up, approximate);
 }
 
+std::unique_ptr<AdamWBucket> adamw_bucket(const std::vector<Tensor>& params, const py::list& states,
+                                          const std::vector<int64_t>& kinds) {
+  std::vector<PyObject*> borrowed;
+  for (const auto& state : states) borrowed.push_back(state.ptr());
+  return std::make_unique<AdamWBucket>(params, borrowed, kinds);
+}
+
+Tensor adamw_bucket_squares(AdamWBucket& bucket) { return bucket.squares(); }
+
+void adamw_bucket_step(AdamWBucket& bucket, const std::vector<double>& options,
+                       const std::vector<Tensor>& lrs, int64_t seed, const OptionalTensor& squares,
+                       double max_grad_norm, const OptionalTensor& grad_scale,
+                       const OptionalTensor& found_inf) {
+  bucket.step(options, lrs, seed, squares, max_grad_norm, grad_scale, found_inf);
+}
+
+void export_optimizers(py::module_& m) {
+  py::class_<AdamWBucket>(m, "AdamWBucket")
+      .def(py::init(&adamw_bucket))
+      .def("unchanged", &AdamWBucket::unchanged)
+      .def("squares", torch::wrap_pybind_function(adamw_bucket_squares))
+      .def("step", torch::wrap_pybind_function(adamw_bucket_step))
+      .def("renew_table", &AdamWBucket::renew_table);
+  m.def("same_objects",
+        [](const py::list& a, const py::list& b) { return same_objects(a.ptr(), b.ptr()); });
+  m.def("any_gradient", any_gradient);
+}
+
 // Errors become Python's own (without a C++ backtrace), and the GIL is free meanwhile.
 template <class Function, class... Args>
 void export_function(py::module_& m, const char* name, Function* f, const Args&... args) {
@@ -91,6 +120,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   export_function(m, "own_product_pays", own_product_pays);
   export_function(m, "norm_outputs", norm_outputs);
   export_function(m, "norm_backward_outputs", norm_backward_outputs);
+  export_optimizers(m);
   m.def("cpu_isa", [] { return cpu::isa_name(cpu::isa()); });
 }
 

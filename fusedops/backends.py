@@ -7,6 +7,7 @@ nvcc, Triton) on GPUs, differentiable ATen calls elsewhere.
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import sys
@@ -21,12 +22,16 @@ from fusedops.extension import _C, BUILD
 
 BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
 
-# Family: its operators. A family's kernels are the operators `<family>_forward`, `_backward`.
+# Family: its operators.
 FAMILIES = {
     "norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
     "gated_activation": ("swiglu", "geglu"),
     "linear": ("linear",),
+    "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),
 }
+
+# The operators that a family's kernels are, where they are not `<family>_forward`, `_backward`.
+KERNELS = {"adamw": FAMILIES["adamw"]}
 
 SIMT_KEY = "PrivateUse1"  # where csrc/cuda/stream.h registers the emulated kernels
 
@@ -107,9 +112,13 @@ def _family(op: str) -> str:
     return next(family for family, ops in FAMILIES.items() if op in ops)
 
 
+def _kernels(family: str) -> tuple[str, ...]:
+    return KERNELS.get(family, (f"{family}_forward", f"{family}_backward"))
+
+
 def _has_kernel(family: str, key: str) -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(f"fusedops::{family}_forward", key)
+    return has(f"fusedops::{_kernels(family)[0]}", key)
 
 
 def _triton_unavailable(family: str) -> str | None:
@@ -140,8 +149,9 @@ def _override() -> None:
 def _force(library: torch.library.Library, family: str, name: str) -> None:
     if name == "reference":
         functional = importlib.import_module(f"fusedops.functional.{family}")
-        for op in FAMILIES[family]:
-            library.impl(op, getattr(functional, f"{op}_reference"), "CompositeImplicitAutograd")
+        keys = ["CPU", "CUDA"] if family in KERNELS else ["CompositeImplicitAutograd"]
+        for op, key in itertools.product(FAMILIES[family], keys):
+            library.impl(op, getattr(functional, f"{op}_reference"), key)
         return
     reason = unavailable(FAMILIES[family][0], name)
     runs_on = {"cpu": ["CPU"], "cuda": ["CUDA"], "triton": ["CUDA"], "simt": ["CPU"]}[name]
@@ -170,15 +180,15 @@ def _refusal(op: str, name: str, reason: str) -> Callable:
 
 
 def _register_triton(library: torch.library.Library, family: str, key: str) -> None:
-    for direction in ("forward", "backward"):
-        library.impl(f"{family}_{direction}", _triton_kernel(f"{family}_{direction}"), key)
+    for name in _kernels(family):
+        library.impl(name, _triton_kernel(name), key)
 
 
 def _register_simt(library: torch.library.Library, family: str) -> None:
     """Sends CPU tensors to the kernels that are registered for SIMT_KEY."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, SIMT_KEY))
-    for direction in ("forward", "backward"):
-        operator = getattr(torch.ops.fusedops, f"{family}_{direction}").default
+    for name in _kernels(family):
+        operator = getattr(torch.ops.fusedops, name).default
         library.impl(operator, functools.partial(operator.redispatch, keys), "CPU")
 
 

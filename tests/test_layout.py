@@ -58,6 +58,16 @@ FAMILIES = {
         "tests",
         "benchmarks",
     },
+    "adamw": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/functional",
+        "fusedops/optim",
+        "tests",
+        "benchmarks",
+    },
 }
 
 # What lies on a floor beside the families.
@@ -68,6 +78,7 @@ SHARED = {
     "fusedops/triton": {"__init__.py"},
     "fusedops/functional": {"__init__.py"},
     "fusedops/nn": {"__init__.py"},
+    "fusedops/optim": {"__init__.py"},
     "benchmarks": {
         "__init__.py",
         "__main__.py",
@@ -108,16 +119,24 @@ PYTHON = [
 ]
 
 # C++ without torch, for the kernels of any device.
-PLAIN = ("csrc/dtype.h", "csrc/gated_activation.h", "csrc/norm.h", "csrc/philox.h")
+PLAIN = (
+    "csrc/adamw.h",
+    "csrc/dtype.h",
+    "csrc/gated_activation.h",
+    "csrc/norm.h",
+    "csrc/philox.h",
+)
 
 # Who may include what of csrc/, the longest prefix decides. Operators reach kernels through the
 # dispatcher alone; a kernel includes its operator's header, where allocation is declared.
 INCLUDES = {
     "csrc/": [],
     "csrc/common.h": ["csrc/dtype.h"],
+    "csrc/adamw.h": ["csrc/dtype.h"],
     "csrc/gated_activation.h": ["csrc/dtype.h"],
     "csrc/norm.h": ["csrc/dtype.h"],
-    "csrc/python.cpp": ["csrc/ops/", "csrc/cpu/isa.h"],
+    "csrc/optimizer.": ["csrc/optimizer.h", "csrc/ops/adamw/adamw.h"],
+    "csrc/python.cpp": ["csrc/ops/", "csrc/optimizer.h", "csrc/cpu/isa.h"],
     "csrc/ops/": ["csrc/ops/", "csrc/common.h", *PLAIN],
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
     "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],

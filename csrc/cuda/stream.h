@@ -8,6 +8,8 @@
 
 #define FUSEDOPS_CUDA_KEY PrivateUse1
 
+#include <cstring>
+
 struct CUstream_st;  // *cudaStream_t
 
 namespace fusedops::cuda {
@@ -15,12 +17,19 @@ namespace fusedops::cuda {
 struct OnDeviceOf {
   explicit OnDeviceOf(const at::Tensor&) {}
   CUstream_st* stream() const { return nullptr; }
+  void copy_from_host(void* to, const void* from, size_t bytes) const {
+    std::memcpy(to, from, bytes);
+  }
 };
+
+inline bool capturing() { return false; }
 
 }  // namespace fusedops::cuda
 
 #else
 
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -32,9 +41,18 @@ namespace fusedops::cuda {
 struct OnDeviceOf {
   explicit OnDeviceOf(const at::Tensor& t) : guard(t.device()) {}
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream(); }
+  // In the stream's order; `from` may change as soon as it returns, unless a graph is captured.
+  void copy_from_host(void* to, const void* from, size_t bytes) const {
+    C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream()));
+  }
 
   c10::cuda::CUDAGuard guard;
 };
+
+// Whether a CUDA graph is being captured.
+inline bool capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
 
 }  // namespace fusedops::cuda
 

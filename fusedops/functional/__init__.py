@@ -1,7 +1,17 @@
 """The public functions. Each file holds one family: functions, docstrings, references."""
 
+from fusedops.functional.adamw import clip_grad_norm_
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
 from fusedops.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["add_layer_norm", "add_rms_norm", "geglu", "layer_norm", "linear", "rms_norm", "swiglu"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "clip_grad_norm_",
+    "geglu",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "swiglu",
+]

@@ -1,0 +1,203 @@
+"""AdamW's step against torch's, bitsandbytes' and a copy: `python -m benchmarks adamw`.
+
+A row is a step over tensors of one size. The floor of a step is what it must read and write; a copy
+moves as many bytes, half read and half written. Contenders step in turn, each over tensors of its
+own. bitsandbytes is timed where it is installed.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import fusedops
+from benchmarks.case import Skip, find
+from benchmarks.timing import CPU, interleaved
+from fusedops.measure import Ratio, environment, paired_ratio, spread
+
+Step = Callable[[], object]
+Make = Callable[[list[Tensor]], Step]
+
+MAX_NORM = 1.0
+
+
+def torch_fused(params: list[Tensor]) -> Step:
+    return torch.optim.AdamW(params, fused=True).step
+
+
+def torch_clipped(params: list[Tensor]) -> Step:
+    step = torch_fused(params)
+
+    def clip_and_step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        step()
+
+    return clip_and_step
+
+
+def ours(params: list[Tensor], **options) -> Step:
+    return fusedops.optim.AdamW(params, **options).step
+
+
+def torch_clip(params: list[Tensor]) -> Step:
+    return partial(torch.nn.utils.clip_grad_norm_, params, MAX_NORM)
+
+
+def our_clip(params: list[Tensor]) -> Step:
+    return partial(fusedops.clip_grad_norm_, params, MAX_NORM)
+
+
+def bitsandbytes(params: list[Tensor]) -> Step:
+    return find("bitsandbytes.optim", "AdamW8bit")(params).step
+
+
+FLOAT32, INT8 = "fusedops float32", "fusedops int8"
+TORCH, BNB, COPY = "torch fused", "bitsandbytes", "copy"
+PLAIN: dict[str, Make] = {
+    TORCH: torch_fused,
+    FLOAT32: ours,
+    INT8: partial(ours, state_dtype="int8"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Steps over `count` tensors of `numel` elements. at_least: asked of ours, over another."""
+
+    title: str
+    numel: int
+    count: int = 1
+    dtype: torch.dtype = torch.float32
+    contenders: dict[str, Make] = field(default_factory=lambda: PLAIN)
+    at_least: tuple[tuple[str, str, float], ...] = ()
+
+    @property
+    def bytes(self) -> float:
+        """What a step with int8 state moves: parameters and codes twice, gradients once."""
+        scales = 2 * 2 * 4 / 256
+        return self.numel * self.count * (3 * self.dtype.itemsize + 4 + scales)
+
+
+LARGE = 4096 * 4096
+LORA = [
+    Row(
+        f"448 tensors of {numel}",
+        numel,
+        448,
+        at_least=((INT8, TORCH, 1.6), (FLOAT32, TORCH, 1.0)),
+    )
+    for numel in (4096, 16384, 65536)
+]
+CLIPPED = [
+    Row(
+        f"clipping and step, 448 tensors of {numel}",
+        numel,
+        448,
+        contenders={TORCH: torch_clipped, FLOAT32: partial(ours, max_grad_norm=MAX_NORM)},
+        at_least=((FLOAT32, TORCH, 1.3),),
+    )
+    for numel in (4096, 16384, 65536)
+]
+CLIPPED += [
+    Row(
+        f"clip_grad_norm_ alone, 448 tensors of {numel}",
+        numel,
+        448,
+        contenders={TORCH: torch_clip, FLOAT32: our_clip},
+        at_least=((FLOAT32, TORCH, 1.0),),
+    )
+    for numel in (64, 16384)
+]
+ROWS = [
+    Row(
+        "16.8M float32 parameters",
+        LARGE,
+        contenders=PLAIN | {BNB: bitsandbytes},
+        at_least=(
+            (INT8, TORCH, 1.6),
+            (INT8, BNB, 40.0),
+            (INT8, COPY, 0.85),
+            (FLOAT32, TORCH, 1.0),
+        ),
+    ),
+    Row(
+        "16.8M bfloat16 parameters, rounded stochastically by fusedops",
+        LARGE,
+        dtype=torch.bfloat16,
+        at_least=((INT8, TORCH, 1.2),),
+    ),
+    *LORA,
+    *CLIPPED,
+    Row("448 tensors of 64", 64, 448, at_least=((FLOAT32, TORCH, 3.0), (INT8, TORCH, 3.0))),
+]
+QUICK = [Row("8 tensors of 5000", 5000, 8, at_least=((INT8, TORCH, 1.0),))]
+
+
+def measure(args: Namespace) -> int:
+    """Times every row and writes `args.json`. The exit status."""
+    rows, goals = [], []
+    for row in QUICK if args.quick else ROWS:
+        seconds, skipped = _seconds(row, args.seconds)
+        title = f"AdamW step, {row.title}, {args.threads} thread{'s' * (args.threads > 1)}"
+        title += f", {args.allocator} allocator"
+        for name, times in seconds.items():
+            rows.append(_timed(title, row, name, times))
+            print(f"{title}, {name}: {spread(times).median * 1e3:.3f} ms", flush=True)
+        rows += [
+            {"title": title, "contender": name, "status": "skipped", "reason": reason}
+            for name, reason in skipped.items()
+        ]
+        goals += [
+            _verdict(title, ours_, other, asked, paired_ratio(seconds[other], seconds[ours_]))
+            for ours_, other, asked in row.at_least
+            if other in seconds
+        ]
+    document = {"environment": environment(args.threads, CPU.device), "rows": rows, "goals": goals}
+    Path(args.json).write_text(json.dumps(document))
+    return 0
+
+
+def _verdict(title: str, name: str, other: str, asked: float, measured: Ratio) -> dict:
+    what = f"{name} over {other}"
+    return {
+        **{"title": title, "what": what, "asked": asked, "measured": measured},
+        **{"met": measured.median >= asked},
+    }
+
+
+def _timed(title: str, row: Row, name: str, times: list[float]) -> dict:
+    found = spread(times)
+    return {
+        **{"title": title, "contender": name, "status": "timed", "rounds": len(times)},
+        **{"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90},
+        "ns_per_parameter": found.median / (row.numel * row.count) * 1e9,
+    }
+
+
+def _seconds(row: Row, budget_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of each contender's steps, and why others were not timed."""
+    steps, skipped = {}, {}
+    for name, make in row.contenders.items():
+        try:
+            steps[name] = (make(_parameters(row)), nullcontext)
+        except Skip as reason:
+            skipped[name] = str(reason)
+    source = torch.empty(int(row.bytes / 2), dtype=torch.uint8)
+    steps[COPY] = (partial(torch.empty_like(source).copy_, source), nullcontext)
+    for step, _ in steps.values():
+        step()  # makes the state
+    return interleaved(steps, budget_s), skipped
+
+
+def _parameters(row: Row) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(row.numel, generator=draw).to(row.dtype) for _ in range(row.count)]
+    for p in params:
+        p.requires_grad_().grad = torch.randn(row.numel, generator=draw).to(row.dtype) * 0.01
+    return params

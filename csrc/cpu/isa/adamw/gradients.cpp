@@ -1,0 +1,51 @@
+// What clipping does to gradients: the sum of their squares, and their scaling.
+
+#include "csrc/cpu/isa/adamw/adamw.h"
+#include "csrc/cpu/vec.h"
+
+namespace fusedops::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+constexpr int64_t kPiece = 64 * kStep;  // that is summed in float32
+
+template <class T>
+void squares(const T* g, int64_t n, double* total) {
+  for (int64_t first = 0; first < n; first += kPiece) {
+    Floats sums[2];  // two chains of sums, so that one need not wait for the other
+    int turn = 0;
+    each_step(n - first < kPiece ? n - first : kPiece, [&](int64_t i, auto part) {
+      const auto v = live(load(g + first + i, part), part);
+      sums[turn] = fma(v, v, sums[turn]);
+      turn ^= 1;
+    });
+    *total += sum(sums[0] + sums[1]);
+  }
+}
+
+template <class T>
+void scale(T* g, int64_t n, float factor) {
+  const auto factors = all(factor);
+  each_step(n, [&](int64_t i, auto part) { store(g + i, load(g + i, part) * factors, part); });
+}
+
+}  // namespace
+
+void sum_of_squares(const void* grad, Dtype dtype, int64_t n, double* total) {
+  switch (dtype) {
+    case Dtype::float32: return squares(static_cast<const float*>(grad), n, total);
+    case Dtype::bfloat16: return squares(static_cast<const BFloat16*>(grad), n, total);
+    default: return squares(static_cast<const Half*>(grad), n, total);
+  }
+}
+
+void scale_in_place(void* grad, Dtype dtype, int64_t n, float factor) {
+  switch (dtype) {
+    case Dtype::float32: return scale(static_cast<float*>(grad), n, factor);
+    case Dtype::bfloat16: return scale(static_cast<BFloat16*>(grad), n, factor);
+    default: return scale(static_cast<Half*>(grad), n, factor);
+  }
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fusedops::cpu

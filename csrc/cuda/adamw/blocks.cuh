@@ -1,0 +1,114 @@
+// How AdamW's kernels go over the blocks of 256 elements of many tensors.
+//
+// A warp takes a block at a time, 8 elements of each lane in its registers. A block of threads has
+// a run of neighbouring blocks, and its warps look for their tensor only where one ends.
+#pragma once
+
+#include "csrc/cuda/adamw/adamw.h"
+#include "csrc/cuda/device.cuh"
+
+namespace fusedops::cuda {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kBlocks = 4;                  // of a multiprocessor
+constexpr int kEach = kAdamWBlock / kWarp;  // elements of a lane
+
+using Lane = Vec<float, kEach>;
+
+// Which elements of a block are a lane's: eight neighbours where every access can be of 16 bytes,
+// else every 32nd.
+template <bool kWide>
+struct Elements {
+  int count;  // of the block
+
+  __device__ __forceinline__ int at(int k) const {
+    const int lane = threadIdx.x % kWarp;
+    return kWide ? lane * kEach + k : k * kWarp + lane;
+  }
+  __device__ __forceinline__ bool live(int k) const { return kWide || at(k) < count; }
+
+  __device__ __forceinline__ Lane load(const void* p, Dtype dtype, int64_t first) const {
+    if constexpr (kWide) {
+      return load_floats<kEach>(p, dtype, first + at(0));
+    } else {
+      Lane v{};
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        if (live(k)) v.at[k] = load_floats<1>(p, dtype, first + at(k)).at[0];
+      }
+      return v;
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ Vec<T, kEach> load(const T* p) const {
+    if constexpr (kWide) {
+      return Vec<T, kEach>::load(p + at(0));
+    } else {
+      Vec<T, kEach> v{};
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        if (live(k)) v.at[k] = p[at(k)];
+      }
+      return v;
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ void store(T* p, const Vec<T, kEach>& v) const {
+    if constexpr (kWide) {
+      v.store(p + at(0));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        if (live(k)) p[at(k)] = v.at[k];
+      }
+    }
+  }
+};
+
+// The tensor that a block of all blocks belongs to: the last that does not begin after it.
+__device__ __forceinline__ int tensor_of(const AdamWRows& rows, int64_t block) {
+  int low = 0, high = rows.count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (rows.tensors[middle].first_block <= block ? low : high) = middle;
+  }
+  return low;
+}
+
+// Calls body(tensor, begins, block) for every block of the warp's, `block` within its tensor;
+// begins: it is the first of this tensor's.
+template <class Body>
+__device__ __forceinline__ void each_block(const AdamWRows& rows, const Body& body) {
+  const int64_t run = (rows.blocks + gridDim.x - 1) / gridDim.x, first = blockIdx.x * run;
+  const int64_t end = first + run < rows.blocks ? first + run : rows.blocks;
+  int at = -1;
+  int64_t last = -1;  // of the tensor
+  for (int64_t block = first + threadIdx.x / kWarp; block < end; block += kWarps) {
+    const bool begins = block > last;
+    if (begins) {
+      at = tensor_of(rows, block);
+      last = rows.tensors[at].first_block + blocks_of(rows.tensors[at].numel) - 1;
+    }
+    body(at, begins, block - rows.tensors[at].first_block);
+  }
+}
+
+// The sum of the parts, the same in every warp.
+__device__ __forceinline__ double sum_of_parts(const double* squares) {
+  double sum = 0;
+  for (int i = threadIdx.x % kWarp; i < kSquareParts; i += kWarp) sum += squares[i];
+#pragma unroll
+  for (int o = kWarp / 2; o > 0; o /= 2) sum += __shfl_xor_sync(kAllLanes, sum, o);
+  return sum;
+}
+
+inline dim3 grid_of(const AdamWRows& rows) {
+  const int64_t most = int64_t{kBlocks} * multiprocessors();
+  const int64_t wanted = (rows.blocks + kWarps - 1) / kWarps;
+  return dim3(wanted < 1 ? 1 : wanted < most ? wanted : most);
+}
+
+}  // namespace fusedops::cuda

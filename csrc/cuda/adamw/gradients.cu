@@ -1,0 +1,74 @@
+// What clipping does to gradients: the sum of their squares, and their scaling. The split:
+// blocks.cuh.
+
+#include "csrc/cuda/adamw/blocks.cuh"
+
+namespace fusedops::cuda {
+namespace {
+
+// Of the elements of a block of gradients.
+template <class Body>
+__device__ __forceinline__ void with_gradients(const AdamWTensor& t, int64_t block,
+                                               const Body& body) {
+  const int64_t rest = t.numel - block * kAdamWBlock;
+  if (rest >= kAdamWBlock && reinterpret_cast<uintptr_t>(t.grad) % 16 == 0) {
+    body(Elements<true>{kAdamWBlock});
+  } else {
+    body(Elements<false>{static_cast<int>(min(rest, int64_t{kAdamWBlock}))});
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) adamw_squares(const AdamWRows rows, double* squares) {
+  double sum = 0;
+  each_block(rows, [&](int at, bool, int64_t block) {
+    const auto& t = rows.tensors[at];
+    with_gradients(t, block, [&](auto elements) {
+      const auto g = elements.load(t.grad, t.dtype, block * kAdamWBlock);
+      float part = 0;
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) part = fmaf(g.at[k], g.at[k], part);
+      sum += part;
+    });
+  });
+#pragma unroll
+  for (int o = kWarp / 2; o > 0; o /= 2) sum += __shfl_xor_sync(kAllLanes, sum, o);
+  FUSEDOPS_SHARED(double, of_warps, kWarps);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < kWarps; ++w) sum += of_warps[w];
+  squares[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    adamw_scale(const AdamWRows rows, const double* squares, double max_norm) {
+  const double factor = max_norm / (sqrt(sum_of_parts(squares)) + 1e-6);
+  if (factor >= 1) return;  // not where it is NaN: the gradients become that, as in torch
+  const float by = static_cast<float>(factor);
+  each_block(rows, [&](int at, bool, int64_t block) {
+    const auto& t = rows.tensors[at];
+    with_gradients(t, block, [&](auto elements) {
+      auto g = elements.load(t.grad, t.dtype, block * kAdamWBlock);
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) g.at[k] *= by;
+      for_dtype(t.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        T* const to = static_cast<T*>(const_cast<void*>(t.grad)) + block * kAdamWBlock;
+        elements.store(to, converted<T>(g));
+      });
+    });
+  });
+}
+
+}  // namespace
+
+void launch_adamw_squares(const AdamWRows& rows, double* squares, CUstream_st* stream) {
+  launch(adamw_squares, dim3(kSquareParts), dim3(kThreads), 0, stream, rows, squares);
+}
+
+void launch_adamw_scale(const AdamWRows& rows, const double* squares, double max_norm,
+                        CUstream_st* stream) {
+  launch(adamw_scale, grid_of(rows), dim3(kThreads), 0, stream, rows, squares, max_norm);
+}
+
+}  // namespace fusedops::cuda

@@ -1,0 +1,118 @@
+// AdamW on GPUs: from tensors to the kernels of step.cu and gradients.cu.
+
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+
+#include "csrc/cuda/adamw/adamw.h"
+#include "csrc/cuda/stream.h"
+#include "csrc/ops/adamw/adamw.h"
+
+namespace fusedops::cuda {
+namespace {
+
+size_t bytes_of(const std::vector<AdamWTensor>& tensors) {
+  return tensors.size() * sizeof(AdamWTensor);
+}
+
+// The table on the device, where `table` is, copied there if it is not what `host` has.
+AdamWRows uploaded(const std::vector<AdamWTensor>& tensors, int64_t blocks, const Tensor& host,
+                   const Tensor& table, const OnDeviceOf& device) {
+  const auto bytes = bytes_of(tensors);
+  if (std::memcmp(host.const_data_ptr(), tensors.data(), bytes) != 0) {
+    std::memcpy(host.mutable_data_ptr(), tensors.data(), bytes);
+    device.copy_from_host(table.mutable_data_ptr(), host.const_data_ptr(), bytes);
+  }
+  return {static_cast<const AdamWTensor*>(table.const_data_ptr()), static_cast<int>(tensors.size()),
+          blocks};
+}
+
+// A table for one call. A CUDA graph copies it again from the host at each replay, so that what a
+// graph has captured stays for good.
+struct Table {
+  Tensor host, device;
+
+  Table(const std::vector<AdamWTensor>& tensors, const Tensor& like) {
+    const auto options = at::TensorOptions().dtype(at::kByte);
+    const auto bytes = static_cast<int64_t>(bytes_of(tensors));
+    host = at::zeros({bytes}, options);
+    device = at::zeros({bytes + kTableTail}, options.device(like.device()));
+    if (!capturing()) return;
+    static std::mutex mutex;
+    static std::vector<Tensor> kept;
+    const std::lock_guard lock(mutex);
+    kept.insert(kept.end(), {host, device});
+  }
+};
+
+AdamWLaunch launch_of(const AdamWRows& rows, const AdamWArguments& a, const Tensor& table) {
+  AdamWLaunch launch{rows};
+  launch.seed = static_cast<uint64_t>(a.seed);
+  launch.squares = given(a.squares) ? a.squares->const_data_ptr<double>() : nullptr;
+  launch.max_grad_norm = a.max_grad_norm;
+  launch.grad_scale = given(a.grad_scale) ? a.grad_scale->const_data_ptr<float>() : nullptr;
+  launch.found_inf = given(a.found_inf) ? a.found_inf->const_data_ptr<float>() : nullptr;
+  auto* const end = static_cast<char*>(table.mutable_data_ptr()) + table.numel();
+  launch.finished = reinterpret_cast<unsigned*>(end - kTableTail);
+  return launch;
+}
+
+void adamw_step(const AdamWArguments& a) {
+  adamw_check(a);
+  const AdamWTable all(a);
+  if (all.tensors.empty()) return;
+  const OnDeviceOf device(a.params[0]);
+  OptionalTensor host = a.host_table, table = a.table;
+  if (!given(table)) {
+    const Table own(all.tensors, a.params[0]);
+    host = own.host;
+    table = own.device;
+  }
+  TORCH_CHECK(host->nbytes() >= bytes_of(all.tensors) &&
+                  table->nbytes() >= bytes_of(all.tensors) + kTableTail &&
+                  table->device() == a.params[0].device(),
+              "adamw_step: table must have ", bytes_of(all.tensors) + kTableTail, " bytes on ",
+              a.params[0].device(), ", got ", table->nbytes(), " on ", table->device());
+  auto launch = launch_of(uploaded(all.tensors, all.blocks(), *host, *table, device), a, *table);
+  const auto count = static_cast<int>(all.groups.size());
+  for (int first = 0; first < count; first += kGroups) {
+    launch.first_group = first;
+    std::copy_n(&all.groups[first], std::min(kGroups, count - first), launch.groups);
+    launch_adamw_step(launch, device.stream());
+  }
+  all.write_back();
+}
+
+Tensor adamw_squares(at::TensorList grads) {
+  const auto squares = adamw_squares_output(grads);
+  const GradientTable gradients(grads);
+  const OnDeviceOf device(squares);
+  const Table table(gradients.tensors, squares);
+  const auto rows =
+      uploaded(gradients.tensors, gradients.blocks(), table.host, table.device, device);
+  launch_adamw_squares(rows, squares.mutable_data_ptr<double>(), device.stream());
+  return squares;
+}
+
+void adamw_scale(at::TensorList grads, const Tensor& squares, double max_norm) {
+  adamw_scale_check(grads, squares, max_norm);
+  const GradientTable gradients(grads);
+  const OnDeviceOf device(squares);
+  const Table table(gradients.tensors, squares);
+  const auto rows =
+      uploaded(gradients.tensors, gradients.blocks(), table.host, table.device, device);
+  launch_adamw_scale(rows, squares.const_data_ptr<double>(), max_norm, device.stream());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
+  m.impl("adamw_step", adamw_unpacked<adamw_step>);
+  m.impl("adamw_squares", adamw_squares);
+  m.impl("adamw_scale", adamw_scale);
+}
+
+}  // namespace fusedops::cuda

@@ -1,0 +1,97 @@
+// AdamW: a step of many tensors at once, and the sum of squares that clipping needs. Formulas:
+// fusedops/functional/adamw.py. They write in place, and nothing is differentiated through them.
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include <utility>
+#include <vector>
+
+#include "csrc/adamw.h"
+#include "csrc/common.h"
+
+namespace fusedops {
+
+// The arguments of adamw_step, whose schema is in schema.cpp. A list is of all tensors, or of those
+// that have such a thing, in order.
+struct AdamWArguments {
+  at::TensorList params, grads, exp_avgs, exp_avg_sqs, steps;
+  at::TensorList max_exp_avg_sqs;  // of tensors in groups with amsgrad, float32
+  at::TensorList scales;           // of int8 moments: exp_avg's and exp_avg_sq's, float32 [blocks]
+  at::TensorList remainders;       // of Rounding::remainder, int16
+  at::IntArrayRef kinds;           // three of a tensor: its group, its Rounding, its index
+  at::ArrayRef<double> options;    // kOptions of a group
+  at::TensorList lrs;              // of each group, a scalar on the device; or none
+  int64_t seed;
+  const OptionalTensor& squares;  // float64 [kSquareParts]: their sum is the squared norm
+  double max_grad_norm;
+  const OptionalTensor &grad_scale, &found_inf;  // GradScaler's
+  const OptionalTensor &host_table, &table;      // uint8: a device's table, kept between steps
+};
+
+// lr, beta1, beta2, eps, weight_decay, maximize, amsgrad
+constexpr int kOptions = 7;
+
+using AdamWStep = void(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+                       at::TensorList exp_avg_sqs, at::TensorList steps,
+                       at::TensorList max_exp_avg_sqs, at::TensorList scales,
+                       at::TensorList remainders, at::IntArrayRef kinds,
+                       at::ArrayRef<double> options, at::TensorList lrs, int64_t seed,
+                       const OptionalTensor& squares, double max_grad_norm,
+                       const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                       const OptionalTensor& host_table, const OptionalTensor& table);
+
+// A device's table: the AdamWTensors, and behind them as many bytes, for what a kernel counts.
+constexpr int64_t kTableTail = 16;
+
+// Takes what the dispatcher passes to a kernel that takes AdamWArguments.
+template <auto kernel>
+void adamw_unpacked(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+                    at::TensorList exp_avg_sqs, at::TensorList steps,
+                    at::TensorList max_exp_avg_sqs, at::TensorList scales,
+                    at::TensorList remainders, at::IntArrayRef kinds, at::ArrayRef<double> options,
+                    at::TensorList lrs, int64_t seed, const OptionalTensor& squares,
+                    double max_grad_norm, const OptionalTensor& grad_scale,
+                    const OptionalTensor& found_inf, const OptionalTensor& host_table,
+                    const OptionalTensor& table) {
+  kernel(AdamWArguments{params, grads, exp_avgs, exp_avg_sqs, steps, max_exp_avg_sqs, scales,
+                        remainders, kinds, options, lrs, seed, squares, max_grad_norm, grad_scale,
+                        found_inf, host_table, table});
+}
+
+// schema.cpp: also the Meta kernels.
+
+void adamw_check(const AdamWArguments& a);
+Tensor adamw_squares_output(at::TensorList grads);  // float64 [kSquareParts]
+void adamw_scale_check(at::TensorList grads, const Tensor& squares, double max_norm);
+
+// tensors.cpp: what the kernels are told.
+
+// Tensors that do not lie in memory alike are copied, and copied back by write_back().
+class AdamWTable {
+ public:
+  explicit AdamWTable(const AdamWArguments& a);
+
+  std::vector<AdamWTensor> tensors;  // without those that are empty
+  std::vector<AdamWGroup> groups;
+
+  int64_t blocks() const;
+  void write_back() const;
+
+ private:
+  Tensor laid_out(const Tensor& t, bool as_is, bool written);
+
+  std::vector<std::pair<Tensor, Tensor>> copies_;  // where to, from
+  std::vector<Tensor> kept_;
+};
+
+// Gradients, for the kernels that read or scale them.
+struct GradientTable {
+  explicit GradientTable(at::TensorList grads);
+
+  std::vector<Tensor> kept;          // copies of gradients that overlap or have gaps
+  std::vector<AdamWTensor> tensors;  // grad, numel, first_block and dtype alone
+  int64_t blocks() const;
+};
+
+}  // namespace fusedops

@@ -1,0 +1,112 @@
+// From the arguments of AdamW to what its kernels are told: pointers, formats, blocks.
+
+#include <ATen/Functions.h>
+
+#include "csrc/ops/adamw/adamw.h"
+
+namespace fusedops {
+namespace {
+
+int64_t all_blocks(const std::vector<AdamWTensor>& tensors) {
+  return tensors.empty() ? 0 : tensors.back().first_block + blocks_of(tensors.back().numel);
+}
+
+Moments moments_of(const Tensor& exp_avg) {
+  switch (exp_avg.scalar_type()) {
+    case at::kFloat: return Moments::float32;
+    case at::kBFloat16: return Moments::bfloat16;
+    default: return Moments::int8;
+  }
+}
+
+// Whether all that is kept of a parameter lies in memory as it does, so that elements can be taken
+// in memory's order. An 8-bit scale belongs to 256 elements in the order of the indices.
+bool alike(const Tensor& param, std::initializer_list<const Tensor*> others, Moments moments) {
+  bool contiguous = param.is_contiguous(), same = param.is_non_overlapping_and_dense();
+  for (const auto* t : others) {
+    contiguous = contiguous && t->is_contiguous();
+    same = same && t->strides() == param.strides();
+  }
+  return contiguous || (same && moments != Moments::int8);
+}
+
+}  // namespace
+
+// t as a kernel may take it: itself, or a contiguous copy.
+Tensor AdamWTable::laid_out(const Tensor& t, bool as_is, bool written) {
+  if (as_is || t.is_contiguous()) return t;
+  kept_.push_back(t.contiguous());
+  if (written) copies_.emplace_back(t, kept_.back());
+  return kept_.back();
+}
+
+AdamWTable::AdamWTable(const AdamWArguments& a) {
+  groups.reserve(a.options.size() / kOptions);
+  for (size_t i = 0; i < a.options.size(); i += kOptions) {
+    const auto* const o = &a.options[i];
+    const auto* const lr = a.lrs.empty() ? nullptr : a.lrs[i / kOptions].const_data_ptr<float>();
+    groups.push_back({o[0], o[1], o[2], o[3], o[4], lr, o[5] != 0, o[6] != 0});
+  }
+
+  tensors.reserve(a.params.size());
+  size_t with_amsgrad = 0, with_scales = 0, with_remainder = 0;
+  int64_t first_block = 0;
+  for (size_t i = 0; i < a.params.size(); ++i) {
+    const auto *const param = &a.params[i], *const grad = &a.grads[i];
+    const auto *const m = &a.exp_avgs[i], *const v = &a.exp_avg_sqs[i];
+    AdamWTensor row{};
+    row.group = static_cast<int32_t>(a.kinds[3 * i]);
+    row.rounding = static_cast<Rounding>(a.kinds[3 * i + 1]);
+    row.index = a.kinds[3 * i + 2];
+    row.moments = moments_of(*m);
+    const Tensor* const most =
+        groups[row.group].amsgrad ? &a.max_exp_avg_sqs[with_amsgrad++] : param;
+    const Tensor* const rest =
+        row.rounding == Rounding::remainder ? &a.remainders[with_remainder++] : param;
+    const bool as_is = alike(*param, {grad, m, v, most, rest}, row.moments);
+    row.param = laid_out(*param, as_is, true).mutable_data_ptr();
+    row.grad = laid_out(*grad, as_is, false).const_data_ptr();
+    row.exp_avg = laid_out(*m, as_is, true).mutable_data_ptr();
+    row.exp_avg_sq = laid_out(*v, as_is, true).mutable_data_ptr();
+    if (most != param) {
+      row.max_exp_avg_sq = laid_out(*most, as_is, true).mutable_data_ptr<float>();
+    }
+    if (rest != param) row.remainder = laid_out(*rest, as_is, true).mutable_data_ptr<int16_t>();
+    if (row.moments == Moments::int8) {
+      row.exp_avg_scale = a.scales[with_scales++].mutable_data_ptr<float>();
+      row.exp_avg_sq_scale = a.scales[with_scales++].mutable_data_ptr<float>();
+    }
+    row.step = a.steps[i].mutable_data_ptr<float>();
+    row.numel = param->numel();
+    row.dtype = dtype_of(*param);
+    row.first_block = first_block;
+    first_block += blocks_of(row.numel);
+    tensors.push_back(row);
+  }
+}
+
+int64_t AdamWTable::blocks() const { return all_blocks(tensors); }
+
+void AdamWTable::write_back() const {
+  for (const auto& [to, from] : copies_) to.copy_(from);
+}
+
+GradientTable::GradientTable(at::TensorList grads) {
+  tensors.reserve(grads.size());
+  int64_t first_block = 0;
+  for (const auto& grad : grads) {
+    AdamWTensor row{};
+    const bool dense = grad.is_non_overlapping_and_dense();
+    if (!dense) kept.push_back(grad.contiguous());
+    row.grad = (dense ? grad : kept.back()).const_data_ptr();
+    row.numel = grad.numel();
+    row.dtype = dtype_of(grad);
+    row.first_block = first_block;
+    first_block += blocks_of(row.numel);
+    tensors.push_back(row);
+  }
+}
+
+int64_t GradientTable::blocks() const { return all_blocks(tensors); }
+
+}  // namespace fusedops

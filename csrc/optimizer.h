@@ -1,0 +1,67 @@
+// What an optimizer keeps between steps, so that a step's host time has no Python loop over the
+// parameters.
+#pragma once
+
+#include <Python.h>
+
+#include <array>
+#include <vector>
+
+#include "csrc/ops/adamw/adamw.h"
+
+namespace fusedops {
+
+// Parameters of one device with their states, as AdamW's step takes them. Every function needs the
+// GIL.
+class AdamWBucket {
+ public:
+  // params: plain tensors, or DTensors, of which the local tensor is meant. states: a dict for
+  // each. kinds: three a parameter, as AdamWArguments has them.
+  AdamWBucket(const std::vector<Tensor>& params, const std::vector<PyObject*>& states,
+              const std::vector<int64_t>& kinds);
+  ~AdamWBucket();
+  AdamWBucket(const AdamWBucket&) = delete;
+  AdamWBucket& operator=(const AdamWBucket&) = delete;
+
+  // Whether the dicts hold the tensors that they held, and every gradient is not there or one that
+  // the kernels take.
+  bool unchanged() const;
+
+  // The sum of the squares of the gradients, float64; undefined where there are none.
+  Tensor squares();
+
+  // A step of the parameters that have gradients. options, lrs: as AdamWArguments has them.
+  void step(const std::vector<double>& options, const std::vector<Tensor>& lrs, int64_t seed,
+            const OptionalTensor& squares, double max_grad_norm, const OptionalTensor& grad_scale,
+            const OptionalTensor& found_inf);
+
+  // What is launched from now on has a table of its own, and the old one stays: for a CUDA graph.
+  void renew_table();
+
+ private:
+  struct Parameter {
+    Tensor owner;  // of the gradient
+    Tensor param, step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
+        remainder;
+    std::array<int64_t, 3> kind;
+
+    Tensor grad() const;
+  };
+  // A name in a state, and the tensor that it stands for.
+  struct Known {
+    PyObject *state, *name, *value;
+  };
+
+  std::vector<Parameter> parameters_;
+  std::vector<Known> known_;
+  OptionalTensor host_table_, table_;
+  std::vector<Tensor> old_tables_;
+};
+
+// Whether two lists hold the same objects.
+bool same_objects(PyObject* a, PyObject* b);
+
+// Whether one of these has a gradient.
+bool any_gradient(const std::vector<Tensor>& params);
+
+}  // namespace fusedops

@@ -1,0 +1,280 @@
+"""AdamW's step and global-norm clipping: what the operators compute, and their references.
+
+Loshchilov and Hutter, arXiv:1711.05101. Users call `fusedops.optim` and `clip_grad_norm_`; the
+operators below take lists of tensors, as csrc/ops/adamw/schema.cpp says.
+
+    p = p (1 - lr weight_decay)
+    m = m + (1 - beta1) (g - m)            v = beta2 v + (1 - beta2) g^2
+    p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+An element whose g^2 is not finite in float32 keeps its p, m and v. A step whose gradients' norm is
+not finite, or whose found_inf says so, changes nothing.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["clip_grad_norm_"]
+
+BLOCK = 256  # elements that share a scale and a key of random numbers
+SQUARE_PARTS = 256  # a sum of squares is the sum of so many
+NEAREST, STOCHASTIC, REMAINDER = range(3)  # how a parameter of 16 bits is written
+OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+_MASK = (1 << 64) - 1
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` in one pass over the gradients, or two where they are long.
+
+        norm = sqrt(sum of g^2)          g = g min(1, max_norm / (norm + 1e-6))
+
+    parameters: those whose .grad is scaled in place. The 2-norm of dense float32, float16 and
+    bfloat16 gradients on one device has kernels, which sum in float32 and float64; all else is
+    torch's. Nothing waits for a GPU, unless error_if_nonfinite asks. Returns the norm before
+    clipping, float32 []. Raises RuntimeError where it is not finite and error_if_nonfinite is set.
+    """
+    from torch.nn.utils import clip_grad_norm_ as original
+
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if norm_type != 2 or not grads or not _have_kernels(grads):
+        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    squares = torch.ops.fusedops.adamw_squares(grads)
+    norm = squares.sum().sqrt().float()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this error and scale the gradients by the "
+            "non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    torch.ops.fusedops.adamw_scale(grads, squares, float(max_norm))
+    return norm
+
+
+def _have_kernels(grads: list[Tensor]) -> bool:
+    device = grads[0].device
+    return all(
+        type(g) is Tensor
+        and g.dtype in FLOATS
+        and g.layout == torch.strided
+        and g.device == device
+        and (g.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(g))
+        for g in grads
+    )
+
+
+# References: plain PyTorch. With float64 tensors the step is exact.
+
+
+def adamw_step_reference(
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_sqs,
+    steps,
+    max_exp_avg_sqs,
+    scales,
+    remainders,
+    kinds,
+    options,
+    lrs,
+    seed,
+    squares=None,
+    max_grad_norm=0.0,
+    grad_scale=None,
+    found_inf=None,
+    host_table=None,
+    table=None,
+):
+    factor = 1.0 if grad_scale is None else 1 / float(grad_scale)
+    if squares is not None:
+        norm = math.sqrt(float(squares.sum())) * factor
+        if not math.isfinite(norm):
+            return
+        factor *= min(1.0, max_grad_norm / (norm + 1e-6))
+    if found_inf is not None and float(found_inf) != 0:
+        return
+    rest = (iter(max_exp_avg_sqs), iter(scales), iter(remainders))
+    for i, (p, g, m, v, step) in enumerate(
+        zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
+    ):
+        group, rounding, index = kinds[3 * i : 3 * i + 3]
+        option = dict(zip(OPTIONS, options[len(OPTIONS) * group :], strict=False))
+        if lrs:
+            option["lr"] = float(lrs[group])
+        step += 1
+        most = next(rest[0]) if option["amsgrad"] else None
+        scale = [next(rest[1]), next(rest[1])] if m.dtype == torch.int8 else None
+        remainder = next(rest[2]) if rounding == REMAINDER else None
+        key = adamw_key(seed, int(step), index)
+        g = g * -factor if option["maximize"] else g * factor
+        _step_one(p, g, m, v, most, scale, remainder, rounding, option, float(step), key)
+
+
+def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, key):
+    wide = torch.promote_types(p.dtype, torch.float32)
+    master = with_remainder(p, remainder) if rounding == REMAINDER else p.to(wide)
+    g = g.to(wide)
+    old_m, old_v = decoded(m, v, *scale) if scale else (m.to(wide), v.to(wide))
+    beta1, beta2, lr = option["beta1"], option["beta2"], option["lr"]
+    keep = ~(g * g).isfinite()
+    new_m = torch.where(keep, old_m, old_m + (1 - beta1) * (g - old_m))
+    new_v = torch.where(keep, old_v, beta2 * old_v + (1 - beta2) * g * g)
+    under_root = new_v if most is None else torch.maximum(most, new_v)
+    denominator = under_root.sqrt() / math.sqrt(1 - beta2**t) + option["eps"]
+    updated = master * (1 - lr * option["weight_decay"])
+    updated = updated - lr / (1 - beta1**t) * new_m / denominator
+    updated = torch.where(keep, master, updated)
+    if most is not None:
+        most.copy_(under_root)
+    if scale:
+        for tensor, value in zip((m, v, *scale), encoded(new_m, new_v, key), strict=True):
+            tensor.copy_(value)
+    else:
+        m.copy_(new_m)
+        v.copy_(stochastic(new_v, random_halves(key, v.numel(), SQUARE16), v.dtype))
+    if rounding == REMAINDER:
+        for tensor, value in zip((p, remainder), split(updated), strict=True):
+            tensor.copy_(value)
+    elif rounding == STOCHASTIC:
+        p.copy_(stochastic(updated, random_halves(key, p.numel(), PARAM), p.dtype))
+    else:
+        p.copy_(updated)
+
+
+def adamw_squares_reference(grads):
+    total = sum(g.double().square().sum() for g in grads)
+    return torch.nn.functional.pad(total.reshape(1), (0, SQUARE_PARTS - 1))
+
+
+def adamw_scale_reference(grads, squares, max_norm):
+    factor = (max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1)
+    for g in grads:
+        g.mul_(factor.to(g.dtype) if g.dtype == torch.float64 else factor.float())
+
+
+# The 8-bit codes, whose roots are evenly spaced: csrc/adamw.h.
+
+
+def blocks(t: Tensor) -> Tensor:
+    """The elements of t in blocks, [ceil(n / BLOCK), BLOCK], with zeros behind the last."""
+    flat = t.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def decoded(m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Moments in float32, of m's shape, from int8 and uint8 codes and scales [blocks]."""
+    c = blocks(m).float()
+    root = (blocks(v).float() + 1) * (v_scale[:, None] / BLOCK)
+    wide = c * c.abs() * (m_scale[:, None] / 127**2), root**4
+    wide_m, wide_v = (w.reshape(-1)[: m.numel()].view(m.shape) for w in wide)
+    return wide_m, wide_v
+
+
+def encoded(m: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """int8 and uint8 codes of m's shape, and their scales: what `decoded` takes."""
+    wide_m, root = blocks(m), blocks(v).sqrt()
+    m_scale, most = wide_m.abs().amax(1), root.amax(1)
+    tiny = torch.finfo(torch.float32).tiny
+
+    def relative(t, largest):
+        return t / torch.where(largest < tiny, torch.inf, largest)[:, None]
+
+    c = (relative(wide_m.abs(), m_scale).sqrt() * 127).round() * wide_m.sign()
+    chance = (random_bytes(key, m.numel()).to(m.device) + 0.5) / 256 - 1
+    d = (relative(root, most).sqrt() * 256 + chance).floor().clamp(0, 255)
+    codes = (t.reshape(-1)[: m.numel()].view(m.shape) for t in (c.to(torch.int8), d.byte()))
+    return *codes, m_scale.float(), most.sqrt().float()
+
+
+# Parameters of 16 bits.
+
+
+def stochastic(t: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
+    """t in `dtype`, up or down by chance. random: 16 bits of each element, [t's elements]."""
+    random = random.view(t.shape).to(t.device)
+    if dtype in (torch.float32, torch.float64):
+        return t.to(dtype)
+    if dtype == torch.bfloat16:
+        bits = (t.float().view(torch.int32) + random) & -0x10000
+        return torch.where(t.isnan(), t.float(), bits.view(torch.float32)).to(dtype)
+    # in units of the last place, which are 2^-24 at the least
+    exponent = torch.frexp(t.float().abs()).exponent
+    unit = torch.ldexp(torch.ones_like(t, dtype=torch.float32), exponent.clamp(min=-13) - 11)
+    bits = torch.where(exponent < -13, random, random >> 3 << 3)
+    rounded = (t.float().abs() / unit + bits / 65536).floor() * unit
+    return torch.copysign(torch.where(t.isfinite(), rounded, t.float().abs()), t).to(dtype)
+
+
+def split(t: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 as bfloat16 and the int16 that is missing."""
+    bits = t.float().view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return (high << 16).view(torch.float32).bfloat16(), bits.to(torch.int16)
+
+
+def with_remainder(p: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 that `split` took apart."""
+    high = p.float().view(torch.int32)
+    return (high + remainder.to(torch.int32)).view(torch.float32)
+
+
+# Random numbers: a hash of (seed, step, parameter, element). csrc/adamw.h has the same.
+
+SQUARE8, PARAM, SQUARE16 = 0, 64, 192  # the first words of a block's random numbers
+
+
+def mixed(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+def adamw_key(seed: int, step: int, index: int) -> int:
+    return mixed(mixed(mixed(seed & _MASK) ^ step) ^ index)
+
+
+def random_words(key: int, count: int, first: int, words: int) -> Tensor:
+    """int64 [count, words]: the words from `first` on of each of `count` blocks."""
+    keys = [mixed((key + block) & _MASK) for block in range(count)]
+    low = torch.tensor([k & 0xFFFFFFFF for k in keys], dtype=torch.int64)[:, None]
+    high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64)[:, None]
+    x = torch.arange(first, first + words) ^ low
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ high
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def random_bytes(key: int, numel: int) -> Tensor:
+    """int64 [blocks, BLOCK]: 8 bits of each element."""
+    words = random_words(key, -(-numel // BLOCK), SQUARE8, BLOCK // 4)
+    return torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)], -1).flatten(1)
+
+
+def random_halves(key: int, numel: int, first: int) -> Tensor:
+    """int32 [numel]: 16 bits of each element."""
+    words = random_words(key, -(-numel // BLOCK), first, BLOCK // 2)
+    halves = torch.stack([words & 0xFFFF, words >> 16], -1)
+    return halves.reshape(-1)[:numel].to(torch.int32)
+
+
+def rounding_of(p: Tensor, group: dict) -> int:
+    """How a parameter is written under a group's options."""
+    if p.dtype == torch.float32:
+        return NEAREST
+    if group["master_weights"] == "remainder" and p.dtype == torch.bfloat16:
+        return REMAINDER
+    return NEAREST if group["stochastic_rounding"] is False else STOCHASTIC

@@ -1,0 +1,5 @@
+"""AdamW and AdamW8bit."""
+
+from fusedops.optim.adamw.optimizer import AdamW, AdamW8bit
+
+__all__ = ["AdamW", "AdamW8bit"]

@@ -1,0 +1,194 @@
+"""What a step does with each parameter, found once and kept while nothing changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from fusedops.backends import unavailable
+from fusedops.extension import _C
+from fusedops.functional.adamw import FLOATS, OPTIONS, adamw_squares_reference, rounding_of
+from fusedops.optim.adamw.state import Group, complete, empty_state
+
+if TYPE_CHECKING:
+    from fusedops.optim.adamw.optimizer import AdamW
+
+
+class Plan:
+    """Parameters with a state by device, for the kernels; those for torch's lines; the others."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self.optimizer = optimizer
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.asked = [_asked(group) for group in optimizer.param_groups]
+        self.waiting: list[Tensor] = []  # without a gradient so far
+        self.others: list[tuple[Group, list[Tensor]]] = []  # torch's
+        rows: dict[torch.device, tuple[list, list, list]] = {}
+        index = 0
+        for number, group in enumerate(optimizer.param_groups):
+            others: list[Tensor] = []
+            for p in group["params"]:
+                if p.grad is None and p not in optimizer.state:
+                    self.waiting.append(p)
+                elif covered(p, group):
+                    params, states, kinds = rows.setdefault(p.device, ([], [], []))
+                    params.append(p)
+                    states.append(self._state(p, group))
+                    kinds += [number, rounding_of(p, group), index]
+                else:
+                    others.append(p)
+                index += 1
+            if others:
+                self.others.append((group, others))
+        self.buckets = {device: _C.AdamWBucket(*of_device) for device, of_device in rows.items()}
+
+    def _state(self, p: Tensor, group: Group) -> dict:
+        state = self.optimizer.state[p]
+        if not state:
+            state.update(empty_state(p, group))
+        complete(state, p, group)
+        return state
+
+    def holds(self) -> bool:
+        """Whether another plan would be the same."""
+        groups = self.optimizer.param_groups
+        return (
+            len(groups) == len(self.groups)
+            and all(
+                _C.same_objects(group["params"], known) and _asked(group) == asked
+                for group, known, asked in zip(groups, self.groups, self.asked, strict=True)
+            )
+            and not _C.any_gradient(self.waiting)
+            and all(bucket.unchanged() for bucket in self.buckets.values())
+            and not any(covered(p, group) for group, ps in self.others for p in ps)
+        )
+
+    def run(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """A step. grad_scale, found_inf: GradScaler's, float32 scalars."""
+        optimizer = self.optimizer
+        limit = optimizer.defaults["max_grad_norm"]
+        squares = None if limit is None else self._squares()
+        for device, bucket in self.buckets.items():
+            options, lrs = _options(optimizer.param_groups, device)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                bucket.renew_table()
+            bucket.step(
+                options,
+                lrs,
+                optimizer.param_groups[0]["seed"],
+                _on(squares, device),
+                limit or 0.0,
+                _on(grad_scale, device),
+                _on(found_inf, device),
+            )
+        if self.others:
+            self._run_others(squares, limit, grad_scale, found_inf)
+
+    def _squares(self) -> Tensor | None:
+        """The gradients' squared norm in float64, over all devices and, sharded, all ranks."""
+        found = [bucket.squares() for bucket in self.buckets.values()]
+        others = [p.grad for _, ps in self.others for p in ps if p.grad is not None]
+        if others:
+            found.append(adamw_squares_reference(others))
+        found = [squares for squares in found if squares is not None]
+        return sum(squares.to(found[0].device) for squares in found) if found else None
+
+    def _run_others(self, squares, limit, grad_scale, found_inf) -> None:
+        """torch's own step of what has no kernel."""
+        if found_inf is not None and found_inf.item() != 0:
+            return
+        factor = 1.0 if grad_scale is None else 1 / float(grad_scale)
+        if squares is not None:
+            norm = float(squares.sum().sqrt()) * factor
+            if not norm < torch.inf:
+                return
+            factor *= min(1.0, limit / (norm + 1e-6))
+        for group, params in self.others:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            with_grad, grads, exp_avgs, exp_avg_sqs, most, steps = lists
+            chosen = group | {"params": params, "fused": None}
+            has_complex = self.optimizer._init_group(chosen, *lists)
+            adam(
+                with_grad,
+                grads if factor == 1 else [grad * factor for grad in grads],
+                exp_avgs,
+                exp_avg_sqs,
+                most,
+                steps,
+                has_complex=has_complex,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                decoupled_weight_decay=True,
+                **{name: chosen[name] for name in _OF_TORCH},
+            )
+
+
+_OF_TORCH = (
+    "amsgrad",
+    "lr",
+    "weight_decay",
+    "eps",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+)
+_CHOOSING = (
+    "amsgrad",
+    "differentiable",
+    "state_dtype",
+    "min_8bit_size",
+    "stochastic_rounding",
+    "master_weights",
+)
+
+
+def covered(p: Tensor, group: Group) -> bool:
+    """Whether the kernels take this parameter and its gradient."""
+    op = "adamw_step"
+    return (
+        type(p) in (Tensor, torch.nn.Parameter)
+        and p.dtype in FLOATS
+        and p.layout == torch.strided
+        and not group["differentiable"]
+        and not any(isinstance(beta, Tensor) for beta in group["betas"])
+        and unavailable(op, "cuda" if p.is_cuda else "cpu") is None
+        and (p.grad is None or _plain(p.grad, p))
+    )
+
+
+def _plain(grad: Tensor, p: Tensor) -> bool:
+    return (
+        type(grad) in (Tensor, torch.nn.Parameter)
+        and grad.layout == torch.strided
+        and grad.dtype == p.dtype
+        and grad.device == p.device
+    )
+
+
+def _asked(group: Group) -> list:
+    """The options that decide what becomes of a parameter."""
+    return [group[name] for name in _CHOOSING]
+
+
+def _options(groups: list[Group], device: torch.device) -> tuple[list[float], list[Tensor]]:
+    """The numbers of all groups, and their learning rates where these lie on the device."""
+    options: list[float] = []
+    lrs: list[Tensor] = []
+    on_device = any(isinstance(g["lr"], Tensor) and g["lr"].device == device for g in groups)
+    if on_device and device.type != "cpu":
+        lrs = [torch.as_tensor(g["lr"], dtype=torch.float32, device=device) for g in groups]
+    for group in groups:
+        lr = 0.0 if lrs else float(group["lr"])
+        beta1, beta2 = group["betas"]
+        rest = (float(group[name]) for name in OPTIONS[3:])
+        options += [lr, beta1, beta2, *rest]
+    return options, lrs
+
+
+def _on(t: Tensor | None, device: torch.device) -> Tensor | None:
+    return t if t is None else t.to(device)

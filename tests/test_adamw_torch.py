@@ -1,0 +1,598 @@
+"""fusedops.optim.AdamW as torch.optim.AdamW: its contract, its state dicts, what it refuses."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.functional.adamw import with_remainder
+from fusedops.optim import AdamW, AdamW8bit
+from fusedops.optim.adamw.state import wide_moments
+from fusedops.testing import backends
+
+SHAPES = [(5000,), (33, 7), (4096,), (1,), (0,), (64, 80), ()]
+FORMATS = ["float32", "bfloat16", "int8"]
+
+
+def parameters(dtype=torch.float32, shapes=SHAPES):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=draw).to(dtype).requires_grad_() for s in shapes]
+
+
+def gradients(params, seed):
+    draw = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+
+
+def train(optimizer, steps=5, first=1):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i in range(first, first + steps):
+        gradients(params, i)
+        optimizer.step()
+    return params
+
+
+def assert_close(params, others, rtol=1e-5, atol=1e-6):
+    for p, other in zip(params, others, strict=True):
+        torch.testing.assert_close(p, other, rtol=rtol, atol=atol)
+
+
+def equal_states(a, b):
+    for (p, first), (q, second) in zip(a.state.items(), b.state.items(), strict=True):
+        assert torch.equal(p, q)
+        assert first.keys() == second.keys()
+        assert all(first[k].dtype == second[k].dtype for k in first)
+        assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+CONFIGURATIONS = [
+    {},
+    {"lr": 0.1, "betas": (0.8, 0.99), "eps": 1e-4, "weight_decay": 0.3},
+    {"weight_decay": 0.0},
+    {"amsgrad": True},
+    {"maximize": True},
+    {"lr": torch.tensor(1e-2)},
+    {"foreach": True},
+    {"fused": True},
+    {"capturable": False, "foreach": False},
+]
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_as_the_original(options):
+    ours, theirs = AdamW(parameters(), **options), torch.optim.AdamW(parameters(), **options)
+    assert_close(train(ours), train(theirs))
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize("name", [b for b in backends("adamw_step") if b != "cuda"])
+def test_every_backend_trains_alike(name, state_dtype):
+    theirs = train(torch.optim.AdamW(parameters()))
+    with fusedops.backend(name):
+        ours = train(AdamW(parameters(), state_dtype=state_dtype))
+    assert_close(ours, theirs, atol={"float32": 1e-6, "bfloat16": 5e-4, "int8": 5e-3}[state_dtype])
+
+
+def test_group_options_and_a_scheduler():
+    def make(kind):
+        a, b, c = parameters(shapes=[(500,), (20, 20), (7,)])
+        optimizer = kind([{"params": [a], "lr": 0.1}, {"params": [b], "weight_decay": 0.5}])
+        optimizer.add_param_group({"params": [c], "betas": (0.5, 0.6), "maximize": True})
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
+        for i in range(5):
+            train(optimizer, 1, i)
+            scheduler.step()
+        return [a, b, c]
+
+    assert_close(make(AdamW), make(torch.optim.AdamW))
+
+
+def test_a_closure_is_called_with_gradients():
+    p = parameters(shapes=[(10,)])[0]
+    optimizer = AdamW([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert first.requires_grad and second < first
+
+
+def test_step_hooks_are_called_once():
+    optimizer = AdamW(parameters(), 1e-3)
+    torch.optim.AdamW(parameters())
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+    train(optimizer, 1)
+    assert called == ["pre", "post"]
+
+
+def test_gradients_that_come_and_go():
+    def make(kind):
+        params = parameters(shapes=[(300,), (5000,), (20,)])
+        optimizer = kind(params)
+        for i in range(6):
+            gradients(params, i)
+            for k, p in enumerate(params):
+                if (i + k) % 3 == 0:
+                    p.grad = None
+            optimizer.step()
+        return params, [optimizer.state[p]["step"].item() for p in params]
+
+    (ours, steps), (theirs, wanted) = make(AdamW), make(torch.optim.AdamW)
+    assert_close(ours, theirs)
+    assert steps == wanted == [4, 4, 4]
+
+
+def test_no_gradients_at_all():
+    optimizer = AdamW(parameters(), max_grad_norm=1.0)
+    optimizer.step()
+    assert not optimizer.state
+
+
+def test_options_that_change_between_steps():
+    def make(kind):
+        optimizer = kind(parameters())
+        train(optimizer, 2)
+        optimizer.param_groups[0] |= {"lr": 0.3, "weight_decay": 0.4, "eps": 1e-3}
+        train(optimizer, 2)
+        optimizer.param_groups[0]["maximize"] = True
+        return train(optimizer, 2)
+
+    assert_close(make(AdamW), make(torch.optim.AdamW))
+
+
+def test_a_state_that_is_replaced_is_seen():
+    optimizer = AdamW(parameters(shapes=[(500,)]))
+    p = train(optimizer)[0]
+    p.grad.zero_()
+    optimizer.state[p]["exp_avg"] = torch.zeros(500)
+    before = p.clone()
+    optimizer.step()
+    torch.testing.assert_close(p, before * (1 - 1e-3 * 1e-2))
+
+
+def test_a_parameter_that_moves_in_memory_is_seen():
+    optimizer, theirs = AdamW(parameters()), torch.optim.AdamW(parameters())
+    params, others = train(optimizer), train(theirs)
+    for p in params:
+        p.data = p.data.clone()
+    assert_close(train(optimizer), train(theirs))
+    assert len(params) == len(others)
+
+
+def test_the_version_of_a_parameter_counts_up():
+    p = parameters(shapes=[(10,)])[0]
+    product = p * p
+    p.grad = torch.ones(10)
+    AdamW([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_strided_parameters(fused):
+    def make(kind, **options):
+        base = parameters(shapes=[(40, 60), (8, 6, 4), (30, 20, 2)])
+        memory = [b.detach().clone() for b in base]
+        views = [memory[0].t(), memory[1].permute(2, 0, 1), memory[2][..., 0]]
+        params = [v.requires_grad_() for v in views]
+        train(kind(params, **options))
+        return params, memory
+
+    theirs, _ = make(torch.optim.AdamW, foreach=False)
+    ours, memory = make(AdamW, fused=fused)
+    assert_close(ours, theirs)
+    assert torch.equal(
+        memory[2][..., 1], parameters(shapes=[(40, 60), (8, 6, 4), (30, 20, 2)])[2][..., 1]
+    )
+
+
+def test_channels_last():
+    def make(kind):
+        torch.manual_seed(0)
+        layer = nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
+        optimizer = kind(layer.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(1, 16, 8, 8)).square().sum().backward()
+            optimizer.step()
+        return list(layer.parameters())
+
+    assert_close(make(AdamW), make(torch.optim.AdamW))
+
+
+class TestWhatTheKernelsDoNotCover:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+    def test_dtypes(self, dtype):
+        def make(kind):
+            params = parameters(shapes=[(50,), (3, 4)])
+            params += parameters(dtype, shapes=[(20,)])
+            return train(kind(params, lr=0.1))
+
+        assert_close(make(AdamW), make(torch.optim.AdamW))
+
+    def test_clipping_goes_over_all(self):
+        def make(kind, **options):
+            params = parameters(shapes=[(50,)]) + parameters(torch.float64, shapes=[(20,)])
+            optimizer = kind(params, lr=0.1, **options)
+            for i in range(4):
+                gradients(params, i)
+                if not options:
+                    nn.utils.clip_grad_norm_(params, 0.5)
+                optimizer.step()
+            return params
+
+        assert_close(make(AdamW, max_grad_norm=0.5), make(torch.optim.AdamW))
+
+    def test_sparse_gradients_are_refused_as_by_torch(self):
+        p = parameters(shapes=[(10, 3)])[0]
+        p.grad = torch.sparse_coo_tensor([[1]], [[1.0, 2.0, 3.0]], (10, 3))
+        with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+            AdamW([p]).step()
+
+    def test_differentiable(self):
+        def make(kind):
+            p, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+            q = p.clone()
+            q.grad = x * 2
+            kind([q], differentiable=True, lr=0.1).step()
+            return torch.autograd.grad(q.sum(), x)[0]
+
+        torch.testing.assert_close(make(AdamW), make(torch.optim.AdamW))
+
+    def test_tensor_betas(self):
+        betas = torch.tensor(0.8), torch.tensor(0.9)
+        ours, theirs = (kind(parameters(), betas=betas) for kind in (AdamW, torch.optim.AdamW))
+        assert_close(train(ours), train(theirs))
+
+
+class TestStateDicts:
+    def test_ours_goes_on_in_torch(self):
+        ours, theirs = AdamW(parameters()), torch.optim.AdamW(parameters())
+        train(ours), train(theirs)
+        later = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in _params(ours)])
+        later.load_state_dict(ours.state_dict())
+        assert_close(train(later, first=6), train(theirs, first=6))
+
+    @pytest.mark.parametrize("state_dtype", FORMATS)
+    @pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW], ids=["ours", "torch"])
+    def test_torch_goes_on_in_ours(self, kind, state_dtype):
+        theirs = kind(parameters(), amsgrad=True)
+        train(theirs)
+        later = AdamW(
+            [p.detach().clone().requires_grad_() for p in _params(theirs)],
+            amsgrad=True,
+            state_dtype=state_dtype,
+        )
+        later.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        assert later.param_groups[0]["state_dtype"] == state_dtype
+        tolerance = {"float32": 1e-6, "bfloat16": 5e-4, "int8": 5e-3}[state_dtype]
+        assert_close(train(later, first=6), train(theirs, first=6), atol=tolerance)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("state_dtype", FORMATS)
+    @pytest.mark.parametrize("how", ["itself", "saved", "pickled", "copied"])
+    def test_goes_on_with_the_same_bits(self, dtype, state_dtype, how):
+        options = {"state_dtype": state_dtype, "seed": 5}
+        if dtype == torch.bfloat16:
+            options["master_weights"] = "remainder"
+        optimizer = AdamW(parameters(dtype), **options)
+        train(optimizer)
+        if how in ("pickled", "copied"):
+            through = copy.deepcopy if how == "copied" else lambda o: pickle.loads(pickle.dumps(o))
+            later = through(optimizer)
+        else:
+            later = AdamW(
+                [p.detach().clone().requires_grad_() for p in _params(optimizer)], **options
+            )
+            later.load_state_dict(
+                _saved(optimizer.state_dict())
+                if how == "saved"
+                else copy.deepcopy(optimizer.state_dict())
+            )
+        equal_states(optimizer, later)
+        train(optimizer, first=6)
+        train(later, first=6)
+        equal_states(optimizer, later)
+
+    def test_the_seed_is_in_the_state_dict(self):
+        optimizer = AdamW(parameters(torch.bfloat16), seed=5)
+        train(optimizer)
+        later = AdamW([p.detach().clone().requires_grad_() for p in _params(optimizer)])
+        later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert later.param_groups[0]["seed"] == 5
+        train(optimizer, first=6)
+        train(later, first=6)
+        equal_states(optimizer, later)
+
+    def test_torch_state_dict_of_8_bits(self):
+        ours, theirs = AdamW8bit(parameters()), torch.optim.AdamW(parameters())
+        train(ours), train(theirs)
+        found = ours.torch_state_dict()
+        assert set(found["param_groups"][0]) == set(theirs.state_dict()["param_groups"][0])
+        for i, state in theirs.state_dict()["state"].items():
+            assert found["state"][i].keys() == state.keys()
+        later = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in _params(ours)])
+        later.load_state_dict(found)
+        assert_close(train(later, first=6), train(theirs, first=6), atol=5e-3)
+
+    def test_hooks_see_the_state_dict_and_the_loaded_state(self):
+        optimizer = AdamW8bit(parameters())
+        train(optimizer)
+        seen = []
+
+        def before(_, state_dict):
+            seen.append(state_dict["state"][0]["exp_avg"].dtype)
+
+        def after(optimizer):
+            seen.append(next(iter(optimizer.state.values()))["exp_avg"].dtype)
+
+        later = AdamW8bit(parameters())
+        later.register_load_state_dict_pre_hook(before)
+        later.register_load_state_dict_post_hook(after)
+        later.load_state_dict(optimizer.state_dict())
+        assert seen == [torch.int8, torch.int8]
+
+    def test_a_wrong_state_dict_is_refused_as_by_torch(self):
+        optimizer = AdamW(parameters())
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            optimizer.load_state_dict({"state": {}, "param_groups": []})
+        train(optimizer)  # and nothing is left behind
+
+    def test_safetensors(self, tmp_path):
+        safetensors = pytest.importorskip("safetensors.torch")
+        optimizer = AdamW8bit(parameters())
+        train(optimizer)
+        state = optimizer.state_dict()["state"]
+        flat = {f"{i}.{k}": v for i, s in state.items() for k, v in s.items()}
+        safetensors.save_file(flat, tmp_path / "state.safetensors")
+        for name, value in safetensors.load_file(tmp_path / "state.safetensors").items():
+            assert torch.equal(value, flat[name])
+
+    def test_states_of_bitsandbytes(self):
+        """Its 8-bit state by its own field names; the map of codes is part of the state."""
+        p = parameters(shapes=[(5000,)])[0]
+        optimizer = AdamW8bit([p])
+        codes = torch.arange(5000) % 256
+        qmap1, qmap2 = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
+        absmax = torch.rand(20) + 0.5
+        state = {
+            "step": 12,
+            "state1": codes.to(torch.uint8),
+            "state2": codes.to(torch.uint8),
+            "qmap1": qmap1,
+            "qmap2": qmap2,
+            "absmax1": absmax,
+            "absmax2": absmax,
+        }
+        saved = optimizer.state_dict() | {"state": {0: state}}
+        optimizer.load_state_dict(saved)
+        m, v = wide_moments(optimizer.state[p])
+        scale = absmax.repeat_interleave(256)[:5000]
+        assert optimizer.state[p]["step"].item() == 12
+        torch.testing.assert_close(m, qmap1[codes] * scale, rtol=0.05, atol=2e-3)
+        torch.testing.assert_close(v, qmap2[codes] * scale, rtol=0.05, atol=2e-3)
+
+
+def _params(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _saved(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+class TestSixteenBits:
+    def test_stochastic_rounding_moves_what_nearest_does_not(self):
+        def after(**options):
+            p = torch.ones(4096, dtype=torch.bfloat16).requires_grad_()
+            optimizer = AdamW([p], lr=1e-4, weight_decay=0.0, **options)
+            for _ in range(100):
+                p.grad = torch.ones_like(p)
+                optimizer.step()
+            return p.float().mean().item()
+
+        assert after(stochastic_rounding=False) == 1
+        assert after() == pytest.approx(0.99, abs=3e-4)
+
+    def test_a_remainder_is_float32_training(self):
+        def make(dtype, **options):
+            p = torch.linspace(-2, 2, 6000).bfloat16().to(dtype).requires_grad_()
+            optimizer = AdamW([p], lr=1e-3, **options)
+            for i in range(20):
+                draw = torch.Generator().manual_seed(i)
+                p.grad = torch.randn(6000, generator=draw).bfloat16().to(dtype)
+                optimizer.step()
+            return p, optimizer.state[p]
+
+        wide, _ = make(torch.float32)
+        narrow, state = make(torch.bfloat16, master_weights="remainder")
+        assert torch.equal(with_remainder(narrow, state["remainder"]), wide)
+
+    def test_replicas_stay_alike(self):
+        def make(threads):
+            torch.set_num_threads(threads)
+            optimizer = AdamW8bit(parameters(torch.bfloat16, [(100000,), (300,)]))
+            return train(optimizer)
+
+        before = torch.get_num_threads()
+        try:
+            assert all(map(torch.equal, make(1), make(2)))
+        finally:
+            torch.set_num_threads(before)
+
+    def test_seeds_differ(self):
+        one, other = (train(AdamW(parameters(torch.bfloat16), seed=s)) for s in (1, 2))
+        assert not torch.equal(one[0], other[0])
+
+
+class TestClipping:
+    @pytest.mark.parametrize("max_norm", [0.5, 1e9])
+    def test_within_the_step(self, max_norm):
+        ours = AdamW(parameters(), max_grad_norm=max_norm)
+        theirs = torch.optim.AdamW(parameters())
+        for i in range(4):
+            for optimizer in (ours, theirs):
+                gradients(_params(optimizer), i)
+            nn.utils.clip_grad_norm_(_params(theirs), max_norm)
+            kept = [p.grad.clone() for p in _params(ours)]
+            ours.step()
+            theirs.step()
+            assert all(map(torch.equal, kept, (p.grad for p in _params(ours))))
+        assert_close(_params(ours), _params(theirs))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+    def test_alone(self, dtype, norm_type):
+        shapes = [s for s in SHAPES if s != (0,)]  # which has no largest element
+        ours, theirs = parameters(dtype, shapes), parameters(dtype, shapes)
+        for params in (ours, theirs):
+            gradients(params, 1)
+            params[1].grad = params[1].grad.t().contiguous().t()
+        found = fusedops.clip_grad_norm_(ours, 0.7, norm_type)
+        wanted = nn.utils.clip_grad_norm_(theirs, 0.7, norm_type)
+        torch.testing.assert_close(found, wanted, check_dtype=False, rtol=1e-2, atol=0)
+        assert_close((p.grad for p in ours), (p.grad for p in theirs), rtol=2e-2)
+
+    def test_not_finite(self):
+        p = parameters(shapes=[(10,)])[0]
+        p.grad = torch.full((10,), math.nan)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            fusedops.clip_grad_norm_(p, 1.0, error_if_nonfinite=True)
+        assert fusedops.clip_grad_norm_(p, 1.0).isnan()
+        assert p.grad.isnan().all()
+
+    def test_nothing_to_clip(self):
+        assert fusedops.clip_grad_norm_([], 1.0) == 0
+        assert fusedops.clip_grad_norm_(parameters(), 1.0) == 0
+        assert fusedops.clip_grad_norm_(iter(parameters()), 1.0) == 0
+
+
+class TestGradScaler:
+    def test_unscales_and_skips_in_the_step(self):
+        def make(kind, **options):
+            p = parameters(shapes=[(5000,)])[0]
+            optimizer, scaler = kind([p], **options), torch.amp.GradScaler("cpu", init_scale=128.0)
+            for i in range(6):
+                optimizer.zero_grad()
+                bad = math.inf if i == 3 else 1.0
+                scaler.scale((p * torch.arange(5000) * bad).sum()).backward()
+                if i == 4:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            return p, scaler.get_scale(), optimizer.state[p]["step"].item()
+
+        (ours, scale, steps) = make(AdamW)
+        (theirs, wanted_scale, wanted_steps) = make(torch.optim.AdamW)
+        assert_close([ours], [theirs])
+        assert (scale, steps) == (wanted_scale, wanted_steps) == (64.0, 5)
+
+    def test_what_has_no_kernel_is_unscaled_too(self):
+        def make(kind):
+            params = parameters(shapes=[(50,)]) + parameters(torch.float64, shapes=[(20,)])
+            optimizer, scaler = kind(params), torch.amp.GradScaler("cpu", init_scale=128.0)
+            for i in range(4):
+                optimizer.zero_grad()
+                bad = math.inf if i == 2 else 1.0
+                scaler.scale(sum((p * p).sum() for p in params) * bad).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return params
+
+        assert_close(make(AdamW), make(torch.optim.AdamW))
+
+
+def test_memory():
+    params = [torch.zeros(1000, 1000).requires_grad_()]
+    optimizer = AdamW8bit(params)
+    train(optimizer, 1)
+    nbytes = sum(t.nbytes for t in optimizer.state[params[0]].values())
+    assert nbytes / params[0].numel() < 2.0313
+
+
+def test_small_tensors_keep_float32():
+    optimizer = AdamW8bit(
+        parameters(shapes=[(4095,), (4096,), (65, 64), (50,)]), min_8bit_size=4096
+    )
+    states = [optimizer.state[p]["exp_avg"].dtype for p in train(optimizer)]
+    assert states == [torch.float32, torch.int8, torch.int8, torch.float32]
+
+
+def test_nothing_keeps_a_dropped_optimizer_alive():
+    optimizer = AdamW8bit(parameters())
+    train(optimizer)
+    state = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+    del optimizer
+    gc.collect()
+    assert state() is None
+
+
+WRONG = [
+    {"lr": -1.0},
+    {"betas": (1.0, 0.9)},
+    {"betas": (0.9, -0.1)},
+    {"eps": -1e-8},
+    {"weight_decay": -0.1},
+    {"lr": torch.ones(2)},
+    {"fused": True, "foreach": True},
+    {"fused": True, "differentiable": True},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_wrong_arguments_are_refused_in_torchs_words(options):
+    with pytest.raises((ValueError, RuntimeError)) as theirs:
+        torch.optim.AdamW(parameters(), **options)
+    with pytest.raises(type(theirs.value)) as ours:
+        AdamW(parameters(), **options)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state_dtype": "int4"},
+        {"block_size": 128},
+        {"min_8bit_size": -1},
+        {"min_8bit_size": 1.5},
+        {"stochastic_rounding": "yes"},
+        {"master_weights": "float32"},
+        {"max_grad_norm": 0},
+        {"max_grad_norm": "1"},
+        {"offload": "disk"},
+        {"seed": -1},
+        {"seed": 2**63},
+    ],
+    ids=str,
+)
+def test_wrong_options_of_ours_are_named(options):
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=rf"AdamW: {name} must be .*, got {value!r}"):
+        AdamW(parameters(), **options)
+    with pytest.raises(ValueError, match=rf"AdamW: {name} must be .*, got {value!r}"):
+        AdamW([{"params": parameters(), **options}])
+
+
+def test_it_is_one_of_torchs():
+    optimizer = AdamW8bit(parameters())
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert type(optimizer).__name__ == "AdamW8bit"
+    assert optimizer.defaults["lr"] == 1e-3
+    assert "state_dtype: int8" in repr(optimizer)
