@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fusedops
+from fusedops.functional.adamw import stochastic
 from fusedops.testing import device_of, gradients, placed, poisoned, yardstick
 
 _common = {
@@ -243,7 +244,38 @@ class Rounded(TorchDispatchMode):
             return t
         sign = torch.randint(2, t.shape, generator=self.draw).to(t.device) * 2 - 1
         smallest = self.dtype.tiny * self.dtype.eps * (t != 0)
-        return t + sign * (t.abs() * self.dtype.eps / 2 + smallest)
+        step = t.abs() * self.dtype.eps / 2 + smallest
+        return t + sign * step.masked_fill(~t.isfinite(), 0)
+
+
+class Redrawn(TorchDispatchMode):
+    """Results of 16 bits are rounded anew: from float32, up or down by chance.
+
+    Where a formula rounds what is between its terms, the result depends on the luck of these.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        narrow = isinstance(out, Tensor) and out.dtype in (torch.float16, torch.bfloat16)
+        if not narrow or func.is_view or func._schema.is_mutable:
+            return out
+        if func.overloadpacket == torch.ops.aten._to_copy:
+            wide = args[0]
+        else:
+            if "dtype" in kwargs:
+                kwargs = kwargs | {"dtype": torch.float32}
+            wide = func(*tree_map_only(Tensor, _widened, args), **kwargs)
+        random = torch.randint(2**16, out.shape, generator=self.draw, dtype=torch.int32)
+        return stochastic(wide.float(), random, out.dtype).as_subclass(type(out))
+
+
+def _widened(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def judge(

@@ -20,6 +20,7 @@ from fuzzing import (
     RECEIVED,
     Call,
     Drawn,
+    Redrawn,
     Rounded,
     assert_as_good,
     attempt,
@@ -170,9 +171,11 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
     exact = results(reference(call.op), call, exactly)
 
     def rounded(key):
-        for seed in range(4):
+        for seed in range(8):
             with Rounded(accumulator(call), seed):
                 yield results(reference(call.op), call, exactly)[key]
+            with Redrawn(seed):
+                yield results(reference(call.op), call)[key].double()
         for stored in of_stored_sums(call, exactly) if "add" in call.op else ():
             yield results(reference(call.op), call, stored)[key]
 
@@ -273,6 +276,28 @@ EXAMPLES = {
             "dropout_p": 0.1,
         },
         frozenset({"residual"}),
+    ),
+    "a formula that rounds what is between its terms": Call(
+        "add_rms_norm",
+        {
+            "x": Drawn((3, 1, 3), torch.float16),
+            "residual": Drawn((3, 1, 3)),
+            "weight": Drawn((3,), torch.float16, seed=155),
+            "eps": 1e-5,
+            "rounding": "llama",
+            "offset": -2.5,
+        },
+        frozenset({"residual"}),
+    ),
+    "the sign of a sum that cancels decides between infinity and NaN": Call(
+        "add_layer_norm",
+        {
+            "x": Drawn((9,)),
+            "residual": Drawn((9,), values="large constant"),
+            "weight": Drawn((9,), values="one inf"),
+            "bias": Drawn((9,), values="one inf"),
+            "eps": 1e-5,
+        },
     ),
     "rows of whole vectors that do not start at one": Call(
         "layer_norm",

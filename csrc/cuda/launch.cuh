@@ -89,6 +89,24 @@ __device__ __forceinline__ void store_word(void* p, Word word) {
   *static_cast<Word*>(p) = word;
 }
 
+// p, which was read from memory itself: the compiler then knows that it is of global memory.
+template <class T>
+__device__ __forceinline__ T* global_memory(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+
+// One access to global memory, whatever surrounds it: where branches end with the same stores the
+// compiler may join these and take them apart.
+__device__ __forceinline__ void store_global(void* p, uint4 word) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)),
+               "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_global(void* p, uint64_t word) {
+  asm volatile("st.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(word) : "memory");
+}
+
 }  // namespace fusedops::cuda
 
 // T name[count], one for the block.

@@ -133,6 +133,11 @@ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(simt::arena_low);
 }
 
+template <class T>
+__forceinline__ T* global_memory(T* p) {
+  return p;
+}
+
 template <class Word>
 __forceinline__ Word load_word(const void* p) {
   if (reinterpret_cast<uintptr_t>(p) % sizeof(Word))
@@ -145,6 +150,11 @@ __forceinline__ void store_word(void* p, Word word) {
   if (reinterpret_cast<uintptr_t>(p) % sizeof(Word))
     simt::stop_misaligned("stores", sizeof(Word), p);
   *static_cast<Word*>(p) = word;
+}
+
+template <class Word>
+__forceinline__ void store_global(void* p, Word word) {
+  store_word(p, word);
 }
 
 // A small device, so that grids which fill it stay small.

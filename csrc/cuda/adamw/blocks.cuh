@@ -29,6 +29,7 @@ struct Elements {
   __device__ __forceinline__ bool live(int k) const { return kWide || at(k) < count; }
 
   __device__ __forceinline__ Lane load(const void* p, Dtype dtype, int64_t first) const {
+    p = global_memory(p);
     if constexpr (kWide) {
       return load_floats<kEach>(p, dtype, first + at(0));
     } else {
@@ -41,8 +42,17 @@ struct Elements {
     }
   }
 
+  __device__ __forceinline__ void store(void* p, Dtype dtype, int64_t first, const Lane& v) const {
+    switch (dtype) {
+      case Dtype::float32: return store(static_cast<float*>(p) + first, v);
+      case Dtype::bfloat16: return store(static_cast<BFloat16*>(p) + first, converted<BFloat16>(v));
+      default: return store(static_cast<Half*>(p) + first, converted<Half>(v));
+    }
+  }
+
   template <class T>
   __device__ __forceinline__ Vec<T, kEach> load(const T* p) const {
+    p = global_memory(p);
     if constexpr (kWide) {
       return Vec<T, kEach>::load(p + at(0));
     } else {
@@ -58,7 +68,12 @@ struct Elements {
   template <class T>
   __device__ __forceinline__ void store(T* p, const Vec<T, kEach>& v) const {
     if constexpr (kWide) {
-      v.store(p + at(0));
+      const auto packed = v.packed();
+#pragma unroll
+      for (int i = 0; i < packed.kWords; ++i) {
+        store_global(reinterpret_cast<char*>(p + at(0)) + i * sizeof(packed.words[0]),
+                     packed.words[i]);
+      }
     } else {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {

@@ -51,11 +51,7 @@ __global__ void __launch_bounds__(kThreads)
       auto g = elements.load(t.grad, t.dtype, block * kAdamWBlock);
 #pragma unroll
       for (int k = 0; k < kEach; ++k) g.at[k] *= by;
-      for_dtype(t.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        T* const to = static_cast<T*>(const_cast<void*>(t.grad)) + block * kAdamWBlock;
-        elements.store(to, converted<T>(g));
-      });
+      elements.store(const_cast<void*>(t.grad), t.dtype, block * kAdamWBlock, g);
     });
   });
 }
