@@ -83,7 +83,8 @@ inline T* at_row(T* p, int64_t offset) {
 struct Split {
   Floats high, low;
 
-  explicit Split(double x) : high(all(static_cast<float>(x))), low(all(x - float(x))) {}
+  explicit Split(double x)
+      : high(all(static_cast<float>(x))), low(all(std::isfinite(x) ? x - float(x) : 0)) {}
 };
 
 // h - mean for LayerNorm, h for RMSNorm
@@ -238,6 +239,9 @@ void backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end, flo
     if (args.dresidual == nullptr && args.dx == nullptr) continue;
 
     const Split mean_g(sum_g / n);
+    // an infinite gradient times a second word must be infinite with the same sign
+    Split scale(r);
+    if (!std::isfinite(sum_g + sum_gn)) scale.low = scale.high;
     const auto slope = all(-sum_gn / n * r);  // of h - mean
     const H* const dh = at_row(static_cast<const H*>(args.dh), row * args.dh_stride);
     H* const dresidual = at_row(static_cast<H*>(args.dresidual), row * n);
@@ -249,7 +253,7 @@ void backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end, flo
       if (dh != nullptr) prefetch(dh + args.dh_stride + i);
       const auto g = weighted(load(dy + i, part), i, part);
       const auto c = centred<kLayer, H>(load(h + i, part), mean);
-      auto d = scaled<H>(fma(c, slope, centred<kLayer, H>(g, mean_g)), rstd);
+      auto d = scaled<H>(fma(c, slope, centred<kLayer, H>(g, mean_g)), scale);
       if (dh != nullptr) d = d + load(dh + i, part);
       if (dresidual != nullptr) store(dresidual + i, d, part);
       if (dx != nullptr) store(dx + i, dropout.apply(d, i, part), part);

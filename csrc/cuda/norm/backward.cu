@@ -77,6 +77,10 @@ class RowGradient {
     row_sums(sums_, totals);
     slope_ = static_cast<float>(-totals[0] * a_.per_n) * rstd_.high;
     if constexpr (kLayer) mean_g_ = Split(totals[1] * a_.per_n);
+    // an infinite gradient times a second word must be infinite with the same sign
+    if (fabs(totals[0]) == INFINITY || fabs(totals[kSums - 1]) == INFINITY) {
+      rstd_.low = rstd_.high;
+    }
   }
 
   // dresidual of N columns
@@ -96,7 +100,8 @@ class RowGradient {
   static constexpr int kSums = kLayer ? 2 : 1;
 
   const NormBackwardArgs& a_;
-  const Split mean_, rstd_;
+  const Split mean_;
+  Split rstd_;
   float sums_[kSums] = {};
   float slope_ = 0;  // of h - mean
   Split mean_g_;

@@ -40,7 +40,8 @@ struct Split {
   float high, low;
 
   __device__ __forceinline__ explicit Split(double x)
-      : high(static_cast<float>(x)), low(static_cast<float>(x - high)) {}
+      : high(static_cast<float>(x)),
+        low(fabs(x) == INFINITY ? 0.f : static_cast<float>(x - high)) {}
 };
 
 // h - mean for LayerNorm, h for RMSNorm
