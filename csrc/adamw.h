@@ -45,7 +45,9 @@ struct AdamWTensor {
   int16_t* remainder;                       // of Rounding::remainder
   float* step;                              // steps taken before this one
   int64_t numel;
+  int64_t row;          // blocks begin anew after so many elements: numel, but where it is sharded
   int64_t first_block;  // of all blocks of all tensors before it
+  int64_t first_key;    // of all blocks of this tensor's shards before it
   int64_t index;        // among the optimizer's parameters; its random numbers depend on it
   int32_t group;
   Dtype dtype;
@@ -53,7 +55,27 @@ struct AdamWTensor {
   Rounding rounding;
 };
 
-FUSEDOPS_BOTH int64_t blocks_of(int64_t numel) { return (numel + kAdamWBlock - 1) / kAdamWBlock; }
+FUSEDOPS_BOTH int64_t blocks_of_row(int64_t row) { return (row + kAdamWBlock - 1) / kAdamWBlock; }
+
+FUSEDOPS_BOTH int64_t blocks_of(const AdamWTensor& t) {
+  return t.row == t.numel ? blocks_of_row(t.row) : t.numel / t.row * blocks_of_row(t.row);
+}
+
+// Where a block of a tensor lies.
+struct BlockPlace {
+  int64_t first, count;
+};
+
+FUSEDOPS_BOTH BlockPlace place_of(const AdamWTensor& t, int64_t block) {
+  int64_t start = 0;
+  if (t.row != t.numel) {
+    const int64_t of_row = blocks_of_row(t.row), number = block / of_row;
+    start = number * t.row;
+    block -= number * of_row;
+  }
+  const int64_t first = block * kAdamWBlock, rest = t.row - first;
+  return {start + first, rest < kAdamWBlock ? rest : kAdamWBlock};
+}
 
 // The step in float32, from what is known in float64.
 //

@@ -35,7 +35,7 @@ AdamWBucket::AdamWBucket(const std::vector<Tensor>& params, const std::vector<Py
                          const std::vector<int64_t>& kinds) {
   for (size_t i = 0; i < params.size(); ++i) {
     Parameter p{params[i], local(params[i])};
-    std::copy_n(&kinds[3 * i], 3, p.kind.begin());
+    std::copy_n(&kinds[kKinds * i], kKinds, p.kind.begin());
     const auto take = [&](const char* name, Tensor& into) {
       PyObject* const value = PyDict_GetItemString(states[i], name);  // borrowed
       if (value == nullptr || !THPVariable_Check(value)) return;
@@ -90,7 +90,7 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   for (auto* list : {&params, &grads, &exp_avgs, &exp_avg_sqs, &steps}) {
     list->reserve(parameters_.size());
   }
-  kinds.reserve(3 * parameters_.size());
+  kinds.reserve(kKinds * parameters_.size());
   for (const auto& p : parameters_) {
     const auto grad = p.grad();
     if (!grad.defined()) continue;

@@ -16,7 +16,7 @@ namespace fusedops {
 class AdamWBucket {
  public:
   // params: plain tensors, or DTensors, of which the local tensor is meant. states: a dict for
-  // each. kinds: three a parameter, as AdamWArguments has them.
+  // each. kinds: as AdamWArguments has them.
   AdamWBucket(const std::vector<Tensor>& params, const std::vector<PyObject*>& states,
               const std::vector<int64_t>& kinds);
   ~AdamWBucket();
@@ -43,7 +43,7 @@ class AdamWBucket {
     Tensor owner;  // of the gradient
     Tensor param, step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
         remainder;
-    std::array<int64_t, 3> kind;
+    std::array<int64_t, kKinds> kind;
 
     Tensor grad() const;
   };

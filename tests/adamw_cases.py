@@ -1,5 +1,6 @@
 """What the tests of AdamW share: steps of the operator on every backend, and their judge."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import fusedops
 from fusedops.functional.adamw import (
+    KINDS,
     NEAREST,
     REMAINDER,
     adamw_key,
@@ -81,6 +83,7 @@ def step_of(
     rounding: int = NEAREST,
     taken: int = 3,
     layout=lambda t: t,
+    by_rows: bool = False,
     backend: str = "cpu",
     **options: float,
 ) -> Step:
@@ -88,12 +91,13 @@ def step_of(
     torch.manual_seed(len(shapes))
     made = Step([], [], [], [], [], options=[*(OPTIONS | options).values()])
     for index, shape in enumerate(shapes):
+        row = math.prod(shape[1:]) if by_rows and len(shape) > 1 else 0
         p, g = torch.randn(shape), torch.randn(shape)
         m, v = torch.randn(shape) * 0.1, torch.rand(shape) * 0.1 + 1e-6
         if options.get("amsgrad"):
             made.max_exp_avg_sqs.append(layout(v * (0.5 + torch.rand(shape))))
         if moments == "int8":
-            m, v, *scales = encoded(m, v, adamw_key(0, 0, index))
+            m, v, *scales = encoded(m, v, adamw_key(0, 0, index), row)
             made.scales += scales
         else:
             m, v = layout(m.to(MOMENTS[moments])), layout(v.to(MOMENTS[moments]))
@@ -104,7 +108,7 @@ def step_of(
         made.steps.append(torch.tensor(float(taken)))
         if rounding == REMAINDER:
             made.remainders.append(layout(torch.randint(-(2**15), 2**15, shape).short()))
-        made.kinds += [0, rounding, index]
+        made.kinds += [0, rounding, index, row, 10 * index]
     return _placed(made, backend)
 
 
@@ -123,12 +127,13 @@ def widened(step: Step, dtype: torch.dtype) -> Step:
     wide = step.copy()
     scales, remainders = iter(wide.scales), iter(wide.remainders)
     for i, p in enumerate(wide.params):
-        if wide.kinds[3 * i + 1] == REMAINDER:
+        if wide.kinds[KINDS * i + 1] == REMAINDER:
             wide.params[i] = with_remainder(p, next(remainders))
-        wide.kinds[3 * i + 1] = NEAREST
+        wide.kinds[KINDS * i + 1] = NEAREST
         if wide.exp_avgs[i].dtype == torch.int8:
             codes = wide.exp_avgs[i], wide.exp_avg_sqs[i], next(scales), next(scales)
-            wide.exp_avgs[i], wide.exp_avg_sqs[i] = decoded(*codes)
+            row = wide.kinds[KINDS * i + 3]
+            wide.exp_avgs[i], wide.exp_avg_sqs[i] = decoded(*codes, row)
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
     lists = {name: [t.to(dtype) for t in getattr(wide, name)] for name in names}
     return replace(wide, **lists, scales=[], remainders=[])

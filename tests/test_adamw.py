@@ -9,14 +9,14 @@ from adamw_cases import OPTIONS, check, step_of
 import fusedops
 from fusedops.functional.adamw import (
     BLOCK,
+    KINDS,
     NEAREST,
     REMAINDER,
     STOCHASTIC,
+    Random,
     adamw_key,
     decoded,
     encoded,
-    random_bytes,
-    random_halves,
     stochastic,
 )
 from fusedops.testing import backends, device_of
@@ -37,7 +37,7 @@ def roundings(dtype):
     }[dtype]
 
 
-KINDS = [
+ALL = [
     (dtype, moments, rounding)
     for dtype in FLOATS
     for moments in ("float32", "bfloat16", "int8")
@@ -45,7 +45,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("dtype,moments,rounding", KINDS, ids=str)
+@pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
 def test_step(backend, dtype, moments, rounding):
     check(step_of(SHAPES, dtype, moments, rounding, backend=backend), backend)
 
@@ -78,7 +78,7 @@ def test_steps_and_groups_of_each_tensor(backend):
     step = step_of([(300,), (40,), (5,)], backend=backend)
     second = OPTIONS | {"lr": 0.5, "weight_decay": 0.0, "maximize": 1.0}
     step.options += second.values()
-    step.kinds[3] = 1
+    step.kinds[KINDS] = 1
     step.steps[2].fill_(50.0)
     found = check(step, backend)
     assert [s.item() for s in found.steps] == [4, 4, 51]
@@ -88,8 +88,30 @@ def test_more_groups_than_a_launch_knows(backend):
     step = step_of([(8,)] * 70, backend=backend)
     step.options = [x for i in range(70) for x in (OPTIONS | {"lr": 0.01 * i}).values()]
     for i in range(70):
-        step.kinds[3 * i] = i
+        step.kinds[KINDS * i] = i
     check(step, backend)
+
+
+@pytest.mark.parametrize("shape", [(5, 384), (3, 100), (4, 1024), (7, 16), (2, 3, 300)], ids=str)
+@pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
+def test_rows_of_blocks(backend, dtype, moments, rounding, shape):
+    """Of a sharded tensor blocks begin anew with each row; other shards have lain before it."""
+    step = step_of([(3,), shape], dtype, moments, rounding, by_rows=True, backend=backend)
+    check(step, backend)
+
+
+def test_a_shard_is_as_its_part_of_the_whole(backend):
+    whole = step_of([(6, 512)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
+    found = whole.run(backend)
+    for first, last in ((0, 4), (4, 6)):
+        shard = whole.copy()
+        for name in ("params", "grads", "exp_avgs", "exp_avg_sqs"):
+            setattr(shard, name, [t[first:last].contiguous() for t in getattr(shard, name)])
+        shard.scales = [s[2 * first : 2 * last].contiguous() for s in shard.scales]
+        shard.kinds[3:] = [512, 2 * first]
+        part = shard.run(backend)
+        for name in ("params", "exp_avgs", "exp_avg_sqs"):
+            assert torch.equal(getattr(part, name)[0], getattr(found, name)[0][first:last]), name
 
 
 def test_lr_on_the_device(backend):
@@ -130,7 +152,7 @@ def test_transposed_gradient_of_a_contiguous_parameter(backend, moments):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("dtype,moments,rounding", KINDS, ids=str)
+@pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
 def test_an_element_that_is_not_finite_keeps_what_it_has(backend, dtype, moments, rounding, bad):
     if dtype == torch.float16 and bad == 1e30:
         bad = math.inf
@@ -252,7 +274,7 @@ def test_chance_is_fair(backend):
     t = torch.full((100 * BLOCK,), 1 + 0.3 * 2**-7)
     for dtype, unit in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
         t = torch.full((100 * BLOCK,), 1 + 0.3 * unit)
-        up = stochastic(t, random_halves(3, t.numel(), 64), dtype) > 1
+        up = stochastic(t, Random(3, t.numel()).halves(64), dtype) > 1
         assert abs(up.float().mean() - 0.3) < 0.01
     v = torch.full((100 * BLOCK,), (100.3 / 256) ** 4)
     v[::BLOCK] = 1
@@ -264,7 +286,7 @@ def test_chance_is_fair(backend):
 def test_random_numbers_of_neighbours_are_unlike(backend):
     once(backend)
     keys = [adamw_key(seed, step, index) for seed in (0, 1) for step in (1, 2) for index in (0, 1)]
-    drawn = [random_bytes(key, 10 * BLOCK).float().flatten() for key in keys]
+    drawn = [Random(key, 10 * BLOCK).bytes().float().flatten() for key in keys]
     table = torch.corrcoef(torch.stack(drawn))
     assert (table - torch.eye(len(keys))).abs().max() < 0.1
     assert all(abs(d.mean() - 127.5) < 5 for d in drawn)
@@ -273,7 +295,7 @@ def test_random_numbers_of_neighbours_are_unlike(backend):
 def test_stochastic_float16_is_a_neighbour(backend):
     once(backend)
     t = torch.cat([torch.randn(5000) * 10.0**e for e in range(-8, 5)])
-    random = random_halves(1, t.numel(), 64)
+    random = Random(1, t.numel()).halves(64)
     found = stochastic(t, random, torch.float16).double()
     nearest = t.half()
     down, up = (torch.nextafter(nearest, torch.tensor(x, dtype=torch.half)) for x in (-1e5, 1e5))
@@ -301,10 +323,10 @@ def test_errors_name_the_argument(backend):
         "steps": [torch.tensor(1)],
         "scales": [torch.zeros(2)],
         "params": [torch.zeros(300, dtype=torch.float64)],
-        "kinds": [1, 0, 0],
+        "kinds": [1, 0, 0, 0, 0],
         "options": [0.1],
         "remainders": [torch.zeros(300, dtype=torch.int16)],
     }
     for name, value in wrong.items():
         assert f"adamw_step: {name} must" in message(**{name: value})
-    assert "kinds must name a rounding" in message(kinds=[0, 2, 0])
+    assert "kinds must name a rounding" in message(kinds=[0, 2, 0, 0, 0])

@@ -380,7 +380,7 @@ class TestStateDicts:
         }
         saved = optimizer.state_dict() | {"state": {0: state}}
         optimizer.load_state_dict(saved)
-        m, v = wide_moments(optimizer.state[p])
+        m, v = wide_moments(optimizer.state[p], p)
         scale = absmax.repeat_interleave(256)[:5000]
         assert optimizer.state[p]["step"].item() == 12
         torch.testing.assert_close(m, qmap1[codes] * scale, rtol=0.05, atol=2e-3)

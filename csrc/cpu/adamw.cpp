@@ -32,7 +32,7 @@ void each_piece(const std::vector<AdamWTensor>& tensors, int64_t begin, int64_t 
   auto t = std::upper_bound(tensors.begin(), tensors.end(), begin, after) - 1;
   for (int64_t block = begin; block < end; ++t) {
     const int64_t first = block - t->first_block;
-    const int64_t last = std::min(end - t->first_block, blocks_of(t->numel));
+    const int64_t last = std::min(end - t->first_block, blocks_of(*t));
     body(t - tensors.begin(), first, last);
     block = std::max(block, t->first_block + last);
   }

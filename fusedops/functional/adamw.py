@@ -13,6 +13,7 @@ not finite, or whose found_inf says so, changes nothing.
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ __all__ = ["clip_grad_norm_"]
 BLOCK = 256  # elements that share a scale and a key of random numbers
 SQUARE_PARTS = 256  # a sum of squares is the sum of so many
 NEAREST, STOCHASTIC, REMAINDER = range(3)  # how a parameter of 16 bits is written
+KINDS = 5  # numbers of a tensor: its group, rounding, index, row of blocks, and first block
 OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -109,7 +111,7 @@ def adamw_step_reference(
     for i, (p, g, m, v, step) in enumerate(
         zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
     ):
-        group, rounding, index = kinds[3 * i : 3 * i + 3]
+        group, rounding, index, row, first = kinds[KINDS * i : KINDS * (i + 1)]
         option = dict(zip(OPTIONS, options[len(OPTIONS) * group :], strict=False))
         if lrs:
             option["lr"] = float(lrs[group])
@@ -117,16 +119,18 @@ def adamw_step_reference(
         most = next(rest[0]) if option["amsgrad"] else None
         scale = [next(rest[1]), next(rest[1])] if m.dtype == torch.int8 else None
         remainder = next(rest[2]) if rounding == REMAINDER else None
-        key = adamw_key(seed, int(step), index)
+        draw = Random(adamw_key(seed, int(step), index), p.numel(), row, first)
         g = g * -factor if option["maximize"] else g * factor
-        _step_one(p, g, m, v, most, scale, remainder, rounding, option, float(step), key)
+        _step_one(p, g, m, v, most, scale, remainder, rounding, option, float(step), draw)
 
 
-def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, key):
+def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
     wide = torch.promote_types(p.dtype, torch.float32)
     master = with_remainder(p, remainder) if rounding == REMAINDER else p.to(wide)
     g = g.to(wide)
-    old_m, old_v = decoded(m, v, *scale) if scale else (m.to(wide), v.to(wide))
+    old_m, old_v = (
+        decoded(m, v, scale[0], scale[1], draw.row) if scale else (m.to(wide), v.to(wide))
+    )
     beta1, beta2, lr = option["beta1"], option["beta2"], option["lr"]
     keep = ~(g * g).isfinite()
     new_m = torch.where(keep, old_m, old_m + (1 - beta1) * (g - old_m))
@@ -139,16 +143,16 @@ def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, key):
     if most is not None:
         most.copy_(under_root)
     if scale:
-        for tensor, value in zip((m, v, *scale), encoded(new_m, new_v, key), strict=True):
+        for tensor, value in zip((m, v, *scale), _encoded(new_m, new_v, draw), strict=True):
             tensor.copy_(value)
     else:
         m.copy_(new_m)
-        v.copy_(stochastic(new_v, random_halves(key, v.numel(), SQUARE16), v.dtype))
+        v.copy_(stochastic(new_v, draw.halves(SQUARE16), v.dtype))
     if rounding == REMAINDER:
         for tensor, value in zip((p, remainder), split(updated), strict=True):
             tensor.copy_(value)
     elif rounding == STOCHASTIC:
-        p.copy_(stochastic(updated, random_halves(key, p.numel(), PARAM), p.dtype))
+        p.copy_(stochastic(updated, draw.halves(PARAM), p.dtype))
     else:
         p.copy_(updated)
 
@@ -167,24 +171,44 @@ def adamw_scale_reference(grads, squares, max_norm):
 # The 8-bit codes, whose roots are evenly spaced: csrc/adamw.h.
 
 
-def blocks(t: Tensor) -> Tensor:
-    """The elements of t in blocks, [ceil(n / BLOCK), BLOCK], with zeros behind the last."""
-    flat = t.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+def blocks(t: Tensor, row: int = 0) -> Tensor:
+    """The elements of t in blocks, [blocks, BLOCK], with zeros behind the end of each row.
+
+    row: elements of one; 0: all are.
+    """
+    rows = t.reshape(-1, row or max(t.numel(), 1)) if t.numel() else t.reshape(0, BLOCK)
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).view(-1, BLOCK)
 
 
-def decoded(m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor]:
+def unblocked(t: Tensor, like: Tensor, row: int = 0) -> Tensor:
+    """What `blocks` made blocks of, in the shape of `like`."""
+    row = row or like.numel()
+    if not like.numel():
+        return t.reshape(like.shape)
+    return t.reshape(like.numel() // row, -1)[:, :row].reshape(like.shape)
+
+
+def decoded(
+    m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, row: int = 0
+) -> tuple[Tensor, Tensor]:
     """Moments in float32, of m's shape, from int8 and uint8 codes and scales [blocks]."""
-    c = blocks(m).float()
-    root = (blocks(v).float() + 1) * (v_scale[:, None] / BLOCK)
-    wide = c * c.abs() * (m_scale[:, None] / 127**2), root**4
-    wide_m, wide_v = (w.reshape(-1)[: m.numel()].view(m.shape) for w in wide)
+    m_scale, v_scale = m_scale.reshape(-1, 1), v_scale.reshape(-1, 1)
+    c = blocks(m, row).float()
+    root = (blocks(v, row).float() + 1) * (v_scale / BLOCK)
+    wide = c * c.abs() * (m_scale / 127**2), root**4
+    wide_m, wide_v = (unblocked(w, m, row) for w in wide)
     return wide_m, wide_v
 
 
-def encoded(m: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def encoded(
+    m: Tensor, v: Tensor, key: int, row: int = 0, first: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """int8 and uint8 codes of m's shape, and their scales: what `decoded` takes."""
-    wide_m, root = blocks(m), blocks(v).sqrt()
+    return _encoded(m, v, Random(key, m.numel(), row, first))
+
+
+def _encoded(m: Tensor, v: Tensor, draw: "Random") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide_m, root = blocks(m, draw.row), blocks(v, draw.row).sqrt()
     m_scale, most = wide_m.abs().amax(1), root.amax(1)
     tiny = torch.finfo(torch.float32).tiny
 
@@ -192,10 +216,10 @@ def encoded(m: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Ten
         return t / torch.where(largest < tiny, torch.inf, largest)[:, None]
 
     c = (relative(wide_m.abs(), m_scale).sqrt() * 127).round() * wide_m.sign()
-    chance = (random_bytes(key, m.numel()).to(m.device) + 0.5) / 256 - 1
+    chance = (draw.bytes().to(m.device) + 0.5) / 256 - 1
     d = (relative(root, most).sqrt() * 256 + chance).floor().clamp(0, 255)
-    codes = (t.reshape(-1)[: m.numel()].view(m.shape) for t in (c.to(torch.int8), d.byte()))
-    return *codes, m_scale.float(), most.sqrt().float()
+    m_codes, v_codes = (unblocked(t, m, draw.row) for t in (c.to(torch.int8), d.byte()))
+    return m_codes, v_codes, m_scale.float(), most.sqrt().float()
 
 
 # Parameters of 16 bits.
@@ -246,29 +270,41 @@ def adamw_key(seed: int, step: int, index: int) -> int:
     return mixed(mixed(mixed(seed & _MASK) ^ step) ^ index)
 
 
-def random_words(key: int, count: int, first: int, words: int) -> Tensor:
-    """int64 [count, words]: the words from `first` on of each of `count` blocks."""
-    keys = [mixed((key + block) & _MASK) for block in range(count)]
-    low = torch.tensor([k & 0xFFFFFFFF for k in keys], dtype=torch.int64)[:, None]
-    high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64)[:, None]
-    x = torch.arange(first, first + words) ^ low
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x = x ^ high
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+@dataclass(frozen=True)
+class Random:
+    """The random bits of a tensor of `numel` elements, in rows whose blocks begin anew.
 
+    row: elements of one; 0: all are. first: blocks that lie before the tensor's own.
+    """
 
-def random_bytes(key: int, numel: int) -> Tensor:
-    """int64 [blocks, BLOCK]: 8 bits of each element."""
-    words = random_words(key, -(-numel // BLOCK), SQUARE8, BLOCK // 4)
-    return torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)], -1).flatten(1)
+    key: int
+    numel: int
+    row: int = 0
+    first: int = 0
 
+    def words(self, begin: int, count: int) -> Tensor:
+        """int64 [blocks, count]: the words from `begin` on of each block."""
+        row = self.row or self.numel
+        number = self.numel // row * -(-row // BLOCK) if self.numel else 0
+        keys = [mixed((self.key + self.first + block) & _MASK) for block in range(number)]
+        low = torch.tensor([k & 0xFFFFFFFF for k in keys], dtype=torch.int64)[:, None]
+        high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64)[:, None]
+        x = torch.arange(begin, begin + count) ^ low
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+        x = x ^ high
+        x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+        return x ^ (x >> 16)
 
-def random_halves(key: int, numel: int, first: int) -> Tensor:
-    """int32 [numel]: 16 bits of each element."""
-    words = random_words(key, -(-numel // BLOCK), first, BLOCK // 2)
-    halves = torch.stack([words & 0xFFFF, words >> 16], -1)
-    return halves.reshape(-1)[:numel].to(torch.int32)
+    def bytes(self) -> Tensor:
+        """int64 [blocks, BLOCK]: 8 bits of each element."""
+        words = self.words(SQUARE8, BLOCK // 4)
+        return torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)], -1).flatten(1)
+
+    def halves(self, begin: int) -> Tensor:
+        """int32 [numel]: 16 bits of each element."""
+        words = self.words(begin, BLOCK // 2)
+        halves = torch.stack([words & 0xFFFF, words >> 16], -1).flatten(1)
+        return unblocked(halves, torch.empty(self.numel), self.row).to(torch.int32)
 
 
 def rounding_of(p: Tensor, group: dict) -> int:

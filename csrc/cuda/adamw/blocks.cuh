@@ -105,7 +105,7 @@ __device__ __forceinline__ void each_block(const AdamWRows& rows, const Body& bo
     const bool begins = block > last;
     if (begins) {
       at = tensor_of(rows, block);
-      last = rows.tensors[at].first_block + blocks_of(rows.tensors[at].numel) - 1;
+      last = rows.tensors[at].first_block + blocks_of(rows.tensors[at]) - 1;
     }
     body(at, begins, block - rows.tensors[at].first_block);
   }

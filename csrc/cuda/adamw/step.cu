@@ -105,8 +105,7 @@ struct MomentsOfLane {
 
 template <bool kWide>
 __device__ __forceinline__ MomentsOfLane load_moments(const AdamWTensor& t, int64_t block,
-                                                      Elements<kWide> elements) {
-  const int64_t first = block * kAdamWBlock;
+                                                      int64_t first, Elements<kWide> elements) {
   if (t.moments != Moments::int8) {
     const auto dtype = t.moments == Moments::float32 ? Dtype::float32 : Dtype::bfloat16;
     return {elements.load(t.exp_avg, dtype, first), elements.load(t.exp_avg_sq, dtype, first)};
@@ -133,9 +132,8 @@ __device__ __forceinline__ float largest_of_warp(float x) {
 
 template <bool kWide>
 __device__ __forceinline__ void store_moments(const AdamWTensor& t, int64_t block, BlockKey key,
-                                              const MomentsOfLane& moments,
+                                              int64_t first, const MomentsOfLane& moments,
                                               Elements<kWide> elements) {
-  const int64_t first = block * kAdamWBlock;
   const auto& [m, v] = moments;
   if (t.moments == Moments::float32) {
     elements.store(static_cast<float*>(t.exp_avg) + first, m);
@@ -194,13 +192,12 @@ struct Step {
 
 template <bool kWide>
 __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& step, int64_t block,
-                                           Elements<kWide> elements) {
-  const int64_t first = block * kAdamWBlock;
-  const auto key = block_key(step.key, block);
+                                           int64_t first, Elements<kWide> elements) {
+  const auto key = block_key(step.key, t.first_key + block);
   const auto& f = step.factors;
   const auto g = elements.load(t.grad, t.dtype, first);
   Lane p = load_param(t, first, elements);
-  auto moments = load_moments(t, block, elements);
+  auto moments = load_moments(t, block, first, elements);
   Lane most = moments.v;
   if (t.max_exp_avg_sq != nullptr) most = elements.load(t.max_exp_avg_sq + first);
 #pragma unroll
@@ -218,7 +215,7 @@ __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& ste
   }
   if (t.max_exp_avg_sq != nullptr) elements.store(t.max_exp_avg_sq + first, most);
   store_param(t, first, key, p, elements);
-  store_moments(t, block, key, moments, elements);
+  store_moments(t, block, key, first, moments, elements);
 }
 
 // Whether every access to a whole block can be of 16 bytes, or of 8 where it is of 8-bit codes.
@@ -227,7 +224,7 @@ __device__ __forceinline__ bool wide(const AdamWTensor& t) {
       reinterpret_cast<uintptr_t>(t.param) | reinterpret_cast<uintptr_t>(t.grad) |
       reinterpret_cast<uintptr_t>(t.exp_avg) | reinterpret_cast<uintptr_t>(t.exp_avg_sq) |
       reinterpret_cast<uintptr_t>(t.max_exp_avg_sq) | reinterpret_cast<uintptr_t>(t.remainder);
-  return all % 16 == 0;
+  return all % 16 == 0 && (t.row == t.numel || t.row % 16 == 0);
 }
 
 // How the gradients are scaled, and whether the step is left out.
@@ -266,11 +263,11 @@ __global__ void __launch_bounds__(kThreads) adamw_step(const AdamWLaunch a) {
       const auto& t = a.tensors[at];
       if (!here(a, t)) return;
       if (begins) step = step_of(a, t, scaling.factor);
-      const int64_t rest = t.numel - block * kAdamWBlock;
-      if (rest >= kAdamWBlock && wide(t)) {
-        step_block<true>(t, step, block, {kAdamWBlock});
+      const auto [first, count] = place_of(t, block);
+      if (count == kAdamWBlock && wide(t)) {
+        step_block<true>(t, step, block, first, {kAdamWBlock});
       } else {
-        step_block<false>(t, step, block, {static_cast<int>(min(rest, int64_t{kAdamWBlock}))});
+        step_block<false>(t, step, block, first, {static_cast<int>(count)});
       }
     });
   }

@@ -19,7 +19,7 @@ struct AdamWArguments {
   at::TensorList max_exp_avg_sqs;  // of tensors in groups with amsgrad, float32
   at::TensorList scales;           // of int8 moments: exp_avg's and exp_avg_sq's, float32 [blocks]
   at::TensorList remainders;       // of Rounding::remainder, int16
-  at::IntArrayRef kinds;           // three of a tensor: its group, its Rounding, its index
+  at::IntArrayRef kinds;           // kKinds of a tensor
   at::ArrayRef<double> options;    // kOptions of a group
   at::TensorList lrs;              // of each group, a scalar on the device; or none
   int64_t seed;
@@ -28,6 +28,9 @@ struct AdamWArguments {
   const OptionalTensor &grad_scale, &found_inf;  // GradScaler's
   const OptionalTensor &host_table, &table;      // uint8: a device's table, kept between steps
 };
+
+// Its group, its Rounding, and AdamWTensor's index, row (0: the tensor) and first_key.
+constexpr int kKinds = 5;
 
 // lr, beta1, beta2, eps, weight_decay, maximize, amsgrad
 constexpr int kOptions = 7;

@@ -69,7 +69,7 @@ void adamw_check(const AdamWArguments& a) {
   check_count("exp_avgs", count, a.exp_avgs.size());
   check_count("exp_avg_sqs", count, a.exp_avg_sqs.size());
   check_count("steps", count, a.steps.size());
-  check_count("kinds", 3 * count, a.kinds.size());
+  check_count("kinds", kKinds * count, a.kinds.size());
   const auto groups = static_cast<int64_t>(a.options.size() / kOptions);
   check_count("options", groups * kOptions, a.options.size());
   if (!a.lrs.empty()) check_count("lrs", groups, a.lrs.size());
@@ -85,12 +85,15 @@ void adamw_check(const AdamWArguments& a) {
     check_like("exp_avgs", a.exp_avgs[i], param, a.exp_avgs[i].scalar_type());
     check_like("exp_avg_sqs", a.exp_avg_sqs[i], param, square_dtype(a.exp_avgs[i]));
     check_scalar("steps", a.steps[i], param);
-    const auto group = a.kinds[3 * i], rounding = a.kinds[3 * i + 1];
+    const auto kind = a.kinds.slice(kKinds * i, kKinds);
+    const auto group = kind[0], rounding = kind[1], row = kind[3] == 0 ? param.numel() : kind[3];
     TORCH_CHECK(0 <= group && group < groups, kOp, ": kinds must name one of ", groups,
                 " groups, got ", group);
     TORCH_CHECK(0 <= rounding && rounding <= 2 && (rounding < 2 || dtype == at::kBFloat16), kOp,
                 ": kinds must name a rounding 0 to 2, 2 with bfloat16 alone, got ", rounding,
                 " with ", describe(param));
+    TORCH_CHECK(row == param.numel() || (row > 0 && param.numel() % row == 0), kOp,
+                ": kinds must name a row that divides ", describe(param), ", got ", row);
     if (a.options[group * kOptions + 6] != 0) {
       TORCH_CHECK(with_amsgrad < a.max_exp_avg_sqs.size(), kOp,
                   ": max_exp_avg_sqs must have one of each tensor with amsgrad, got ",
@@ -100,7 +103,7 @@ void adamw_check(const AdamWArguments& a) {
     if (a.exp_avgs[i].scalar_type() == at::kChar) {
       TORCH_CHECK(with_scales + 2 <= a.scales.size(), kOp,
                   ": scales must have two of each tensor with int8 moments, got ", a.scales.size());
-      const auto blocks = (param.sym_numel() + (kAdamWBlock - 1)) / kAdamWBlock;
+      const auto blocks = param.numel() == 0 ? 0 : param.numel() / row * blocks_of_row(row);
       check_state("scales", a.scales[with_scales++], param, at::kFloat, blocks);
       check_state("scales", a.scales[with_scales++], param, at::kFloat, blocks);
     }

@@ -8,7 +8,7 @@ namespace fusedops {
 namespace {
 
 int64_t all_blocks(const std::vector<AdamWTensor>& tensors) {
-  return tensors.empty() ? 0 : tensors.back().first_block + blocks_of(tensors.back().numel);
+  return tensors.empty() ? 0 : tensors.back().first_block + blocks_of(tensors.back());
 }
 
 Moments moments_of(const Tensor& exp_avg) {
@@ -55,9 +55,10 @@ AdamWTable::AdamWTable(const AdamWArguments& a) {
     const auto *const param = &a.params[i], *const grad = &a.grads[i];
     const auto *const m = &a.exp_avgs[i], *const v = &a.exp_avg_sqs[i];
     AdamWTensor row{};
-    row.group = static_cast<int32_t>(a.kinds[3 * i]);
-    row.rounding = static_cast<Rounding>(a.kinds[3 * i + 1]);
-    row.index = a.kinds[3 * i + 2];
+    const auto kind = a.kinds.slice(kKinds * i, kKinds);
+    row.group = static_cast<int32_t>(kind[0]);
+    row.rounding = static_cast<Rounding>(kind[1]);
+    row.index = kind[2];
     row.moments = moments_of(*m);
     const Tensor* const most =
         groups[row.group].amsgrad ? &a.max_exp_avg_sqs[with_amsgrad++] : param;
@@ -78,9 +79,11 @@ AdamWTable::AdamWTable(const AdamWArguments& a) {
     }
     row.step = a.steps[i].mutable_data_ptr<float>();
     row.numel = param->numel();
+    row.row = kind[3] == 0 ? row.numel : kind[3];
+    row.first_key = kind[4];
     row.dtype = dtype_of(*param);
     row.first_block = first_block;
-    first_block += blocks_of(row.numel);
+    first_block += blocks_of(row);
     tensors.push_back(row);
   }
 }
@@ -99,10 +102,10 @@ GradientTable::GradientTable(at::TensorList grads) {
     const bool dense = grad.is_non_overlapping_and_dense();
     if (!dense) kept.push_back(grad.contiguous());
     row.grad = (dense ? grad : kept.back()).const_data_ptr();
-    row.numel = grad.numel();
+    row.numel = row.row = grad.numel();
     row.dtype = dtype_of(grad);
     row.first_block = first_block;
-    first_block += blocks_of(row.numel);
+    first_block += blocks_of(row);
     tensors.push_back(row);
   }
 }

@@ -9,6 +9,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiab
 
 from fusedops.functional.adamw import BLOCK
 from fusedops.optim.adamw.plan import Plan
+from fusedops.optim.adamw.shard import distributed
 from fusedops.optim.adamw.state import DTYPES, STEP, formatted, wide_moments
 
 # The options that a state's format follows from: the constructor's hold, whatever is loaded.
@@ -144,8 +145,10 @@ class AdamW(torch.optim.AdamW):
     def torch_state_dict(self) -> dict[str, Any]:
         """The state dict as torch.optim.AdamW has it: moments in float32, and its options alone."""
         found = self.state_dict()
+        params = [p for group in self.param_groups for p in group["params"]]
         state = {
-            i: {STEP: s[STEP], **_wide(s)} if STEP in s else s for i, s in found["state"].items()
+            i: {STEP: s[STEP], **_wide(s, params[i])} if STEP in s else s
+            for i, s in found["state"].items()
         }
         groups = [
             {k: v for k, v in group.items() if k not in OURS} for group in found["param_groups"]
@@ -193,8 +196,8 @@ def _unwrap(optimizer: Optimizer) -> None:
             index += 1
 
 
-def _wide(state: dict[str, Any]) -> dict[str, Tensor]:
-    m, v = wide_moments(state)
+def _wide(state: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
+    m, v = (distributed(p, t, tuple(p.shape)) for t in wide_moments(state, p))
     rest = {k: state[k] for k in ("max_exp_avg_sq",) if k in state}
     return {"exp_avg": m, "exp_avg_sq": v, **rest}
 

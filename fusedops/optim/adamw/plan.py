@@ -6,11 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from fusedops.backends import unavailable
 from fusedops.extension import _C
-from fusedops.functional.adamw import FLOATS, OPTIONS, adamw_squares_reference, rounding_of
+from fusedops.functional.adamw import (
+    FLOATS,
+    OPTIONS,
+    SQUARE_PARTS,
+    adamw_squares_reference,
+    rounding_of,
+)
+from fusedops.optim.adamw.shard import reduced, rows_of, sharded_dims
 from fusedops.optim.adamw.state import Group, complete, empty_state
 
 if TYPE_CHECKING:
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """Parameters with a state by device, for the kernels; those for torch's lines; the others."""
+    """Parameters with a state by place, for the kernels; those for torch's lines; the others."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
@@ -26,7 +34,7 @@ class Plan:
         self.asked = [_asked(group) for group in optimizer.param_groups]
         self.waiting: list[Tensor] = []  # without a gradient so far
         self.others: list[tuple[Group, list[Tensor]]] = []  # torch's
-        rows: dict[torch.device, tuple[list, list, list]] = {}
+        rows: dict[tuple, tuple[list, list, list]] = {}
         index = 0
         for number, group in enumerate(optimizer.param_groups):
             others: list[Tensor] = []
@@ -34,16 +42,16 @@ class Plan:
                 if p.grad is None and p not in optimizer.state:
                     self.waiting.append(p)
                 elif covered(p, group):
-                    params, states, kinds = rows.setdefault(p.device, ([], [], []))
+                    params, states, kinds = rows.setdefault(_place(p), ([], [], []))
                     params.append(p)
                     states.append(self._state(p, group))
-                    kinds += [number, rounding_of(p, group), index]
+                    kinds += [number, rounding_of(p, group), index, *rows_of(p)]
                 else:
                     others.append(p)
                 index += 1
             if others:
                 self.others.append((group, others))
-        self.buckets = {device: _C.AdamWBucket(*of_device) for device, of_device in rows.items()}
+        self.buckets = [(lists[0][0], _C.AdamWBucket(*lists)) for lists in rows.values()]
 
     def _state(self, p: Tensor, group: Group) -> dict:
         state = self.optimizer.state[p]
@@ -62,7 +70,7 @@ class Plan:
                 for group, known, asked in zip(groups, self.groups, self.asked, strict=True)
             )
             and not _C.any_gradient(self.waiting)
-            and all(bucket.unchanged() for bucket in self.buckets.values())
+            and all(bucket.unchanged() for _, bucket in self.buckets)
             and not any(covered(p, group) for group, ps in self.others for p in ps)
         )
 
@@ -71,7 +79,8 @@ class Plan:
         optimizer = self.optimizer
         limit = optimizer.defaults["max_grad_norm"]
         squares = None if limit is None else self._squares()
-        for device, bucket in self.buckets.items():
+        for first, bucket in self.buckets:
+            device = first.device
             options, lrs = _options(optimizer.param_groups, device)
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 bucket.renew_table()
@@ -89,12 +98,14 @@ class Plan:
 
     def _squares(self) -> Tensor | None:
         """The gradients' squared norm in float64, over all devices and, sharded, all ranks."""
-        found = [bucket.squares() for bucket in self.buckets.values()]
+        found = [_squares_of(first, bucket) for first, bucket in self.buckets]
         others = [p.grad for _, ps in self.others for p in ps if p.grad is not None]
         if others:
             found.append(adamw_squares_reference(others))
-        found = [squares for squares in found if squares is not None]
-        return sum(squares.to(found[0].device) for squares in found) if found else None
+        there = [squares for squares in found if squares is not None]
+        if not there:
+            return None
+        return torch.stack([squares.to(there[0].device) for squares in there]).sum(0)
 
     def _run_others(self, squares, limit, grad_scale, found_inf) -> None:
         """torch's own step of what has no kernel."""
@@ -126,6 +137,21 @@ class Plan:
             )
 
 
+def _place(p: Tensor) -> tuple:
+    """Parameters of one place are stepped together: of one device, and cut over the same ranks."""
+    if not isinstance(p, DTensor):
+        return (p.device,)
+    return (p.device, p.device_mesh, *(placement.is_shard() for placement in p.placements))
+
+
+def _squares_of(first: Tensor, bucket: _C.AdamWBucket) -> Tensor | None:
+    """A bucket's squares on all ranks. Ranks without gradients take part in the sum as well."""
+    found = bucket.squares()
+    if found is None and sharded_dims(first):
+        found = torch.zeros(SQUARE_PARTS, dtype=torch.float64, device=first.device)
+    return found if found is None else reduced(first, found)
+
+
 _OF_TORCH = (
     "amsgrad",
     "lr",
@@ -151,7 +177,7 @@ def covered(p: Tensor, group: Group) -> bool:
     """Whether the kernels take this parameter and its gradient."""
     op = "adamw_step"
     return (
-        type(p) in (Tensor, torch.nn.Parameter)
+        type(p) in (Tensor, torch.nn.Parameter, DTensor)
         and p.dtype in FLOATS
         and p.layout == torch.strided
         and not group["differentiable"]
@@ -162,8 +188,12 @@ def covered(p: Tensor, group: Group) -> bool:
 
 
 def _plain(grad: Tensor, p: Tensor) -> bool:
+    if isinstance(p, DTensor) and isinstance(grad, DTensor):
+        alike = (grad.placements, grad.device_mesh) == (p.placements, p.device_mesh)
+        return alike and grad.dtype == p.dtype
     return (
         type(grad) in (Tensor, torch.nn.Parameter)
+        and not isinstance(p, DTensor)
         and grad.layout == torch.strided
         and grad.dtype == p.dtype
         and grad.device == p.device

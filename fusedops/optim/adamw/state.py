@@ -1,59 +1,66 @@
 """The state of one parameter: made, and brought from one format to another.
 
 `step` float32 []; `exp_avg` and `exp_avg_sq` of the parameter's shape, in float32, bfloat16, or as
-int8 and uint8 codes with `exp_avg_scale` and `exp_avg_sq_scale` float32 [blocks of 256 elements];
+int8 and uint8 codes with `exp_avg_scale` and `exp_avg_sq_scale`, float32, one for 256 elements;
 `max_exp_avg_sq` float32 with amsgrad; `remainder` int16, the lower half of a float32 parameter
-whose upper half is the bfloat16 one.
+whose upper half is the bfloat16 one. Of a DTensor they are DTensors, but for the step.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fusedops.functional.adamw import BLOCK, REMAINDER, adamw_key, decoded, encoded, rounding_of
+from fusedops.functional.adamw import REMAINDER, adamw_key, decoded, encoded, rounding_of
+from fusedops.optim.adamw.shard import distributed, local, rows_of, scales_shape, takes_codes
 
 State = dict[str, Any]
 Group = dict[str, Any]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 CODES = {torch.int8: torch.uint8}  # exp_avg's dtype to exp_avg_sq's, where they differ
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-STEP = "step"
+STEP, MAXIMUM, REST = "step", "max_exp_avg_sq", "remainder"
 
 
 def moments_dtype(p: Tensor, group: Group) -> torch.dtype:
     """What the moments are kept in: small tensors have no 8-bit ones."""
-    small = group["state_dtype"] == "int8" and p.numel() < group["min_8bit_size"]
-    return torch.float32 if small else DTYPES[group["state_dtype"]]
+    wanted = group["state_dtype"]
+    if wanted == "int8" and (p.numel() < group["min_8bit_size"] or not takes_codes(p)):
+        return torch.float32
+    return DTYPES[wanted]
 
 
 def empty_state(p: Tensor, group: Group) -> State:
     """The state before the first step."""
     dtype = moments_dtype(p, group)
     layout = torch.contiguous_format if dtype == torch.int8 else torch.preserve_format
-
-    def zeros(dtype: torch.dtype) -> Tensor:
-        return torch.zeros_like(p, dtype=dtype, memory_format=layout, requires_grad=False)
-
     state: State = {
         STEP: torch.zeros((), device=p.device),
-        "exp_avg": zeros(dtype),
-        "exp_avg_sq": zeros(CODES.get(dtype, dtype)),
+        "exp_avg": _zeros(p, dtype, layout),
+        "exp_avg_sq": _zeros(p, CODES.get(dtype, dtype), layout),
     }
     if dtype == torch.int8:
-        blocks = -(-p.numel() // BLOCK)
-        state |= {name: torch.zeros(blocks, device=p.device) for name in SCALES}
+        shape = scales_shape(p)
+        part = local(p)
+        count = part.shape[0] * shape[1] if len(shape) > 1 else shape[0]
+        state |= {n: distributed(p, torch.zeros(count, device=p.device), shape) for n in SCALES}
     complete(state, p, group)
     return state
 
 
 def complete(state: State, p: Tensor, group: Group) -> None:
     """Adds what the group's options ask for now and did not before."""
-    if group["amsgrad"] and "max_exp_avg_sq" not in state:
-        state["max_exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
-    if rounding_of(p, group) == REMAINDER and "remainder" not in state:
-        state["remainder"] = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
+    if group["amsgrad"] and MAXIMUM not in state:
+        state[MAXIMUM] = _zeros(p, torch.float32)
+    if rounding_of(p, group) == REMAINDER and REST not in state:
+        state[REST] = _zeros(p, torch.int16)
+
+
+def _zeros(p: Tensor, dtype: torch.dtype, layout=torch.preserve_format) -> Tensor:
+    return torch.zeros_like(p, dtype=dtype, memory_format=layout, requires_grad=False)
 
 
 def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
@@ -61,40 +68,47 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
 
     What has the format already keeps its bits. Else the moments are decoded and encoded again.
     """
-    state = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in _renamed(state).items()}
     if STEP not in state:
         return state
-    step = state[STEP]
-    state[STEP] = torch.as_tensor(step, dtype=torch.float32, device=p.device).reshape(())
+    step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
+    found = {k: _placed(v, p) for k, v in _renamed(state).items() if k != STEP}
     wanted = empty_state(p, group)
-    for name in ("max_exp_avg_sq", "remainder"):
-        if name in wanted and name in state:
-            wanted[name] = state[name].to(wanted[name].dtype)
-    names = [k for k in wanted if k not in (STEP, "max_exp_avg_sq", "remainder")]
-    if all(_alike(state.get(name), wanted[name]) for name in names):
-        moments = {name: state[name] for name in names}
+    kept = {k: found[k].to(wanted[k].dtype) for k in (MAXIMUM, REST) if k in wanted and k in found}
+    names = [*MOMENTS, *SCALES] if "exp_avg_scale" in wanted else [*MOMENTS]
+    if all(_alike(found.get(name), wanted[name]) for name in names):
+        moments = {name: found[name] for name in names}
     else:
-        key = adamw_key(group["seed"], int(state[STEP]), index)
-        moments = _encoded(*wide_moments(state), wanted, key)
-    return wanted | moments | {STEP: state[STEP]}
+        key = adamw_key(group["seed"], int(step), index)
+        moments = _encoded(*wide_moments(found, p), p, wanted, key)
+    return wanted | moments | kept | {STEP: step}
 
 
-def wide_moments(state: State) -> tuple[Tensor, Tensor]:
-    """exp_avg and exp_avg_sq in float32."""
-    m, v = state["exp_avg"], state["exp_avg_sq"]
+def wide_moments(state: State, p: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's exp_avg and exp_avg_sq in float32."""
+    m, v = (local(state[name]) for name in MOMENTS)
     if m.dtype == torch.int8:
-        return decoded(m, v, *(state[name] for name in SCALES))
+        m_scale, v_scale = (local(state[name]) for name in SCALES)
+        return decoded(m, v, m_scale, v_scale, rows_of(p)[0])
     return m.float(), v.float()
 
 
-def _encoded(m: Tensor, v: Tensor, wanted: State, key: int) -> State:
-    if wanted["exp_avg"].dtype == torch.int8:
-        names = ("exp_avg", "exp_avg_sq", *SCALES)
-        return dict(zip(names, encoded(m, v, key), strict=True))
-    return {
-        name: torch.empty_like(wanted[name]).copy_(value)
-        for name, value in (("exp_avg", m), ("exp_avg_sq", v))
-    }
+def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State, key: int) -> State:
+    codes = wanted["exp_avg"].dtype == torch.int8
+    values: tuple[Tensor, ...] = encoded(m, v, key, *rows_of(p)) if codes else (m, v)
+    for name, value in zip((*MOMENTS, *SCALES), values, strict=False):
+        into = local(wanted[name])
+        into.copy_(value.reshape(into.shape))
+    return {name: wanted[name] for name in (*MOMENTS, *SCALES) if name in wanted}
+
+
+def _placed(value: Any, p: Tensor) -> Any:
+    """A loaded tensor where the parameter is, and cut as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(p.device)
+    if isinstance(p, DTensor) and not isinstance(value, DTensor) and value.shape == p.shape:
+        return distribute_tensor(value, p.device_mesh, p.placements)
+    return value
 
 
 def _alike(found: Tensor | None, wanted: Tensor) -> bool:
@@ -112,7 +126,7 @@ def _renamed(state: State) -> State:
 
 
 def _of_bitsandbytes(state: State) -> State:
-    found = {STEP: state["step"]}
+    found = {}
     for i, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
         moments = state[f"state{i}"]
         if moments.dtype == torch.uint8:

@@ -225,7 +225,7 @@ struct Staged {
   alignas(64) int16_t remainder[kAdamWBlock];
 
   template <class Step>
-  void run(Block<T> block, int count, const Step& step) {
+  void run(Block<T> block, int64_t count, const Step& step) {
     std::memset(static_cast<void*>(this), 0, sizeof(*this));
     const Block<T> at = block;
     copy(param, at.param, count * sizeof(T));
@@ -299,34 +299,34 @@ void blocks(const AdamWTensor& t, uint64_t key, const AdamWFactors& factors, flo
   constexpr int kBytes = Staged<T, kMoments>::kMomentBytes;
   using Steps = Run<T, kMoments, kRounding>;
   Steps run{factors, gradient_factor};
-  const auto at = [&](int64_t b, int64_t count) {
-    const int64_t first = b * kAdamWBlock;
-    return Block<T>{static_cast<T*>(t.param) + first,
-                    static_cast<const T*>(t.grad) + first,
-                    static_cast<char*>(t.exp_avg) + first * kBytes,
-                    static_cast<char*>(t.exp_avg_sq) + first * kBytes,
-                    shifted(t.max_exp_avg_sq, first),
-                    shifted(t.exp_avg_scale, b),
-                    shifted(t.exp_avg_sq_scale, b),
-                    shifted(t.remainder, first),
-                    block_key(key, b),
-                    count};
-  };
-  const int64_t whole = std::min(end, t.numel / kAdamWBlock);
-  const int64_t stride = Steps::kOneByOne ? 1 : std::max<int64_t>(1, whole - begin);
-  for (int64_t b = begin; b < whole; b += stride) run.step(at(b, stride * kAdamWBlock));
-  run.finish();
-  if (whole == end) return;
-  const int count = static_cast<int>(t.numel - whole * kAdamWBlock);
-  const auto last = [&](const Block<T>& block) {
-    run.step(block);
-    run.finish();
-  };
-  if (count % kLanes == 0) {
-    last(at(whole, count));
-  } else {
-    Staged<T, kMoments>().run(at(whole, count), count, last);
+  for (int64_t b = begin, taken = 1; b < end; b += taken) {
+    auto [first, count] = place_of(t, b);
+    if (!Steps::kOneByOne && count == kAdamWBlock && t.row == t.numel) {
+      taken = std::min(end, t.numel / kAdamWBlock) - b;
+      count = taken * kAdamWBlock;
+    } else {
+      taken = 1;
+    }
+    const Block<T> block{static_cast<T*>(t.param) + first,
+                         static_cast<const T*>(t.grad) + first,
+                         static_cast<char*>(t.exp_avg) + first * kBytes,
+                         static_cast<char*>(t.exp_avg_sq) + first * kBytes,
+                         shifted(t.max_exp_avg_sq, first),
+                         shifted(t.exp_avg_scale, b),
+                         shifted(t.exp_avg_sq_scale, b),
+                         shifted(t.remainder, first),
+                         block_key(key, t.first_key + b),
+                         count};
+    if (count % kLanes == 0) {
+      run.step(block);
+      continue;
+    }
+    Staged<T, kMoments>().run(block, count, [&](const Block<T>& copy) {
+      run.step(copy);
+      run.finish();
+    });
   }
+  run.finish();
 }
 
 template <class T, Moments kMoments>

@@ -1,0 +1,69 @@
+"""DTensors: the part of a parameter that lies on this rank, and how its blocks of 256 are cut.
+
+Blocks of a tensor that is sharded begin anew with each slice of its first dimension, so that any
+cut between two slices is one between two blocks: states of any number of ranks load on any other.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fusedops.functional.adamw import BLOCK
+
+LEAST_ROW = 64  # elements of a slice: below, its scale would be a tenth of its codes
+
+
+def local(t: Tensor) -> Tensor:
+    """What lies on this rank."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def sharded_dims(p: Tensor) -> set[int]:
+    """The dimensions that are cut."""
+    if not isinstance(p, DTensor):
+        return set()
+    return {cut.dim for cut in p.placements if isinstance(cut, Shard)}
+
+
+def takes_codes(p: Tensor) -> bool:
+    """Whether a parameter's moments can be 8-bit codes, wherever it will be cut."""
+    cut = sharded_dims(p)
+    return not cut or (cut == {0} and p.shape[1:].numel() >= LEAST_ROW and p.dim() > 1)
+
+
+def rows_of(p: Tensor) -> tuple[int, int]:
+    """Elements of a row of blocks (0: all), and the blocks of other ranks before this one's."""
+    if not isinstance(p, DTensor) or sharded_dims(p) != {0} or p.dim() < 2:
+        return 0, 0
+    offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1]
+    row = p.shape[1:].numel()
+    return row, offset[0] * -(-row // BLOCK)
+
+
+def scales_shape(p: Tensor) -> tuple[int, ...]:
+    """Of all ranks' scales together: of whole rows of blocks, a row for each slice."""
+    row = p.shape[1:].numel() if p.dim() > 1 else 0
+    if sharded_dims(p) or (row and row % BLOCK == 0):
+        return (p.shape[0], -(-row // BLOCK))
+    return (-(-p.numel() // BLOCK),)
+
+
+def distributed(p: Tensor, t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """t, of this rank, as the local part of a tensor of `shape` that lies as p does."""
+    if not isinstance(p, DTensor):
+        return t.reshape(shape)
+    stride = (*[torch.Size(shape[i:]).numel() for i in range(1, len(shape))], 1)
+    part = t.reshape(-1, *shape[1:]) if sharded_dims(p) else t.reshape(shape)
+    return DTensor.from_local(
+        part, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def reduced(p: Tensor, t: Tensor) -> Tensor:
+    """t summed over the ranks that hold other parts of p."""
+    if isinstance(p, DTensor):
+        for dim, cut in enumerate(p.placements):
+            if isinstance(cut, Shard):
+                torch.distributed.all_reduce(t, group=p.device_mesh.get_group(dim))
+    return t
