@@ -2,5 +2,9 @@
 
 FAMILIES = ("norm", "gated_activation", "linear")
 
-# Suites that time what is no operator, each with a `measure` of its own.
-OWN = ("adamw", "step")
+# Suites of what is no operator: each module has a `measure` of its own.
+OWN = {
+    "adamw": "benchmarks.adamw.speed",
+    "adamw-loss": "benchmarks.adamw.loss",
+    "step": "benchmarks.step",
+}

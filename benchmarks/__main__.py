@@ -27,7 +27,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         return args
     args.seconds = args.seconds or (0.2 if args.quick else 2.0)
     args.compile = args.compile and not args.quick
-    args.allocator = args.allocator or ("default" if args.suite in ("launch", "adamw") else "both")
+    args.allocator = args.allocator or (
+        "default" if args.suite in ("launch", "adamw", "adamw-loss") else "both"
+    )
     return args
 
 
@@ -68,6 +70,7 @@ def _both_settings(args: argparse.Namespace, argv: list[str]) -> int:
     runs = [_run(argv, setting) for setting in settings]
     document = {"environment": runs[0][1]["environment"]}
     document |= {key: [one for _, run in runs for one in run[key]] for key in ("rows", "goals")}
+    document |= {key: run[key] for _, run in runs for key in run if key not in document}
     if document["goals"]:
         print(must_show.table(document["goals"]))
     if args.json:

@@ -1,5 +1,6 @@
 """Times one suite under one allocator setting, in a process of its own."""
 
+import importlib
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -19,7 +20,7 @@ def measure(args: Namespace) -> int:
     if args.allocator == "keep":
         keep_freed_memory()
     if args.suite in OWN:
-        return suites.family(args.suite).measure(args)
+        return importlib.import_module(OWN[args.suite]).measure(args)
     results: list[Result] = []
     for case in suites.cases(args):
         results.append(run_case(case, args.seconds, CPU, copy=args.suite != "launch"))

@@ -81,7 +81,7 @@ FUSEDOPS_BOTH BlockPlace place_of(const AdamWTensor& t, int64_t block) {
 //
 //   p = p decay - step_size m / (sqrt(v) denom + eps)
 struct AdamWFactors {
-  float decay, rate1, rate2, step_size, denom, eps;  // rate = 1 - beta
+  float decay, beta1, rate1, beta2, rate2, step_size, denom, eps;  // rate = 1 - beta
 };
 
 // t: this step's number, from 1. 1 - beta^t loses no digits where beta^t is near 1.
@@ -89,7 +89,9 @@ FUSEDOPS_BOTH AdamWFactors factors_of(const AdamWGroup& group, double lr, double
   const double correction1 = -expm1(t * log(group.beta1));
   const double correction2 = -expm1(t * log(group.beta2));
   return {static_cast<float>(1 - lr * group.weight_decay),
+          static_cast<float>(group.beta1),
           static_cast<float>(1 - group.beta1),
+          static_cast<float>(group.beta2),
           static_cast<float>(1 - group.beta2),
           static_cast<float>(lr / correction1),
           static_cast<float>(1 / sqrt(correction2)),

@@ -132,10 +132,10 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("moments", ["float32", "int8"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_strides(backend, dtype, moments, layout):
-    step = step_of([(20, 37)], dtype, moments, layout=LAYOUTS[layout], backend=backend)
+@pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
+def test_strides(backend, dtype, moments, rounding, layout):
+    layout = LAYOUTS[layout]
+    step = step_of([(20, 37)], dtype, moments, rounding, layout=layout, backend=backend)
     found = check(step, backend)
     p, before = found.params[0], step.params[0]
     assert p.stride() == before.stride()

@@ -26,11 +26,12 @@ def run(
     out: str | Path = "demo",
     quick: bool = False,
 ) -> dict:
-    """Trains a 10M-parameter Llama twice on the standard library's source: eager and patched.
+    """Trains a 10M-parameter Llama twice on the standard library's source: eager and fused.
 
-    Same seed, same batches, bfloat16, `torch.optim.AdamW`. At each step both train on the batch,
-    in random order, so that a noisy machine disturbs both alike; speed is the median of the
-    ratios of a step's two times. Peak memory is that of a fresh process for each.
+    Same seed, same batches, bfloat16; `torch.optim.AdamW`, or `AdamW8bit`, which rounds the weights
+    by chance. At each step both train on the batch, in random order, so that a noisy machine
+    disturbs both alike; speed is the median of the ratios of a step's two times. Peak memory is
+    that of a fresh process for each.
 
     Prints the patch report and a table, writes loss and step times to `out`/demo.png and every
     number to `out`/demo.json, and returns what the JSON holds. One thread by default: more wait

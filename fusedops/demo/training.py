@@ -9,6 +9,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from fusedops.optim import AdamW8bit
+
 CONTENDERS = ("eager", "fused")
 
 
@@ -71,7 +73,8 @@ class Trainer:
     def __init__(self, contender: str, settings: Settings) -> None:
         self.model = build_model(settings)
         self.report = _patch(self.model) if contender == "fused" else None
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr)
+        optimizer = AdamW8bit if contender == "fused" else torch.optim.AdamW
+        self.optimizer = optimizer(self.model.parameters(), lr=settings.lr)
         self.losses: list[float] = []
         self.seconds: list[float] = []
 

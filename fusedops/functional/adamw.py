@@ -4,7 +4,7 @@ Loshchilov and Hutter, arXiv:1711.05101. Users call `fusedops.optim` and `clip_g
 operators below take lists of tensors, as csrc/ops/adamw/schema.cpp says.
 
     p = p (1 - lr weight_decay)
-    m = m + (1 - beta1) (g - m)            v = beta2 v + (1 - beta2) g^2
+    m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
     p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 An element whose g^2 is not finite in float32 keeps its p, m and v. A step whose gradients' norm is
@@ -133,7 +133,7 @@ def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
     )
     beta1, beta2, lr = option["beta1"], option["beta2"], option["lr"]
     keep = ~(g * g).isfinite()
-    new_m = torch.where(keep, old_m, old_m + (1 - beta1) * (g - old_m))
+    new_m = torch.where(keep, old_m, beta1 * old_m + (1 - beta1) * g)
     new_v = torch.where(keep, old_v, beta2 * old_v + (1 - beta2) * g * g)
     under_root = new_v if most is None else torch.maximum(most, new_v)
     denominator = under_root.sqrt() / math.sqrt(1 - beta2**t) + option["eps"]
@@ -177,7 +177,7 @@ def blocks(t: Tensor, row: int = 0) -> Tensor:
     row: elements of one; 0: all are.
     """
     rows = t.reshape(-1, row or max(t.numel(), 1)) if t.numel() else t.reshape(0, BLOCK)
-    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).view(-1, BLOCK)
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).reshape(-1, BLOCK)
 
 
 def unblocked(t: Tensor, like: Tensor, row: int = 0) -> Tensor:

@@ -206,8 +206,8 @@ __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& ste
     float &m = moments.m.at[k], &v = moments.v.at[k];
     const bool finite = square < INFINITY;  // another element keeps what it has
     if (finite) {
-      m = fmaf(f.rate1, x - m, m);
-      v = fmaf(f.rate2, square - v, v);
+      m = fmaf(f.rate1, x, m * f.beta1);
+      v = fmaf(f.rate2, square, v * f.beta2);
     }
     most.at[k] = t.max_exp_avg_sq != nullptr ? fmaxf(most.at[k], v) : v;
     const float update = m / fmaf(sqrtf(most.at[k]), f.denom, f.eps);

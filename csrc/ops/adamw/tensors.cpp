@@ -20,14 +20,14 @@ Moments moments_of(const Tensor& exp_avg) {
 }
 
 // Whether all that is kept of a parameter lies in memory as it does, so that elements can be taken
-// in memory's order. An 8-bit scale belongs to 256 elements in the order of the indices.
-bool alike(const Tensor& param, std::initializer_list<const Tensor*> others, Moments moments) {
+// in memory's order. Those that share a scale, and random numbers, go by the order of the indices.
+bool alike(const Tensor& param, std::initializer_list<const Tensor*> others, bool ordered) {
   bool contiguous = param.is_contiguous(), same = param.is_non_overlapping_and_dense();
   for (const auto* t : others) {
     contiguous = contiguous && t->is_contiguous();
     same = same && t->strides() == param.strides();
   }
-  return contiguous || (same && moments != Moments::int8);
+  return contiguous || (same && !ordered);
 }
 
 }  // namespace
@@ -64,7 +64,8 @@ AdamWTable::AdamWTable(const AdamWArguments& a) {
         groups[row.group].amsgrad ? &a.max_exp_avg_sqs[with_amsgrad++] : param;
     const Tensor* const rest =
         row.rounding == Rounding::remainder ? &a.remainders[with_remainder++] : param;
-    const bool as_is = alike(*param, {grad, m, v, most, rest}, row.moments);
+    const bool ordered = row.moments != Moments::float32 || row.rounding == Rounding::stochastic;
+    const bool as_is = alike(*param, {grad, m, v, most, rest}, ordered);
     row.param = laid_out(*param, as_is, true).mutable_data_ptr();
     row.grad = laid_out(*grad, as_is, false).const_data_ptr();
     row.exp_avg = laid_out(*m, as_is, true).mutable_data_ptr();

@@ -21,7 +21,7 @@ class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` in one pass over memory: on a GPU one launch for all parameters.
 
         p = p (1 - lr weight_decay)
-        m = m + (1 - beta1) (g - m)            v = beta2 v + (1 - beta2) g^2
+        m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
         p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     The arguments before state_dtype are torch's, in torch's order. float32, float16 and bfloat16

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fusedops.functional.adamw import REMAINDER, adamw_key, decoded, encoded, rounding_of
+from fusedops.functional.adamw import (
+    FLOATS,
+    REMAINDER,
+    adamw_key,
+    decoded,
+    encoded,
+    rounding_of,
+)
 from fusedops.optim.adamw.shard import distributed, local, rows_of, scales_shape, takes_codes
 
 State = dict[str, Any]
@@ -70,6 +77,8 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     """
     if STEP not in state:
         return state
+    if p.dtype not in FLOATS:  # torch's own step has its states in the parameter's dtype
+        return {k: v if k == STEP else v.to(p) for k, v in state.items()}
     step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
     found = {k: _placed(v, p) for k, v in _renamed(state).items() if k != STEP}
     wanted = empty_state(p, group)

@@ -82,10 +82,6 @@ FUSEDOPS_INLINE Lanes below(const Vec& a, const Vec& b) {
 FUSEDOPS_INLINE Vec choose(Lanes lanes, const Vec& where, const Vec& otherwise) {
   return _mm512_mask_mov_ps(otherwise, lanes, where);
 }
-// a b + c in these lanes, c in the others
-FUSEDOPS_INLINE Vec fma_where(Lanes lanes, const Vec& a, const Vec& b, const Vec& c) {
-  return _mm512_mask3_fmadd_ps(a, b, c, lanes);
-}
 FUSEDOPS_INLINE Vec larger(const Vec& a, const Vec& b) { return _mm512_max_ps(a, b); }
 // The larger of a, which is not negative, and |b|.
 FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return _mm512_range_ps(a, b, 0xb); }
@@ -169,9 +165,6 @@ using Lanes = Vec;
 FUSEDOPS_INLINE Lanes below(const Vec& a, const Vec& b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 FUSEDOPS_INLINE Vec choose(const Lanes& lanes, const Vec& where, const Vec& otherwise) {
   return _mm256_blendv_ps(otherwise, where, lanes);
-}
-FUSEDOPS_INLINE Vec fma_where(const Lanes& lanes, const Vec& a, const Vec& b, const Vec& c) {
-  return choose(lanes, at::vec::fmadd(a, b, c), c);
 }
 FUSEDOPS_INLINE Vec larger(const Vec& a, const Vec& b) { return _mm256_max_ps(a, b); }
 FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return larger(a, b.abs()); }

@@ -166,8 +166,8 @@ FUSEDOPS_INLINE void update(const Block<T> block, const AdamWFactors& f, float g
   Vec most_m(0.f), most_root(0.f);
   const Vec m_scale(kCodes ? *block.exp_avg_scale * (1 / (kMomentCodes * kMomentCodes)) : 0.f);
   const Vec v_scale(kCodes ? *block.exp_avg_sq_scale * (1 / kSquareCodes) : 0.f);
-  const Vec factor(gradient_factor), decay(f.decay), rate1(f.rate1), rate2(f.rate2),
-      step_size(-f.step_size), denom(f.denom), eps(f.eps), infinity(INFINITY);
+  const Vec factor(gradient_factor), decay(f.decay), beta1(f.beta1), rate1(f.rate1), beta2(f.beta2),
+      rate2(f.rate2), step_size(-f.step_size), denom(f.denom), eps(f.eps), infinity(INFINITY);
   const bool small_eps = f.eps < 1e-30f;  // quotient() is not for what may be denormal
 
   for (int64_t i = 0; i < block.count; i += kLanes) {
@@ -175,8 +175,8 @@ FUSEDOPS_INLINE void update(const Block<T> block, const AdamWFactors& f, float g
     const Vec p = load_param<T, kRounding>(block, i);
     const auto [m, v] = load_moments<kMoments>(block, i, m_scale, v_scale);
     const auto finite = below(square, infinity);  // another element keeps what it has
-    const Vec new_m = fma_where(finite, rate1, g - m, m);
-    const Vec new_v = fma_where(finite, rate2, square - v, v);
+    const Vec new_m = choose(finite, at::vec::fmadd(rate1, g, m * beta1), m);
+    const Vec new_v = choose(finite, at::vec::fmadd(rate2, square, v * beta2), v);
     Vec under_root = new_v;
     if (block.max_exp_avg_sq != nullptr) {
       const Vec most = Vec::loadu(block.max_exp_avg_sq + i);

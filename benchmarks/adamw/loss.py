@@ -1,0 +1,115 @@
+"""What AdamW's formats do to a loss: `python -m benchmarks adamw-loss`.
+
+A small Llama on the bytes of the standard library's source, from the same weights on the same
+batches for every contender, with a learning rate that warms up and falls to nothing. The loss is
+that of held-out batches after the last step. Three seeds draw other weights and other batches.
+"""
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.demo.training import Settings, batches, build_model
+from fusedops.measure import environment
+from fusedops.optim import AdamW, AdamW8bit
+
+SETTINGS = Settings(steps=600, batch=8, length=64, hidden=128, layers=3, lr=5e-4)
+QUICK = Settings(steps=4, batch=2, length=16, hidden=64, layers=1, lr=1e-3)
+SEEDS = (0, 1, 2)
+HELD_OUT = 40  # batches
+WARMUP = 0.05  # of the steps
+
+Make = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
+
+FLOAT32 = "torch float32"
+CONTENDERS: dict[str, tuple[torch.dtype, Make]] = {
+    FLOAT32: (torch.float32, torch.optim.AdamW),
+    "fusedops float32": (torch.float32, AdamW),
+    "fusedops int8": (torch.float32, AdamW8bit),
+    "torch bfloat16": (torch.bfloat16, torch.optim.AdamW),
+    "fusedops bfloat16": (torch.bfloat16, AdamW),
+    "fusedops bfloat16, int8": (torch.bfloat16, AdamW8bit),
+    "fusedops bfloat16 and remainder, int8": (
+        torch.bfloat16,
+        lambda params, lr: AdamW8bit(params, lr, master_weights="remainder"),
+    ),
+}
+# Ours: the difference of its mean from torch's float32 that is allowed; None: the seeds' spread.
+AT_MOST = {
+    "fusedops int8": None,
+    "fusedops bfloat16": 0.005,
+    "fusedops bfloat16, int8": 0.005,
+}
+
+
+def measure(args: Namespace) -> int:
+    """Trains every contender with every seed and writes `args.json`. The exit status."""
+    settings, seeds = (QUICK, SEEDS[:2]) if args.quick else (SETTINGS, SEEDS)
+    losses: dict[str, list[float]] = {}
+    for name, (dtype, make) in CONTENDERS.items():
+        losses[name] = [_trained(settings, seed, dtype, make) for seed in seeds]
+        print(f"{name}: {_shown(losses[name])}", flush=True)
+    rows = [
+        {"contender": name, "losses": found, "mean": mean(found), "spread": stdev(found)}
+        for name, found in losses.items()
+    ]
+    goals = [_verdict(name, losses) for name in AT_MOST]
+    for goal in goals:
+        print(f"{goal['title']}: {goal['measured']:+.4f} nats, allowed {goal['asked']:.4f}")
+    document = {"environment": environment(args.threads, torch.device("cpu")), "rows": rows}
+    document |= {"goals": [], "differences": goals, "settings": vars(settings)}
+    Path(args.json).write_text(json.dumps(document))
+    return int(not all(goal["met"] for goal in goals))
+
+
+def _verdict(name: str, losses: dict[str, list[float]]) -> dict:
+    """The mean of the differences, seed by seed, and what is allowed."""
+    base, found = losses[FLOAT32], losses[name]
+    difference = mean(found) - mean(base)
+    allowed = AT_MOST[name]
+    allowed = stdev(base) if allowed is None else allowed
+    met = difference <= allowed
+    return {
+        **{"title": f"{name} against {FLOAT32}", "asked": allowed},
+        **{"measured": difference, "met": met},
+    }
+
+
+def _shown(losses: list[float]) -> str:
+    each = ", ".join(f"{loss:.4f}" for loss in losses)
+    return f"{mean(losses):.4f} nats a byte ({each})"
+
+
+def _trained(settings: Settings, seed: int, dtype: torch.dtype, make: Make) -> float:
+    """The held-out loss after the training."""
+    settings = Settings(**vars(settings) | {"seed": seed})
+    model = build_model(settings).to(dtype)
+    optimizer = make(list(model.parameters()), settings.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: _rate(i, settings.steps))
+    for tokens in batches(settings):
+        optimizer.zero_grad()
+        _loss(model, tokens).backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    held_out = Settings(**vars(settings) | {"seed": 1000, "steps": HELD_OUT})
+    with torch.no_grad():
+        return mean(_loss(model, tokens).item() for tokens in batches(held_out))
+
+
+def _rate(step: int, steps: int) -> float:
+    warmup = max(1, int(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens).logits.float()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
