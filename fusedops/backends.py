@@ -209,9 +209,39 @@ def _no_override_warning() -> Iterator[None]:
         yield
 
 
+def _reference(name: str, family: str) -> Callable:
+    """The reference of an operator; its module is imported at the first call."""
+
+    @functools.cache
+    def reference():
+        module = importlib.import_module(f"fusedops.functional.{family}")
+        return getattr(module, f"{name}_reference")
+
+    return lambda *args, **kwargs: reference()(*args, **kwargs)
+
+
+def _register_references(kept: ExitStack) -> None:
+    """Of operators without a composite, where a device has no kernel either."""
+    missing = [
+        (family, name, key)
+        for family, names in KERNELS.items()
+        for name in names
+        for key in ("CPU", "CUDA")
+        if unavailable(name, key.lower()) and (key == "CPU" or torch.cuda.is_available())
+    ]
+    if not missing:
+        return
+    library = torch.library.Library("fusedops", "IMPL")
+    kept.push(lambda *_: library._destroy())
+    with _no_override_warning():
+        for family, name, key in missing:
+            library.impl(name, _reference(name, family), key)
+
+
 def _register_defaults() -> ExitStack:
-    """Triton where a GPU has no C++ kernel, and what FUSEDOPS_BACKEND asks for."""
+    """Triton or references where a device has no C++ kernel, and what FUSEDOPS_BACKEND asks for."""
     kept = ExitStack()
+    _register_references(kept)
     if torch.cuda.is_available():
         library = torch.library.Library("fusedops", "IMPL")
         kept.push(lambda *_: library._destroy())

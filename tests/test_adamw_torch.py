@@ -596,3 +596,36 @@ def test_it_is_one_of_torchs():
     assert type(optimizer).__name__ == "AdamW8bit"
     assert optimizer.defaults["lr"] == 1e-3
     assert "state_dtype: int8" in repr(optimizer)
+
+
+def test_in_the_trainer_of_hugging_face(tmp_path):
+    """README's example: `optimizer_cls_and_kwargs`."""
+    pytest.importorskip("accelerate")
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=2, **sizes))
+    tokens = [torch.randint(128, (16,)) for _ in range(8)]
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": t, "labels": t} for t in tokens],
+        optimizer_cls_and_kwargs=(AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+    )
+    trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    optimizer = trainer.optimizer
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    assert type(optimizer) is AdamW8bit
+    dtypes = {s["exp_avg"].dtype for s in optimizer.state.values()}
+    assert dtypes == {torch.int8, torch.float32}

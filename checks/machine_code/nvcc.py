@@ -31,6 +31,8 @@ DEMANDS = dict.fromkeys(
         "norm_*_walked<*, 8>",
         "gated_*<*, 4>",
         "gated_*<*, 8>",
+        "adamw_step",
+        "adamw_scale",
     ),
     Demand(wide=True),
 )

@@ -39,6 +39,7 @@ class AdamW(torch.optim.AdamW):
         trained as float32 is. Then nothing is rounded by chance.
     max_grad_norm: clips the norm of all gradients as `clip_grad_norm_` does, within the step; what
         lies in p.grad stays. A norm that is not finite skips the step.
+    offload: "cpu" is where the state of parameters on a CPU is in any case.
     seed: of the random bits; in the state dict.
 
     GradScaler's scale and found_inf are applied within the step. Without it, an element whose g^2

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
-from fusedops.backends import unavailable
 from fusedops.extension import _C
 from fusedops.functional.adamw import (
     FLOATS,
@@ -42,6 +41,7 @@ class Plan:
                 if p.grad is None and p not in optimizer.state:
                     self.waiting.append(p)
                 elif covered(p, group):
+                    _check_offload(p, group)
                     params, states, kinds = rows.setdefault(_place(p), ([], [], []))
                     params.append(p)
                     states.append(self._state(p, group))
@@ -175,16 +175,22 @@ _CHOOSING = (
 
 def covered(p: Tensor, group: Group) -> bool:
     """Whether the kernels take this parameter and its gradient."""
-    op = "adamw_step"
     return (
         type(p) in (Tensor, torch.nn.Parameter, DTensor)
         and p.dtype in FLOATS
         and p.layout == torch.strided
         and not group["differentiable"]
         and not any(isinstance(beta, Tensor) for beta in group["betas"])
-        and unavailable(op, "cuda" if p.is_cuda else "cpu") is None
         and (p.grad is None or _plain(p.grad, p))
     )
+
+
+def _check_offload(p: Tensor, group: Group) -> None:
+    if group["offload"] == "cpu" and p.is_cuda:
+        raise RuntimeError(
+            f"AdamW: offload must be None for parameters on a GPU, where it is not built yet; got "
+            f"'cpu' for a parameter {tuple(p.shape)} on {p.device}"
+        )
 
 
 def _plain(grad: Tensor, p: Tensor) -> bool:
