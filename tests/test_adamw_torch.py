@@ -1,57 +1,18 @@
-"""fusedops.optim.AdamW as torch.optim.AdamW: its contract, its state dicts, what it refuses."""
+"""fusedops.optim.AdamW as torch.optim.AdamW: its contract, and what it refuses."""
 
-import copy
 import gc
-import io
 import math
-import pickle
 import weakref
 
 import pytest
 import torch
+from adamw_training import FORMATS, SHAPES, assert_close, gradients, parameters, params_of, train
 from torch import nn
 
 import fusedops
 from fusedops.functional.adamw import with_remainder
 from fusedops.optim import AdamW, AdamW8bit
-from fusedops.optim.adamw.state import wide_moments
 from fusedops.testing import backends
-
-SHAPES = [(5000,), (33, 7), (4096,), (1,), (0,), (64, 80), ()]
-FORMATS = ["float32", "bfloat16", "int8"]
-
-
-def parameters(dtype=torch.float32, shapes=SHAPES):
-    draw = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=draw).to(dtype).requires_grad_() for s in shapes]
-
-
-def gradients(params, seed):
-    draw = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
-
-
-def train(optimizer, steps=5, first=1):
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for i in range(first, first + steps):
-        gradients(params, i)
-        optimizer.step()
-    return params
-
-
-def assert_close(params, others, rtol=1e-5, atol=1e-6):
-    for p, other in zip(params, others, strict=True):
-        torch.testing.assert_close(p, other, rtol=rtol, atol=atol)
-
-
-def equal_states(a, b):
-    for (p, first), (q, second) in zip(a.state.items(), b.state.items(), strict=True):
-        assert torch.equal(p, q)
-        assert first.keys() == second.keys()
-        assert all(first[k].dtype == second[k].dtype for k in first)
-        assert all(torch.equal(first[k], second[k]) for k in first)
-
 
 CONFIGURATIONS = [
     {},
@@ -259,145 +220,6 @@ class TestWhatTheKernelsDoNotCover:
         assert_close(train(ours), train(theirs))
 
 
-class TestStateDicts:
-    def test_ours_goes_on_in_torch(self):
-        ours, theirs = AdamW(parameters()), torch.optim.AdamW(parameters())
-        train(ours), train(theirs)
-        later = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in _params(ours)])
-        later.load_state_dict(ours.state_dict())
-        assert_close(train(later, first=6), train(theirs, first=6))
-
-    @pytest.mark.parametrize("state_dtype", FORMATS)
-    @pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW], ids=["ours", "torch"])
-    def test_torch_goes_on_in_ours(self, kind, state_dtype):
-        theirs = kind(parameters(), amsgrad=True)
-        train(theirs)
-        later = AdamW(
-            [p.detach().clone().requires_grad_() for p in _params(theirs)],
-            amsgrad=True,
-            state_dtype=state_dtype,
-        )
-        later.load_state_dict(copy.deepcopy(theirs.state_dict()))
-        assert later.param_groups[0]["state_dtype"] == state_dtype
-        tolerance = {"float32": 1e-6, "bfloat16": 5e-4, "int8": 5e-3}[state_dtype]
-        assert_close(train(later, first=6), train(theirs, first=6), atol=tolerance)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("state_dtype", FORMATS)
-    @pytest.mark.parametrize("how", ["itself", "saved", "pickled", "copied"])
-    def test_goes_on_with_the_same_bits(self, dtype, state_dtype, how):
-        options = {"state_dtype": state_dtype, "seed": 5}
-        if dtype == torch.bfloat16:
-            options["master_weights"] = "remainder"
-        optimizer = AdamW(parameters(dtype), **options)
-        train(optimizer)
-        if how in ("pickled", "copied"):
-            through = copy.deepcopy if how == "copied" else lambda o: pickle.loads(pickle.dumps(o))
-            later = through(optimizer)
-        else:
-            later = AdamW(
-                [p.detach().clone().requires_grad_() for p in _params(optimizer)], **options
-            )
-            later.load_state_dict(
-                _saved(optimizer.state_dict())
-                if how == "saved"
-                else copy.deepcopy(optimizer.state_dict())
-            )
-        equal_states(optimizer, later)
-        train(optimizer, first=6)
-        train(later, first=6)
-        equal_states(optimizer, later)
-
-    def test_the_seed_is_in_the_state_dict(self):
-        optimizer = AdamW(parameters(torch.bfloat16), seed=5)
-        train(optimizer)
-        later = AdamW([p.detach().clone().requires_grad_() for p in _params(optimizer)])
-        later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert later.param_groups[0]["seed"] == 5
-        train(optimizer, first=6)
-        train(later, first=6)
-        equal_states(optimizer, later)
-
-    def test_torch_state_dict_of_8_bits(self):
-        ours, theirs = AdamW8bit(parameters()), torch.optim.AdamW(parameters())
-        train(ours), train(theirs)
-        found = ours.torch_state_dict()
-        assert set(found["param_groups"][0]) == set(theirs.state_dict()["param_groups"][0])
-        for i, state in theirs.state_dict()["state"].items():
-            assert found["state"][i].keys() == state.keys()
-        later = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in _params(ours)])
-        later.load_state_dict(found)
-        assert_close(train(later, first=6), train(theirs, first=6), atol=5e-3)
-
-    def test_hooks_see_the_state_dict_and_the_loaded_state(self):
-        optimizer = AdamW8bit(parameters())
-        train(optimizer)
-        seen = []
-
-        def before(_, state_dict):
-            seen.append(state_dict["state"][0]["exp_avg"].dtype)
-
-        def after(optimizer):
-            seen.append(next(iter(optimizer.state.values()))["exp_avg"].dtype)
-
-        later = AdamW8bit(parameters())
-        later.register_load_state_dict_pre_hook(before)
-        later.register_load_state_dict_post_hook(after)
-        later.load_state_dict(optimizer.state_dict())
-        assert seen == [torch.int8, torch.int8]
-
-    def test_a_wrong_state_dict_is_refused_as_by_torch(self):
-        optimizer = AdamW(parameters())
-        with pytest.raises(ValueError, match="different number of parameter groups"):
-            optimizer.load_state_dict({"state": {}, "param_groups": []})
-        train(optimizer)  # and nothing is left behind
-
-    def test_safetensors(self, tmp_path):
-        safetensors = pytest.importorskip("safetensors.torch")
-        optimizer = AdamW8bit(parameters())
-        train(optimizer)
-        state = optimizer.state_dict()["state"]
-        flat = {f"{i}.{k}": v for i, s in state.items() for k, v in s.items()}
-        safetensors.save_file(flat, tmp_path / "state.safetensors")
-        for name, value in safetensors.load_file(tmp_path / "state.safetensors").items():
-            assert torch.equal(value, flat[name])
-
-    def test_states_of_bitsandbytes(self):
-        """Its 8-bit state by its own field names; the map of codes is part of the state."""
-        p = parameters(shapes=[(5000,)])[0]
-        optimizer = AdamW8bit([p])
-        codes = torch.arange(5000) % 256
-        qmap1, qmap2 = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
-        absmax = torch.rand(20) + 0.5
-        state = {
-            "step": 12,
-            "state1": codes.to(torch.uint8),
-            "state2": codes.to(torch.uint8),
-            "qmap1": qmap1,
-            "qmap2": qmap2,
-            "absmax1": absmax,
-            "absmax2": absmax,
-        }
-        saved = optimizer.state_dict() | {"state": {0: state}}
-        optimizer.load_state_dict(saved)
-        m, v = wide_moments(optimizer.state[p], p)
-        scale = absmax.repeat_interleave(256)[:5000]
-        assert optimizer.state[p]["step"].item() == 12
-        torch.testing.assert_close(m, qmap1[codes] * scale, rtol=0.05, atol=2e-3)
-        torch.testing.assert_close(v, qmap2[codes] * scale, rtol=0.05, atol=2e-3)
-
-
-def _params(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _saved(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 class TestSixteenBits:
     def test_stochastic_rounding_moves_what_nearest_does_not(self):
         def after(**options):
@@ -449,13 +271,13 @@ class TestClipping:
         theirs = torch.optim.AdamW(parameters())
         for i in range(4):
             for optimizer in (ours, theirs):
-                gradients(_params(optimizer), i)
-            nn.utils.clip_grad_norm_(_params(theirs), max_norm)
-            kept = [p.grad.clone() for p in _params(ours)]
+                gradients(params_of(optimizer), i)
+            nn.utils.clip_grad_norm_(params_of(theirs), max_norm)
+            kept = [p.grad.clone() for p in params_of(ours)]
             ours.step()
             theirs.step()
-            assert all(map(torch.equal, kept, (p.grad for p in _params(ours))))
-        assert_close(_params(ours), _params(theirs))
+            assert all(map(torch.equal, kept, (p.grad for p in params_of(ours))))
+        assert_close(params_of(ours), params_of(theirs))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
     @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])

@@ -12,9 +12,10 @@ KERNELS = "cpu and (test_forward_and_gradients and (33 or 1024 or 4099) or test_
 KERNELS += " or cpu and (test_step or test_rows_of_blocks or test_squares or test_scale)"
 # what calls the operators without asking for the backend `cpu`, which needs AVX2
 COMPOSITE = "test_double_backward or test_inference_mode or test_module_twins or test_add_modules"
-COMPOSITE += " or TestClipping or TestStateDicts"
+COMPOSITE += " or TestClipping or test_adamw_state"
 FILES = [
     "tests/test_adamw.py",
+    "tests/test_adamw_state.py",
     "tests/test_adamw_torch.py",
     "tests/test_norm.py",
     "tests/test_norm_torch.py",

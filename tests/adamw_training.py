@@ -1,0 +1,42 @@
+"""Trainings that the tests of AdamW compare: the same gradients for every optimizer."""
+
+import torch
+
+FORMATS = ["float32", "bfloat16", "int8"]
+SHAPES = [(5000,), (33, 7), (4096,), (1,), (0,), (64, 80), ()]
+
+
+def parameters(dtype=torch.float32, shapes=SHAPES):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=draw).to(dtype).requires_grad_() for s in shapes]
+
+
+def gradients(params, seed):
+    draw = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+
+
+def train(optimizer, steps=5, first=1):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i in range(first, first + steps):
+        gradients(params, i)
+        optimizer.step()
+    return params
+
+
+def assert_close(params, others, rtol=1e-5, atol=1e-6):
+    for p, other in zip(params, others, strict=True):
+        torch.testing.assert_close(p, other, rtol=rtol, atol=atol)
+
+
+def equal_states(a, b):
+    for (p, first), (q, second) in zip(a.state.items(), b.state.items(), strict=True):
+        assert torch.equal(p, q)
+        assert first.keys() == second.keys()
+        assert all(first[k].dtype == second[k].dtype for k in first)
+        assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
