@@ -299,6 +299,16 @@ EXAMPLES = {
             "eps": 1e-5,
         },
     ),
+    "an infinite gradient has one sign, in both words of rstd": Call(
+        "rms_norm",
+        {
+            "input": Drawn((16,)),
+            "normalized_shape": (16,),
+            "weight": Drawn((16,), values="one inf"),
+            "eps": 1e-5,
+        },
+        frozenset({"input"}),
+    ),
     "rows of whole vectors that do not start at one": Call(
         "layer_norm",
         {"input": Drawn((5, 64), layout="start of rows"), "normalized_shape": (64,), "eps": 1e-5},

@@ -114,9 +114,9 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plan is None or not self._plan.holds():
+        if self._plan is None or not self._plan.holds(self):
             self._plan = Plan(self)
-        self._plan.run(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        self._plan.run(self, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
 
     def __getstate__(self) -> dict[str, Any]:

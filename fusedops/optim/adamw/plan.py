@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """Parameters with a state by place, for the kernels; those for torch's lines; the others."""
+    """Parameters with a state by place, for the kernels; those for torch's lines; the others.
+
+    It does not hold its optimizer, which is then freed, with its states, as soon as it is dropped.
+    """
 
     def __init__(self, optimizer: AdamW) -> None:
-        self.optimizer = optimizer
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.asked = [_asked(group) for group in optimizer.param_groups]
         self.waiting: list[Tensor] = []  # without a gradient so far
@@ -44,7 +46,7 @@ class Plan:
                     _check_offload(p, group)
                     params, states, kinds = rows.setdefault(_place(p), ([], [], []))
                     params.append(p)
-                    states.append(self._state(p, group))
+                    states.append(_state(optimizer, p, group))
                     kinds += [number, rounding_of(p, group), index, *rows_of(p)]
                 else:
                     others.append(p)
@@ -53,16 +55,9 @@ class Plan:
                 self.others.append((group, others))
         self.buckets = [(lists[0][0], _C.AdamWBucket(*lists)) for lists in rows.values()]
 
-    def _state(self, p: Tensor, group: Group) -> dict:
-        state = self.optimizer.state[p]
-        if not state:
-            state.update(empty_state(p, group))
-        complete(state, p, group)
-        return state
-
-    def holds(self) -> bool:
+    def holds(self, optimizer: AdamW) -> bool:
         """Whether another plan would be the same."""
-        groups = self.optimizer.param_groups
+        groups = optimizer.param_groups
         return (
             len(groups) == len(self.groups)
             and all(
@@ -74,9 +69,8 @@ class Plan:
             and not any(covered(p, group) for group, ps in self.others for p in ps)
         )
 
-    def run(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self, optimizer: AdamW, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """A step. grad_scale, found_inf: GradScaler's, float32 scalars."""
-        optimizer = self.optimizer
         limit = optimizer.defaults["max_grad_norm"]
         squares = None if limit is None else self._squares()
         for first, bucket in self.buckets:
@@ -94,7 +88,7 @@ class Plan:
                 _on(found_inf, device),
             )
         if self.others:
-            self._run_others(squares, limit, grad_scale, found_inf)
+            self._run_others(optimizer, squares, limit, grad_scale, found_inf)
 
     def _squares(self) -> Tensor | None:
         """The gradients' squared norm in float64, over all devices and, sharded, all ranks."""
@@ -103,11 +97,11 @@ class Plan:
         if others:
             found.append(adamw_squares_reference(others))
         there = [squares for squares in found if squares is not None]
-        if not there:
-            return None
+        if len(there) < 2:
+            return there[0] if there else None
         return torch.stack([squares.to(there[0].device) for squares in there]).sum(0)
 
-    def _run_others(self, squares, limit, grad_scale, found_inf) -> None:
+    def _run_others(self, optimizer: AdamW, squares, limit, grad_scale, found_inf) -> None:
         """torch's own step of what has no kernel."""
         if found_inf is not None and found_inf.item() != 0:
             return
@@ -121,7 +115,7 @@ class Plan:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             with_grad, grads, exp_avgs, exp_avg_sqs, most, steps = lists
             chosen = group | {"params": params, "fused": None}
-            has_complex = self.optimizer._init_group(chosen, *lists)
+            has_complex = optimizer._init_group(chosen, *lists)
             adam(
                 with_grad,
                 grads if factor == 1 else [grad * factor for grad in grads],
@@ -135,6 +129,14 @@ class Plan:
                 decoupled_weight_decay=True,
                 **{name: chosen[name] for name in _OF_TORCH},
             )
+
+
+def _state(optimizer: AdamW, p: Tensor, group: Group) -> dict:
+    state = optimizer.state[p]
+    if not state:
+        state.update(empty_state(p, group))
+    complete(state, p, group)
+    return state
 
 
 def _place(p: Tensor) -> tuple:
