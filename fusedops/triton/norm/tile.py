@@ -78,8 +78,10 @@ def centred(s, mean, KIND: tl.constexpr, like):
 @triton.jit
 def scaled(c, rstd, like):
     """c * rstd, for rstd float64 [ROWS, 1]. Where `like` points to float32, rstd keeps a second
-    float32 word: its rounding alone would shift the whole row."""
+    float32 word: its rounding alone would shift the whole row. An infinite c has no use for it:
+    the word's sign may be another."""
     high = rstd.to(tl.float32)
     if like.dtype.element_ty == tl.float32:
-        return c * high + c * (rstd - high).to(tl.float32)
+        rest = c * (rstd - high).to(tl.float32)
+        return c * high + tl.where(tl.abs(c) < float("inf"), rest, 0.0)
     return c * high
