@@ -131,7 +131,8 @@ def widened(step: Step, dtype: torch.dtype) -> Step:
             wide.params[i] = with_remainder(p, next(remainders))
         wide.kinds[KINDS * i + 1] = NEAREST
         if wide.exp_avgs[i].dtype == torch.int8:
-            codes = wide.exp_avgs[i], wide.exp_avg_sqs[i], next(scales), next(scales)
+            pair = (next(scales).to(dtype) for _ in range(2))
+            codes = wide.exp_avgs[i], wide.exp_avg_sqs[i], *pair
             row = wide.kinds[KINDS * i + 3]
             wide.exp_avgs[i], wide.exp_avg_sqs[i] = decoded(*codes, row)
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")

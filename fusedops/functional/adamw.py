@@ -120,6 +120,7 @@ def adamw_step_reference(
         scale = [next(rest[1]), next(rest[1])] if m.dtype == torch.int8 else None
         remainder = next(rest[2]) if rounding == REMAINDER else None
         draw = Random(adamw_key(seed, int(step), index), p.numel(), row, first)
+        g = g.to(torch.promote_types(g.dtype, torch.float32))
         g = g * -factor if option["maximize"] else g * factor
         _step_one(p, g, m, v, most, scale, remainder, rounding, option, float(step), draw)
 
@@ -127,7 +128,6 @@ def adamw_step_reference(
 def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
     wide = torch.promote_types(p.dtype, torch.float32)
     master = with_remainder(p, remainder) if rounding == REMAINDER else p.to(wide)
-    g = g.to(wide)
     old_m, old_v = (
         decoded(m, v, scale[0], scale[1], draw.row) if scale else (m.to(wide), v.to(wide))
     )
@@ -191,10 +191,10 @@ def unblocked(t: Tensor, like: Tensor, row: int = 0) -> Tensor:
 def decoded(
     m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, row: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Moments in float32, of m's shape, from int8 and uint8 codes and scales [blocks]."""
+    """Moments of m's shape, in the scales' dtype, from int8 and uint8 codes and scales [blocks]."""
     m_scale, v_scale = m_scale.reshape(-1, 1), v_scale.reshape(-1, 1)
-    c = blocks(m, row).float()
-    root = (blocks(v, row).float() + 1) * (v_scale / BLOCK)
+    c = blocks(m, row).to(m_scale.dtype)
+    root = (blocks(v, row).to(v_scale.dtype) + 1) * (v_scale / BLOCK)
     wide = c * c.abs() * (m_scale / 127**2), root**4
     wide_m, wide_v = (unblocked(w, m, row) for w in wide)
     return wide_m, wide_v
