@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from fuzzing import Rounded, judge
 from torch import Tensor
 
 import fusedops
@@ -140,23 +142,25 @@ def widened(step: Step, dtype: torch.dtype) -> Step:
     return replace(wide, **lists, scales=[], remainders=[])
 
 
-def check(step: Step, backend: str) -> Step:
+def check(step: Step, backend: str, redrawn: int = 0) -> Step:
     """Assert that a step on a backend is as good as eager float32, and returns it.
 
     What is stored in fewer bits must be what the reference makes of a result that passes: of the
     kernel's own, which nobody sees, it is the nearest or the one that the random bits choose, so at
-    most one step of the format away, and seldom that.
+    most one step of the format away, and seldom that. redrawn: how many evaluations with roundings
+    drawn anew are to say what eager's error may be, as `fuzzing.judge` does.
     """
     found = step.run(backend)
     eager, exact = widened(step, torch.float32), widened(step, torch.float64)
     adamw_step_reference(*eager.arguments(), **step.more)
     adamw_step_reference(*exact.arguments(), **step.more)
+    others = [_redrawn(step, seed) for seed in range(redrawn)]
     kept = step.copy()
     adamw_step_reference(*kept.arguments(), **step.more)
     for ours, theirs in zip(found.steps, kept.steps, strict=True):
         assert torch.equal(ours, theirs)
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-        lists = [getattr(s, name) for s in (found, kept, eager, exact)]
+        lists = [getattr(s, name) for s in (found, kept, eager, exact, *others)]
         triples = []
         for ours, theirs, *wide in zip(*lists, strict=True):
             if ours.dtype == torch.float32:
@@ -169,7 +173,10 @@ def check(step: Step, backend: str) -> Step:
     masters = [
         (with_remainder(p, rest), *wide)
         for p, rest, *wide in zip(
-            found.params, found.remainders, eager.params, exact.params, strict=False
+            found.params,
+            found.remainders,
+            *(s.params for s in (eager, exact, *others)),
+            strict=False,
         )
     ]
     _check_computed("masters", masters)
@@ -182,9 +189,20 @@ def _check_computed(name: str, triples: list[tuple[Tensor, ...]]) -> None:
     short = [tuple(t.flatten() for t in triple) for triple in triples if triple[0].numel() <= 64]
     if short:
         long.append(tuple(torch.cat(column) for column in zip(*short, strict=True)))
-    for triple in long:
-        complaint = yardstick(*triple)
-        assert complaint is None, f"{name} {tuple(triple[0].shape)}: {complaint}"
+    for ours, eager, exact, *others in long:
+        if others:
+            complaint = judge(ours, eager, exact, partial(iter, others))
+        else:
+            complaint = yardstick(ours, eager, exact)
+        assert complaint is None, f"{name} {tuple(ours.shape)}: {complaint}"
+
+
+def _redrawn(step: Step, seed: int) -> Step:
+    """The step in float64, with float32's roundings drawn by chance."""
+    wide = widened(step, torch.float64)
+    with Rounded(torch.float32, seed):
+        adamw_step_reference(*wide.arguments(), **step.more)
+    return wide
 
 
 def _check_stored(name: str, ours: Tensor, theirs: Tensor) -> None:

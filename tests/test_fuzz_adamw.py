@@ -80,7 +80,7 @@ def steps(draw: st.DrawFn, backend: str):
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(data=st.data())
 def test_as_the_reference(backend, data):
-    check(data.draw(steps(backend)), backend)
+    check(data.draw(steps(backend)), backend, redrawn=4)
 
 
 @given(data=st.data())
