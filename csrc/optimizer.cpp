@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
 
@@ -24,17 +25,39 @@ Tensor local(const Tensor& t) {
   return found;
 }
 
+// Whether a gradient is cut as its parameter is; what is no DTensor is.
+bool cut_alike(const Tensor& grad, PyObject* owner) {
+  if (!grad.key_set().has(c10::DispatchKey::Python)) return true;
+  const auto spec_of = [](PyObject* object) {
+    static PyObject* const name = PyUnicode_InternFromString("_spec");
+    PyObject* const spec = PyObject_GetAttr(object, name);
+    if (spec == nullptr) PyErr_Clear();
+    return THPObjectPtr(spec);
+  };
+  THPObjectPtr object(THPVariable_Wrap(grad));
+  THPObjectPtr ours = spec_of(object.get()), theirs = spec_of(owner);
+  if (ours.get() == theirs.get()) return true;
+  if (!ours || !theirs) return false;
+  THPObjectPtr cuts(PyObject_GetAttrString(ours.get(), "placements"));
+  THPObjectPtr wanted(PyObject_GetAttrString(theirs.get(), "placements"));
+  const int same = cuts && wanted ? PyObject_RichCompareBool(cuts.get(), wanted.get(), Py_EQ) : -1;
+  if (same < 0) PyErr_Clear();
+  return same == 1;
+}
+
 }  // namespace
 
+const Tensor& AdamWBucket::Parameter::tensor() const { return THPVariable_Unpack(owner); }
+
 Tensor AdamWBucket::Parameter::grad() const {
-  const auto& grad = owner.grad();
+  const auto& grad = tensor().grad();
   return grad.defined() ? local(grad) : grad;
 }
 
-AdamWBucket::AdamWBucket(const std::vector<Tensor>& params, const std::vector<PyObject*>& states,
+AdamWBucket::AdamWBucket(const std::vector<PyObject*>& params, const std::vector<PyObject*>& states,
                          const std::vector<int64_t>& kinds) {
   for (size_t i = 0; i < params.size(); ++i) {
-    Parameter p{params[i], local(params[i])};
+    Parameter p{Py_NewRef(params[i]), Py_NewRef(states[i])};
     std::copy_n(&kinds[kKinds * i], kKinds, p.kind.begin());
     const auto take = [&](const char* name, Tensor& into) {
       PyObject* const value = PyDict_GetItemString(states[i], name);  // borrowed
@@ -57,17 +80,24 @@ AdamWBucket::~AdamWBucket() {
   for (const auto& known : known_) {
     for (PyObject* object : {known.state, known.name, known.value}) Py_DECREF(object);
   }
+  for (const auto& p : parameters_) {
+    Py_DECREF(p.owner);
+    Py_DECREF(p.state);
+  }
 }
 
-bool AdamWBucket::unchanged() const {
+bool AdamWBucket::unchanged(PyObject* state) const {
   for (const auto& known : known_) {
     if (PyDict_GetItemWithError(known.state, known.name) != known.value) return false;
   }
-  return std::all_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
+  return std::all_of(parameters_.begin(), parameters_.end(), [&](const Parameter& p) {
+    if (PyDict_GetItemWithError(state, p.owner) != p.state) return false;
+    const auto& param = p.tensor();
+    if (!param.grad().defined()) return true;
     const auto grad = p.grad();
-    return !grad.defined() ||
-           (grad.layout() == at::kStrided && grad.scalar_type() == p.param.scalar_type() &&
-            grad.device() == p.param.device() && !grad.key_set().has(c10::DispatchKey::Python));
+    return grad.layout() == at::kStrided && grad.scalar_type() == param.scalar_type() &&
+           grad.device() == param.device() && !grad.key_set().has(c10::DispatchKey::Python) &&
+           cut_alike(param.grad(), p.owner);
   });
 }
 
@@ -94,7 +124,7 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   for (const auto& p : parameters_) {
     const auto grad = p.grad();
     if (!grad.defined()) continue;
-    params.push_back(p.param);
+    params.push_back(local(p.tensor()));
     grads.push_back(grad);
     steps.push_back(p.step);
     exp_avgs.push_back(p.exp_avg);
@@ -106,24 +136,22 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
     }
     if (p.remainder.defined()) remainders.push_back(p.remainder);
     kinds.insert(kinds.end(), p.kind.begin(), p.kind.end());
-    p.owner.unsafeGetTensorImpl()->bump_version();
+    p.tensor().unsafeGetTensorImpl()->bump_version();
   }
   if (params.empty()) return;
-  if (!table_ && !params[0].is_cpu()) renew_table();
+  if (!table_ && !params[0].is_cpu()) renew_table(false);
   static const auto op = handle<AdamWStep>("fusedops::adamw_step");
   op.call(params, grads, exp_avgs, exp_avg_sqs, steps, most, scales, remainders, kinds, options,
           lrs, seed, squares, max_grad_norm, grad_scale, found_inf, host_table_, table_);
 }
 
-void AdamWBucket::renew_table() {
-  if (table_) {
-    old_tables_.push_back(*host_table_);
-    old_tables_.push_back(*table_);
-  }
+void AdamWBucket::renew_table(bool captured) {
   const auto bytes = static_cast<int64_t>(parameters_.size() * sizeof(AdamWTensor));
   const auto options = at::TensorOptions().dtype(at::kByte);
   host_table_ = at::zeros({bytes}, options);
-  table_ = at::zeros({bytes + kTableTail}, options.device(parameters_[0].param.device()));
+  table_ = at::zeros({bytes + kTableTail}, options.device(parameters_[0].tensor().device()));
+  static auto* const kept = new std::vector<Tensor>();  // never freed: the GPU may be gone first
+  if (captured) kept->insert(kept->end(), {*host_table_, *table_});
 }
 
 bool same_objects(PyObject* a, PyObject* b) {

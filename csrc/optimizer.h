@@ -17,15 +17,15 @@ class AdamWBucket {
  public:
   // params: plain tensors, or DTensors, of which the local tensor is meant. states: a dict for
   // each. kinds: as AdamWArguments has them.
-  AdamWBucket(const std::vector<Tensor>& params, const std::vector<PyObject*>& states,
+  AdamWBucket(const std::vector<PyObject*>& params, const std::vector<PyObject*>& states,
               const std::vector<int64_t>& kinds);
   ~AdamWBucket();
   AdamWBucket(const AdamWBucket&) = delete;
   AdamWBucket& operator=(const AdamWBucket&) = delete;
 
-  // Whether the dicts hold the tensors that they held, and every gradient is not there or one that
-  // the kernels take.
-  bool unchanged() const;
+  // Whether `state`, the optimizer's, has the dicts that it had and these the tensors that they
+  // held, and every gradient is not there or one that the kernels take.
+  bool unchanged(PyObject* state) const;
 
   // The sum of the squares of the gradients, float64; undefined where there are none.
   Tensor squares();
@@ -35,16 +35,19 @@ class AdamWBucket {
             const OptionalTensor& squares, double max_grad_norm, const OptionalTensor& grad_scale,
             const OptionalTensor& found_inf);
 
-  // What is launched from now on has a table of its own, and the old one stays: for a CUDA graph.
-  void renew_table();
+  // What is launched from now on has a table of its own. captured: it stays for good, for a CUDA
+  // graph copies it again at each replay.
+  void renew_table(bool captured);
 
  private:
+  // The parameter is held as Python has it: torch may swap what lies behind, and does so where it
+  // moves a module.
   struct Parameter {
-    Tensor owner;  // of the gradient
-    Tensor param, step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
-        remainder;
+    PyObject *owner, *state;
+    Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, remainder;
     std::array<int64_t, kKinds> kind;
 
+    const Tensor& tensor() const;
     Tensor grad() const;
   };
   // A name in a state, and the tensor that it stands for.
@@ -55,7 +58,6 @@ class AdamWBucket {
   std::vector<Parameter> parameters_;
   std::vector<Known> known_;
   OptionalTensor host_table_, table_;
-  std::vector<Tensor> old_tables_;
 };
 
 // Whether two lists hold the same objects.

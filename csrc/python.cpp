@@ -63,11 +63,14 @@ Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view appr
   return op.call(gate, up, approximate);
 }
 
-std::unique_ptr<AdamWBucket> adamw_bucket(const std::vector<Tensor>& params, const py::list& states,
+std::unique_ptr<AdamWBucket> adamw_bucket(const py::list& params, const py::list& states,
                                           const std::vector<int64_t>& kinds) {
-  std::vector<PyObject*> borrowed;
-  for (const auto& state : states) borrowed.push_back(state.ptr());
-  return std::make_unique<AdamWBucket>(params, borrowed, kinds);
+  const auto borrowed = [](const py::list& objects) {
+    std::vector<PyObject*> found;
+    for (const auto& object : objects) found.push_back(object.ptr());
+    return found;
+  };
+  return std::make_unique<AdamWBucket>(borrowed(params), borrowed(states), kinds);
 }
 
 Tensor adamw_bucket_squares(AdamWBucket& bucket) { return bucket.squares(); }
@@ -82,7 +85,8 @@ void adamw_bucket_step(AdamWBucket& bucket, const std::vector<double>& options,
 void export_optimizers(py::module_& m) {
   py::class_<AdamWBucket>(m, "AdamWBucket")
       .def(py::init(&adamw_bucket))
-      .def("unchanged", &AdamWBucket::unchanged)
+      .def("unchanged",
+           [](const AdamWBucket& b, const py::dict& s) { return b.unchanged(s.ptr()); })
       .def("squares", torch::wrap_pybind_function(adamw_bucket_squares))
       .def("step", torch::wrap_pybind_function(adamw_bucket_step))
       .def("renew_table", &AdamWBucket::renew_table);

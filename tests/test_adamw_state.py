@@ -147,6 +147,26 @@ def test_states_of_bitsandbytes():
     torch.testing.assert_close(v, qmap2[codes] * scale, rtol=0.05, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+def test_what_has_no_kernel_keeps_its_dtype(dtype):
+    optimizer = AdamW8bit(parameters(dtype, [(50,)]))
+    train(optimizer)
+    for states in (optimizer.state_dict(), optimizer.torch_state_dict()):
+        assert states["state"][0]["exp_avg"].dtype == dtype
+        later = AdamW8bit([p.detach().clone().requires_grad_() for p in params_of(optimizer)])
+        later.load_state_dict(copy.deepcopy(states))
+        assert later.state_dict()["state"][0]["exp_avg"].dtype == dtype
+        train(later)
+
+
+def test_entries_of_others_stay():
+    optimizer = AdamW8bit(parameters())
+    p = train(optimizer)[0]
+    optimizer.state[p]["mine"] = 1.5
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[p]["mine"] == 1.5
+
+
 def _saved(state_dict):
     file = io.BytesIO()
     torch.save(state_dict, file)

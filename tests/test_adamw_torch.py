@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -124,6 +125,54 @@ def test_a_state_that_is_replaced_is_seen():
     torch.testing.assert_close(p, before * (1 - 1e-3 * 1e-2))
 
 
+@pytest.mark.parametrize("how", ["cleared", "replaced", "one replaced"])
+def test_states_that_are_thrown_away_are_seen(how):
+    def make(kind):
+        optimizer = kind(parameters(shapes=[(500,), (30,)]))
+        params = train(optimizer, 3)
+        if how == "cleared":
+            optimizer.state.clear()
+        elif how == "replaced":
+            optimizer.state = defaultdict(dict)
+        else:
+            optimizer.state[params[0]] = {}
+        return train(optimizer, 3), [optimizer.state[p]["step"].item() for p in params]
+
+    (ours, steps), (theirs, wanted) = make(AdamW), make(torch.optim.AdamW)
+    assert_close(ours, theirs)
+    assert steps == wanted
+
+
+def test_tensors_that_are_swapped_are_followed():
+    optimizer, theirs = (
+        AdamW(parameters(shapes=[(50,)])),
+        torch.optim.AdamW(parameters(shapes=[(50,)])),
+    )
+    for o in (optimizer, theirs):
+        p = train(o)[0]
+        p.grad = None
+        torch.utils.swap_tensors(p, nn.Parameter(torch.ones(50)))
+        train(o)
+    assert_close(params_of(optimizer), params_of(theirs))
+
+
+def test_a_state_goes_between_the_kernels_and_torch():
+    """Where an option that the kernels do not take comes and goes."""
+    for state_dtype in FORMATS:
+        optimizer = AdamW(parameters(torch.bfloat16), state_dtype=state_dtype)
+        train(optimizer, 2)
+        optimizer.param_groups[0]["differentiable"] = True
+        train(optimizer, 1)
+        optimizer.param_groups[0]["differentiable"] = False
+        for p in train(optimizer, 1):
+            dtype = optimizer.state[p]["exp_avg"].dtype
+            assert dtype in (
+                {torch.float32, torch.int8}
+                if state_dtype == "int8"
+                else {getattr(torch, state_dtype)}
+            )
+
+
 def test_a_parameter_that_moves_in_memory_is_seen():
     optimizer, theirs = AdamW(parameters()), torch.optim.AdamW(parameters())
     params, others = train(optimizer), train(theirs)
@@ -196,6 +245,14 @@ class TestWhatTheKernelsDoNotCover:
             return params
 
         assert_close(make(AdamW, max_grad_norm=0.5), make(torch.optim.AdamW))
+
+    def test_clipping_counts_imaginary_parts(self):
+        p = torch.zeros(8, dtype=torch.complex64).requires_grad_()
+        p.grad = torch.full((8,), 3j)
+        optimizer = AdamW([p], max_grad_norm=1.0)
+        optimizer.step()
+        wanted = torch.full((8,), 0.1 * 1j / math.sqrt(8))
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], wanted.to(torch.complex64))
 
     def test_sparse_gradients_are_refused_as_by_torch(self):
         p = parameters(shapes=[(10, 3)])[0]
@@ -408,6 +465,17 @@ def test_wrong_options_of_ours_are_named(options):
         AdamW(parameters(), **options)
     with pytest.raises(ValueError, match=rf"AdamW: {name} must be .*, got {value!r}"):
         AdamW([{"params": parameters(), **options}])
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"max_grad_norm": 0.5}], ids=str)
+def test_what_is_of_all_groups_is_the_same_in_each(options):
+    with pytest.raises(ValueError, match="must be the same in all groups"):
+        AdamW([{"params": parameters(), **options}])
+
+
+def test_a_group_that_is_none_is_refused_as_by_torch():
+    with pytest.raises(TypeError, match="must be a dict"):
+        AdamW(parameters()).add_param_group(parameters())
 
 
 def test_it_is_one_of_torchs():

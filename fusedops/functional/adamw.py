@@ -158,8 +158,9 @@ def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
 
 
 def adamw_squares_reference(grads):
-    total = sum(g.double().square().sum() for g in grads)
-    return torch.nn.functional.pad(total.reshape(1), (0, SQUARE_PARTS - 1))
+    wide = (torch.view_as_real(g) if g.is_complex() else g for g in grads)
+    total = torch.stack([g.double().square().sum() for g in wide]).sum(0, keepdim=True)
+    return torch.nn.functional.pad(total, (0, SQUARE_PARTS - 1))
 
 
 def adamw_scale_reference(grads, squares, max_norm):
@@ -244,6 +245,7 @@ def stochastic(t: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
 def split(t: Tensor) -> tuple[Tensor, Tensor]:
     """float32 as bfloat16 and the int16 that is missing."""
     bits = t.float().view(torch.int32)
+    bits = torch.where(t.isnan(), 0x7FC00000, bits)  # the sum of another NaN might be -0
     high = (bits + 0x8000) >> 16
     return (high << 16).view(torch.float32).bfloat16(), bits.to(torch.int16)
 

@@ -78,8 +78,9 @@ __device__ __forceinline__ void store_param(const AdamWTensor& t, int64_t first,
     Vec<int16_t, kEach> rest;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      found.at[k] = static_cast<uint16_t>((bits(p.at[k]) + 0x8000) >> 16);
-      rest.at[k] = static_cast<int16_t>(bits(p.at[k]));
+      const uint32_t x = p.at[k] == p.at[k] ? bits(p.at[k]) : 0x7fc00000;  // its sum might be -0
+      found.at[k] = static_cast<uint16_t>((x + 0x8000) >> 16);
+      rest.at[k] = static_cast<int16_t>(x);
     }
     elements.store(t.remainder + first, rest);
   } else {

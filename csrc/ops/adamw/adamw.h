@@ -75,7 +75,7 @@ class AdamWTable {
  public:
   explicit AdamWTable(const AdamWArguments& a);
 
-  std::vector<AdamWTensor> tensors;  // without those that are empty
+  std::vector<AdamWTensor> tensors;
   std::vector<AdamWGroup> groups;
 
   int64_t blocks() const;

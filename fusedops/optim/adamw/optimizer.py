@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
 
-from fusedops.functional.adamw import BLOCK
+from fusedops.functional.adamw import BLOCK, FLOATS
 from fusedops.optim.adamw.plan import Plan
 from fusedops.optim.adamw.shard import distributed
 from fusedops.optim.adamw.state import DTYPES, STEP, formatted, wide_moments
 
 # The options that a state's format follows from: the constructor's hold, whatever is loaded.
 FORMAT = ("state_dtype", "block_size", "min_8bit_size", "stochastic_rounding", "master_weights")
-OURS = (*FORMAT, "max_grad_norm", "offload", "seed")
+SAME = ("max_grad_norm", "offload", "seed")  # in all groups
+OURS = (*FORMAT, *SAME)
 
 
 class AdamW(torch.optim.AdamW):
@@ -83,7 +84,7 @@ class AdamW(torch.optim.AdamW):
             "offload": offload,
             "seed": seed,
         }
-        _check(self._ours)
+        _check(self._ours, self._ours)
         super().__init__(
             params,
             lr,
@@ -101,9 +102,10 @@ class AdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        for name, value in self._ours.items():
-            param_group.setdefault(name, value)
-        _check({name: param_group[name] for name in self._ours})
+        if isinstance(param_group, dict):
+            for name, value in self._ours.items():
+                param_group.setdefault(name, value)
+            _check({name: param_group[name] for name in self._ours}, self._ours)
         super().add_param_group(param_group)
 
     @_use_grad_for_differentiable
@@ -148,7 +150,7 @@ class AdamW(torch.optim.AdamW):
         found = self.state_dict()
         params = [p for group in self.param_groups for p in group["params"]]
         state = {
-            i: {STEP: s[STEP], **_wide(s, params[i])} if STEP in s else s
+            i: {STEP: s[STEP], **_wide(s, params[i])} if params[i].dtype in FLOATS else s
             for i, s in found["state"].items()
         }
         groups = [
@@ -177,7 +179,7 @@ def _wrap(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         for i, s in state_dict["state"].items()
     }
     groups = [
-        saved | {name: own[name] for name in OURS if name in FORMAT or name not in saved}
+        saved | {name: own[name] for name in OURS if name != "seed" or name not in saved}
         for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=False)
     ]
     missing = state_dict["param_groups"][len(groups) :]
@@ -203,15 +205,17 @@ def _wide(state: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
     return {"exp_avg": m, "exp_avg_sq": v, **rest}
 
 
-def _check(options: dict[str, Any]) -> None:
-    """Raises ValueError where an option of ours is not one that AdamW's docstring has."""
+def _check(options: dict[str, Any], of_all: dict[str, Any]) -> None:
+    """Raises ValueError where an option of ours is not one that AdamW's docstring has, or where
+    one that is of all groups differs in one."""
     seed, limit = options["seed"], options["max_grad_norm"]
     wanted = {
         "state_dtype": (options["state_dtype"] in DTYPES, f"one of {', '.join(DTYPES)}"),
         "block_size": (options["block_size"] == BLOCK, f"{BLOCK}"),
         "min_8bit_size": (_whole(options["min_8bit_size"]), "an int of 0 or more"),
         "stochastic_rounding": (
-            options["stochastic_rounding"] in (None, True, False),
+            options["stochastic_rounding"] is None
+            or isinstance(options["stochastic_rounding"], bool),
             "None, True or False",
         ),
         "master_weights": (options["master_weights"] in (None, "remainder"), "None or 'remainder'"),
@@ -225,6 +229,12 @@ def _check(options: dict[str, Any]) -> None:
     for name, (fine, what) in wanted.items():
         if not fine:
             raise ValueError(f"AdamW: {name} must be {what}, got {options[name]!r}")
+    for name in SAME:
+        if options[name] != of_all[name]:
+            raise ValueError(
+                f"AdamW: {name} must be the same in all groups, {of_all[name]!r}, "
+                f"got {options[name]!r}"
+            )
 
 
 def _whole(value: Any) -> bool:

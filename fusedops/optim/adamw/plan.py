@@ -14,11 +14,19 @@ from fusedops.functional.adamw import (
     FLOATS,
     OPTIONS,
     SQUARE_PARTS,
+    STOCHASTIC,
     adamw_squares_reference,
     rounding_of,
 )
-from fusedops.optim.adamw.shard import reduced, rows_of, sharded_dims
-from fusedops.optim.adamw.state import Group, complete, empty_state
+from fusedops.optim.adamw.shard import local, reduced, rows_of, sharded_dims
+from fusedops.optim.adamw.state import (
+    Group,
+    as_torchs,
+    complete,
+    empty_state,
+    formatted,
+    moments_dtype,
+)
 
 if TYPE_CHECKING:
     from fusedops.optim.adamw.optimizer import AdamW
@@ -34,6 +42,7 @@ class Plan:
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.asked = [_asked(group) for group in optimizer.param_groups]
         self.waiting: list[Tensor] = []  # without a gradient so far
+        self.captured = False  # whether the last step is in a CUDA graph
         self.others: list[tuple[Group, list[Tensor]]] = []  # torch's
         rows: dict[tuple, tuple[list, list, list]] = {}
         index = 0
@@ -46,10 +55,11 @@ class Plan:
                     _check_offload(p, group)
                     params, states, kinds = rows.setdefault(_place(p), ([], [], []))
                     params.append(p)
-                    states.append(_state(optimizer, p, group))
-                    kinds += [number, rounding_of(p, group), index, *rows_of(p)]
+                    states.append(_state(optimizer, p, group, index))
+                    kinds += [number, rounding_of(p, group), index, *_rows(p, group)]
                 else:
                     others.append(p)
+                    as_torchs(optimizer.state.get(p), p)
                 index += 1
             if others:
                 self.others.append((group, others))
@@ -65,7 +75,7 @@ class Plan:
                 for group, known, asked in zip(groups, self.groups, self.asked, strict=True)
             )
             and not _C.any_gradient(self.waiting)
-            and all(bucket.unchanged() for _, bucket in self.buckets)
+            and all(bucket.unchanged(optimizer.state) for _, bucket in self.buckets)
             and not any(covered(p, group) for group, ps in self.others for p in ps)
         )
 
@@ -76,8 +86,10 @@ class Plan:
         for first, bucket in self.buckets:
             device = first.device
             options, lrs = _options(optimizer.param_groups, device)
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                bucket.renew_table()
+            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if capturing or self.captured:
+                bucket.renew_table(capturing)
+            self.captured = capturing
             bucket.step(
                 options,
                 lrs,
@@ -93,9 +105,12 @@ class Plan:
     def _squares(self) -> Tensor | None:
         """The gradients' squared norm in float64, over all devices and, sharded, all ranks."""
         found = [_squares_of(first, bucket) for first, bucket in self.buckets]
-        others = [p.grad for _, ps in self.others for p in ps if p.grad is not None]
-        if others:
-            found.append(adamw_squares_reference(others))
+        found += [
+            reduced(p, adamw_squares_reference([local(p.grad)]))
+            for _, ps in self.others
+            for p in ps
+            if p.grad is not None
+        ]
         there = [squares for squares in found if squares is not None]
         if len(there) < 2:
             return there[0] if there else None
@@ -131,19 +146,29 @@ class Plan:
             )
 
 
-def _state(optimizer: AdamW, p: Tensor, group: Group) -> dict:
+def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
     state = optimizer.state[p]
     if not state:
         state.update(empty_state(p, group))
+    elif state["exp_avg"].dtype != moments_dtype(p, group):  # torch's step had it before
+        wanted = formatted(state, p, group, index)
+        state.clear()
+        state.update(wanted)
     complete(state, p, group)
     return state
+
+
+def _rows(p: Tensor, group: Group) -> tuple[int, int]:
+    """Where blocks begin anew: it matters to those that have a scale or random numbers."""
+    plain = moments_dtype(p, group) == torch.float32 and rounding_of(p, group) != STOCHASTIC
+    return (0, 0) if plain else rows_of(p)
 
 
 def _place(p: Tensor) -> tuple:
     """Parameters of one place are stepped together: of one device, and cut over the same ranks."""
     if not isinstance(p, DTensor):
         return (p.device,)
-    return (p.device, p.device_mesh, *(placement.is_shard() for placement in p.placements))
+    return (p.device, p.device_mesh, *(placement.is_replicate() for placement in p.placements))
 
 
 def _squares_of(first: Tensor, bucket: _C.AdamWBucket) -> Tensor | None:
@@ -180,6 +205,7 @@ def covered(p: Tensor, group: Group) -> bool:
     return (
         type(p) in (Tensor, torch.nn.Parameter, DTensor)
         and p.dtype in FLOATS
+        and p.device.type in ("cpu", "cuda")
         and p.layout == torch.strided
         and not group["differentiable"]
         and not any(isinstance(beta, Tensor) for beta in group["betas"])

@@ -20,10 +20,11 @@ def local(t: Tensor) -> Tensor:
 
 
 def sharded_dims(p: Tensor) -> set[int]:
-    """The dimensions that are cut."""
+    """The dimensions that are cut; -1 stands for one that is cut in another way than in a row."""
     if not isinstance(p, DTensor):
         return set()
-    return {cut.dim for cut in p.placements if isinstance(cut, Shard)}
+    cuts = (placement for placement in p.placements if not placement.is_replicate())
+    return {cut.dim if type(cut) is Shard else -1 for cut in cuts}
 
 
 def takes_codes(p: Tensor) -> bool:
@@ -63,7 +64,7 @@ def distributed(p: Tensor, t: Tensor, shape: tuple[int, ...]) -> Tensor:
 def reduced(p: Tensor, t: Tensor) -> Tensor:
     """t summed over the ranks that hold other parts of p."""
     if isinstance(p, DTensor):
-        for dim, cut in enumerate(p.placements):
-            if isinstance(cut, Shard):
+        for dim, placement in enumerate(p.placements):
+            if not placement.is_replicate():
                 torch.distributed.all_reduce(t, group=p.device_mesh.get_group(dim))
     return t

@@ -78,7 +78,9 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     if STEP not in state:
         return state
     if p.dtype not in FLOATS:  # torch's own step has its states in the parameter's dtype
-        return {k: v if k == STEP else v.to(p) for k, v in state.items()}
+        state = dict(state)
+        as_torchs(state, p)
+        return state
     step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
     found = {k: _placed(v, p) for k, v in _renamed(state).items() if k != STEP}
     wanted = empty_state(p, group)
@@ -89,7 +91,22 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     else:
         key = adamw_key(group["seed"], int(step), index)
         moments = _encoded(*wide_moments(found, p), p, wanted, key)
-    return wanted | moments | kept | {STEP: step}
+    own = {k: v for k, v in found.items() if k not in (*MOMENTS, *SCALES, MAXIMUM, REST)}
+    return own | wanted | moments | kept | {STEP: step}
+
+
+def as_torchs(state: State | None, p: Tensor) -> None:
+    """Makes a state, if there is one, what torch's own step has: of the parameter's dtype."""
+    if not state or STEP not in state:
+        return
+    if state["exp_avg"].dtype == torch.int8:
+        wide = (distributed(p, t, tuple(p.shape)) for t in wide_moments(state, p))
+        state.update(zip(MOMENTS, wide, strict=True))
+        for name in SCALES:
+            del state[name]
+    for name in (*MOMENTS, MAXIMUM):
+        if name in state and not (state[name].is_complex() and not p.is_complex()):
+            state[name] = state[name].to(device=p.device, dtype=p.dtype)
 
 
 def wide_moments(state: State, p: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,10 @@ FUSEDOPS_INLINE void store_param(const Block<T>& block, int64_t i, const Vec& v,
                                  const Random<kAdamWBlock / 2>& random) {
   T* const p = block.param + i;
   if constexpr (kRounding == Rounding::remainder) {
-    store_halves(p, right<16>(add(bits(v), ints(0x8000))));
-    store_halves(block.remainder + i, bits(v));
+    const Ints size = both(bits(v), ints(0x7fffffff));  // a NaN's sum might be -0
+    const Ints x = if_greater(size, ints(0x7f800000), ints(0x7fc00000), bits(v));
+    store_halves(p, right<16>(add(x, ints(0x8000))));
+    store_halves(block.remainder + i, x);
   } else if constexpr (kRounding == Rounding::nearest) {
     store_nearest(p, v);
   } else if constexpr (std::is_same_v<T, BFloat16>) {
