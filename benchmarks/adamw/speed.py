@@ -188,7 +188,7 @@ def _seconds(row: Row, budget_s: float) -> tuple[dict[str, list[float]], dict[st
             steps[name] = (make(_parameters(row)), nullcontext)
         except Skip as reason:
             skipped[name] = str(reason)
-    source = torch.empty(int(row.bytes / 2), dtype=torch.uint8)
+    source = torch.ones(int(row.bytes / 2), dtype=torch.uint8)  # pages of its own
     steps[COPY] = (partial(torch.empty_like(source).copy_, source), nullcontext)
     for step, _ in steps.values():
         step()  # makes the state
