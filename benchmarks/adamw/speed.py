@@ -1,13 +1,13 @@
-"""AdamW's step against torch's, bitsandbytes' and a copy: `python -m benchmarks adamw`.
+"""AdamW's step against torch's, bitsandbytes', torchao's and a copy: `python -m benchmarks adamw`.
 
 A row is a step over tensors of one size. The floor of a step is what it must read and write; a copy
 moves as many bytes, half read and half written. Contenders step in turn, each over tensors of its
-own. bitsandbytes is timed where it is installed.
+own. The 8-bit peers take tens of times as long, so that they have rows of their own, of few rounds;
+they are timed where they are installed (`fusedops[peers]`).
 """
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,54 +16,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import fusedops
-from benchmarks.case import Skip, find
+from benchmarks.adamw.contenders import (
+    MAX_NORM,
+    Make,
+    about,
+    bitsandbytes,
+    clipped,
+    our_clip,
+    ours,
+    torch_clip,
+    torch_fused,
+    torchao,
+)
+from benchmarks.case import Skip
 from benchmarks.timing import CPU, interleaved
 from fusedops.measure import Ratio, environment, paired_ratio, spread
 
-Step = Callable[[], object]
-Make = Callable[[list[Tensor]], Step]
-
-MAX_NORM = 1.0
-
-
-def torch_fused(params: list[Tensor]) -> Step:
-    return torch.optim.AdamW(params, fused=True).step
-
-
-def torch_clipped(params: list[Tensor]) -> Step:
-    step = torch_fused(params)
-
-    def clip_and_step() -> None:
-        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-        step()
-
-    return clip_and_step
-
-
-def ours(params: list[Tensor], **options) -> Step:
-    return fusedops.optim.AdamW(params, **options).step
-
-
-def torch_clip(params: list[Tensor]) -> Step:
-    return partial(torch.nn.utils.clip_grad_norm_, params, MAX_NORM)
-
-
-def our_clip(params: list[Tensor]) -> Step:
-    return partial(fusedops.clip_grad_norm_, params, MAX_NORM)
-
-
-def bitsandbytes(params: list[Tensor]) -> Step:
-    return find("bitsandbytes.optim", "AdamW8bit")(params).step
-
-
 FLOAT32, INT8 = "fusedops float32", "fusedops int8"
-TORCH, BNB, COPY = "torch fused", "bitsandbytes", "copy"
+TORCH, COPY = "torch fused", "copy"
+BNB, AO, AO_BY_CHANCE = "bitsandbytes", "torchao", "torchao, rounded stochastically"
 PLAIN: dict[str, Make] = {
     TORCH: torch_fused,
     FLOAT32: ours,
     INT8: partial(ours, state_dtype="int8"),
 }
+EIGHT_BITS: dict[str, Make] = {INT8: PLAIN[INT8], BNB: bitsandbytes, AO: torchao}
 
 
 @dataclass(frozen=True)
@@ -99,7 +76,7 @@ CLIPPED = [
         f"clipping and step, 448 tensors of {numel}",
         numel,
         448,
-        contenders={TORCH: torch_clipped, FLOAT32: partial(ours, max_grad_norm=MAX_NORM)},
+        contenders={TORCH: clipped(torch_fused), FLOAT32: partial(ours, max_grad_norm=MAX_NORM)},
         at_least=((FLOAT32, TORCH, 1.3),),
     )
     for numel in (4096, 16384, 65536)
@@ -114,17 +91,29 @@ CLIPPED += [
     )
     for numel in (64, 16384)
 ]
+BESIDE_PEERS = [
+    Row(
+        "16.8M float32 parameters, 8-bit peers",
+        LARGE,
+        contenders=EIGHT_BITS,
+        at_least=((INT8, BNB, 40.0),),
+    ),
+    Row(
+        "16.8M bfloat16 parameters, 8-bit peers",
+        LARGE,
+        dtype=torch.bfloat16,
+        contenders=EIGHT_BITS | {AO_BY_CHANCE: partial(torchao, bf16_stochastic_round=True)},
+    ),
+]
+BESIDE_PEERS += [
+    Row(f"448 tensors of {numel}, 8-bit peers", numel, 448, contenders=EIGHT_BITS)
+    for numel in (4096, 16384, 65536, 64)
+]
 ROWS = [
     Row(
         "16.8M float32 parameters",
         LARGE,
-        contenders=PLAIN | {BNB: bitsandbytes},
-        at_least=(
-            (INT8, TORCH, 1.6),
-            (INT8, BNB, 40.0),
-            (INT8, COPY, 0.85),
-            (FLOAT32, TORCH, 1.0),
-        ),
+        at_least=((INT8, TORCH, 1.6), (INT8, COPY, 0.85), (FLOAT32, TORCH, 1.0)),
     ),
     Row(
         "16.8M bfloat16 parameters, rounded stochastically by fusedops",
@@ -135,6 +124,7 @@ ROWS = [
     *LORA,
     *CLIPPED,
     Row("448 tensors of 64", 64, 448, at_least=((FLOAT32, TORCH, 3.0), (INT8, TORCH, 3.0))),
+    *BESIDE_PEERS,
 ]
 QUICK = [Row("8 tensors of 5000", 5000, 8, at_least=((INT8, TORCH, 1.0),))]
 
@@ -175,6 +165,7 @@ def _timed(title: str, row: Row, name: str, times: list[float]) -> dict:
     found = spread(times)
     return {
         **{"title": title, "contender": name, "status": "timed", "rounds": len(times)},
+        **about(name),
         **{"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90},
         "ns_per_parameter": found.median / (row.numel * row.count) * 1e9,
     }

@@ -1,0 +1,83 @@
+"""Who steps: torch, bitsandbytes, torchao and fusedops.
+
+Each takes parameters that have gradients and gives the call to time. The first call makes the state
+and compiles what is compiled.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import fusedops
+from benchmarks.case import Skip, find
+from fusedops.backends import version_of
+
+Step = Callable[[], object]
+Make = Callable[[list[Tensor]], Step]
+
+MAX_NORM = 1.0
+
+# What a reader must know of a peer to judge its figures.
+PEERS = {
+    "bitsandbytes": "uint8 codes of its dynamic map, a float32 scale for 256 elements; float32 for "
+    "tensors of fewer than 4096; eager calls, on as many threads as ours; 16-bit parameters are "
+    "rounded to nearest",
+    "torchao": "uint8 codes of the same map, a float32 scale for 256 elements; the parameter's "
+    "dtype for tensors of fewer than 4096 or of no multiple of 256; a call of torch.compile's for "
+    "each tensor, compiled before it is timed, on as many threads as ours; 16-bit parameters are "
+    "rounded to nearest where nothing else is said",
+}
+
+
+def about(contender: str) -> dict[str, str | None]:
+    """Which version of a peer steps and what its state is; nothing of others."""
+    package = contender.partition(",")[0]
+    found = {"version": version_of(package), "about": PEERS.get(package)}
+    return found if package in PEERS else {}
+
+
+def torch_fused(params: list[Tensor]) -> Step:
+    return torch.optim.AdamW(params, fused=True).step
+
+
+def ours(params: list[Tensor], **options) -> Step:
+    return fusedops.optim.AdamW(params, **options).step
+
+
+def bitsandbytes(params: list[Tensor], name: str = "AdamW8bit") -> Step:
+    return find("bitsandbytes.optim", name)(params).step
+
+
+def torchao(params: list[Tensor], **options) -> Step:
+    compiler = os.environ.get("CXX", "g++")
+    if params[0].device.type == "cpu" and shutil.which(compiler) is None:
+        raise Skip(f"torchao's step is compiled: it needs a C++ compiler, {compiler} was not found")
+    torch.compiler.reset()  # or each call looks through what other rows compiled
+    return find("torchao.optim", "AdamW8bit")(params, **options).step
+
+
+def torch_clip(params: list[Tensor]) -> Step:
+    return partial(torch.nn.utils.clip_grad_norm_, params, MAX_NORM)
+
+
+def our_clip(params: list[Tensor]) -> Step:
+    return partial(fusedops.clip_grad_norm_, params, MAX_NORM)
+
+
+def clipped(make: Make) -> Make:
+    """torch's clipping and then the step, as training loops have it."""
+
+    def prepare(params: list[Tensor]) -> Step:
+        clip, step = torch_clip(params), make(params)
+
+        def clip_and_step() -> None:
+            clip()
+            step()
+
+        return clip_and_step
+
+    return prepare
