@@ -30,6 +30,7 @@ CODES = {torch.int8: torch.uint8}  # exp_avg's dtype to exp_avg_sq's, where they
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 STEP, MAXIMUM, REST = "step", "max_exp_avg_sq", "remainder"
+HIDDEN = "__bnb_optimizer_quant_state__"  # bitsandbytes'
 
 
 def moments_dtype(p: Tensor, group: Group) -> torch.dtype:
@@ -78,7 +79,7 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     if STEP not in state:
         return state
     if p.dtype not in FLOATS:  # torch's own step has its states in the parameter's dtype
-        state = dict(state)
+        state = _renamed(state)
         as_torchs(state, p)
         return state
     step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
@@ -141,21 +142,39 @@ def _alike(found: Tensor | None, wanted: Tensor) -> bool:
     return found is not None and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
 
 
+def flat(state: State) -> State:
+    """A state without the dict in which bitsandbytes hides its tensors from FSDP."""
+    rest = {name: value for name, value in state.items() if name != HIDDEN}
+    return rest | state.get(HIDDEN, {})
+
+
 def _renamed(state: State) -> State:
-    """bitsandbytes' 8-bit and torchao's states as ours, or as float32 moments."""
+    """bitsandbytes' and torchao's states as ours, their moments in float32."""
+    state = flat(state)
     if "state1" in state:
         return _of_bitsandbytes(state)
-    return {
-        k: v.dequantize() if hasattr(v, "codes") and hasattr(v, "scale") else v
-        for k, v in state.items()
-    }
+    return {name: _dequantized(value) for name, value in state.items()}
+
+
+def _dequantized(value: Any) -> Any:
+    """What torchao keeps as codes, in float32; on each rank its part of a DTensor."""
+    if isinstance(value, DTensor) and hasattr(value.to_local(), "codes"):
+        return DTensor.from_local(
+            _dequantized(value.to_local()),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value.dequantize() if hasattr(value, "codes") and hasattr(value, "scale") else value
 
 
 def _of_bitsandbytes(state: State) -> State:
-    found = {}
+    found = {STEP: state[STEP]}
     for i, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
         moments = state[f"state{i}"]
-        if moments.dtype == torch.uint8:
+        if f"absmax{i}" in state:
             values = state[f"qmap{i}"].float()[moments.reshape(-1).long()]
             absmax = state[f"absmax{i}"].float()
             block = -(-moments.numel() // absmax.numel())
