@@ -179,6 +179,25 @@ def test_scaling(backend, more):
     check(step, backend)
 
 
+@pytest.mark.parametrize(
+    "size,grad_scale",
+    [(1e-3, 64.0), (3e18, 1.0), (1e-22, 1e-3), (1e17, 1e20), (1e-3, math.inf), (1e-3, 1e-38)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_regular_or_not_a_block_of_codes_is_stepped_alike(backend, dtype, size, grad_scale):
+    """Gradients and factors so large or small that products of them are not as they should be."""
+    step = step_of([(600,)], dtype, "int8", backend=backend)
+    step.grads[0].mul_(size / step.grads[0].abs().max())
+    step.more["grad_scale"] = torch.tensor(grad_scale, device=device_of(backend))
+    check(step, backend)
+
+
+def test_a_scale_that_is_no_number_stays_none(backend):
+    step = step_of([(600,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
+    step.scales[0][1] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)
+    assert step.run(backend).params[0][256:512].isnan().all()
+
+
 @pytest.mark.parametrize("why", ["found_inf", "norm"])
 def test_a_step_that_is_skipped_changes_nothing(backend, why):
     step = step_of([(300,), (7,)], moments="int8", backend=backend)

@@ -18,9 +18,6 @@ constexpr int kLanes = Vec::size();
 using Ints = __m512i;
 
 FUSEDOPS_INLINE Ints ints(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-FUSEDOPS_INLINE Ints lane_numbers() {
-  return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-}
 FUSEDOPS_INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 FUSEDOPS_INLINE Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 FUSEDOPS_INLINE Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
@@ -47,8 +44,7 @@ FUSEDOPS_INLINE Vec converted(Ints i) { return _mm512_cvtepi32_ps(i); }
 FUSEDOPS_INLINE Ints truncated(const Vec& v) { return _mm512_cvttps_epi32(v); }
 FUSEDOPS_INLINE Ints nearest(const Vec& v) { return _mm512_cvtps_epi32(v); }
 
-FUSEDOPS_INLINE Ints load(const Ints* p) { return _mm512_loadu_si512(p); }
-FUSEDOPS_INLINE void store(Ints* p, Ints i) { _mm512_storeu_si512(p, i); }
+FUSEDOPS_INLINE Ints load_words(const void* p) { return _mm512_loadu_si512(p); }
 FUSEDOPS_INLINE Ints load_signed_bytes(const void* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
 }
@@ -61,17 +57,39 @@ FUSEDOPS_INLINE Ints load_halves(const void* p) {
 FUSEDOPS_INLINE Ints load_signed_halves(const void* p) {
   return _mm512_cvtepi16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
 }
-// The low bytes and halves.
+
+// Two vectors of words as one of halves, two of halves as one of bytes, limited to what they hold.
+// They are interleaved: four lanes of the first, four of the second, the next four of the first.
+FUSEDOPS_INLINE Ints signed_halves(Ints a, Ints b) { return _mm512_packs_epi32(a, b); }
+FUSEDOPS_INLINE Ints halves(Ints a, Ints b) { return _mm512_packus_epi32(a, b); }
+FUSEDOPS_INLINE Ints signed_bytes(Ints a, Ints b) { return _mm512_packs_epi16(a, b); }
+FUSEDOPS_INLINE Ints bytes(Ints a, Ints b) { return _mm512_packus_epi16(a, b); }
+// The way back, with zeros above: of interleaved halves, or bytes, those of the first, and of the
+// second.
+FUSEDOPS_INLINE Ints first_words(Ints i) { return _mm512_unpacklo_epi16(i, Ints{}); }
+FUSEDOPS_INLINE Ints second_words(Ints i) { return _mm512_unpackhi_epi16(i, Ints{}); }
+FUSEDOPS_INLINE Ints first_halves(Ints i) { return _mm512_unpacklo_epi8(i, Ints{}); }
+FUSEDOPS_INLINE Ints second_halves(Ints i) { return _mm512_unpackhi_epi8(i, Ints{}); }
+FUSEDOPS_INLINE Ints add_halves(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+FUSEDOPS_INLINE Ints larger_halves(Ints a, Ints b) { return _mm512_max_epu16(a, b); }
+FUSEDOPS_INLINE bool all_halves_up_to(Ints a, uint16_t most) {
+  return _mm512_cmpgt_epu16_mask(a, _mm512_set1_epi16(static_cast<int16_t>(most))) == 0;
+}
+FUSEDOPS_INLINE Ints high_bytes(Ints halves) { return _mm512_srli_epi16(halves, 8); }
+// Which of neighbouring words have the bytes, or the halves, of each lane.
+FUSEDOPS_INLINE Ints words_of_bytes() {
+  return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+}
+FUSEDOPS_INLINE Ints words_of_halves() {
+  return _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+}
+// Stores them in order.
 FUSEDOPS_INLINE void store_bytes(void* p, Ints i) {
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(i));
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(words_of_bytes(), i));
 }
 FUSEDOPS_INLINE void store_halves(void* p, Ints i) {
-  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(i));
-}
-
-// The low bytes, limited to what they hold.
-FUSEDOPS_INLINE void store_limited_bytes(void* p, Ints i) {
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(i));
+  const Ints pairs = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi64(pairs, i));
 }
 
 using Lanes = __mmask16;
@@ -79,24 +97,20 @@ using Lanes = __mmask16;
 FUSEDOPS_INLINE Lanes below(const Vec& a, const Vec& b) {
   return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ);
 }
+FUSEDOPS_INLINE bool all_below(const Vec& a, const Vec& b) { return below(a, b) == 0xffff; }
 FUSEDOPS_INLINE Vec choose(Lanes lanes, const Vec& where, const Vec& otherwise) {
   return _mm512_mask_mov_ps(otherwise, lanes, where);
 }
 FUSEDOPS_INLINE Vec larger(const Vec& a, const Vec& b) { return _mm512_max_ps(a, b); }
 // The larger of a, which is not negative, and |b|.
 FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return _mm512_range_ps(a, b, 0xb); }
-FUSEDOPS_INLINE Vec with_sign_of(const Vec& size, const Vec& sign) {
-  return _mm512_castsi512_ps(
-      _mm512_ternarylogic_epi32(bits(size), bits(sign),
-                                _mm512_set1_epi32(static_cast<int>(0x80000000)), 0xf8));
-}
 
 // 1 / sqrt(x), 2^-14 of itself off.
 FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) { return _mm512_rsqrt14_ps(x); }
-// a / b, half an ulp off or a little more; b is of normal size.
-FUSEDOPS_INLINE Vec quotient(const Vec& a, const Vec& b) {
-  const __m512 q = _mm512_rcp14_ps(b);
-  return _mm512_mul_ps(a, _mm512_fmadd_ps(q, _mm512_fnmadd_ps(b, q, _mm512_set1_ps(1)), q));
+// 1 / x, half an ulp off or a little more; x is of normal size.
+FUSEDOPS_INLINE Vec inverse(const Vec& x) {
+  const __m512 y = _mm512_rcp14_ps(x);
+  return _mm512_fmadd_ps(y, _mm512_fnmadd_ps(x, y, _mm512_set1_ps(1)), y);
 }
 
 #else
@@ -104,7 +118,6 @@ FUSEDOPS_INLINE Vec quotient(const Vec& a, const Vec& b) {
 using Ints = __m256i;
 
 FUSEDOPS_INLINE Ints ints(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
-FUSEDOPS_INLINE Ints lane_numbers() { return _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0); }
 FUSEDOPS_INLINE Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 FUSEDOPS_INLINE Ints subtract(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 FUSEDOPS_INLINE Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
@@ -130,8 +143,9 @@ FUSEDOPS_INLINE Vec converted(Ints i) { return _mm256_cvtepi32_ps(i); }
 FUSEDOPS_INLINE Ints truncated(const Vec& v) { return _mm256_cvttps_epi32(v); }
 FUSEDOPS_INLINE Ints nearest(const Vec& v) { return _mm256_cvtps_epi32(v); }
 
-FUSEDOPS_INLINE Ints load(const Ints* p) { return _mm256_loadu_si256(p); }
-FUSEDOPS_INLINE void store(Ints* p, Ints i) { _mm256_storeu_si256(p, i); }
+FUSEDOPS_INLINE Ints load_words(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
 FUSEDOPS_INLINE Ints load_signed_bytes(const void* p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
 }
@@ -144,35 +158,45 @@ FUSEDOPS_INLINE Ints load_halves(const void* p) {
 FUSEDOPS_INLINE Ints load_signed_halves(const void* p) {
   return _mm256_cvtepi16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
 }
-// The eight halves of 16 bits in order.
-FUSEDOPS_INLINE __m128i packed_halves(Ints i) {
-  const Ints low = _mm256_and_si256(i, _mm256_set1_epi32(0xffff));
-  const Ints pairs = _mm256_packus_epi32(low, low);
-  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08));
+
+FUSEDOPS_INLINE Ints signed_halves(Ints a, Ints b) { return _mm256_packs_epi32(a, b); }
+FUSEDOPS_INLINE Ints halves(Ints a, Ints b) { return _mm256_packus_epi32(a, b); }
+FUSEDOPS_INLINE Ints signed_bytes(Ints a, Ints b) { return _mm256_packs_epi16(a, b); }
+FUSEDOPS_INLINE Ints bytes(Ints a, Ints b) { return _mm256_packus_epi16(a, b); }
+FUSEDOPS_INLINE Ints first_words(Ints i) { return _mm256_unpacklo_epi16(i, Ints{}); }
+FUSEDOPS_INLINE Ints second_words(Ints i) { return _mm256_unpackhi_epi16(i, Ints{}); }
+FUSEDOPS_INLINE Ints first_halves(Ints i) { return _mm256_unpacklo_epi8(i, Ints{}); }
+FUSEDOPS_INLINE Ints second_halves(Ints i) { return _mm256_unpackhi_epi8(i, Ints{}); }
+FUSEDOPS_INLINE Ints add_halves(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
+FUSEDOPS_INLINE Ints larger_halves(Ints a, Ints b) { return _mm256_max_epu16(a, b); }
+FUSEDOPS_INLINE bool all_halves_up_to(Ints a, uint16_t most) {
+  const Ints limit = _mm256_set1_epi16(static_cast<int16_t>(most));
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(a, limit), limit)) == -1;
+}
+FUSEDOPS_INLINE Ints high_bytes(Ints halves) { return _mm256_srli_epi16(halves, 8); }
+FUSEDOPS_INLINE Ints words_of_bytes() { return _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7); }
+FUSEDOPS_INLINE Ints words_of_halves() { return _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7); }
+FUSEDOPS_INLINE void store_bytes(void* p, Ints i) {
+  const Ints order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(i, order));
 }
 FUSEDOPS_INLINE void store_halves(void* p, Ints i) {
-  _mm_storeu_si128(static_cast<__m128i*>(p), packed_halves(i));
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(i, 0xd8));
 }
-FUSEDOPS_INLINE void store_bytes(void* p, Ints i) {
-  const __m128i halves = packed_halves(both(i, ints(0xff)));
-  _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packus_epi16(halves, halves));
-}
-
-FUSEDOPS_INLINE void store_limited_bytes(void* p, Ints i) { store_bytes(p, least(i, ints(255))); }
 
 using Lanes = Vec;
 
 FUSEDOPS_INLINE Lanes below(const Vec& a, const Vec& b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+FUSEDOPS_INLINE bool all_below(const Vec& a, const Vec& b) {
+  return _mm256_movemask_ps(below(a, b)) == 0xff;
+}
 FUSEDOPS_INLINE Vec choose(const Lanes& lanes, const Vec& where, const Vec& otherwise) {
   return _mm256_blendv_ps(otherwise, where, lanes);
 }
 FUSEDOPS_INLINE Vec larger(const Vec& a, const Vec& b) { return _mm256_max_ps(a, b); }
 FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return larger(a, b.abs()); }
-FUSEDOPS_INLINE Vec with_sign_of(const Vec& size, const Vec& sign) {
-  return floats(either(bits(size), both(bits(sign), ints(0x80000000))));
-}
 
-FUSEDOPS_INLINE Vec quotient(const Vec& a, const Vec& b) { return a / b; }
+FUSEDOPS_INLINE Vec inverse(const Vec& x) { return Vec(1.f) / x; }
 FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) {
   const Vec y = _mm256_rsqrt_ps(x);  // 2^-11, and a step of Newton's
   return y * at::vec::fmadd(x * y, y * Vec(-0.5f), Vec(1.5f));
@@ -180,32 +204,22 @@ FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) {
 
 #endif
 
-// lane numbers + first as random words of csrc/adamw.h
-FUSEDOPS_INLINE Ints random_words(BlockKey key, uint32_t first) {
-  Ints x = one_of(add(lane_numbers(), ints(first)), ints(key.low));
+// The random words of csrc/adamw.h with these numbers.
+FUSEDOPS_INLINE Ints random_words(BlockKey key, Ints numbers) {
+  Ints x = one_of(numbers, ints(key.low));
   x = multiply(one_of(x, right<16>(x)), ints(0x7FEB352D));
   x = one_of(x, ints(key.high));
   x = multiply(one_of(x, right<15>(x)), ints(0x846CA68B));
   return one_of(x, right<16>(x));
 }
 
-// The bytes or halves of `count` words from `first` on.
-template <int kCount>
-struct Random {
-  alignas(64) uint32_t words[kCount];
-
-  FUSEDOPS_INLINE void draw(BlockKey key, uint32_t first) {
-    for (int i = 0; i < kCount; i += kLanes) {
-      store(reinterpret_cast<Ints*>(words + i), random_words(key, first + i));
-    }
-  }
-  FUSEDOPS_INLINE Ints bytes(int i) const {
-    return load_bytes(reinterpret_cast<const char*>(words) + i);
-  }
-  FUSEDOPS_INLINE Ints halves(int i) const {
-    return load_halves(reinterpret_cast<const char*>(words) + 2 * i);
-  }
-};
+// The random bytes of elements i to i + 4 kLanes, and the halves of i to i + 2 kLanes, interleaved.
+FUSEDOPS_INLINE Ints random_bytes(BlockKey key, uint32_t first, int64_t i) {
+  return random_words(key, add(words_of_bytes(), ints(first + static_cast<uint32_t>(i) / 4)));
+}
+FUSEDOPS_INLINE Ints random_halves(BlockKey key, uint32_t first, int64_t i) {
+  return random_words(key, add(words_of_halves(), ints(first + static_cast<uint32_t>(i) / 2)));
+}
 
 }  // namespace CPU_CAPABILITY
 }  // namespace fusedops::cpu
