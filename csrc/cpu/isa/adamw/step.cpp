@@ -25,6 +25,7 @@ namespace {
 
 constexpr int kTurn = 4 * kLanes;  // what a turn of the loops covers: a vector of bytes
 constexpr int64_t kBlocksAhead = 2;
+constexpr int64_t kLag = 2 * kTurn;  // of encoding behind updating: a block's scale is known late
 
 template <Moments kMoments>
 constexpr int kMomentBytes = kMoments == Moments::float32    ? 4
@@ -219,7 +220,7 @@ class Encoding {
 
   // The codes of the elements from i on, if there are any.
   FUSEDOPS_INLINE void turn(int64_t i) const {
-    if (i >= block_.count) return;
+    if (i < 0 || i >= block_.count) return;
     store_bytes(static_cast<int8_t*>(block_.exp_avg) + i,
                 signed_bytes(signed_halves(m_code(i), m_code(i + kLanes)),
                              signed_halves(m_code(i + 2 * kLanes), m_code(i + 3 * kLanes))));
@@ -344,7 +345,7 @@ FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f, Waiting& wa
         root[k] = most.sqrt();
       }
     }
-    if constexpr (kCodes) encoding.turn(turn);
+    if constexpr (kCodes) encoding.turn(turn - kLag);
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
       const Vec size = f.divided
@@ -367,7 +368,7 @@ FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f, Waiting& wa
     };
     waiting.most_m = largest(most_m);
     waiting.most_root = largest(most_root);
-    encoding.rest(block.count);
+    encoding.rest(std::max<int64_t>(0, block.count - kLag));
   }
 }
 
