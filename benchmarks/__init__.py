@@ -2,6 +2,8 @@
 
 FAMILIES = ("norm", "gated_activation", "linear")
 
+ON_GPU = (*FAMILIES, "adamw")
+
 # Suites of what is no operator: each module has a `measure` of its own.
 OWN = {
     "adamw": "benchmarks.adamw.speed",

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import FAMILIES, OWN, cuda, gpu, must_show, readme, worker
+from benchmarks import FAMILIES, ON_GPU, OWN, cuda, gpu, must_show, readme, worker
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def _cpu_options(parser: argparse.ArgumentParser) -> None:
 
 def _gpu_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("families", nargs="*", default=list(FAMILIES), metavar="family", help="default: all")
+    add("families", nargs="*", default=list(ON_GPU), metavar="family", help="default: all")
     add("--out", default=str(readme.RESULTS), help="write <device>/<family>.json there")
     add("--seconds", type=float, default=0.5, help="time for a row")
     add("--match", default="", help="only the rows whose title contains this")

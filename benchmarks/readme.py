@@ -18,6 +18,9 @@ RIVALS = {
     "Liger": ("liger",),
     "Apex": ("apex",),
     "QuACK": ("quack",),
+    "torch fused": ("torch fused",),
+    "bitsandbytes": ("bitsandbytes",),
+    "torchao": ("torchao",),
 }
 
 SPEEDS = {

@@ -1,15 +1,19 @@
-"""States of bitsandbytes and torchao load into ours: of the packages where they are installed, and
-made by hand as these write them.
+"""AdamW beside bitsandbytes and torchao: their states load into ours, and rows of a GPU hold both.
 
-What theirs are worth is what their own lines decode them to.
+States are those of the packages, where they are installed, and made by hand as these write them.
+What theirs are worth is what their own lines decode them to. The clocks of the GPU are the CPU's.
 """
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 from adamw_training import assert_close, parameters, params_of, train
 
+from benchmarks.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS, stepping
+from benchmarks.harness import COPY, run_case
+from benchmarks.timing import CPU, Machine, wall
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.optim.adamw.state import wide_moments
 
@@ -195,3 +199,48 @@ def test_state_as_torchao_writes_it(dtype, kind):
     else:
         assert_holds(ours, 12, [values])
     train(ours)
+
+
+DRY = Machine(CPU.device, dict.fromkeys(("device", "host"), wall))
+MOVED = {  # bytes for a parameter
+    ("adamw float32", torch.float32): 28,
+    ("adamw int8", torch.float32): 16.0625,
+    ("adamw int8", torch.bfloat16): 10.0625,
+    ("adamw float32 clipped", torch.float32): 32,
+    ("adamw int8 clipped", torch.float32): 20.0625,
+    ("adamw int8 clipped", torch.bfloat16): 12.0625,
+}
+
+
+@pytest.mark.parametrize("row", GPU_ROWS, ids=lambda row: row.title)
+def test_row_of_a_gpu_runs_small_on_a_cpu(row):
+    large = row.clock == "device"
+    small = replace(row, shape=(1, 1 << 20) if large else (3, 4096))
+    result = run_case(small, 0.02, DRY, copy=large)
+    assert not result.refused and not result.inexact
+    timed = {name for name in result.seconds if name not in ("bitsandbytes", "torchao")}
+    assert timed == {"torch fused", "fusedops"} | ({COPY} if large else set())
+    elements = small.shape[0] * small.shape[1]
+    assert result.bytes_moved == elements * MOVED[row.operation.name, row.dtype]
+
+
+def test_rows_of_a_gpu_are_all_asked_for():
+    titles = [row.title for row in GPU_ROWS]
+    assert len(set(titles)) == len(titles)
+    assert [ask.case for ask in GPU_MUST_SHOW] == GPU_ROWS
+    for ask in GPU_MUST_SHOW:
+        large = ask.case.clock == "device"
+        others = {"fusedops"} ^ ask.case.contenders().keys()
+        assert ask.at_least == dict.fromkeys(others, 1.0) | ({COPY: 0.9} if large else {})
+        launches = 1 + ("clipped" in ask.case.title)
+        assert ask.launches == (None if large else launches)
+
+
+def test_a_first_step_that_is_wrong_is_refused():
+    def lazy(params):
+        return lambda: None
+
+    row = GPU_ROWS[0]
+    wrong = replace(row.operation, contenders={"fusedops": stepping(lazy)})
+    result = run_case(replace(row, operation=wrong, shape=(1, 5000)), 0.02, DRY)
+    assert "norm of the error" in result.refused["fusedops"]

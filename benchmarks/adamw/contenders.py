@@ -40,6 +40,15 @@ def about(contender: str) -> dict[str, str | None]:
     return found if package in PEERS else {}
 
 
+def bytes_moved(elements: int, itemsize: int, state_dtype: str, clips: bool = False) -> int:
+    """What a step must: parameters and moments twice, gradients once, and once more to clip them.
+
+    Two 8-bit moments have two float32 scales for 256 elements.
+    """
+    moments = {"float32": 8.0, "int8": 2 + 8 / 256}[state_dtype]
+    return int(elements * ((3 + clips) * itemsize + 2 * moments))
+
+
 def torch_fused(params: list[Tensor]) -> Step:
     return torch.optim.AdamW(params, fused=True).step
 

@@ -21,6 +21,7 @@ from benchmarks.adamw.contenders import (
     Make,
     about,
     bitsandbytes,
+    bytes_moved,
     clipped,
     our_clip,
     ours,
@@ -55,10 +56,9 @@ class Row:
     at_least: tuple[tuple[str, str, float], ...] = ()
 
     @property
-    def bytes(self) -> float:
-        """What a step with int8 state moves: parameters and codes twice, gradients once."""
-        scales = 2 * 2 * 4 / 256
-        return self.numel * self.count * (3 * self.dtype.itemsize + 4 + scales)
+    def bytes(self) -> int:
+        """What a step with int8 state moves."""
+        return bytes_moved(self.numel * self.count, self.dtype.itemsize, "int8")
 
 
 LARGE = 4096 * 4096
@@ -179,7 +179,7 @@ def _seconds(row: Row, budget_s: float) -> tuple[dict[str, list[float]], dict[st
             steps[name] = (make(_parameters(row)), nullcontext)
         except Skip as reason:
             skipped[name] = str(reason)
-    source = torch.ones(int(row.bytes / 2), dtype=torch.uint8)  # pages of its own
+    source = torch.ones(row.bytes // 2, dtype=torch.uint8)  # pages of its own
     steps[COPY] = (partial(torch.empty_like(source).copy_, source), nullcontext)
     for step, _ in steps.values():
         step()  # makes the state

@@ -1,0 +1,152 @@
+"""AdamW's rows on a GPU, and what they must show: `python -m benchmarks gpu adamw`.
+
+To the harness a step is a forward: of parameters and gradients, giving the parameters. It judges
+the first step of each contender, over parameters of its own, and times the later ones. Large steps
+are timed by the device's clock, beside a copy of what a step with our state must move. Those of
+many small tensors cost what the host needs to launch them; how many launches is counted.
+"""
+
+import gc
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.adamw.contenders import (
+    MAX_NORM,
+    Make,
+    bitsandbytes,
+    bytes_moved,
+    clipped,
+    ours,
+    torch_fused,
+    torchao,
+)
+from benchmarks.case import FORWARD, Case, Contender, Operation, Run
+from benchmarks.harness import COPY
+from benchmarks.must_show import Ask
+from fusedops.functional.adamw import stochastic
+
+LARGE = (1, 10**9)  # tensors and their elements
+LORA = ((448, 4096), (448, 65536))
+F32, BF16 = torch.float32, torch.bfloat16
+
+LR, EPS, WEIGHT_DECAY = 1e-3, 1e-8, 1e-2  # every contender's own defaults
+EVERY = 1009  # the elements of a large tensor that are judged; a prime, so that no lane is left out
+
+
+def inputs(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Parameters, then their gradients. Of larger ones than eps a first step shows but the sign."""
+    gc.collect()  # optimizers lie in cycles, and two of the largest rows do not fit into a GPU
+    count, numel = shape
+    params = [torch.randn(numel, dtype=dtype, device=device) for _ in range(count)]
+    return (*params, *(torch.randn_like(p) * EPS for p in params))
+
+
+def halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+
+
+def judged(t: Tensor) -> Tensor:
+    return t if t.numel() < EVERY**2 else t[::EVERY]
+
+
+def first_step(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The parameters after a step from zero moments; no gradient is long enough to be clipped."""
+    return tuple(updated(judged(p), judged(g)) for p, g in zip(*halves(tensors), strict=True))
+
+
+def updated(p: Tensor, g: Tensor) -> Tensor:
+    """16 bits are rounded by chance: to nearest, steps too small for them would leave no error."""
+    wide, g = (t.to(torch.promote_types(t.dtype, F32)) for t in (p, g))
+    chance = torch.randint(1 << 16, p.shape, dtype=torch.int32, device=p.device)
+    step = LR * g / (g.abs() + EPS)
+    return stochastic(wide * (1 - LR * WEIGHT_DECAY) - step, chance, p.dtype)
+
+
+def stepping(make: Make) -> Contender:
+    """Over its own parameters, with gradients that all contenders share."""
+
+    def prepare(*tensors: Tensor) -> Run:
+        params, grads = halves(tensors)
+        own = [p.clone().requires_grad_() for p in params]
+        for p, g in zip(own, grads, strict=True):
+            p.grad = g
+        return partial(stepped, make(own), tuple(judged(p.detach()) for p in own))
+
+    return Contender(prepare)
+
+
+def stepped(step: Run, params: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    step()
+    return params
+
+
+def operation(state: str, clips: bool = False) -> Operation:
+    """A step with our moments in `state`, and with the same of the peers that have it.
+
+    torch's moments have the parameters' dtype. torchao rounds bfloat16 by chance, as we do.
+    """
+    peers: dict[str, Make] = {
+        "float32": {"bitsandbytes": partial(bitsandbytes, name="AdamW")},
+        "int8": {
+            "bitsandbytes": bitsandbytes,
+            "torchao": partial(torchao, bf16_stochastic_round=True),
+        },
+    }[state]
+    peers = {"torch fused": torch_fused} | peers
+    if clips:
+        peers = {name: clipped(make) for name, make in peers.items()}
+    fused = partial(ours, state_dtype=state, max_grad_norm=MAX_NORM if clips else None)
+
+    def moved(mode: str, *tensors: Tensor) -> int:
+        params, _ = halves(tensors)
+        elements = sum(p.numel() for p in params)
+        return bytes_moved(elements, params[0].itemsize, state, clips)
+
+    return Operation(
+        f"adamw {state}{' clipped' * clips}",
+        inputs,
+        first_step,
+        moved,
+        {name: stepping(make) for name, make in (peers | {"fusedops": fused}).items()},
+    )
+
+
+def case(step: Operation, dtype: torch.dtype, shape: tuple[int, int], clock: str) -> Case:
+    return Case(step, FORWARD, dtype, shape, clock=clock)
+
+
+FLOAT32, INT8 = PLAIN = [operation("float32"), operation("int8")]
+FLOAT32_CLIPPED, INT8_CLIPPED = CLIPPED = [
+    operation("float32", clips=True),
+    operation("int8", clips=True),
+]
+BILLION = [
+    case(step, dtype, LARGE, "device")
+    for step, dtype in [
+        (FLOAT32, F32),
+        (INT8, F32),
+        (INT8, BF16),
+        (FLOAT32_CLIPPED, F32),
+        (INT8_CLIPPED, BF16),
+    ]
+]
+SMALL = {
+    launches: [case(step, F32, shape, "host") for step in steps for shape in LORA]
+    for launches, steps in ((1, PLAIN), (2, CLIPPED))
+}
+
+# What matters most comes first: a run that is cut short keeps the rows that it has.
+GPU_ROWS = BILLION + SMALL[1] + SMALL[2]
+
+
+def rivals(row: Case) -> dict[str, float]:
+    return {name: 1.0 for name in row.contenders() if name != "fusedops"}
+
+
+GPU_MUST_SHOW = [Ask(row, {COPY: 0.9} | rivals(row)) for row in BILLION]
+GPU_MUST_SHOW += [
+    Ask(row, rivals(row), launches=launches) for launches, rows in SMALL.items() for row in rows
+]
