@@ -1,6 +1,7 @@
 #include "csrc/optimizer.h"
 
 #include <ATen/ops/zeros.h>
+#include <pybind11/gil.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
@@ -109,6 +110,7 @@ Tensor AdamWBucket::squares() {
   }
   if (grads.empty()) return {};
   static const auto op = handle<Tensor(at::TensorList)>("fusedops::adamw_squares");
+  pybind11::gil_scoped_release others_go_on;
   return op.call(grads);
 }
 
@@ -141,6 +143,7 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   if (params.empty()) return;
   if (!table_ && !params[0].is_cpu()) renew_table(false);
   static const auto op = handle<AdamWStep>("fusedops::adamw_step");
+  pybind11::gil_scoped_release others_go_on;
   op.call(params, grads, exp_avgs, exp_avg_sqs, steps, most, scales, remainders, kinds, options,
           lrs, seed, squares, max_grad_norm, grad_scale, found_inf, host_table_, table_);
 }

@@ -15,6 +15,7 @@ COMPOSITE = "test_double_backward or test_inference_mode or test_module_twins or
 COMPOSITE += " or TestClipping or test_adamw_state"
 FILES = [
     "tests/test_adamw.py",
+    "tests/test_adamw_mixed_precision.py",
     "tests/test_adamw_state.py",
     "tests/test_adamw_torch.py",
     "tests/test_norm.py",
