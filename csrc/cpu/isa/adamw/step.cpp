@@ -12,132 +12,18 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <utility>
 
 #include "csrc/cpu/isa/adamw/adamw.h"
-#include "csrc/cpu/isa/adamw/lanes.h"
+#include "csrc/cpu/isa/adamw/moments.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-constexpr int kTurn = 4 * kLanes;  // what a turn of the loops covers: a vector of bytes
 constexpr int64_t kBlocksAhead = 2;
 constexpr int64_t kLag = 2 * kTurn;  // of encoding behind updating: a block's scale is known late
-
-template <Moments kMoments>
-constexpr int kMomentBytes = kMoments == Moments::float32    ? 4
-                             : kMoments == Moments::bfloat16 ? 2
-                                                             : 1;
-
-// Where a block lies.
-template <class T>
-struct Block {
-  T* param;
-  const T* grad;
-  void *exp_avg, *exp_avg_sq;
-  float* max_exp_avg_sq;
-  float *exp_avg_scale, *exp_avg_sq_scale;
-  int16_t* remainder;
-  BlockKey key;
-  int64_t count;  // a multiple of kTurn; at most kAdamWBlock where there are codes or keys
-  int64_t ahead;  // of an element lies what is needed soon; 0: no more comes
-};
-
-// The new moments of a block, until they are encoded.
-struct Waiting {
-  alignas(64) float m[kAdamWBlock], root[kAdamWBlock];  // root = sqrt(v)
-  float most_m = 0, most_root = 0;                      // the largest |m| and root
-};
-
-FUSEDOPS_INLINE Vec load_floats(const float* p) { return Vec::loadu(p); }
-template <class T>
-FUSEDOPS_INLINE Vec load_floats(const T* p) {
-  Vec v;
-  at::vec::load_to_float(p, v);
-  return v;
-}
-
-// The bits of a bfloat16, `offset` added to those that are cut off. A NaN stays one where kAnyNaN;
-// otherwise one whose lower half is zero does.
-template <bool kAnyNaN = true>
-FUSEDOPS_INLINE Ints bfloat16_bits(const Vec& v, Ints offset) {
-  const Ints x = bits(v), rounded = right<16>(add(x, offset));
-  if constexpr (!kAnyNaN) return rounded;
-  return if_greater(both(x, ints(0x7fffffff)), ints(0x7f800000), ints(0x7fc0), rounded);
-}
-
-FUSEDOPS_INLINE Ints nearest_even_offset(const Vec& v) {
-  return add(ints(0x7fff), both(right<16>(bits(v)), ints(1)));
-}
-
-// The bits of a float16, up or down by chance; random: 16 bits.
-FUSEDOPS_INLINE Ints float16_bits(const Vec& v, Ints random) {
-  const Ints x = bits(v), size = both(x, ints(0x7fffffff));
-  const Ints sign = right<16>(both(x, ints(0x80000000)));
-  const Ints normal = subtract(right<13>(add(size, right<3>(random))), ints(112 << 10));
-  const Vec units = floats(size) * Vec(0x1p24f);  // of the smallest denormal
-  const Ints denormal = truncated(units + converted(random) * Vec(0x1p-16f));
-  Ints found = if_greater(ints(0x38800000), size, denormal, least(normal, ints(0x7c00)));
-  found = if_greater(size, ints(0x7f800000), ints(0x7e00), found);
-  return either(found, sign);
-}
-
-// Two vectors of a dtype that are as near as can be.
-FUSEDOPS_INLINE void store_nearest(float* p, const Floats& v) { store(p, v, Full{}); }
-FUSEDOPS_INLINE void store_nearest(BFloat16* p, const Floats& v) {
-  store_halves(p, halves(bfloat16_bits(v.lo, nearest_even_offset(v.lo)),
-                         bfloat16_bits(v.hi, nearest_even_offset(v.hi))));
-}
-FUSEDOPS_INLINE void store_nearest(Half* p, const Floats& v) { store(p, v, Full{}); }
-
-// Two vectors up or down by chance.
-template <bool kAnyNaN = true>
-FUSEDOPS_INLINE void store_by_chance(BFloat16* p, const Floats& v, Ints random) {
-  store_halves(p, halves(bfloat16_bits<kAnyNaN>(v.lo, first_words(random)),
-                         bfloat16_bits<kAnyNaN>(v.hi, second_words(random))));
-}
-template <bool = true>
-FUSEDOPS_INLINE void store_by_chance(Half* p, const Floats& v, Ints random) {
-  store_halves(p, halves(float16_bits(v.lo, first_words(random)),
-                         float16_bits(v.hi, second_words(random))));
-}
-
-template <class T, Rounding kRounding>
-FUSEDOPS_INLINE Vec load_param(const Block<T>& block, int64_t i) {
-  if constexpr (kRounding == Rounding::remainder) {
-    const Ints high = left<16>(load_halves(block.param + i));
-    return floats(add(high, load_signed_halves(block.remainder + i)));
-  } else {
-    return load_floats(block.param + i);
-  }
-}
-
-template <class T, Rounding kRounding, bool kAnyNaN>
-FUSEDOPS_INLINE void store_param(const Block<T>& block, int64_t i, const Floats& v) {
-  T* const p = block.param + i;
-  if constexpr (kRounding == Rounding::nearest) {
-    store_nearest(p, v);
-  } else if constexpr (kRounding == Rounding::stochastic) {
-    store_by_chance<kAnyNaN>(p, v, random_halves(block.key, kRandomParam, i));
-  } else {
-    const auto number_or_nan = [](const Vec& x) {  // another NaN's sum might be -0
-      const Ints size = both(bits(x), ints(0x7fffffff));
-      return if_greater(size, ints(0x7f800000), ints(0x7fc00000), bits(x));
-    };
-    const Ints lo = number_or_nan(v.lo), hi = number_or_nan(v.hi);
-    const auto high = [](Ints x) { return right<16>(add(x, ints(0x8000))); };
-    const auto rest = [](Ints x) { return both(x, ints(0xffff)); };
-    store_halves(p, halves(high(lo), high(hi)));
-    store_halves(block.remainder + i, halves(rest(lo), rest(hi)));
-  }
-}
-
-struct Pair {
-  Vec m, v;
-};
 
 // A step's factors as the loops take them.
 struct Factors {
@@ -163,101 +49,6 @@ struct Factors {
     const float size = std::abs(gradient_factor);
     limit = size > 1e-15f && size <= 1 ? 1e18f : 0;
   }
-};
-
-// The moments of the lanes from i on, times factors: those of codes are within their scales.
-template <Moments kMoments, class T>
-FUSEDOPS_INLINE Pair load_moments(const Block<T>& block, int64_t i, const Pair& factors) {
-  if constexpr (kMoments == Moments::int8) {
-    const Vec c = converted(load_signed_bytes(static_cast<const int8_t*>(block.exp_avg) + i));
-    const Vec d = converted(load_bytes(static_cast<const uint8_t*>(block.exp_avg_sq) + i));
-    const Vec root = at::vec::fmadd(d, factors.v, factors.v), square = root * root;
-    return {c * factors.m * c.abs(), square * square};
-  } else {
-    using Moment = std::conditional_t<kMoments == Moments::float32, float, BFloat16>;
-    return {load_floats(static_cast<const Moment*>(block.exp_avg) + i) * factors.m,
-            load_floats(static_cast<const Moment*>(block.exp_avg_sq) + i) * factors.v};
-  }
-}
-
-// The factors that give the moments times `times`: of codes, times the first and its fourth power.
-template <Moments kMoments, class T>
-FUSEDOPS_INLINE Pair moment_factors(const Block<T>& block, const Pair& times) {
-  if constexpr (kMoments == Moments::int8) {
-    return {times.m * Vec(*block.exp_avg_scale * (1 / (kMomentCodes * kMomentCodes))),
-            times.v * Vec(*block.exp_avg_sq_scale * (1 / kSquareCodes))};
-  } else {
-    return times;
-  }
-}
-
-// Stores two vectors of moments, or keeps them until they can be encoded.
-template <Moments kMoments, class T>
-FUSEDOPS_INLINE void store_moments(const Block<T>& block, int64_t i, const Floats& m,
-                                   const Floats& v) {
-  if constexpr (kMoments == Moments::float32) {
-    store_nearest(static_cast<float*>(block.exp_avg) + i, m);
-    store_nearest(static_cast<float*>(block.exp_avg_sq) + i, v);
-  } else {
-    store_nearest(static_cast<BFloat16*>(block.exp_avg) + i, m);
-    store_by_chance(static_cast<BFloat16*>(block.exp_avg_sq) + i, v,
-                    random_halves(block.key, kRandomSquare16, i));
-  }
-}
-
-// The moments of a block that wait, on their way to codes and scales.
-template <class T>
-class Encoding {
- public:
-  FUSEDOPS_INLINE Encoding(const Block<T>& block, const Waiting& waiting)
-      : block_(block), waiting_(waiting) {
-    const auto [most_m, most_root] = std::pair(waiting.most_m, waiting.most_root);
-    if (most_m >= kLeastNormal) m_factor_ = Vec(kMomentCodes / std::sqrt(most_m));
-    if (most_root >= kLeastNormal) {
-      root_factor_ = Vec(256 * kSquareCodes / std::sqrt(most_root));
-    }
-  }
-
-  // The codes of the elements from i on, if there are any.
-  FUSEDOPS_INLINE void turn(int64_t i) const {
-    if (i < 0 || i >= block_.count) return;
-    store_bytes(static_cast<int8_t*>(block_.exp_avg) + i,
-                signed_bytes(signed_halves(m_code(i), m_code(i + kLanes)),
-                             signed_halves(m_code(i + 2 * kLanes), m_code(i + 3 * kLanes))));
-    const Ints random = random_bytes(block_.key, kRandomSquare8, i);
-    const Ints low = halves(root_code(i), root_code(i + kLanes));
-    const Ints high = halves(root_code(i + 2 * kLanes), root_code(i + 3 * kLanes));
-    store_bytes(static_cast<uint8_t*>(block_.exp_avg_sq) + i,
-                bytes(high_bytes(add_halves(low, first_halves(random))),
-                      high_bytes(add_halves(high, second_halves(random)))));
-  }
-
-  // The turns from i on, and the scales.
-  FUSEDOPS_INLINE void rest(int64_t i) const {
-    for (; i < block_.count; i += kTurn) turn(i);
-    if (block_.count == 0) return;
-    *block_.exp_avg_scale = waiting_.most_m;
-    *block_.exp_avg_sq_scale = std::sqrt(waiting_.most_root);
-  }
-
- private:
-  static constexpr float kLeastNormal = 1.17549435e-38f;
-
-  // sqrt(|m|), with m's sign
-  FUSEDOPS_INLINE Ints m_code(int64_t i) const {
-    const Vec m = Vec::loadu(waiting_.m + i);
-    return nearest(m * quick_rsqrt(larger_size(Vec(kLeastNormal), m)) * m_factor_);
-  }
-  // sqrt(root), 1 less, in 256ths: a random byte is added before these are dropped. Of 0 it is NaN,
-  // which is the least of all ints and packed to 0.
-  FUSEDOPS_INLINE Ints root_code(int64_t i) const {
-    const Vec root = Vec::loadu(waiting_.root + i);
-    return nearest(at::vec::fmadd(root * quick_rsqrt(root), root_factor_, Vec(-256.f)));
-  }
-
-  const Block<T>& block_;
-  const Waiting& waiting_;
-  Vec m_factor_{0.f}, root_factor_{0.f};
 };
 
 // Whether the squares of the gradients are below limit^2. It may say no where they are just so.
@@ -371,47 +162,6 @@ FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f, Waiting& wa
     encoding.rest(std::max<int64_t>(0, block.count - kLag));
   }
 }
-
-// A block in a copy, with zeros up to whole turns.
-template <class T, Moments kMoments>
-struct Staged {
-  static constexpr int kBytes = kMomentBytes<kMoments>;
-  alignas(64) T param[kAdamWBlock], grad[kAdamWBlock];
-  alignas(64) char exp_avg[kAdamWBlock * kBytes], exp_avg_sq[kAdamWBlock * kBytes];
-  alignas(64) float max_exp_avg_sq[kAdamWBlock];
-  alignas(64) int16_t remainder[kAdamWBlock];
-
-  template <class Step>
-  void run(Block<T> block, int64_t count, const Step& step) {
-    std::memset(static_cast<void*>(this), 0, sizeof(*this));
-    const Block<T> at = block;
-    copy(param, at.param, count * sizeof(T));
-    copy(grad, at.grad, count * sizeof(T));
-    copy(exp_avg, at.exp_avg, count * kBytes);
-    copy(exp_avg_sq, at.exp_avg_sq, count * kBytes);
-    copy(max_exp_avg_sq, at.max_exp_avg_sq, count * sizeof(float));
-    copy(remainder, at.remainder, count * sizeof(int16_t));
-    block.param = param;
-    block.grad = grad;
-    block.exp_avg = exp_avg;
-    block.exp_avg_sq = exp_avg_sq;
-    block.max_exp_avg_sq = at.max_exp_avg_sq == nullptr ? nullptr : max_exp_avg_sq;
-    block.remainder = remainder;
-    block.ahead = 0;
-    block.count = (count + kTurn - 1) / kTurn * kTurn;
-    step(block);
-    copy(at.param, param, count * sizeof(T));
-    copy(at.exp_avg, exp_avg, count * kBytes);
-    copy(at.exp_avg_sq, exp_avg_sq, count * kBytes);
-    copy(at.max_exp_avg_sq, max_exp_avg_sq, count * sizeof(float));
-    copy(at.remainder, remainder, count * sizeof(int16_t));
-  }
-
- private:
-  static void copy(void* to, const void* from, size_t bytes) {
-    if (to != nullptr && from != nullptr) std::memcpy(to, from, bytes);
-  }
-};
 
 template <class T>
 T* shifted(T* p, int64_t elements) {

@@ -1,0 +1,119 @@
+// The moments of a block in all formats. Codes: csrc/adamw.h.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+#include <utility>
+
+#include "csrc/cpu/isa/adamw/rounding.h"
+
+namespace fusedops::cpu {
+namespace CPU_CAPABILITY {
+
+struct Pair {
+  Vec m, v;
+};
+
+// The moments of the lanes from i on, times factors: those of codes are within their scales.
+template <Moments kMoments, class T>
+FUSEDOPS_INLINE Pair load_moments(const Block<T>& block, int64_t i, const Pair& factors) {
+  if constexpr (kMoments == Moments::int8) {
+    const Vec c = converted(load_signed_bytes(static_cast<const int8_t*>(block.exp_avg) + i));
+    const Vec d = converted(load_bytes(static_cast<const uint8_t*>(block.exp_avg_sq) + i));
+    const Vec root = at::vec::fmadd(d, factors.v, factors.v), square = root * root;
+    return {c * factors.m * c.abs(), square * square};
+  } else {
+    using Moment = std::conditional_t<kMoments == Moments::float32, float, BFloat16>;
+    return {load_floats(static_cast<const Moment*>(block.exp_avg) + i) * factors.m,
+            load_floats(static_cast<const Moment*>(block.exp_avg_sq) + i) * factors.v};
+  }
+}
+
+// The factors that give the moments times `times`: of codes, times the first and its fourth power.
+template <Moments kMoments, class T>
+FUSEDOPS_INLINE Pair moment_factors(const Block<T>& block, const Pair& times) {
+  if constexpr (kMoments == Moments::int8) {
+    return {times.m * Vec(*block.exp_avg_scale * (1 / (kMomentCodes * kMomentCodes))),
+            times.v * Vec(*block.exp_avg_sq_scale * (1 / kSquareCodes))};
+  } else {
+    return times;
+  }
+}
+
+// Stores two vectors of moments, or keeps them until they can be encoded.
+template <Moments kMoments, class T>
+FUSEDOPS_INLINE void store_moments(const Block<T>& block, int64_t i, const Floats& m,
+                                   const Floats& v) {
+  if constexpr (kMoments == Moments::float32) {
+    store_nearest(static_cast<float*>(block.exp_avg) + i, m);
+    store_nearest(static_cast<float*>(block.exp_avg_sq) + i, v);
+  } else {
+    store_nearest(static_cast<BFloat16*>(block.exp_avg) + i, m);
+    store_by_chance(static_cast<BFloat16*>(block.exp_avg_sq) + i, v,
+                    random_halves(block.key, kRandomSquare16, i));
+  }
+}
+
+// The new moments of a block, until they are encoded.
+struct Waiting {
+  alignas(64) float m[kAdamWBlock], root[kAdamWBlock];  // root = sqrt(v)
+  float most_m = 0, most_root = 0;                      // the largest |m| and root
+};
+
+// The moments of a block that wait, on their way to codes and scales.
+template <class T>
+class Encoding {
+ public:
+  FUSEDOPS_INLINE Encoding(const Block<T>& block, const Waiting& waiting)
+      : block_(block), waiting_(waiting) {
+    const auto [most_m, most_root] = std::pair(waiting.most_m, waiting.most_root);
+    if (most_m >= kLeastNormal) m_factor_ = Vec(kMomentCodes / std::sqrt(most_m));
+    if (most_root >= kLeastNormal) {
+      root_factor_ = Vec(256 * kSquareCodes / std::sqrt(most_root));
+    }
+  }
+
+  // The codes of the elements from i on, if there are any.
+  FUSEDOPS_INLINE void turn(int64_t i) const {
+    if (i < 0 || i >= block_.count) return;
+    store_bytes(static_cast<int8_t*>(block_.exp_avg) + i,
+                signed_bytes(signed_halves(m_code(i), m_code(i + kLanes)),
+                             signed_halves(m_code(i + 2 * kLanes), m_code(i + 3 * kLanes))));
+    const Ints random = random_bytes(block_.key, kRandomSquare8, i);
+    const Ints low = halves(root_code(i), root_code(i + kLanes));
+    const Ints high = halves(root_code(i + 2 * kLanes), root_code(i + 3 * kLanes));
+    store_bytes(static_cast<uint8_t*>(block_.exp_avg_sq) + i,
+                bytes(high_bytes(add_halves(low, first_halves(random))),
+                      high_bytes(add_halves(high, second_halves(random)))));
+  }
+
+  // The turns from i on, and the scales.
+  FUSEDOPS_INLINE void rest(int64_t i) const {
+    for (; i < block_.count; i += kTurn) turn(i);
+    if (block_.count == 0) return;
+    *block_.exp_avg_scale = waiting_.most_m;
+    *block_.exp_avg_sq_scale = std::sqrt(waiting_.most_root);
+  }
+
+ private:
+  static constexpr float kLeastNormal = 1.17549435e-38f;
+
+  // sqrt(|m|), with m's sign
+  FUSEDOPS_INLINE Ints m_code(int64_t i) const {
+    const Vec m = Vec::loadu(waiting_.m + i);
+    return nearest(m * quick_rsqrt(larger_size(Vec(kLeastNormal), m)) * m_factor_);
+  }
+  // sqrt(root), 1 less, in 256ths: a random byte is added before these are dropped. Of 0 it is NaN,
+  // which is the least of all ints and packed to 0.
+  FUSEDOPS_INLINE Ints root_code(int64_t i) const {
+    const Vec root = Vec::loadu(waiting_.root + i);
+    return nearest(at::vec::fmadd(root * quick_rsqrt(root), root_factor_, Vec(-256.f)));
+  }
+
+  const Block<T>& block_;
+  const Waiting& waiting_;
+  Vec m_factor_{0.f}, root_factor_{0.f};
+};
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fusedops::cpu
