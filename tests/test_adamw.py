@@ -75,13 +75,13 @@ def test_bias_corrections(backend, taken):
 
 
 def test_steps_and_groups_of_each_tensor(backend):
-    step = step_of([(300,), (40,), (5,)], backend=backend)
+    step = step_of([(300,), (40,), (5,), (6,)], backend=backend)
     second = OPTIONS | {"lr": 0.5, "weight_decay": 0.0, "maximize": 1.0}
     step.options += second.values()
     step.kinds[KINDS] = 1
     step.steps[2].fill_(50.0)
     found = check(step, backend)
-    assert [s.item() for s in found.steps] == [4, 4, 51]
+    assert [s.item() for s in found.steps] == [4, 4, 51, 4]
 
 
 def test_more_groups_than_a_launch_knows(backend):
