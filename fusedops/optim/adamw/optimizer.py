@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
 
 from fusedops.functional.adamw import BLOCK, FLOATS
+from fusedops.optim.adamw.offload import home
 from fusedops.optim.adamw.plan import Plan
 from fusedops.optim.adamw.shard import distributed
 from fusedops.optim.adamw.state import DTYPES, STEP, formatted, wide_moments
@@ -40,7 +41,11 @@ class AdamW(torch.optim.AdamW):
         trained as float32 is. Then nothing is rounded by chance.
     max_grad_norm: clips the norm of all gradients as `clip_grad_norm_` does, within the step; what
         lies in p.grad stays. A norm that is not finite skips the step.
-    offload: "cpu" is where the state of parameters on a CPU is in any case.
+    offload: "cpu" keeps the state of a GPU's parameters in pinned memory of the host, also in state
+        dicts. The CPU's kernel steps them in chunks, of which some are copied meanwhile. A step
+        returns when the CPU is done and the copies back are queued, which the current stream waits
+        for. Parameters are read from the GPU at each step. A CUDA graph cannot capture that:
+        RuntimeError. The state of parameters on a CPU lies there in any case.
     seed: of the random bits; in the state dict.
 
     GradScaler's scale and found_inf are applied within the step. Without it, an element whose g^2
@@ -195,7 +200,7 @@ def _unwrap(optimizer: Optimizer) -> None:
                     k: v.tensor if isinstance(v, _Kept) else v
                     for k, v in optimizer.state[p].items()
                 }
-                optimizer.state[p] = formatted(state, p, group, index)
+                optimizer.state[p] = formatted(state, home(p, group), group, index)
             index += 1
 
 

@@ -18,6 +18,14 @@ from fusedops.functional.adamw import (
     adamw_squares_reference,
     rounding_of,
 )
+from fusedops.optim.adamw.offload import (
+    Offloaded,
+    capturing,
+    home,
+    hosted,
+    offloads,
+    refuse_capture,
+)
 from fusedops.optim.adamw.shard import local, reduced, rows_of, sharded_dims
 from fusedops.optim.adamw.state import (
     Group,
@@ -52,8 +60,7 @@ class Plan:
                 if p.grad is None and p not in optimizer.state:
                     self.waiting.append(p)
                 elif covered(p, group):
-                    _check_offload(p, group)
-                    params, states, kinds = rows.setdefault(_place(p), ([], [], []))
+                    params, states, kinds = rows.setdefault(_place(p, group), ([], [], []))
                     params.append(p)
                     states.append(_state(optimizer, p, group, index))
                     kinds += [number, rounding_of(p, group), index, *_rows(p, group)]
@@ -63,7 +70,10 @@ class Plan:
                 index += 1
             if others:
                 self.others.append((group, others))
-        self.buckets = [(lists[0][0], _C.AdamWBucket(*lists)) for lists in rows.values()]
+        self.buckets: list[tuple[Tensor, _C.AdamWBucket | Offloaded]] = [
+            (lists[0][0], Offloaded(*lists) if place[0] else _C.AdamWBucket(*lists))
+            for place, lists in rows.items()
+        ]
 
     def holds(self, optimizer: AdamW) -> bool:
         """Whether another plan would be the same."""
@@ -86,10 +96,10 @@ class Plan:
         for first, bucket in self.buckets:
             device = first.device
             options, lrs = _options(optimizer.param_groups, device)
-            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if capturing or self.captured:
-                bucket.renew_table(capturing)
-            self.captured = capturing
+            captured = capturing(device)
+            if captured or self.captured:
+                bucket.renew_table(captured)
+            self.captured = captured
             bucket.step(
                 options,
                 lrs,
@@ -147,15 +157,22 @@ class Plan:
 
 
 def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
-    state = optimizer.state[p]
+    state, like = optimizer.state[p], home(p, group)
+    if like is not p:
+        refuse_capture(p.device)
     if not state:
-        state.update(empty_state(p, group))
-    elif state["exp_avg"].dtype != moments_dtype(p, group):  # torch's step had it before
-        wanted = formatted(state, p, group, index)
+        state.update(empty_state(like, group))
+    elif not _fits(state["exp_avg"], like, group):
+        wanted = formatted(state, like, group, index)
         state.clear()
         state.update(wanted)
-    complete(state, p, group)
-    return state
+    complete(state, like, group)
+    return state if like is p else hosted(state, p.device)
+
+
+def _fits(exp_avg: Tensor, like: Tensor, group: Group) -> bool:
+    """Not where torch's step had the state before, or it lay on another device."""
+    return exp_avg.dtype == moments_dtype(like, group) and exp_avg.device == like.device
 
 
 def _rows(p: Tensor, group: Group) -> tuple[int, int]:
@@ -164,14 +181,16 @@ def _rows(p: Tensor, group: Group) -> tuple[int, int]:
     return (0, 0) if plain else rows_of(p)
 
 
-def _place(p: Tensor) -> tuple:
-    """Parameters of one place are stepped together: of one device, and cut over the same ranks."""
+def _place(p: Tensor, group: Group) -> tuple:
+    """Parameters of one place are stepped together: with states on the host or not, of one device,
+    and cut over the same ranks."""
     if not isinstance(p, DTensor):
-        return (p.device,)
-    return (p.device, p.device_mesh, *(placement.is_replicate() for placement in p.placements))
+        return (offloads(p, group), p.device)
+    whole = (placement.is_replicate() for placement in p.placements)
+    return (offloads(p, group), p.device, p.device_mesh, *whole)
 
 
-def _squares_of(first: Tensor, bucket: _C.AdamWBucket) -> Tensor | None:
+def _squares_of(first: Tensor, bucket: _C.AdamWBucket | Offloaded) -> Tensor | None:
     """A bucket's squares on all ranks. Ranks without gradients take part in the sum as well."""
     found = bucket.squares()
     if found is None and sharded_dims(first):
@@ -197,6 +216,7 @@ _CHOOSING = (
     "min_8bit_size",
     "stochastic_rounding",
     "master_weights",
+    "offload",
 )
 
 
@@ -211,14 +231,6 @@ def covered(p: Tensor, group: Group) -> bool:
         and not any(isinstance(beta, Tensor) for beta in group["betas"])
         and (p.grad is None or _plain(p.grad, p))
     )
-
-
-def _check_offload(p: Tensor, group: Group) -> None:
-    if group["offload"] == "cpu" and p.is_cuda:
-        raise RuntimeError(
-            f"AdamW: offload must be None for parameters on a GPU, where it is not built yet; got "
-            f"'cpu' for a parameter {tuple(p.shape)} on {p.device}"
-        )
 
 
 def _plain(grad: Tensor, p: Tensor) -> bool:

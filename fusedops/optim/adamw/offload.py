@@ -1,0 +1,314 @@
+"""States on the host: a GPU's parameters are stepped by the CPU's kernel, in chunks.
+
+Parameters and gradients of a chunk are copied to the host on one side stream, stepped there, and
+the parameters copied back on another, so that both directions of the bus and the CPU work at once:
+
+    fetching   0 1 2 3   4   5          chunk 4 has the slot of chunk 0, once that is sent
+    the CPU        0   1   2   3   4   5
+    sending          0   1   2   3   4   5
+
+Between steps the host keeps the states alone. A parameter is what the device has, whoever wrote it
+last: a copy that is kept, and a version counter to say whether it is stale, would miss what is
+written through `p.data`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from fusedops.extension import _C
+from fusedops.functional.adamw import BLOCK, FLOATS, KINDS
+from fusedops.optim.adamw.shard import local
+from fusedops.optim.adamw.state import MAXIMUM, MOMENTS, REST, SCALES, STEP, Group, State
+
+DEVICES = ("cuda",)  # whose parameters can have their states elsewhere
+CHUNK = 32 << 20  # bytes of parameters and gradients: about a millisecond of the bus
+SLOTS = 4  # chunks on the host at a time: one is stepped, one is sent, two arrive
+ALIGNMENT = 64  # bytes
+
+Copies = list[tuple[Tensor, Tensor]]  # where to, from
+
+
+def offloads(p: Tensor, group: Group) -> bool:
+    """Whether a parameter's state lies on the host, and the parameter does not."""
+    return group["offload"] == "cpu" and p.device.type in DEVICES and p.dtype in FLOATS
+
+
+def home(p: Tensor, group: Group) -> Tensor:
+    """What a parameter's state is made like: itself; or, where the state is to lie on the host, a
+    tensor there of its shape and dtype, without memory of its own."""
+    if not offloads(p, group):
+        return p
+    part = torch.empty((), dtype=p.dtype, device="cpu").expand(local(p).shape)
+    return DTensor(part, p._spec, requires_grad=False) if isinstance(p, DTensor) else part
+
+
+def hosted(state: State, device: torch.device) -> State:
+    """The state, its tensors contiguous on the host, and pinned for a GPU's parameters."""
+    for name in (STEP, *MOMENTS, *SCALES, MAXIMUM, REST):
+        if name in state:
+            state[name] = _hosted(state[name], pins(device))
+    return state
+
+
+def _hosted(t: Tensor, pinned: bool) -> Tensor:
+    part = local(t).cpu().contiguous()
+    part = part.pin_memory() if pinned else part
+    if part is local(t):
+        return t
+    return DTensor(part, t._spec, requires_grad=False) if isinstance(t, DTensor) else part
+
+
+def pins(device: torch.device) -> bool:
+    """Whether the device copies from and to pinned memory by itself, while the host goes on."""
+    return device.type == "cuda"
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError where a CUDA graph is being captured."""
+    if capturing(device):
+        raise RuntimeError(
+            "AdamW: offload must be None where a CUDA graph is captured, which would not have the "
+            f"CPU's part of a step; got 'cpu' for parameters on {device}"
+        )
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream's work goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Offloaded:
+    """Parameters of one device with states on the host, in the place of an AdamWBucket.
+
+    params: on a device, or DTensors whose local part is. states: what `hosted` returns, for each.
+    kinds: as AdamWBucket has them.
+    """
+
+    def __init__(self, params: list[Tensor], states: list[State], kinds: list[int]) -> None:
+        self.params = params
+        self.known = [(p.device, p.shape) for p in params]
+        self.bucket = _C.AdamWBucket(params, states, kinds)  # to watch, and for the squares
+        self.streams = Streams(params[0].device)
+        self.steps: Copies = []  # of pieces, and of their parameters
+        pieces = []
+        for i, (p, state) in enumerate(zip(params, states, strict=True)):
+            cut = pieces_of(p, state, kinds[KINDS * i : KINDS * (i + 1)])
+            self.steps += [(piece.state[STEP], state[STEP]) for piece in cut[1:]]
+            pieces += cut
+        self.chunks = chunks_of(pieces, pins(params[0].device))
+
+    def unchanged(self, state: dict[Tensor, State]) -> bool:
+        """Whether the optimizer has the same states, and nobody moved a parameter."""
+        found = ((p.device, p.shape) for p in self.params)
+        return self.bucket.unchanged(state) and all(map(tuple.__eq__, found, self.known))
+
+    def squares(self) -> Tensor | None:
+        """The sum of the squares of the gradients, on the device."""
+        return self.bucket.squares()
+
+    def renew_table(self, captured: bool) -> None:
+        """There is no table, and a step is not captured."""
+        refuse_capture(self.streams.device)
+
+    @torch.no_grad()
+    def step(
+        self,
+        options: list[float],
+        lrs: list[Tensor],
+        seed: int,
+        squares: Tensor | None,
+        max_grad_norm: float,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """A step of the parameters that have gradients. Arguments: AdamWBucket's, on the device.
+
+        Returns when the CPU is done, and the copies back are queued, which the current stream
+        waits for. The host waits for copies from the device alone.
+        """
+        streams = self.streams
+        streams.begin()
+        norm, scale, inf, *rates = streams.numbers([squares, grad_scale, found_inf, *lrs])
+        for own, of_parameter in self.steps:
+            own.copy_(of_parameter)
+        arrived = [streams.fetch(chunk.begin()) for chunk in self.chunks[:SLOTS]]
+        for i, chunk in enumerate(self.chunks):
+            arrived[i].synchronize()  # and with the first one the numbers, queued before it
+            chunk.bucket.step(options, rates, seed, norm, max_grad_norm, scale, inf)
+            sent = streams.send(chunk.results())
+            if i + SLOTS < len(self.chunks):
+                streams.free(sent)
+                arrived.append(streams.fetch(self.chunks[i + SLOTS].begin()))
+        streams.end()
+        # a DTensor's version is not that of its local part, which was written
+        increment_version([p for p in self.params if p.grad is not None])
+
+
+class Streams:
+    """A device's side streams: the one place that knows of streams and events.
+
+    On a CPU they do nothing, and a copy is done at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device)
+        self.fetching, self.sending = (self.module.Stream(device) for _ in range(2))
+
+    def begin(self) -> None:
+        """What is fetched from now on has been written, and its slot has been sent."""
+        self.fetching.wait_stream(self.module.current_stream(self.device))
+        self.fetching.wait_stream(self.sending)
+
+    def numbers(self, tensors: list[Tensor | None]) -> list[Any]:
+        """Copies on the host, which are there when what is fetched next is."""
+        there = [t for t in tensors if t is not None]
+        pinned = pins(self.device)
+        here = [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in there]
+        self.fetch(list(zip(here, there, strict=True)))
+        copies = iter(here)
+        return [None if t is None else next(copies) for t in tensors]
+
+    def fetch(self, copies: Copies) -> Any:
+        """Queues copies from the device, and returns the event of their end."""
+        return self._queue(self.fetching, copies)
+
+    def send(self, copies: Copies) -> Any:
+        """Queues copies to the device, and returns the event of their end."""
+        return self._queue(self.sending, copies)
+
+    def free(self, sent: Any) -> None:
+        """What is fetched from now on may lie where that lay which was sent."""
+        self.fetching.wait_event(sent)
+
+    def end(self) -> None:
+        """The current stream goes on when all is sent."""
+        self.module.current_stream(self.device).wait_stream(self.sending)
+
+    def _queue(self, stream: Any, copies: Copies) -> Any:
+        with self.module.stream(stream):
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+        event = self.module.Event()
+        event.record(stream)
+        return event
+
+
+@dataclass
+class Piece:
+    """Slices of a parameter's first dimension, which the CPU's kernel takes for a tensor."""
+
+    owner: Tensor  # the parameter
+    part: slice | EllipsisType
+    state: State  # the part's, but for a step of its own
+    kind: list[int]
+
+    def of(self, t: Tensor) -> Tensor:
+        """The same part of the parameter or its gradient."""
+        return local(t)[self.part]
+
+    @property
+    def nbytes(self) -> int:
+        """On the host: parameter and gradient."""
+        return 2 * _aligned(self.of(self.owner).nbytes)
+
+
+def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
+    """A parameter in pieces of about a chunk, cut where a block of 256 begins.
+
+    The random numbers of a piece, and its scales, are those that its elements have in the whole.
+    """
+    part = local(p)
+    count = -(-2 * part.nbytes // CHUNK)
+    if count < 2 or part.dim() == 0:
+        return [Piece(p, ..., state, kind)]
+    group, rounding, index, row, first = kind
+    slices, each = part.shape[0], part.shape[1:].numel()
+    grain = 1 if row else BLOCK // math.gcd(each, BLOCK)  # slices between two cuts
+    taken = -(-slices // (count * grain)) * grain
+    pieces = []
+    for begin in range(0, slices, taken):
+        end = min(begin + taken, slices)
+        blocks = [n * -(-each // BLOCK) if row else -(-n * each // BLOCK) for n in (begin, end)]
+        own = _state_of_part(state, slice(begin, end), slice(*blocks), first=begin == 0)
+        own_kind = [group, rounding, index, row, first + blocks[0]]
+        pieces.append(Piece(p, slice(begin, end), own, own_kind))
+    return pieces
+
+
+def _state_of_part(state: State, part: slice, blocks: slice, first: bool) -> State:
+    """Views; the step is the parameter's own in the first piece alone, for each counts it up."""
+    own = {name: local(state[name])[part] for name in (*MOMENTS, MAXIMUM, REST) if name in state}
+    own |= {name: local(state[name]).view(-1)[blocks] for name in SCALES if name in state}
+    return own | {STEP: state[STEP] if first else state[STEP].clone()}
+
+
+class Chunk:
+    """Pieces that are fetched, stepped and sent together."""
+
+    def __init__(self, pieces: list[Piece], slot: Tensor) -> None:
+        """slot: uint8, where they lie on the host, as other chunks do at other times."""
+        self.pieces = pieces
+        likes = [piece.of(piece.owner) for piece in pieces]
+        views = list(_laid_out(slot, [*likes, *likes]))
+        self.params, self.grads = views[: len(pieces)], views[len(pieces) :]
+        kinds = [number for piece in pieces for number in piece.kind]
+        self.bucket = _C.AdamWBucket(self.params, [piece.state for piece in pieces], kinds)
+
+    def begin(self) -> Copies:
+        """What a step reads: of the pieces that have a gradient now."""
+        copies = []
+        for piece, param, grad in zip(self.pieces, self.params, self.grads, strict=True):
+            found = piece.owner.grad
+            param.grad = None if found is None else grad
+            if found is not None:
+                copies += [(param, piece.of(piece.owner)), (grad, piece.of(found))]
+        return copies
+
+    def results(self) -> Copies:
+        """What the step has written."""
+        return [
+            (piece.of(piece.owner), param)
+            for piece, param in zip(self.pieces, self.params, strict=True)
+            if param.grad is not None
+        ]
+
+
+def chunks_of(pieces: list[Piece], pinned: bool) -> list[Chunk]:
+    """Neighbours in chunks of at most CHUNK bytes, or of one piece; chunk i in slot i % SLOTS."""
+    groups: list[list[Piece]] = []
+    room = -1
+    for piece in pieces:
+        if piece.nbytes > room:
+            groups.append([])
+            room = CHUNK
+        groups[-1].append(piece)
+        room -= piece.nbytes
+    size = max(sum(piece.nbytes for piece in group) for group in groups)
+    slots = [
+        torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        for _ in range(min(SLOTS, len(groups)))
+    ]
+    return [Chunk(group, slots[i % SLOTS]) for i, group in enumerate(groups)]
+
+
+def _laid_out(memory: Tensor, likes: list[Tensor]) -> Iterable[Tensor]:
+    """Contiguous views of memory, uint8, one behind the other, of the same shapes and dtypes."""
+    begin = 0
+    for like in likes:
+        yield memory[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+        begin += _aligned(like.nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
