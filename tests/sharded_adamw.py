@@ -77,7 +77,13 @@ def fsdp_8bit(folder: Path) -> None:
         assert isinstance(first.state[p]["exp_avg"], DTensor)
         for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
             assert first.state[p][name].shape == second.state[q][name].shape
-        assert_alike(ours, theirs, atol=2e-3 if dtype == torch.float32 else 2e-2)
+        if dtype == torch.float32:  # a row of 96 is a block of the one and a part of the other
+            for p, q, start in zip(
+                *map(nn.Module.parameters, (ours, theirs, model())), strict=True
+            ):
+                assert (full(p) - q).norm() < 0.05 * (q - start).norm()
+        else:
+            assert_alike(ours, theirs, atol=2e-2)
 
 
 def clipping(folder: Path) -> None:

@@ -70,18 +70,19 @@ def of_bitsandbytes(state):
 
 
 @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW", "PagedAdamW8bit"])
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_bitsandbytes_goes_on_in_ours(name, kind):
+def test_bitsandbytes_goes_on_in_ours(name, dtype, kind):
     peers = pytest.importorskip("bitsandbytes.optim")
-    peer = getattr(peers, name)(parameters(shapes=SHAPES), lr=2e-3, betas=(0.8, 0.99))
+    peer = getattr(peers, name)(parameters(dtype, SHAPES), lr=2e-3, betas=(0.8, 0.99))
     params = train(peer)
     moments = [of_bitsandbytes(peer.state[p]) for p in params]
     ours = loaded(kind, params, through_a_file(peer.state_dict()))
     assert_holds(ours, 5, moments)
     group = ours.param_groups[0]
     assert (group["lr"], group["betas"]) == (2e-3, (0.8, 0.99))
-    if kind is AdamW:
+    if kind is AdamW and dtype == torch.float32:
         group |= {"lr": 1e-3, "betas": (0.9, 0.999)}  # torch's
         assert_goes_on(ours, moments, 5, first=6)
 
@@ -148,13 +149,14 @@ def by_hand(n=5000, block=256):
 @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
 @pytest.mark.parametrize("block", [256, 2048])  # from 0.44 on, and before
 @pytest.mark.parametrize("hidden", [True, False])  # by 0.50, and by older ones
-def test_state_as_bitsandbytes_writes_it(hidden, block, kind):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_state_as_bitsandbytes_writes_it(dtype, hidden, block, kind):
     found, maps, largest, values = by_hand(block=block)
     state = {}
     for i, (c, m, s) in enumerate(zip(found, maps, largest, strict=True), start=1):
         state |= {f"state{i}": c, f"qmap{i}": m, f"absmax{i}": s}
     state = {"__bnb_optimizer_quant_state__": state} if hidden else state
-    p = parameters(shapes=[(5000,)])
+    p = parameters(dtype, shapes=[(5000,)])
     saved = kind(p).state_dict() | {"state": {0: state | {"step": 12}}}
     assert_holds(loaded(kind, p, saved), 12, [values])
 

@@ -11,7 +11,7 @@ from fusedops.functional.adamw import BLOCK, FLOATS
 from fusedops.optim.adamw.offload import home
 from fusedops.optim.adamw.plan import Plan
 from fusedops.optim.adamw.shard import distributed
-from fusedops.optim.adamw.state import DTYPES, STEP, formatted, wide_moments
+from fusedops.optim.adamw.state import DTYPES, STEP, flat, formatted, wide_moments
 
 # The options that a state's format follows from: the constructor's hold, whatever is loaded.
 FORMAT = ("state_dtype", "block_size", "min_8bit_size", "stochastic_rounding", "master_weights")
@@ -180,7 +180,7 @@ class _Kept:
 
 def _wrap(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = {
-        i: {k: _Kept(v) if isinstance(v, Tensor) and k != STEP else v for k, v in s.items()}
+        i: {k: _Kept(v) if isinstance(v, Tensor) and k != STEP else v for k, v in flat(s).items()}
         for i, s in state_dict["state"].items()
     }
     groups = [
