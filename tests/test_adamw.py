@@ -225,6 +225,17 @@ def test_zeros(backend):
     assert torch.equal(found.params[0], step.params[0] * (1 - 1e-2 * 0.1))
 
 
+def test_the_largest_moments_have_the_last_codes(backend):
+    """A root that is found a little too large, and a random byte on top, end where codes end."""
+    step = step_of([(256 * 500,)], moments="int8", backend=backend)
+    for t in (step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales):
+        t.zero_()
+    step.grads[0].view(-1, 256).copy_(torch.rand(500, 1) + 0.1)
+    found = step.run(backend)
+    assert found.exp_avgs[0].unique().tolist() == [127]
+    assert found.exp_avg_sqs[0].min() >= 254
+
+
 def test_same_bits_in_any_company(backend):
     """A tensor's step does not depend on the tensors beside it, nor on the number of threads."""
     alone = step_of([(5000,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)

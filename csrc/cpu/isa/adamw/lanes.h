@@ -70,7 +70,7 @@ FUSEDOPS_INLINE Ints first_words(Ints i) { return _mm512_unpacklo_epi16(i, Ints{
 FUSEDOPS_INLINE Ints second_words(Ints i) { return _mm512_unpackhi_epi16(i, Ints{}); }
 FUSEDOPS_INLINE Ints first_halves(Ints i) { return _mm512_unpacklo_epi8(i, Ints{}); }
 FUSEDOPS_INLINE Ints second_halves(Ints i) { return _mm512_unpackhi_epi8(i, Ints{}); }
-FUSEDOPS_INLINE Ints add_halves(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+FUSEDOPS_INLINE Ints add_limited_halves(Ints a, Ints b) { return _mm512_adds_epu16(a, b); }
 FUSEDOPS_INLINE Ints larger_halves(Ints a, Ints b) { return _mm512_max_epu16(a, b); }
 FUSEDOPS_INLINE bool all_halves_up_to(Ints a, uint16_t most) {
   return _mm512_cmpgt_epu16_mask(a, _mm512_set1_epi16(static_cast<int16_t>(most))) == 0;
@@ -167,7 +167,7 @@ FUSEDOPS_INLINE Ints first_words(Ints i) { return _mm256_unpacklo_epi16(i, Ints{
 FUSEDOPS_INLINE Ints second_words(Ints i) { return _mm256_unpackhi_epi16(i, Ints{}); }
 FUSEDOPS_INLINE Ints first_halves(Ints i) { return _mm256_unpacklo_epi8(i, Ints{}); }
 FUSEDOPS_INLINE Ints second_halves(Ints i) { return _mm256_unpackhi_epi8(i, Ints{}); }
-FUSEDOPS_INLINE Ints add_halves(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
+FUSEDOPS_INLINE Ints add_limited_halves(Ints a, Ints b) { return _mm256_adds_epu16(a, b); }
 FUSEDOPS_INLINE Ints larger_halves(Ints a, Ints b) { return _mm256_max_epu16(a, b); }
 FUSEDOPS_INLINE bool all_halves_up_to(Ints a, uint16_t most) {
   const Ints limit = _mm256_set1_epi16(static_cast<int16_t>(most));

@@ -83,8 +83,8 @@ class Encoding {
     const Ints low = halves(root_code(i), root_code(i + kLanes));
     const Ints high = halves(root_code(i + 2 * kLanes), root_code(i + 3 * kLanes));
     store_bytes(static_cast<uint8_t*>(block_.exp_avg_sq) + i,
-                bytes(high_bytes(add_halves(low, first_halves(random))),
-                      high_bytes(add_halves(high, second_halves(random)))));
+                bytes(high_bytes(add_limited_halves(low, first_halves(random))),
+                      high_bytes(add_limited_halves(high, second_halves(random)))));
   }
 
   // The turns from i on, and the scales.
