@@ -14,7 +14,7 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
 def gradients(params, seed):
     draw = torch.Generator().manual_seed(seed)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=draw).to(p.device, p.dtype)
 
 
 def train(optimizer, steps=5, first=1):

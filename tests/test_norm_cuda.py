@@ -1,9 +1,8 @@
 """What of the norm family only a GPU can show: graphs, streams, launches, very large tensors."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
+from cuda_graphs import capture, no_synchronisation
 
 import fusedops
 from benchmarks import cuda
@@ -36,32 +35,6 @@ def step(op, args, cotangent, **kwargs):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = torch.autograd.grad(outputs, tensors(args), [cotangent] * len(outputs))
     return (*(o.detach() for o in outputs), *grads)
-
-
-def capture(call):
-    """A graph of `call`, which ran before on another stream, and the results it will write.
-
-    The proof that nothing synchronises: while a graph is captured that is an error of CUDA's,
-    whoever asks for it.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return graph, results
-
-
-@contextmanager
-def no_synchronisation():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("op,backend", CASES)

@@ -1,0 +1,31 @@
+"""What the tests on a GPU share: graphs, and code in which nothing may wait for the device."""
+
+from contextlib import contextmanager
+
+import torch
+
+
+def capture(call):
+    """A graph of `call`, which ran before on another stream, and the results it will write.
+
+    The proof that nothing synchronises: while a graph is captured that is an error of CUDA's,
+    whoever asks for it.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
+
+
+@contextmanager
+def no_synchronisation():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
