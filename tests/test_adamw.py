@@ -193,6 +193,15 @@ def test_regular_or_not_a_block_of_codes_is_stepped_alike(backend, dtype, size, 
     check(step, backend)
 
 
+@pytest.mark.parametrize("name", ["exp_avg_sqs", "max_exp_avg_sqs"])
+def test_under_an_infinite_second_moment_a_parameter_decays(backend, name):
+    step = step_of([(600,)], backend=backend, amsgrad=1.0)
+    getattr(step, name)[0][300] = math.inf
+    found = step.run(backend).params[0]
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[300], step.params[0][300] * (1 - 1e-2 * 0.1))
+
+
 def test_a_scale_that_is_no_number_stays_none(backend):
     step = step_of([(600,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
     step.scales[0][1] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)

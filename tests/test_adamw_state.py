@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -172,3 +173,17 @@ def _saved(state_dict):
     torch.save(state_dict, file)
     file.seek(0)
     return torch.load(file)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_moment_that_is_not_finite_spoils_no_block(name):
+    theirs = torch.optim.AdamW(parameters(shapes=[(5000,)]))
+    (p,) = train(theirs)
+    theirs.state[p][name][300] = math.inf
+    ours = AdamW8bit(parameters(shapes=[(5000,)]))
+    ours.load_state_dict(theirs.state_dict())
+    (p,) = params_of(ours)
+    m, v = wide_moments(ours.state[p], p)
+    assert m[300] == 0 and v[300] == v.min()
+    train(ours)
+    assert p.isfinite().all() and all(t.isfinite().all() for t in ours.state[p].values())

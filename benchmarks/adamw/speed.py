@@ -1,9 +1,9 @@
 """AdamW's step against torch's, bitsandbytes', torchao's and a copy: `python -m benchmarks adamw`.
 
-A row is a step over tensors of one size. The floor of a step is what it must read and write; a copy
-moves as many bytes, half read and half written. Contenders step in turn, each over tensors of its
-own. The 8-bit peers take tens of times as long, so that they have rows of their own, of few rounds;
-they are timed where they are installed (`fusedops[peers]`).
+A row is a step over tensors of one size. Beside it a copy moves as many bytes, half read and half
+written: no floor, for a step writes where it has read, and a copy elsewhere. Contenders step in
+turn, each over tensors of its own. The 8-bit peers take tens of times as long, so that they have
+rows of their own, of few rounds; they are timed where they are installed (`fusedops[peers]`).
 """
 
 import json

@@ -142,14 +142,16 @@ class Offloaded:
         for own, of_parameter in self.steps:
             own.copy_(of_parameter)
         arrived = [streams.fetch(chunk.begin()) for chunk in self.chunks[:SLOTS]]
-        for i, chunk in enumerate(self.chunks):
-            arrived[i].synchronize()  # and with the first one the numbers, queued before it
-            chunk.bucket.step(options, rates, seed, norm, max_grad_norm, scale, inf)
-            sent = streams.send(chunk.results())
-            if i + SLOTS < len(self.chunks):
-                streams.free(sent)
-                arrived.append(streams.fetch(self.chunks[i + SLOTS].begin()))
-        streams.end()
+        try:
+            for i, chunk in enumerate(self.chunks):
+                arrived[i].synchronize()  # and with the first one the numbers, queued before it
+                chunk.bucket.step(options, rates, seed, norm, max_grad_norm, scale, inf)
+                sent = streams.send(chunk.results())
+                if i + SLOTS < len(self.chunks):
+                    streams.free(sent)
+                    arrived.append(streams.fetch(self.chunks[i + SLOTS].begin()))
+        finally:
+            streams.end()
         # a DTensor's version is not that of its local part, which was written
         increment_version([p for p in self.params if p.grad is not None])
 
@@ -224,7 +226,7 @@ class Piece:
 
 
 def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
-    """A parameter in pieces of about a chunk, cut where a block of 256 begins.
+    """A parameter in pieces of about a chunk, of one slice at least, cut where a block begins.
 
     The random numbers of a piece, and its scales, are those that its elements have in the whole.
     """

@@ -138,7 +138,8 @@ class AdamW(torch.optim.AdamW):
         """Loads a state dict of ours or torch.optim.AdamW's, or states of bitsandbytes or torchao.
 
         Moments come into the format that the constructor asked for; those that have it keep their
-        bits. torch's own loading would give every state the parameter's dtype.
+        bits. As 8-bit codes, moments that are not finite start anew. torch's own loading would
+        give every state the parameter's dtype.
         """
         handles = [
             self.register_load_state_dict_pre_hook(_wrap),

@@ -93,13 +93,13 @@ class Plan:
         """A step. grad_scale, found_inf: GradScaler's, float32 scalars."""
         limit = optimizer.defaults["max_grad_norm"]
         squares = None if limit is None else self._squares()
+        before = self.captured
+        self.captured = any(capturing(first.device) for first, _ in self.buckets)
         for first, bucket in self.buckets:
             device = first.device
             options, lrs = _options(optimizer.param_groups, device)
-            captured = capturing(device)
-            if captured or self.captured:
-                bucket.renew_table(captured)
-            self.captured = captured
+            if before or self.captured:
+                bucket.renew_table(capturing(device))
             bucket.step(
                 options,
                 lrs,

@@ -121,6 +121,9 @@ def wide_moments(state: State, p: Tensor) -> tuple[Tensor, Tensor]:
 
 def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State, key: int) -> State:
     codes = wanted["exp_avg"].dtype == torch.int8
+    if codes:  # a scale is 256 elements': one that is not finite starts anew, and they go on
+        finite = m.isfinite() & v.isfinite()
+        m, v = (torch.where(finite, t, 0) for t in (m, v))
     values: tuple[Tensor, ...] = encoded(m, v, key, *rows_of(p)) if codes else (m, v)
     for name, value in zip((*MOMENTS, *SCALES), values, strict=False):
         into = local(wanted[name])

@@ -107,10 +107,13 @@ FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return _mm512_rang
 
 // 1 / sqrt(x), 2^-14 of itself off.
 FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) { return _mm512_rsqrt14_ps(x); }
-// 1 / x, half an ulp off or a little more; x is of normal size.
+// 1 / x, half an ulp off or a little more; x is of normal size, or infinite where not kFinite.
+template <bool kFinite>
 FUSEDOPS_INLINE Vec inverse(const Vec& x) {
-  const __m512 y = _mm512_rcp14_ps(x);
-  return _mm512_fmadd_ps(y, _mm512_fnmadd_ps(x, y, _mm512_set1_ps(1)), y);
+  const __m512 y = _mm512_rcp14_ps(x), rest = _mm512_fnmadd_ps(x, y, _mm512_set1_ps(1));
+  if constexpr (kFinite) return _mm512_fmadd_ps(y, rest, y);
+  const auto finite = _mm512_cmp_ps_mask(x, _mm512_set1_ps(INFINITY), _CMP_NEQ_UQ);
+  return _mm512_mask_fmadd_ps(y, finite, rest, y);
 }
 
 #else
@@ -196,7 +199,10 @@ FUSEDOPS_INLINE Vec choose(const Lanes& lanes, const Vec& where, const Vec& othe
 FUSEDOPS_INLINE Vec larger(const Vec& a, const Vec& b) { return _mm256_max_ps(a, b); }
 FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return larger(a, b.abs()); }
 
-FUSEDOPS_INLINE Vec inverse(const Vec& x) { return Vec(1.f) / x; }
+template <bool>
+FUSEDOPS_INLINE Vec inverse(const Vec& x) {
+  return Vec(1.f) / x;
+}
 FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) {
   const Vec y = _mm256_rsqrt_ps(x);  // 2^-11, and a step of Newton's
   return y * at::vec::fmadd(x * y, y * Vec(-0.5f), Vec(1.5f));

@@ -1,7 +1,7 @@
 // A step of AdamW over blocks of 256 elements, which is what an 8-bit scale belongs to.
 //
 // A block of 8-bit moments is read once: the new moments wait in 2 KiB of stack until the largest
-// of them, and so the new scale, is known, and are encoded after the next block's update, so that
+// of them, and so the new scale, is known, and are encoded while the next block is updated, so that
 // the CPU need not wait for a maximum. Other moments are written as they come. A block that is no
 // whole number of turns of the loop is worked on in a copy.
 //
@@ -130,7 +130,7 @@ FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f, Waiting& wa
         most_m = larger_size(most_m, m[k]);
         most_root = larger(most_root, root[k]);
       }
-      if (block.max_exp_avg_sq != nullptr) {
+      if (!kRegular && block.max_exp_avg_sq != nullptr) {
         const Vec most = larger(Vec::loadu(block.max_exp_avg_sq + i), v[k]);
         most.store(block.max_exp_avg_sq + i);
         root[k] = most.sqrt();
@@ -140,7 +140,7 @@ FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f, Waiting& wa
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
       const Vec size = f.divided
-                           ? inverse(at::vec::fmadd(root[k], Vec(f.denom), Vec(f.eps)))
+                           ? inverse<kRegular>(at::vec::fmadd(root[k], Vec(f.denom), Vec(f.eps)))
                            : Vec(f.step_size) / at::vec::fmadd(root[k], Vec(f.denom), Vec(f.eps));
       const Vec p = load_param<T, kRounding>(block, turn + k * kLanes);
       root[k] = at::vec::fnmadd(size, m[k], p * decay);
@@ -196,11 +196,12 @@ struct Run {
     }
   }
 
-  // Whether all is finite, and far from where it would not be.
+  // Whether all is finite, and far from where it would not be, and there is no maximum to keep.
   FUSEDOPS_INLINE bool is_regular(const Block<T>& block) const {
     if constexpr (!kCodes) return false;
-    return factors.limit > 0 && *block.exp_avg_scale < INFINITY &&
-           *block.exp_avg_sq_scale < INFINITY && all_within(block, factors.limit);
+    return factors.limit > 0 && block.max_exp_avg_sq == nullptr &&
+           *block.exp_avg_scale < INFINITY && *block.exp_avg_sq_scale < 1e9f &&
+           all_within(block, factors.limit);
   }
 
   void finish() {
@@ -241,7 +242,8 @@ void blocks(const AdamWTensor& t, uint64_t key, const AdamWFactors& factors, flo
       run.step(block);
       continue;
     }
-    Staged<T, kMoments>().run(block, count, [&](const Block<T>& copy) {
+    Staged<T, kMoments> staged;
+    staged.run(block, count, [&](const Block<T>& copy) {
       run.step(copy);
       run.finish();
     });
