@@ -224,8 +224,9 @@ def test_a_step_that_is_skipped_changes_nothing(backend, why):
             assert torch.equal(before, after), name
 
 
-def test_zeros(backend):
-    step = step_of([(300,)], moments="int8", backend=backend)
+@pytest.mark.parametrize("eps", [1e-8, 1e-40])
+def test_zeros(backend, eps):
+    step = step_of([(300,)], moments="int8", backend=backend, eps=eps)
     for t in (step.grads[0], step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales):
         t.zero_()
     found = step.run(backend)
@@ -290,11 +291,15 @@ def test_squares(backend, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_squares_of_many(backend, dtype):
     """A part of the sum is more than a warp takes at a time, or a CPU adds in float32."""
-    grads = [torch.randn(s, device=device_of(backend)).to(dtype) for s in [(600_003,), (7,)]]
+    sizes = [500_003, *[3000] * 30]
+    grads = [torch.randn(n, device=device_of(backend)).to(dtype) for n in sizes]
+    wanted, first = sum(g.double().square().sum() for g in grads), grads[0][0].double()
     with fusedops.backend(backend):
         squares = torch.ops.fusedops.adamw_squares(grads)
-    wanted = sum(g.double().square().sum() for g in grads)
+        torch.ops.fusedops.adamw_scale(grads, squares, 1.0)
     torch.testing.assert_close(squares.sum(), wanted, rtol=1e-6, atol=0)
+    scaled = grads[0][0].double()
+    torch.testing.assert_close(scaled, first / wanted.sqrt(), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
