@@ -120,6 +120,17 @@ def test_as_the_reference(backend, data):
 
 # What the fuzz has found, and what it draws too rarely.
 EXAMPLES: dict[str, Call] = {
+    "gradients of an empty table": Call(
+        OP,
+        {
+            "q": Drawn((3, 1, 5)),
+            "k": Drawn((2, 1, 5)),
+            "cos": Drawn((1, 0)),
+            "sin": Drawn((1, 0)),
+            "unsqueeze_dim": 0,
+        },
+        frozenset({"q", "cos", "sin"}),
+    ),
     "strides of their own": Call(
         OP,
         {

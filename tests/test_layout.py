@@ -65,6 +65,7 @@ FAMILIES = {
         "csrc/cuda",
         "fusedops/functional",
         "tests",
+        "benchmarks",
     },
     "adamw": {
         "csrc/ops",

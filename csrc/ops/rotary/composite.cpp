@@ -39,7 +39,6 @@ struct Table {
 template <class Function>
 Tensor of_heads(const Tensor& x, const Table& table, c10::ScalarType dtype, const Function& f) {
   const auto n = table.cos.sym_size(-1), past = x.sym_size(-1) - n;
-  if (n == 0) return x.to(dtype, false, true);
   const auto y = f(x.narrow_symint(-1, 0, n).to(table.cos.scalar_type())).to(dtype);
   if (past == 0) return y;
   auto shape = y.sym_sizes().vec();

@@ -57,7 +57,7 @@ void check_heads(const char* name, const Tensor& x, const Tensor& cos, int64_t u
 
 bool has_kernel(const Tensor& x, const Tensor& cos, int64_t unsqueeze_dim) {
   const int64_t heads = from_end(cos, unsqueeze_dim);
-  return 1 < heads && heads <= x.dim() && cos.dim() < x.dim() && x.dim() <= 4 &&
+  return 1 < heads && heads <= cos.dim() + 1 && cos.dim() < x.dim() && x.dim() <= 4 &&
          all_sizes(
              x, cos, heads,
              [](const c10::SymInt& a, const c10::SymInt& b) { return b == a || b == 1; });
