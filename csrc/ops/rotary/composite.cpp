@@ -84,14 +84,15 @@ RotaryPair rotary_backward_formula(const OptionalTensor& dq, const OptionalTenso
 
 RotaryPair rotary_composite(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                             int64_t unsqueeze_dim, bool interleaved) {
-  return copied(rotary_outputs(q, k, cos, sin, unsqueeze_dim, interleaved),
-                rotary_formula(q, k, cos, sin, unsqueeze_dim, interleaved));
+  const auto outputs = rotary_outputs(q, k, cos, sin, unsqueeze_dim, interleaved);  // checks first
+  return copied(outputs, rotary_formula(q, k, cos, sin, unsqueeze_dim, interleaved));
 }
 
 RotaryPair rotary_backward_composite(const OptionalTensor& dq, const OptionalTensor& dk,
                                      const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim,
                                      bool interleaved, c10::ScalarType dtype) {
-  return copied(rotary_backward_outputs(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype),
+  const auto outputs = rotary_backward_outputs(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype);
+  return copied(outputs,
                 rotary_backward_formula(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype));
 }
 
