@@ -71,6 +71,7 @@ bench: $(BUILT)
 	$(PY) -m benchmarks norm
 	$(PY) -m benchmarks gated_activation
 	$(PY) -m benchmarks linear
+	$(PY) -m benchmarks rotary
 	$(PY) -m benchmarks adamw
 	$(PY) -m benchmarks launch
 
@@ -81,7 +82,7 @@ qemu: export OMP_NUM_THREADS ?= 1
 qemu: $(BUILT)
 	command -v qemu-x86_64 || { [ "$$(id -u)" = 0 ] && apt-get install -y qemu-user; } || \
 	  { echo 'make qemu needs qemu-x86_64: apt-get install qemu-user' >&2; exit 1; }
-	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/test_norm.py tests/test_gated_activation.py tests/test_linear.py -k '$(QEMU_TESTS)' $(ARGS)
+	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/test_norm.py tests/test_gated_activation.py tests/test_linear.py tests/test_rotary.py -k '$(QEMU_TESTS)' $(ARGS)
 
 # At least 300 calls of each function on each backend, others at each run.
 fuzz: export OMP_NUM_THREADS ?= 1
@@ -114,7 +115,7 @@ build/triton36/.installed: .ci/triton36.txt
 # On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
 # the first. They write into OUT, and one that fails does not keep the others from running.
 OUT ?= build/gpu
-FAMILIES ?= norm gated_activation linear adamw
+FAMILIES ?= norm gated_activation linear rotary adamw
 FAMILY_TESTS = $(wildcard $(patsubst %,tests/test_%*.py,$(FAMILIES)))
 # Short: under compute-sanitizer a test takes many times its time. Rows of 33, 1024 and 70001.
 SANITIZED := (cuda or triton) and (test_strides and torch.float16 and misaligned or \

@@ -7,6 +7,7 @@
 #include "csrc/ops/gated_activation/gated_activation.h"
 #include "csrc/ops/linear/linear.h"
 #include "csrc/ops/norm/norm.h"
+#include "csrc/ops/rotary/rotary.h"
 #include "csrc/optimizer.h"
 
 namespace fusedops {
@@ -61,6 +62,12 @@ Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate) {
   static const auto op = handle<decltype(fusedops::geglu)>("fusedops::geglu");
   return op.call(gate, up, approximate);
+}
+
+RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                            int64_t unsqueeze_dim, bool interleaved) {
+  static const auto op = handle<decltype(fusedops::rotary_embedding)>("fusedops::rotary_embedding");
+  return op.call(q, k, cos, sin, unsqueeze_dim, interleaved);
 }
 
 std::unique_ptr<AdamWBucket> adamw_bucket(const py::list& params, const py::list& states,
@@ -120,6 +127,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("approximate") = "none");
   export_function(m, "linear", linear_short, arg("input"), arg("weight"), arg("bias") = none(),
                   arg("activation") = none());
+  export_function(m, "rotary_embedding", rotary_embedding, arg("q"), arg("k"), arg("cos"),
+                  arg("sin"), kw_only(), arg("unsqueeze_dim") = 1, arg("interleaved") = false);
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);
   export_function(m, "norm_outputs", norm_outputs);

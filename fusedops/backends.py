@@ -27,6 +27,7 @@ FAMILIES = {
     "norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
     "gated_activation": ("swiglu", "geglu"),
     "linear": ("linear",),
+    "rotary": ("rotary_embedding",),
     "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),
 }
 

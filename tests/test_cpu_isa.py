@@ -25,6 +25,8 @@ FILES = [
     "tests/test_gated_activation_torch.py",
     "tests/test_linear.py",
     "tests/test_linear_torch.py",
+    "tests/test_rotary.py",
+    "tests/test_rotary_torch.py",
 ]
 
 RUN_TESTS = """

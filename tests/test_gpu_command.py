@@ -368,7 +368,7 @@ STEPS = {
     "junitxml": "-k cuda or triton",
     "--tool memcheck": "--error-exitcode 1",
     "--tool racecheck": "--error-exitcode 1",
-    "benchmarks gpu": "-m benchmarks gpu norm gated_activation linear adamw --out",
+    "benchmarks gpu": "-m benchmarks gpu norm gated_activation linear rotary adamw --out",
 }
 
 

@@ -58,6 +58,15 @@ FAMILIES = {
         "tests",
         "benchmarks",
     },
+    "rotary": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/functional",
+        "tests",
+        "benchmarks",
+    },
     "adamw": {
         "csrc/ops",
         "csrc/cpu",
@@ -125,6 +134,7 @@ PLAIN = (
     "csrc/gated_activation.h",
     "csrc/norm.h",
     "csrc/philox.h",
+    "csrc/rotary.h",
 )
 
 # Who may include what of csrc/, the longest prefix decides. Operators reach kernels through the
@@ -135,6 +145,7 @@ INCLUDES = {
     "csrc/adamw.h": ["csrc/dtype.h"],
     "csrc/gated_activation.h": ["csrc/dtype.h"],
     "csrc/norm.h": ["csrc/dtype.h"],
+    "csrc/rotary.h": ["csrc/dtype.h"],
     "csrc/optimizer.": ["csrc/optimizer.h", "csrc/ops/adamw/adamw.h"],
     "csrc/python.cpp": ["csrc/ops/", "csrc/optimizer.h", "csrc/cpu/isa.h"],
     "csrc/ops/": ["csrc/ops/", "csrc/common.h", *PLAIN],

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fusedops.functional import norm as family
-from fusedops.patching import linear, patch, unpatch
+from fusedops.patching import linear, patch, rotary, unpatch
 from fusedops.patching.verify import Yardstick, run
 
 transformers = pytest.importorskip("transformers")
@@ -169,6 +169,17 @@ GATED = dict.fromkeys(
 GATED |= dict.fromkeys(("phi3", "glm4", "qwen2_moe"), (2, "swiglu"))
 GATED |= dict.fromkeys(("gemma", "gemma2", "gemma3_text"), (2, "geglu(approximate='tanh')"))
 GATED |= {"modernbert": (2, "geglu")}
+# rotary embeddings that are fused, and those that are left
+ROTATED = dict.fromkeys(
+    (
+        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
+        *("gpt_neox", "falcon", "olmo", "olmo2", "granite", "stablelm", "starcoder2", "nemotron"),
+        *("mixtral", "qwen2_moe", "gpt_oss", "modernbert"),
+    ),
+    (2, "rotary_embedding"),
+)
+ROTATED |= dict.fromkeys(("cohere", "glm4"), (2, "rotary_embedding(interleaved=True)"))
+ROTATED |= {"gptj": (8, "it does not take q, k, cos, sin")}
 # activations that go into the linear before them
 ACTIVATED = dict.fromkeys(
     ("phi", "gpt2", "gptj", "bloom", "starcoder2"), (2, "linear(activation='gelu_tanh')")
@@ -270,6 +281,23 @@ def test_every_linear_is_fused_with_its_activation_and_every_gated_product(name,
     del now["linear"]
     wanted = [table[name] for table in (GATED, ACTIVATED) if name in table]
     assert now == Counter({what: n for n, what in wanted})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rotary_embedding_is_fused_or_explained(name, monkeypatch):
+    model, batch = build(name)
+    report = quietly(patch, model)
+    found = [site for site in [*report.fused, *report.skipped] if site.kind == "rotary"]
+    seen = Counter(site.now or site.reason for site in found)
+    assert seen == Counter({what: n for n, what in [ROTATED.get(name, (0, ""))]})
+    calls = []
+    run_it = rotary.rotary_embedding
+    monkeypatch.setattr(
+        rotary, "rotary_embedding", lambda *a, **how: calls.append(how) or run_it(*a, **how)
+    )
+    with torch.no_grad():
+        model(**batch)
+    assert len(calls) == sum(bool(site.now) for site in found)
 
 
 def quietly(function, *args):

@@ -31,6 +31,7 @@ DEMANDS = dict.fromkeys(
         "norm_*_walked<*, 8>",
         "gated_*<*, 4>",
         "gated_*<*, 8>",
+        "rotary<*, 8>",
         "adamw_step",
         "adamw_scale",
     ),

@@ -4,6 +4,7 @@ from fusedops.functional.adamw import clip_grad_norm_
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
 from fusedops.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedops.functional.rotary import rotary_embedding
 
 __all__ = [
     "add_layer_norm",
@@ -13,5 +14,6 @@ __all__ = [
     "layer_norm",
     "linear",
     "rms_norm",
+    "rotary_embedding",
     "swiglu",
 ]

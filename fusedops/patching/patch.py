@@ -13,6 +13,7 @@ from fusedops.patching.mlp import MLP
 from fusedops.patching.norm import patch_norms
 from fusedops.patching.report import PatchReport
 from fusedops.patching.residual import RESIDUAL
+from fusedops.patching.rotary import ROTARY
 from fusedops.patching.swap import put_back, restore, states
 from fusedops.patching.verify import Yardstick
 
@@ -45,8 +46,9 @@ def patch(
     norm: modules that compute layer_norm or rms_norm. residual: a sum and the norm of it in one
     forward, where norm has fused the norm. mlp: an activation of one tensor times another, in one
     pass; the linears around it are called as the modules that they are. linear: linears, with the
-    activation that follows in the same forward, where that is faster on this machine. attention,
-    rotary, loss: not in this version, as the report says. strict: raise RuntimeError with the
+    activation that follows in the same forward, where that is faster on this machine. rotary: calls
+    of a function of q, k, cos and sin, whose name has "rotary" in it and which was seen to rotate.
+    attention, loss: not in this version, as the report says. strict: raise RuntimeError with the
     reasons, and leave the model as it was, when a site cannot be fused. verify: a batch (the
     model's keyword arguments in a dict, or one tensor); runs it before and after, and unpatches and
     raises RuntimeError when outputs, loss or gradients differ by more than rounding. That takes
@@ -56,7 +58,8 @@ def patch(
     is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after
     unpatch. An activation that appends to a global list when it is called is not seen to do so. A
     fused dropout draws another random mask than torch's, with the same distribution. In 16 bits a
-    gated product and an activated linear are rounded once, where the lines round twice. In bfloat16
+    gated product and an activated linear are rounded once, where the lines round twice; so are
+    rotary embeddings, where most lines round three times. In bfloat16
     an in-place change of a norm's input after the call raises in backward, where lines that cast to
     float32 (Llama's) had kept a copy. Under autocast a sum of bfloat16 and float32 is fused where
     the result was proven to be the same, else it runs as written. What autocast changes is proven
@@ -67,8 +70,9 @@ def patch(
     """
     _check(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
-    later = {"attention": attention, "rotary": rotary, "loss": loss}
-    kinds = [kind for kind, on in ((RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear)) if on]
+    later = {"attention": attention, "loss": loss}
+    wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
+    kinds = [kind for kind, on in wanted if on]
     report = PatchReport()
     with _all_or_nothing(model):
         if norm:
@@ -76,7 +80,7 @@ def patch(
         patch_layers(model, kinds, report)
         if linear:
             patch_linears(model, report)
-        report.notes += [NOT_YET.format(kind) for kind, wanted in later.items() if wanted]
+        report.notes += [NOT_YET.format(kind) for kind, on in later.items() if on]
         _judge(report, strict)
     if before is not None:
         before.compare(model)

@@ -1,0 +1,36 @@
+"""The rotary embedding against the Hugging Face functions, torch.compile and, on GPUs, Liger.
+
+Memory-bound: the number that matters is the share of copy's bandwidth, over the fewest bytes that
+the work can move. A shape is batch, heads of q, heads of k, positions and the width of a head.
+"""
+
+import torch
+
+from benchmarks.case import FORWARD, TRAINING
+from benchmarks.must_show import Goal
+from benchmarks.rotary.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.rotary.launch import LAUNCH
+from benchmarks.rotary.operations import OPERATIONS, PROJECTED, ROTARY
+
+__all__ = [
+    "GPU_MUST_SHOW",
+    "GPU_ROWS",
+    "LAUNCH",
+    "MUST_SHOW",
+    "OPERATIONS",
+    "QUICK_SHAPES",
+    "SHAPES",
+]
+
+LLAMA_8B = (1, 32, 8, 2048, 128)
+SHAPES = [(1, 32, 8, 1, 128), (8, 32, 8, 1, 128), (2, 12, 12, 512, 64), LLAMA_8B]
+QUICK_SHAPES = [(1, 32, 8, 1, 128), (2, 12, 12, 512, 64)]
+
+BF16, HF = torch.bfloat16, "huggingface"
+MUST_SHOW = [
+    Goal(ROTARY, FORWARD, BF16, LLAMA_8B, HF, {"default": 4.0, "keep": 4.0}, 0.6),
+    Goal(ROTARY, TRAINING, BF16, LLAMA_8B, HF, {"default": 3.0, "keep": 3.0}),
+    Goal(PROJECTED, FORWARD, BF16, LLAMA_8B, HF, {"default": 4.0, "keep": 4.0}),
+    Goal(PROJECTED, TRAINING, BF16, LLAMA_8B, HF, {"default": 3.0, "keep": 3.0}),
+    Goal(ROTARY, FORWARD, BF16, (1, 32, 8, 1, 128), HF, {"default": 4.0}),
+]

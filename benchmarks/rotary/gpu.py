@@ -1,0 +1,46 @@
+"""The rows of the family on a GPU, and what they must show.
+
+Large rows are timed forward, backward and both, by the device's clock. Few tokens cost what the
+host needs to launch them, so they are timed by the host's clock and in a graph.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Operation, rivals
+from benchmarks.harness import COPY
+from benchmarks.must_show import Ask
+from benchmarks.rotary.operations import OPERATIONS
+from benchmarks.rotary.peers import PEERS
+
+LARGE_SHAPES = ((8, 32, 8, 2048, 128), (4, 32, 32, 4096, 64))
+SMALL_SHAPES = ((1, 32, 8, 1, 128), (16, 32, 8, 1, 128), (64, 32, 8, 1, 128))
+
+
+def with_peers(operation: Operation) -> Operation:
+    return replace(operation, contenders=operation.contenders | PEERS.get(operation.name, {}))
+
+
+def case(operation: Operation, mode: str, shape: tuple[int, ...], clock: str) -> Case:
+    return Case(operation, mode, torch.bfloat16, shape, clock=clock)
+
+
+EVERY = [with_peers(operation) for operation in OPERATIONS]
+LARGE = {
+    mode: [case(op, mode, shape, "device") for op in EVERY for shape in LARGE_SHAPES]
+    for mode in (FORWARD, BACKWARD, TRAINING)
+}
+CALLED = [case(op, FORWARD, shape, "host") for op in EVERY for shape in SMALL_SHAPES]
+TRAINED = [case(op, TRAINING, shape, "host") for op in EVERY for shape in SMALL_SHAPES]
+REPLAYED = [case(op, FORWARD, shape, "graph") for op in EVERY for shape in SMALL_SHAPES]
+
+# What is asked comes first: a run that is cut short keeps the rows that it has.
+GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
+
+OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}
+GPU_MUST_SHOW = [
+    Ask(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
+    for mode, rows in LARGE.items()
+    for row in rows
+] + [Ask(row, dict.fromkeys(rivals(row), 1.5), launches=1) for row in CALLED]

@@ -1,0 +1,13 @@
+// The loops of the rotary embedding. Formulas: csrc/rotary.h; split and memory traffic:
+// csrc/cpu/rotary.cpp.
+#pragma once
+
+#include "csrc/cpu/isa.h"
+#include "csrc/rotary.h"
+
+namespace fusedops::cpu {
+
+// All heads at the positions begin to end of batch * seq.
+FUSEDOPS_ISA_FUNCTION(rotary_positions, const RotaryArguments& args, int64_t begin, int64_t end)
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,63 @@
+// The rotary embedding on CPUs: positions, with all heads of q and k at each, spread over threads.
+//
+// Memory traffic is the minimum: q and k are read once, in whatever strides they have, and written
+// once. cos and sin come from memory once and from the cache for the other heads.
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "csrc/cpu/isa/rotary.h"
+#include "csrc/ops/rotary/rotary.h"
+
+namespace fusedops::cpu {
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements of a task, about
+
+bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
+  return isa() != Isa::none && !any_float64(tensors);
+}
+
+void spread(const RotaryArguments& args) {
+  if (args.count == 0) return;
+  int64_t elements = 0;  // of a position
+  for (int i = 0; i < args.count; ++i) elements += args.tensors[i].heads * args.tensors[i].width;
+  const int64_t grain = std::max<int64_t>(1, kGrain / elements);
+  at::parallel_for(0, args.batch * args.seq, grain, [&](int64_t begin, int64_t end) {
+    rotary_positions_for_isa()(args, begin, end);
+  });
+}
+
+RotaryPair rotary_forward(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                          int64_t unsqueeze_dim, bool interleaved) {
+  if (!has_kernel({q, k, cos, sin})) {
+    return rotary_composite(q, k, cos, sin, unsqueeze_dim, interleaved);
+  }
+  const auto outputs = rotary_outputs(q, k, cos, sin, unsqueeze_dim, interleaved);
+  const RotaryRows rows(q, k, cos, sin, outputs, unsqueeze_dim, interleaved, false);
+  spread(rows.arguments);
+  return outputs;
+}
+
+RotaryPair rotary_backward(const OptionalTensor& dq, const OptionalTensor& dk, const Tensor& cos,
+                           const Tensor& sin, int64_t unsqueeze_dim, bool interleaved,
+                           c10::ScalarType dtype) {
+  if (!has_kernel({dq, dk, cos, sin})) {
+    return rotary_backward_composite(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype);
+  }
+  const auto outputs = rotary_backward_outputs(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype);
+  const RotaryRows rows(dq, dk, cos, sin, outputs, unsqueeze_dim, interleaved, true);
+  spread(rows.arguments);
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("rotary_forward", rotary_forward);
+  m.impl("rotary_backward", rotary_backward);
+}
+
+}  // namespace fusedops::cpu

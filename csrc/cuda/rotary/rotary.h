@@ -1,0 +1,12 @@
+// The rotary embedding on GPUs: what kernels.cu gives to operators.cpp.
+#pragma once
+
+#include "csrc/rotary.h"
+
+struct CUstream_st;  // *cudaStream_t, without CUDA's headers
+
+namespace fusedops::cuda {
+
+void launch_rotary(const RotaryArguments& args, CUstream_st* stream);
+
+}  // namespace fusedops::cuda
