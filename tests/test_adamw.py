@@ -74,6 +74,11 @@ def test_bias_corrections(backend, taken):
     check(step_of([(33,)], taken=taken, backend=backend), backend)
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_large_steps_are_as_exact_as_small_ones(backend, moments):
+    check(step_of([(600,)], moments=moments, lr=100.0, backend=backend), backend)
+
+
 def test_steps_and_groups_of_each_tensor(backend):
     step = step_of([(300,), (40,), (5,), (6,)], backend=backend)
     second = OPTIONS | {"lr": 0.5, "weight_decay": 0.0, "maximize": 1.0}
