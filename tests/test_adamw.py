@@ -229,7 +229,7 @@ def test_a_step_that_is_skipped_changes_nothing(backend, why):
             assert torch.equal(before, after), name
 
 
-@pytest.mark.parametrize("eps", [1e-8, 1e-40])
+@pytest.mark.parametrize("eps", [1e-8, 1e-40, 1e-44])
 def test_zeros(backend, eps):
     step = step_of([(300,)], moments="int8", backend=backend, eps=eps)
     for t in (step.grads[0], step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales):

@@ -139,11 +139,10 @@ FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f, Waiting& wa
     if constexpr (kCodes) encoding.turn(turn - kLag);
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const Vec size = f.divided
-                           ? inverse<kRegular>(at::vec::fmadd(root[k], Vec(f.denom), Vec(f.eps)))
-                           : Vec(f.step_size) / at::vec::fmadd(root[k], Vec(f.denom), Vec(f.eps));
+      const Vec line = at::vec::fmadd(root[k], Vec(f.denom), Vec(f.eps));
       const Vec p = load_param<T, kRounding>(block, turn + k * kLanes);
-      root[k] = at::vec::fnmadd(size, m[k], p * decay);
+      root[k] = f.divided ? at::vec::fnmadd(inverse<kRegular>(line), m[k], p * decay)
+                          : at::vec::fnmadd(Vec(f.step_size), m[k] / line, p * decay);
       if constexpr (!kRegular) root[k] = choose(finite[k], root[k], p);
     }
 #pragma GCC unroll 2
