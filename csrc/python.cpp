@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "csrc/cpu/isa.h"
+#include "csrc/ops/cross_entropy/cross_entropy.h"
 #include "csrc/ops/gated_activation/gated_activation.h"
 #include "csrc/ops/linear/linear.h"
 #include "csrc/ops/norm/norm.h"
@@ -70,6 +71,26 @@ RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos,
   return op.call(q, k, cos, sin, unsqueeze_dim, interleaved);
 }
 
+Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
+                     int64_t ignore_index, std::string_view reduction, double label_smoothing,
+                     double z_loss, std::optional<double> softcap, std::optional<double> scale,
+                     bool grad_in_forward, std::optional<c10::ScalarType> dtype) {
+  static const auto op = handle<decltype(fusedops::cross_entropy)>("fusedops::cross_entropy");
+  return op.call(input, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
+                 scale, grad_in_forward, dtype);
+}
+
+Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                            const OptionalTensor& linear_bias, const OptionalTensor& weight,
+                            int64_t ignore_index, std::string_view reduction,
+                            double label_smoothing, double z_loss, std::optional<double> softcap,
+                            std::optional<double> scale, std::optional<c10::ScalarType> dtype) {
+  static const auto op =
+      handle<decltype(fusedops::linear_cross_entropy)>("fusedops::linear_cross_entropy");
+  return op.call(input, linear_weight, target, linear_bias, weight, ignore_index, reduction,
+                 label_smoothing, z_loss, softcap, scale, dtype);
+}
+
 std::unique_ptr<AdamWBucket> adamw_bucket(const py::list& params, const py::list& states,
                                           const std::vector<int64_t>& kinds) {
   const auto borrowed = [](const py::list& objects) {
@@ -129,8 +150,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("activation") = none());
   export_function(m, "rotary_embedding", rotary_embedding, arg("q"), arg("k"), arg("cos"),
                   arg("sin"), kw_only(), arg("unsqueeze_dim") = 1, arg("interleaved") = false);
+  export_function(m, "cross_entropy", cross_entropy, arg("input"), arg("target"),
+                  arg("weight") = none(), arg("ignore_index") = -100, arg("reduction") = "mean",
+                  arg("label_smoothing") = 0.0, kw_only(), arg("z_loss") = 0.0,
+                  arg("softcap") = none(), arg("scale") = none(), arg("grad_in_forward") = false,
+                  arg("dtype") = none());
+  export_function(m, "linear_cross_entropy", linear_cross_entropy, arg("input"),
+                  arg("linear_weight"), arg("target"), kw_only(), arg("linear_bias") = none(),
+                  arg("weight") = none(), arg("ignore_index") = -100, arg("reduction") = "mean",
+                  arg("label_smoothing") = 0.0, arg("z_loss") = 0.0, arg("softcap") = none(),
+                  arg("scale") = none(), arg("dtype") = none());
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);
+  export_function(m, "bfloat16_products", bfloat16_products);
   export_function(m, "norm_outputs", norm_outputs);
   export_function(m, "norm_backward_outputs", norm_backward_outputs);
   export_optimizers(m);

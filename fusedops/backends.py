@@ -28,11 +28,20 @@ FAMILIES = {
     "gated_activation": ("swiglu", "geglu"),
     "linear": ("linear",),
     "rotary": ("rotary_embedding",),
+    "cross_entropy": ("cross_entropy", "linear_cross_entropy"),
     "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),
 }
 
 # The operators that a family's kernels are, where they are not `<family>_forward`, `_backward`.
-KERNELS = {"adamw": FAMILIES["adamw"]}
+KERNELS = {
+    "adamw": FAMILIES["adamw"],
+    "cross_entropy": (
+        "cross_entropy_forward",
+        "cross_entropy_backward",
+        "linear_cross_entropy_forward",
+        "linear_cross_entropy_backward",
+    ),
+}
 
 SIMT_KEY = "PrivateUse1"  # where csrc/cuda/stream.h registers the emulated kernels
 
@@ -117,6 +126,11 @@ def _kernels(family: str) -> tuple[str, ...]:
     return KERNELS.get(family, (f"{family}_forward", f"{family}_backward"))
 
 
+def _is_kernels(family: str) -> bool:
+    """Whether a family's operators are its kernels, without a composite or autograd above them."""
+    return _kernels(family) == FAMILIES[family]
+
+
 def _has_kernel(family: str, key: str) -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return has(f"fusedops::{_kernels(family)[0]}", key)
@@ -150,7 +164,7 @@ def _override() -> None:
 def _force(library: torch.library.Library, family: str, name: str) -> None:
     if name == "reference":
         functional = importlib.import_module(f"fusedops.functional.{family}")
-        keys = ["CPU", "CUDA"] if family in KERNELS else ["CompositeImplicitAutograd"]
+        keys = ["CPU", "CUDA"] if _is_kernels(family) else ["CompositeImplicitAutograd"]
         for op, key in itertools.product(FAMILIES[family], keys):
             library.impl(op, getattr(functional, f"{op}_reference"), key)
         return
@@ -182,7 +196,7 @@ def _refusal(op: str, name: str, reason: str) -> Callable:
 
 def _register_triton(library: torch.library.Library, family: str, key: str) -> None:
     for name in _kernels(family):
-        library.impl(name, _triton_kernel(name), key)
+        library.impl(name, _triton_kernel(family, name), key)
 
 
 def _register_simt(library: torch.library.Library, family: str) -> None:
@@ -193,12 +207,12 @@ def _register_simt(library: torch.library.Library, family: str) -> None:
         library.impl(operator, functools.partial(operator.redispatch, keys), "CPU")
 
 
-def _triton_kernel(name: str) -> Callable:
+def _triton_kernel(family: str, name: str) -> Callable:
     """The Triton function behind an operator; triton is imported at the first call."""
 
     @functools.cache
     def kernel():
-        return getattr(importlib.import_module(f"fusedops.triton.{name.rsplit('_', 1)[0]}"), name)
+        return getattr(importlib.import_module(f"fusedops.triton.{family}"), name)
 
     return lambda *args: kernel()(*args)
 
@@ -225,7 +239,8 @@ def _register_references(kept: ExitStack) -> None:
     """Of operators without a composite, where a device has no kernel either."""
     missing = [
         (family, name, key)
-        for family, names in KERNELS.items()
+        for family, names in FAMILIES.items()
+        if _is_kernels(family)
         for name in names
         for key in ("CPU", "CUDA")
         if unavailable(name, key.lower()) and (key == "CPU" or torch.cuda.is_available())

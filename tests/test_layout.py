@@ -67,6 +67,16 @@ FAMILIES = {
         "tests",
         "benchmarks",
     },
+    "cross_entropy": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "fusedops/triton",
+        "fusedops/functional",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
     "adamw": {
         "csrc/ops",
         "csrc/cpu",
@@ -82,7 +92,7 @@ FAMILIES = {
 # What lies on a floor beside the families.
 SHARED = {
     "csrc/ops": {"autograd.h"},
-    "csrc/cpu": {"gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
+    "csrc/cpu": {"exp.h", "gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py"},
     "fusedops/functional": {"__init__.py"},
@@ -130,6 +140,7 @@ PYTHON = [
 # C++ without torch, for the kernels of any device.
 PLAIN = (
     "csrc/adamw.h",
+    "csrc/cross_entropy.h",
     "csrc/dtype.h",
     "csrc/gated_activation.h",
     "csrc/norm.h",
@@ -143,6 +154,7 @@ INCLUDES = {
     "csrc/": [],
     "csrc/common.h": ["csrc/dtype.h"],
     "csrc/adamw.h": ["csrc/dtype.h"],
+    "csrc/cross_entropy.h": ["csrc/dtype.h"],
     "csrc/gated_activation.h": ["csrc/dtype.h"],
     "csrc/norm.h": ["csrc/dtype.h"],
     "csrc/rotary.h": ["csrc/dtype.h"],
@@ -152,11 +164,13 @@ INCLUDES = {
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
     "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],
     "csrc/cpu/vec.h": ["csrc/cpu/isa.h"],
-    "csrc/cpu/gates.h": ["csrc/cpu/vec.h", "csrc/gated_activation.h"],
+    "csrc/cpu/exp.h": ["csrc/cpu/vec.h"],
+    "csrc/cpu/gates.h": ["csrc/cpu/exp.h", "csrc/gated_activation.h"],
     "csrc/cpu/isa/": [
         "csrc/cpu/isa/",
         "csrc/cpu/isa.h",
         "csrc/cpu/vec.h",
+        "csrc/cpu/exp.h",
         "csrc/cpu/gates.h",
         *PLAIN,
     ],
@@ -172,7 +186,14 @@ INCLUDES = {
 KERNEL_HEADERS = {"c10/util/BFloat16.h", "c10/util/Half.h"}
 
 # Compiled once for each instruction set: an inline function of torch would leak from there.
-PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/cpu/vec.h", "csrc/cpu/gates.h", *PLAIN)
+PER_ISA = (
+    "csrc/cpu/isa/",
+    "csrc/cpu/isa.h",
+    "csrc/cpu/vec.h",
+    "csrc/cpu/exp.h",
+    "csrc/cpu/gates.h",
+    *PLAIN,
+)
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450

@@ -1,6 +1,7 @@
 """The public functions. Each file holds one family: functions, docstrings, references."""
 
 from fusedops.functional.adamw import clip_grad_norm_
+from fusedops.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
 from fusedops.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -10,9 +11,11 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "clip_grad_norm_",
+    "cross_entropy",
     "geglu",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "rms_norm",
     "rotary_embedding",
     "swiglu",

@@ -1,7 +1,18 @@
 """torch.nn twins: same constructor, parameters and state dict, fused forward and backward."""
 
+from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.linear import Linear
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 
-__all__ = ["GEGLU", "AddLayerNorm", "AddRMSNorm", "LayerNorm", "Linear", "RMSNorm", "SwiGLU"]
+__all__ = [
+    "GEGLU",
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "CrossEntropyLoss",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropyLoss",
+    "RMSNorm",
+    "SwiGLU",
+]

@@ -1,0 +1,298 @@
+// linear_cross_entropy on CPUs: products of the library's, and between them the loops over logits,
+// a tile [rows, classes] at a time. Rows whose target is ignored are left out.
+//
+// The forward alone takes the tiles of a stripe of classes one after another, so that its weights
+// are read and converted once, and each row's sums go on from tile to tile. So does the backward,
+// which makes the logits again: the weight's gradient is complete when the stripe is. A forward
+// that makes the gradients needs a row's sum before any of its gradient, so it takes a few whole
+// rows at a time and adds up the weight's gradient, in float32, where it is to be.
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "csrc/cpu/cross_entropy/products.h"
+#include "csrc/cpu/cross_entropy/rows.h"
+
+namespace fusedops::cpu {
+namespace {
+
+constexpr int64_t kRows = 1024, kClasses = 1024;  // of a tile, 4 MiB
+
+bool has_kernel(const Tensor& input) {
+  return isa() != Isa::none && input.scalar_type() != at::kDouble;
+}
+
+// The rows that count, and what the call is told of them.
+struct Problem {
+  CrossEntropyOptions options;
+  Tensor live;  // the numbers of the rows; undefined: all
+  Tensor input, target, linear_weight, linear_bias;
+  int64_t rows, classes, features;
+  Targets targets;
+  RowFormula formula;
+
+  Problem(const Tensor& input_, const Tensor& linear_weight_, const Tensor& target_,
+          const OptionalTensor& bias, const OptionalTensor& weight,
+          const CrossEntropyOptions& options_)
+      : options(options_),
+        live(live_rows(target_, options.ignore_index)),
+        input(of_live(input_)),
+        target(of_live(target_)),
+        linear_weight(linear_weight_),
+        linear_bias(given(bias) ? bias->to(at::kFloat) : Tensor()),
+        rows(target.numel()),
+        classes(linear_weight.size(0)),
+        features(linear_weight.size(1)),
+        targets("linear_cross_entropy", target, weight, classes, options.ignore_index),
+        formula(options, targets, classes) {}
+
+  Tensor of_live(const Tensor& t) const {
+    return live.defined() && t.dim() > 0 ? t.index_select(0, live) : t;
+  }
+
+  // Into `all`, with zeros for the rows that do not count.
+  void put(const Tensor& of, const Tensor& all) const {
+    if (!live.defined()) {
+      all.copy_(of);
+    } else {
+      all.zero_().index_copy_(0, live, of.to(all.scalar_type()));
+    }
+  }
+
+ private:
+  static Tensor live_rows(const Tensor& target, int64_t ignore_index) {
+    const auto live = at::nonzero(target.ne(ignore_index)).squeeze(1);
+    return live.numel() == target.numel() ? Tensor() : live;
+  }
+};
+
+// Rows [from, from + count) of logits, and classes [first, first + n).
+struct Tile {
+  Tensor logits;
+  int64_t from, first;
+
+  Logits row(int64_t i, const Problem& problem) const {
+    const auto* const x = static_cast<const char*>(logits.const_data_ptr());
+    const auto* const weights = problem.targets.weights();
+    return {x + i * row_bytes(),
+            logits.size(1),
+            dtype_of(logits),
+            weights == nullptr ? nullptr : weights + first,
+            problem.targets[from + i] - first,
+            problem.options.map};
+  }
+
+  template <class Function>
+  void each_row(const Function& f) const {
+    at::parallel_for(0, logits.size(0), 16, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) f(i);
+    });
+  }
+
+  void add_to(const Problem& problem, std::vector<LogitSums>& sums) const {
+    each_row([&](int64_t i) {
+      add_logits_for_isa()(row(i, problem), problem.formula.weighted(), sums[from + i]);
+    });
+  }
+
+  // Over the logits.
+  void make_gradients(const Problem& problem, const double* lse,
+                      const RowGradients& gradients) const {
+    each_row([&](int64_t i) {
+      const auto at = row(i, problem);
+      const auto of = problem.formula.gradient(from + i, lse[from + i], gradients[from + i]);
+      auto* const over = static_cast<char*>(logits.mutable_data_ptr());
+      logit_gradients_for_isa()(at, of, over + i * row_bytes(), at.dtype);
+    });
+  }
+
+ private:
+  int64_t row_bytes() const { return logits.stride(0) * logits.element_size(); }
+};
+
+// The float32 sums of the gradients that were asked for; the others are undefined. linear_weight is
+// that of all classes, or of the tile's.
+struct Gradients {
+  Tensor input, linear_weight, linear_bias;
+
+  void add(const Products& products, const Tile& tile, const Tensor& weight) {
+    const auto& g = tile.logits;
+    const int64_t n = g.size(0), classes = g.size(1);
+    if (input.defined()) products.add(input.narrow(0, tile.from, n), g, weight);
+    if (linear_weight.defined()) {
+      const auto into = linear_weight.size(0) == classes
+                            ? linear_weight
+                            : linear_weight.narrow(0, tile.first, classes);
+      products.add(into, g.t(), products.input.narrow(0, tile.from, n));
+    }
+    if (linear_bias.defined()) {
+      linear_bias.narrow(0, tile.first, classes).add_(g.sum(0, false, at::kFloat));
+    }
+  }
+};
+
+// A sum for each gradient that was asked for; undefined for the others.
+Tensor float_zeros(const Tensor& gradient, at::IntArrayRef sizes) {
+  if (!gradient.defined()) return gradient;
+  return at::zeros(sizes, gradient.options().dtype(at::kFloat));
+}
+
+// Calls f for the tiles, stripe of classes by stripe, and of_stripe after each.
+template <class Function, class OfStripe>
+void each_tile(const Problem& problem, const Products& products, const Function& f,
+               const OfStripe& of_stripe) {
+  const auto buffer =
+      at::empty({std::min(kRows, problem.rows) * std::min(kClasses, problem.classes)},
+                products.input.options());
+  for (int64_t first = 0; first < problem.classes; first += kClasses) {
+    const int64_t classes = std::min(kClasses, problem.classes - first);
+    const auto weight = products.weight(first, classes);
+    for (int64_t from = 0; from < problem.rows; from += kRows) {
+      const int64_t rows = std::min(kRows, problem.rows - from);
+      const Tile tile{buffer.narrow(0, 0, rows * classes).view({rows, classes}), from, first};
+      products.make(tile.logits, from, first, weight);
+      f(tile, weight);
+    }
+    of_stripe(first, classes);
+  }
+}
+
+// The losses of the rows from `from` on.
+void finish(const Problem& problem, const std::vector<LogitSums>& sums, int64_t from, int64_t end,
+            double* losses, double* lse) {
+  for (int64_t row = from; row < end; ++row) {
+    lse[row] = RowFormula::lse(sums[row]);
+    losses[row] = problem.formula.loss(row, sums[row], lse[row]);
+  }
+}
+
+// Losses, lse and gradients, a few whole rows at a time.
+void make_whole_rows(const Problem& problem, const Products& products, Gradients gradients,
+                     double* losses, double* lse) {
+  const RowGradients ones(at::ones({}, at::kDouble), problem.options, problem.targets.total());
+  const int64_t weight_rows = std::max<int64_t>(problem.features, 128);
+  const int64_t step = std::min(std::clamp<int64_t>(problem.rows / 8, 128, weight_rows),
+                                std::max<int64_t>(problem.rows, 1));
+  const auto buffer = at::empty({step, problem.classes}, products.input.options());
+  std::vector<LogitSums> sums(problem.rows);
+  for (int64_t from = 0; from < problem.rows; from += step) {
+    const int64_t rows = std::min(step, problem.rows - from);
+    const auto each_stripe = [&](const auto& f) {
+      for (int64_t first = 0; first < problem.classes; first += kClasses) {
+        const int64_t classes = std::min(kClasses, problem.classes - first);
+        f(Tile{buffer.narrow(0, 0, rows).narrow(1, first, classes), from, first},
+          products.weight(first, classes));
+      }
+    };
+    each_stripe([&](const Tile& tile, const Tensor& weight) {
+      products.make(tile.logits, from, tile.first, weight);
+      tile.add_to(problem, sums);
+    });
+    finish(problem, sums, from, from + rows, losses, lse);
+    each_stripe([&](const Tile& tile, const Tensor& weight) {
+      tile.make_gradients(problem, lse, ones);
+      gradients.add(products, tile, weight);
+    });
+  }
+}
+
+LinearLoss linear_cross_entropy_forward(const Tensor& input, const Tensor& linear_weight,
+                                        const Tensor& target, const OptionalTensor& linear_bias,
+                                        const OptionalTensor& weight, int64_t ignore_index,
+                                        int64_t reduction, Numbers how, c10::ScalarType dtype,
+                                        std::array<bool, 3> wanted) {
+  if (!has_kernel(input)) {
+    return linear_cross_entropy_composite(input, linear_weight, target, linear_bias, weight,
+                                          ignore_index, reduction, how, dtype, wanted);
+  }
+  const auto outputs =
+      linear_cross_entropy_outputs(input, linear_weight, target, linear_bias, weight, ignore_index,
+                                   reduction, how, dtype, wanted);
+  const auto& [loss, lse, total, dinput, dlinear_weight, dlinear_bias] = outputs;
+  const Problem problem(input, linear_weight, target, linear_bias, weight,
+                        {ignore_index, reduction, how});
+  const Products products(problem.input, linear_weight, problem.linear_bias);
+  const auto row_losses = at::zeros({problem.rows}, lse.options());
+  const auto row_lse = at::zeros({problem.rows}, lse.options());
+  auto* const losses = row_losses.mutable_data_ptr<double>();
+  auto* const lses = row_lse.mutable_data_ptr<double>();
+  if (wanted == std::array<bool, 3>{}) {
+    std::vector<LogitSums> sums(problem.rows);
+    each_tile(
+        problem, products, [&](const Tile& tile, const Tensor&) { tile.add_to(problem, sums); },
+        [](int64_t, int64_t) {});
+    finish(problem, sums, 0, problem.rows, losses, lses);
+  } else {
+    const bool in_place = linear_weight.scalar_type() == at::kFloat && dlinear_weight.defined();
+    const Gradients gradients{float_zeros(dinput, problem.input.sizes()),
+                              in_place ? dlinear_weight.zero_()
+                                       : float_zeros(dlinear_weight, linear_weight.sizes()),
+                              float_zeros(dlinear_bias, {problem.classes})};
+    make_whole_rows(problem, products, gradients, losses, lses);
+    if (dinput.defined()) problem.put(gradients.input, dinput);
+    if (dlinear_weight.defined() && !in_place) dlinear_weight.copy_(gradients.linear_weight);
+    if (dlinear_bias.defined()) dlinear_bias.copy_(gradients.linear_bias);
+  }
+  problem.put(row_lse, lse);
+  auto all_losses = row_losses;
+  if (problem.options.is(Reduction::none))
+    problem.put(row_losses, all_losses = at::empty_like(lse));
+  reduce(all_losses, problem.options, problem.targets.total(), loss, total);
+  return outputs;
+}
+
+LinearGradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& input,
+                                              const Tensor& linear_weight, const Tensor& target,
+                                              const OptionalTensor& linear_bias,
+                                              const OptionalTensor& weight, const Tensor& lse,
+                                              const Tensor& total, int64_t ignore_index,
+                                              int64_t reduction, Numbers how,
+                                              std::array<bool, 3> output_mask) {
+  if (!has_kernel(input)) {
+    return linear_cross_entropy_backward_composite(grad, input, linear_weight, target, linear_bias,
+                                                   weight, lse, total, ignore_index, reduction, how,
+                                                   output_mask);
+  }
+  const auto outputs =
+      linear_cross_entropy_backward_outputs(grad, input, linear_weight, target, linear_bias, weight,
+                                            lse, total, ignore_index, reduction, how, output_mask);
+  const auto& [dinput, dlinear_weight, dlinear_bias] = outputs;
+  const Problem problem(input, linear_weight, target, linear_bias, weight,
+                        {ignore_index, reduction, how});
+  const Products products(problem.input, linear_weight, problem.linear_bias);
+  const RowGradients row_gradients(problem.of_live(grad), problem.options, total.item<double>());
+  const auto row_lse = problem.of_live(lse).contiguous();
+  const auto* const lses = row_lse.const_data_ptr<double>();
+
+  Gradients gradients{float_zeros(dinput, problem.input.sizes()), Tensor(),
+                      float_zeros(dlinear_bias, {problem.classes})};
+  const auto stripe =
+      float_zeros(dlinear_weight, {std::min(kClasses, problem.classes), problem.features});
+  each_tile(
+      problem, products,
+      [&](const Tile& tile, const Tensor& weight_tile) {
+        if (stripe.defined()) gradients.linear_weight = stripe.narrow(0, 0, tile.logits.size(1));
+        tile.make_gradients(problem, lses, row_gradients);
+        gradients.add(products, tile, weight_tile);
+      },
+      [&](int64_t first, int64_t classes) {
+        if (!stripe.defined()) return;
+        dlinear_weight.narrow(0, first, classes).copy_(stripe.narrow(0, 0, classes));
+        stripe.zero_();
+      });
+  if (dinput.defined()) problem.put(gradients.input, dinput);
+  if (dlinear_bias.defined()) dlinear_bias.copy_(gradients.linear_bias);
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward);
+  m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward);
+}
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,133 @@
+// cross_entropy on CPUs: rows spread over threads.
+//
+// Memory traffic is the minimum. Forward the logits are read once; backward they are read and the
+// gradient written once, or with the gradient in the forward pass a row is read from memory once
+// and for the second time from the cache.
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "csrc/cpu/cross_entropy/rows.h"
+
+namespace fusedops::cpu {
+namespace {
+
+constexpr int64_t kGrain = 16384;  // logits of a task, about
+
+bool has_kernel(const Tensor& input) {
+  return isa() != Isa::none && input.scalar_type() != at::kDouble;
+}
+
+// Rows of logits, and of the gradient.
+class LogitRows {
+ public:
+  LogitRows(const Tensor& input, const Targets& targets, const LogitMap& map)
+      : rows_(input, input.size(1)), targets_(targets), map_(map), n_(input.size(1)) {}
+
+  Logits operator[](int64_t row) const {
+    const auto* const x = static_cast<const char*>(rows_.data());
+    return {x + row * rows_.stride * rows_.tensor.element_size(),
+            n_,
+            dtype_of(rows_.tensor),
+            targets_.weights(),
+            targets_[row],
+            map_};
+  }
+
+  void write_gradient(int64_t row, const LogitGradient& of, const Tensor& dinput) const {
+    logit_gradients_for_isa()((*this)[row], of, place(row, dinput), dtype_of(dinput));
+  }
+
+  void write_zeros(int64_t row, const Tensor& dinput) const {
+    std::memset(place(row, dinput), 0, n_ * dinput.element_size());
+  }
+
+ private:
+  void* place(int64_t row, const Tensor& dinput) const {
+    return static_cast<char*>(dinput.mutable_data_ptr()) + row * n_ * dinput.element_size();
+  }
+
+  Rows rows_;
+  const Targets& targets_;
+  LogitMap map_;
+  int64_t n_;
+};
+
+template <class Function>
+void each_row(const Tensor& input, const Function& f) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, input.size(1)));
+  at::parallel_for(0, input.size(0), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) f(row);
+  });
+}
+
+Loss cross_entropy_forward(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
+                           int64_t ignore_index, int64_t reduction, Numbers how,
+                           c10::ScalarType dtype, bool with_gradient) {
+  if (!has_kernel(input)) {
+    return cross_entropy_composite(input, target, weight, ignore_index, reduction, how, dtype,
+                                   with_gradient);
+  }
+  const auto outputs = cross_entropy_outputs(input, target, weight, ignore_index, reduction, how,
+                                             dtype, with_gradient);
+  const auto& [loss, lse, total, dinput] = outputs;
+  const CrossEntropyOptions options(ignore_index, reduction, how);
+  const Targets targets("cross_entropy", target, weight, input.size(1), ignore_index);
+  const RowFormula formula(options, targets, input.size(1));
+  const RowGradients ones(at::ones({}, at::kDouble).expand(target.sizes()), options,
+                          targets.total());
+  const LogitRows logits(input, targets, options.map);
+  const auto row_losses = at::empty_like(lse);
+  auto* const losses = row_losses.mutable_data_ptr<double>();
+  auto* const lses = lse.mutable_data_ptr<double>();
+  each_row(input, [&](int64_t row) {
+    losses[row] = lses[row] = 0;
+    if (targets.ignored(row)) {
+      if (with_gradient) logits.write_zeros(row, dinput);
+      return;
+    }
+    LogitSums sums;
+    add_logits_for_isa()(logits[row], formula.weighted(), sums);
+    lses[row] = RowFormula::lse(sums);
+    losses[row] = formula.loss(row, sums, lses[row]);
+    if (with_gradient) {
+      logits.write_gradient(row, formula.gradient(row, lses[row], ones[row]), dinput);
+    }
+  });
+  reduce(row_losses, options, targets.total(), loss, total);
+  return outputs;
+}
+
+Tensor cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& target,
+                              const OptionalTensor& weight, const Tensor& lse, const Tensor& total,
+                              int64_t ignore_index, int64_t reduction, Numbers how) {
+  if (!has_kernel(input)) {
+    return cross_entropy_backward_composite(grad, input, target, weight, lse, total, ignore_index,
+                                            reduction, how);
+  }
+  const auto dinput = cross_entropy_backward_outputs(grad, input, target, weight, lse, total,
+                                                     ignore_index, reduction, how);
+  const CrossEntropyOptions options(ignore_index, reduction, how);
+  const Targets targets("cross_entropy", target, weight, input.size(1), ignore_index);
+  const RowFormula formula(options, targets, input.size(1));
+  const RowGradients gradients(grad, options, total.item<double>());
+  const LogitRows logits(input, targets, options.map);
+  const auto lses = lse.contiguous();
+  const auto* const lse_of = lses.const_data_ptr<double>();
+  each_row(input, [&](int64_t row) {
+    if (targets.ignored(row)) return logits.write_zeros(row, dinput);
+    logits.write_gradient(row, formula.gradient(row, lse_of[row], gradients[row]), dinput);
+  });
+  return dinput;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("cross_entropy_forward", cross_entropy_forward);
+  m.impl("cross_entropy_backward", cross_entropy_backward);
+}
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,29 @@
+// The products around the logits, by torch's own: bfloat16 where csrc/ops/cross_entropy/rule.cpp
+// says so, else of tiles that are converted to float32.
+#pragma once
+
+#include "csrc/common.h"
+
+namespace fusedops::cpu {
+
+class Products {
+ public:
+  // input [rows, features], linear_weight [classes, features], linear_bias [classes] or undefined.
+  Products(const Tensor& input, const Tensor& linear_weight, const Tensor& linear_bias);
+
+  Tensor input;  // in the products' dtype
+
+  // Classes [first, first + n) of the weight, in that dtype.
+  Tensor weight(int64_t first, int64_t n) const;
+
+  // logits [rows, classes] of the rows from `from` on and the classes from `first` on.
+  void make(const Tensor& logits, int64_t from, int64_t first, const Tensor& weight) const;
+
+  // into += a b, in float32
+  static void add(const Tensor& into, const Tensor& a, const Tensor& b);
+
+ private:
+  Tensor linear_weight_, linear_bias_;
+};
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,237 @@
+// The sums are made in one pass. Exponentials are taken over a base near the largest z: that of the
+// first block, until a block has one so much larger that float32 would not hold its exponential.
+// Then the sum is scaled to the new base, and the block taken once more.
+
+#include "csrc/cpu/isa/cross_entropy.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "csrc/cpu/exp.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+constexpr int64_t kBlock = 1024;
+constexpr float kRoom = 32;  // how much larger than the base a z may be
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+enum class MapKind { none, scaled, capped };
+
+// tanh within 3 * 2^-24 of itself: a polynomial near 0, where 1 - 2 / (1 + exp(2 x)) cancels.
+inline __attribute__((always_inline)) Vec exact_tanh(Vec x) {
+  const Vec size = x.abs(), square = x * x, one(1.f);
+  const Vec p =
+      Horner()(square, -0.33333332f, 0.13333118f, -0.05391007f, 0.02131275f, -0.00661576f);
+  const Vec small = at::vec::fmadd(x, square * p, x);
+  const Vec large = one - Vec(2.f) / (one + exact_exp(size + size));
+  const Vec sign = Vec::blendv(one, Vec(-1.f), x < Vec(0.f));
+  return Vec::blendv(large * sign, small, size < Vec(0.55f));
+}
+
+// z, and its slope over x.
+template <MapKind kMap>
+class Map {
+ public:
+  explicit Map(const LogitMap& map)
+      : rate_(static_cast<float>(map.scale)),
+        inner_(static_cast<float>(kMap == MapKind::capped ? map.scale / map.softcap : map.scale)),
+        softcap_(static_cast<float>(map.softcap)) {}
+
+  inline __attribute__((always_inline)) Vec value(Vec x) const {
+    if constexpr (kMap == MapKind::none) return x;
+    if constexpr (kMap == MapKind::scaled) return x * inner_;
+    return exact_tanh(x * inner_) * softcap_;
+  }
+
+  struct Point {
+    Vec value, slope;
+  };
+  inline __attribute__((always_inline)) Point at(Vec x) const {
+    if constexpr (kMap != MapKind::capped) return {value(x), rate_};
+    const Vec t = exact_tanh(x * inner_);
+    return {t * softcap_, rate_ * (Vec(1.f) - t * t)};
+  }
+
+ private:
+  Vec rate_, inner_, softcap_;
+};
+
+// exp(x) for a sum of such, of which the largest is near 1: within 2^-24 there, and as far from a
+// small one as x log2 e is rounded.
+inline __attribute__((always_inline)) Vec exp_of_many(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const Vec y = x * Vec(1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEAREST_INT);
+  const Vec p = Horner()(r, 1.f, 0.69314718f, 0.24022646f, 0.05550329f, 0.0096185198f, 0.001339986f,
+                         0.00015337577f);
+  return _mm512_scalef_ps(p, y - r);
+#else
+  return exact_exp(x);
+#endif
+}
+
+inline Floats largest(const Floats& a, const Floats& b) {  // a NaN is
+  return {at::vec::maximum(a.lo, b.lo), at::vec::maximum(a.hi, b.hi)};
+}
+
+inline float largest(const Floats& v) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); },
+                                        at::vec::maximum(v.lo, v.hi));
+}
+
+// -infinity past the end of the row: it is not the largest, and its exponential is 0.
+inline Floats padded(const Floats& v, Full) { return v; }
+inline Floats padded(const Floats& v, Tail tail) {
+  const Vec none(-kInfinity);
+  return {Vec::set(none, v.lo, low(tail)), Vec::set(none, v.hi, high(tail))};
+}
+
+// Calls f with each step's z of n logits.
+template <class T, MapKind kMap, class Function>
+inline __attribute__((always_inline)) void each_z(const T* x, int64_t n, const Map<kMap>& map,
+                                                  const Function& f) {
+  each_step(n, [&](int64_t i, auto part) {
+    const auto v = load(x + i, part);
+    f(i, padded({map.value(v.lo), map.value(v.hi)}, part), part);
+  });
+}
+
+template <class T, MapKind kMap>
+float largest_of(const T* x, int64_t n, const Map<kMap>& map) {
+  Floats most = all(-kInfinity);
+  each_z(x, n, map, [&](int64_t, const Floats& z, auto) { most = largest(most, z); });
+  return largest(most);
+}
+
+struct Block {
+  float most, exponentials;
+};
+
+// The largest z, and the sum of exp(z - base).
+template <class T, MapKind kMap>
+Block sums_of(const T* x, int64_t n, const Map<kMap>& map, float base) {
+  Floats most = all(-kInfinity), total;
+  const Vec under(base);
+  each_z(x, n, map, [&](int64_t, const Floats& z, auto) {
+    most = largest(most, z);
+    total = total + Floats{exp_of_many(z.lo - under), exp_of_many(z.hi - under)};
+  });
+  return {largest(most), sum(total)};
+}
+
+// sum of w_c (z_c - base)
+template <class T, MapKind kMap>
+float weighted_sum(const T* x, int64_t n, const Map<kMap>& map, const float* weight, float base) {
+  Floats products;
+  each_z(x, n, map, [&](int64_t i, const Floats& z, auto part) {
+    const auto w = weight == nullptr ? all(1) : load(weight + i, part);
+    products = products + live(w * (z - all(base)), part);
+  });
+  return sum(products);
+}
+
+template <MapKind kMap>
+inline float value_of(float x, const Map<kMap>& map) {
+  float z[Vec::size()];
+  map.value(Vec(x)).store(z);
+  return z[0];
+}
+
+template <class T, MapKind kMap, bool kWeighted>
+void add(const Logits& logits, LogitSums& sums) {
+  const auto* const x = static_cast<const T*>(logits.x);
+  const Map<kMap> map(logits.map);
+  for (int64_t i = 0; i < logits.n; i += kBlock) {
+    const int64_t n = std::min(kBlock, logits.n - i);
+    if (sums.base == -kInfinity) sums.base = largest_of(x + i, n, map);
+    if constexpr (kWeighted) {
+      if (std::isnan(sums.origin)) sums.origin = std::isinf(sums.base) ? 0 : sums.base;
+      const float* const weight = logits.weight == nullptr ? nullptr : logits.weight + i;
+      sums.weighted += weighted_sum(x + i, n, map, weight, sums.origin);
+    }
+    if (sums.base == -kInfinity) continue;
+    auto block = sums_of(x + i, n, map, sums.base);
+    if (!(block.most <= sums.base + kRoom)) {
+      sums.exponentials *= std::exp(static_cast<double>(sums.base) - block.most);
+      sums.base = block.most;
+      block = sums_of(x + i, n, map, sums.base);
+    }
+    sums.exponentials += block.exponentials;
+  }
+  if (0 <= logits.target && logits.target < logits.n) {
+    sums.target = value_of(static_cast<float>(x[logits.target]), map);
+  }
+}
+
+template <class T, class To, MapKind kMap, bool kSmooth>
+void write(const Logits& logits, const LogitGradient& of, To* dx) {
+  const auto* const x = static_cast<const T*>(logits.x);
+  const Map<kMap> map(logits.map);
+  const float high = static_cast<float>(of.lse);
+  const Vec lse(high), rest(static_cast<float>(of.lse - high));
+  const Vec softmax(static_cast<float>(of.target + of.smooth * of.all + of.square));
+  const Vec smooth(static_cast<float>(of.smooth));
+  const auto gradient = [&](Vec v, Vec weight) __attribute__((always_inline)) {
+    const auto at = map.at(v);
+    Vec d = softmax * exp_of<To>(at.value - lse - rest, Vec(1.f));
+    if constexpr (kSmooth) d = at::vec::fnmadd(smooth, weight, d);
+    return kMap == MapKind::none ? d : d * at.slope;
+  };
+  // The target's logit, before it is written over.
+  const bool here = 0 <= logits.target && logits.target < logits.n;
+  const float t = here ? static_cast<float>(x[logits.target]) : 0;
+  each_step(logits.n, [&](int64_t i, auto part) {
+    const auto v = load(x + i, part);
+    const auto w = kSmooth && logits.weight != nullptr ? load(logits.weight + i, part) : all(1);
+    store(dx + i, {gradient(v.lo, w.lo), gradient(v.hi, w.hi)}, part);
+  });
+  if (!here) return;
+  const auto& [scale, softcap] = logits.map;
+  const double bent = kMap == MapKind::capped ? std::tanh(t * scale / softcap) : 0;
+  const double w = logits.weight == nullptr ? 1 : logits.weight[logits.target];
+  const double p = std::exp(value_of(t, map) - of.lse);
+  const double dz = of.target * (p - 1) + of.smooth * (of.all * p - w) + of.square * p;
+  dx[logits.target] = static_cast<To>(static_cast<float>(dz * scale * (1 - bent * bent)));
+}
+
+// Calls f<T, kMap>() for the logits' dtype and map.
+template <class T, class Function>
+void with_map(const LogitMap& map, const Function& f) {
+  if (map.softcap != 0) return f.template operator()<T, MapKind::capped>();
+  if (map.scale != 1) return f.template operator()<T, MapKind::scaled>();
+  f.template operator()<T, MapKind::none>();
+}
+
+template <class Function>
+void with_types(const Logits& logits, const Function& f) {
+  switch (logits.dtype) {
+    case Dtype::float32: return with_map<float>(logits.map, f);
+    case Dtype::bfloat16: return with_map<BFloat16>(logits.map, f);
+    case Dtype::float16: return with_map<Half>(logits.map, f);
+  }
+}
+
+template <class T, class To, MapKind kMap>
+void write_to(const Logits& logits, const LogitGradient& of, void* dx) {
+  if (of.smooth != 0) return write<T, To, kMap, true>(logits, of, static_cast<To*>(dx));
+  write<T, To, kMap, false>(logits, of, static_cast<To*>(dx));
+}
+
+}  // namespace
+
+void add_logits(const Logits& logits, bool weighted, LogitSums& sums) {
+  with_types(logits, [&]<class T, MapKind kMap>() {
+    weighted ? add<T, kMap, true>(logits, sums) : add<T, kMap, false>(logits, sums);
+  });
+}
+
+void logit_gradients(const Logits& logits, const LogitGradient& of, void* dx, Dtype to) {
+  with_types(logits, [&]<class T, MapKind kMap>() {
+    if (to == dtype_of<T>) return write_to<T, T, kMap>(logits, of, dx);
+    if constexpr (std::is_same_v<T, float>) {  // of a product
+      if (to == Dtype::bfloat16) return write_to<float, BFloat16, kMap>(logits, of, dx);
+    }
+  });
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

@@ -1,0 +1,16 @@
+// The loops of cross entropy over logits that lie side by side. Formulas: csrc/cross_entropy.h.
+#pragma once
+
+#include "csrc/cpu/isa.h"
+#include "csrc/cross_entropy.h"
+
+namespace fusedops::cpu {
+
+// Adds these logits to the row's sums; weighted: to `weighted` too.
+FUSEDOPS_ISA_FUNCTION(add_logits, const Logits& logits, bool weighted, LogitSums& sums)
+
+// Writes dx in dtype `to`, which may be where the logits are.
+FUSEDOPS_ISA_FUNCTION(logit_gradients, const Logits& logits, const LogitGradient& of, void* dx,
+                      Dtype to)
+
+}  // namespace fusedops::cpu

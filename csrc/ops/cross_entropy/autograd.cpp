@@ -1,0 +1,218 @@
+// cross_entropy: autograd, autocast, and the choice between kernels and ATen calls. The schemas of
+// both operators.
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+#include "csrc/ops/autograd.h"
+#include "csrc/ops/cross_entropy/cross_entropy.h"
+#include "csrc/ops/cross_entropy/scaled.h"
+
+namespace fusedops {
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+Loss forward(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
+             const CrossEntropyOptions& options, c10::ScalarType dtype, bool with_gradient) {
+  static const auto op = handle<decltype(cross_entropy_outputs)>("fusedops::cross_entropy_forward");
+  return op.call(input, target, weight, options.ignore_index, options.reduction, options.how(),
+                 dtype, with_gradient);
+}
+
+// Written out, as the norms' is. Keeps the logits, or the gradient that the forward has made.
+struct CrossEntropyBackwardNode : torch::autograd::Node {
+  CrossEntropyOptions options;
+  bool made;  // `input` is its gradient
+  SavedVariable input, target, weight, lse, total;
+
+  std::string name() const override { return "FusedCrossEntropyBackward"; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto* saved : {&input, &target, &weight, &lse, &total}) saved->reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!grads[0].defined()) return variable_list(1);
+    return {run(grads[0])};
+  }
+
+  Tensor run(const Tensor& grad) {
+    if (made) {
+      TORCH_CHECK(!at::GradMode::is_enabled(),
+                  "cross_entropy: grad_in_forward=True keeps no logits, so it has no double "
+                  "backward");
+      return scaled_gradient(input.unpack(), grad);
+    }
+    const auto input_ = input.unpack(), target_ = target.unpack();
+    const auto weight_ = optional(weight.unpack());
+    if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
+      return cross_entropy_gradient(grad, input_, target_, weight_, options);
+    }
+    static const auto op =
+        handle<decltype(cross_entropy_backward_outputs)>("fusedops::cross_entropy_backward");
+    return op.call(grad, input_, target_, weight_, lse.unpack(), total.unpack(),
+                   options.ignore_index, options.reduction, options.how());
+  }
+};
+
+Tensor with_gradient(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
+                     const CrossEntropyOptions& options, c10::ScalarType dtype,
+                     bool grad_in_forward) {
+  const auto node = make_node<CrossEntropyBackwardNode>();
+  node->set_next_edges(torch::autograd::collect_next_edges(input));
+  const auto [loss, lse, total, dinput] = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return forward(input, target, weight, options, dtype, grad_in_forward);
+  }();
+  torch::autograd::set_history(loss, node);
+  node->options = options;
+  node->made = grad_in_forward;
+  node->input = SavedVariable(grad_in_forward ? dinput : input, false);
+  if (grad_in_forward) return loss;
+  node->target = SavedVariable(target, false);
+  node->weight = SavedVariable(value_or_undefined(weight), false);
+  node->lse = SavedVariable(lse, false);
+  node->total = SavedVariable(total, false);
+  return loss;
+}
+
+// Whether the kernels take it: rows of logits, and classes to find among them.
+bool has_kernel(const Tensor& input, const Tensor& target, const OptionalTensor& weight) {
+  return input.dim() == 2 && (input.sym_stride(1) == 1 || input.sym_size(1) == 1) &&
+         target.scalar_type() == at::kLong && !needs_composite({input, weight}) &&
+         !needs_gradient({weight});
+}
+
+// [N, C, ...] as rows, where the classes lie side by side.
+Tensor as_rows(const Tensor& input) {
+  if (input.dim() == 1) return input.unsqueeze(0);
+  if (input.dim() == 2) return input;
+  const auto last = input.movedim(1, -1);
+  if (last.sym_stride(-1) != 1 || input.scalar_type() == at::kDouble) return input;
+  return last.flatten(0, -2);
+}
+
+Tensor of_rows(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
+               const CrossEntropyOptions& options, bool grad_in_forward, c10::ScalarType dtype) {
+  if (needs_gradient({input})) {
+    return with_gradient(input, target, weight, options, dtype, grad_in_forward);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return std::get<0>(forward(input, target, weight, options, dtype, false));
+}
+
+c10::ScalarType autocast_dtype(const Tensor& input, std::optional<c10::ScalarType> dtype) {
+  return dtype.value_or(accumulation_dtype(input.scalar_type()));
+}
+
+Tensor cross_entropy_autocast(const Tensor& input, const Tensor& target,
+                              const OptionalTensor& weight, int64_t ignore_index,
+                              std::string_view reduction, double label_smoothing, double z_loss,
+                              std::optional<double> softcap, std::optional<double> scale,
+                              bool grad_in_forward, std::optional<c10::ScalarType> dtype) {
+  const c10::impl::ExcludeDispatchKeyGuard off(c10::autocast_dispatch_keyset);
+  return cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing, z_loss,
+                       softcap, scale, grad_in_forward, autocast_dtype(input, dtype));
+}
+
+}  // namespace
+
+CrossEntropyOptions::CrossEntropyOptions(const char* op, int64_t ignore_index,
+                                         std::string_view reduction, double label_smoothing,
+                                         double z_loss, std::optional<double> softcap,
+                                         std::optional<double> scale)
+    : ignore_index(ignore_index),
+      reduction(static_cast<int64_t>(reduction == "none"  ? Reduction::none
+                                     : reduction == "sum" ? Reduction::sum
+                                                          : Reduction::mean)),
+      label_smoothing(label_smoothing),
+      z_loss(z_loss),
+      map{scale.value_or(1), softcap.value_or(0)} {
+  TORCH_CHECK_VALUE(reduction == "none" || reduction == "sum" || reduction == "mean", op,
+                    ": reduction must be 'none', 'mean' or 'sum', got '", reduction, "'");
+  TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op,
+              ": label_smoothing must be from 0 to 1, got ", label_smoothing);
+  TORCH_CHECK_VALUE(!softcap || *softcap > 0, op, ": softcap must be above 0, got ",
+                    softcap.value_or(0));
+}
+
+Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
+                     int64_t ignore_index, std::string_view reduction, double label_smoothing,
+                     double z_loss, std::optional<double> softcap, std::optional<double> scale,
+                     bool grad_in_forward, std::optional<c10::ScalarType> dtype) {
+  const CrossEntropyOptions options("cross_entropy", ignore_index, reduction, label_smoothing,
+                                    z_loss, softcap, scale);
+  cross_entropy_check("cross_entropy", input, input.sym_sizes(), target, weight, dtype);
+  const bool indices = target.scalar_type() == at::kLong;
+  const auto rows = indices ? as_rows(input) : input;
+  if (!indices || rows.dim() != 2 || !has_kernel(rows, target, weight)) {
+    return cross_entropy_formula(input, target, weight, options, dtype);
+  }
+  const auto loss = of_rows(rows, target.reshape({-1}), weight, options, grad_in_forward,
+                            dtype.value_or(input.scalar_type()));
+  return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
+}
+
+TORCH_LIBRARY_FRAGMENT(fusedops, m) {
+  const std::vector<at::Tag> pure{at::Tag::pt2_compliant_tag};
+  m.def("cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int ignore_index=-100,"
+        " str reduction='mean', float label_smoothing=0.0, *, float z_loss=0.0,"
+        " float? softcap=None, float? scale=None, bool grad_in_forward=False,"
+        " ScalarType? dtype=None) -> Tensor",
+        pure);
+  m.def("linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *,"
+        " Tensor? linear_bias=None, Tensor? weight=None, int ignore_index=-100,"
+        " str reduction='mean', float label_smoothing=0.0, float z_loss=0.0,"
+        " float? softcap=None, float? scale=None, ScalarType? dtype=None) -> Tensor",
+        pure);
+  m.def("cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index,"
+        " int reduction, float[] how, ScalarType dtype, bool with_gradient)"
+        " -> (Tensor loss, Tensor lse, Tensor total, Tensor dinput)",
+        pure);
+  m.def("cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight,"
+        " Tensor lse, Tensor total, int ignore_index, int reduction, float[] how) -> Tensor",
+        pure);
+  m.def("linear_cross_entropy_forward(Tensor input, Tensor linear_weight, Tensor target,"
+        " Tensor? linear_bias, Tensor? weight, int ignore_index, int reduction, float[] how,"
+        " ScalarType dtype, bool[3] gradients) -> (Tensor loss, Tensor lse, Tensor total,"
+        " Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
+        pure);
+  m.def("linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor linear_weight,"
+        " Tensor target, Tensor? linear_bias, Tensor? weight, Tensor lse, Tensor total,"
+        " int ignore_index, int reduction, float[] how, bool[3] output_mask)"
+        " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
+        pure);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutograd, m) {
+  m.impl("cross_entropy", cross_entropy);
+}
+
+// Under vmap the same: it then sees ATen calls, not an operator to loop over.
+TORCH_LIBRARY_IMPL(fusedops, FuncTorchBatched, m) { m.impl("cross_entropy", cross_entropy); }
+
+TORCH_LIBRARY_IMPL(fusedops, AutocastCPU, m) { m.impl("cross_entropy", cross_entropy_autocast); }
+
+TORCH_LIBRARY_IMPL(fusedops, AutocastCUDA, m) { m.impl("cross_entropy", cross_entropy_autocast); }
+
+TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) {
+  m.impl("cross_entropy_forward", cross_entropy_composite);
+  m.impl("cross_entropy_backward", cross_entropy_backward_composite);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
+  m.impl("cross_entropy_forward", cross_entropy_outputs);
+  m.impl("cross_entropy_backward", cross_entropy_backward_outputs);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, Autograd, m) {
+  m.impl("cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace fusedops

@@ -1,0 +1,167 @@
+// Cross entropy in ATen calls: what runs where no kernel does, and the double backward.
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include "csrc/ops/cross_entropy/cross_entropy.h"
+
+namespace fusedops {
+namespace {
+
+Tensor mapped(const Tensor& x, const LogitMap& map) {
+  const auto z = map.scale == 1 ? x : x * map.scale;
+  return map.softcap == 0 ? z : at::tanh(z / map.softcap) * map.softcap;
+}
+
+OptionalTensor as(const OptionalTensor& t, c10::ScalarType dtype) {
+  return given(t) ? OptionalTensor(t->to(dtype)) : std::nullopt;
+}
+
+// w_t of each target, 0 where it is ignored.
+Tensor target_weight(const Tensor& target, const OptionalTensor& weight, int64_t ignore_index,
+                     c10::ScalarType dtype) {
+  const auto live = target != ignore_index;
+  if (!given(weight)) return live.to(dtype);
+  const auto of_target = weight->to(dtype).index({at::where(live, target, 0)});
+  return at::where(live, of_target, 0);
+}
+
+bool probabilities(const Tensor& target) { return at::isFloatingType(target.scalar_type()); }
+
+Tensor z_term(const Tensor& z, const Tensor& target, const OptionalTensor& weight,
+              const CrossEntropyOptions& options) {
+  const auto squares = at::logsumexp(z, z.dim() > 1).square() * options.z_loss;
+  const auto w = probabilities(target)
+                     ? at::ones_like(squares)
+                     : target_weight(target, weight, options.ignore_index, z.scalar_type());
+  const auto terms = at::where(w != 0, squares * w, 0);
+  if (options.is(Reduction::none)) return terms;
+  return options.is(Reduction::mean) ? terms.sum() / w.sum() : terms.sum();
+}
+
+// The gradient of each row's loss, [rows, 1]. A total of 0 has no gradient.
+Tensor row_gradient(const Tensor& grad, const Tensor& w, const CrossEntropyOptions& options) {
+  const auto g = grad.to(w.scalar_type());
+  if (options.is(Reduction::none)) return g.unsqueeze(-1);
+  if (options.is(Reduction::sum)) return g;
+  const auto total = w.sum();
+  return at::where(total != 0, g / total, 0);
+}
+
+// What a kernel keeps.
+std::tuple<Tensor, Tensor> kept(const Tensor& z, const Tensor& target, const OptionalTensor& weight,
+                                const CrossEntropyOptions& options) {
+  const auto w = target_weight(target, weight, options.ignore_index, at::kDouble);
+  return {at::logsumexp(z.to(at::kDouble), -1), w.sum()};
+}
+
+}  // namespace
+
+Tensor cross_entropy_formula(const Tensor& input, const Tensor& target,
+                             const OptionalTensor& weight, const CrossEntropyOptions& options,
+                             std::optional<c10::ScalarType> dtype) {
+  const auto wide = accumulation_dtype(input.scalar_type());
+  const auto z = mapped(input.to(wide), options.map);
+  const auto indices = target.scalar_type() == at::kByte ? target.to(at::kLong) : target;
+  const auto loss =
+      at::cross_entropy_loss_symint(z, probabilities(target) ? target.to(wide) : indices,
+                                    as(weight, wide), options.reduction, options.ignore_index,
+                                    options.label_smoothing);
+  const auto whole = options.z_loss == 0 ? loss : loss + z_term(z, indices, weight, options);
+  return whole.to(input.scalar_type() == at::kDouble ? at::kDouble
+                                                     : dtype.value_or(input.scalar_type()));
+}
+
+Tensor cross_entropy_gradient(const Tensor& grad, const Tensor& input, const Tensor& target,
+                              const OptionalTensor& weight, const CrossEntropyOptions& options) {
+  const auto wide = accumulation_dtype(input.scalar_type());
+  const auto z = mapped(input.to(wide), options.map);
+  const auto w = target_weight(target, weight, options.ignore_index, wide);
+  const auto live = (target != options.ignore_index).unsqueeze(-1);
+  const double smoothing = options.label_smoothing;
+  const at::Scalar classes(input.sym_size(-1));
+  const auto class_weight = given(weight) ? weight->to(wide) : at::ones_like(z.slice(0, 0, 1));
+
+  const auto softmax = at::softmax(z, -1), lse = at::logsumexp(z, -1, true);
+  const auto wt = w.unsqueeze(-1);
+  const auto onehot = at::arange(classes, target.options()).eq(target.unsqueeze(-1));
+  auto dz = softmax * (wt * (lse * (2 * options.z_loss) + (1 - smoothing))) -
+            at::where(onehot, wt * (1 - smoothing), 0);
+  if (smoothing != 0) {
+    dz = dz + (softmax * class_weight.sum() - class_weight) * smoothing / classes;
+  }
+  auto dx = at::where(live, dz * row_gradient(grad, w, options), 0) * options.map.scale;
+  if (options.map.softcap != 0) dx = dx * (1 - (z / options.map.softcap).square());
+  return dx.to(input.scalar_type());
+}
+
+LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const Tensor& input,
+                                               const Tensor& linear_weight, const Tensor& target,
+                                               const OptionalTensor& linear_bias,
+                                               const OptionalTensor& weight,
+                                               const CrossEntropyOptions& options,
+                                               std::array<bool, 3> output_mask) {
+  if (output_mask == std::array<bool, 3>{}) return {};
+  const auto logits = at::linear(input, linear_weight, linear_bias);
+  const auto dlogits = cross_entropy_gradient(grad, logits, target, weight, options);
+  return {output_mask[0] ? at::mm(dlogits, linear_weight) : Tensor(),
+          output_mask[1] ? at::mm(dlogits.t(), input) : Tensor(),
+          output_mask[2] && given(linear_bias) ? dlogits.sum(0) : Tensor()};
+}
+
+Loss cross_entropy_composite(const Tensor& input, const Tensor& target,
+                             const OptionalTensor& weight, int64_t ignore_index, int64_t reduction,
+                             Numbers how, c10::ScalarType dtype, bool with_gradient) {
+  cross_entropy_outputs(input, target, weight, ignore_index, reduction, how, dtype, with_gradient);
+  const CrossEntropyOptions options(ignore_index, reduction, how);
+  const auto loss = cross_entropy_formula(input, target, weight, options, dtype);
+  const auto z = mapped(input.to(accumulation_dtype(input.scalar_type())), options.map);
+  const auto [lse, total] = kept(z, target, weight, options);
+  Tensor dinput;
+  if (with_gradient) {
+    dinput = cross_entropy_gradient(at::ones_like(loss), input, target, weight, options);
+  }
+  return {loss, lse, total, dinput};
+}
+
+Tensor cross_entropy_backward_composite(const Tensor& grad, const Tensor& input,
+                                        const Tensor& target, const OptionalTensor& weight,
+                                        const Tensor& lse, const Tensor& total,
+                                        int64_t ignore_index, int64_t reduction, Numbers how) {
+  cross_entropy_backward_outputs(grad, input, target, weight, lse, total, ignore_index, reduction,
+                                 how);
+  return cross_entropy_gradient(grad, input, target, weight, {ignore_index, reduction, how})
+      .contiguous();
+}
+
+LinearLoss linear_cross_entropy_composite(const Tensor& input, const Tensor& linear_weight,
+                                          const Tensor& target, const OptionalTensor& linear_bias,
+                                          const OptionalTensor& weight, int64_t ignore_index,
+                                          int64_t reduction, Numbers how, c10::ScalarType dtype,
+                                          std::array<bool, 3> gradients) {
+  linear_cross_entropy_outputs(input, linear_weight, target, linear_bias, weight, ignore_index,
+                               reduction, how, dtype, gradients);
+  const auto logits = at::linear(input, linear_weight, linear_bias);
+  const auto [loss, lse, total, none] =
+      cross_entropy_composite(logits, target, weight, ignore_index, reduction, how, dtype, false);
+  const auto [dinput, dweight, dbias] =
+      linear_cross_entropy_gradients(at::ones_like(loss), input, linear_weight, target, linear_bias,
+                                     weight, {ignore_index, reduction, how}, gradients);
+  return {loss, lse, total, dinput, dweight, dbias};
+}
+
+LinearGradients linear_cross_entropy_backward_composite(
+    const Tensor& grad, const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+    const OptionalTensor& linear_bias, const OptionalTensor& weight, const Tensor& lse,
+    const Tensor& total, int64_t ignore_index, int64_t reduction, Numbers how,
+    std::array<bool, 3> output_mask) {
+  linear_cross_entropy_backward_outputs(grad, input, linear_weight, target, linear_bias, weight,
+                                        lse, total, ignore_index, reduction, how, output_mask);
+  const auto [dinput, dweight, dbias] =
+      linear_cross_entropy_gradients(grad, input, linear_weight, target, linear_bias, weight,
+                                     {ignore_index, reduction, how}, output_mask);
+  const auto contiguous = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
+  return {contiguous(dinput), contiguous(dweight), contiguous(dbias)};
+}
+
+}  // namespace fusedops

@@ -1,0 +1,211 @@
+// linear_cross_entropy: autograd, autocast, and the choice between kernels and ATen calls.
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "csrc/ops/autograd.h"
+#include "csrc/ops/cross_entropy/cross_entropy.h"
+#include "csrc/ops/cross_entropy/scaled.h"
+
+namespace fusedops {
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+LinearLoss forward(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                   const OptionalTensor& linear_bias, const OptionalTensor& weight,
+                   const CrossEntropyOptions& options, c10::ScalarType dtype,
+                   std::array<bool, 3> gradients) {
+  static const auto op =
+      handle<decltype(linear_cross_entropy_outputs)>("fusedops::linear_cross_entropy_forward");
+  return op.call(input, linear_weight, target, linear_bias, weight, options.ignore_index,
+                 options.reduction, options.how(), dtype, gradients);
+}
+
+// Written out, as the norms' is. Keeps no logits: either the forward has made the gradients, or the
+// backward computes the logits again.
+struct LinearCrossEntropyBackwardNode : torch::autograd::Node {
+  CrossEntropyOptions options;
+  bool made;
+  SavedVariable input, linear_weight, linear_bias, target, weight, lse, total;
+  SavedVariable dinput, dlinear_weight, dlinear_bias;
+
+  std::string name() const override { return "FusedLinearCrossEntropyBackward"; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto* saved : {&input, &linear_weight, &linear_bias, &target, &weight, &lse, &total,
+                        &dinput, &dlinear_weight, &dlinear_bias}) {
+      saved->reset_data();
+    }
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!grads[0].defined()) return variable_list(3);
+    const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
+                                   task_should_compute_output(2)};
+    const auto [dx, dw, db] = run(grads[0], mask);
+    return {dx, dw, db};
+  }
+
+  LinearGradients run(const Tensor& grad, std::array<bool, 3> mask) {
+    if (made && !at::GradMode::is_enabled()) {
+      const auto of = [&](bool wanted, const SavedVariable& saved) {
+        return wanted ? scaled_gradient(saved.unpack(), grad) : Tensor();
+      };
+      return {of(mask[0], dinput), of(mask[1], dlinear_weight), of(mask[2], dlinear_bias)};
+    }
+    const auto x = input.unpack(), w = linear_weight.unpack(), t = target.unpack();
+    const auto b = optional(linear_bias.unpack()), class_weight = optional(weight.unpack());
+    if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
+      return linear_cross_entropy_gradients(grad, x, w, t, b, class_weight, options, mask);
+    }
+    static const auto op = handle<decltype(linear_cross_entropy_backward_outputs)>(
+        "fusedops::linear_cross_entropy_backward");
+    return op.call(grad, x, w, t, b, class_weight, lse.unpack(), total.unpack(),
+                   options.ignore_index, options.reduction, options.how(), mask);
+  }
+};
+
+// Whether the forward makes the gradients. It sums a weight's over pieces of the rows, in float32,
+// for which the gradient itself is the place where the weight is float32; and of "none" each row's
+// gradient of the loss would have to be known.
+bool makes_gradients(const Tensor& linear_weight, const CrossEntropyOptions& options) {
+  const bool in_place = linear_weight.scalar_type() == at::kFloat;
+  return !options.is(Reduction::none) && (in_place || !linear_weight.requires_grad());
+}
+
+Tensor with_gradient(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                     const OptionalTensor& linear_bias, const OptionalTensor& weight,
+                     const CrossEntropyOptions& options, c10::ScalarType dtype) {
+  const auto bias = value_or_undefined(linear_bias);
+  const auto node = make_node<LinearCrossEntropyBackwardNode>();
+  node->set_next_edges(torch::autograd::collect_next_edges(input, linear_weight, bias));
+  node->options = options;
+  node->made = makes_gradients(linear_weight, options);
+  const auto wanted = [&](const Tensor& t) { return node->made && needs_gradient({t}); };
+  const auto [loss, lse, total, dinput, dlinear_weight, dlinear_bias] = [&] {
+    const std::array<bool, 3> gradients{wanted(input), wanted(linear_weight), wanted(bias)};
+    at::AutoDispatchBelowADInplaceOrView below;
+    return forward(input, linear_weight, target, linear_bias, weight, options, dtype, gradients);
+  }();
+  torch::autograd::set_history(loss, node);
+  node->input = SavedVariable(input, false);
+  node->linear_weight = SavedVariable(linear_weight, false);
+  node->linear_bias = SavedVariable(bias, false);
+  node->target = SavedVariable(target, false);
+  node->weight = SavedVariable(value_or_undefined(weight), false);
+  node->lse = SavedVariable(lse, false);
+  node->total = SavedVariable(total, false);
+  node->dinput = SavedVariable(dinput, false);
+  node->dlinear_weight = SavedVariable(dlinear_weight, false);
+  node->dlinear_bias = SavedVariable(dlinear_bias, false);
+  return loss;
+}
+
+bool has_kernel(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                const OptionalTensor& linear_bias, const OptionalTensor& weight) {
+  return linear_weight.dim() == 2 && target.scalar_type() == at::kLong &&
+         !needs_composite({input, linear_weight, linear_bias, weight}) && !needs_gradient({weight});
+}
+
+// The formula with all logits.
+Tensor plain(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+             const OptionalTensor& linear_bias, const OptionalTensor& weight,
+             const CrossEntropyOptions& options, std::optional<c10::ScalarType> dtype) {
+  const auto bias = given(linear_bias) ? OptionalTensor(linear_bias->flatten()) : std::nullopt;
+  auto logits = at::linear(input, linear_weight.flatten(0, -2), bias);
+  if (linear_weight.dim() == 2 && input.dim() > 2) {
+    const auto loss =
+        cross_entropy_formula(logits.flatten(0, -2), target.flatten(), weight, options, dtype);
+    return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
+  }
+  if (linear_weight.dim() > 2) {
+    const auto classes = linear_weight.sym_sizes().slice(0, linear_weight.dim() - 1);
+    logits = logits.unflatten_symint(-1, classes);
+  }
+  return cross_entropy_formula(logits, target, weight, options, dtype);
+}
+
+template <c10::DispatchKey key, c10::DeviceType device>
+Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& linear_weight,
+                                     const Tensor& target, const OptionalTensor& linear_bias,
+                                     const OptionalTensor& weight, int64_t ignore_index,
+                                     std::string_view reduction, double label_smoothing,
+                                     double z_loss, std::optional<double> softcap,
+                                     std::optional<double> scale,
+                                     std::optional<c10::ScalarType> dtype) {
+  const c10::impl::ExcludeDispatchKeyGuard off(key);
+  const auto to = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(to, t, device); };
+  const auto bias = given(linear_bias) ? OptionalTensor(cast(*linear_bias)) : std::nullopt;
+  const auto x = cast(input);
+  const auto wide = dtype.value_or(accumulation_dtype(x.scalar_type()));
+  return linear_cross_entropy(x, cast(linear_weight), target, bias, weight, ignore_index, reduction,
+                              label_smoothing, z_loss, softcap, scale, wide);
+}
+
+}  // namespace
+
+Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                            const OptionalTensor& linear_bias, const OptionalTensor& weight,
+                            int64_t ignore_index, std::string_view reduction,
+                            double label_smoothing, double z_loss, std::optional<double> softcap,
+                            std::optional<double> scale, std::optional<c10::ScalarType> dtype) {
+  const CrossEntropyOptions options("linear_cross_entropy", ignore_index, reduction,
+                                    label_smoothing, z_loss, softcap, scale);
+  linear_cross_entropy_check(input, linear_weight, target, linear_bias, weight, dtype);
+  if (!has_kernel(input, linear_weight, target, linear_bias, weight)) {
+    return plain(input, linear_weight, target, linear_bias, weight, options, dtype);
+  }
+  const auto rows = input.dim() == 2 ? input : input.reshape_symint({-1, input.sym_size(-1)});
+  const auto targets = target.reshape({-1});
+  const auto to = dtype.value_or(input.scalar_type());
+  const auto loss = [&] {
+    if (needs_gradient({rows, linear_weight, linear_bias})) {
+      return with_gradient(rows, linear_weight, targets, linear_bias, weight, options, to);
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    return std::get<0>(forward(rows, linear_weight, targets, linear_bias, weight, options, to, {}));
+  }();
+  return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
+}
+
+TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutograd, m) {
+  m.impl("linear_cross_entropy", linear_cross_entropy);
+}
+
+// Under vmap the same: it then sees ATen calls, not an operator to loop over.
+TORCH_LIBRARY_IMPL(fusedops, FuncTorchBatched, m) {
+  m.impl("linear_cross_entropy", linear_cross_entropy);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, AutocastCPU, m) {
+  m.impl("linear_cross_entropy",
+         linear_cross_entropy_autocast<c10::DispatchKey::AutocastCPU, c10::DeviceType::CPU>);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, AutocastCUDA, m) {
+  m.impl("linear_cross_entropy",
+         linear_cross_entropy_autocast<c10::DispatchKey::AutocastCUDA, c10::DeviceType::CUDA>);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) {
+  m.impl("linear_cross_entropy_forward", linear_cross_entropy_composite);
+  m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_composite);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
+  m.impl("linear_cross_entropy_forward", linear_cross_entropy_outputs);
+  m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_outputs);
+}
+
+TORCH_LIBRARY_IMPL(fusedops, Autograd, m) {
+  m.impl("linear_cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("linear_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace fusedops

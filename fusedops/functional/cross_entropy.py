@@ -1,0 +1,176 @@
+"""cross_entropy and linear_cross_entropy, torch's, and their references.
+
+The softmax's denominator in one pass over the logits: Milakov and Gimelshein, arXiv:1805.02867. Of
+a product with the head's weight the logits exist a tile at a time: Wijmans et al.,
+arXiv:2411.09009.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn._reduction import legacy_get_string
+
+from fusedops.extension import _C, traced
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    grad_in_forward: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`F.cross_entropy` in one pass over the logits forward, and one backward.
+
+        z = softcap tanh(scale input / softcap)      without a softcap: scale input
+        lse = log sum_c exp(z_c)
+        loss = w_t ((1 - a) (lse - z_t) + z_loss lse^2) + a / C sum_c w_c (lse - z_c)
+
+    with a = label_smoothing. input: [C], [N, C] or [N, C, ...] logits, float32, float16, bfloat16
+    or float64, of any strides; the classes of a row are read where they lie together, as in
+    `logits.transpose(1, 2)`, and by ATen calls otherwise. target: int64 class indices of input's
+    shape without C, or probabilities of its shape, which go by ATen calls too; w_t of their z_loss
+    is 1. weight: [C]. reduction: "mean" over the w_t of the targets that are not ignored (over N
+    with probabilities), "sum" or "none". Where every target is ignored the mean is NaN, as torch's,
+    and the gradients are zeros.
+
+    Returns the loss in dtype, by default the input's: `cross_entropy(x, t, dtype=torch.float32)` is
+    `F.cross_entropy(x.float(), t)` without the copy. Under autocast that is float32, as torch's.
+    Computed in float32 (float64 for float64). The gradient is made in backward, or with
+    grad_in_forward in the forward pass, which reads the logits once less and keeps the gradient in
+    their place; the logits are never written to. Raises RuntimeError when a shape or a dtype does
+    not fit, IndexError for a target that is no class (on a GPU its loss is NaN), ValueError for
+    another reduction. Szegedy et al., arXiv:1512.00567 (label_smoothing); Chowdhery et al.,
+    arXiv:2204.02311 (z_loss).
+    """
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce)
+    run = torch.ops.fusedops.cross_entropy if traced(input, target, weight) else _C.cross_entropy
+    return run(
+        input,
+        target,
+        weight,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        scale=scale,
+        grad_in_forward=grad_in_forward,
+        dtype=dtype,
+    )
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`cross_entropy(F.linear(input, linear_weight, linear_bias), target)` without the logits.
+
+    They exist a tile at a time, in float32. input: [..., H]. linear_weight: [C, H]. target: int64
+    class indices [...]. linear_bias, weight: [C]. Input and linear_weight have one dtype, float32,
+    float16 or bfloat16 (float64 by ATen calls, with all logits, as are probabilities and the
+    linear_weight [C, d1, ..., H] of a K-dimensional loss). All strides do. The other arguments, the
+    formula and the result are `cross_entropy`'s.
+
+    Gradients are summed in float32 and rounded once. In 16 bits the backward computes the logits
+    again, which costs a product and saves the float32 sum of the weight's gradient; in float32, or
+    for a frozen linear_weight, the forward makes the gradients of "mean" and "sum". Rows whose
+    target is ignored cost nothing on a CPU. Raises RuntimeError when a shape or a dtype does not
+    fit, IndexError and ValueError as `cross_entropy`.
+    """
+    tensors = input, linear_weight, target, linear_bias, weight
+    op = torch.ops.fusedops.linear_cross_entropy
+    run = op if traced(*tensors) else _C.linear_cross_entropy
+    return run(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        scale=scale,
+        dtype=dtype,
+    )
+
+
+# References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.
+
+
+def cross_entropy_reference(
+    input,
+    target,
+    weight=None,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    *,
+    z_loss=0.0,
+    softcap=None,
+    scale=None,
+    grad_in_forward=False,
+    dtype=None,
+):
+    z = input if dtype in (None, input.dtype) or input.dtype == torch.float64 else input.to(dtype)
+    z = z if scale is None else z * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    weight = None if weight is None else weight.to(z.dtype)
+    loss = F.cross_entropy(
+        z,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    if z_loss == 0:
+        return loss
+    squares = z_loss * torch.logsumexp(z, min(1, z.dim() - 1)) ** 2
+    if target.is_floating_point():
+        counted = torch.ones_like(squares)
+    else:
+        live = target != ignore_index
+        counted = live if weight is None else live * weight[torch.where(live, target, 0)]
+    squares = torch.where(counted != 0, squares * counted, 0)
+    if reduction == "none":
+        return loss + squares
+    return loss + (squares.sum() / counted.sum() if reduction == "mean" else squares.sum())
+
+
+def linear_cross_entropy_reference(
+    input, linear_weight, target, *, linear_bias=None, dtype=None, **how
+):
+    classes = linear_weight.shape[:-1]
+    bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight.flatten(0, -2), bias)
+    if len(classes) == 1 and input.dim() > 2:
+        loss = cross_entropy_reference(logits.flatten(0, -2), target.flatten(), dtype=dtype, **how)
+        return loss.view(target.shape) if loss.dim() else loss
+    logits = logits.unflatten(-1, classes)
+    return cross_entropy_reference(logits, target, dtype=dtype, **how)
