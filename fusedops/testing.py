@@ -62,7 +62,8 @@ def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tenso
     """The outputs of `function(*args)` and the gradients of its floating arguments, by name.
 
     The random numbers (dropout, output gradients) are the same at each call. The output gradients
-    are drawn in float32, so that every dtype of `args` gets the same ones.
+    are drawn in float32, so that every dtype of `args` gets the same ones; that of a single number
+    is one that every dtype has, or its rounding would be an error of all gradients.
     """
     leaves = [a.detach().requires_grad_() if _floating(a) else a for a in args]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -70,7 +71,7 @@ def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tenso
         outputs = function(*leaves, **kwargs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.manual_seed(1)
-        cotangents = [torch.randn(o.shape).to(o) for o in outputs]
+        cotangents = [_cotangent(o) for o in outputs]
     found = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     inputs = [leaf for leaf in leaves if _floating(leaf)]
     live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
@@ -78,6 +79,11 @@ def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tenso
     grads = torch.autograd.grad(roots, inputs, directions, allow_unused=True)
     found |= {f"gradient {i}": g for i, g in enumerate(grads) if g is not None}
     return found
+
+
+def _cotangent(output: Tensor) -> Tensor:
+    drawn = torch.randn(output.shape)
+    return (drawn if output.dim() else drawn.bfloat16()).to(output)
 
 
 def yardstick(kernel: Tensor, eager: Tensor, exact: Tensor) -> str | None:

@@ -1,0 +1,90 @@
+"""What the tests of cross entropy share: arguments, options, backends."""
+
+import torch
+
+from fusedops.functional import cross_entropy, linear_cross_entropy
+from fusedops.functional.cross_entropy import (
+    cross_entropy_reference,
+    linear_cross_entropy_reference,
+)
+from fusedops.testing import backends, check, device_of
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+BACKENDS = [name for name in backends("cross_entropy") if name != "reference"]
+F32 = torch.float32
+
+# Name: keywords.
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 0.02, "reduction": "none"},
+    "scaled": {"scale": 0.3},
+    "capped": {"softcap": 3.0},
+    "all": {"softcap": 5.0, "scale": 2.0, "z_loss": 0.02, "label_smoothing": 0.3},
+    "all of none": {"softcap": 5.0, "scale": 0.4, "label_smoothing": 0.3, "reduction": "none"},
+}
+
+
+def interpreted(backend):
+    return backend == "triton" and device_of(backend).type == "cpu"
+
+
+def runs(backend, dtype):
+    """Triton's interpreter truncates bfloat16."""
+    return not (interpreted(backend) and dtype == torch.bfloat16)
+
+
+def targets(rows, classes, ignored=True, seed=3):
+    """Of which some are ignored where there are enough."""
+    draw = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, max(classes, 1), (rows,), generator=draw)
+    if ignored and rows > 2:
+        target[1 :: rows // 2] = -100
+    return target
+
+
+def logits(rows, classes, dtype=F32, offset=0.0):
+    draw = torch.Generator().manual_seed(4)
+    return (torch.randn(rows, classes, generator=draw) * 3 + offset).to(dtype)
+
+
+def class_weight(classes, dtype=F32):
+    return (torch.rand(classes, generator=torch.Generator().manual_seed(5)) + 0.1).to(dtype)
+
+
+def head(rows, features, classes, dtype=F32):
+    """input, linear_weight, linear_bias"""
+    draw = torch.Generator().manual_seed(6)
+    x = torch.randn(rows, features, generator=draw)
+    w = torch.randn(classes, features, generator=draw) * 3 / max(features, 1) ** 0.5
+    return x.to(dtype), w.to(dtype), torch.randn(classes, generator=draw).to(dtype)
+
+
+def in_dtype_of(x, t):
+    """Class weights follow the logits into float64; they have no gradient."""
+    return (
+        None if t is None else t.to(x.device, torch.float64 if x.dtype == torch.float64 else None)
+    )
+
+
+def compare(args, backend, weight=None, **how):
+    """args: logits and targets."""
+
+    def with_weight(run):
+        return lambda x, t: run(x, t, in_dtype_of(x, weight), **how)
+
+    check(with_weight(cross_entropy), with_weight(cross_entropy_reference), args, backend)
+
+
+def compare_linear(args, backend, weight=None, **how):
+    """args: input, linear_weight, targets and, if there is one, linear_bias."""
+
+    def of(run):
+        def called(x, w, t, b=None):
+            return run(x, w, t, linear_bias=b, weight=in_dtype_of(x, weight), **how)
+
+        return called
+
+    check(of(linear_cross_entropy), of(linear_cross_entropy_reference), args, backend)

@@ -1,0 +1,205 @@
+"""linear_cross_entropy: every backend through the same lines."""
+
+import pytest
+import torch
+from cross_entropy_cases import (
+    BACKENDS,
+    F32,
+    FLOATS,
+    OPTIONS,
+    class_weight,
+    compare_linear,
+    head,
+    runs,
+    targets,
+)
+
+import fusedops
+from fusedops import _C
+from fusedops.functional import cross_entropy, linear_cross_entropy
+from fusedops.functional.cross_entropy import linear_cross_entropy_reference
+from fusedops.testing import device_of, placed, poisoned, yardstick
+
+# rows, features, classes: one element, odd, past a tile of the kernels in each direction
+SHAPES = [(1, 1, 1), (40, 33, 19), (40, 64, 1025), (1030, 16, 2100)]
+ON = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(params=[False, True], ids=["float32 products", "bfloat16 products"])
+def products(request):
+    """Whether CPUs multiply bfloat16 as such; by itself that is the faster of both."""
+    _C.bfloat16_products(request.param)
+    yield request.param
+    _C.bfloat16_products(None)
+
+
+def skip_what_does_not_run(backend, dtype, products, shape):
+    if not runs(backend, dtype):
+        pytest.skip("the interpreter truncates bfloat16")
+    if products and (backend != "cpu" or dtype != torch.bfloat16):
+        pytest.skip("no products of bfloat16 here")
+    if backend != "cpu" and device_of(backend).type == "cpu" and shape[0] > 1000:
+        pytest.skip("slow in an interpreter")
+
+
+@ON
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("more", [False, True], ids=["", "weight and bias"])
+def test_forward_and_gradients(backend, dtype, options, shape, more, products):
+    skip_what_does_not_run(backend, dtype, products, shape)
+    rows, _, classes = shape
+    x, w, b = head(*shape, dtype)
+    args = (x, w, targets(rows, classes), b) if more else (x, w, targets(rows, classes))
+    weight = class_weight(classes, dtype) if more else None
+    compare_linear(args, backend, weight, **OPTIONS[options])
+
+
+@ON
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_frozen_weight(backend, dtype, reduction, products):
+    """Only the input has a gradient, and then only the bias."""
+    shape = 300, 40, 1500
+    skip_what_does_not_run(backend, dtype, products, shape)
+    x, w, b = head(*shape, dtype)
+    target = targets(300, 1500)
+    compare_linear((x, w, target, b), backend, reduction=reduction)
+
+    def of(run, *leaves, **how):
+        x, b = (t.clone().requires_grad_() for t in leaves)
+        loss = run(x, w.to(x.dtype), target, linear_bias=b, reduction=reduction)
+        cotangent = torch.full_like(loss, 0.5)
+        both = torch.autograd.grad(loss, (x, b), cotangent, retain_graph=True)
+        return *both, *torch.autograd.grad(loss, b, cotangent)
+
+    x, w, target, b = placed((x, w, target, b), device_of(backend))
+    with fusedops.backend(backend), poisoned():
+        found = of(linear_cross_entropy, x, b)
+    eager = of(linear_cross_entropy_reference, x, b)
+    exact = of(linear_cross_entropy_reference, x.double(), b.double())
+    for values in zip(found, eager, exact, strict=True):
+        assert yardstick(*values) is None
+
+
+@ON
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_float32_loss(backend, dtype, products):
+    shape = 90, 40, 1500
+    skip_what_does_not_run(backend, dtype, products, shape)
+    x, w, _ = head(*shape, dtype)
+    compare_linear((x, w, targets(90, 1500)), backend, dtype=F32)
+
+
+@ON
+@pytest.mark.parametrize("shape", [(0, 5, 7), (6, 0, 7), (0, 5, 0)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_empty(backend, shape, reduction):
+    x, w, b = head(*shape)
+    compare_linear((x, w, targets(shape[0], shape[2]), b), backend, reduction=reduction)
+
+
+@ON
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_target_is_ignored(backend, reduction, dtype):
+    leaves = placed(head(6, 12, 40, dtype), device_of(backend))
+    leaves = [t.requires_grad_() for t in leaves]
+    x, w, b = leaves
+    with fusedops.backend(backend), poisoned():
+        target = torch.full((6,), -100, device=x.device)
+        loss = linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction)
+        grads = torch.autograd.grad(loss.sum(), leaves)
+    assert loss.isnan().all() if reduction == "mean" else not loss.count_nonzero()
+    assert not any(g.count_nonzero() for g in grads)
+
+
+@ON
+def test_ignored_rows_are_not_looked_at(backend):
+    x, w, _ = head(9, 12, 40)
+    target = targets(9, 40, ignored=False)
+    x[4], target[4] = torch.nan, -100
+    x, w, target = placed((x, w, target), device_of(backend))
+    x.requires_grad_()
+    with fusedops.backend(backend):
+        loss = linear_cross_entropy(x, w, target)
+        (grad,) = torch.autograd.grad(loss, x)
+    assert loss.isfinite() and not grad[4].count_nonzero()
+    assert grad[[0, 8]].isfinite().all() and grad[8].count_nonzero()
+
+
+@ON
+def test_dimensions_of_rows(backend):
+    x, w, b = head(24, 16, 50)
+    target = targets(24, 50)
+    for shape in ((2, 3, 4), (24,), (1, 24)):
+        for reduction in ("mean", "none"):
+            args = x.view(*shape, 16), w, target.view(shape), b
+            compare_linear(args, backend, reduction=reduction)
+    compare_linear((x[0], w, target[0], b), backend)
+
+
+@ON
+def test_strides(backend):
+    x, w, b = head(24, 16, 50)
+    target = targets(24, 50)
+    for view in (
+        (x.t().contiguous().t(), w.t().contiguous().t(), b),
+        (x[::2].repeat_interleave(2, 0)[::1], w, b[:1].expand(50)),
+        (x[:, :8], w[:, 8:], b),
+        (x.flip(0)[:1].expand(24, -1), w.repeat(2, 1)[::2], b.repeat(2)[::2]),
+    ):
+        compare_linear((view[0], view[1], target, view[2]), backend)
+
+
+@ON
+def test_the_backward_may_run_again(backend):
+    """The gradients that the forward has made are given away by the last backward alone."""
+    x, w, _ = head(20, 16, 50)
+    x, w, target = placed((x, w, targets(20, 50)), device_of(backend))
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    with fusedops.backend(backend):
+        loss = linear_cross_entropy(x, w, target)
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        kept = [g.clone() for g in first]
+        for g in first:
+            g.zero_()
+        second = torch.autograd.grad(loss, leaves, torch.tensor(2.0).to(x), retain_graph=True)
+        third = torch.autograd.grad(loss, leaves)
+    for one, two, three in zip(kept, second, third, strict=True):
+        assert torch.equal(one * 2, two) and torch.equal(one, three)
+
+
+@ON
+def test_gradients_add_up_in_leaves(backend):
+    x, w, _ = head(20, 16, 50)
+    x, w, target = placed((x, w, targets(20, 50)), device_of(backend))
+    w.requires_grad_()
+    with fusedops.backend(backend):
+        loss = linear_cross_entropy(x, w, target)
+        loss.backward(retain_graph=True)
+        once = w.grad.clone()
+        loss.backward()
+    assert torch.equal(w.grad, 2 * once)
+
+
+@ON
+def test_as_cross_entropy_of_the_product(backend):
+    x, w, b = head(40, 16, 300)
+    x, w, b, target = placed((x, w, b, targets(40, 300)), device_of(backend))
+    with fusedops.backend(backend):
+        found = linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, z_loss=0.1)
+        logits = torch.nn.functional.linear(x, w, b)
+        expected = cross_entropy(logits, target, softcap=5.0, z_loss=0.1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_target_that_is_no_class():
+    x, w, _ = head(5, 4, 10)
+    target = targets(5, 10, ignored=False)
+    target[3] = 10
+    with pytest.raises(
+        IndexError, match="linear_cross_entropy: target must be a class from 0 to 9"
+    ):
+        linear_cross_entropy(x, w, target)
