@@ -20,7 +20,7 @@ class Answers:
         self.grads = tuple(torch.empty_like(y).normal_(generator=generator) for y in outputs)
         self.mode, self.inputs, self.leaves = mode, inputs, leaves(inputs)
         self.eager = self._results(lambda: reference(*inputs), self.leaves, self.grads)
-        wide = tuple(t.detach().double().requires_grad_(t.requires_grad) for t in inputs)
+        wide = tuple(_wide(t) for t in inputs)
         wide_grads = tuple(g.double() for g in self.grads)
         self.exact = self._results(lambda: reference(*wide), leaves(wide), wide_grads)
 
@@ -51,6 +51,12 @@ def fault(result: Tensor, eager: Tensor, exact: Tensor) -> str | None:
 
 def leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [t for t in inputs if t.requires_grad]
+
+
+def _wide(t: Tensor) -> Tensor:
+    """In float64; indices stay as they are."""
+    wide = t.detach().double() if t.is_floating_point() else t.detach()
+    return wide.requires_grad_(t.requires_grad)
 
 
 def as_tuple(outputs: Tensor | Sequence[Tensor]) -> Outputs:

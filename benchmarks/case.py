@@ -44,6 +44,7 @@ class Operation:
     reference: Callable[..., "Tensor | tuple[Tensor, ...]"]
     bytes_moved: Callable[..., int]  # (mode, *inputs) -> the fewest bytes that the work can move
     contenders: dict[str, Contender]
+    flops: Callable[..., int] | None = None  # (mode, *inputs) -> of work that arithmetic bounds
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,13 @@ def grad_mode(mode: str) -> AbstractContextManager:
     return torch.no_grad() if mode == FORWARD else torch.enable_grad()
 
 
-def bind(run: Run, mode: str, leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
-    """The call that is timed: the operation, its gradients, or both."""
+def bind(
+    run: Run, mode: str, leaves: Sequence[Tensor], grads: Sequence[Tensor] | None = None
+) -> Run:
+    """The call that is timed: the operation, its gradients, or both.
+
+    grads: of the outputs. A loss needs none, its own is then 1.
+    """
     if mode == FORWARD:
         return run
     if mode == TRAINING:

@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 from torch.cuda import Event
 
+from benchmarks.memory import Memory, nbytes
 from benchmarks.timing import Call, Machine, Stopwatch
 
 IN_GRAPH = 32  # calls in one graph: long against the launch of its replay
@@ -38,7 +39,7 @@ def machine() -> Machine:
     """The current CUDA device."""
     require()
     clocks = {"device": device, "graph": graph, "host": host}
-    return Machine(torch.device("cuda"), clocks, launches)
+    return Machine(torch.device("cuda"), clocks, launches, memory)
 
 
 def device(call: Call) -> Stopwatch:
@@ -105,6 +106,16 @@ def launches(call: Call) -> int:
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     return sum(event.device_type == on_device for event in profile.events())
+
+
+def memory(call: Call) -> Memory:
+    """Of a call, by the caching allocator; an untimed one has set up what stays."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = call()
+    return Memory(torch.cuda.max_memory_allocated() - before, nbytes(results))
 
 
 def flushes_before(call: Call) -> int:

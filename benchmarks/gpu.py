@@ -9,24 +9,32 @@ import multiprocessing
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from benchmarks import cuda, must_show, report, suites
 from benchmarks.case import Case
 from benchmarks.ceilings import ceilings, keep_busy
-from benchmarks.harness import Result, count_launches, run_case
+from benchmarks.harness import Result, count_launches, run_case, weigh
+from benchmarks.memory import Memory
+from benchmarks.must_show import OURS
 from benchmarks.record import Record
 from benchmarks.timing import Machine
 from fusedops.measure import environment, slug
 
-Launches = dict[str, dict[str, int]]  # by title and contender
+
+class Counted(NamedTuple):
+    """What is measured apart from the times: of each title, by contender."""
+
+    launches: dict[str, dict[str, int]]
+    memory: dict[str, dict[str, Memory]]
 
 
 def measure(args: Namespace, machine: Machine) -> int:
     """1 when a kernel of ours was wrong or a goal was missed, in any of `args.families`."""
     cases = {name: matching(name, args.match) for name in args.families}
-    launches = count_apart(args.families, args.match)
+    counted = count_apart(args.families, args.match)
     run = {"match": args.match, "ceilings": ceilings(machine)}
     keep_busy(machine, run["ceilings"])  # the clocks are those under load
     run["environment"] = environment(torch.get_num_threads(), machine.device)
@@ -37,7 +45,7 @@ def measure(args: Namespace, machine: Machine) -> int:
     for name, rows in cases.items():
         module = suites.family(name)
         record = Record(folder / f"{name}.json", module.GPU_ROWS, module.GPU_MUST_SHOW, run)
-        status |= _family(record, rows, launches, args.seconds, machine)
+        status |= _family(record, rows, counted, args.seconds, machine)
     return status
 
 
@@ -49,31 +57,37 @@ def matching(name: str, match: str) -> list[Case]:
     return cases
 
 
-def count_apart(families: list[str], match: str) -> Launches:
+def count_apart(families: list[str], match: str) -> Counted:
     """`count` in a process of its own, before the timing: a run that is cut short has counted."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         return child.submit(_count_here, families, match).result()
 
 
-def count(families: list[str], match: str, machine: Machine) -> Launches:
-    """The launches of each call that is asked about them."""
-    asked = [ask for name in families for ask in suites.family(name).GPU_MUST_SHOW if ask.launches]
-    cases = [ask.case for ask in asked if match in ask.case.title]
-    return {case.title: count_launches(case, machine) for case in cases}
+def count(families: list[str], match: str, machine: Machine) -> Counted:
+    """The launches and the memory of each call that is asked about them; of ours the memory."""
+    every = [ask for name in families for ask in suites.family(name).GPU_MUST_SHOW]
+    asked = [ask for ask in every if match in ask.case.title]
+    launching = [ask.case for ask in asked if ask.launches is not None]
+    weighed = {a.case.title: weigh(a.case, OURS, machine) for a in asked if a.beside is not None}
+    return Counted(
+        {case.title: count_launches(case, machine) for case in launching},
+        {title: {OURS: memory} for title, memory in weighed.items() if memory},
+    )
 
 
-def _count_here(families: list[str], match: str) -> Launches:
+def _count_here(families: list[str], match: str) -> Counted:
     return count(families, match, cuda.machine())
 
 
 def _family(
-    record: Record, cases: list[Case], launches: Launches, budget_s: float, machine: Machine
+    record: Record, cases: list[Case], counted: Counted, budget_s: float, machine: Machine
 ) -> int:
     results: list[Result] = []
     for case in cases:
         result = run_case(case, budget_s, machine, copy=case.clock == "device")
-        counted = launches.get(case.title, {})
-        result.launches = {name: n for name, n in counted.items() if name in result.seconds}
+        launches, memory = (of.get(case.title, {}) for of in counted)
+        result.launches = {name: n for name, n in launches.items() if name in result.seconds}
+        result.memory = {name: m for name, m in memory.items() if name in result.seconds}
         results.append(result)
         print(report.text(record.add(result, "torch's")), flush=True)
     goals = [goal for case in cases for goal in record.goals.get(case.title, [])]

@@ -1,5 +1,6 @@
 """Runs one case: makes the inputs, refuses what is wrong, times the rest beside a copy."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from torch.nn import Parameter
 
 from benchmarks.answers import Answers, leaves
 from benchmarks.case import Case, Contender, Run, Skip, bind, grad_mode, in_turn, with_inputs
+from benchmarks.memory import Memory
 from benchmarks.timing import Call, Clock, Machine, Timed, interleaved
 from fusedops.measure import Ratio, paired_ratio
 from fusedops.testing import poisoned
@@ -47,6 +49,8 @@ class Result:
     refused: dict[str, str] = field(default_factory=dict)
     inexact: dict[str, str] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
+    flops: int | None = None
 
     def ratio(self, base: str, contender: str) -> Ratio | None:
         """How many times faster than `base`; None where one of the two was not timed."""
@@ -102,11 +106,27 @@ def count_launches(case: Case, machine: Machine) -> dict[str, int]:
     return found
 
 
+def weigh(case: Case, name: str, machine: Machine) -> Memory | None:
+    """The memory of a call of one contender, whose output is a loss; None where it cannot run.
+
+    Not in a process that times: see `count_launches`.
+    """
+    contender = case.operation.contenders[name]
+    try:
+        inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
+        with contender.scope(), grad_mode(case.mode):
+            return machine.memory(bind(contender.prepare(*inputs), case.mode, leaves(inputs)))
+    except (Skip, *RAISED):
+        return None
+
+
 def _measure(result: Result, budget_s: float, machine: Machine, copy: bool) -> None:
     case, clock, timed = result.case, machine.clocks[result.case.clock], dict[str, Timed]()
     torch.manual_seed(0)
     inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
     result.bytes_moved = case.operation.bytes_moved(case.mode, *inputs)
+    if case.operation.flops is not None:
+        result.flops = case.operation.flops(case.mode, *inputs)
     answers = Answers(case.operation.reference, case.mode, inputs)
     others = _others(case, answers) if case.clock == "device" else None
     if copy:
@@ -130,11 +150,16 @@ def _others(case: Case, answers: Answers) -> Others:
 
 def _call(run: Run, answers: Answers, others: Others | None) -> Call:
     """What is timed: of one set of inputs, or of two in turn."""
-    call = bind(run, answers.mode, answers.leaves, answers.grads)
+    call = bind(run, answers.mode, answers.leaves, begun(answers.grads))
     if others is None:
         return call
     other = with_inputs(run, answers.inputs, others.inputs)
-    return in_turn(call, bind(other, answers.mode, leaves(others.inputs), others.grads))
+    return in_turn(call, bind(other, answers.mode, leaves(others.inputs), begun(others.grads)))
+
+
+def begun(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A loss's gradient is 1, as `loss.backward()` has it: it was checked with another."""
+    return tuple(grad if grad.dim() else torch.ones_like(grad) for grad in grads)
 
 
 def _admit(

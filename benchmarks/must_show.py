@@ -1,20 +1,26 @@
 """What a family must show: goals beside what was measured, and whether they were met."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.case import Case, Operation
 from benchmarks.harness import COPY, Result
-from fusedops.measure import Ratio
+from fusedops.measure import Ratio, spread
 
 OURS = "fusedops"
-LAUNCHES = "launches"
+LAUNCHES, MS, TFLOP_PER_S, BESIDE = "launches", "ms", "TFLOP/s", "bytes beside the results"
+ABSOLUTE = (LAUNCHES, MS, TFLOP_PER_S, BESIDE)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """`fusedops` is to be at_least[allocator] times as fast as `over`, and reach `of_copy`."""
+    """`fusedops` is to be at_least[allocator] times as fast as `over`, and reach `of_copy`.
+
+    of_memory: the most of `over`'s peak memory that it may take.
+    """
 
     operation: Operation
     mode: str
@@ -23,6 +29,7 @@ class Goal:
     over: str
     at_least: dict[str, float]
     of_copy: float | None = None
+    of_memory: float | None = None
 
     def case(self) -> Case:
         return Case(self.operation, self.mode, self.dtype, self.shape, only=(self.over, OURS))
@@ -34,6 +41,11 @@ class Goal:
         verdicts = [_verdict(title, f"over {self.over}", self.at_least[allocator], measured)]
         if self.of_copy is not None:
             verdicts.append(_verdict(title, "of copy", self.of_copy, result.ratio(COPY, OURS)))
+        if self.of_memory is not None:
+            both = self.over in result.memory and OURS in result.memory
+            share = result.memory[OURS].peak / result.memory[self.over].peak if both else None
+            what = f"memory, of {self.over}'s"
+            verdicts.append(_limit(title, what, self.of_memory, share, operator.le))
         return verdicts
 
 
@@ -41,12 +53,16 @@ class Goal:
 class Ask:
     """Of a row on a GPU: `fusedops` is at_least[contender] times as fast (a copy is one of them).
 
-    launches: how many kernels a call may launch.
+    launches: how many kernels a call may launch. ms: how long it may take. tflop_per_s: what it
+    must reach. beside: how many bytes it may hold beside its results.
     """
 
     case: Case
     at_least: dict[str, float]
     launches: int | None = None
+    ms: float | None = None
+    tflop_per_s: float | None = None
+    beside: int | None = None
 
     def verdicts(self, result: Result) -> list[dict]:
         """Asked, measured and met, one for each thing that is asked; not measured is not met."""
@@ -54,16 +70,38 @@ class Ask:
             _verdict(self.case.title, f"over {name}", factor, result.ratio(name, OURS))
             for name, factor in self.at_least.items()
         ]
-        if self.launches is not None:
-            found = result.launches.get(OURS)
-            met = found is not None and found <= self.launches
-            row = {"title": self.case.title, "what": LAUNCHES, "asked": self.launches}
-            verdicts.append(row | {"measured": found, "met": met})
-        return verdicts
+        return verdicts + [
+            _limit(self.case.title, what, asked, found, holds)
+            for what, asked, found, holds in self._limits(result)
+            if asked is not None
+        ]
+
+    def _limits(self, result: Result) -> list[tuple]:
+        """what, asked, measured, and how measured must stand to asked."""
+        times, memory = result.seconds.get(OURS), result.memory.get(OURS)
+        seconds = spread(times).median if times else None
+        reached = result.flops / seconds / 1e12 if result.flops and seconds else None
+        return [
+            (LAUNCHES, self.launches, result.launches.get(OURS), operator.le),
+            (MS, self.ms, seconds and seconds * 1e3, operator.le),
+            (TFLOP_PER_S, self.tflop_per_s, reached, operator.ge),
+            (BESIDE, self.beside, memory and memory.beside, operator.le),
+        ]
 
 
 def _verdict(title: str, what: str, asked: float, measured: Ratio | None) -> dict:
     met = measured is not None and measured.median >= asked
+    return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
+
+
+def _limit(
+    title: str,
+    what: str,
+    asked: float,
+    measured: float | None,
+    holds: Callable[[float, float], bool],
+) -> dict:
+    met = measured is not None and holds(measured, asked)
     return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
 
 
@@ -72,12 +110,12 @@ def table(verdicts: list[dict]) -> str:
     lines = [f"{'row':<88}{'asked':>7}  {'measured':<22}met"]
     for v in verdicts:
         row, met = f"{v['title']}, {v['what']}", "yes" if v["met"] else "NO"
-        asked = str(v["asked"]) if v["what"] == LAUNCHES else f"{v['asked']:.4g}x"
+        asked = f"{v['asked']:.4g}" + ("" if v["what"] in ABSOLUTE else "x")
         lines.append(f"{row:<88}{asked:>7}  {_shown(v['measured']):<22}{met}")
     return "\n".join(lines)
 
 
-def _shown(measured: Ratio | int | None) -> str:
+def _shown(measured: Ratio | float | None) -> str:
     if measured is None:
         return "not timed"
-    return str(measured) if isinstance(measured, int) else str(Ratio(*measured))
+    return f"{measured:.4g}" if isinstance(measured, (int, float)) else str(Ratio(*measured))

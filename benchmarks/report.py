@@ -42,7 +42,12 @@ def _timed(result: Result, name: str, ceiling: float | None) -> dict:
     row |= {"percent_of_copy": copy and 100 * copy.median}
     if ceiling and result.case.clock == "device":
         row |= {"percent_of_ceiling": 100 * row["gb_per_s"] / ceiling}
+    if result.flops and name != COPY:
+        row |= {"tflop_per_s": result.flops / seconds.median / 1e12}
     row |= {"launches": result.launches[name]} if name in result.launches else {}
+    if name in result.memory:
+        memory = result.memory[name]
+        row |= {"peak_bytes": memory.peak, "result_bytes": memory.results}
     row |= {"inexact": result.inexact[name]} if name in result.inexact else {}
     ratios = {base: result.ratio(base, name) for base in BASES if base in result.seconds}
     return row | {f"ratio_to_{base}": ratio and ratio._asdict() for base, ratio in ratios.items()}
@@ -67,6 +72,10 @@ def _line(row: dict) -> str:
     ratio = row.get("ratio_to_eager")
     if ratio and row["contender"] not in ("eager", COPY):
         line += f"   {Ratio(**ratio)} vs eager"
+    line += f"   {row['tflop_per_s']:.2f} TFLOP/s" if "tflop_per_s" in row else ""
+    if "peak_bytes" in row:
+        peak, results = row["peak_bytes"] / 1e6, row["result_bytes"] / 1e6
+        line += f"   {peak:.0f} MB at most, {results:.0f} of them results"
     inexact = row.get("inexact", "").partition(":")[0]
     return line + (f"   inexact in {inexact}" if inexact else "")
 

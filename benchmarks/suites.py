@@ -4,6 +4,7 @@ import importlib
 import math
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -41,12 +42,28 @@ def goals(allocator: str) -> list[Goal]:
     return [goal for goal in every if allocator in goal.at_least]
 
 
+def weighed() -> list[Case]:
+    """The rows whose memory is asked about."""
+    every = (goal for name in FAMILIES for goal in family(name).MUST_SHOW)
+    return [goal.case() for goal in every if goal.of_memory is not None]
+
+
 def table(args: Namespace) -> list[Case]:
+    """The family's own ROWS, or each of its operations on each of its shapes."""
     module = family(args.suite)
-    shapes = module.QUICK_SHAPES if args.quick else module.SHAPES
-    dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if args.full else [])
-    rows = _product(module.OPERATIONS, dtypes, shapes)
-    return list(rows) if args.compile else [without_compile(row) for row in rows]
+    if hasattr(module, "ROWS"):
+        rows = own(module.QUICK_ROWS if args.quick else module.ROWS, args.full)
+    else:
+        shapes = module.QUICK_SHAPES if args.quick else module.SHAPES
+        dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if args.full else [])
+        rows = list(_product(module.OPERATIONS, dtypes, shapes))
+    return rows if args.compile else [without_compile(row) for row in rows]
+
+
+def own(rows: list[Case], full: bool) -> list[Case]:
+    """With `full` those in bfloat16 also in float16."""
+    half = [replace(row, dtype=torch.float16) for row in rows if row.dtype == torch.bfloat16]
+    return rows + half if full else rows
 
 
 def launch(quick: bool) -> list[Case]:
@@ -56,8 +73,8 @@ def launch(quick: bool) -> list[Case]:
 
 
 def without_compile(case: Case) -> Case:
-    names = (name for name in case.operation.contenders if not name.startswith("compile"))
-    return Case(case.operation, case.mode, case.dtype, case.shape, only=tuple(names))
+    names = (name for name in case.contenders() if not name.startswith("compile"))
+    return replace(case, only=tuple(names))
 
 
 def _product(

@@ -13,6 +13,8 @@ from time import perf_counter
 
 import torch
 
+from benchmarks.memory import Memory, profiled
+
 Call = Callable[[], object]
 Timed = tuple[Call, Callable[[], AbstractContextManager]]  # call, scope
 Stopwatch = Callable[[int], float]  # how many calls -> seconds a call
@@ -24,11 +26,12 @@ ROUNDS, AIM = (7, 60), 30  # fewest and most, and how many a budget is to hold
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, its clocks by name, and what counts the launches of a call on it."""
+    """A device, its clocks by name, and what counts a call's launches and its memory there."""
 
     device: torch.device
     clocks: Mapping[str, Clock]
     launches: Callable[[Call], int] = lambda call: 0
+    memory: Callable[[Call], Memory] = profiled
 
 
 def wall(call: Call) -> Stopwatch:

@@ -2,13 +2,16 @@
 
 import importlib
 import json
+import multiprocessing
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
 from benchmarks import OWN, report, suites
-from benchmarks.harness import Result, run_case
+from benchmarks.harness import COPY, Result, run_case, weigh
+from benchmarks.memory import Memory
 from benchmarks.timing import CPU
 from fusedops.measure import environment
 from fusedops.memory import keep_freed_memory
@@ -22,8 +25,11 @@ def measure(args: Namespace) -> int:
     if args.suite in OWN:
         return importlib.import_module(OWN[args.suite]).measure(args)
     results: list[Result] = []
+    weighed = [] if args.suite == "launch" else suites.weighed()
     for case in suites.cases(args):
         results.append(run_case(case, args.seconds, CPU, copy=args.suite != "launch"))
+        if case in weighed:
+            _weigh(results[-1], args.threads)
         if args.suite == "launch":
             print(report.compact(results[-1], header=len(results) == 1), flush=True)
         else:
@@ -32,6 +38,25 @@ def measure(args: Namespace) -> int:
         print(report.reasons(results))
     Path(args.json).write_text(json.dumps(_document(args, results)))
     return int(any(result.wrong() for result in results))
+
+
+def _weigh(result: Result, threads: int) -> None:
+    """Each contender's memory in a process of its own, where it makes its first call.
+
+    Compiled lines would be compiled there.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    for name in result.seconds:
+        if name != COPY and not name.startswith("compile"):
+            with ProcessPoolExecutor(1, spawn) as child:
+                memory = child.submit(_weigh_here, result.case.title, name, threads).result()
+            result.memory |= {} if memory is None else {name: memory}
+
+
+def _weigh_here(title: str, name: str, threads: int) -> Memory | None:
+    torch.set_num_threads(threads)
+    case = next(case for case in suites.weighed() if case.title == title)
+    return weigh(case, name, CPU)
 
 
 def _document(args: Namespace, results: list[Result]) -> dict:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import report, suites, timing
+from benchmarks import memory, report, suites, timing
 from benchmarks.__main__ import main, parse
 from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, Skip
 from benchmarks.harness import COPY, Result, copy_of, run_case
@@ -285,6 +285,69 @@ def test_goal_is_met_missed_or_not_timed():
     assert table(verdicts).count("NO") == 2
     refused = Result(goals[0].case(), 0, {"eager": [8.0]})
     assert not goals[0].verdicts(refused, "default")[0]["met"]
+
+
+def loss_of(x, target):
+    return x.float().gather(1, target[:, None]).square().mean()
+
+
+def indexed(shape, dtype, device):
+    return (*toy_inputs(shape, dtype, device), torch.arange(shape[0]))
+
+
+def test_gradient_of_a_loss_is_checked_with_another_than_the_1_it_is_timed_with():
+    begun_with = []
+
+    def noted(x, target):
+        loss = loss_of(x, target)
+        loss.register_hook(lambda grad: begun_with.append(grad.item()))
+        return loss
+
+    def forgetful(x, target):
+        loss = loss_of(x, target)
+        loss.register_hook(torch.ones_like)
+        return loss
+
+    operation = toy(**{"fusedops": noted, "fusedops forgetful": forgetful})
+    operation = replace(operation, reference=loss_of, bytes_moved=lambda mode, x, _: x.nbytes)
+    result = run(replace(operation, inputs=indexed, flops=lambda *_: 8), TRAINING, (8, 16))
+    assert "gradient 0" in result.refused["fusedops forgetful"]
+    assert begun_with[0] != 1 and set(begun_with[1:]) == {1}
+    rows = {row["contender"]: row for row in report.rows(result, "default")}
+    ours = rows["fusedops"]
+    assert ours["tflop_per_s"] == pytest.approx(8 / ours["median_s"] / 1e12)
+    assert "TFLOP/s" in report.text([ours]) and "tflop_per_s" not in rows[COPY]
+
+
+def test_memory_is_the_peak_of_what_is_allocated_and_not_freed():
+    def call():
+        first = torch.ones(1000)
+        second = first + first
+        del first
+        return second * 2, second[:10].clone()
+
+    assert memory.profiled(call) == memory.Memory(2 * 4000 + 40, 4000 + 40)
+    assert memory.profiled(call).beside == 4000
+    held = torch.ones(1000)
+    assert memory.profiled(lambda: held) == memory.Memory(0, 4000)  # it was there before
+
+
+def test_goal_in_memory_is_met_missed_or_not_measured():
+    operation = toy(eager=double, fusedops=double)
+    goals = [
+        Goal(operation, FORWARD, torch.float32, (8, 8), "eager", {"default": 1.0}, of_memory=share)
+        for share in (0.1, 0.05)
+    ]
+    sizes = {"eager": memory.Memory(1000, 10), "fusedops": memory.Memory(100, 10)}
+    result = Result(goals[0].case(), 0, {"eager": [2.0], "fusedops": [1.0]}, memory=sizes)
+    verdicts = [goal.verdicts(result, "default")[1] for goal in goals]
+    assert [(v["measured"], v["met"]) for v in verdicts] == [(0.1, True), (0.1, False)]
+    assert "memory, of eager's" in table(verdicts) and table(verdicts).count("NO") == 1
+    rows = {row["contender"]: row for row in report.rows(result, "default")}
+    assert (rows["fusedops"]["peak_bytes"], rows["fusedops"]["result_bytes"]) == (100, 10)
+    assert "0 MB at most" in report.text([rows["fusedops"]])
+    del sizes["fusedops"]
+    assert not goals[0].verdicts(result, "default")[1]["met"]
 
 
 def test_keep_times_large_tensors_only():

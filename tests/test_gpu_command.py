@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ceilings, cuda, gpu, norm, readme, record, suites
+from benchmarks import ON_GPU, ceilings, cuda, gpu, norm, readme, record, suites
 from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Skip, find
 from benchmarks.harness import COPY, Result, count_launches
+from benchmarks.memory import Memory
 from benchmarks.must_show import Ask, table
 from benchmarks.timing import CPU, Machine, wall
 from fusedops import measure
@@ -245,6 +246,45 @@ def test_goal_on_a_gpu_is_met_missed_or_not_measured():
     assert table(nothing).count("not timed") == 3
 
 
+def test_goal_in_milliseconds_tflops_and_bytes():
+    case = Case(norm.OPERATIONS[0], FORWARD, torch.bfloat16, (8, 8), clock="device")
+    ask = Ask(case, {}, ms=2.0, tflop_per_s=600, beside=100)
+    sizes = {"fusedops": Memory(150, 50)}
+    result = Result(case, 0, {"fusedops": [2e-3]}, memory=sizes, flops=1_200_000_000_000)
+    verdicts = ask.verdicts(result)
+    assert [v["what"] for v in verdicts] == ["ms", "TFLOP/s", "bytes beside the results"]
+    assert [v["measured"] for v in verdicts] == pytest.approx([2.0, 600.0, 100])
+    assert all(v["met"] for v in verdicts)
+    result.seconds["fusedops"], sizes["fusedops"] = [2.1e-3], Memory(151, 50)
+    assert not any(v["met"] for v in ask.verdicts(result))
+    nothing = ask.verdicts(Result(case, 0))
+    assert not any(v["met"] for v in nothing) and table(nothing).count("not timed") == 3
+    assert table(verdicts).splitlines()[2].split()[-3:] == ["600", "600", "yes"]
+
+
+def test_memory_on_a_gpu_is_that_of_a_call_after_the_first(monkeypatch):
+    calls, now = [], [1000]
+
+    def call():
+        calls.append(1)
+        return [torch.ones(2), torch.ones(3)]
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0] * len(calls))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: now[0] + 70)
+    assert cuda.memory(call) == Memory(70, 20) and len(calls) == 2
+
+
+@pytest.mark.parametrize("family", ON_GPU)
+def test_every_goal_has_its_row(family):
+    module = suites.family(family)
+    titles = [case.title for case in module.GPU_ROWS]
+    assert len(set(titles)) == len(titles)  # by which rows of several runs are told apart
+    goals = [ask.case.title for ask in module.GPU_MUST_SHOW]
+    assert set(goals) <= set(titles) and len(set(goals)) == len(goals)
+
+
 def copied(row, **other):
     return row | {"status": "timed", "dtype": "bfloat16", "launches": 1} | other
 
@@ -368,7 +408,7 @@ STEPS = {
     "junitxml": "-k cuda or triton",
     "--tool memcheck": "--error-exitcode 1",
     "--tool racecheck": "--error-exitcode 1",
-    "benchmarks gpu": "-m benchmarks gpu norm gated_activation linear rotary adamw --out",
+    "benchmarks gpu": f"-m benchmarks gpu {' '.join(ON_GPU)} --out",
 }
 
 

@@ -107,6 +107,7 @@ SHARED = {
         "cuda.py",
         "gpu.py",
         "harness.py",
+        "memory.py",
         "must_show.py",
         "readme.py",
         "record.py",

@@ -1,0 +1,65 @@
+"""Cross entropies against torch's, the Hugging Face lines, torch.compile and, on GPUs, Liger.
+
+Of logits memory is the bound: the number that matters is the share of copy's bandwidth. With the
+product of a head arithmetic is, and what it saves is memory: the logits, some four times over.
+Shapes are (rows, classes), and (rows, hidden, classes).
+"""
+
+import torch
+
+from benchmarks.case import FORWARD, TRAINING, Case, Operation
+from benchmarks.cross_entropy.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.cross_entropy.launch import LAUNCH
+from benchmarks.cross_entropy.linear import FROZEN, IGNORING, LINEAR
+from benchmarks.cross_entropy.operations import CAPPED, IN_FORWARD, PLAIN, SMOOTHED
+from benchmarks.must_show import Goal
+
+__all__ = ["GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
+
+LLAMA_2, LLAMA_3, FEW = (1024, 32000), (256, 128256), (8, 32000)
+HEAD, NARROW_BATCH = (2048, 512, 32000), (512, 1024, 32000)
+
+BF16, F32, HF = torch.bfloat16, torch.float32, "huggingface"
+
+
+# Of calls that take seconds: what the first row of them shows already.
+SHOWN = ("torch", "torch chunked")
+
+
+def row(
+    operation: Operation,
+    mode: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    without: tuple[str, ...] = (),
+) -> Case:
+    """In float32 Hugging Face's copy is none, and its lines are eager's."""
+    without += (HF,) if dtype == F32 else ()
+    only = tuple(name for name in operation.contenders if name not in without)
+    return Case(operation, mode, dtype, shape, only)
+
+
+ROWS = [
+    row(PLAIN, mode, dtype, shape)
+    for mode in (FORWARD, TRAINING)
+    for dtype in (F32, BF16)
+    for shape in (FEW, LLAMA_2, LLAMA_3)
+]
+ROWS += [row(IN_FORWARD, TRAINING, dtype, LLAMA_2) for dtype in (F32, BF16)]
+ROWS += [
+    row(operation, mode, dtype, LLAMA_2)
+    for operation in (SMOOTHED, CAPPED)
+    for mode in (FORWARD, TRAINING)
+    for dtype in (F32, BF16)
+]
+ROWS += [row(LINEAR, TRAINING, dtype, HEAD) for dtype in (F32, BF16)]
+ROWS += [row(LINEAR, TRAINING, dtype, NARROW_BATCH, SHOWN) for dtype in (F32, BF16)]
+ROWS += [row(operation, TRAINING, BF16, HEAD, SHOWN) for operation in (FROZEN, IGNORING)]
+
+QUICK_ROWS = [row(PLAIN, mode, dtype, FEW) for mode in (FORWARD, TRAINING) for dtype in (F32, BF16)]
+QUICK_ROWS += [row(LINEAR, TRAINING, BF16, (64, 128, 4000))]
+
+MUST_SHOW = [
+    Goal(PLAIN, TRAINING, BF16, LLAMA_2, HF, {"default": 6.0}),
+    Goal(LINEAR, TRAINING, BF16, HEAD, HF, {"default": 1.0, "keep": 1.0}, of_memory=0.1),
+]

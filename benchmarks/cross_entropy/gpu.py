@@ -1,0 +1,64 @@
+"""The rows of the family on a GPU, and what they must show.
+
+Large rows are timed by the device's clock. Few tokens and classes cost what the host needs to
+launch them, so they are timed by the host's clock, and forward in a graph: without Liger, which
+asks the device how many targets count.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from benchmarks.case import FORWARD, TRAINING, Case, Operation
+from benchmarks.cross_entropy.linear import LINEAR
+from benchmarks.cross_entropy.operations import IN_FORWARD, PLAIN
+from benchmarks.cross_entropy.peers import PEERS
+from benchmarks.must_show import Ask
+
+LARGE, MIDDLE = (8192, 131072), (8192, 32000)
+HEAD = (8192, 4096, 131072)
+SMALL, SMALL_HEAD = ((1, 1024), (16, 1024), (64, 1024)), ((1, 1024, 1024), (64, 1024, 1024))
+
+
+def with_peers(operation: Operation) -> Operation:
+    peers = PEERS[operation.name.partition(",")[0]]
+    return replace(operation, contenders=operation.contenders | peers)
+
+
+def case(operation: Operation, mode: str, shape: tuple[int, ...], clock: str) -> Case:
+    left_out = ("torch", "liger") if clock == "graph" else ("torch",)  # "torch" is eager's lines
+    only = tuple(name for name in operation.contenders if name not in left_out)
+    return Case(operation, mode, torch.bfloat16, shape, only, clock)
+
+
+def rivals(row: Case, factor: float = 1.0) -> dict[str, float]:
+    """Whom a row must beat."""
+    names = (name for name in row.contenders() if name.startswith(("compile", "liger")))
+    return dict.fromkeys(names, factor)
+
+
+LOGITS, LOGITS_IN_FORWARD, HEADS = (with_peers(op) for op in (PLAIN, IN_FORWARD, LINEAR))
+SEPARATE = case(LOGITS, TRAINING, LARGE, "device")
+TOGETHER = case(LOGITS_IN_FORWARD, TRAINING, LARGE, "device")
+FUSED = case(HEADS, TRAINING, HEAD, "device")
+FURTHER = [
+    case(LOGITS, FORWARD, LARGE, "device"),
+    case(LOGITS, TRAINING, MIDDLE, "device"),
+    case(HEADS, FORWARD, HEAD, "device"),
+]
+FEW = [
+    *((LOGITS, shape) for shape in SMALL),
+    *((HEADS, shape) for shape in SMALL_HEAD),
+]
+CALLED = [case(op, mode, shape, "host") for mode in (FORWARD, TRAINING) for op, shape in FEW]
+REPLAYED = [case(op, FORWARD, shape, "graph") for op, shape in FEW]
+
+# What is asked comes first: a run that is cut short keeps the rows that it has.
+GPU_ROWS = [SEPARATE, TOGETHER, FUSED, *CALLED, *FURTHER, *REPLAYED]
+
+GPU_MUST_SHOW = [
+    Ask(SEPARATE, rivals(SEPARATE), ms=1.8),
+    Ask(TOGETHER, rivals(TOGETHER), ms=1.2),
+    Ask(FUSED, rivals(FUSED), tflop_per_s=600, beside=500_000_000),
+    *(Ask(row, rivals(row)) for row in FURTHER + CALLED),
+]

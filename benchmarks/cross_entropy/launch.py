@@ -1,0 +1,61 @@
+"""Every way to call the operators on a small batch, where the host's time is the cost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import fusedops
+import fusedops.functional as ours
+from benchmarks.case import Contender, Operation, Run
+from benchmarks.cross_entropy.linear import LINEAR
+from benchmarks.cross_entropy.operations import PLAIN
+
+
+def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """So many tokens of so wide a model, with as many classes."""
+    tokens, hidden = shape
+    return LINEAR.inputs((tokens, hidden, hidden), dtype, device)
+
+
+def through(module: type) -> Contender:
+    """A call of the module: its arguments are the loss's options alone."""
+    return Contender(lambda *inputs: partial(module(), *inputs))
+
+
+def through_linear(module: type) -> Callable[..., Run]:
+    def prepare(x: Tensor, weight: Tensor, target: Tensor) -> Run:
+        loss = module(weight.shape[1], weight.shape[0])
+        loss.linear.weight = weight
+        return partial(loss, x, target)
+
+    return prepare
+
+
+def launch(operation: Operation, modules: dict[str, Contender], **other) -> Operation:
+    """Eager, torch.ops, the short path, and the modules: none is told a dtype."""
+
+    def call(function: Callable[..., Tensor]) -> Contender:
+        return Contender(lambda *inputs: partial(function, *inputs))
+
+    rows = {
+        "eager": operation.contenders["eager"],
+        "fusedops torch.ops": call(getattr(torch.ops.fusedops, operation.name)),
+        "fusedops functional": call(getattr(ours, operation.name)),
+    }
+    return replace(operation, contenders=rows | modules, **other)
+
+
+LOGITS_MODULES = {
+    "eager module": through(torch.nn.CrossEntropyLoss),
+    "fusedops module": through(fusedops.nn.CrossEntropyLoss),
+}
+LINEAR_MODULE = {
+    "fusedops module": Contender(through_linear(fusedops.nn.LinearCrossEntropyLoss)),
+}
+LAUNCH = [
+    launch(PLAIN, LOGITS_MODULES),
+    launch(LINEAR, LINEAR_MODULE, inputs=of_tokens),
+]

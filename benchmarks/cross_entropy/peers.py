@@ -1,0 +1,45 @@
+"""Who else has cross entropies for GPUs. One that is not installed is left out, with the reason.
+
+Liger makes the gradient in the forward pass and writes it over the logits. It gets a copy of them,
+made once and outside of the time: from the second call on it works on what it left there, so that
+its results are not judged. Its linear one reads its inputs alone, and makes gradients wherever x
+wants one: what is evaluated does not.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import Contender, Run, find
+
+MODULE = "liger_kernel.transformers.functional"
+
+Copies = dict[int, tuple[Tensor, Tensor]]  # by the id of the logits, which stay beside their copy
+
+
+def over_copy(copies: Copies, loss: Callable[..., Tensor], x: Tensor, target: Tensor) -> Tensor:
+    """The copy's gradient is x's, as it is: nothing more is moved."""
+    if id(x) not in copies:
+        copies[id(x)] = x, x.clone()
+    return loss(copies[id(x)][1], target)
+
+
+def liger(x: Tensor, target: Tensor) -> Run:
+    return partial(over_copy, {}, find(MODULE, "liger_cross_entropy"), x, target)
+
+
+def of_hidden(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return loss(x if torch.is_grad_enabled() else x.detach(), weight, target)
+
+
+def liger_linear(x: Tensor, weight: Tensor, target: Tensor) -> Run:
+    loss = find(MODULE, "liger_fused_linear_cross_entropy")
+    return partial(of_hidden, loss, x, weight, target)
+
+
+PEERS: dict[str, dict[str, Contender]] = {
+    "cross_entropy": {"liger": Contender(liger, checked=False)},
+    "linear_cross_entropy": {"liger": Contender(liger_linear)},
+}

@@ -1,0 +1,116 @@
+"""The rows of cross_entropy, small: that they run, what is asked of them, what their memory is.
+
+The clocks of the GPU are the CPU's here.
+"""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import cross_entropy, gpu, suites, worker
+from benchmarks.__main__ import parse
+from benchmarks.case import FORWARD, TRAINING, Case, Contender, Skip
+from benchmarks.harness import run_case, weigh
+from benchmarks.timing import CPU, Machine, wall
+
+DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall))
+
+
+def test_family_with_rows_of_its_own():
+    quick = suites.cases(parse(["cross_entropy", "--quick", "--allocator", "default"]))
+    assert quick and not any("compile" in name for row in quick for name in row.contenders())
+    rows = suites.cases(parse(["cross_entropy", "--allocator", "default"]))
+    assert any("compile(huggingface)" in row.contenders() for row in rows)
+    full = suites.cases(parse(["cross_entropy", "--allocator", "default", "--full"]))
+    assert {row.dtype for row in full[len(rows) :]} == {torch.float16}
+    assert {row.title for row in full[: len(rows)]} == {row.title for row in rows}
+    assert len({row.title for row in full}) == len(full)
+    asked = [goal.case() for goal in cross_entropy.MUST_SHOW]
+    assert all(case in rows for case in asked) and suites.weighed() == asked[1:]
+
+
+def test_memory_of_a_row_that_is_asked_about(monkeypatch):
+    case = Case(cross_entropy.linear.LINEAR, TRAINING, torch.bfloat16, (512, 64, 4000))
+    monkeypatch.setattr(suites, "weighed", lambda: [case])
+    names = ("huggingface", "fusedops")
+    both = {name: worker._weigh_here(case.title, name, 1) for name in names}
+    assert {m.results for m in both.values()} == {2 * (512 * 64 + 4000 * 64)}
+    assert both["huggingface"].peak > 4 * 512 * 4000 > both["fusedops"].peak
+
+
+def test_memory_of_what_cannot_run_is_not_known():
+    def nowhere(*inputs):
+        raise Skip("no such torch")
+
+    absent = replace(cross_entropy.linear.LINEAR, contenders={"torch chunked": Contender(nowhere)})
+    case = Case(absent, TRAINING, torch.float32, (4, 16, 100))
+    assert weigh(case, "torch chunked", CPU) is None
+
+
+def dry(case, shape):
+    """The row with few elements, of contenders that a CPU is quick with."""
+    only = tuple(name for name in case.contenders() if not name.startswith("compile"))
+    return replace(case, shape=shape, dtype=torch.float32, only=only)
+
+
+def first_of_each(cases):
+    """One row for each operation, mode and clock."""
+    return {(c.operation.name, c.mode, c.clock): c for c in reversed(cases)}.values()
+
+
+@pytest.mark.parametrize("case", first_of_each(cross_entropy.GPU_ROWS), ids=lambda c: c.title)
+def test_rows_of_cross_entropy_run(case):
+    result = run_case(dry(case, (4, 100) if len(case.shape) == 2 else (4, 16, 100)), 0.02, DRY)
+    assert not result.refused and {"eager", "fusedops"} <= result.seconds.keys()
+    assert result.skipped.keys() <= {"liger", "torch chunked"}  # Liger is not installed
+
+
+def test_memory_of_a_row_on_a_gpu_is_counted_apart(monkeypatch):
+    (ask,) = (ask for ask in cross_entropy.GPU_MUST_SHOW if ask.beside is not None)
+    small = replace(ask, case=dry(ask.case, (64, 16, 1000)))
+    toy = Namespace(GPU_ROWS=[small.case], GPU_MUST_SHOW=[small])
+    monkeypatch.setattr(suites, "family", lambda name: toy)
+    launches, memory = gpu.count(["cross_entropy"], "", DRY)
+    assert not launches
+    ((title, of),) = memory.items()
+    assert title == small.case.title and of.keys() == {"fusedops"}
+    assert of["fusedops"].results == 4 * (64 * 16 + 1000 * 16)
+
+
+def test_goals_of_cross_entropy():
+    asked = {ask.case.title: ask for ask in cross_entropy.GPU_MUST_SHOW}
+    large = f"{TRAINING} bfloat16 [8192, 131072], device time"
+    assert asked[f"cross_entropy {large}"].ms == 1.8
+    assert asked[f"cross_entropy, grad_in_forward {large}"].ms == 1.2
+    head = asked[f"linear_cross_entropy {TRAINING} bfloat16 [8192, 4096, 131072], device time"]
+    assert (head.tflop_per_s, head.beside) == (600, 500_000_000)
+    for ask in asked.values():
+        assert set(ask.at_least) == {"compile(huggingface)", "liger"}
+
+
+@pytest.mark.parametrize("mode", [FORWARD, TRAINING])
+def test_liger_overwrites_logits_of_its_own(monkeypatch, mode):
+    overwritten = []
+
+    class Overwriting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, target):
+            overwritten.append(x.data_ptr())
+            if x.requires_grad:
+                x.data.sub_(1)
+            ctx.save_for_backward(x.detach())
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.saved_tensors[0], None
+
+    where = "benchmarks.cross_entropy.peers.find"
+    monkeypatch.setattr(where, lambda module, name: Overwriting.apply)
+    case = replace(cross_entropy.gpu.SEPARATE, mode=mode, only=("liger", "fusedops"))
+    case = replace(case, shape=(4, 100), dtype=torch.float32)
+    result = run_case(case, 0.02, DRY)
+    assert {"liger", "fusedops"} <= result.seconds.keys() and not result.refused
+    assert len(set(overwritten)) == 2  # a copy of each of the two that take turns
