@@ -391,6 +391,16 @@ def test_what_the_model_refuses_stays_refused(odd):
     assert str(ours.value) == str(theirs.value)
 
 
+@pytest.mark.parametrize("size", [32, 128])
+def test_another_vocabulary_than_the_heads_is_refused(size):
+    outputs = patched(llama())(IDS, labels=LABELS)
+    call = {"logits": outputs.logits, "labels": LABELS, "vocab_size": size}
+    with pytest.raises(ValueError, match="batch_size"):
+        ForCausalLMLoss(**call)
+    with pytest.raises(ValueError, match="batch_size"):
+        patched(llama()).loss_function(**call)
+
+
 def test_float64_runs_the_models_own_loss(fused):
     model = llama().double()
     wanted = results(model)[1]
