@@ -267,9 +267,9 @@ class Redrawn(TorchDispatchMode):
         if func.overloadpacket == torch.ops.aten._to_copy:
             wide = args[0]
         else:
-            if "dtype" in kwargs:
-                kwargs = kwargs | {"dtype": torch.float32}
-            wide = func(*tree_map_only(Tensor, _widened, args), **kwargs)
+            args, kwargs = tree_map_only(torch.dtype, lambda _: torch.float32, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+            wide = func(*args, **kwargs)
         random = torch.randint(2**16, out.shape, generator=self.draw, dtype=torch.int32)
         return stochastic(wide.float(), random, out.dtype).as_subclass(type(out))
 

@@ -141,6 +141,7 @@ def cross_entropy_reference(
     z = z if scale is None else z * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     weight = None if weight is None else weight.to(z.dtype)
+    target = target.long() if target.dtype == torch.uint8 else target
     loss = F.cross_entropy(
         z,
         target,

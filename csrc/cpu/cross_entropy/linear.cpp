@@ -105,7 +105,7 @@ struct Tile {
       const auto at = row(i, problem);
       const auto of = problem.formula.gradient(from + i, lse[from + i], gradients[from + i]);
       auto* const over = static_cast<char*>(logits.mutable_data_ptr());
-      logit_gradients_for_isa()(at, of, over + i * row_bytes(), at.dtype);
+      logit_gradients_for_isa()(at, of, over + i * row_bytes());
     });
   }
 
@@ -169,13 +169,20 @@ void finish(const Problem& problem, const std::vector<LogitSums>& sums, int64_t 
   }
 }
 
+// How many rows at a time: an eighth of the logits in memory, but so many that a pass over the
+// weight's gradient costs less than its product, and no more logits than that has numbers.
+int64_t whole_rows(const Problem& problem) {
+  constexpr int64_t kLeast = 128;
+  const int64_t rows = std::clamp(problem.rows / 8, kLeast, std::max(problem.features, kLeast));
+  return std::clamp<int64_t>(rows, 1, std::max<int64_t>(problem.rows, 1));
+}
+
 // Losses, lse and gradients, a few whole rows at a time.
 void make_whole_rows(const Problem& problem, const Products& products, Gradients gradients,
                      double* losses, double* lse) {
-  const RowGradients ones(at::ones({}, at::kDouble), problem.options, problem.targets.total());
-  const int64_t weight_rows = std::max<int64_t>(problem.features, 128);
-  const int64_t step = std::min(std::clamp<int64_t>(problem.rows / 8, 128, weight_rows),
-                                std::max<int64_t>(problem.rows, 1));
+  const RowGradients ones(at::ones({problem.rows}, at::kDouble), problem.options,
+                          problem.targets.total());
+  const int64_t step = whole_rows(problem);
   const auto buffer = at::empty({step, problem.classes}, products.input.options());
   std::vector<LogitSums> sums(problem.rows);
   for (int64_t from = 0; from < problem.rows; from += step) {
@@ -237,9 +244,9 @@ LinearLoss linear_cross_entropy_forward(const Tensor& input, const Tensor& linea
     if (dlinear_bias.defined()) dlinear_bias.copy_(gradients.linear_bias);
   }
   problem.put(row_lse, lse);
-  auto all_losses = row_losses;
-  if (problem.options.is(Reduction::none))
-    problem.put(row_losses, all_losses = at::empty_like(lse));
+  const bool each = problem.options.is(Reduction::none);
+  const auto all_losses = each ? at::empty_like(lse) : row_losses;
+  if (each) problem.put(row_losses, all_losses);
   reduce(all_losses, problem.options, problem.targets.total(), loss, total);
   return outputs;
 }

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "csrc/cpu/cross_entropy/rows.h"
 
@@ -37,7 +38,7 @@ class LogitRows {
   }
 
   void write_gradient(int64_t row, const LogitGradient& of, const Tensor& dinput) const {
-    logit_gradients_for_isa()((*this)[row], of, place(row, dinput), dtype_of(dinput));
+    logit_gradients_for_isa()((*this)[row], of, place(row, dinput));
   }
 
   void write_zeros(int64_t row, const Tensor& dinput) const {
@@ -76,8 +77,7 @@ Loss cross_entropy_forward(const Tensor& input, const Tensor& target, const Opti
   const CrossEntropyOptions options(ignore_index, reduction, how);
   const Targets targets("cross_entropy", target, weight, input.size(1), ignore_index);
   const RowFormula formula(options, targets, input.size(1));
-  const RowGradients ones(at::ones({}, at::kDouble).expand(target.sizes()), options,
-                          targets.total());
+  const RowGradients ones(at::ones(target.sizes(), at::kDouble), options, targets.total());
   const LogitRows logits(input, targets, options.map);
   const auto row_losses = at::empty_like(lse);
   auto* const losses = row_losses.mutable_data_ptr<double>();

@@ -114,7 +114,7 @@ inline void reduce(const Tensor& row_losses, const CrossEntropyOptions& options,
   const auto* const rows = row_losses.const_data_ptr<double>();
   double sum = 0;
   for (int64_t row = 0; row < row_losses.numel(); ++row) sum += rows[row];
-  loss.fill_(options.is(Reduction::mean) ? sum / total_of : sum);
+  loss.copy_(at::scalar_tensor(options.is(Reduction::mean) ? sum / total_of : sum, at::kDouble));
 }
 
 }  // namespace fusedops::cpu

@@ -163,8 +163,8 @@ void add(const Logits& logits, LogitSums& sums) {
   }
 }
 
-template <class T, class To, MapKind kMap, bool kSmooth>
-void write(const Logits& logits, const LogitGradient& of, To* dx) {
+template <class T, MapKind kMap, bool kSmooth>
+void write(const Logits& logits, const LogitGradient& of, T* dx) {
   const auto* const x = static_cast<const T*>(logits.x);
   const Map<kMap> map(logits.map);
   const float high = static_cast<float>(of.lse);
@@ -173,7 +173,7 @@ void write(const Logits& logits, const LogitGradient& of, To* dx) {
   const Vec smooth(static_cast<float>(of.smooth));
   const auto gradient = [&](Vec v, Vec weight) __attribute__((always_inline)) {
     const auto at = map.at(v);
-    Vec d = softmax * exp_of<To>(at.value - lse - rest, Vec(1.f));
+    Vec d = softmax * exp_of<T>(at.value - lse - rest, Vec(1.f));
     if constexpr (kSmooth) d = at::vec::fnmadd(smooth, weight, d);
     return kMap == MapKind::none ? d : d * at.slope;
   };
@@ -191,7 +191,7 @@ void write(const Logits& logits, const LogitGradient& of, To* dx) {
   const double w = logits.weight == nullptr ? 1 : logits.weight[logits.target];
   const double p = std::exp(value_of(t, map) - of.lse);
   const double dz = of.target * (p - 1) + of.smooth * (of.all * p - w) + of.square * p;
-  dx[logits.target] = static_cast<To>(static_cast<float>(dz * scale * (1 - bent * bent)));
+  dx[logits.target] = static_cast<T>(static_cast<float>(dz * scale * (1 - bent * bent)));
 }
 
 // Calls f<T, kMap>() for the logits' dtype and map.
@@ -211,12 +211,6 @@ void with_types(const Logits& logits, const Function& f) {
   }
 }
 
-template <class T, class To, MapKind kMap>
-void write_to(const Logits& logits, const LogitGradient& of, void* dx) {
-  if (of.smooth != 0) return write<T, To, kMap, true>(logits, of, static_cast<To*>(dx));
-  write<T, To, kMap, false>(logits, of, static_cast<To*>(dx));
-}
-
 }  // namespace
 
 void add_logits(const Logits& logits, bool weighted, LogitSums& sums) {
@@ -225,12 +219,10 @@ void add_logits(const Logits& logits, bool weighted, LogitSums& sums) {
   });
 }
 
-void logit_gradients(const Logits& logits, const LogitGradient& of, void* dx, Dtype to) {
+void logit_gradients(const Logits& logits, const LogitGradient& of, void* dx) {
   with_types(logits, [&]<class T, MapKind kMap>() {
-    if (to == dtype_of<T>) return write_to<T, T, kMap>(logits, of, dx);
-    if constexpr (std::is_same_v<T, float>) {  // of a product
-      if (to == Dtype::bfloat16) return write_to<float, BFloat16, kMap>(logits, of, dx);
-    }
+    auto* const out = static_cast<T*>(dx);
+    of.smooth != 0 ? write<T, kMap, true>(logits, of, out) : write<T, kMap, false>(logits, of, out);
   });
 }
 

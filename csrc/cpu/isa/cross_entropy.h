@@ -9,8 +9,7 @@ namespace fusedops::cpu {
 // Adds these logits to the row's sums; weighted: to `weighted` too.
 FUSEDOPS_ISA_FUNCTION(add_logits, const Logits& logits, bool weighted, LogitSums& sums)
 
-// Writes dx in dtype `to`, which may be where the logits are.
-FUSEDOPS_ISA_FUNCTION(logit_gradients, const Logits& logits, const LogitGradient& of, void* dx,
-                      Dtype to)
+// Writes dx in the logits' dtype; it may be where they are.
+FUSEDOPS_ISA_FUNCTION(logit_gradients, const Logits& logits, const LogitGradient& of, void* dx)
 
 }  // namespace fusedops::cpu

@@ -161,7 +161,7 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
   if (!has_kernel(input, linear_weight, target, linear_bias, weight)) {
     return plain(input, linear_weight, target, linear_bias, weight, options, dtype);
   }
-  const auto rows = input.dim() == 2 ? input : input.reshape_symint({-1, input.sym_size(-1)});
+  const auto rows = input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
   const auto targets = target.reshape({-1});
   const auto to = dtype.value_or(input.scalar_type());
   const auto loss = [&] {

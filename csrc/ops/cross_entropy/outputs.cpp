@@ -103,21 +103,17 @@ void linear_cross_entropy_check(const Tensor& input, const Tensor& linear_weight
                 classes, " like linear_weight's classes, got ", describe(*linear_bias));
   }
   const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
-  const auto& probabilities = target.sym_sizes();
-  const bool flat = classes.size() == 1 && !at::isFloatingType(target.scalar_type());
-  if (flat) {
-    TORCH_CHECK(probabilities.equals(rows), op, ": target must be int64 ", rows,
-                " like the rows of input, ", describe(input), ", got ", describe(target));
+  const bool in_rows = classes.size() == 1 && !at::isFloatingType(target.scalar_type());
+  if (!in_rows) {
+    std::vector<c10::SymInt> logits = rows.vec();
+    logits.insert(logits.end(), classes.begin(), classes.end());
+    return cross_entropy_check(op, input, logits, target, weight, dtype);
   }
-  std::vector<c10::SymInt> logits;
-  if (flat) {
-    if (rows.size() > 0) logits.push_back(target.sym_numel());
-  } else {
-    logits = rows.vec();
-  }
-  logits.insert(logits.end(), classes.begin(), classes.end());
-  cross_entropy_check(op, input, logits, flat && rows.size() > 0 ? target.flatten() : target,
-                      weight, dtype);
+  TORCH_CHECK(target.sym_sizes().equals(rows), op, ": target must be int64 ", rows,
+              " like the rows of input, ", describe(input), ", got ", describe(target));
+  const std::array<c10::SymInt, 2> logits{target.sym_numel(), classes[0]};
+  cross_entropy_check(op, input, logits, target.dim() == 1 ? target : target.reshape({-1}), weight,
+                      dtype);
 }
 
 Loss cross_entropy_outputs(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
