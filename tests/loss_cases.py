@@ -33,6 +33,13 @@ def llama(**more):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | more))
 
 
+def biased(**more):
+    """A head with a bias."""
+    model = llama(**more)
+    model.lm_head = torch.nn.Linear(32, 64)
+    return model
+
+
 def gemma2(**more):
     """Its logits have a softcap: of 2, where most models' is 30, so that it shows."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from loss_cases import (
     IDS,
     LABELS,
     OTHERS,
+    biased,
     causal_loss,
     cohere,
     gemma2,
@@ -72,7 +73,7 @@ def check(model, **call):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("build", [llama, gemma2, cohere])
+@pytest.mark.parametrize("build", [llama, biased, gemma2, cohere])
 @pytest.mark.parametrize("call", CALLS)
 def test_arguments_of_the_loss(call, build, dtype, fused):
     outputs = check(build().to(dtype), **CALLS[call])
@@ -132,13 +133,7 @@ def test_tied_weights():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_bias():
-    model = llama()
-    model.lm_head = nn.Linear(32, 64)
-    assert not made(check(model))
-
-
-@pytest.mark.parametrize("build", [llama, gemma2, cohere])
+@pytest.mark.parametrize("build", [llama, biased, gemma2, cohere])
 def test_autocast(build):
     model = build()
     with in_float64(model) as exact_model:
@@ -252,10 +247,12 @@ def test_export_and_trace():
     torch.testing.assert_close(torch.jit.trace(step, (IDS,))(IDS), wanted)
 
 
-def test_functional_transforms():
+def test_functional_transforms(fused):
+    """The model's own loss runs there."""
     model = patched(llama(use_cache=False, attn_implementation="eager"))
     wanted = results(model)[1]
     parameters = dict(model.named_parameters())
+    del fused[:]
 
     def loss(parameters):
         call = {"input_ids": IDS, "labels": LABELS}
@@ -266,6 +263,7 @@ def test_functional_transforms():
     _, along = torch.func.jvp(
         loss, (parameters,), ({n: torch.ones_like(p) for n, p in found.items()},)
     )
+    assert not fused
     torch.testing.assert_close(along, sum(g.sum() for g in found.values()), rtol=1e-3, atol=1e-4)
 
 
@@ -366,6 +364,7 @@ def test_loss_functions_are_known_by_what_they_give():
 
 
 def knows_a_word(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    assert type(logits) is torch.Tensor
     loss = ForMaskedLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
     return loss * kwargs.get("louder", 1)
 
@@ -380,6 +379,8 @@ def test_a_call_with_what_the_function_reads_runs_it():
     torch.testing.assert_close(outputs.loss, wanted)
     torch.testing.assert_close(model(IDS, labels=LABELS, louder=3).loss, louder)
     torch.testing.assert_close(louder, 3 * wanted)
+    logits = model(IDS, labels=LABELS).logits
+    torch.testing.assert_close(model.loss_function(logits, LABELS, 64, louder=3), louder)
 
 
 @pytest.mark.parametrize("odd", [IDS.int(), IDS.float(), IDS[:, :5]], ids=["int32", "float", "few"])

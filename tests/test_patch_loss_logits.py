@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import IDS, LABELS, cohere, gemma2, gradients, llama, made, patched
+from loss_cases import IDS, LABELS, biased, cohere, gemma2, gradients, llama, made, patched
 from torch import nn
 
 from fusedops.optim import AdamW
@@ -148,7 +148,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("build", [llama, gemma2, cohere])
+@pytest.mark.parametrize("build", [llama, biased, gemma2, cohere])
 @pytest.mark.parametrize("what", GRADIENTS)
 def test_gradients(what, build):
     model = build()
@@ -221,6 +221,8 @@ def test_a_hidden_state_that_was_written():
         outputs.hidden_states[-1].zero_()
         with pytest.raises(RuntimeError, match=CHANGED):
             outputs.logits.sum()
+        with pytest.raises(RuntimeError, match=CHANGED):
+            model.loss_function(logits=outputs.logits, labels=LABELS, vocab_size=64)
 
 
 def test_weights_that_are_nan_have_logits():

@@ -250,10 +250,5 @@ def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
 def _loss(
     weight: Any, bias: Any, x: Tensor, *, run: Callable[..., Tensor], targets: Tensor
 ) -> Tensor:
-    run = functools.partial(run, dtype=torch.float32)
-    targets, dtype = targets.view(x.shape[:-1]), _autocast(x)
-    if dtype is None:
-        return run(x, weight, targets, linear_bias=bias)
-    bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return run(x.to(dtype), weight.to(dtype), targets, linear_bias=bias)
+    targets = targets.view(x.shape[:-1])
+    return run(x, weight, targets, linear_bias=bias, dtype=torch.float32)
