@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MISSING", "changes_state", "fixed", "plain"]
+__all__ = ["MISSING", "changes_state", "fixed", "known_to", "names_in", "plain"]
 
 MISSING = "not there", object()
 PLAIN = int, float, bool, str, type(None), torch.dtype
@@ -57,10 +57,29 @@ def _inherited(name: str) -> bool:
     return hasattr(nn.Module, name)
 
 
+def names_in(cls: type) -> set[str]:
+    """The names in the code of the forward and of what it may call."""
+    return {name for code in _codes(cls) for name in _read(code)}
+
+
+def known_to(function: FunctionType) -> set[str]:
+    """The names in the code of a function and of what it may call, its arguments among them."""
+    codes = list(_reached(object, [function]))
+    arguments = {name for code in codes for name in code.co_varnames[: _arguments(code)]}
+    return arguments.union(*map(_read, codes))
+
+
+def _arguments(code: CodeType) -> int:
+    return code.co_argcount + code.co_kwonlyargcount
+
+
 def _codes(cls: type) -> Iterator[CodeType]:
     """The code of the forward and of what it may call: methods, properties, own functions."""
+    return _reached(cls, _called(cls, "forward"))
+
+
+def _reached(cls: type, waiting: list[Any]) -> Iterator[CodeType]:
     seen: set[CodeType] = set()
-    waiting: list[Any] = _called(cls, "forward")
     while waiting:
         function = waiting.pop()
         code = function.__code__
@@ -77,7 +96,7 @@ def _codes(cls: type) -> Iterator[CodeType]:
 
 def _called(cls: type, name: str) -> list[FunctionType]:
     """What the name may mean in the class and, by super(), in its bases."""
-    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if issubclass(cls, nn.Module) else ()
     return [f for base in bases for f in _functions(vars(base).get(name))]
 
 

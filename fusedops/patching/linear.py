@@ -26,7 +26,7 @@ from fusedops.patching.swap import (
     version,
 )
 
-__all__ = ["is_linear", "operands_of", "patch_linear", "patch_linears"]
+__all__ = ["Form", "form_of", "is_linear", "operands_of", "patch_linear", "patch_linears"]
 
 PLAIN = nn.Parameter, Tensor
 FORWARD = nn.Linear.forward  # as torch has it
@@ -63,14 +63,14 @@ _known: "WeakKeyDictionary[type, dict[Hashable, Form | None]]" = WeakKeyDictiona
 
 
 def is_linear(module: nn.Module) -> bool:
-    return _form(module) is not None
+    return form_of(module) is not None
 
 
 def patch_linears(model: nn.Module, report: PatchReport) -> None:
     """Swaps the linears whose fused function is faster here. Those in the report are done."""
     done, left = {site.path for site in report.fused if site.kind == "linear"}, Counter[str]()
     for path, module in list(model.named_modules()):
-        form, was = _form(module), original_class(module).__name__
+        form, was = form_of(module), original_class(module).__name__
         if path in done or (form is None and not isinstance(module, nn.Linear)):
             continue
         if form is not None and (slower := _no_gain(module, form)):
@@ -84,7 +84,7 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
 
 def patch_linear(module: nn.Module) -> str:
     """Gives the module its fused forward. Returns why it cannot, empty where it has."""
-    form = _form(module)
+    form = form_of(module)
     if "forward" in vars(module):
         return "the instance carries its own forward"
     if form is None:
@@ -130,7 +130,7 @@ def _fused(original: type[nn.Module], form: Form) -> type:
     return subclass(original, form, namespace)
 
 
-def _form(module: nn.Module) -> Form | None:
+def form_of(module: nn.Module) -> Form | None:
     """What the module computes; None when it is no linear, or has no weight yet."""
     if isinstance(module, torch.jit.ScriptModule) or not _is_matrix_and_row(module):
         return None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fusedops.patching.epilogue import EPILOGUE
 from fusedops.patching.layer import patch_layers
 from fusedops.patching.linear import patch_linears
+from fusedops.patching.loss import patch_losses
 from fusedops.patching.mlp import MLP
 from fusedops.patching.norm import patch_norms
 from fusedops.patching.report import PatchReport
@@ -48,11 +49,12 @@ def patch(
     pass; the linears around it are called as the modules that they are. linear: linears, with the
     activation that follows in the same forward, where that is faster on this machine. rotary: calls
     of a function of q, k, cos and sin, whose name has "rotary" in it and which was seen to rotate.
-    attention, loss: not in this version, as the report says. strict: raise RuntimeError with the
-    reasons, and leave the model as it was, when a site cannot be fused. verify: a batch (the
-    model's keyword arguments in a dict, or one tensor); runs it before and after, and unpatches and
-    raises RuntimeError when outputs, loss or gradients differ by more than rounding. That takes
-    memory for a float64 copy of the model.
+    loss: the loss function of a model with a head, where it was seen to be the cross entropy of
+    labels; of a plain head the loss is computed without the logits. attention: not in this version,
+    as the report says. strict: raise RuntimeError with the reasons, and leave the model as it was,
+    when a site cannot be fused. verify: a batch (the model's keyword arguments in a dict, or one
+    tensor); runs it before and after, and unpatches and raises RuntimeError when outputs, loss or
+    gradients differ by more than rounding. That takes memory for a float64 copy of the model.
 
     The class of a fused module is a subclass of its own with the same name: `type(m) is nn.Linear`
     is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after
@@ -65,12 +67,18 @@ def patch(
     the result was proven to be the same, else it runs as written. What autocast changes is proven
     on the device that the model is on at the call: after a move to another one, norms run as
     written under autocast.
+
+    In a forward with labels `outputs.logits` then computes its values when someone reads them,
+    which costs a product with the head's weight. Read them before that weight is stepped:
+    afterwards a RuntimeError says so. Where the weight is sharded, every rank has to read. The loss
+    has no gradient by them; what is computed from them has all gradients. LoRA or hooks on the
+    head, torch.compile and other tracers get logits as ever.
     Raises TypeError when model is not a module, ValueError for `quantize`, which is not in this
     version. Warns when no site was fused.
     """
     _check(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
-    later = {"attention": attention, "loss": loss}
+    later = {"attention": attention}
     wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
     kinds = [kind for kind, on in wanted if on]
     report = PatchReport()
@@ -80,6 +88,8 @@ def patch(
         patch_layers(model, kinds, report)
         if linear:
             patch_linears(model, report)
+        if loss:
+            patch_losses(model, report)
         report.notes += [NOT_YET.format(kind) for kind, on in later.items() if on]
         _judge(report, strict)
     if before is not None:

@@ -24,9 +24,11 @@ __all__ = [
     "new_class",
     "original",
     "original_class",
+    "overlay",
     "put_back",
     "restore",
     "said",
+    "stacked",
     "states",
     "subclass",
     "swap",
@@ -37,6 +39,10 @@ __all__ = [
 # for, its `__init_subclass__`) is of any class, and only says that the module has to be left.
 ANY = Exception
 OWN = "_fusedops_"
+NOT_HANDED_ON = "_fusedops_original", "_fusedops_forward"
+
+# (original class, its fused class) -> a class over both
+Over = Callable[[type[nn.Module], "type[Any] | None"], type]
 
 # (original class, its version, key) -> subclass, for as long as a module uses it.
 _subclasses: "WeakValueDictionary[tuple[type, Hashable, Hashable], type]" = WeakValueDictionary()
@@ -120,9 +126,45 @@ def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
     """Gives the module the class `fused(its class)`, or switches on what it has below another's."""
     known = fused_class(module)
     if known is None or type(module) is known:
-        module.__class__ = fused(original_class(module))
+        made: Any = fused(original_class(module))
+        over: Any = getattr(known, "_fusedops_over", None)
+        stays = over and not hasattr(made, "_fusedops_over")
+        module.__class__ = _covered(over, original_class(module), made) if stays else made
     if known is not None:
         _switch_on(module, known)
+
+
+def overlay(module: nn.Module, over: Over) -> None:
+    """Puts `over(original class, fused class or None)` on what the module has, and has it stay
+    there when the module is swapped again.
+    """
+    known = fused_class(module)
+    below = getattr(known, "_fusedops_below", known)
+    swap(module, lambda original: _covered(over, original, below))
+
+
+def _covered(over: Over, original: type[nn.Module], below: type[Any] | None) -> type:
+    made: Any = over(original, below)
+    made._fusedops_over = staticmethod(over)
+    return made
+
+
+def stacked(
+    original: type[nn.Module], below: type[Any] | None, key: Hashable, more: dict[str, Any]
+) -> type:
+    """A subclass of `original` with what patch has put on `below`, and `more` over it.
+
+    What is in `more` under a name of patch's is None where it is switched off.
+    """
+
+    def namespace() -> dict:
+        held = {} if below is None else vars(below)
+        own = {k: v for k, v in held.items() if k.startswith(OWN) and k not in NOT_HANDED_ON}
+        off = {name: None for name in more if name.startswith(OWN)}
+        aside = {**own.get("_fusedops_aside", {}), **off}
+        return {**own, **more, "_fusedops_aside": aside, "_fusedops_below": below}
+
+    return subclass(original, (key, below), namespace)
 
 
 def restore(module: nn.Module) -> None:

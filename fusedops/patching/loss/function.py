@@ -1,0 +1,201 @@
+"""The loss functions that are known, and what takes their place.
+
+A loss function is known when it was run and gave what ours gives. Whatever else it is called with
+is its own business: then it runs itself, on logits.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedops.functional import cross_entropy
+from fusedops.patching.attributes import known_to
+from fusedops.patching.loss.head import FLOATS, loss_of, untraceable
+from fusedops.patching.loss.logits import LazyLogits, read
+from fusedops.patching.specimen import quiet, undisturbed
+from fusedops.patching.swap import ANY, said
+
+__all__ = ["Loss", "loss_like"]
+
+ARGUMENTS = (
+    *("logits", "labels", "vocab_size"),
+    *("num_items_in_batch", "ignore_index", "shift_labels"),
+)
+UNKNOWN = "its loss function {} differs from cross_entropy of labels"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The cross entropy of logits and labels.
+
+    shifts: position n predicts label n + 1. reads: the arguments beside ARGUMENTS that its code
+    knows: called with one of them, the function runs itself.
+    """
+
+    shifts: bool
+    reads: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """theirs: the model's function. fused: what stands for it."""
+
+    theirs: Callable
+    form: Form
+
+    @property
+    def fused(self) -> Callable:
+        return _fused(self)
+
+
+@functools.lru_cache(maxsize=64)
+def _fused(loss: Loss) -> Callable:
+    @functools.wraps(loss.theirs)
+    def fused(*args, **kwargs):
+        found = None if untraceable() else _bound(loss.form, args, kwargs)
+        if found is None:
+            return loss.theirs(*map(read, args), **{k: read(v) for k, v in kwargs.items()})
+        return found
+
+    return fused
+
+
+def _call(
+    logits,
+    labels,
+    vocab_size,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    shift_labels=None,
+    **more,
+): ...
+
+
+CALL = inspect.signature(_call)
+
+
+def _bound(form: Form, args: tuple, kwargs: dict) -> Tensor | None:
+    """The loss of a call; None where the model's own function has to run."""
+    if kwargs.keys() & form.reads:
+        return None
+    try:
+        call = CALL.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    call.apply_defaults()
+    return _loss(form, **{name: call.arguments[name] for name in ARGUMENTS})
+
+
+def _loss(
+    form: Form,
+    logits: Any,
+    labels: Any,
+    vocab_size: Any,
+    num_items_in_batch: Any,
+    ignore_index: Any,
+    shift_labels: Any,
+) -> Tensor | None:
+    plain = type(logits) in (Tensor, LazyLogits) and logits.dtype in FLOATS and logits.dim() > 1
+    if not plain or type(ignore_index) is not int or logits.shape[-1] != vocab_size:
+        return None
+    given = shift_labels if form.shifts and shift_labels is not None else labels
+    if type(given) is not Tensor or given.dtype != torch.int64 or not given.dim():
+        return None
+    if form.shifts and shift_labels is None:
+        given = F.pad(given, (0, 1), value=ignore_index)[..., 1:]
+    targets = given.reshape(-1).to(logits.device)
+    if len(targets) != logits.shape[:-1].numel():
+        return None
+    how = {
+        "reduction": "mean" if num_items_in_batch is None else "sum",
+        "ignore_index": ignore_index,
+    }
+    loss = _of_rows(logits, targets, how)
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def _of_rows(logits: Tensor, targets: Tensor, how: dict) -> Tensor:
+    loss = loss_of(logits, targets, how) if isinstance(logits, LazyLogits) else None
+    if loss is None:
+        rows = read(logits).flatten(0, -2)
+        loss = cross_entropy(rows, targets, dtype=torch.float32, **how)
+    return loss
+
+
+def loss_like(theirs: Any) -> Loss | str:
+    """What may stand for a loss function, or why nothing may."""
+    name = getattr(theirs, "__name__", type(theirs).__name__)
+    if not isinstance(theirs, FunctionType):
+        return f"its loss function {name} is not a Python function"
+    taken = inspect.signature(theirs).parameters
+    names = [n for n, p in taken.items() if p.kind is not p.VAR_KEYWORD]
+    if tuple(names) not in (ARGUMENTS, ARGUMENTS[:-1]) or len(names) == len(taken):
+        return f"its loss function {name} takes {', '.join(names)}"
+    reads = frozenset(known_to(theirs) - {*ARGUMENTS})
+    try:
+        with undisturbed(), quiet("cpu"):
+            forms = (Form(shifts, reads) for shifts in (True, False))
+            found = next((form for form in forms if _is_like(theirs, form)), None)
+    except ANY as error:
+        return f"its loss function {name} cannot be run: {said(error)}"
+    return Loss(theirs, found) if found else UNKNOWN.format(name)
+
+
+def _is_like(theirs: Callable, form: Form) -> bool:
+    """Whether loss and gradient are the form's, in each case and each dtype."""
+    ours = functools.partial(_bound, form)
+    return all(
+        _same(*(_results(run, logits.to(dtype), kwargs) for run in (theirs, _as_called(ours))))
+        for dtype in (torch.float32, torch.bfloat16)
+        for logits, kwargs in _cases()
+    )
+
+
+def _as_called(ours: Callable) -> Callable:
+    return lambda **kwargs: ours((), kwargs)
+
+
+def _cases() -> Iterator[tuple[Tensor, dict]]:
+    """Logits of two rows of five positions and seven classes, and the other arguments."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 5, 7, generator=draw)
+    labels, other = torch.randint(7, (2, 2, 5), generator=draw)
+    labels[0, 2] = other[1, 1] = -100
+    call = {"labels": labels, "vocab_size": 7}
+    yield logits, call
+    yield logits, {**call, "labels": torch.full_like(labels, -100)}
+    for more in (
+        {"num_items_in_batch": 3},
+        {"num_items_in_batch": torch.tensor(5)},
+        {"ignore_index": int(labels[1, 3]), "labels": labels.clamp(min=0)},
+        {"shift_labels": other},
+        {"shift_labels": other, "num_items_in_batch": 4},
+    ):
+        yield logits, {**call, **more}
+
+
+def _results(run: Callable, logits: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
+    """(loss, gradient of the logits)"""
+    logits = logits.clone().requires_grad_()
+    with torch.enable_grad():
+        loss = run(logits=logits, **kwargs)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+def _same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    eps = torch.finfo(one[1].dtype).eps
+    return one[0].dtype == other[0].dtype and all(
+        torch.allclose(a, b, rtol=max(4 * eps, 1e-5) if i else 1e-5, atol=1e-6, equal_nan=True)
+        for i, (a, b) in enumerate(zip(one, other, strict=True))
+    )

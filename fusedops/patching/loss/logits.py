@@ -1,0 +1,200 @@
+"""Logits whose values are computed when someone reads them.
+
+`LazyLogits` is what a head gives in their place. Its autograd node is a linear's and torch makes
+the nodes of whatever is done with it, so gradients are right whether or not values are ever read:
+only the values wait. A few operations are noted instead of done; all others read the values.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["CHANGED", "SCOPE", "LazyLogits", "Origin", "State", "formula", "read", "version"]
+
+aten: Any = torch.ops.aten
+
+# The heads whose logits may wait: those of the model that is in a forward with labels.
+SCOPE: ContextVar[tuple[nn.Module, ...]] = ContextVar("heads of a forward with labels", default=())
+
+CHANGED = (
+    "logits: the weight of the head or its input has changed since the forward, and the logits "
+    "were not read before; read outputs.logits earlier, or patch with loss=False"
+)
+SCALED = {aten.mul.Tensor: lambda by: by, aten.div.Tensor: lambda by: 1 / by}
+SAME = aten.detach.default, aten.alias.default, aten.view.default  # the same memory
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where logits come from: `head(hidden)`. hidden is what the head's forward got.
+
+    values: computes them, without a gradient. version: hidden's.
+    """
+
+    head: nn.Module
+    hidden: Tensor
+    values: Callable[[], Tensor]
+    version: int
+
+    def check(self) -> None:
+        """Raises where someone has written into hidden since."""
+        if version(self.hidden) != self.version:
+            raise RuntimeError(CHANGED)
+
+
+def version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """steps: (function, its arguments after the first, keywords) of what was done to the logits.
+
+    cell: the values, once they were read. Tensors that share memory share a state.
+    """
+
+    origin: Origin
+    steps: tuple[tuple[Any, tuple, dict], ...] = ()
+    cell: list[Tensor] = field(default_factory=list)
+
+    def values(self) -> Tensor:
+        if not self.cell:
+            self.origin.check()
+            with torch.inference_mode(False), torch.no_grad():
+                values = self.origin.values()
+                for function, args, kwargs in self.steps:
+                    values = function(values, *args, **kwargs)
+            self.cell.append(values)
+        return self.cell[0]
+
+
+class LazyLogits(Tensor):
+    """[..., classes]. Torch's functions take it as any tensor, and give plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    state: State
+
+    @staticmethod
+    def of(state: State, shape: torch.Size, dtype: torch.dtype) -> "LazyLogits":
+        device = state.origin.hidden.device
+        made: Any = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        made.state = state
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
+        """Runs below autograd."""
+        kwargs = kwargs or {}
+        noted = _note(function, args, kwargs)
+        if noted is not None:
+            return noted
+        args, kwargs = tree_map_only(LazyLogits, lambda t: t.state.values(), (args, kwargs))
+        return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        plain = read(self)
+        memo.setdefault(id(memo), []).append(plain)  # as `copy` does: it may not die before memo
+        return plain.__deepcopy__(memo)
+
+
+def _reading(name: str) -> Callable:
+    """A method of the plain tensor: it goes to the memory, where no dispatch sees it."""
+
+    def method(self, *args, **kwargs):
+        return getattr(read(self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    *("__array__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "numpy", "tolist"),
+    *("data_ptr", "const_data_ptr", "mutable_data_ptr", "share_memory_", "is_shared"),
+    *("storage", "untyped_storage", "_typed_storage"),
+):
+    setattr(LazyLogits, _name, _reading(_name))
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.state.values().detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def read(logits: Any) -> Any:
+    """Lazy logits as a plain tensor, with their place in the graph. Anything else as it is."""
+    return _Read.apply(logits) if isinstance(logits, LazyLogits) else logits
+
+
+def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
+    """The result of an operation that can wait; None where it has to run."""
+    logits = args[0] if args else None
+    if not isinstance(logits, LazyLogits) or logits.state.cell:
+        return None
+    state, rest = logits.state, args[1:]
+    if function is aten._to_copy.default:
+        dtype: Any = kwargs.get("dtype")
+        odd = [k for k, v in kwargs.items() if k != "dtype" and v not in (None, False)]
+        waits = dtype is not None and dtype.is_floating_point and not rest and not odd
+        return _more(logits, function, rest, {"dtype": dtype}, dtype) if waits else None
+    if not (SCOPE.get() or _in_an_autograd_function(logits)):
+        return None
+    if function in SAME and (not rest or tuple(rest[0]) == tuple(logits.shape)):
+        return LazyLogits.of(state, logits.shape, logits.dtype)
+    if function is aten.clone.default and not rest and not any(kwargs.values()):
+        return LazyLogits.of(State(state.origin, state.steps), logits.shape, logits.dtype)
+    number = function in SCALED and type(rest[0]) in (int, float)
+    if not kwargs and (number or function is aten.tanh.default):
+        return _more(logits, function, rest, {}, logits.dtype)
+    return None
+
+
+def _in_an_autograd_function(logits: LazyLogits) -> bool:
+    """As DDP and ZeRO-3 call them on a module's outputs: what they do there, they do to hand the
+    same values on. A user's own detach or clone keeps the values.
+    """
+    return logits.requires_grad and not torch.is_grad_enabled()
+
+
+def _more(
+    logits: LazyLogits, function: Any, args: tuple, kwargs: dict, dtype: torch.dtype
+) -> LazyLogits:
+    state = logits.state
+    steps = (*state.steps, (function, args, kwargs))
+    return LazyLogits.of(State(state.origin, steps), logits.shape, dtype)
+
+
+def formula(logits: LazyLogits) -> tuple[float | None, float | None] | None:
+    """(scale, softcap) of cross_entropy that do what was done to the head's output; None where
+    none do, or where the values are there.
+
+        after tanh(before x) = softcap tanh(scale x / softcap)
+    """
+    if logits.state.cell:
+        return None
+    factors, size = [1.0], 0
+    for function, args, kwargs in logits.state.steps:
+        if function in SCALED:
+            if args[0] <= 0 or args[0] == torch.inf:
+                return None
+            factors[-1] *= SCALED[function](args[0])
+        elif function is aten.tanh.default:
+            factors.append(1.0)
+        elif kwargs["dtype"].itemsize < size:
+            return None  # rounds
+        else:
+            size = kwargs["dtype"].itemsize
+    before, *after = factors
+    if len(after) > 1:
+        return None
+    scale = before * after[0] if after else before
+    return None if scale == 1 else scale, after[0] if after else None

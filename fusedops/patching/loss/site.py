@@ -1,0 +1,110 @@
+"""Finds models that compute a loss from a head and labels, and swaps model and head."""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.patching.attributes import names_in
+from fusedops.patching.loss.function import Loss, loss_like
+from fusedops.patching.loss.head import heads_of, patch_head
+from fusedops.patching.loss.logits import SCOPE
+from fusedops.patching.report import PatchReport, Site
+from fusedops.patching.swap import ANY, Unswappable, given, original_class, overlay, stacked
+
+__all__ = ["patch_losses"]
+
+
+def patch_losses(model: nn.Module, report: PatchReport) -> None:
+    """Swaps every causal model in `model`, and the heads that can do without their logits."""
+    for path, module in list(model.named_modules()):
+        if head := _head(module):
+            site = _patch(path, module, head)
+            (report.fused if site.now else report.skipped).append(site)
+
+
+def _head(module: nn.Module) -> nn.Module | None:
+    """The head of a model that takes labels; None of all others."""
+    if isinstance(module, torch.jit.ScriptModule) or not hasattr(module, "get_output_embeddings"):
+        return None
+    original: Any = original_class(module)
+    if not hasattr(original, "get_output_embeddings") or _labels_at(original) is None:
+        return None
+    try:
+        head = module.get_output_embeddings()  # type: ignore[operator]
+    except ANY:  # a model without one may say so
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _labels_at(original: type[nn.Module]) -> int | None:
+    """Where `labels` stands among the arguments of the forward."""
+    names = list(inspect.signature(original.forward).parameters)
+    return names.index("labels") - 1 if "labels" in names else None
+
+
+def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
+    name = next((n for n, m in model.named_modules() if m is head), "")
+    where = ".".join(filter(None, (path, name)))
+    original: Any = original_class(model)
+    own = inspect.getattr_static(original, "loss_function", None)
+    if not isinstance(own, property) or "loss_function" not in names_in(original):
+        return Site(where, "loss", original.__name__, reason="its forward has its own loss code")
+    theirs = own.fget(model)  # type: ignore[misc]
+    was = getattr(theirs, "__name__", type(theirs).__name__)
+    loss = loss_like(theirs)
+    reason = loss if isinstance(loss, str) else _swap(model, loss)
+    if reason:
+        return Site(where, "loss", was, reason=reason)
+    if "forward" in vars(model):
+        made = "the model carries its own forward"
+    else:
+        made = next((why for one in heads_of(model) if (why := patch_head(one))), "")
+    now = "cross_entropy" if made else "linear_cross_entropy"
+    return Site(where, "loss", was, now, made and f"of logits: {made}")
+
+
+def _swap(model: nn.Module, loss: Loss) -> str:
+    """Gives the model its loss function. Returns why it cannot, empty where it has."""
+    try:
+        overlay(model, functools.partial(_fused, loss=loss))
+    except Unswappable as why:
+        return str(why)
+    return "" if given(model, "_fusedops_loss") else "another library's class is on top of it"
+
+
+def _fused(original: type[nn.Module], below: type[Any] | None, loss: Loss) -> type:
+    run: Any = (below or original).forward
+    at: Any = _labels_at(original)
+    own: Any = inspect.getattr_static(original, "loss_function")
+
+    @functools.wraps(run)
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return run(self, *args, **kwargs)
+        labels = args[at] if len(args) > at else kwargs.get("labels")
+        heads = () if labels is None or not _is_on(self) else heads_of(self)
+        if not heads:
+            return run(self, *args, **kwargs)
+        before = SCOPE.set(heads)
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            SCOPE.reset(before)
+
+    def loss_function(self):
+        theirs = own.fget(self)
+        return loss.fused if not torch.compiler.is_compiling() and _is_on(self) else theirs
+
+    def _is_on(self):
+        known = given(self, "_fusedops_loss")
+        return known is not None and own.fget(self) is known.theirs
+
+    more = {
+        "forward": forward,
+        "loss_function": property(loss_function, own.fset, own.fdel, own.__doc__),
+        "_fusedops_loss": loss,
+    }
+    return stacked(original, below, ("loss", loss), more)

@@ -1,0 +1,139 @@
+"""Small causal models, what they give, and whether their logits were made."""
+
+import contextlib
+import copy
+import warnings
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from fusedops.patching import patch
+from fusedops.patching.loss.logits import LazyLogits
+from fusedops.testing import within
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IDS = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+LABELS = torch.where(torch.arange(8) < 3, -100, IDS)
+BATCHES = torch.randint(3, 64, (8, 2, 8), generator=torch.Generator().manual_seed(1))
+OTHERS = {"norm": False, "residual": False, "mlp": False, "rotary": False, "linear": False}
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | more))
+
+
+def biased(**more):
+    """A head with a bias."""
+    model = llama(**more)
+    model.lm_head = torch.nn.Linear(32, 64)
+    return model
+
+
+def gemma2(**more):
+    """Its logits have a softcap: of 2, where most models' is 30, so that it shows."""
+    torch.manual_seed(0)
+    own = {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
+    config = transformers.Gemma2Config(**SIZES | own | more, final_logit_softcapping=2.0)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def cohere(**more):
+    """Its logits have a scale, 1 / 16."""
+    torch.manual_seed(0)
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES | more))
+
+
+def patched(model):
+    """The model with its loss patched alone, so that whatever differs is the loss's."""
+    patch(model, **OTHERS)
+    return model
+
+
+def loss_site(model, **how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing was fused
+        report = patch(model, **OTHERS | how)
+    (site,) = (site for site in [*report.fused, *report.skipped] if site.kind == "loss")
+    return site
+
+
+def made(outputs):
+    """Whether logits were made: not lazy ones, or lazy ones that were read."""
+    logits = outputs.logits
+    assert isinstance(logits, torch.Tensor)
+    return bool(logits.state.cell) if type(logits) is LazyLogits else True
+
+
+def gradients(model, loss):
+    """Of every parameter that the loss reaches."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+
+
+def results(model, ids=IDS, labels=LABELS, **more):
+    """(outputs, the loss and its gradients by name)"""
+    outputs = model(input_ids=ids, labels=labels, **more)
+    return outputs, {"loss": outputs.loss.detach()} | gradients(model, outputs.loss)
+
+
+def several(model, **call):
+    """The results of some batches, as one tensor each."""
+    found = [results(model, ids, **call)[1] for ids in BATCHES]
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+
+def causal_loss(
+    logits,
+    labels,
+    vocab_size,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    shift_labels=None,
+    **kwargs,
+):
+    """What transformers' ForCausalLMLoss says, in the dtype of the logits."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    rows, targets = logits.view(-1, vocab_size), shift_labels.reshape(-1)
+    loss = F.cross_entropy(rows, targets, ignore_index=ignore_index, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+@contextlib.contextmanager
+def in_float64(model):
+    """A float64 copy of an unpatched model whose loss is float64 too: theirs is float32 always."""
+    exact = copy.deepcopy(model).double()
+    for module in exact.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            module.loss_function = causal_loss
+    yield exact
+
+
+def judge(ours, eager, exact):
+    """Every result by the yardstick, over the whole of it: below the head both sides' rounding
+    differs, and of few elements either may be right by luck. An ulp of the result and of the
+    model's typical gradient is nothing, as for `patch(verify=...)`.
+    """
+    assert ours.keys() == eager.keys() == exact.keys()
+    squares = [g.square().mean() for name, g in exact.items() if name != "loss"]
+    typical = torch.stack(squares).mean().sqrt()
+    for name, result in ours.items():
+        assert result.dtype == eager[name].dtype, name
+        complaint = within(result, eager[name], exact[name], rows=False)
+        size = exact[name].abs().max() + (0 if name == "loss" else typical)
+        off = (result - exact[name]).abs().max()
+        nothing = off <= torch.finfo(result.dtype).eps * size
+        assert complaint is None or nothing, f"{name}: {complaint}"

@@ -1,0 +1,264 @@
+"""Lazy logits: any tensor, as far as anyone can see, with the values and gradients of logits."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_cases import IDS, LABELS, biased, cohere, gemma2, gradients, llama, made, patched
+from torch import nn
+
+from fusedops.optim import AdamW
+
+CHANGED = "weight of the head or its input has changed since the forward"
+
+
+class Same(torch.autograd.Function):
+    """As DDP and ZeRO-3 put one on a module's outputs. how: what it does to hand them on."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        return how(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def lazy(build=llama, **how):
+    outputs = patched(build(**how))(IDS, labels=LABELS)
+    assert not made(outputs)
+    return outputs
+
+
+def plain(build=llama):
+    return build()(IDS, labels=LABELS).logits
+
+
+def at_rest():
+    """(lazy logits, logits), of an evaluation."""
+    with torch.no_grad():
+        return lazy().logits, plain()
+
+
+READS = {
+    "index": lambda t: t[0, 1],
+    "argmax": lambda t: t.argmax(-1),
+    "numpy": lambda t: torch.tensor(t.numpy()),
+    "asarray": lambda t: torch.tensor(np.asarray(t)),
+    "tolist": lambda t: torch.tensor(t.tolist()),
+    "dlpack": torch.from_dlpack,
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "view": lambda t: t.view(-1, 64),
+    "cat": lambda t: torch.cat([t, t]),
+    "cpu": lambda t: t.cpu().clone(),
+    "data": lambda t: t.data,
+    "detach": lambda t: t.detach(),
+    "double": lambda t: t.double(),
+    "bfloat16": lambda t: t.bfloat16(),
+    "int": lambda t: t.int(),
+    "rows": lambda t: torch.stack(list(t)),
+    "softmax": lambda t: F.softmax(t.float(), -1),
+    "greater": lambda t: t > 0,
+    "item": lambda t: torch.tensor(t[0, 0, 0].item()),
+    "memory": lambda t: torch.tensor(t.untyped_storage().nbytes()),
+    "storage": lambda t: torch.tensor(t.storage().tolist()),
+    "text": lambda t: torch.tensor([ord(c) for c in f"{t} {t!r}"]),
+    "compiled": torch.compile(lambda t: t.float().exp() * 2, backend="aot_eager"),
+    "vmap": lambda t: torch.vmap(lambda row: row.sum())(t),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reads(read):
+    ours, theirs = at_rest()
+    assert torch.equal(READS[read](ours), READS[read](theirs))
+
+
+def test_what_asks_for_no_values():
+    outputs, theirs = lazy(), plain()
+    ours = outputs.logits
+    assert isinstance(ours, torch.Tensor) and torch.is_tensor(ours)
+    for of in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_leaf"):
+        assert getattr(ours, of) == getattr(theirs, of)
+    assert (len(ours), ours.numel(), ours.stride()) == (2, theirs.numel(), theirs.stride())
+    assert ours.is_contiguous() and ours.contiguous() is ours and ours.float() is ours
+    assert not made(outputs)
+
+
+def test_torch_save():
+    ours, theirs = at_rest()
+    file = io.BytesIO()
+    torch.save({"logits": ours}, file)
+    file.seek(0)
+    loaded = torch.load(file)["logits"]
+    assert type(loaded) is torch.Tensor and torch.equal(loaded, theirs)
+
+
+def test_a_gradient_refuses_what_it_refuses_of_any_tensor():
+    ours, theirs = lazy().logits, plain()
+    for run in (copy.deepcopy, lambda t: t.numpy()):
+        with pytest.raises(RuntimeError) as wanted:
+            run(theirs)
+        with pytest.raises(RuntimeError) as got:
+            run(ours)
+        assert str(got.value) == str(wanted.value)
+
+
+def written(t):
+    t.mul_(2)
+    return t
+
+
+def a_row_written(t):
+    t[0] = 0
+    return t
+
+
+def a_view_written(t):
+    t.view(-1, 64)[3].mul_(3)
+    return t
+
+
+def copied_then_written(t):
+    kept = t.float().bfloat16()
+    t.mul_(5)
+    return t.float() + kept
+
+
+GRADIENTS = {
+    "square": lambda t: t.square(),
+    "in float32": lambda t: t.float().exp(),
+    "in place": written,
+    "a row in place": a_row_written,
+    "a view in place": a_view_written,
+    "after a copy": copied_then_written,
+    "handed on": lambda t: Same.apply(t, torch.detach).exp(),
+    "cloned": lambda t: Same.apply(t, torch.clone).exp(),
+    "viewed": lambda t: Same.apply(t, lambda t: t.view_as(t)).exp(),
+    "handed on and written": lambda t: written(Same.apply(t, torch.clone)).exp(),
+    "computed in a function": lambda t: Same.apply(t, lambda t: t * 1.0).exp(),
+    "a slice": lambda t: t[..., :10].exp(),
+    "itself": lambda t: t,
+}
+
+
+@pytest.mark.parametrize("build", [llama, biased, gemma2, cohere])
+@pytest.mark.parametrize("what", GRADIENTS)
+def test_gradients(what, build):
+    model = build()
+
+    def run():
+        logits = model(IDS, labels=LABELS).logits
+        result = GRADIENTS[what](logits)
+        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(2))
+        return [result.detach(), gradients(model, (result * weights).sum())]
+
+    wanted = run()
+    patched(model)
+    torch.testing.assert_close(run(), wanted)
+
+
+def test_what_modules_around_do_to_hand_them_on_reads_nothing():
+    for how in (torch.detach, torch.clone, lambda t: t.view_as(t)):
+        logits = Same.apply(lazy().logits, how)
+        assert not logits.state.cell and logits.requires_grad
+    outputs = lazy()
+    assert not outputs.logits.bfloat16().state.cell and not made(outputs)
+
+
+def test_what_a_user_keeps_is_read():
+    """It would be lost at the optimizer's step."""
+    model = patched(llama())
+    outputs = model(IDS, labels=LABELS)
+    kept = [outputs.logits.detach(), outputs.logits.clone()]
+    nn.init.zeros_(model.lm_head.weight)
+    assert all(torch.equal(t.detach(), plain().detach()) for t in kept)
+
+
+def test_hooks_and_retained_gradients():
+    logits, seen = lazy().logits, []
+    logits.register_hook(lambda g: seen.append(g.clone()))
+    logits.retain_grad()
+    (2 * logits).sum().backward()
+    assert torch.equal(logits.grad, torch.full_like(logits.grad, 2)) and len(seen) == 1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, AdamW])
+def test_logits_of_weights_that_were_stepped_are_refused(optimizer):
+    """In place of those of the new weights."""
+    model = patched(llama())
+    steps = optimizer(model.parameters(), lr=1e-3)
+    outputs = model(IDS, labels=LABELS)
+    outputs.loss.backward()
+    early = outputs.logits.argmax(-1)
+    steps.step()
+    assert torch.equal(outputs.logits.argmax(-1), early)  # they were read before
+    outputs = model(IDS, labels=LABELS)
+    outputs.loss.backward()
+    steps.step()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        outputs.logits.argmax(-1)
+
+
+def test_weights_that_changed_unseen():
+    model = patched(llama())
+    outputs = model(IDS, labels=LABELS)
+    model.lm_head.weight.data.add_(1e-3)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        outputs.logits.sum()
+
+
+def test_a_hidden_state_that_was_written():
+    model = patched(llama().eval())
+    with torch.no_grad():
+        outputs = model(IDS, labels=LABELS, output_hidden_states=True)
+        outputs.hidden_states[-1].zero_()
+        with pytest.raises(RuntimeError, match=CHANGED):
+            outputs.logits.sum()
+        with pytest.raises(RuntimeError, match=CHANGED):
+            model.loss_function(logits=outputs.logits, labels=LABELS, vocab_size=64)
+
+
+def test_weights_that_are_nan_have_logits():
+    model = patched(llama())
+    nn.init.constant_(model.lm_head.weight, torch.nan)
+    assert model(IDS, labels=LABELS).logits.isnan().all()
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        ours = lazy().logits
+    assert torch.equal(ours, plain().detach())
+    ours = lazy().logits
+    with torch.inference_mode():
+        ours.sum()
+    assert torch.autograd.grad(ours.square().sum(), ours)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_they_are_what_the_head_gives_under_autocast(dtype):
+    model = llama()
+    with torch.autocast("cpu", dtype):
+        wanted = model(IDS, labels=LABELS).logits
+        outputs = patched(model)(IDS, labels=LABELS)
+    assert not made(outputs) and outputs.logits.dtype == dtype
+    assert torch.equal(outputs.logits.detach(), wanted.detach())  # read outside
+    down = torch.randn(wanted.shape).to(dtype)
+    want, got = (gradients(model, (t * down).sum()) for t in (wanted, outputs.logits))
+    for name, g in got.items():
+        torch.testing.assert_close(g, want[name], rtol=0.05, atol=0.02)
+
+
+def test_they_keep_no_other_logits():
+    """Of a softcap in bfloat16, only what is read is made."""
+    outputs = patched(gemma2().bfloat16())(IDS, labels=LABELS)
+    steps = outputs.logits.state.steps
+    assert [f.overloadpacket.__name__ for f, *_ in steps] == ["div", "tanh", "mul"]
+    outputs.loss.backward()
+    assert not made(outputs)
