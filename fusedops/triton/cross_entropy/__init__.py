@@ -1,0 +1,18 @@
+"""cross_entropy and linear_cross_entropy. Formulas: functional/cross_entropy.py.
+
+A program has a row of logits, and walks over it in 16-byte loads. linear_cross_entropy lets torch
+multiply, and calls the same kernels on tiles of the logits.
+"""
+
+from fusedops.triton.cross_entropy.linear import (
+    linear_cross_entropy_backward,
+    linear_cross_entropy_forward,
+)
+from fusedops.triton.cross_entropy.logits import cross_entropy_backward, cross_entropy_forward
+
+__all__ = [
+    "cross_entropy_backward",
+    "cross_entropy_forward",
+    "linear_cross_entropy_backward",
+    "linear_cross_entropy_forward",
+]

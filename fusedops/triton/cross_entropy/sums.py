@@ -1,0 +1,96 @@
+"""What the loss of a row is made of: the largest z, and sums over its columns.
+
+Each thread keeps the largest z of its own columns and the sum of exp(z - largest), so threads meet
+once a row, not once a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from fusedops.triton.cross_entropy.tile import LOG2E, LOWEST, edges, load_z, split
+
+
+@triton.jit
+def origin_of(x, bias, n, tile, curve, MAP: tl.constexpr):
+    """A z near the others, float32: a sum of w_c z_c would not hold what they differ by."""
+    col = tl.arange(0, tile.shape[1])
+    most = tl.max(load_z(x, bias, col, col < n, curve, MAP, "evict_last"), 0)
+    return tl.where(most > LOWEST / 2, most, 0)
+
+
+@triton.jit
+def sums_of(
+    x,
+    at,
+    weight,
+    bias,
+    n,
+    tile,
+    origin,
+    curve,
+    SMOOTH: tl.constexpr,
+    MAP: tl.constexpr,
+    RAGGED: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Of a row from offset `at` on: the largest z, the sum of exp(z - largest) and, if SMOOTH, that
+    of w_c (z_c - origin), float64."""
+    begin, head, body = split(at, n, tile, RAGGED)
+    x += begin
+    if weight is not None:
+        weight += head
+    if bias is not None:
+        bias += head
+    base = tl.full([tile.shape[1]], LOWEST, tl.float32)
+    exponentials = tl.full([tile.shape[1]], 0, tl.float32)
+    weighted = tl.full([tile.shape[1]], 0, tl.float32)
+    for start in range(0, body, tile.numel):
+        col = start + tile
+        live = col < body
+        z = load_z(x, bias, col, live, curve, MAP, POLICY)
+        under = tl.maximum(base, tl.max(tl.max(z, 2), 0))
+        exponentials *= tl.exp2((base - under) * LOG2E)
+        exponentials += tl.sum(tl.sum(tl.exp2((z - under[None, :, None]) * LOG2E), 2), 0)
+        base = under
+        if SMOOTH:
+            weighted += tl.sum(tl.sum(_weighted(z, weight, col, live, origin), 2), 0)
+    most = tl.max(base, 0)
+    if RAGGED:
+        col, live = edges(head, body, n, tile)
+        z = load_z(x, bias, col, live, curve, MAP, POLICY)
+        most = tl.maximum(most, tl.max(z, 0))
+    sum_of = tl.sum(exponentials * tl.exp2((base - most) * LOG2E), 0)
+    weighted_sum = tl.sum(weighted, 0)
+    if RAGGED:
+        sum_of += tl.sum(tl.exp2((z - most) * LOG2E), 0)
+        if SMOOTH:
+            weighted_sum += tl.sum(_weighted(z, weight, col, live, origin), 0)
+    return most.to(tl.float64), sum_of.to(tl.float64), weighted_sum.to(tl.float64)
+
+
+@triton.jit
+def _weighted(z, weight, col, live, origin):
+    """w_c (z_c - origin)"""
+    s = z - origin
+    if weight is not None:
+        s *= tl.load(weight + col, live, 0)
+    return tl.where(live, s, 0)
+
+
+@triton.jit
+def carry(state, rows, first, base, exponentials, weighted, origin, z_t, here):
+    """The sums of these classes and of those before, which `state` then has. here: z_t is."""
+    before = first > 0
+    old = tl.load(state, before, LOWEST)
+    most = tl.maximum(base, old)
+    exponentials *= tl.exp(base - most)
+    exponentials += tl.load(state + rows, before, 0) * tl.exp(old - most)
+    weighted += tl.load(state + 2 * rows, before, 0)
+    z_t = tl.where(here, z_t, tl.load(state + 4 * rows, before, 0))
+    tl.debug_barrier()  # all threads have read what one will write
+    tl.store(state, most)
+    tl.store(state + rows, exponentials)
+    tl.store(state + 2 * rows, weighted)
+    tl.store(state + 3 * rows, origin.to(tl.float64))
+    tl.store(state + 4 * rows, z_t)
+    return most, exponentials, weighted, z_t

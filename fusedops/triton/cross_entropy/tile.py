@@ -1,0 +1,107 @@
+"""What the kernels share: a program's tile, the parts of a row, and how a logit becomes z.
+
+A tile is [UNROLL, LANES, VECTOR] columns of one row. VECTOR of them are 16 bytes, which one thread
+loads; LANES is the number of threads. So a maximum or a sum over the first and the last dimension
+stays within a thread.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+UNROLL = 4  # vectors that a thread has on their way
+# Fusion is triton's default, which 3.9 warns about.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+@functools.cache
+def tile_of(n: int, dtype: torch.dtype, threads: int) -> dict[str, int | bool]:
+    """The tile for rows of n, and how to compile it: a warp, or as many as cover the row, up to
+    `threads`."""
+    vector = 16 // dtype.itemsize
+    cover = triton.next_power_of_2(-(-n // (vector * UNROLL)))
+    lanes = min(max(cover, 32), threads)
+    tile = {"UNROLL": UNROLL, "LANES": lanes, "VECTOR": vector, "num_warps": lanes // 32}
+    return {**tile, **OPTIONS}
+
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is an instruction, exp another four
+# Where a largest z begins: the least float32, so that exp(z - largest) is 0 for -inf, never NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def columns(UNROLL: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """The columns of the first tile."""
+    step = tl.arange(0, UNROLL)[:, None, None] * LANES
+    lane = tl.arange(0, LANES)[None, :, None]
+    return (step + lane) * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+
+
+@triton.jit
+def split(at, n, tile, RAGGED: tl.constexpr):
+    """A row from offset `at` on, in three: up to the first whole vector, whole vectors, the rest.
+
+    Returns where the vectors begin, and the numbers of columns before them and in them. Rows that
+    are not RAGGED are vectors alone. Columns are counted from where the vectors begin: those of
+    the first part are negative.
+    """
+    VECTOR: tl.constexpr = tile.shape[2]
+    if RAGGED:
+        begin = (at + VECTOR - 1) // VECTOR * VECTOR
+        head = (begin - at).to(tl.int32)  # more than n if the row ends before
+        return begin, head, tl.maximum(n - head, 0) // VECTOR * VECTOR
+    else:
+        return at, 0, n
+
+
+@triton.jit
+def edges(head, body, n, tile):
+    """The columns of the first and the last part, [2 * VECTOR], and which of them there are."""
+    VECTOR: tl.constexpr = tile.shape[2]
+    e = tl.arange(0, 2 * VECTOR)
+    col = tl.where(e < VECTOR, e - head, body + e - VECTOR)
+    return col, tl.where(e < VECTOR, e < tl.minimum(head, n), col < n - head)
+
+
+@triton.jit
+def tanh(x):
+    """Within a few ulp: a polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) cancels."""
+    size, square = tl.abs(x), x * x
+    p = square * -0.00661576 + 0.02131275
+    p = p * square - 0.05391007
+    p = p * square + 0.13333118
+    p = p * square - 0.33333332
+    large = 1 - 2 / (1 + tl.exp2(size * (2 * LOG2E)))
+    return tl.where(size < 0.55, x + x * (square * p), tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def z_of(x, curve, MAP: tl.constexpr):
+    """curve: (scale / softcap, softcap), or (scale, 0)."""
+    inner, softcap = curve
+    if MAP == "capped":
+        x = tanh(x * inner) * softcap
+    if MAP == "scaled":
+        x *= inner
+    return x
+
+
+@triton.jit
+def load_logits(x, bias, col, live, POLICY: tl.constexpr):
+    """float32, 0 where not live."""
+    v = tl.load(x + col, live, 0, eviction_policy=POLICY).to(tl.float32)
+    if bias is not None:
+        v += tl.load(bias + col, live, 0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def load_z(x, bias, col, live, curve, MAP: tl.constexpr, POLICY: tl.constexpr):
+    """float32, -inf where not live: it is not the largest, and its exponential is 0."""
+    z = load_logits(x, bias, col, live, POLICY)
+    if MAP != "none":
+        z = z_of(z, curve, MAP)
+    return tl.where(live, z, float("-inf"))
