@@ -10,6 +10,7 @@ from cross_entropy_cases import (
     OPTIONS,
     class_weight,
     compare,
+    interpreted,
     logits,
     skip_what_does_not_run,
     targets,
@@ -21,7 +22,7 @@ from fusedops.functional.cross_entropy import cross_entropy_reference
 from fusedops.testing import device_of, placed, poisoned, yardstick
 
 # one element, odd, past a block of the kernels, many short rows, a vocabulary
-SHAPES = [(1, 1), (31, 33), (9, 1024), (10, 2051), (130, 5), (9, 32000)]
+SHAPES = [(1, 1), (31, 33), (9, 1024), (7, 2051), (130, 5), (9, 32000)]
 ON = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -31,7 +32,7 @@ ON = pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 def test_forward_and_gradients(backend, dtype, options, shape, weighted):
-    skip_what_does_not_run(backend, dtype, shape[0] * shape[1])
+    skip_what_does_not_run(backend, dtype, *shape)
     weight = class_weight(shape[1], dtype) if weighted else None
     args = logits(*shape, dtype), targets(*shape)
     compare(args, backend, weight, **OPTIONS[options])
@@ -202,7 +203,8 @@ def test_expanded_gradients(backend):
 
 @ON
 def test_the_same_bits_each_time(backend):
-    x, target = placed((logits(70, 3000), targets(70, 3000)), device_of(backend))
+    rows = 12 if interpreted(backend) else 70
+    x, target = placed((logits(rows, 3000), targets(rows, 3000)), device_of(backend))
     x.requires_grad_()
 
     def run(x, target, **how):
@@ -215,7 +217,7 @@ def test_the_same_bits_each_time(backend):
     whole = run(x, target, reduction="none")[0]
     with fusedops.backend(backend):
         alone = torch.cat(
-            [cross_entropy(x[i : i + 1], target[i : i + 1], reduction="none") for i in range(70)]
+            [cross_entropy(x[i : i + 1], target[i : i + 1], reduction="none") for i in range(rows)]
         )
     assert torch.equal(whole, alone)
 

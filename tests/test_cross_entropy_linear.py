@@ -34,7 +34,7 @@ def products(request):
 
 
 def skip(backend, dtype, products, shape):
-    skip_what_does_not_run(backend, dtype, shape[0] * shape[2])
+    skip_what_does_not_run(backend, dtype, shape[0], shape[2])
     if products and (backend != "cpu" or dtype != torch.bfloat16):
         pytest.skip("no products of bfloat16 here")
 
@@ -56,7 +56,7 @@ def test_forward_and_gradients(backend, dtype, options, shape, more, products):
 @ON
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("shape", [(150, 40, 160), (300, 40, 1500)], ids=str)
+@pytest.mark.parametrize("shape", [(50, 40, 160), (300, 40, 1500)], ids=str)
 def test_a_frozen_weight(backend, dtype, reduction, shape, products):
     """Input and bias have gradients, and then the bias alone."""
     rows, _, classes = shape
@@ -84,10 +84,10 @@ def test_a_frozen_weight(backend, dtype, reduction, shape, products):
 @ON
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_float32_loss(backend, dtype, products):
-    shape = 90, 40, 250
+    shape = 60, 40, 250
     skip(backend, dtype, products, shape)
     x, w, _ = head(*shape, dtype)
-    compare_linear((x, w, targets(90, 250)), backend, dtype=F32)
+    compare_linear((x, w, targets(60, 250)), backend, dtype=F32)
 
 
 @ON
