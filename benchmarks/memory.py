@@ -1,6 +1,7 @@
 """The most memory that a call holds beyond what there was before it."""
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -28,6 +29,7 @@ def profiled(call: Callable[[], object]) -> Memory:
 
     What a library takes from the system itself is not seen.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on stderr when it starts
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         results = call()

@@ -19,7 +19,8 @@ ABSOLUTE = (LAUNCHES, MS, TFLOP_PER_S, BESIDE)
 class Goal:
     """`fusedops` is to be at_least[allocator] times as fast as `over`, and reach `of_copy`.
 
-    of_memory: the most of `over`'s peak memory that it may take.
+    of_memory: the most of `over`'s peak memory that it may take. The allocator makes no difference
+    to that: it is asked under the default one.
     """
 
     operation: Operation
@@ -41,7 +42,7 @@ class Goal:
         verdicts = [_verdict(title, f"over {self.over}", self.at_least[allocator], measured)]
         if self.of_copy is not None:
             verdicts.append(_verdict(title, "of copy", self.of_copy, result.ratio(COPY, OURS)))
-        if self.of_memory is not None:
+        if self.of_memory is not None and allocator == "default":
             both = self.over in result.memory and OURS in result.memory
             share = result.memory[OURS].peak / result.memory[self.over].peak if both else None
             what = f"memory, of {self.over}'s"

@@ -43,9 +43,8 @@ def goals(allocator: str) -> list[Goal]:
 
 
 def weighed() -> list[Case]:
-    """The rows whose memory is asked about."""
-    every = (goal for name in FAMILIES for goal in family(name).MUST_SHOW)
-    return [goal.case() for goal in every if goal.of_memory is not None]
+    """The rows whose memory is asked about, under the default allocator."""
+    return [goal.case() for goal in goals("default") if goal.of_memory is not None]
 
 
 def table(args: Namespace) -> list[Case]:

@@ -25,7 +25,7 @@ def measure(args: Namespace) -> int:
     if args.suite in OWN:
         return importlib.import_module(OWN[args.suite]).measure(args)
     results: list[Result] = []
-    weighed = [] if args.suite == "launch" else suites.weighed()
+    weighed = suites.weighed() if args.allocator == "default" else []
     for case in suites.cases(args):
         results.append(run_case(case, args.seconds, CPU, copy=args.suite != "launch"))
         if case in weighed:

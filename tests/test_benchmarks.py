@@ -346,6 +346,7 @@ def test_goal_in_memory_is_met_missed_or_not_measured():
     rows = {row["contender"]: row for row in report.rows(result, "default")}
     assert (rows["fusedops"]["peak_bytes"], rows["fusedops"]["result_bytes"]) == (100, 10)
     assert "0 MB at most" in report.text([rows["fusedops"]])
+    assert len(replace(goals[0], at_least={"keep": 1.0}).verdicts(result, "keep")) == 1
     del sizes["fusedops"]
     assert not goals[0].verdicts(result, "default")[1]["met"]
 
