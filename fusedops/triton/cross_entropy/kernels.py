@@ -87,17 +87,18 @@ def forward_kernel(
             base, exponentials, weighted, z_t = carry(
                 state, rows, first, base, exponentials, weighted, origin, z_t, (t >= 0) & (t < n)
             )
-        log_sum = tl.where(exponentials == 0, float("nan"), base + tl.log(exponentials))
-        loss = w * sharp * (log_sum - z_t) + w * z_loss * log_sum * log_sum
+        log_sum = tl.log(tl.where(exponentials == 0, float("nan"), exponentials))
+        row_lse = base + log_sum
+        loss = w * sharp * (base - z_t + log_sum) + w * z_loss * row_lse * row_lse
         if SMOOTH:
-            loss += share * (every * (log_sum - origin) - weighted)
-        tl.store(lse + row, log_sum)
+            loss += share * (every * (base - origin + log_sum) - weighted)
+        tl.store(lse + row, row_lse)
         tl.store(losses + row, loss.to(losses.dtype.element_ty))
         if dx is not None:
             g = _per_row(1.0, total, MEAN) * rate
             goal = (t, w, x_t, z_t)
             write_gradient(
-                x, at, weight, bias, dx, to, n, tile, goal, log_sum, every, g, how, curve,
+                x, at, weight, bias, dx, to, n, tile, goal, row_lse, every, g, how, curve,
                 SMOOTH, MAP, RAGGED, True,
             )  # fmt: skip
 

@@ -1,30 +1,26 @@
 """What the kernels share: a program's tile, the parts of a row, and how a logit becomes z.
 
-A tile is [UNROLL, LANES, VECTOR] columns of one row. VECTOR of them are 16 bytes, which one thread
-loads; LANES is the number of threads. So a maximum or a sum over the first and the last dimension
-stays within a thread.
+A tile is [UNROLL, LANES, VECTOR] columns of one row. VECTOR of them, 16 bytes of logits or of their
+gradient, are one thread's; LANES is the number of threads. So a maximum or a sum over the first and
+the last dimension stays within a thread.
 """
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 
 UNROLL = 4  # vectors that a thread has on their way
-# Fusion is triton's default, which 3.9 warns about.
-OPTIONS = {"enable_fp_fusion": True}
 
 
 @functools.cache
-def tile_of(n: int, dtype: torch.dtype, threads: int) -> dict[str, int | bool]:
-    """The tile for rows of n, and how to compile it: a warp, or as many as cover the row, up to
+def tile_of(n: int, size: int, threads: int) -> dict[str, int]:
+    """The tile for rows of n numbers of `size` bytes: a warp, or as many as cover the row, up to
     `threads`."""
-    vector = 16 // dtype.itemsize
+    vector = 16 // size
     cover = triton.next_power_of_2(-(-n // (vector * UNROLL)))
     lanes = min(max(cover, 32), threads)
-    tile = {"UNROLL": UNROLL, "LANES": lanes, "VECTOR": vector, "num_warps": lanes // 32}
-    return {**tile, **OPTIONS}
+    return {"UNROLL": UNROLL, "LANES": lanes, "VECTOR": vector, "num_warps": lanes // 32}
 
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is an instruction, exp another four
