@@ -12,6 +12,7 @@ from loss_cases import IDS, LABELS, biased, cohere, gemma2, gradients, llama, ma
 from torch import nn
 
 from fusedops.optim import AdamW
+from fusedops.patching.loss.logits import SCOPE, LazyLogits, formula, read
 
 CHANGED = "weight of the head or its input has changed since the forward"
 
@@ -28,8 +29,8 @@ class Same(torch.autograd.Function):
         return grad, None
 
 
-def lazy(build=llama, **how):
-    outputs = patched(build(**how))(IDS, labels=LABELS)
+def lazy(build=llama, dtype=torch.float32):
+    outputs = patched(build().to(dtype))(IDS, labels=LABELS)
     assert not made(outputs)
     return outputs
 
@@ -126,12 +127,17 @@ def a_view_written(t):
 
 
 def copied_then_written(t):
-    kept = t.float().bfloat16()
+    kept = t.double()
     t.mul_(5)
-    return t.float() + kept
+    return t.double() + kept
+
+
+def a_clone_written(t):
+    return written(Same.apply(t, torch.clone)) + t
 
 
 GRADIENTS = {
+    "a clone in place": a_clone_written,
     "square": lambda t: t.square(),
     "in float32": lambda t: t.float().exp(),
     "in place": written,
@@ -179,6 +185,36 @@ def test_what_a_user_keeps_is_read():
     kept = [outputs.logits.detach(), outputs.logits.clone()]
     nn.init.zeros_(model.lm_head.weight)
     assert all(torch.equal(t.detach(), plain().detach()) for t in kept)
+
+
+def test_what_waits_in_a_models_forward():
+    logits = lazy(dtype=torch.bfloat16).logits
+    before = SCOPE.set((nn.Identity(),))
+    for wait in (lambda t: 2 * t, lambda t: t / 3, torch.tanh, torch.clone, lambda t: t.view_as(t)):
+        assert type(wait(logits)) is LazyLogits
+    assert logits.view(-1, 64).shape == (16, 64) and type(logits * logits[0]) is torch.Tensor
+    SCOPE.reset(before)
+
+
+def test_scale_and_softcap_that_were_noted():
+    logits = lazy(dtype=torch.bfloat16).logits
+    before = SCOPE.set((nn.Identity(),))
+    found = {
+        (None, None): logits.float(),
+        (6.0, None): 3 * logits.float() * 2,
+        (None, 4.0): (logits / 4).tanh() * 4,
+        (2.0, 8.0): 8 * torch.tanh(logits / 4),
+    }
+    refused = logits.float().bfloat16(), logits.tanh().tanh(), -1 * logits, 0 * logits
+    SCOPE.reset(before)
+    assert [formula(noted) for noted in found.values()] == list(found)
+    assert all(formula(noted) is None for noted in refused)
+
+
+def test_reads_do_not_tie_the_values_to_a_graph():
+    logits = lazy().logits
+    one, other = read(logits), read(logits)
+    assert one is not other and one.requires_grad and not logits.state.values().requires_grad
 
 
 def test_hooks_and_retained_gradients():
@@ -231,6 +267,18 @@ def test_weights_that_are_nan_have_logits():
     assert model(IDS, labels=LABELS).logits.isnan().all()
 
 
+def test_the_loss_of_logits_that_were_written():
+    model = patched(llama())
+    logits, wanted = model(IDS, labels=LABELS).logits, plain()
+    call = {"labels": LABELS, "vocab_size": 64}
+    for one in (logits, wanted):
+        one.mul_(3)
+    loss, expected = (
+        m.loss_function(one, **call) for m, one in ((model, logits), (llama(), wanted))
+    )
+    torch.testing.assert_close(loss, expected)
+
+
 def test_inference_mode():
     with torch.inference_mode():
         ours = lazy().logits
@@ -238,7 +286,7 @@ def test_inference_mode():
     ours = lazy().logits
     with torch.inference_mode():
         ours.sum()
-    assert torch.autograd.grad(ours.square().sum(), ours)[0].isfinite().all()
+    assert torch.autograd.grad(ours.view(-1, 64).square().sum(), ours)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -130,8 +130,9 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
         return None
     if x.shape[-1] != weight.shape[-1] or x.device != weight.device or x.device.type == "meta":
         return None
-    origin = Origin(head, x, _Values(head, x, weight, bias, cast), version(x))
-    return _Linear.apply(x, weight, bias, origin, cast or x.dtype)
+    values = _Values(head, x, weight, bias, cast)
+    origin = Origin(head, x, values, cast or x.dtype, version(x))
+    return _Linear.apply(x, weight, bias, origin)
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
@@ -166,9 +167,9 @@ class _Linear(torch.autograd.Function):
     """The node of a linear whose output has no values yet."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, origin, dtype):
+    def forward(ctx, x, weight, bias, origin):
         ctx.save_for_backward(x, weight, bias)
-        return LazyLogits.of(State(origin), torch.Size((*x.shape[:-1], len(weight))), dtype)
+        return LazyLogits.of(State(origin), torch.Size((*x.shape[:-1], len(weight))), origin.dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -181,7 +182,7 @@ class _Linear(torch.autograd.Function):
             dweight = (rows.T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(bias.dtype)
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None
 
 
 class _Values:

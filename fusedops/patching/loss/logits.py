@@ -33,12 +33,13 @@ SAME = aten.detach.default, aten.alias.default, aten.view.default  # the same me
 class Origin:
     """Where logits come from: `head(hidden)`. hidden is what the head's forward got.
 
-    values: computes them, without a gradient. version: hidden's.
+    values: computes them, without a gradient. dtype: theirs. version: hidden's.
     """
 
     head: nn.Module
     hidden: Tensor
     values: Callable[[], Tensor]
+    dtype: torch.dtype
     version: int
 
     def check(self) -> None:
@@ -181,7 +182,7 @@ def formula(logits: LazyLogits) -> tuple[float | None, float | None] | None:
     """
     if logits.state.cell:
         return None
-    factors, size = [1.0], 0
+    factors, size = [1.0], logits.state.origin.dtype.itemsize
     for function, args, kwargs in logits.state.steps:
         if function in SCALED:
             if args[0] <= 0 or args[0] == torch.inf:
