@@ -125,7 +125,7 @@ class Call:
             self.reduction == MEAN,
             REDUCE,
             num_warps=16,
-            enable_fp_fusion=True,
+            enable_fp_fusion=False,
         )
 
     def forward(
@@ -223,11 +223,12 @@ class Call:
         }
 
     def _options(self, bias: Tensor | None) -> dict[str, int | bool]:
-        """How to compile: 80 registers are 24 warps a multiprocessor, but they do not hold what the
-        options need. Fusion is triton's default, which 3.9 warns about."""
+        """How to compile. 80 registers are 24 warps a multiprocessor, but do not hold what the
+        options need. Fused, z - base would not round z = x scale, but that of the target is
+        rounded, and a loss near 0 is their difference."""
         smoothing, _, _, softcap = self.how
         few = smoothing == 0 and softcap == 0 and bias is None
-        return {"maxnreg": 80 if few else 128, "enable_fp_fusion": True}
+        return {"maxnreg": 80 if few else 128, "enable_fp_fusion": False}
 
 
 def _tile(x: Tensor, dx: Tensor | None, threads: int) -> dict[str, int]:

@@ -66,12 +66,12 @@ def edges(head, body, n, tile):
 def tanh(x):
     """Within a few ulp: a polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) cancels."""
     size, square = tl.abs(x), x * x
-    p = square * -0.00661576 + 0.02131275
-    p = p * square - 0.05391007
-    p = p * square + 0.13333118
-    p = p * square - 0.33333332
+    p = tl.fma(square, -0.00661576, 0.02131275)
+    p = tl.fma(p, square, -0.05391007)
+    p = tl.fma(p, square, 0.13333118)
+    p = tl.fma(p, square, -0.33333332)
     large = 1 - 2 / (1 + tl.exp2(size * (2 * LOG2E)))
-    return tl.where(size < 0.55, x + x * (square * p), tl.where(x < 0, -large, large))
+    return tl.where(size < 0.55, tl.fma(x, square * p, x), tl.where(x < 0, -large, large))
 
 
 @triton.jit

@@ -1,0 +1,102 @@
+"""The calls that reach the tiles of the Triton kernels of cross entropy, and the traffic they may
+have.
+
+Global memory moves 16 bytes at a time, and each byte once, but that a forward which makes the
+gradient reads a row again. Rows that are not whole vectors move as many vectors: only what lies
+before the first aligned one and after the last goes element by element. That holds where logits and
+gradients lie alike; where they do not, the stores are vectors.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from checks.machine_code.gates import Demand
+from checks.machine_code.launches import Launch
+from fusedops.triton.cross_entropy.logits import MEAN, NONE, Call
+
+BYTES = {"*bf16": 2, "*fp32": 4}
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+PLAIN, ALL = (0.0, 0.0, 1.0, 0.0), (0.1, 0.1, 2.0, 30.0)
+# Logits, gradient: of cross_entropy, and of a product in 16 bits.
+DTYPES = {"bf16": (BF16, BF16), "fp32": (FP32, FP32), "fp32 to bf16": (FP32, BF16)}
+# One warp, some, as many as there may be; then whole vectors and ragged rows of a vocabulary.
+LENGTHS = (1024, 4096, 128256, 33, 50257)
+
+
+def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """(variant, case, call): each kernel in its dtypes and options; some of them when quick."""
+    for name, dtypes in DTYPES.items():
+        for how in (PLAIN,) if quick else (PLAIN, ALL):
+            for n in LENGTHS[2::2] if quick else LENGTHS:
+                options = "" if how is PLAIN else ", all options"
+                choice = f"{name}{options}{', ragged' if n % 16 else ''}"
+                for run, what in RUNS.items():
+                    variant = f"cross entropy{what}, {choice}"
+                    yield variant, f"n = {n}, {run.__name__}", partial(run, n, how, *dtypes)
+    padded = partial(backward, 50257, PLAIN, BF16, BF16, 50304)
+    yield "cross entropy, bf16, ragged gradients of whole vectors", "n = 50257", padded
+
+
+def forward(n: int, how: tuple, dtype: torch.dtype, _: torch.dtype) -> None:
+    rows = torch.empty(2, dtype=FP64)
+    call_of(n, how).forward(logits(n, dtype), bias_of(n, how), 0, None, rows, rows, None, rows[0])
+
+
+def forward_of_stripe(n: int, how: tuple, dtype: torch.dtype, _: torch.dtype) -> None:
+    rows, state = torch.empty(2, dtype=FP64), torch.empty(5, 2, dtype=FP64)
+    of = call_of(2 * n, how)
+    of.forward(logits(n, dtype), bias_of(n, how), 16, state, rows, rows, None, rows[0])
+
+
+def forward_and_gradient(n: int, how: tuple, dtype: torch.dtype, to: torch.dtype) -> None:
+    rows, dx = torch.empty(2, dtype=FP64), logits(n, to)
+    call_of(n, how).forward(logits(n, dtype), bias_of(n, how), 0, None, rows, rows, dx, rows[0])
+
+
+def backward(
+    n: int, how: tuple, dtype: torch.dtype, to: torch.dtype, stride: int | None = None
+) -> None:
+    x, dx = logits(stride or n, dtype)[:, :n], logits(n, to)
+    rows = torch.empty(2, dtype=FP64)
+    call_of(n, how).backward(rows, x, bias_of(n, how), 0, rows, rows[0], dx)
+    call_of(n, how).reduce(rows, rows[0], rows[0])
+
+
+def call_of(classes: int, how: tuple) -> Call:
+    weight = None if how is PLAIN else torch.empty(classes)
+    reduction = NONE if how is PLAIN else MEAN
+    return Call.of(torch.zeros(2, dtype=torch.int64), weight, classes, -100, reduction, how)
+
+
+def bias_of(n: int, how: tuple) -> Tensor | None:
+    return None if how is PLAIN else torch.empty(n)
+
+
+def logits(n: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(2, n, dtype=dtype)
+
+
+RUNS = {forward: "", forward_of_stripe: "", forward_and_gradient: " and gradient", backward: ""}
+
+
+def demand(launch: Launch) -> Demand:
+    """As many 16-byte accesses as each thread has of what the kernel reads and writes."""
+    if launch.kernel.__name__ == "reduce_kernel":
+        return Demand()
+    facts = launch.constants
+    made = launch.kernel.__name__ == "forward_kernel" and launch.types["dx"] in BYTES
+    alike = "dstride" in facts or not facts["RAGGED"]  # logits and gradients, in memory
+    read = ["x"] if made or alike or launch.types["dx"] not in BYTES else []
+    if not facts["RAGGED"]:
+        read += ["bias"] + ["weight"] * facts["SMOOTH"]
+    loads = vectors(launch, read)
+    return Demand(loads=2 * loads if made else loads, stores=2 * vectors(launch, ["dx"]))
+
+
+def vectors(launch: Launch, names: list[str]) -> int:
+    """16-byte vectors of a tile that a thread has of the arguments given."""
+    tile = launch.constants["UNROLL"] * launch.constants["VECTOR"]
+    return sum(tile * BYTES.get(launch.types[name], 0) // 16 for name in names)
