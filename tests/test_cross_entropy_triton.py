@@ -203,11 +203,18 @@ def test_the_parts_of_a_row(dtype):
     """Rows that begin and end anywhere in a vector, among neighbours that must not be touched."""
     for n in (1, 6, 9, 30):
         for first in range(0, 9, 2):
-            whole = logits(3, 40 + n % 2, dtype)
+            whole = logits(5, 40 + n % 2, dtype)
             weight = class_weight(n)
-            args = whole[:, first : first + n], targets(3, n)
+            args = whole[:, first : first + n], targets(5, n)
             how = {"weight": weight, "label_smoothing": 0.2, "reduction": "none"}
             check(of(cross_entropy, **how), of(cross_entropy_reference, **how), args, "triton")
+
+
+def test_a_softcap_far_above_the_logits():
+    """tanh keeps the digits of a small number."""
+    args = logits(4, 5) / 100, targets(4, 5, ignored=False)
+    how = {"softcap": 50.0, "reduction": "none"}
+    check(of(cross_entropy, **how), of(cross_entropy_reference, **how), args, "triton")
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -271,3 +278,12 @@ def test_whole_rows(dtype, small_tiles):
     assert torch.equal(total, (target != -100).sum().double())
     for found, expected in zip((loss, lse, *made), (*plain[:2], *later), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_no_classes():
+    x, w = on_device(torch.ones(3, 4), torch.ones(0, 4))
+    x.requires_grad_()
+    with fusedops.backend("triton"), poisoned():
+        loss = linear_cross_entropy(x, w, torch.full((3,), -100).to(DEVICE), reduction="none")
+        (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert not loss.count_nonzero() and not grad.count_nonzero()

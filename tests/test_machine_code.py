@@ -27,8 +27,9 @@ def kernel(arch="sm_90a", demand=NOTHING, **facts) -> Compiled:
     return Compiled("nvcc 13.0", "f<bf16>", "", "", arch, replace(PLAIN, **facts), demand)
 
 
-def test_triton_kernels():
-    found = launches.compiled("checks.machine_code.norm", 90, quick=True)
+@pytest.mark.parametrize("family", launches.FAMILIES)
+def test_triton_kernels(family):
+    found = launches.compiled(family, 90, quick=True)
     names = {one.kernel for one in found}
     assert names == {"forward_kernel", "backward_kernel", "reduce_kernel"}
     assert not failures(found)

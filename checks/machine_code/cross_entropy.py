@@ -33,10 +33,11 @@ def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
             for n in LENGTHS[2::2] if quick else LENGTHS:
                 options = "" if how is PLAIN else ", all options"
                 choice = f"{name}{options}{', ragged' if n % 16 else ''}"
-                for run in (forward, forward_of_stripe, forward_and_gradient, backward):
-                    case = f"{run.__name__.replace('_', ' ')}, n = {n}"
-                    yield choice, case, partial(run, n, how, *dtypes)
-    yield "bf16, of padded rows", "n = 50257", partial(backward, 50257, PLAIN, BF16, BF16, 50304)
+                for run, what in RUNS.items():
+                    variant = f"cross entropy{what}, {choice}"
+                    yield variant, f"n = {n}, {run.__name__}", partial(run, n, how, *dtypes)
+    padded = partial(backward, 50257, PLAIN, BF16, BF16, 50304)
+    yield "cross entropy, bf16, ragged gradients of whole vectors", "n = 50257", padded
 
 
 def forward(n: int, how: tuple, dtype: torch.dtype, _: torch.dtype) -> None:
@@ -76,6 +77,9 @@ def bias_of(n: int, how: tuple) -> Tensor | None:
 
 def logits(n: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(2, n, dtype=dtype)
+
+
+RUNS = {forward: "", forward_of_stripe: "", forward_and_gradient: " and gradient", backward: ""}
 
 
 def demand(launch: Launch) -> Demand:

@@ -19,7 +19,8 @@ Registers are those of a thread. Shared memory is in bytes a block, without what
 Spills are instructions that load or store local memory, which is in bytes a thread. Loads and
 stores are instructions that move 16 bytes of global memory, as often as they stand in the code. A
 row of Triton's stands for all tiles of a range of row lengths n, from its least value to its
-greatest; n is ragged where 16 does not divide it, so that nothing there can move 16 bytes.
+greatest; n is ragged where 16 does not divide it. Of a ragged row of a norm nothing can move 16
+bytes; of one of cross entropy all does but what lies before the first vector and after the last.
 """
 TITLES = ("kernel", "registers", "shared", "spills", "local", "loads", "stores", "tensor cores")
 FACTS = ("registers", "shared", "spills", "local", "loads", "stores", "tensor_cores")
