@@ -63,7 +63,7 @@ def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tenso
 
     The random numbers (dropout, output gradients) are the same at each call. The output gradients
     are drawn in float32, so that every dtype of `args` gets the same ones; that of a single number
-    is one that every dtype has, or its rounding would be an error of all gradients.
+    is 2, whose product every dtype has: a rounding there would be an error of all gradients.
     """
     leaves = [a.detach().requires_grad_() if _floating(a) else a for a in args]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -82,8 +82,7 @@ def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tenso
 
 
 def _cotangent(output: Tensor) -> Tensor:
-    drawn = torch.randn(output.shape)
-    return (drawn if output.dim() else drawn.bfloat16()).to(output)
+    return (torch.randn(output.shape) if output.dim() else torch.tensor(2.0)).to(output)
 
 
 def yardstick(kernel: Tensor, eager: Tensor, exact: Tensor) -> str | None:
