@@ -3,15 +3,9 @@
 #pragma once
 
 #include "csrc/dtype.h"
+#include "csrc/philox.h"
 
 namespace fusedops {
-
-// An element of x is kept when its random word is at least the threshold, and then scaled.
-struct Dropout {
-  const int64_t* seed = nullptr;  // where the kernel runs; null: nothing is dropped
-  uint32_t threshold = 0;
-  float scale = 1;
-};
 
 struct NormForwardRows {
   const void *x, *residual;  // residual: null when there is nothing to add

@@ -19,7 +19,7 @@ from cross_entropy_cases import (
 import fusedops
 from fusedops.functional import cross_entropy
 from fusedops.functional.cross_entropy import cross_entropy_reference
-from fusedops.testing import device_of, placed, poisoned, yardstick
+from fusedops.testing import check, device_of, placed, poisoned, yardstick
 
 # one element, odd, past a block of the kernels, many short rows, a vocabulary
 SHAPES = [(1, 1), (31, 33), (9, 1024), (7, 2051), (130, 5), (9, 32000)]
@@ -91,6 +91,32 @@ def test_every_target_is_ignored(backend, options):
         expected = F.cross_entropy(x, target, reduction=OPTIONS[options].get("reduction", "mean"))
         torch.testing.assert_close(loss, expected, equal_nan=True)
         assert not grad.count_nonzero()
+
+
+@ON
+def test_targets_that_weigh_nothing(backend):
+    """Loss and gradient are NaN, as torch's."""
+    x, target, weight = placed((logits(6, 40), targets(6, 40), torch.zeros(40)), device_of(backend))
+    for run in (cross_entropy, cross_entropy_reference):
+        leaf = x.clone().requires_grad_()
+        with fusedops.backend(backend):
+            loss = run(leaf, target, weight)
+            (grad,) = torch.autograd.grad(loss, leaf)
+        assert loss.isnan() and grad[target != -100].isnan().all()
+
+
+@ON
+@pytest.mark.parametrize("made", [False, True])
+def test_a_scaled_float16_loss(backend, made):
+    """A GradScaler's factor comes before the gradient of a mean is rounded to float16."""
+    rows, classes = (8, 200) if interpreted(backend) else (700, 1500)
+    x, target = logits(rows, classes, torch.float16), targets(rows, classes)
+    check(
+        lambda x, t: cross_entropy(x, t, grad_in_forward=made, dtype=F32) * 2**8,
+        lambda x, t: cross_entropy_reference(x, t, dtype=F32) * 2**8,
+        (x, target),
+        backend,
+    )
 
 
 @ON

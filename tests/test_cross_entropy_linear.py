@@ -10,15 +10,17 @@ from cross_entropy_cases import (
     class_weight,
     compare_linear,
     head,
+    interpreted,
     skip_what_does_not_run,
     targets,
 )
 
 import fusedops
+from benchmarks.memory import profiled
 from fusedops import _C
 from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.functional.cross_entropy import linear_cross_entropy_reference
-from fusedops.testing import device_of, placed, poisoned, yardstick
+from fusedops.testing import check, device_of, placed, poisoned, yardstick
 
 # rows, features, classes: one element, odd, past a tile of the kernels in each direction
 SHAPES = [(1, 1, 1), (40, 33, 19), (40, 64, 1025), (1030, 16, 2100)]
@@ -193,11 +195,82 @@ def test_as_cross_entropy_of_the_product(backend):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_targets_are_added_last(reduction):
+    """Half of eager's error at most: no sum on the way is rounded at the size of their terms."""
+    x, w, _ = head(256, 64, 4000)
+    w, target = w / 8, targets(256, 4000, ignored=False)
+
+    def gradients(run, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
+        return torch.autograd.grad(run(*leaves, target, reduction=reduction).sum(), leaves)
+
+    found = gradients(linear_cross_entropy, F32)
+    eager = gradients(linear_cross_entropy_reference, F32)
+    exact = gradients(linear_cross_entropy_reference, torch.float64)
+    for ours, theirs, true in zip(found, eager, exact, strict=True):
+        assert (ours - true).norm() < (theirs - true).norm() / 2
+
+
+@ON
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_mean_over_weights_of_zero(backend, label_smoothing):
+    x, w, _ = head(6, 12, 40)
+    x, w, target, of_class = placed((x, w, targets(6, 40), torch.zeros(40)), device_of(backend))
+    how = {"weight": of_class, "label_smoothing": label_smoothing}
+    with fusedops.backend(backend):
+        loss = linear_cross_entropy(x, w, target, **how)
+    assert loss.isnan() and linear_cross_entropy_reference(x, w, target, **how).isnan()
+
+
 def test_a_target_that_is_no_class():
     x, w, _ = head(5, 4, 10)
     target = targets(5, 10, ignored=False)
     target[3] = 10
-    with pytest.raises(
-        IndexError, match="linear_cross_entropy: target must be a class from 0 to 9"
-    ):
-        linear_cross_entropy(x, w, target)
+    for ignored in (slice(0), slice(1, 3)):
+        target[ignored] = -100
+        with pytest.raises(IndexError, match=r"linear_.*: target .* 0 to 9 .* got 10 in row 3"):
+            linear_cross_entropy(x, w, target)
+
+
+def test_a_bias_of_another_dtype():
+    x, w, b = head(5, 4, 10)
+    with pytest.raises(RuntimeError, match=r"linear_bias must be float32 .*, got float64"):
+        linear_cross_entropy(x, w, targets(5, 10), linear_bias=b.double())
+
+
+def test_arguments_of_torch_alone():
+    x, w, _ = head(5, 4, 10)
+    target = targets(5, 10)
+    found = linear_cross_entropy(x, w, target, ignore_index=None, options=None)
+    assert torch.equal(found, linear_cross_entropy(x, w, target))
+
+
+@ON
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_a_scaled_float16_loss(backend, trained):
+    """A GradScaler's factor comes before the gradient of a mean is rounded to float16."""
+    rows = 8 if interpreted(backend) else 1100
+    x, w, _ = head(rows, 16, 200, torch.float16)
+    target = targets(rows, 200)
+    head_weight = placed((w,), device_of(backend))[0]
+
+    def of(run):
+        def scaled(x, t, w=None):
+            w = head_weight.to(x.dtype) if w is None else w
+            return run(x, w, t, dtype=F32) * 2**8
+
+        return scaled
+
+    args = (x, target, w) if trained else (x, target)
+    check(of(linear_cross_entropy), of(linear_cross_entropy_reference), args, backend)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+def test_the_logits_never_exist(dtype):
+    """Beside the gradients the pieces take a quarter of their float32 bytes at most."""
+    x, w, _ = head(2048, 8, 4096, dtype)
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    target = targets(2048, 4096)
+    memory = profiled(lambda: torch.autograd.grad(linear_cross_entropy(x, w, target), leaves))
+    assert memory.beside < 2048 * 4096 * 4 / 4

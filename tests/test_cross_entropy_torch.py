@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from cross_entropy_cases import FLOATS, OPTIONS, class_weight, head, logits, targets
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedops
 from fusedops.functional import cross_entropy, linear_cross_entropy
@@ -184,6 +185,44 @@ def arguments(dtype=torch.float32, rows=6, classes=9, features=5):
 
 OPS = pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
 HOW = pytest.mark.parametrize("options", ["mean", "none", "all", "all of none"])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_probabilities_of_more_dimensions(reduction):
+    """The classes are the last, as linear_weight's rows are."""
+    x, w, _ = head(6, 5, 9)
+    target = torch.rand(6, 9)
+    expected = F.cross_entropy(F.linear(x, w), target, reduction=reduction)
+    found = linear_cross_entropy(x.view(2, 3, 5), w, target.view(2, 3, 9), reduction=reduction)
+    torch.testing.assert_close(found.flatten(), expected.flatten())
+
+
+@OPS
+@pytest.mark.parametrize("made", [False, True])
+def test_batched_gradients(op, made):
+    """Of many output gradients at once, also where the forward has made the gradient."""
+    args, of, ours, _ = arguments()[op]
+    how = {"grad_in_forward": made} if op == "cross_entropy" else {}
+    leaves = [a.requires_grad_() for a in args]
+    loss = of(ours, **how)(*leaves)
+    cotangents = torch.randn(3)
+    found = torch.autograd.grad(loss, leaves, cotangents, retain_graph=True, is_grads_batched=True)
+    for i, cotangent in enumerate(cotangents):
+        once = torch.autograd.grad(loss, leaves, cotangent, retain_graph=True)
+        for batched, one in zip(found, once, strict=True):
+            torch.testing.assert_close(batched[i], one)
+
+
+@OPS
+def test_a_traced_gradient(op):
+    args, of, ours, _ = arguments()[op]
+
+    def gradient(*args):
+        leaves = [a.detach().requires_grad_() for a in args]
+        return torch.autograd.grad(of(ours)(*leaves), leaves)
+
+    for found, expected in zip(make_fx(gradient)(*args)(*args), gradient(*args), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @OPS
@@ -443,7 +482,7 @@ ERRORS = {
     r"label_smoothing must be from 0 to 1, got 2": lambda: cross_entropy(
         zeros(3, 4), zeros(3, **INT), label_smoothing=2
     ),
-    r"softcap must be above 0, got -1": lambda: cross_entropy(
+    r"softcap must be above 0 and finite, got -1": lambda: cross_entropy(
         zeros(3, 4), zeros(3, **INT), softcap=-1
     ),
     r"target must be on cpu like input, got meta": lambda: cross_entropy(
@@ -458,7 +497,7 @@ ERRORS = {
     r"linear_cross_entropy: linear_weight must be \[classes, .* got float32 \[5\]": lambda: (
         linear_cross_entropy(zeros(3, 5), zeros(5), zeros(3, **INT))
     ),
-    r"linear_cross_entropy: linear_bias must have shape \[9\] .* got float32 \[8\]": lambda: (
+    r"linear_cross_entropy: linear_bias must be float32 \[9\] .* got float32 \[8\]": lambda: (
         linear_cross_entropy(zeros(3, 5), zeros(9, 5), zeros(3, **INT), linear_bias=zeros(8))
     ),
     r"linear_cross_entropy: target must be int64 \[2, 3\] .* got int64 \[6\]": lambda: (

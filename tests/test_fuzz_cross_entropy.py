@@ -77,6 +77,7 @@ OPTIONS = {
     "z_loss": st.sampled_from([0.0, 0.0, 1e-3, 1.0]),
     "softcap": st.sampled_from([None, None, 1.0, 30.0]),
     "scale": st.sampled_from([None, None, 0.1, -1.0, 16.0]),
+    "dtype": st.sampled_from([None, torch.float32]),
 }
 
 
@@ -113,6 +114,8 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
         ignored=draw(st.booleans()) and all(tensors[k].values in FINITE for k in leaves),
     )
     options = draw(st.fixed_dictionaries(OPTIONS))
+    if op == "cross_entropy":
+        options["grad_in_forward"] = draw(st.booleans())
     weight = draw(st.none() | st.builds(Weights, st.just((classes,)), st.just(dtype)))
     wanted = frozenset(draw(st.lists(st.sampled_from(leaves))))
     arguments = tensors | {"target": target, "weight": weight} | options
@@ -135,6 +138,8 @@ def wrong_values(name: str, call: Call) -> list[Any]:
         "z_loss": ["1", None, 1j],
         "softcap": [0.0, -1.0, math.nan, "1"],
         "scale": ["1", 1j],
+        "dtype": [torch.int64, torch.float64, "float32"],
+        "grad_in_forward": ["1", 2.5],
     }
     if name in wrong:
         return wrong[name]
@@ -172,6 +177,8 @@ def loss_of_terms(
     z_loss=0.0,
     softcap=None,
     scale=None,
+    dtype=None,
+    grad_in_forward=False,
 ):
     z = input.movedim(1, -1) * (1 if scale is None else scale)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -232,6 +239,25 @@ EXAMPLES = {
             "target": Targets((1,), torch.int64),
             "z_loss": 1e-3,
         },
+    ),
+    "an infinite weight of the target": Call(
+        "linear_cross_entropy",
+        {
+            "input": Drawn((2, 1)),
+            "linear_weight": Drawn((2, 1), values="one inf"),
+            "target": Targets((2,), torch.int64, classes=2),
+        },
+        frozenset({"input"}),
+    ),
+    "scaled logits, rounded in one place alone": Call(
+        "linear_cross_entropy",
+        {
+            "input": Drawn((1, 1)),
+            "linear_weight": Drawn((2, 1), values="large constant"),
+            "target": Targets((1,), torch.int64, classes=2),
+            "scale": 0.1,
+        },
+        frozenset({"input"}),
     ),
 }
 

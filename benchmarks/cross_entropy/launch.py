@@ -52,10 +52,13 @@ LOGITS_MODULES = {
     "eager module": through(torch.nn.CrossEntropyLoss),
     "fusedops module": through(fusedops.nn.CrossEntropyLoss),
 }
-LINEAR_MODULE = {
+LINEAR_MODULES = {
     "fusedops module": Contender(through_linear(fusedops.nn.LinearCrossEntropyLoss)),
 }
+if hasattr(torch.nn, "LinearCrossEntropyLoss"):
+    theirs = Contender(through_linear(torch.nn.LinearCrossEntropyLoss))
+    LINEAR_MODULES = {"eager module": theirs} | LINEAR_MODULES
 LAUNCH = [
     launch(PLAIN, LOGITS_MODULES),
-    launch(LINEAR, LINEAR_MODULE, inputs=of_tokens),
+    launch(LINEAR, LINEAR_MODULES, inputs=of_tokens),
 ]

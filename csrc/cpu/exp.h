@@ -55,5 +55,37 @@ inline __attribute__((always_inline)) Vec exp_of(Vec x, Vec rate) {
   return exact_exp(x * rate);
 }
 
+// A product as it is rounded. The compiler would contract it with the sum that it goes into, in one
+// place and not in another, and z - lse would be off by all of a large z's rounding.
+inline __attribute__((always_inline)) Vec as_rounded(Vec product) {
+  Register bits = product;
+  asm("" : "+v"(bits));
+  return bits;
+}
+
+// exp(x) for a sum of such, of which the largest is near 1: within 2^-24 there, and as far from a
+// small one as x log2 e is rounded.
+inline __attribute__((always_inline)) Vec exp_of_many(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const Vec y = x * Vec(1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEAREST_INT);
+  const Vec p = Horner()(r, 1.f, 0.69314718f, 0.24022646f, 0.05550329f, 0.0096185198f, 0.001339986f,
+                         0.00015337577f);
+  return _mm512_scalef_ps(p, y - r);
+#else
+  return exact_exp(x);
+#endif
+}
+
+// tanh within 3 * 2^-24 of itself: a polynomial near 0, where 1 - 2 / (1 + exp(2 x)) cancels.
+inline __attribute__((always_inline)) Vec exact_tanh(Vec x) {
+  const Vec size = x.abs(), square = x * x, one(1.f);
+  const Vec p =
+      Horner()(square, -0.33333332f, 0.13333118f, -0.05391007f, 0.02131275f, -0.00661576f);
+  const Vec small = at::vec::fmadd(x, square * p, x);
+  const Vec large = one - Vec(2.f) / (one + exact_exp(size + size));
+  const Vec sign = Vec::blendv(one, Vec(-1.f), x < Vec(0.f));
+  return Vec::blendv(large * sign, small, size < Vec(0.55f));
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace fusedops::cpu

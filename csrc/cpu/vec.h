@@ -5,6 +5,7 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "csrc/cpu/isa.h"
@@ -142,6 +143,24 @@ inline Floats all(double x) { return {Vec(static_cast<float>(x)), Vec(static_cas
 
 inline float sum(const Floats& v) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, v.lo + v.hi);
+}
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// -infinity past the end of the row: it is not the largest, and its exponential is 0.
+inline Floats padded(const Floats& v, Full) { return v; }
+inline Floats padded(const Floats& v, Tail tail) {
+  const Vec none(-kInfinity);
+  return {Vec::set(none, v.lo, low(tail)), Vec::set(none, v.hi, high(tail))};
+}
+
+inline Floats largest(const Floats& a, const Floats& b) {  // a NaN is
+  return {at::vec::maximum(a.lo, b.lo), at::vec::maximum(a.hi, b.hi)};
+}
+
+inline float largest(const Floats& v) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); },
+                                        at::vec::maximum(v.lo, v.hi));
 }
 
 }  // namespace CPU_CAPABILITY

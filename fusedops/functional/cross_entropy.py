@@ -43,32 +43,36 @@ def cross_entropy(
     shape without C, or probabilities of its shape, which go by ATen calls too; w_t of their z_loss
     is 1. weight: [C]. reduction: "mean" over the w_t of the targets that are not ignored (over N
     with probabilities), "sum" or "none". Where every target is ignored the mean is NaN, as torch's,
-    and the gradients are zeros.
+    and the gradients are zeros; where those that are not weigh 0 both are NaN.
 
     Returns the loss in dtype, by default the input's: `cross_entropy(x, t, dtype=torch.float32)` is
     `F.cross_entropy(x.float(), t)` without the copy. Under autocast that is float32, as torch's.
-    Computed in float32 (float64 for float64). The gradient is made in backward, or with
-    grad_in_forward in the forward pass, which reads the logits once less and keeps the gradient in
-    their place; the logits are never written to. Raises RuntimeError when a shape or a dtype does
-    not fit, IndexError for a target that is no class (on a GPU its loss is NaN), ValueError for
-    another reduction. Szegedy et al., arXiv:1512.00567 (label_smoothing); Chowdhery et al.,
-    arXiv:2204.02311 (z_loss).
+    Computed in float32 (float64 for float64, whose loss is float64). The gradient is made in
+    backward. With grad_in_forward the forward pass makes it, which reads the logits once less and
+    keeps the gradient in their place: rounded before it is scaled by the loss's own, and without a
+    double backward. In float16, where it would underflow before a GradScaler's factor comes, and by
+    ATen calls grad_in_forward changes nothing. The logits are never written to. Raises RuntimeError
+    when a shape, a dtype or label_smoothing does not fit, IndexError for a target that is no class
+    (on a GPU its loss is NaN), ValueError for another reduction or softcap. Szegedy et al.,
+    arXiv:1512.00567 (label_smoothing); Chowdhery et al., arXiv:2204.02311 (z_loss).
     """
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
-    run = torch.ops.fusedops.cross_entropy if traced(input, target, weight) else _C.cross_entropy
-    return run(
-        input,
-        target,
-        weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        scale=scale,
-        grad_in_forward=grad_in_forward,
-        dtype=dtype,
+    how = ignore_index, reduction, label_smoothing
+    if traced(input, target, weight):
+        return torch.ops.fusedops.cross_entropy(
+            input,
+            target,
+            weight,
+            *how,
+            z_loss=z_loss,
+            softcap=softcap,
+            scale=scale,
+            grad_in_forward=grad_in_forward,
+            dtype=dtype,
+        )
+    return _C.cross_entropy(
+        input, target, weight, *how, z_loss, softcap, scale, grad_in_forward, dtype
     )
 
 
@@ -79,9 +83,10 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    ignore_index: int = -100,
     reduction: str = "mean",
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
+    options: object = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
     scale: float | None = None,
@@ -89,34 +94,37 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(F.linear(input, linear_weight, linear_bias), target)` without the logits.
 
-    They exist a tile at a time, in float32. input: [..., H]. linear_weight: [C, H]. target: int64
+    They exist a tile at a time. input: [..., H]. linear_weight: [C, H]. target: int64
     class indices [...]. linear_bias, weight: [C]. Input and linear_weight have one dtype, float32,
     float16 or bfloat16 (float64 by ATen calls, with all logits, as are probabilities and the
     linear_weight [C, d1, ..., H] of a K-dimensional loss). All strides do. The other arguments, the
     formula and the result are `cross_entropy`'s.
 
-    Gradients are summed in float32 and rounded once. In 16 bits the backward computes the logits
-    again, which costs a product and saves the float32 sum of the weight's gradient; in float32, or
-    for a frozen linear_weight, the forward makes the gradients of "mean" and "sum". Rows whose
-    target is ignored cost nothing on a CPU. Raises RuntimeError when a shape or a dtype does not
-    fit, IndexError and ValueError as `cross_entropy`.
+    Tiles and sums are float32; CPUs that multiply bfloat16 faster have tiles of it, rounded as
+    eager's logits are. In 16 bits the backward computes the logits again, which costs a product and
+    saves the float32 sum of the weight's gradient. In float32, or for a frozen linear_weight in
+    bfloat16, the forward makes the gradients of "mean" and "sum", of 128 rows at a time or more;
+    those of bfloat16 are rounded before they are scaled by the loss's own. Rows whose target is
+    ignored cost nothing on a CPU. `options` is torch's choice of pieces, and not used. Raises as
+    `cross_entropy`.
     """
+    ignore_index = -100 if ignore_index is None else ignore_index
     tensors = input, linear_weight, target, linear_bias, weight
-    op = torch.ops.fusedops.linear_cross_entropy
-    run = op if traced(*tensors) else _C.linear_cross_entropy
-    return run(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        weight=weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        scale=scale,
-        dtype=dtype,
+    if traced(*tensors):
+        return torch.ops.fusedops.linear_cross_entropy(
+            *tensors[:3],
+            linear_bias=linear_bias,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            scale=scale,
+            dtype=dtype,
+        )
+    return _C.linear_cross_entropy(
+        *tensors, ignore_index, reduction, label_smoothing, z_loss, softcap, scale, dtype
     )
 
 
@@ -171,7 +179,8 @@ def linear_cross_entropy_reference(
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
     if len(classes) == 1 and input.dim() > 2:
-        loss = cross_entropy_reference(logits.flatten(0, -2), target.flatten(), dtype=dtype, **how)
-        return loss.view(target.shape) if loss.dim() else loss
+        target = target.flatten(0, -2) if target.is_floating_point() else target.flatten()
+        loss = cross_entropy_reference(logits.flatten(0, -2), target, dtype=dtype, **how)
+        return loss.view(input.shape[:-1]) if loss.dim() else loss
     logits = logits.unflatten(-1, classes)
     return cross_entropy_reference(logits, target, dtype=dtype, **how)

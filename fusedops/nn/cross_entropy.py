@@ -99,15 +99,19 @@ class LinearCrossEntropyLoss(torch.nn.modules.loss._WeightedLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input: [in_features] or [..., in_features]. Returns the loss."""
-        classes = self.num_classes, *self.out_features
-        bias = self.linear.bias
+        linear_weight: Tensor = self.linear.weight
+        linear_bias: Tensor | None = self.linear.bias
+        if self.out_features:
+            classes = self.num_classes, *self.out_features
+            linear_weight = linear_weight.view(*classes, -1)
+            linear_bias = None if linear_bias is None else linear_bias.view(classes)
         return linear_cross_entropy(
             input,
-            self.linear.weight.view(*classes, -1),
+            linear_weight,
             target,
-            linear_bias=None if bias is None else bias.view(classes),
+            linear_bias=linear_bias,
             weight=self.weight,
-            ignore_index=-100 if self.ignore_index is None else self.ignore_index,
+            ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,

@@ -6,7 +6,11 @@
 // which makes the logits again: the weight's gradient is complete when the stripe is. A forward
 // that makes the gradients needs a row's sum before any of its gradient, so it takes a few whole
 // rows at a time and adds up the weight's gradient, in float32, where it is to be.
+//
+// The gradient of a target's logit is far larger than the others of its row. In the input's
+// gradient it is added last, or each sum on the way would be rounded at its size.
 
+#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -20,10 +24,6 @@ namespace fusedops::cpu {
 namespace {
 
 constexpr int64_t kRows = 1024, kClasses = 1024;  // of a tile, 4 MiB
-
-bool has_kernel(const Tensor& input) {
-  return isa() != Isa::none && input.scalar_type() != at::kDouble;
-}
 
 // The rows that count, and what the call is told of them.
 struct Problem {
@@ -46,14 +46,15 @@ struct Problem {
         rows(target.numel()),
         classes(linear_weight.size(0)),
         features(linear_weight.size(1)),
-        targets("linear_cross_entropy", target, weight, classes, options.ignore_index),
+        targets("linear_cross_entropy", target, weight, classes, options.ignore_index, live),
         formula(options, targets, classes) {}
 
   Tensor of_live(const Tensor& t) const {
     return live.defined() && t.dim() > 0 ? t.index_select(0, live) : t;
   }
 
-  // Into `all`, with zeros for the rows that do not count.
+  // Of all rows, with zeros for those that do not count.
+
   void put(const Tensor& of, const Tensor& all) const {
     if (!live.defined()) {
       all.copy_(of);
@@ -62,10 +63,20 @@ struct Problem {
     }
   }
 
+  std::vector<double> of_all(const std::vector<double>& of, int64_t rows) const {
+    if (!live.defined()) return of;
+    std::vector<double> all(rows);
+    const auto* const row = live.const_data_ptr<int64_t>();
+    for (size_t i = 0; i < of.size(); ++i) all[row[i]] = of[i];
+    return all;
+  }
+
  private:
   static Tensor live_rows(const Tensor& target, int64_t ignore_index) {
-    const auto live = at::nonzero(target.ne(ignore_index)).squeeze(1);
-    return live.numel() == target.numel() ? Tensor() : live;
+    const auto all = target.contiguous();
+    const auto* const data = all.const_data_ptr<int64_t>();
+    if (std::find(data, data + all.numel(), ignore_index) == data + all.numel()) return {};
+    return at::nonzero(all.ne(ignore_index)).squeeze(1);
   }
 };
 
@@ -109,28 +120,81 @@ struct Tile {
     });
   }
 
+  // Moves the gradients of the targets' logits from the tile to `taken`, but for a 4096th: 0 times
+  // an infinite weight would be NaN.
+  void take_targets(const Problem& problem, std::vector<float>& taken) const {
+    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, logits.scalar_type(), "take_targets", [&] {
+      auto* const g = logits.mutable_data_ptr<scalar_t>();
+      for (int64_t i = 0; i < logits.size(0); ++i) {
+        const int64_t t = problem.targets[from + i] - first;
+        if (t < 0 || t >= logits.size(1)) continue;
+        auto& of_target = g[i * logits.stride(0) + t];
+        const float whole = of_target;
+        of_target = whole / 4096;
+        taken[from + i] = whole - static_cast<float>(of_target);
+      }
+    });
+  }
+
  private:
   int64_t row_bytes() const { return logits.stride(0) * logits.element_size(); }
 };
+
+// into[j] += a rows[row, j] for j in [begin, end)
+void add_row(float* into, float a, const Tensor& rows, int64_t row, int64_t begin, int64_t end) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "add_row", [&] {
+    const auto* const from = rows.const_data_ptr<scalar_t>() + row * rows.stride(0);
+    const int64_t stride = rows.stride(1);
+    for (int64_t j = begin; j < end; ++j) into[j] += a * static_cast<float>(from[j * stride]);
+  });
+}
 
 // The float32 sums of the gradients that were asked for; the others are undefined. linear_weight is
 // that of all classes, or of the tile's.
 struct Gradients {
   Tensor input, linear_weight, linear_bias;
+  std::vector<float> targets;  // of each row's target's logit
 
-  void add(const Products& products, const Tile& tile, const Tensor& weight) {
+  // All but what the targets' logits give to the input and the weight.
+  void add(const Products& products, const Problem& problem, const Tile& tile,
+           const Tensor& weight) {
     const auto& g = tile.logits;
     const int64_t n = g.size(0), classes = g.size(1);
-    if (input.defined()) products.add(input.narrow(0, tile.from, n), g, weight);
-    if (linear_weight.defined()) {
-      const auto into = linear_weight.size(0) == classes
-                            ? linear_weight
-                            : linear_weight.narrow(0, tile.first, classes);
-      products.add(into, g.t(), products.input.narrow(0, tile.from, n));
-    }
     if (linear_bias.defined()) {
-      linear_bias.narrow(0, tile.first, classes).add_(g.sum(0, false, at::kFloat));
+      part_of(linear_bias, tile.first, classes).add_(g.sum(0, false, at::kFloat));
     }
+    targets.resize(problem.rows);
+    tile.take_targets(problem, targets);
+    if (input.defined()) products.add(part_of(input, tile.from, n), g, weight);
+    if (linear_weight.defined()) {
+      products.add(part_of(linear_weight, tile.first, classes), g.t(),
+                   part_of(products.input, tile.from, n));
+    }
+  }
+
+  void add_targets_to_input(const Problem& problem, int64_t from, int64_t end) const {
+    if (!input.defined()) return;
+    auto* const dx = input.mutable_data_ptr<float>();
+    at::parallel_for(from, end, 16, [&](int64_t begin, int64_t last) {
+      for (int64_t row = begin; row < last; ++row) {
+        add_row(dx + row * problem.features, targets[row], problem.linear_weight,
+                problem.targets[row], 0, problem.features);
+      }
+    });
+  }
+
+  // Of rows [from, end), where the targets are among linear_weight's classes, `first` and on.
+  void add_targets_to_weight(const Problem& problem, int64_t from, int64_t end,
+                             int64_t first) const {
+    if (!linear_weight.defined()) return;
+    auto* const dw = linear_weight.mutable_data_ptr<float>();
+    at::parallel_for(0, problem.features, 64, [&](int64_t begin, int64_t last) {
+      for (int64_t row = from; row < end; ++row) {
+        const int64_t t = problem.targets[row] - first;
+        if (t < 0 || t >= linear_weight.size(0)) continue;
+        add_row(dw + t * problem.features, targets[row], problem.input, row, begin, last);
+      }
+    });
   }
 };
 
@@ -145,14 +209,16 @@ template <class Function, class OfStripe>
 void each_tile(const Problem& problem, const Products& products, const Function& f,
                const OfStripe& of_stripe) {
   const auto buffer =
-      at::empty({std::min(kRows, problem.rows) * std::min(kClasses, problem.classes)},
+      at::empty({std::min(kRows, problem.rows), std::min(kClasses, problem.classes)},
                 products.input.options());
   for (int64_t first = 0; first < problem.classes; first += kClasses) {
     const int64_t classes = std::min(kClasses, problem.classes - first);
     const auto weight = products.weight(first, classes);
     for (int64_t from = 0; from < problem.rows; from += kRows) {
       const int64_t rows = std::min(kRows, problem.rows - from);
-      const Tile tile{buffer.narrow(0, 0, rows * classes).view({rows, classes}), from, first};
+      const bool whole = rows == buffer.size(0) && classes == buffer.size(1);
+      const Tile tile{whole ? buffer : buffer.as_strided({rows, classes}, {classes, 1}), from,
+                      first};
       products.make(tile.logits, from, first, weight);
       f(tile, weight);
     }
@@ -162,15 +228,15 @@ void each_tile(const Problem& problem, const Products& products, const Function&
 
 // The losses of the rows from `from` on.
 void finish(const Problem& problem, const std::vector<LogitSums>& sums, int64_t from, int64_t end,
-            double* losses, double* lse) {
+            std::vector<double>& losses, double* lse) {
   for (int64_t row = from; row < end; ++row) {
     lse[row] = RowFormula::lse(sums[row]);
     losses[row] = problem.formula.loss(row, sums[row], lse[row]);
   }
 }
 
-// How many rows at a time: an eighth of the logits in memory, but so many that a pass over the
-// weight's gradient costs less than its product, and no more logits than that has numbers.
+// How many rows at a time: an eighth of the logits in memory, but 128 at least, so that a pass over
+// the weight's gradient costs less than its product, and no more logits than that has numbers.
 int64_t whole_rows(const Problem& problem) {
   constexpr int64_t kLeast = 128;
   const int64_t rows = std::clamp(problem.rows / 8, kLeast, std::max(problem.features, kLeast));
@@ -179,9 +245,8 @@ int64_t whole_rows(const Problem& problem) {
 
 // Losses, lse and gradients, a few whole rows at a time.
 void make_whole_rows(const Problem& problem, const Products& products, Gradients gradients,
-                     double* losses, double* lse) {
-  const RowGradients ones(at::ones({problem.rows}, at::kDouble), problem.options,
-                          problem.targets.total());
+                     std::vector<double>& losses, double* lse) {
+  const RowGradients ones(problem.options, problem.targets.total());
   const int64_t step = whole_rows(problem);
   const auto buffer = at::empty({step, problem.classes}, products.input.options());
   std::vector<LogitSums> sums(problem.rows);
@@ -190,8 +255,9 @@ void make_whole_rows(const Problem& problem, const Products& products, Gradients
     const auto each_stripe = [&](const auto& f) {
       for (int64_t first = 0; first < problem.classes; first += kClasses) {
         const int64_t classes = std::min(kClasses, problem.classes - first);
-        f(Tile{buffer.narrow(0, 0, rows).narrow(1, first, classes), from, first},
-          products.weight(first, classes));
+        const auto all = part_of(buffer, 0, rows);
+        const auto logits = classes == problem.classes ? all : all.narrow(1, first, classes);
+        f(Tile{logits, from, first}, products.weight(first, classes));
       }
     };
     each_stripe([&](const Tile& tile, const Tensor& weight) {
@@ -201,8 +267,10 @@ void make_whole_rows(const Problem& problem, const Products& products, Gradients
     finish(problem, sums, from, from + rows, losses, lse);
     each_stripe([&](const Tile& tile, const Tensor& weight) {
       tile.make_gradients(problem, lse, ones);
-      gradients.add(products, tile, weight);
+      gradients.add(products, problem, tile, weight);
     });
+    gradients.add_targets_to_input(problem, from, from + rows);
+    gradients.add_targets_to_weight(problem, from, from + rows, 0);
   }
 }
 
@@ -222,9 +290,8 @@ LinearLoss linear_cross_entropy_forward(const Tensor& input, const Tensor& linea
   const Problem problem(input, linear_weight, target, linear_bias, weight,
                         {ignore_index, reduction, how});
   const Products products(problem.input, linear_weight, problem.linear_bias);
-  const auto row_losses = at::zeros({problem.rows}, lse.options());
-  const auto row_lse = at::zeros({problem.rows}, lse.options());
-  auto* const losses = row_losses.mutable_data_ptr<double>();
+  std::vector<double> losses(problem.rows);
+  const auto row_lse = problem.live.defined() ? at::empty({problem.rows}, lse.options()) : lse;
   auto* const lses = row_lse.mutable_data_ptr<double>();
   if (wanted == std::array<bool, 3>{}) {
     std::vector<LogitSums> sums(problem.rows);
@@ -237,17 +304,16 @@ LinearLoss linear_cross_entropy_forward(const Tensor& input, const Tensor& linea
     const Gradients gradients{float_zeros(dinput, problem.input.sizes()),
                               in_place ? dlinear_weight.zero_()
                                        : float_zeros(dlinear_weight, linear_weight.sizes()),
-                              float_zeros(dlinear_bias, {problem.classes})};
+                              float_zeros(dlinear_bias, {problem.classes}),
+                              {}};
     make_whole_rows(problem, products, gradients, losses, lses);
     if (dinput.defined()) problem.put(gradients.input, dinput);
     if (dlinear_weight.defined() && !in_place) dlinear_weight.copy_(gradients.linear_weight);
     if (dlinear_bias.defined()) dlinear_bias.copy_(gradients.linear_bias);
   }
-  problem.put(row_lse, lse);
-  const bool each = problem.options.is(Reduction::none);
-  const auto all_losses = each ? at::empty_like(lse) : row_losses;
-  if (each) problem.put(row_losses, all_losses);
-  reduce(all_losses, problem.options, problem.targets.total(), loss, total);
+  if (problem.live.defined()) problem.put(row_lse, lse);
+  if (problem.options.is(Reduction::none)) losses = problem.of_all(losses, target.numel());
+  reduce(losses, problem.options, problem.targets.total(), loss, total);
   return outputs;
 }
 
@@ -274,8 +340,10 @@ LinearGradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& 
   const auto row_lse = problem.of_live(lse).contiguous();
   const auto* const lses = row_lse.const_data_ptr<double>();
 
-  Gradients gradients{float_zeros(dinput, problem.input.sizes()), Tensor(),
-                      float_zeros(dlinear_bias, {problem.classes})};
+  Gradients gradients{float_zeros(dinput, problem.input.sizes()),
+                      Tensor(),
+                      float_zeros(dlinear_bias, {problem.classes}),
+                      {}};
   const auto stripe =
       float_zeros(dlinear_weight, {std::min(kClasses, problem.classes), problem.features});
   each_tile(
@@ -283,13 +351,15 @@ LinearGradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& 
       [&](const Tile& tile, const Tensor& weight_tile) {
         if (stripe.defined()) gradients.linear_weight = stripe.narrow(0, 0, tile.logits.size(1));
         tile.make_gradients(problem, lses, row_gradients);
-        gradients.add(products, tile, weight_tile);
+        gradients.add(products, problem, tile, weight_tile);
       },
       [&](int64_t first, int64_t classes) {
         if (!stripe.defined()) return;
+        gradients.add_targets_to_weight(problem, 0, problem.rows, first);
         dlinear_weight.narrow(0, first, classes).copy_(stripe.narrow(0, 0, classes));
         stripe.zero_();
       });
+  gradients.add_targets_to_input(problem, 0, problem.rows);
   if (dinput.defined()) problem.put(gradients.input, dinput);
   if (dlinear_bias.defined()) dlinear_bias.copy_(gradients.linear_bias);
   return outputs;

@@ -17,10 +17,6 @@ namespace {
 
 constexpr int64_t kGrain = 16384;  // logits of a task, about
 
-bool has_kernel(const Tensor& input) {
-  return isa() != Isa::none && input.scalar_type() != at::kDouble;
-}
-
 // Rows of logits, and of the gradient.
 class LogitRows {
  public:
@@ -77,10 +73,9 @@ Loss cross_entropy_forward(const Tensor& input, const Tensor& target, const Opti
   const CrossEntropyOptions options(ignore_index, reduction, how);
   const Targets targets("cross_entropy", target, weight, input.size(1), ignore_index);
   const RowFormula formula(options, targets, input.size(1));
-  const RowGradients ones(at::ones(target.sizes(), at::kDouble), options, targets.total());
+  const RowGradients ones(options, targets.total());
   const LogitRows logits(input, targets, options.map);
-  const auto row_losses = at::empty_like(lse);
-  auto* const losses = row_losses.mutable_data_ptr<double>();
+  std::vector<double> losses(input.size(0));
   auto* const lses = lse.mutable_data_ptr<double>();
   each_row(input, [&](int64_t row) {
     losses[row] = lses[row] = 0;
@@ -96,7 +91,7 @@ Loss cross_entropy_forward(const Tensor& input, const Tensor& target, const Opti
       logits.write_gradient(row, formula.gradient(row, lses[row], ones[row]), dinput);
     }
   });
-  reduce(row_losses, options, targets.total(), loss, total);
+  reduce(losses, options, targets.total(), loss, total);
   return outputs;
 }
 

@@ -6,6 +6,11 @@
 
 namespace fusedops::cpu {
 
+// Entries [from, from + n) of the first dimension.
+inline Tensor part_of(const Tensor& t, int64_t from, int64_t n) {
+  return n == t.size(0) ? t : t.narrow(0, from, n);
+}
+
 class Products {
  public:
   // input [rows, features], linear_weight [classes, features], linear_bias [classes] or undefined.

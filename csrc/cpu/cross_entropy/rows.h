@@ -2,22 +2,31 @@
 // csrc/cross_entropy.h.
 #pragma once
 
+#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
+#include <vector>
 
 #include "csrc/cpu/isa/cross_entropy.h"
 #include "csrc/ops/cross_entropy/cross_entropy.h"
 
 namespace fusedops::cpu {
 
+inline bool has_kernel(const Tensor& input) {
+  return isa() != Isa::none && input.scalar_type() != at::kDouble;
+}
+
 // The targets of rows, and the weights of the classes.
 class Targets {
  public:
-  // Raises IndexError for a target that is no class.
+  // Raises IndexError for a target that is no class. live: the numbers of the rows for it, if they
+  // are not all.
   Targets(const char* op, const Tensor& target, const OptionalTensor& weight, int64_t classes,
-          int64_t ignore_index)
+          int64_t ignore_index, const Tensor& live = {})
       : target_(target.contiguous()),
         weight_(given(weight) ? weight->to(at::kFloat).contiguous() : Tensor()),
         ignore_index_(ignore_index) {
@@ -32,7 +41,8 @@ class Targets {
       if (ignored(row)) continue;
       TORCH_CHECK_INDEX(0 <= data_[row] && data_[row] < classes, op,
                         ": target must be a class from 0 to ", classes - 1, " or ignore_index ",
-                        ignore_index, ", got ", data_[row], " in row ", row);
+                        ignore_index, ", got ", data_[row], " in row ",
+                        live.defined() ? live.const_data_ptr<int64_t>()[row] : row);
       total_ += weight_of(row);
     }
   }
@@ -85,36 +95,46 @@ class RowFormula {
   double share_;
 };
 
-// The gradient of each row's loss, from that of the whole. Where no target counts it is 0.
+// The gradient of each row's loss, from that of the whole.
 class RowGradients {
  public:
-  RowGradients(const Tensor& grad, const CrossEntropyOptions& options, double total)
-      : rows_(grad.to(at::kDouble).contiguous()), per_row_(options.is(Reduction::none)) {
-    data_ = rows_.const_data_ptr<double>();
-    if (options.is(Reduction::mean)) factor_ = total == 0 ? 0 : 1 / total;
+  // Of a whole whose gradient is 1.
+  RowGradients(const CrossEntropyOptions& options, double total) {
+    if (options.is(Reduction::mean)) factor_ = 1 / total;
   }
 
-  double operator[](int64_t row) const { return data_[per_row_ ? row : 0] * factor_; }
+  RowGradients(const Tensor& grad, const CrossEntropyOptions& options, double total)
+      : RowGradients(options, total) {
+    if (options.is(Reduction::none)) {
+      rows_ = grad.to(at::kDouble).contiguous();
+      data_ = rows_.const_data_ptr<double>();
+    } else {
+      factor_ *= grad.item<double>();
+    }
+  }
+
+  double operator[](int64_t row) const { return data_ == nullptr ? factor_ : data_[row]; }
 
  private:
   Tensor rows_;
-  const double* data_;
-  bool per_row_;
+  const double* data_ = nullptr;
   double factor_ = 1;
 };
 
-// Fills loss and total. row_losses: float64, 0 where the target is ignored.
-inline void reduce(const Tensor& row_losses, const CrossEntropyOptions& options, double total_of,
-                   const Tensor& loss, const Tensor& total) {
-  total.fill_(total_of);
-  if (options.is(Reduction::none)) {
-    loss.copy_(row_losses);
-    return;
-  }
-  const auto* const rows = row_losses.const_data_ptr<double>();
-  double sum = 0;
-  for (int64_t row = 0; row < row_losses.numel(); ++row) sum += rows[row];
-  loss.copy_(at::scalar_tensor(options.is(Reduction::mean) ? sum / total_of : sum, at::kDouble));
+// Fills loss and total. row_losses: of all rows, 0 where the target is ignored.
+inline void reduce(const std::vector<double>& row_losses, const CrossEntropyOptions& options,
+                   double total_of, const Tensor& loss, const Tensor& total) {
+  *total.mutable_data_ptr<double>() = total_of;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, loss.scalar_type(), "reduce", [&] {
+    auto* const to = loss.mutable_data_ptr<scalar_t>();
+    if (options.is(Reduction::none)) {
+      std::copy(row_losses.begin(), row_losses.end(), to);
+      return;
+    }
+    double sum = std::accumulate(row_losses.begin(), row_losses.end(), 0.0);
+    if (options.is(Reduction::mean)) sum = total_of == 0 ? std::nan("") : sum / total_of;
+    *to = static_cast<scalar_t>(sum);
+  });
 }
 
 }  // namespace fusedops::cpu

@@ -14,20 +14,8 @@ namespace {
 
 constexpr int64_t kBlock = 1024;
 constexpr float kRoom = 32;  // how much larger than the base a z may be
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 enum class MapKind { none, scaled, capped };
-
-// tanh within 3 * 2^-24 of itself: a polynomial near 0, where 1 - 2 / (1 + exp(2 x)) cancels.
-inline __attribute__((always_inline)) Vec exact_tanh(Vec x) {
-  const Vec size = x.abs(), square = x * x, one(1.f);
-  const Vec p =
-      Horner()(square, -0.33333332f, 0.13333118f, -0.05391007f, 0.02131275f, -0.00661576f);
-  const Vec small = at::vec::fmadd(x, square * p, x);
-  const Vec large = one - Vec(2.f) / (one + exact_exp(size + size));
-  const Vec sign = Vec::blendv(one, Vec(-1.f), x < Vec(0.f));
-  return Vec::blendv(large * sign, small, size < Vec(0.55f));
-}
 
 // z, and its slope over x.
 template <MapKind kMap>
@@ -40,8 +28,8 @@ class Map {
 
   inline __attribute__((always_inline)) Vec value(Vec x) const {
     if constexpr (kMap == MapKind::none) return x;
-    if constexpr (kMap == MapKind::scaled) return x * inner_;
-    return exact_tanh(x * inner_) * softcap_;
+    if constexpr (kMap == MapKind::scaled) return as_rounded(x * inner_);
+    return as_rounded(exact_tanh(x * inner_) * softcap_);
   }
 
   struct Point {
@@ -50,41 +38,12 @@ class Map {
   inline __attribute__((always_inline)) Point at(Vec x) const {
     if constexpr (kMap != MapKind::capped) return {value(x), rate_};
     const Vec t = exact_tanh(x * inner_);
-    return {t * softcap_, rate_ * (Vec(1.f) - t * t)};
+    return {as_rounded(t * softcap_), rate_ * (Vec(1.f) - t * t)};
   }
 
  private:
   Vec rate_, inner_, softcap_;
 };
-
-// exp(x) for a sum of such, of which the largest is near 1: within 2^-24 there, and as far from a
-// small one as x log2 e is rounded.
-inline __attribute__((always_inline)) Vec exp_of_many(Vec x) {
-#if defined(CPU_CAPABILITY_AVX512)
-  const Vec y = x * Vec(1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEAREST_INT);
-  const Vec p = Horner()(r, 1.f, 0.69314718f, 0.24022646f, 0.05550329f, 0.0096185198f, 0.001339986f,
-                         0.00015337577f);
-  return _mm512_scalef_ps(p, y - r);
-#else
-  return exact_exp(x);
-#endif
-}
-
-inline Floats largest(const Floats& a, const Floats& b) {  // a NaN is
-  return {at::vec::maximum(a.lo, b.lo), at::vec::maximum(a.hi, b.hi)};
-}
-
-inline float largest(const Floats& v) {
-  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); },
-                                        at::vec::maximum(v.lo, v.hi));
-}
-
-// -infinity past the end of the row: it is not the largest, and its exponential is 0.
-inline Floats padded(const Floats& v, Full) { return v; }
-inline Floats padded(const Floats& v, Tail tail) {
-  const Vec none(-kInfinity);
-  return {Vec::set(none, v.lo, low(tail)), Vec::set(none, v.hi, high(tail))};
-}
 
 // Calls f with each step's z of n logits.
 template <class T, MapKind kMap, class Function>

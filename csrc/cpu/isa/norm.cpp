@@ -9,8 +9,7 @@
 #include <tuple>
 #include <utility>
 
-#include "csrc/cpu/vec.h"
-#include "csrc/philox.h"
+#include "csrc/cpu/dropout.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
@@ -37,20 +36,6 @@ inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& ter
     total += sum(acc);
   });
   return total;
-}
-
-// scales[k] = what element begin + k of the row is multiplied by: 0 or the dropout's scale.
-// Fills whole groups of four.
-void dropout_scales(const Dropout& dropout, int64_t row, int64_t begin, int64_t count,
-                    float* scales) {
-  const auto [at, threshold, scale] = dropout;  // as locals, or GCC does not vectorise
-  const auto seed = static_cast<uint64_t>(*at);
-  const auto first = static_cast<uint32_t>(begin / 4),
-             groups = static_cast<uint32_t>(count + 3) / 4;
-  for (uint32_t g = 0; g < groups; ++g) {
-    const auto words = philox(seed, static_cast<uint64_t>(row), first + g);
-    for (int k = 0; k < 4; ++k) scales[4 * g + k] = words.at[k] >= threshold ? scale : 0.f;
-  }
 }
 
 // What a step of x is multiplied by: 1, or the dropout's scales, made a block at a time.

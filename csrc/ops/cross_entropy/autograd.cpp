@@ -5,6 +5,8 @@
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
+#include <cmath>
+
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/cross_entropy/cross_entropy.h"
 #include "csrc/ops/cross_entropy/scaled.h"
@@ -63,17 +65,18 @@ struct CrossEntropyBackwardNode : torch::autograd::Node {
 Tensor with_gradient(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
                      const CrossEntropyOptions& options, c10::ScalarType dtype,
                      bool grad_in_forward) {
+  const bool made = grad_in_forward && may_make_gradient(input.scalar_type());
   const auto node = make_node<CrossEntropyBackwardNode>();
   node->set_next_edges(torch::autograd::collect_next_edges(input));
   const auto [loss, lse, total, dinput] = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
-    return forward(input, target, weight, options, dtype, grad_in_forward);
+    return forward(input, target, weight, options, dtype, made);
   }();
   torch::autograd::set_history(loss, node);
   node->options = options;
-  node->made = grad_in_forward;
-  node->input = SavedVariable(grad_in_forward ? dinput : input, false);
-  if (grad_in_forward) return loss;
+  node->made = made;
+  node->input = SavedVariable(made ? dinput : input, false);
+  if (made) return loss;
   node->target = SavedVariable(target, false);
   node->weight = SavedVariable(value_or_undefined(weight), false);
   node->lse = SavedVariable(lse, false);
@@ -137,8 +140,8 @@ CrossEntropyOptions::CrossEntropyOptions(const char* op, int64_t ignore_index,
                     ": reduction must be 'none', 'mean' or 'sum', got '", reduction, "'");
   TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op,
               ": label_smoothing must be from 0 to 1, got ", label_smoothing);
-  TORCH_CHECK_VALUE(!softcap || *softcap > 0, op, ": softcap must be above 0, got ",
-                    softcap.value_or(0));
+  TORCH_CHECK_VALUE(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op,
+                    ": softcap must be above 0 and finite, got ", softcap.value_or(0));
 }
 
 Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
@@ -153,7 +156,7 @@ Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTe
   if (!indices || rows.dim() != 2 || !has_kernel(rows, target, weight)) {
     return cross_entropy_formula(input, target, weight, options, dtype);
   }
-  const auto loss = of_rows(rows, target.reshape({-1}), weight, options, grad_in_forward,
+  const auto loss = of_rows(rows, as_vector(target), weight, options, grad_in_forward,
                             dtype.value_or(input.scalar_type()));
   return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
 }

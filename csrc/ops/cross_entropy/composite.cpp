@@ -39,13 +39,13 @@ Tensor z_term(const Tensor& z, const Tensor& target, const OptionalTensor& weigh
   return options.is(Reduction::mean) ? terms.sum() / w.sum() : terms.sum();
 }
 
-// The gradient of each row's loss, [rows, 1]. A total of 0 has no gradient.
-Tensor row_gradient(const Tensor& grad, const Tensor& w, const CrossEntropyOptions& options) {
+// The gradient of each row's loss, [rows, 1]. Where no row is live it is 0.
+Tensor row_gradient(const Tensor& grad, const Tensor& live, const Tensor& w,
+                    const CrossEntropyOptions& options) {
   const auto g = grad.to(w.scalar_type());
   if (options.is(Reduction::none)) return g.unsqueeze(-1);
   if (options.is(Reduction::sum)) return g;
-  const auto total = w.sum();
-  return at::where(total != 0, g / total, 0);
+  return at::where(live.any(), g / w.sum(), 0);
 }
 
 // What a kernel keeps.
@@ -90,7 +90,7 @@ Tensor cross_entropy_gradient(const Tensor& grad, const Tensor& input, const Ten
   if (smoothing != 0) {
     dz = dz + (softmax * class_weight.sum() - class_weight) * smoothing / classes;
   }
-  auto dx = at::where(live, dz * row_gradient(grad, w, options), 0) * options.map.scale;
+  auto dx = at::where(live, dz * row_gradient(grad, live, w, options), 0) * options.map.scale;
   if (options.map.softcap != 0) dx = dx * (1 - (z / options.map.softcap).square());
   return dx.to(input.scalar_type());
 }

@@ -28,7 +28,7 @@ struct CrossEntropyOptions {
   LogitMap map;
 
   CrossEntropyOptions() = default;
-  // The public arguments. Raises ValueError where they are none.
+  // The public arguments. Raises ValueError, or RuntimeError for label_smoothing as torch.
   CrossEntropyOptions(const char* op, int64_t ignore_index, std::string_view reduction,
                       double label_smoothing, double z_loss, std::optional<double> softcap,
                       std::optional<double> scale);
@@ -43,6 +43,11 @@ struct CrossEntropyOptions {
   bool is(Reduction r) const { return reduction == static_cast<int64_t>(r); }
   std::array<double, 4> how() const { return {label_smoothing, z_loss, map.scale, map.softcap}; }
 };
+
+// Targets of any shape, one after another.
+inline Tensor as_vector(const Tensor& target) {
+  return target.dim() == 1 ? target : target.reshape({-1});
+}
 
 // autograd.cpp, linear.cpp: the public operators.
 

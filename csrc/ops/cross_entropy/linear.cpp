@@ -74,8 +74,10 @@ struct LinearCrossEntropyBackwardNode : torch::autograd::Node {
 // for which the gradient itself is the place where the weight is float32; and of "none" each row's
 // gradient of the loss would have to be known.
 bool makes_gradients(const Tensor& linear_weight, const CrossEntropyOptions& options) {
-  const bool in_place = linear_weight.scalar_type() == at::kFloat;
-  return !options.is(Reduction::none) && (in_place || !linear_weight.requires_grad());
+  const auto dtype = linear_weight.scalar_type();
+  const bool in_place = dtype == at::kFloat;
+  return !options.is(Reduction::none) && may_make_gradient(dtype) &&
+         (in_place || !linear_weight.requires_grad());
 }
 
 Tensor with_gradient(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
@@ -112,6 +114,12 @@ bool has_kernel(const Tensor& input, const Tensor& linear_weight, const Tensor& 
          !needs_composite({input, linear_weight, linear_bias, weight}) && !needs_gradient({weight});
 }
 
+// [..., H] as rows.
+Tensor as_rows(const Tensor& input) {
+  if (input.dim() == 2) return input;
+  return input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
+}
+
 // The formula with all logits.
 Tensor plain(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
              const OptionalTensor& linear_bias, const OptionalTensor& weight,
@@ -119,9 +127,11 @@ Tensor plain(const Tensor& input, const Tensor& linear_weight, const Tensor& tar
   const auto bias = given(linear_bias) ? OptionalTensor(linear_bias->flatten()) : std::nullopt;
   auto logits = at::linear(input, linear_weight.flatten(0, -2), bias);
   if (linear_weight.dim() == 2 && input.dim() > 2) {
-    const auto loss =
-        cross_entropy_formula(logits.flatten(0, -2), target.flatten(), weight, options, dtype);
-    return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
+    const bool indices = !at::isFloatingType(target.scalar_type());
+    const auto targets = indices ? target.flatten() : target.flatten(0, -2);
+    const auto loss = cross_entropy_formula(logits.flatten(0, -2), targets, weight, options, dtype);
+    const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
+    return options.is(Reduction::none) ? loss.view_symint(rows) : loss;
   }
   if (linear_weight.dim() > 2) {
     const auto classes = linear_weight.sym_sizes().slice(0, linear_weight.dim() - 1);
@@ -161,8 +171,8 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
   if (!has_kernel(input, linear_weight, target, linear_bias, weight)) {
     return plain(input, linear_weight, target, linear_bias, weight, options, dtype);
   }
-  const auto rows = input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
-  const auto targets = target.reshape({-1});
+  const auto rows = as_rows(input);
+  const auto targets = as_vector(target);
   const auto to = dtype.value_or(input.scalar_type());
   const auto loss = [&] {
     if (needs_gradient({rows, linear_weight, linear_bias})) {

@@ -97,10 +97,11 @@ void linear_cross_entropy_check(const Tensor& input, const Tensor& linear_weight
               ": input must be [N, features] beside linear_weight ", describe(linear_weight),
               ", got ", describe(input));
   if (given(linear_bias)) {
-    check_floating(op, "linear_bias", *linear_bias);
     check_same_device(op, "linear_bias", *linear_bias, "input", input);
-    TORCH_CHECK(linear_bias->sym_sizes().equals(classes), op, ": linear_bias must have shape ",
-                classes, " like linear_weight's classes, got ", describe(*linear_bias));
+    TORCH_CHECK(linear_bias->scalar_type() == input.scalar_type() &&
+                    linear_bias->sym_sizes().equals(classes),
+                op, ": linear_bias must be ", describe(input.scalar_type(), classes),
+                " like input and linear_weight's classes, got ", describe(*linear_bias));
   }
   const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
   const bool in_rows = classes.size() == 1 && !at::isFloatingType(target.scalar_type());
@@ -112,8 +113,7 @@ void linear_cross_entropy_check(const Tensor& input, const Tensor& linear_weight
   TORCH_CHECK(target.sym_sizes().equals(rows), op, ": target must be int64 ", rows,
               " like the rows of input, ", describe(input), ", got ", describe(target));
   const std::array<c10::SymInt, 2> logits{target.sym_numel(), classes[0]};
-  cross_entropy_check(op, input, logits, target.dim() == 1 ? target : target.reshape({-1}), weight,
-                      dtype);
+  cross_entropy_check(op, input, logits, as_vector(target), weight, dtype);
 }
 
 Loss cross_entropy_outputs(const Tensor& input, const Tensor& target, const OptionalTensor& weight,

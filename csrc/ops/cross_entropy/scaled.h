@@ -9,20 +9,28 @@
 
 namespace fusedops {
 
-// Whether a tensor has numbers that may be looked at: not while a graph is traced.
-inline bool readable(const Tensor& t) {
+// Whether a tensor is numbers in memory: not where a graph is traced, or a batch is hidden in it.
+inline bool plain(const Tensor& t) {
   using c10::DispatchKey;
-  return t.is_cpu() && !t.key_set().has_any(
-                           c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Functionalize}));
+  const c10::DispatchKeySet wrapped({DispatchKey::Python, DispatchKey::Functionalize,
+                                     DispatchKey::FuncTorchBatched, DispatchKey::Batched});
+  return !t.key_set().has_any(wrapped) &&
+         !c10::impl::tls_is_dispatch_key_included(DispatchKey::Python);
 }
+
+// Whether the forward may make gradients of this dtype. In float16 those of a mean are zeros before
+// a GradScaler's factor comes.
+inline bool may_make_gradient(c10::ScalarType dtype) { return dtype != at::kHalf; }
 
 // made: [rows, ...], which is given away unless the graph is kept. grad: [] or [rows].
 inline Tensor scaled_gradient(const Tensor& made, const Tensor& grad) {
   if (!made.defined()) return made;
-  const bool kept = torch::autograd::get_current_graph_task_keep_graph();
-  if (!kept && grad.dim() == 0 && readable(grad) && grad.item<double>() == 1) return made;
-  const auto g = grad.dim() == 0 ? grad : grad.unsqueeze(-1);
-  return kept ? at::mul(made, g).to(made.scalar_type()) : made.mul_(g);
+  const bool one = grad.dim() == 0,
+             given_away = plain(grad) && !torch::autograd::get_current_graph_task_keep_graph();
+  if (given_away && one && grad.is_cpu() && grad.item<double>() == 1) return made;
+  // A GPU's kernels round a tensor of no dimensions to the other's dtype.
+  const auto g = !one ? grad.unsqueeze(-1) : grad.is_cpu() ? grad : grad.unsqueeze(0);
+  return given_away ? made.mul_(g) : at::mul(made, g).to(made.scalar_type());
 }
 
 }  // namespace fusedops

@@ -11,6 +11,7 @@
 
 #include "csrc/common.h"
 #include "csrc/norm.h"
+#include "csrc/ops/dropout.h"
 
 namespace fusedops {
 
@@ -59,10 +60,6 @@ NormBackward norm_backward_outputs(const Tensor& dy, const OptionalTensor& dh, c
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
 
 // rows.cpp: what the kernels are told.
-
-// Of a dropout of a share p: an element whose random word is at least the threshold stays, scaled.
-uint32_t dropout_threshold(double p);
-double dropout_scale(double p);
 
 // The tensors of a forward as rows of n elements; not empty.
 struct NormForwardTensors {

@@ -1,26 +1,8 @@
 // From tensors to what the kernels are told of them.
 
-#include <algorithm>
-
 #include "csrc/ops/norm/norm.h"
 
 namespace fusedops {
-
-double dropout_scale(double p) { return p == 1 ? 0 : 1 / (1 - p); }
-
-uint32_t dropout_threshold(double p) {
-  return static_cast<uint32_t>(std::min(p * 4294967296.0, 4294967295.0));
-}
-
-namespace {
-
-Dropout dropout_of(double p, const OptionalTensor& seed) {
-  if (p == 0) return {};
-  return {seed->const_data_ptr<int64_t>(), dropout_threshold(p),
-          static_cast<float>(dropout_scale(p))};
-}
-
-}  // namespace
 
 NormForwardTensors::NormForwardTensors(const Tensor& x_, const OptionalTensor& residual_,
                                        const NormForward& outputs_)

@@ -217,8 +217,7 @@ def _target_logit(x, bias, t, n):
 
 @triton.jit
 def _per_row(g, total, MEAN: tl.constexpr):
-    """The gradient of a row's loss, from that of the loss. Where no target counts it is 0."""
+    """The gradient of a row's loss, from that of the loss."""
     if MEAN:
-        of_all = tl.load(total)
-        g = tl.where(of_all == 0, 0, g / tl.where(of_all == 0, 1, of_all))
+        g /= tl.load(total)
     return g
