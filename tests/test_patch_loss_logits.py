@@ -1,6 +1,7 @@
 """Lazy logits: any tensor, as far as anyone can see, with the values and gradients of logits."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from loss_cases import IDS, LABELS, biased, cohere, gemma2, gradients, llama, made, patched
 from torch import nn
 
@@ -15,6 +17,18 @@ from fusedops.optim import AdamW
 from fusedops.patching.loss.logits import SCOPE, LazyLogits, formula, read
 
 CHANGED = "weight of the head or its input has changed since the forward"
+
+
+class Scaled(torch.autograd.Function):
+    """A tenth of the gradient comes through. how: what it does to hand the values on."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        return how(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 0.1 * grad, None
 
 
 class Same(torch.autograd.Function):
@@ -27,6 +41,13 @@ class Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None
+
+
+CALL = {"labels": LABELS, "vocab_size": 64}
+
+
+def loss_of(model, logits):
+    return model.loss_function(logits=logits, **CALL)
 
 
 def lazy(build=llama, dtype=torch.float32):
@@ -181,10 +202,12 @@ def test_what_modules_around_do_to_hand_them_on_reads_nothing():
 def test_what_a_user_keeps_is_read():
     """It would be lost at the optimizer's step."""
     model = patched(llama())
-    outputs = model(IDS, labels=LABELS)
-    kept = [outputs.logits.detach(), outputs.logits.clone()]
+    outputs = [model(IDS, labels=LABELS).logits for _ in range(5)]
+    kept = [outputs[0].detach(), outputs[1].clone()]
+    with torch.no_grad():
+        kept += [outputs[2].detach(), outputs[3].clone(), outputs[4].double()]
     nn.init.zeros_(model.lm_head.weight)
-    assert all(torch.equal(t.detach(), plain().detach()) for t in kept)
+    assert all(torch.equal(t.detach().float(), plain().detach()) for t in kept)
 
 
 def test_what_waits_in_a_models_forward():
@@ -242,12 +265,49 @@ def test_logits_of_weights_that_were_stepped_are_refused(optimizer):
         outputs.logits.argmax(-1)
 
 
-def test_weights_that_changed_unseen():
+def a_row(head):
+    head.weight[5] += 1
+
+
+def an_element(head):
+    head.weight[3, 7] = 1
+
+
+def an_element_of_the_bias(head):
+    head.bias[5] += 1
+
+
+def unseen(head):
+    head.weight.data.add_(1e-3)
+
+
+@pytest.mark.parametrize("change", [a_row, an_element, an_element_of_the_bias, unseen])
+def test_weights_that_changed(change):
+    model = patched(biased())
+    outputs = model(IDS, labels=LABELS)
+    with torch.no_grad():
+        change(model.lm_head)
+    for run in (torch.sum, functools.partial(loss_of, model)):
+        with pytest.raises(RuntimeError, match=CHANGED):
+            run(outputs.logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_weights_of_another_dtype(dtype):
     model = patched(llama())
     outputs = model(IDS, labels=LABELS)
-    model.lm_head.weight.data.add_(1e-3)
+    model.to(dtype)
     with pytest.raises(RuntimeError, match=CHANGED):
         outputs.logits.sum()
+
+
+def test_weights_of_another_dtype_than_autocast():
+    model = biased().half()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        wanted = model(IDS, labels=LABELS)
+        outputs = patched(model)(IDS, labels=LABELS)
+        assert not made(outputs) and torch.equal(outputs.logits, wanted.logits)
+    torch.testing.assert_close(outputs.loss, wanted.loss, rtol=0.02, atol=0)
 
 
 def test_a_hidden_state_that_was_written():
@@ -258,7 +318,17 @@ def test_a_hidden_state_that_was_written():
         with pytest.raises(RuntimeError, match=CHANGED):
             outputs.logits.sum()
         with pytest.raises(RuntimeError, match=CHANGED):
-            model.loss_function(logits=outputs.logits, labels=LABELS, vocab_size=64)
+            loss_of(model, outputs.logits)
+
+
+def test_a_hidden_state_that_was_written_in_inference_mode():
+    """No version is counted there, and what was computed before stays."""
+    model = patched(llama().eval())
+    with torch.inference_mode():
+        outputs = model(IDS, labels=LABELS, output_hidden_states=True)
+        outputs.hidden_states[-1][0, 3] = 0
+        torch.testing.assert_close(loss_of(model, outputs.logits), outputs.loss)
+        assert not made(outputs) and torch.equal(outputs.logits, plain())
 
 
 def test_weights_that_are_nan_have_logits():
@@ -270,13 +340,101 @@ def test_weights_that_are_nan_have_logits():
 def test_the_loss_of_logits_that_were_written():
     model = patched(llama())
     logits, wanted = model(IDS, labels=LABELS).logits, plain()
-    call = {"labels": LABELS, "vocab_size": 64}
     for one in (logits, wanted):
         one.mul_(3)
-    loss, expected = (
-        m.loss_function(one, **call) for m, one in ((model, logits), (llama(), wanted))
-    )
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss_of(model, logits), loss_of(llama(), wanted))
+
+
+def test_data_that_is_set():
+    model, wanted = patched(llama()), plain()
+    outputs = model(IDS, labels=LABELS)
+    logits, kept = outputs.logits, Same.apply(outputs.logits, torch.detach)
+    logits.data = 2 * wanted
+    assert torch.equal(logits.detach(), 2 * wanted.detach())
+    assert torch.equal(kept.detach(), wanted.detach())
+    torch.testing.assert_close(loss_of(model, logits), loss_of(llama(), 2 * wanted))
+    with pytest.raises(RuntimeError, match=r"float32 \[2, 8, 64\] like the logits, got .* \[8\]"):
+        logits.data = torch.zeros(8)
+
+
+# The loss of logits that are not the head's output alone.
+
+
+HANDED_ON = {
+    "viewed": lambda t: Scaled.apply(t, lambda t: t.view_as(t)),
+    "itself": lambda t: Scaled.apply(t, lambda t: t),
+    "detached": lambda t: Scaled.apply(t, torch.detach),
+    "cloned": lambda t: Scaled.apply(t, torch.clone),
+    "cast": lambda t: Scaled.apply(t, lambda t: t.to(torch.float64)).float(),
+    "and cast": lambda t: Scaled.apply(t, torch.clone).double().float(),
+}
+
+
+class Custom(transformers.LlamaForCausalLM):
+    """Does something to its logits before the loss."""
+
+    between = staticmethod(lambda logits: logits)
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return self.loss_function(logits=self.between(logits), labels=labels, vocab_size=64)
+
+
+def custom(between):
+    model = llama()
+    model.__class__ = type("Custom", (Custom,), {"between": staticmethod(between)})
+    return model
+
+
+@pytest.mark.parametrize("how", HANDED_ON)
+def test_the_loss_behind_an_autograd_function(how):
+    model = llama()
+
+    def run():
+        return gradients(model, loss_of(model, HANDED_ON[how](model(IDS, labels=LABELS).logits)))
+
+    wanted = run()
+    patched(model)
+    torch.testing.assert_close(run(), wanted)
+
+
+@pytest.mark.parametrize("how", HANDED_ON)
+def test_the_loss_behind_an_autograd_function_of_the_models_own(how):
+    model = custom(HANDED_ON[how])
+    wanted = gradients(model, model(IDS, labels=LABELS))
+    torch.testing.assert_close(gradients(patched(model), model(IDS, labels=LABELS)), wanted)
+
+
+@torch.no_grad()
+def without_gradients(t):
+    return t.detach()
+
+
+@pytest.mark.parametrize("detach", [torch.detach, without_gradients, lambda t: 2 * t.detach()])
+def test_the_loss_of_detached_logits_has_no_gradient(detach):
+    model, inside = llama(), custom(detach)
+    wanted = loss_of(model, detach(model(IDS, labels=LABELS).logits))
+    assert not wanted.requires_grad
+    patched(model), patched(inside)
+    for loss in (loss_of(model, detach(model(IDS, labels=LABELS).logits)), inside(IDS, LABELS)):
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss, wanted)
+
+
+def test_the_loss_of_logits_that_have_a_gradient_of_their_own():
+    """The head gets none of it."""
+    leaves = []
+
+    def leaf(logits):
+        leaves.append(logits.detach().requires_grad_())
+        return 2 * leaves[-1]
+
+    model = custom(leaf)
+    loss_of_leaf = model(IDS, LABELS)
+    wanted = torch.autograd.grad(loss_of_leaf, leaves[-1])
+    loss = patched(model)(IDS, LABELS)
+    assert not gradients(model, loss)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves[-1]), wanted)
 
 
 def test_inference_mode():

@@ -25,6 +25,7 @@ ADAPTERS = {
     "elsewhere": {"target_modules": ["q_proj"]},
 }
 LAZY = "saved", "elsewhere"
+DEEPSPEED = "deepspeed.runtime.zero.parameter_offload"
 
 
 def adapted(model, adapter, **more):
@@ -109,8 +110,16 @@ def test_lora_dropout_on_the_head():
     torch.testing.assert_close(*found)
 
 
+@pytest.fixture
+def no_accelerator():
+    """accelerate keeps the first precision that a process asked for, Trainer's too."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_accelerate_in_bfloat16(order):
+def test_accelerate_in_bfloat16(order, no_accelerator):
     """Its autocast casts the outputs to float32: that reads nothing."""
     model = llama()
     whole = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
@@ -218,7 +227,7 @@ class Sharded:
         self.head, self.whole, self.calls = head, head.weight.data, 0
         # DeepSpeed's hooks are known by their module
         for hook in (self.gather, self.free):
-            hook.__func__.__module__ = "deepspeed.runtime.zero.parameter_offload"
+            hook.__func__.__module__ = DEEPSPEED
         head.register_forward_pre_hook(self.gather)
         head.register_forward_hook(self.free)
         head.weight.data = torch.empty(0)
@@ -232,6 +241,8 @@ class Sharded:
         sharded = self
 
         class Gather(torch.autograd.Function):
+            __module__ = DEEPSPEED
+
             @staticmethod
             def forward(ctx, output):
                 return output.detach()

@@ -38,7 +38,8 @@ def bert():
 def of_llama(layers, adapters=0):
     """The coverage of a Llama of so many layers, and of the linears that LoRA has added to it."""
     linears = 7 * layers + 1 + adapters
-    found = {"norm": 2 * layers + 1, **dict.fromkeys(("residual", "mlp", "rotary"), layers)}
+    lines = "residual", "mlp", "rotary", "attention"
+    found = {"norm": 2 * layers + 1, **dict.fromkeys(lines, layers)}
     return {kind: (n, n) for kind, n in (found | {"linear": linears, "loss": 1}).items()}
 
 
@@ -65,8 +66,7 @@ def test_report(model):
     )
     text = str(report)
     assert "model.layers.0-1.post_attention_layernorm" in text
-    assert "attention: not in this version" in text
-    assert "attention:" not in str(patch(model, attention=False))
+    assert "LlamaAttention/sdpa" in text
 
 
 def test_unpatch_gives_the_bits_and_the_classes_back(model):

@@ -3,6 +3,7 @@
 import importlib
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -81,6 +82,14 @@ def rotary_reordered(q, k, cos, sin, unsqueeze_dim=1):
     return rotary_llama(*apart, cos, sin, unsqueeze_dim)
 
 
+def rotary_of_three(q, k, cos, sin, unsqueeze_dim=1):
+    return *rotary_llama(q, k, cos, sin, unsqueeze_dim), q + k.mean()
+
+
+def rotary_at_no_dim(q, k, cos, sin, unsqueeze_dim=None):
+    return rotary_llama(q, k, cos, sin)
+
+
 def rotary_swapped(q, k, sin, cos):
     return rotary_llama(q, k, cos, sin)
 
@@ -91,6 +100,38 @@ def rotary_of_more(q, k, cos, sin, positions):
 
 def rotary_raises(q, k, cos, sin):
     raise KeyError("never")
+
+
+def rotary_of_few(q, k, cos, sin, unsqueeze_dim=1):
+    """More positions than a run of it may have."""
+    if q.shape[-2] > 6:
+        q = q * 2
+    return rotary_llama(q, k, cos, sin, unsqueeze_dim)
+
+
+def doubled(q):
+    return q * (1 + (q.shape[-2] > 6))
+
+
+def rotary_with_a_helper(q, k, cos, sin, unsqueeze_dim=1):
+    return rotary_llama(doubled(q), k, cos, sin, unsqueeze_dim)
+
+
+SCALE = 1.0
+
+
+def rotary_of_a_global(q, k, cos, sin, unsqueeze_dim=1):
+    return rotary_llama(q * SCALE, k, cos, sin, unsqueeze_dim)
+
+
+def within(scale):
+    def rotary_of_a_closure(q, k, cos, sin, unsqueeze_dim=1):
+        return rotary_llama(q * scale, k, cos, sin, unsqueeze_dim)
+
+    return rotary_of_a_closure
+
+
+rotary_of_a_closure = within(1.0)
 
 
 SHAPE = "it does not take q, k, cos, sin"
@@ -105,7 +146,13 @@ REFUSED = {
     rotary_reordered: UNKNOWN,
     rotary_swapped: SHAPE,
     rotary_of_more: SHAPE,
+    rotary_of_three: UNKNOWN,
+    rotary_at_no_dim: "its unsqueeze_dim is None, and not 1 or 2",
     rotary_raises: "it cannot be run: KeyError",
+    rotary_of_few: rotary.BRANCHES,
+    rotary_with_a_helper: rotary.BRANCHES,
+    rotary_of_a_global: "it reads SCALE, which may change unseen",
+    rotary_of_a_closure: "it reads scale, which may change unseen",
 }
 
 
@@ -152,8 +199,8 @@ class Starred(Attention):
 
 @pytest.fixture(autouse=True)
 def no_function_is_known(monkeypatch):
-    monkeypatch.setattr(rotary, "_rotations", {})
-    monkeypatch.setattr(rotary, "_probed", {})
+    for name in ("_rotations", "_probed"):
+        monkeypatch.setattr(rotary, name, type(getattr(rotary, name))())
     use(monkeypatch, rotary_llama)
 
 
@@ -292,6 +339,40 @@ def test_another_helper_is_looked_at_again(monkeypatch):
     assert isinstance(rotation_of(rotary_llama), rotary.Rotation)
     monkeypatch.setitem(globals(), "rotate_half", lambda x: -x)
     assert rotation_of(rotary_llama) == UNKNOWN
+
+
+def test_a_helper_of_a_helper_is_looked_at_again(monkeypatch):
+    assert isinstance(rotation_of(rotary_back), rotary.Rotation)
+    monkeypatch.setitem(globals(), "rotate_half", lambda x: -x)
+    assert rotation_of(rotary_back) == UNKNOWN
+
+
+def test_a_function_that_nobody_else_holds_goes():
+    function = types.FunctionType(rotary_llama.__code__, globals(), "rotary", (1,))
+    assert isinstance(rotation_of(function), rotary.Rotation)
+    seen = weakref.ref(function)
+    del function
+    assert seen() is None
+
+
+def test_a_bug_of_ours_is_no_reason_to_leave_a_function(monkeypatch):
+    def raises(*args, **kwargs):
+        raise KeyError("never")
+
+    monkeypatch.setattr(rotary, "rotary_embedding", raises)
+    with pytest.raises(KeyError, match="never"):
+        rotation_of(rotary_llama)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_and_device_do_not_matter(default):
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        with torch.device("meta"):
+            assert isinstance(rotation_of(rotary_llama), rotary.Rotation)
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Subclass(torch.Tensor):

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MISSING", "changes_state", "fixed", "known_to", "names_in", "plain"]
+__all__ = [
+    "MISSING",
+    "changes_state",
+    "enclosed",
+    "fixed",
+    "known_to",
+    "names_in",
+    "plain",
+    "reached",
+]
 
 MISSING = "not there", object()
 PLAIN = int, float, bool, str, type(None), torch.dtype
@@ -64,7 +73,7 @@ def names_in(cls: type) -> set[str]:
 
 def known_to(function: FunctionType) -> set[str]:
     """The names in the code of a function and of what it may call, its arguments among them."""
-    codes = list(_reached(object, [function]))
+    codes = [f.__code__ for f in reached(object, [function])]
     arguments = {name for code in codes for name in code.co_varnames[: _arguments(code)]}
     return arguments.union(*map(_read, codes))
 
@@ -75,10 +84,13 @@ def _arguments(code: CodeType) -> int:
 
 def _codes(cls: type) -> Iterator[CodeType]:
     """The code of the forward and of what it may call: methods, properties, own functions."""
-    return _reached(cls, _called(cls, "forward"))
+    return (f.__code__ for f in reached(cls, _called(cls, "forward")))
 
 
-def _reached(cls: type, waiting: list[Any]) -> Iterator[CodeType]:
+def reached(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
+    """The functions in `waiting` and what they may call, less torch's: globals, what is in a
+    closure, methods of `cls`.
+    """
     seen: set[CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -86,12 +98,12 @@ def _reached(cls: type, waiting: list[Any]) -> Iterator[CodeType]:
         if code in seen or function.__module__.partition(".")[0] == "torch":
             continue
         seen.add(code)
-        yield code
+        yield function
         for name in _read(code):
             waiting += _called(cls, name)
             waiting += _functions(function.__globals__.get(name))
-        for cell in function.__closure__ or ():
-            waiting += _functions(_content(cell))
+        for value in enclosed(function).values():
+            waiting += _functions(value)
 
 
 def _called(cls: type, name: str) -> list[FunctionType]:
@@ -106,6 +118,12 @@ def _functions(value: Any) -> list[FunctionType]:
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     return [value] if isinstance(value, FunctionType) else []
+
+
+def enclosed(function: FunctionType) -> dict[str, object]:
+    """What a function has from the one around it, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: _content(cell) for name, cell in cells}
 
 
 def _content(cell: Any) -> object:

@@ -8,13 +8,16 @@ running it. Each call decides whether to run the fused function or the model's.
 """
 
 import ast
+import dis
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from types import FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
 from fusedops.patching import flow
+from fusedops.patching.attributes import enclosed, reached
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.read import Names, Reader
 from fusedops.patching.report import Site
@@ -34,7 +38,10 @@ HELPER = "_fusedops_rotary"
 FLOATS = F32, BF16, F16
 UNKNOWN = "it is no rotation that rotary_embedding knows"
 FORM = "its call has a form that is not read"
+BRANCHES = "it branches, and may do otherwise than in the run that tells what it computes"
 VIEWED = "what it gives is seen in another shape, and lies otherwise in memory"
+
+FIXED = FunctionType, BuiltinFunctionType, ModuleType, type  # what a function may call or look into
 
 
 def _whole(table: Tensor) -> Tensor:
@@ -216,19 +223,21 @@ def _goes_with(cos: Tensor, x: Tensor, dim: int) -> bool:
     return all(size in (1, place) for size, place in sizes)
 
 
-# The functions that were run: what they compute, and the functions that they call, with the result
-# or why there is none. A function that is not there has not been run.
-_rotations: dict[Any, Rotation] = {}
-_probed: dict[Any, tuple[tuple, Rotation | str]] = {}
+# The functions that were run: what they compute, and the code that they reach, with the result or
+# why there is none. A function that is not there has not been run.
+_rotations: "WeakKeyDictionary[Any, Rotation]" = WeakKeyDictionary()
+_probed: "WeakKeyDictionary[Any, tuple[tuple, Rotation | str]]" = WeakKeyDictionary()
 
 
 def rotation_of(function: Any) -> Rotation | str:
     """What a function computes, or why it cannot be said."""
     if not _is_rotary(function):
         return "another function is there now"
-    uses = _uses(function)
-    if _probed.get(function, ((), ""))[0] != uses:
-        _probed[function] = uses, _probe(function)
+    uses = list(reached(object, [function]))
+    codes = tuple(f.__code__ for f in uses)
+    if _probed.get(function, ((), ""))[0] != codes:
+        known = _probe(function)
+        _probed[function] = codes, known if isinstance(known, str) else _unproven(uses) or known
         _rotations.pop(function, None)
     known = _probed[function][1]
     if isinstance(known, Rotation):
@@ -236,10 +245,33 @@ def rotation_of(function: Any) -> Rotation | str:
     return known
 
 
-def _uses(function: FunctionType) -> tuple:
-    """Its code, and that of the functions that it calls."""
-    others = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return function.__code__, *(o.__code__ for o in others if isinstance(o, FunctionType))
+def _unproven(uses: list[FunctionType]) -> str:
+    """Why a run would not tell what these functions do in another call, empty where it does: they
+    may take a branch that the run has not taken, or read what is another value then.
+    """
+    for function in uses:
+        instructions = list(_instructions(function.__code__))
+        if any(map(_branches, instructions)):
+            return BRANCHES
+        names = {i.argval for i in instructions if i.opname == "LOAD_GLOBAL"}
+        held = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
+        for name, value in {**held, **enclosed(function)}.items():
+            if not isinstance(value, FIXED):
+                return f"it reads {name}, which may change unseen"
+    return ""
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    """Of the code and of what is defined in it, as generators are."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+
+
+def _branches(i: dis.Instruction) -> bool:
+    """Whether it compares, or jumps for another reason than an argument that was not given."""
+    return i.opname == "COMPARE_OP" or ("_IF_" in i.opname and not i.opname.endswith("NONE"))
 
 
 def _probe(function: FunctionType) -> Rotation | str:
@@ -249,21 +281,37 @@ def _probe(function: FunctionType) -> Rotation | str:
         return "it does not take q, k, cos, sin"
     given = parameters.get("unsqueeze_dim")
     dims = (given.default, 2) if given else (-2,)
+    if given and given.default not in (1, 2):
+        return f"its unsqueeze_dim is {given.default}, and not 1 or 2"
+    no_autocast = torch.autocast("cpu", enabled=False)
     try:
-        with undisturbed(), quiet("cpu"), torch.autocast("cpu", enabled=False):
+        with undisturbed(), quiet("cpu"), torch.device("cpu"), no_autocast:
             candidates = (replace(c, dim=dims[0]) for c in CANDIDATES)
             known = next((c for c in candidates if _same(function, c, dims, 8, F64, F64)), None)
             return UNKNOWN if known is None else _proven(function, known, dims)
+    except _Unrunnable as error:
+        return f"it cannot be run: {error}"
+
+
+class _Unrunnable(Exception):
+    """What a model's function raised."""
+
+
+@contextmanager
+def _theirs() -> Iterator[None]:
+    """Around a call of a model's function, and of nothing of ours."""
+    try:
+        yield
     except ANY as error:
-        return f"it cannot be run: {type(error).__name__}"
+        raise _Unrunnable(type(error).__name__) from error
 
 
 def _proven(function: FunctionType, known: Rotation, dims: tuple[int, ...]) -> Rotation | str:
     """`known` with what else is true of the function; or why it is none."""
     example = _arguments(known, 8, known.dim, BF16, F32)
-    with torch.no_grad():
-        results = function(*example)
-        view = function(example[0].transpose(-3, -2).contiguous().transpose(-3, -2), *example[1:])
+    turned = example[0].transpose(-3, -2).contiguous().transpose(-3, -2)
+    with torch.no_grad(), _theirs():
+        results, view = function(*example), function(turned, *example[1:])
         with torch.autocast("cpu", BF16):
             cast = [y.dtype for y in function(*example)] != [y.dtype for y in results]
     back = results[0].dtype == BF16
@@ -313,13 +361,14 @@ def _same_at(
     exact = list(
         _results(partial(known.by, rotary_embedding_reference, dim=dim), [a.double() for a in args])
     )
-    try:
-        theirs = list(_results(partial(function, **how), args))
-    except (RuntimeError, ValueError, IndexError, TypeError):  # of another width
-        return False
+    with _theirs():
+        try:
+            theirs = list(_results(partial(function, **how), args))
+        except (RuntimeError, ValueError, IndexError, TypeError):  # of another width
+            return False
     ours = list(_results(partial(known.by, rotary_embedding, dim=dim), args))
     coarse = max(torch.finfo(dtype).eps, torch.finfo(F32).eps)  # some compute in float32
-    return all(
+    return len(theirs) == len(ours) and all(
         one.shape == other.shape
         and (one.dtype == other.dtype or dtype == F64)
         and _near(one, to, coarse)

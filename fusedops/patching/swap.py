@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
+from fusedops.patching.config import configs_in, give_back
+
 __all__ = [
     "ANY",
     "Unswappable",
@@ -168,7 +170,11 @@ def stacked(
 
 
 def restore(module: nn.Module) -> None:
-    """Puts the original class back, or switches our forward off below another library's class."""
+    """Puts the original class back, or switches our forward off below another library's class.
+
+    The module's configs are its original ones again.
+    """
+    give_back(module)
     fused = fused_class(module)
     if fused is None:
         return
@@ -195,11 +201,16 @@ def has_hooks(module: nn.Module) -> bool:
 def original(model: nn.Module) -> Iterator[None]:
     """The model as it is without patch, for the length of a block."""
     on = {module: fused_class(module) for module in fused_modules(model)}
+    configs = {module: configs_in(module) for module in model.modules()}
+    for module in configs:
+        give_back(module)
     for module in on:
         restore(module)
     try:
         yield
     finally:
+        for module, held in configs.items():
+            vars(module).update(held)
         for module, fused in on.items():
             _put_back(module, fused)
 
@@ -208,18 +219,23 @@ def _put_back(module: nn.Module, fused: Any) -> None:
     swap(module, lambda _: fused)
 
 
-def states(model: nn.Module) -> dict[nn.Module, tuple[type, dict]]:
-    """What `put_back` needs: the class of every module, and what is switched off in it."""
+def states(model: nn.Module) -> dict[nn.Module, tuple[type, dict, dict]]:
+    """What `put_back` needs: the class of every module, what is switched off in it, its configs."""
     return {
-        module: (type(module), {k: v for k, v in vars(module).items() if k.startswith(OWN)})
+        module: (
+            type(module),
+            {k: v for k, v in vars(module).items() if k.startswith(OWN)},
+            configs_in(module),
+        )
         for module in model.modules()
     }
 
 
-def put_back(model: nn.Module, before: dict[nn.Module, tuple[type, dict]]) -> None:
+def put_back(model: nn.Module, before: dict[nn.Module, tuple[type, dict, dict]]) -> None:
     """Every module fused as it was in `before`, those that are new not at all."""
     for module in set(model.modules()):
-        was, own = before.get(module, (original_class(module), {}))
+        was, own, configs = before.get(module, (original_class(module), {}, {}))
+        give_back(module, configs.values())
         fused = fused_class(module)
         if fused is None or (type(module) is was and not _own(module) and not own):
             continue

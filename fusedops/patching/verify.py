@@ -20,14 +20,14 @@ Batch = Mapping[str, object] | Tensor
 class Yardstick:
     """What `model` gives for `batch` before patch, and how far rounding can move that.
 
-    exact is a float64 copy of the model (the model itself where a layer has no float64). Rounding
+    exact is a float64 copy of the model (the model itself where that has no float64). Rounding
     is seen several times, since one run may be right by luck: in the model, and in copies whose
     parameters are half an ulp away. After patch a result may be off by twice the largest of these
     errors and one ulp, |fused - exact| <= 2 max |seen - exact| + eps |exact|, in max norm and in
     RMS norm, over each output, the loss and each gradient. A gradient that cancels to nothing (of
     a key's bias: softmax does not see it) is all rounding; it may also be off by an ulp of the
-    model's typical gradient. Dropout is off in all runs; the random stream, the modules' modes and
-    the gradients stay as they are.
+    model's typical gradient. Positions that attention_mask hides are not judged. Dropout is off in
+    all runs; the random stream, the modules' modes and the gradients stay as they are.
     """
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
@@ -35,7 +35,7 @@ class Yardstick:
         with original(model):
             self.eager = run(model, batch)
             self.seen = [self.eager, *(run(_moved(model, seed), batch) for seed in range(MOVED))]
-            self.exact = _exact(model, batch) or self.eager
+            self.exact = _exact(model, batch, self.eager) or self.eager
         gradients = [t.double() for n, t in self.exact.items() if n.startswith(GRADIENT)]
         squares = sum(float(t.square().sum()) for t in gradients)
         self.typical = (squares / max(1, sum(t.numel() for t in gradients))) ** 0.5
@@ -43,7 +43,7 @@ class Yardstick:
     def compare(self, model: nn.Module) -> None:
         """Raises RuntimeError, and unpatches, when the model is off by more than that."""
         fused = run(model, self.batch)
-        off = [name for name in self.exact if not self.within(name, fused[name])]
+        off = [n for n in self.exact if n not in fused or not self.within(n, fused[n])]
         if off:
             for module in model.modules():
                 restore(module)
@@ -75,11 +75,16 @@ def _moved(model: nn.Module, seed: int) -> nn.Module:
     return new
 
 
-def _exact(model: nn.Module, batch: Batch) -> dict[str, Tensor] | None:
+def _exact(model: nn.Module, batch: Batch, eager: dict[str, Tensor]) -> dict[str, Tensor] | None:
     try:
-        return run(copy.deepcopy(model).double(), _double(batch))
+        found = run(copy.deepcopy(model).double(), _double(batch))
     except RuntimeError:  # a layer without float64: grouped matmuls of experts, masks of old models
         return None
+    # A float64's smallest number in a mask is -inf to a softmax in float32.
+    broken = (
+        n for n, t in found.items() if n in eager and t.isnan().any() > eager[n].isnan().any()
+    )
+    return None if next(broken, None) else found
 
 
 def run(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -89,6 +94,7 @@ def run(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         batch = _fresh(batch)
         output = model(**batch) if isinstance(batch, Mapping) else model(batch)
         results = dict(_tensors("output", output))
+        results = {name: _shown(t, model, batch) for name, t in results.items()}
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         loss = getattr(output, "loss", None)
         if not results and loss is None:
@@ -120,6 +126,18 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
             yield from _tensors(f"{name}[{i}]", item)
+
+
+def _shown(t: Tensor, model: nn.Module, batch: Any) -> Tensor:
+    """A result without what it has at positions that the batch's attention_mask hides.
+
+    A query there sees no key at all, and what eager code gives for it depends on how it masks.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # lengths
+    if two or not isinstance(mask, Tensor) or mask.dim() != 2 or t.shape[:2] != mask.shape:
+        return t
+    return torch.where(mask.bool().view(*mask.shape, *[1] * (t.dim() - 2)), t, 0.0)
 
 
 def _scalar(results: dict[str, Tensor]) -> Tensor:

@@ -1,13 +1,15 @@
 """The loss functions that are known, and what takes their place.
 
-A loss function is known when it was run and gave what ours gives. Whatever else it is called with
-is its own business: then it runs itself, on logits.
+A loss function is known when it is one of transformers' own, was run and gave what ours gives.
+Whatever else it is called with is its own business: then it runs itself, on logits. A run says
+nothing about what a user's function does with other labels, or notes elsewhere: that is left.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.functional import cross_entropy
-from fusedops.patching.attributes import known_to
+from fusedops.patching.attributes import known_to, reached
 from fusedops.patching.loss.head import FLOATS, loss_of, untraceable
 from fusedops.patching.loss.logits import LazyLogits, read
 from fusedops.patching.specimen import quiet, undisturbed
@@ -24,91 +26,63 @@ from fusedops.patching.swap import ANY, said
 
 __all__ = ["Loss", "loss_like"]
 
-ARGUMENTS = (
-    *("logits", "labels", "vocab_size"),
-    *("num_items_in_batch", "ignore_index", "shift_labels"),
-)
-UNKNOWN = "its loss function {} differs from cross_entropy of labels"
+OWN = "transformers.loss."  # the modules whose functions are run and replaced
 
 
 @dataclass(frozen=True)
-class Form:
-    """The cross entropy of logits and labels.
+class Loss:
+    """A model's function that computes the cross entropy of logits and labels.
 
     shifts: position n predicts label n + 1. reads: the arguments beside ARGUMENTS that its code
     knows: called with one of them, the function runs itself.
     """
 
+    theirs: Callable
     shifts: bool
     reads: frozenset[str]
 
-
-@dataclass(frozen=True)
-class Loss:
-    """theirs: the model's function. fused: what stands for it."""
-
-    theirs: Callable
-    form: Form
-
-    @property
+    @functools.cached_property
     def fused(self) -> Callable:
-        return _fused(self)
+        """What stands for it."""
+
+        @functools.wraps(self.theirs)
+        def fused(*args, **kwargs):
+            found = None if untraceable() else self.of(args, kwargs)
+            if found is None:
+                return self.theirs(*map(read, args), **{k: read(v) for k, v in kwargs.items()})
+            return found
+
+        return fused
+
+    def of(self, args: tuple, kwargs: dict) -> Tensor | None:
+        """The loss of a call; None where the model's own function has to run."""
+        if kwargs.keys() & self.reads:
+            return None
+        try:
+            call = CALL.bind(self.shifts, *args, **kwargs)
+        except TypeError:
+            return None
+        return _of_call(*call.args, **call.kwargs)
 
 
-@functools.lru_cache(maxsize=64)
-def _fused(loss: Loss) -> Callable:
-    @functools.wraps(loss.theirs)
-    def fused(*args, **kwargs):
-        found = None if untraceable() else _bound(loss.form, args, kwargs)
-        if found is None:
-            return loss.theirs(*map(read, args), **{k: read(v) for k, v in kwargs.items()})
-        return found
-
-    return fused
-
-
-def _call(
-    logits,
-    labels,
-    vocab_size,
-    num_items_in_batch=None,
-    ignore_index=-100,
-    shift_labels=None,
-    **more,
-): ...
-
-
-CALL = inspect.signature(_call)
-
-
-def _bound(form: Form, args: tuple, kwargs: dict) -> Tensor | None:
-    """The loss of a call; None where the model's own function has to run."""
-    if kwargs.keys() & form.reads:
-        return None
-    try:
-        call = CALL.bind(*args, **kwargs)
-    except TypeError:
-        return None
-    call.apply_defaults()
-    return _loss(form, **{name: call.arguments[name] for name in ARGUMENTS})
-
-
-def _loss(
-    form: Form,
+def _of_call(
+    shifts: bool,
+    /,
     logits: Any,
     labels: Any,
     vocab_size: Any,
-    num_items_in_batch: Any,
-    ignore_index: Any,
-    shift_labels: Any,
+    num_items_in_batch: Any = None,
+    ignore_index: Any = -100,
+    shift_labels: Any = None,
+    **more: Any,
 ) -> Tensor | None:
     plain = type(logits) in (Tensor, LazyLogits) and logits.dtype in FLOATS and logits.dim() > 1
     if not plain or type(ignore_index) is not int or logits.shape[-1] != vocab_size:
         return None
-    given = shift_labels if form.shifts and shift_labels is not None else labels
+    given = shift_labels if shifts and shift_labels is not None else labels
     if type(given) is not Tensor or given.dtype != torch.int64 or not given.dim():
         return None
-    if form.shifts and shift_labels is None:
+    if shifts and shift_labels is None:
         given = F.pad(given, (0, 1), value=ignore_index)[..., 1:]
     targets = given.reshape(-1).to(logits.device)
     if len(targets) != logits.shape[:-1].numel():
@@ -125,6 +99,10 @@ def _loss(
     return loss / num_items_in_batch
 
 
+CALL = inspect.signature(_of_call)
+ARGUMENTS = tuple(CALL.parameters)[1:-1]  # of a loss function: logits, ..., shift_labels
+
+
 def _of_rows(logits: Tensor, targets: Tensor, how: dict) -> Tensor:
     loss = loss_of(logits, targets, how) if isinstance(logits, LazyLogits) else None
     if loss is None:
@@ -136,38 +114,44 @@ def _of_rows(logits: Tensor, targets: Tensor, how: dict) -> Tensor:
 def loss_like(theirs: Any) -> Loss | str:
     """What may stand for a loss function, or why nothing may."""
     name = getattr(theirs, "__name__", type(theirs).__name__)
-    if not isinstance(theirs, FunctionType):
-        return f"its loss function {name} is not a Python function"
+    if not isinstance(theirs, FunctionType) or not _is_own(theirs):
+        return f"its loss function {name} is not transformers' own"
+    foreign = (f.__name__ for f in reached(object, [theirs]) if not _is_own(f))
+    if called := next(foreign, ""):
+        return f"its loss function {name} calls {called}, which is not transformers' own"
     taken = inspect.signature(theirs).parameters
     names = [n for n, p in taken.items() if p.kind is not p.VAR_KEYWORD]
     if tuple(names) not in (ARGUMENTS, ARGUMENTS[:-1]) or len(names) == len(taken):
         return f"its loss function {name} takes {', '.join(names)}"
     reads = frozenset(known_to(theirs) - {*ARGUMENTS})
-    try:
-        with undisturbed(), quiet("cpu"):
-            forms = (Form(shifts, reads) for shifts in (True, False))
-            found = next((form for form in forms if _is_like(theirs, form)), None)
-    except ANY as error:
-        return f"its loss function {name} cannot be run: {said(error)}"
-    return Loss(theirs, found) if found else UNKNOWN.format(name)
+    with undisturbed(), quiet("cpu"), torch.device("cpu"):
+        try:
+            wanted = [_results(theirs, *case) for case in _cases()]
+        except ANY as error:
+            return f"its loss function {name} cannot be run: {said(error)}"
+        losses = (Loss(theirs, shifts, reads) for shifts in (True, False))
+        found = next((loss for loss in losses if _gives(loss, wanted)), None)
+    return found or f"its loss function {name} differs from cross_entropy of labels"
 
 
-def _is_like(theirs: Callable, form: Form) -> bool:
-    """Whether loss and gradient are the form's, in each case and each dtype."""
-    ours = functools.partial(_bound, form)
-    return all(
-        _same(*(_results(run, logits.to(dtype), kwargs) for run in (theirs, _as_called(ours))))
-        for dtype in (torch.float32, torch.bfloat16)
-        for logits, kwargs in _cases()
-    )
+def _is_own(function: FunctionType) -> bool:
+    """By where it was defined: `__module__` is what functools.wraps makes it."""
+    return function.__globals__.get("__name__", "").startswith(OWN)
 
 
-def _as_called(ours: Callable) -> Callable:
-    return lambda **kwargs: ours((), kwargs)
+def _gives(loss: Loss, wanted: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether loss and gradient are as wanted, in each case."""
+    ours = (_results(lambda **kwargs: loss.of((), kwargs), *case) for case in _cases())
+    return all(map(_same, ours, wanted))
 
 
 def _cases() -> Iterator[tuple[Tensor, dict]]:
-    """Logits of two rows of five positions and seven classes, and the other arguments."""
+    """(logits of two rows of five positions and seven classes, the other arguments)"""
+    for dtype, (logits, call) in product((torch.float32, torch.bfloat16), _calls()):
+        yield logits.to(dtype), call
+
+
+def _calls() -> Iterator[tuple[Tensor, dict]]:
     draw = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 5, 7, generator=draw)
     labels, other = torch.randint(7, (2, 2, 5), generator=draw)

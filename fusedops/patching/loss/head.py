@@ -25,6 +25,7 @@ from fusedops.patching.loss.logits import (
     Origin,
     State,
     formula,
+    is_there,
     version,
 )
 from fusedops.patching.swap import Unswappable, given, overlay, stacked
@@ -33,6 +34,11 @@ __all__ = ["heads_of", "loss_of", "patch_head", "untraceable"]
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 BITS = {4: torch.int32, 2: torch.int16}
+# What autograd calls the nodes of the operations that lazy logits note.
+NODES = {
+    *("AliasBackward0", "CloneBackward0", "DivBackward0", "MulBackward0", "TanhBackward0"),
+    *("ToCopyBackward0", "ViewBackward0"),
+}
 SAMPLES = 8  # rows and columns of the weight that tell whether it has changed
 
 
@@ -74,13 +80,13 @@ def patch_head(head: nn.Module) -> str:
     if "forward" in vars(head):
         return "the head carries its own forward"
     try:
-        overlay(head, functools.partial(_fused, form=form))
+        overlay(head, functools.partial(_head_class, form=form))
     except Unswappable as why:
         return str(why)
     return "" if given(head, "_fusedops_head") else "another library's class is on top of the head"
 
 
-def _fused(original: type[nn.Module], below: type[Any] | None, form: Form) -> type:
+def _head_class(original: type[nn.Module], below: type[Any] | None, form: Form) -> type:
     run: Any = (below or original).forward
 
     @functools.wraps(run)
@@ -130,8 +136,11 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
         return None
     if x.shape[-1] != weight.shape[-1] or x.device != weight.device or x.device.type == "meta":
         return None
+    if x.is_inference():  # it counts no versions: whoever writes into it may not change logits
+        x = x.clone()
     values = _Values(head, x, weight, bias, cast)
-    origin = Origin(head, x, values, cast or x.dtype, version(x))
+    versions = tuple((t, version(t)) for t in (x, weight, bias) if t is not None)
+    origin = Origin(head, x, values, cast or x.dtype, versions)
     return _Linear.apply(x, weight, bias, origin)
 
 
@@ -185,12 +194,23 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
+def _leads_to_the_head(node: Any) -> bool:
+    """Whether the gradient of noted logits is that of the head's output times what was noted.
+
+    Not behind another's autograd function, but for those that gather the head's weight; nor of
+    logits that were detached and have a gradient of their own.
+    """
+    while type(node).__name__ in NODES or _gathers(getattr(type(node), "_forward_cls", None)):
+        node = node.next_functions[0][0]
+    return isinstance(node, _Linear._backward_cls)  # type: ignore[attr-defined]
+
+
 class _Values:
     """Computes the logits of a call that has been made.
 
     From the weight of that call. FSDP and ZeRO have freed it meanwhile: then the head is called
-    again. What was stepped in between gives other logits, and `weight.data` counts no versions, so
-    some elements are kept and compared.
+    again. What was stepped in between gives other logits, and shards and `weight.data` count no
+    versions, so some elements are kept and compared.
     """
 
     def __init__(
@@ -207,7 +227,7 @@ class _Values:
     def __call__(self) -> Tensor:
         x = self.x.detach()
         with torch.autocast(x.device.type, self.cast, enabled=self.cast is not None):
-            if self.weight.numel() and self.weight.untyped_storage().nbytes():
+            if is_there(self.weight):
                 return self._from(self.weight, self.bias, x)
             question = Question(self.head, self._from)
             logits = _ask(question, x)
@@ -216,18 +236,37 @@ class _Values:
         return logits
 
     def _from(self, weight: Any, bias: Any, x: Tensor) -> Tensor:
-        if hasattr(weight, "full_tensor"):  # the head is sharded with the model around it
-            weight, bias = weight.full_tensor(), bias if bias is None else bias.full_tensor()
-        if not torch.equal(_sample(weight, bias), self.sample):
-            raise RuntimeError(CHANGED)
+        weight, bias = _whole(weight, bias)
+        self.compare(weight, bias)
         return F.linear(x, weight, bias).contiguous()
 
+    def compare(self, weight: Tensor, bias: Tensor | None) -> None:
+        if not _equal(_sample(weight, bias), self.sample):
+            raise RuntimeError(CHANGED)
 
-def _sample(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The bits of some elements."""
+
+def _whole(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
+    """Of a head that is sharded with the model around it, and is called alone."""
+    if hasattr(weight, "full_tensor"):
+        return weight.full_tensor(), None if bias is None else bias.full_tensor()
+    return weight, bias
+
+
+def _sample(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Copies of some elements of each."""
     held = [weight] if bias is None else [weight, bias]
-    some = [t.detach()[tuple(slice(0, None, max(1, n // SAMPLES)) for n in t.shape)] for t in held]
-    return torch.cat([t.flatten() for t in some]).view(BITS[weight.itemsize])
+    steps = [tuple(slice(None, None, max(1, n // SAMPLES)) for n in t.shape) for t in held]
+    return tuple(t.detach()[step].clone() for t, step in zip(held, steps, strict=True))
+
+
+def _equal(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    """Bit for bit: NaN is NaN."""
+    return len(some) == len(others) and all(
+        a.dtype == b.dtype
+        and a.device == b.device
+        and torch.equal(a.view(BITS[a.itemsize]), b.view(BITS[b.itemsize]))
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
@@ -236,20 +275,21 @@ def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
     targets: [...], as many as there are rows of logits. how: linear_cross_entropy's arguments.
     """
     found = formula(logits)
-    if found is None:
+    if found is None or (logits.requires_grad and not _leads_to_the_head(logits.grad_fn)):
         return None
-    scale, softcap = found
-    run = functools.partial(linear_cross_entropy, scale=scale, softcap=softcap, **how)
+    how = how | {"scale": found[0], "softcap": found[1], "dtype": torch.float32}
     origin = logits.state.origin
     origin.check()
-    question = Question(origin.head, functools.partial(_loss, run=run, targets=targets))
-    loss = _ask(question, origin.hidden)
+
+    def answer(weight: Any, bias: Any, x: Tensor) -> Tensor:
+        weight, bias = _whole(weight, bias)
+        if not SCOPE.get():  # in a forward nothing was stepped in between
+            origin.values.compare(weight, bias)
+        rows = targets.view(x.shape[:-1])
+        return linear_cross_entropy(x, weight, rows, linear_bias=bias, **how)
+
+    question = Question(origin.head, answer)
+    with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
+        loss = _ask(question, origin.hidden)
     # A policy of FSDP may round what comes from the head's call.
     return loss if question.answered and loss.dtype == torch.float32 else None
-
-
-def _loss(
-    weight: Any, bias: Any, x: Tensor, *, run: Callable[..., Tensor], targets: Tensor
-) -> Tensor:
-    targets = targets.view(x.shape[:-1])
-    return run(x, weight, targets, linear_bias=bias, dtype=torch.float32)

@@ -5,6 +5,7 @@ the nodes of whatever is done with it, so gradients are right whether or not val
 only the values wait. A few operations are noted instead of done; all others read the values.
 """
 
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,7 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["CHANGED", "SCOPE", "LazyLogits", "Origin", "State", "formula", "read", "version"]
+__all__ = [
+    "CHANGED",
+    "SCOPE",
+    "LazyLogits",
+    "Origin",
+    "State",
+    "formula",
+    "is_there",
+    "read",
+    "version",
+]
 
 aten: Any = torch.ops.aten
 
@@ -27,29 +38,38 @@ CHANGED = (
 )
 SCALED = {aten.mul.Tensor: lambda by: by, aten.div.Tensor: lambda by: 1 / by}
 SAME = aten.detach.default, aten.alias.default, aten.view.default  # the same memory
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
     """Where logits come from: `head(hidden)`. hidden is what the head's forward got.
 
-    values: computes them, without a gradient. dtype: theirs. version: hidden's.
+    values: computes them, without a gradient; its `compare` raises where the weight and bias that
+    it is given are others now. dtype: theirs. versions: hidden's, the weight's and the bias's.
     """
 
     head: nn.Module
     hidden: Tensor
-    values: Callable[[], Tensor]
+    values: Any
     dtype: torch.dtype
-    version: int
+    versions: tuple[tuple[Tensor, int], ...]
 
     def check(self) -> None:
-        """Raises where someone has written into hidden since."""
-        if version(self.hidden) != self.version:
+        """Raises where someone has written into one of them since. Weights that FSDP and ZeRO have
+        freed are gathered anew.
+        """
+        if any(is_there(t) and version(t) != known for t, known in self.versions):
             raise RuntimeError(CHANGED)
 
 
 def version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
+
+
+def is_there(t: Tensor) -> bool:
+    """Whether it has memory."""
+    return bool(t.numel() and t.untyped_storage().nbytes())
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +117,17 @@ class LazyLogits(Tensor):
         args, kwargs = tree_map_only(LazyLogits, lambda t: t.state.values(), (args, kwargs))
         return function(*args, **kwargs)
 
+    @property
+    def data(self):  # type: ignore[override]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values):
+        wanted, got = (f"{t.dtype} {list(t.shape)}" for t in (self, values))
+        if got != wanted:
+            raise RuntimeError(f"logits: data must be {wanted} like the logits, got {got}")
+        self.state = State(self.state.origin, self.state.steps, [read(values).detach()])
+
     def __deepcopy__(self, memo):
         plain = read(self)
         memo.setdefault(id(memo), []).append(plain)  # as `copy` does: it may not die before memo
@@ -142,12 +173,17 @@ def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
     if not isinstance(logits, LazyLogits) or logits.state.cell:
         return None
     state, rest = logits.state, args[1:]
+    waits = bool(SCOPE.get())
+    if not waits and logits.requires_grad and not torch.is_grad_enabled():
+        waits = _in_an_autograd_function()
+        if not waits:  # a user keeps the values
+            return None
     if function is aten._to_copy.default:
         dtype: Any = kwargs.get("dtype")
         odd = [k for k, v in kwargs.items() if k != "dtype" and v not in (None, False)]
-        waits = dtype is not None and dtype.is_floating_point and not rest and not odd
-        return _more(logits, function, rest, {"dtype": dtype}, dtype) if waits else None
-    if not (SCOPE.get() or _in_an_autograd_function(logits)):
+        floats = dtype is not None and dtype.is_floating_point and not rest and not odd
+        return _more(logits, function, rest, {"dtype": dtype}, dtype) if floats else None
+    if not waits:
         return None
     if function in SAME and (not rest or tuple(rest[0]) == tuple(logits.shape)):
         return LazyLogits.of(state, logits.shape, logits.dtype)
@@ -159,11 +195,14 @@ def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
     return None
 
 
-def _in_an_autograd_function(logits: LazyLogits) -> bool:
+def _in_an_autograd_function() -> bool:
     """As DDP and ZeRO-3 call them on a module's outputs: what they do there, they do to hand the
-    same values on. A user's own detach or clone keeps the values.
+    same values on.
     """
-    return logits.requires_grad and not torch.is_grad_enabled()
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _more(

@@ -26,11 +26,13 @@ def patch_losses(model: nn.Module, report: PatchReport) -> None:
 
 
 def _head(module: nn.Module) -> nn.Module | None:
-    """The head of a model that takes labels; None of all others."""
+    """The head of a model that takes labels or names a loss function; None of all others."""
     if isinstance(module, torch.jit.ScriptModule) or not hasattr(module, "get_output_embeddings"):
         return None
     original: Any = original_class(module)
-    if not hasattr(original, "get_output_embeddings") or _labels_at(original) is None:
+    if not hasattr(original, "get_output_embeddings"):
+        return None
+    if _labels_at(original) is None and "loss_function" not in names_in(original):
         return None
     try:
         head = module.get_output_embeddings()  # type: ignore[operator]
@@ -52,6 +54,8 @@ def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
     own = inspect.getattr_static(original, "loss_function", None)
     if not isinstance(own, property) or "loss_function" not in names_in(original):
         return Site(where, "loss", original.__name__, reason="its forward has its own loss code")
+    if _labels_at(original) is None:
+        return Site(where, "loss", original.__name__, reason="its forward names no argument labels")
     theirs = own.fget(model)  # type: ignore[misc]
     was = getattr(theirs, "__name__", type(theirs).__name__)
     loss = loss_like(theirs)
@@ -69,13 +73,13 @@ def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
 def _swap(model: nn.Module, loss: Loss) -> str:
     """Gives the model its loss function. Returns why it cannot, empty where it has."""
     try:
-        overlay(model, functools.partial(_fused, loss=loss))
+        overlay(model, functools.partial(_model_class, loss=loss))
     except Unswappable as why:
         return str(why)
     return "" if given(model, "_fusedops_loss") else "another library's class is on top of it"
 
 
-def _fused(original: type[nn.Module], below: type[Any] | None, loss: Loss) -> type:
+def _model_class(original: type[nn.Module], below: type[Any] | None, loss: Loss) -> type:
     run: Any = (below or original).forward
     at: Any = _labels_at(original)
     own: Any = inspect.getattr_static(original, "loss_function")
