@@ -1,6 +1,6 @@
 """Times every family against its peers: `python -m benchmarks --help`."""
 
-FAMILIES = ("norm", "gated_activation", "linear", "rotary", "cross_entropy")
+FAMILIES = ("norm", "gated_activation", "linear", "rotary", "cross_entropy", "attention")
 
 ON_GPU = (*FAMILIES, "adamw")
 

@@ -14,6 +14,7 @@ NAMES = ("test_norm.py", "test_norm_torch.py", "test_norm_modules.py")
 NAMES += ("test_gated_activation.py", "test_gated_activation_torch.py")
 NAMES += ("test_linear.py", "test_linear_torch.py", "test_rotary.py", "test_rotary_torch.py")
 NAMES += ("test_cross_entropy.py", "test_cross_entropy_linear.py", "test_cross_entropy_torch.py")
+NAMES += ("test_attention.py", "test_attention_torch.py")
 NAMES += ("test_adamw.py", "test_adamw_torch.py", "test_adamw_mixed_precision.py", "test_fuzz*.py")
 FILES = sorted(path for name in NAMES for path in ROOT.glob(f"tests/{name}"))
 TESTS = f"-s -W ignore {' '.join(str(path.relative_to(ROOT)) for path in FILES)} -k '{{}}'"

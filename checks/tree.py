@@ -15,7 +15,17 @@ import torch
 from fusedops.extension import _C
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("csrc", "fusedops", "tests", ".ci", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+COPIED = (
+    "csrc",
+    "fusedops",
+    "tests",
+    "benchmarks",
+    ".ci",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 MADE = (".so", ".pyc", "_build_info.json")
 INSTRUCTION_SETS = {"AVX2", "AVX512", "AVX512_BF16"}
 

@@ -32,4 +32,11 @@ FUSEDOPS_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   return {{c0, c1, c2, c3}};
 }
 
+// An element is kept when its random word is at least the threshold, and then scaled.
+struct Dropout {
+  const int64_t* seed = nullptr;  // where the kernel runs; null: nothing is dropped
+  uint32_t threshold = 0;
+  float scale = 1;
+};
+
 }  // namespace fusedops

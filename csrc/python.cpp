@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "csrc/cpu/isa.h"
+#include "csrc/ops/attention/attention.h"
 #include "csrc/ops/cross_entropy/cross_entropy.h"
 #include "csrc/ops/gated_activation/gated_activation.h"
 #include "csrc/ops/linear/linear.h"
@@ -91,6 +92,23 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                  label_smoothing, z_loss, softcap, scale, dtype);
 }
 
+OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                    std::optional<std::vector<int64_t>> window, std::optional<double> softcap,
+                    const OptionalTensor& sinks, const OptionalTensor& bias,
+                    std::optional<double> scale, double dropout_p,
+                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                    std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k,
+                    bool top_left) {
+  static const auto op = handle<decltype(fusedops::attention)>("fusedops::attention");
+  const auto sym = [](std::optional<int64_t> n) {
+    return n ? std::optional<c10::SymInt>(*n) : std::nullopt;
+  };
+  at::OptionalIntArrayRef sides;
+  if (window) sides = at::IntArrayRef(*window);
+  return op.call(q, k, v, causal, sides, softcap, sinks, bias, scale, dropout_p, cu_seqlens_q,
+                 cu_seqlens_k, sym(max_seqlen_q), sym(max_seqlen_k), top_left);
+}
+
 std::unique_ptr<AdamWBucket> adamw_bucket(const py::list& params, const py::list& states,
                                           const std::vector<int64_t>& kinds) {
   const auto borrowed = [](const py::list& objects) {
@@ -152,14 +170,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("sin"), kw_only(), arg("unsqueeze_dim") = 1, arg("interleaved") = false);
   export_function(m, "cross_entropy", cross_entropy, arg("input"), arg("target"),
                   arg("weight") = none(), arg("ignore_index") = -100, arg("reduction") = "mean",
-                  arg("label_smoothing") = 0.0, kw_only(), arg("z_loss") = 0.0,
-                  arg("softcap") = none(), arg("scale") = none(), arg("grad_in_forward") = false,
-                  arg("dtype") = none());
+                  arg("label_smoothing") = 0.0, arg("z_loss") = 0.0, arg("softcap") = none(),
+                  arg("scale") = none(), arg("grad_in_forward") = false, arg("dtype") = none());
   export_function(m, "linear_cross_entropy", linear_cross_entropy, arg("input"),
-                  arg("linear_weight"), arg("target"), kw_only(), arg("linear_bias") = none(),
+                  arg("linear_weight"), arg("target"), arg("linear_bias") = none(),
                   arg("weight") = none(), arg("ignore_index") = -100, arg("reduction") = "mean",
                   arg("label_smoothing") = 0.0, arg("z_loss") = 0.0, arg("softcap") = none(),
                   arg("scale") = none(), arg("dtype") = none());
+  export_function(m, "attention", attention, arg("q"), arg("k"), arg("v"), arg("causal") = false,
+                  arg("window") = none(), arg("softcap") = none(), arg("sinks") = none(),
+                  arg("bias") = none(), arg("scale") = none(), arg("dropout_p") = 0.0,
+                  arg("cu_seqlens_q") = none(), arg("cu_seqlens_k") = none(),
+                  arg("max_seqlen_q") = none(), arg("max_seqlen_k") = none(),
+                  arg("top_left") = false);
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);
   export_function(m, "bfloat16_products", bfloat16_products);

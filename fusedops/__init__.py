@@ -6,7 +6,14 @@ from fusedops import functional, nn, optim
 from fusedops.backends import backend, env_report
 from fusedops.functional import clip_grad_norm_
 from fusedops.memory import keep_freed_memory
-from fusedops.patching import PatchReport, Site, patch, patched, unpatch
+from fusedops.patching import (
+    PatchReport,
+    Site,
+    patch,
+    patched,
+    register_attention,
+    unpatch,
+)
 
 __version__ = version("fusedops")
 __all__ = [
@@ -21,5 +28,6 @@ __all__ = [
     "optim",
     "patch",
     "patched",
+    "register_attention",
     "unpatch",
 ]

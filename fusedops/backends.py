@@ -29,6 +29,7 @@ FAMILIES = {
     "linear": ("linear",),
     "rotary": ("rotary_embedding",),
     "cross_entropy": ("cross_entropy", "linear_cross_entropy"),
+    "attention": ("attention",),
     "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),
 }
 

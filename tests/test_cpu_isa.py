@@ -18,6 +18,7 @@ FILES = [
     "tests/test_adamw_mixed_precision.py",
     "tests/test_adamw_state.py",
     "tests/test_adamw_torch.py",
+    "tests/test_attention.py",
     "tests/test_cross_entropy.py",
     "tests/test_cross_entropy_linear.py",
     "tests/test_cross_entropy_torch.py",

@@ -77,6 +77,15 @@ FAMILIES = {
         "tests",
         "benchmarks",
     },
+    "attention": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "fusedops/functional",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
     "adamw": {
         "csrc/ops",
         "csrc/cpu",
@@ -91,8 +100,8 @@ FAMILIES = {
 
 # What lies on a floor beside the families.
 SHARED = {
-    "csrc/ops": {"autograd.h"},
-    "csrc/cpu": {"exp.h", "gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
+    "csrc/ops": {"autograd.h", "dropout.h"},
+    "csrc/cpu": {"dropout.h", "exp.h", "gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py"},
     "fusedops/functional": {"__init__.py"},
@@ -141,6 +150,7 @@ PYTHON = [
 # C++ without torch, for the kernels of any device.
 PLAIN = (
     "csrc/adamw.h",
+    "csrc/attention.h",
     "csrc/cross_entropy.h",
     "csrc/dtype.h",
     "csrc/gated_activation.h",
@@ -157,7 +167,7 @@ INCLUDES = {
     "csrc/adamw.h": ["csrc/dtype.h"],
     "csrc/cross_entropy.h": ["csrc/dtype.h"],
     "csrc/gated_activation.h": ["csrc/dtype.h"],
-    "csrc/norm.h": ["csrc/dtype.h"],
+    "csrc/norm.h": ["csrc/dtype.h", "csrc/philox.h"],
     "csrc/rotary.h": ["csrc/dtype.h"],
     "csrc/optimizer.": ["csrc/optimizer.h", "csrc/ops/adamw/adamw.h"],
     "csrc/python.cpp": ["csrc/ops/", "csrc/optimizer.h", "csrc/cpu/isa.h"],
@@ -165,12 +175,14 @@ INCLUDES = {
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
     "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],
     "csrc/cpu/vec.h": ["csrc/cpu/isa.h"],
+    "csrc/cpu/dropout.h": ["csrc/cpu/vec.h", "csrc/philox.h"],
     "csrc/cpu/exp.h": ["csrc/cpu/vec.h"],
     "csrc/cpu/gates.h": ["csrc/cpu/exp.h", "csrc/gated_activation.h"],
     "csrc/cpu/isa/": [
         "csrc/cpu/isa/",
         "csrc/cpu/isa.h",
         "csrc/cpu/vec.h",
+        "csrc/cpu/dropout.h",
         "csrc/cpu/exp.h",
         "csrc/cpu/gates.h",
         *PLAIN,
@@ -191,6 +203,7 @@ PER_ISA = (
     "csrc/cpu/isa/",
     "csrc/cpu/isa.h",
     "csrc/cpu/vec.h",
+    "csrc/cpu/dropout.h",
     "csrc/cpu/exp.h",
     "csrc/cpu/gates.h",
     *PLAIN,

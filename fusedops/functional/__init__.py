@@ -1,6 +1,7 @@
 """The public functions. Each file holds one family: functions, docstrings, references."""
 
 from fusedops.functional.adamw import clip_grad_norm_
+from fusedops.functional.attention import attention, scaled_dot_product_attention
 from fusedops.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
@@ -10,6 +11,7 @@ from fusedops.functional.rotary import rotary_embedding
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
     "clip_grad_norm_",
     "cross_entropy",
     "geglu",
@@ -18,5 +20,6 @@ __all__ = [
     "linear_cross_entropy",
     "rms_norm",
     "rotary_embedding",
+    "scaled_dot_product_attention",
     "swiglu",
 ]

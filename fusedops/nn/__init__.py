@@ -1,5 +1,6 @@
 """torch.nn twins: same constructor, parameters and state dict, fused forward and backward."""
 
+from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.linear import Linear
@@ -13,6 +14,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearCrossEntropyLoss",
+    "MultiheadAttention",
     "RMSNorm",
     "SwiGLU",
 ]

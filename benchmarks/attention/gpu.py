@@ -1,0 +1,32 @@
+"""The rows of a GPU, and what they must show: 16384 tokens in all, heads of 128, bfloat16."""
+
+import torch
+
+from benchmarks.attention.operations import CAUSAL, DECODE, FULL
+from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case
+from benchmarks.must_show import Ask
+
+BF16, HEADS = torch.bfloat16, 16
+LENGTHS = (1024, 2048, 4096, 8192)
+REACHED = {FORWARD: (350, 450, 500, 530), BACKWARD: (200, 300, 380, 420)}  # TFLOP/s
+DECODE_SHAPE = (32, 32, 8, 1, 4096, 128)
+DECODE_MS = 32 * 8 * 4096 * 128 * 2 * 2 / 3.6e12 * 1e3  # k and v at 3.6 TB/s
+
+
+def of_length(tokens: int) -> tuple[int, ...]:
+    return (16384 // tokens, HEADS, HEADS, tokens, tokens, 128)
+
+
+GPU_MUST_SHOW = [
+    *(
+        Ask(Case(CAUSAL, mode, BF16, of_length(tokens)), {"sdpa": 1.0}, tflop_per_s=reached)
+        for mode, all_reached in REACHED.items()
+        for tokens, reached in zip(LENGTHS, all_reached, strict=True)
+    ),
+    Ask(Case(DECODE, FORWARD, BF16, DECODE_SHAPE), {"sdpa": 1.0}, ms=DECODE_MS),
+]
+GPU_ROWS = [
+    *(ask.case for ask in GPU_MUST_SHOW),
+    *(Case(CAUSAL, TRAINING, BF16, of_length(tokens)) for tokens in LENGTHS),
+    Case(FULL, FORWARD, BF16, of_length(4096)),
+]

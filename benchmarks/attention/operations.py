@@ -1,0 +1,86 @@
+"""The operations of the family and who computes them: torch, torch.compile, ours."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusedops.functional as ours
+from benchmarks.case import BACKWARD, FORWARD, TRAINING, Contender, Operation, compiled
+from fusedops.functional.attention import attention_reference
+
+
+def heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """q, k and v as projections leave them: views of [batch, tokens, heads, width]."""
+    batch, q_heads, kv_heads, queries, keys, width = shape
+
+    def made(tokens: int, count: int) -> Tensor:
+        x = torch.randn(batch, tokens, count, width, dtype=dtype, device=device)
+        return x.transpose(1, 2).requires_grad_()
+
+    return made(queries, q_heads), made(keys, kv_heads), made(keys, kv_heads)
+
+
+def cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """A step's q beside a cache: [batch, heads, tokens, width]."""
+    return tuple(t.detach().contiguous().requires_grad_() for t in heads(shape, dtype, device))
+
+
+def traffic(mode: str, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """q, k, v and out once; backward these and their gradients."""
+    once = 2 * q.nbytes + k.nbytes + v.nbytes
+    return {FORWARD: once, BACKWARD: 2 * once, TRAINING: 3 * once}[mode]
+
+
+def flops(share: float, mode: str, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Two products forward and five backward, of the pairs that see each other."""
+    products = {FORWARD: 2, BACKWARD: 5, TRAINING: 7}[mode]
+    return int(share * products * 2 * q.numel() * k.shape[2])
+
+
+def operation(name: str, causal: bool = False, inputs: Callable = heads) -> Operation:
+    def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    sdpa = Contender(lambda *qkv: partial(torchs, *qkv))
+    fused = Contender(lambda *qkv: partial(ours.attention, *qkv, causal=causal))
+    return Operation(
+        name,
+        inputs,
+        lambda *qkv: attention_reference(*qkv, causal=causal)[0],
+        traffic,
+        {"sdpa": sdpa, "compile(sdpa)": compiled(sdpa), "fusedops": fused},
+        partial(flops, 0.5 if causal else 1.0),
+    )
+
+
+FULL = operation("attention")
+CAUSAL = operation("attention causal", causal=True)
+DECODE = operation("attention decode", inputs=cache)
+
+
+def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """So many tokens of one head of this width."""
+    tokens, width = shape
+    return heads((1, 1, 1, tokens, tokens, width), dtype, device)
+
+
+def call(function: Callable) -> Contender:
+    return Contender(lambda *qkv: partial(function, *qkv))
+
+
+LAUNCH = [
+    replace(
+        FULL,
+        inputs=of_tokens,
+        contenders={
+            "eager": call(F.scaled_dot_product_attention),
+            "fusedops functional": call(getattr(ours, name)),
+        },
+        name=name,
+    )
+    for name in ("scaled_dot_product_attention", "attention")
+]

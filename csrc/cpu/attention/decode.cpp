@@ -1,0 +1,107 @@
+// attention on CPUs for a few queries over many keys: generation.
+//
+// The queries of all heads that share k and v are the rows of one tile, so that k and v are read
+// once, in their own dtype, which is what the time goes to. Where heads are fewer than threads, the
+// keys are split among these, and the parts put together after it.
+
+#include <ATen/Parallel.h>
+
+#include "csrc/cpu/attention/heads.h"
+
+namespace fusedops::cpu {
+namespace {
+
+constexpr int64_t kRows = 16;         // of a tile, at most
+constexpr int64_t kLeastKeys = 1024;  // of a part
+
+// A tile's rows over some of the keys.
+struct Part {
+  std::vector<Softmax> softmax;
+  std::vector<float> sums;
+};
+
+void scale(Part& part, int64_t row, int64_t width, float factor) {
+  if (factor != 1) scale_row_for_isa()(part.sums.data() + row * width, width, factor);
+}
+
+// Keys [first, last) of a head.
+Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t first, int64_t last) {
+  const int64_t group = problem.group(), rows = group * at.queries;
+  const int64_t width = problem.q.width(), v_width = problem.v.width(),
+                ld = padded(width, 2 * kEdge);
+  std::vector<float> q(rows * ld), scores(rows * kKeys);
+  Part part{std::vector<Softmax>(rows), std::vector<float>(rows * v_width)};
+  for (int64_t g = 0; g < group; ++g) {
+    read_rows_for_isa()(problem.q.rows(at.batch, head * group + g, at.q_begin), at.queries, width,
+                        at.queries, q.data() + g * at.queries * ld, ld);
+  }
+  for (int64_t key = first; key < last; key += kKeys) {
+    const int64_t n = std::min(kKeys, last - key);
+    query_products_for_isa()(q.data(), ld, rows, problem.k.rows(at.batch, head, at.k_begin + key),
+                             n, width, scores.data(), kKeys);
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto row = problem.scores(at, head * group + r / at.queries, r % at.queries, key, n,
+                                      scores.data() + r * kKeys);
+      add_scores_for_isa()(row, problem.map(), part.softmax[r]);
+      scale(part, r, v_width, part.softmax[r].factor);
+    }
+    add_values_for_isa()(scores.data(), kKeys, rows,
+                         problem.v.rows(at.batch, head, at.k_begin + key), n, v_width,
+                         part.sums.data());
+  }
+  return part;
+}
+
+// whole, and then all that is in `more`.
+void join(Part& whole, Part& more, int64_t width) {
+  for (size_t r = 0; r < whole.softmax.size(); ++r) {
+    auto &a = whole.softmax[r], &b = more.softmax[r];
+    if (b.most == -std::numeric_limits<float>::infinity()) continue;
+    const float most = a.most > b.most ? a.most : b.most;
+    const float of_a = std::exp(a.most - most), of_b = std::exp(b.most - most);
+    scale(whole, r, width, of_a);
+    scale(more, r, width, of_b);
+    for (int64_t d = 0; d < width; ++d) whole.sums[r * width + d] += more.sums[r * width + d];
+    a.sum = a.sum * of_a + b.sum * of_b;
+    a.most = most;
+  }
+}
+
+}  // namespace
+
+bool decodes(const Problem& problem) {
+  return std::all_of(problem.sequences.begin(), problem.sequences.end(), [&](const Sequence& at) {
+    return at.queries * problem.group() <= kRows && at.keys >= kKeys;
+  });
+}
+
+void decode(const Problem& problem, const Heads& out, double* lse) {
+  const int64_t heads = problem.k.heads(), tiles = heads * problem.sequences.size();
+  if (tiles == 0) return;
+  const int64_t parts = std::clamp<int64_t>(at::get_num_threads() / tiles, 1,
+                                            std::max<int64_t>(1, problem.keys / kLeastKeys));
+  std::vector<Part> found(tiles * parts);
+  at::parallel_for(0, tiles * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto& at = problem.sequences[i / parts / heads];
+      if (at.queries == 0) continue;
+      const auto [first, last] = problem.seen(at, 0, at.queries);
+      const int64_t step = padded((last - first + parts - 1) / parts, kKeys);
+      const int64_t from = std::min(first + i % parts * step, last);
+      found[i] = read(problem, at, i / parts % heads, from, std::min(from + step, last));
+    }
+  });
+  const int64_t width = problem.v.width();
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const auto& at = problem.sequences[tile / heads];
+    auto& whole = found[tile * parts];
+    for (int64_t i = 1; i < parts && at.queries > 0; ++i)
+      join(whole, found[tile * parts + i], width);
+    for (int64_t r = 0; r < problem.group() * at.queries; ++r) {
+      finish_row(problem, at, tile % heads * problem.group() + r / at.queries, r % at.queries,
+                 whole.softmax[r], whole.sums.data() + r * width, out, lse);
+    }
+  }
+}
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,170 @@
+// What the loops of attention are told of a call: sequences, and where the rows of a head are.
+#pragma once
+
+#include <ATen/Functions.h>
+
+#include <vector>
+
+#include "csrc/cpu/isa/attention.h"
+#include "csrc/ops/attention/attention.h"
+#include "csrc/ops/dropout.h"
+
+namespace fusedops::cpu {
+
+inline int64_t padded(int64_t n, int64_t to = kEdge) { return (n + to - 1) / to * to; }
+
+// Queries and keys that see each other: of a batch, or one of many in a row of tokens.
+struct Sequence {
+  int64_t batch, q_begin, queries, k_begin, keys;
+  Window window;
+};
+
+// [B, H, S, D] whose rows D lie side by side. Copies only where they do not.
+class Heads {
+ public:
+  explicit Heads(const Tensor& t) : t_(t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous()) {}
+
+  int64_t heads() const { return t_.size(1); }
+  int64_t width() const { return t_.size(3); }
+  Dtype dtype() const { return dtype_of(t_); }
+
+  // From row i of a head on.
+  RowsOf rows(int64_t batch, int64_t head, int64_t i) const {
+    return {static_cast<const char*>(t_.const_data_ptr()) + bytes_to(batch, head, i), t_.stride(2),
+            dtype()};
+  }
+
+  void* row(int64_t batch, int64_t head, int64_t i) const {
+    return static_cast<char*>(t_.mutable_data_ptr()) + bytes_to(batch, head, i);
+  }
+
+ private:
+  int64_t bytes_to(int64_t batch, int64_t head, int64_t i) const {
+    return (batch * t_.stride(0) + head * t_.stride(1) + i * t_.stride(2)) * t_.element_size();
+  }
+
+  Tensor t_;
+};
+
+struct Problem {
+  AttentionOptions options;
+  Heads q, k, v;
+  Tensor bias;   // expanded to the scores, or undefined
+  Tensor sinks;  // float32, or undefined
+  Dropout dropout;
+  std::vector<Sequence> sequences;
+  int64_t batches, queries, keys;  // queries: of a row of lse
+
+  Problem(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& bias_,
+          const OptionalTensor& sinks_, const OptionalTensor& cu_seqlens_q,
+          const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed,
+          const AttentionOptions& options_)
+      : options(options_),
+        q(q_),
+        k(k_),
+        v(v_),
+        sinks(given(sinks_) ? sinks_->to(at::kFloat).contiguous() : Tensor()),
+        dropout(dropout_of(options.dropout_p, seed)),
+        batches(q_.size(0)),
+        queries(q_.size(2)),
+        keys(k_.size(2)) {
+    if (given(bias_)) bias = bias_->expand({batches, q.heads(), queries, keys});
+    if (given(cu_seqlens_q)) {
+      add_sequences(cu_seqlens_q->to(at::kLong).contiguous(),
+                    cu_seqlens_k->to(at::kLong).contiguous());
+    } else {
+      for (int64_t b = 0; b < batches; ++b) {
+        sequences.push_back({b, 0, queries, 0, keys, options.of(queries, keys)});
+      }
+    }
+  }
+
+  int64_t group() const { return q.heads() / std::max<int64_t>(k.heads(), 1); }
+  ScoreMap map() const {
+    return {static_cast<float>(options.scale), static_cast<float>(options.softcap)};
+  }
+  float sink(int64_t head) const { return sinks.const_data_ptr<float>()[head]; }
+
+  // Of lse and what goes with it.
+  int64_t row(const Sequence& s, int64_t head, int64_t query) const {
+    return (s.batch * q.heads() + head) * queries + s.q_begin + query;
+  }
+
+  // The scores of a query and n of its sequence's keys, from `key` on.
+  ScoreRow scores(const Sequence& at, int64_t head, int64_t query, int64_t key, int64_t n,
+                  float* s) const {
+    ScoreRow row{s, n};
+    row.begin = std::clamp<int64_t>(at.window.first(query) - key, 0, n);
+    row.end = std::clamp<int64_t>(at.window.end(query, at.keys) - key, row.begin, n);
+    row.kind = BiasKind::none;
+    if (bias.defined()) {
+      const bool boolean = bias.scalar_type() == at::kBool;
+      row.kind = boolean ? BiasKind::boolean : BiasKind::number;
+      const int64_t to = at.batch * bias.stride(0) + head * bias.stride(1) +
+                         (at.q_begin + query) * bias.stride(2) +
+                         (at.k_begin + key) * bias.stride(3);
+      row.bias = {static_cast<const char*>(bias.const_data_ptr()) + to * bias.element_size(),
+                  bias.stride(3), boolean ? Dtype::float32 : dtype_of(bias)};
+    }
+    row.dropout = dropout;
+    row.row = this->row(at, head, query);
+    row.key = at.k_begin + key;
+    return row;
+  }
+
+  // The keys that queries [from, end) see, all together.
+  std::pair<int64_t, int64_t> seen(const Sequence& at, int64_t from, int64_t end) const {
+    const int64_t first = at.window.first(from), last = at.window.end(end - 1, at.keys);
+    return {std::min(first, at.keys), std::max(first, last)};
+  }
+
+ private:
+  void add_sequences(const Tensor& cu_q, const Tensor& cu_k) {
+    const auto* const q_at = cu_q.const_data_ptr<int64_t>();
+    const auto* const k_at = cu_k.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i + 1 < cu_q.numel(); ++i) {
+      const int64_t of_q = q_at[i + 1] - q_at[i], of_k = k_at[i + 1] - k_at[i];
+      TORCH_CHECK(q_at[0] >= 0 && k_at[0] >= 0 && of_q >= 0 && of_k >= 0 &&
+                      q_at[i + 1] <= queries && k_at[i + 1] <= keys,
+                  "attention: cu_seqlens must grow from 0 to at most ", queries, " queries and ",
+                  keys, " keys, got ", q_at[i], " to ", q_at[i + 1], " and ", k_at[i], " to ",
+                  k_at[i + 1], " for sequence ", i);
+      sequences.push_back({0, q_at[i], of_q, k_at[i], of_k, options.of(of_q, of_k)});
+    }
+  }
+};
+
+inline bool has_kernel(const Tensor& q) {
+  return isa() != Isa::none && q.scalar_type() != at::kDouble;
+}
+
+// c [m, n] = a b, or += where `add`. All float32, of the widths ld_a, ld_b, ld_c. Adds up in
+// pieces: one chain of all terms would lose digits.
+void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
+             int64_t ld_b, float* c, int64_t ld_c, bool add);
+
+// The forward of a call whose every head has a few queries: forward.cpp asks for it.
+void decode(const Problem& problem, const Heads& out, double* lse);
+bool decodes(const Problem& problem);
+
+// A row's sum of exponentials, with the sink: whole times e to the base. share: what exp(score -
+// most) is multiplied by to be a probability.
+struct Denominator {
+  double base, whole, share;
+
+  Denominator(const Problem& problem, int64_t head, const Softmax& softmax)
+      : base(softmax.most), whole(softmax.sum) {
+    if (problem.sinks.defined()) {
+      const double sink = problem.sink(head);
+      base = std::max<double>(softmax.most, sink);
+      whole = softmax.sum * std::exp(softmax.most - base) + std::exp(sink - base);
+    }
+    share = softmax.sum == 0 ? 0 : std::exp(softmax.most - base) / whole;
+  }
+};
+
+// A head's sum over its keys, finished: writes out's row and lse.
+void finish_row(const Problem& problem, const Sequence& at, int64_t head, int64_t query,
+                const Softmax& softmax, const float* sums, const Heads& out, double* lse);
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,182 @@
+// Attention in ATen calls: what runs where no kernel does, and the double backward.
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <limits>
+
+#include "csrc/ops/attention/attention.h"
+#include "csrc/ops/dropout.h"
+
+namespace fusedops {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// [B, Hkv, S, D] with every head once for each of q's.
+Tensor repeated(const Tensor& t, const c10::SymInt& heads) {
+  if (t.sym_size(1) == heads) return t;
+  return t.repeat_interleave_symint(heads / t.sym_size(1), 1);
+}
+
+// Of tokens that lie one after another: their sequence, past the last one -1, and their place in
+// it.
+std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& tokens) {
+  const auto cu = cu_seqlens.to(at::kLong);
+  const auto token = at::arange(c10::Scalar(tokens), cu.options());
+  const auto sequence = at::searchsorted(cu, token, false, true) - 1;
+  const auto last = cu.sym_size(0) - 1;
+  const auto inside = sequence < c10::Scalar(last);
+  return {at::where(inside, sequence, -1), token - cu.index({sequence})};
+}
+
+// Which key which query sees, [Sq, Sk]; undefined: all.
+Tensor visible(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlens_q,
+               const OptionalTensor& cu_seqlens_k, const AttentionOptions& options) {
+  const bool varlen = given(cu_seqlens_q);
+  if (!varlen && options.left < 0 && options.right < 0) return {};
+  const auto queries = q.sym_size(2), keys = k.sym_size(2);
+  const auto longs = q.options().dtype(at::kLong);
+  Tensor i = at::arange(c10::Scalar(queries), longs), j = at::arange(c10::Scalar(keys), longs);
+  Tensor offset = at::full({}, c10::Scalar(keys - queries), longs), seen;
+  if (varlen) {
+    const auto [q_of, q_place] = places(*cu_seqlens_q, queries);
+    const auto [k_of, k_place] = places(*cu_seqlens_k, keys);
+    const auto lengths = cu_seqlens_k->diff() - cu_seqlens_q->diff();
+    const auto none = lengths.new_zeros({1});  // for the tokens past the last sequence
+    offset = at::cat({lengths, none}).index({q_of}).to(at::kLong).unsqueeze(1);
+    seen = q_of.unsqueeze(1).eq(k_of) & q_of.ge(0).unsqueeze(1);
+    i = q_place, j = k_place;
+  }
+  const auto at = i.unsqueeze(1) + (options.bottom_right ? offset : at::zeros_like(offset));
+  const auto with = [&](const Tensor& more) { seen = seen.defined() ? seen & more : more; };
+  if (options.left >= 0) with(j >= at - options.left);
+  if (options.right >= 0) with(j <= at + options.right);
+  return seen;
+}
+
+Tensor dropped(const Tensor& p, const OptionalTensor& seed, double dropout_p) {
+  if (dropout_p == 0 || !given(seed)) return p;
+  static const auto mask =
+      handle<Tensor(const Tensor&, c10::SymInt, c10::SymInt, double)>("fusedops::dropout_mask");
+  const auto keep =
+      mask.call(*seed, p.sym_size(0) * p.sym_size(1) * p.sym_size(2), p.sym_size(3), dropout_p);
+  return p * keep.view_symint(p.sym_sizes()) * dropout_scale(dropout_p);
+}
+
+// All scores of a call, as csrc/attention.h names them; slope: ds over da, undefined without a
+// softcap. A row that sees nothing is dead: it has scores of 0, which do not count.
+struct Scores {
+  Tensor s, slope, dead;
+
+  Scores(const Tensor& q, const Tensor& keys, const OptionalTensor& bias, Tensor seen,
+         const AttentionOptions& options)
+      : s(at::matmul(q, keys.transpose(-2, -1)) * options.scale) {
+    if (options.softcap != 0) {
+      const auto t = at::tanh(s / options.softcap);
+      s = t * options.softcap;
+      slope = 1 - t.square();
+    }
+    if (given(bias) && bias->scalar_type() == at::kBool) {
+      seen = seen.defined() ? seen & *bias : *bias;
+    } else if (given(bias)) {
+      s = s + bias->to(q.scalar_type());
+    }
+    if (seen.defined()) s = at::where(seen, s, -kInfinity);
+    dead = s.eq(-kInfinity).all(-1, true);
+    s = at::where(dead, 0, s);
+  }
+
+  // [B, Hq, Sq, 1]
+  Tensor lse(const OptionalTensor& sinks) const {
+    const auto none = at::full_like(dead, -kInfinity, s.options());
+    const auto seen = s.sym_size(3) == 0 ? none : at::where(dead, none, at::logsumexp(s, -1, true));
+    if (!given(sinks)) return seen;
+    return at::logaddexp(seen, sinks->to(s.scalar_type()).view({-1, 1, 1}));
+  }
+
+  // Not from lse: of scores near the least number it would not hold the logarithm of a sum.
+  Tensor p(const OptionalTensor& sinks) const {
+    if (!given(sinks)) return at::where(dead, 0, at::softmax(s, -1));
+    auto shape = s.sym_sizes().vec();
+    shape.back() = 1;
+    const auto sink = sinks->to(s.scalar_type()).view({-1, 1, 1}).expand_symint(shape);
+    const auto all = at::softmax(at::cat({s, sink}, -1), -1);
+    return at::where(dead, 0, all.narrow_symint(-1, 0, s.sym_size(3)));
+  }
+};
+
+}  // namespace
+
+OutAndLse attention_formula(const Tensor& q, const Tensor& k, const Tensor& v,
+                            const OptionalTensor& bias, const OptionalTensor& sinks,
+                            const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                            const OptionalTensor& seed, const AttentionOptions& options) {
+  const auto wide = accumulation_dtype(q.scalar_type());
+  const auto keys = repeated(k.to(wide), q.sym_size(1));
+  const auto values = repeated(v.to(wide), q.sym_size(1));
+  const Scores scores(q.to(wide), keys, bias, visible(q, k, cu_seqlens_q, cu_seqlens_k, options),
+                      options);
+  const auto lse = scores.lse(sinks);
+  const auto p = dropped(scores.p(sinks), seed, options.dropout_p);
+  return {at::matmul(p, values).to(q.scalar_type()), lse.squeeze(-1).to(at::kDouble)};
+}
+
+OutAndLse attention_composite(const Tensor& q, const Tensor& k, const Tensor& v,
+                              const OptionalTensor& bias, const OptionalTensor& sinks,
+                              const OptionalTensor& cu_seqlens_q,
+                              const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed,
+                              c10::SymInt max_q, c10::SymInt max_k, Numbers how,
+                              at::IntArrayRef window, bool bottom_right) {
+  const auto outputs = attention_outputs(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
+                                         max_q, max_k, how, window, bottom_right);
+  const auto [out, lse] = attention_formula(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
+                                            {how, window, bottom_right});
+  std::get<0>(outputs).copy_(out);
+  std::get<1>(outputs).copy_(lse);
+  return outputs;
+}
+
+AttentionGradients attention_backward_composite(
+    const Tensor& grad, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const OptionalTensor& bias, const OptionalTensor& sinks,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, const Tensor& out, const Tensor& lse, c10::SymInt max_q,
+    c10::SymInt max_k, Numbers how, at::IntArrayRef window, bool bottom_right,
+    std::array<bool, 5> output_mask) {
+  auto outputs = attention_backward_outputs(grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q,
+                                            cu_seqlens_k, seed, out, lse, max_q, max_k, how, window,
+                                            bottom_right, output_mask);
+  const AttentionOptions options(how, window, bottom_right);
+  const auto wide = accumulation_dtype(q.scalar_type());
+  const auto queries = q.to(wide), g = grad.to(wide), row_lse = lse.unsqueeze(-1);
+  const auto keys = repeated(k.to(wide), q.sym_size(1));
+  const auto values = repeated(v.to(wide), q.sym_size(1));
+  const Scores scores(queries, keys, bias, visible(q, k, cu_seqlens_q, cu_seqlens_k, options),
+                      options);
+  const auto p = scores.p(sinks);
+  const auto dp = dropped(at::matmul(g, values.transpose(-2, -1)), seed, options.dropout_p);
+  auto delta = (dp * p).sum(-1, true);
+  if (given(grad_lse)) delta = delta - grad_lse->to(wide).unsqueeze(-1);
+  const auto ds = p * (dp - delta);
+  const auto da = (scores.slope.defined() ? ds * scores.slope : ds) * options.scale;
+  // Of k's and v's heads, from those of q's.
+  const auto put = [](const Tensor& into, const Tensor& of) {
+    if (into.sym_size(1) == of.sym_size(1)) return into.copy_(of);
+    return into.copy_(of.unflatten_symint(1, {into.sym_size(1), -1}).sum(2));
+  };
+  const auto& [dq, dk, dv, dbias, dsinks] = outputs;
+  if (dq.defined()) dq.copy_(at::matmul(da, keys));
+  if (dk.defined()) put(dk, at::matmul(da.transpose(-2, -1), queries));
+  if (dv.defined()) {
+    put(dv, at::matmul(dropped(p, seed, options.dropout_p).transpose(-2, -1), g));
+  }
+  if (dbias.defined()) dbias.copy_(ds.sum_to_size_symint(dbias.sym_sizes()));
+  if (dsinks.defined()) {
+    const auto of_sink = at::exp(sinks->to(wide).view({-1, 1, 1}) - row_lse);
+    dsinks.copy_(-(of_sink * delta).sum({0, 2, 3}));
+  }
+  return outputs;
+}
+
+}  // namespace fusedops

@@ -1,0 +1,116 @@
+// Checks of the arguments, and the outputs that the kernels fill.
+
+#include <ATen/Functions.h>
+
+#include "csrc/ops/attention/attention.h"
+
+namespace fusedops {
+namespace {
+
+constexpr const char* kOp = "attention";
+
+// [B, H, S, D] that lies in memory as [B, S, H, D], as projections and what follows have it.
+Tensor empty_heads(const Tensor& like, c10::SymInt heads, c10::SymInt width) {
+  const std::array<c10::SymInt, 4> shape{like.sym_size(0), like.sym_size(2), std::move(heads),
+                                         std::move(width)};
+  return at::empty_symint(shape, like.options()).transpose(1, 2);
+}
+
+Tensor gradient_of(bool wanted, const Tensor& t) {
+  return wanted ? empty_heads(t, t.sym_size(1), t.sym_size(3)) : Tensor();
+}
+
+void check_heads(const char* name, const Tensor& t, const Tensor& q, int64_t width_as_q) {
+  check_same_device(kOp, name, t, "q", q);
+  TORCH_CHECK(t.dim() == 4 && t.scalar_type() == q.scalar_type() &&
+                  t.sym_size(0) == q.sym_size(0) && (!width_as_q || t.sym_size(3) == q.sym_size(3)),
+              kOp, ": ", name, " must be [batch, heads, keys, ", width_as_q ? "width" : "any width",
+              "] of q's dtype, batch", width_as_q ? " and width, " : ", ", describe(q), ", got ",
+              describe(t));
+}
+
+void check_bias(const Tensor& bias, const Tensor& q, const Tensor& k) {
+  check_same_device(kOp, "bias", bias, "q", q);
+  const std::array<c10::SymInt, 4> scores{q.sym_size(0), q.sym_size(1), q.sym_size(2),
+                                          k.sym_size(2)};
+  bool fits = bias.dim() <= 4;
+  for (int64_t d = 1; fits && d <= bias.dim(); ++d) {
+    fits = bias.sym_size(-d) == 1 || bias.sym_size(-d) == scores[4 - d];
+  }
+  const bool kind = bias.scalar_type() == at::kBool || bias.scalar_type() == q.scalar_type() ||
+                    bias.scalar_type() == at::kFloat;
+  TORCH_CHECK(fits && kind, kOp, ": bias must be bool, float32 or of q's dtype, ",
+              c10::getDtypeNames(q.scalar_type()).first, ", and broadcast to the scores ",
+              c10::SymIntArrayRef(scores), ", got ", describe(bias));
+}
+
+void check_cu_seqlens(const char* name, const OptionalTensor& cu, const Tensor& q) {
+  if (!given(cu)) return;
+  check_same_device(kOp, name, *cu, "q", q);
+  TORCH_CHECK(cu->dim() == 1 && cu->sym_numel() > 0 &&
+                  (cu->scalar_type() == at::kInt || cu->scalar_type() == at::kLong),
+              kOp, ": ", name, " must be int32 or int64 [sequences + 1], got ", describe(*cu));
+}
+
+}  // namespace
+
+void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                     const OptionalTensor& sinks, const OptionalTensor& cu_seqlens_q,
+                     const OptionalTensor& cu_seqlens_k) {
+  check_floating(kOp, "q", q);
+  TORCH_CHECK(q.dim() == 4, kOp, ": q must be [batch, heads, queries, width], got ", describe(q));
+  check_heads("k", k, q, true);
+  check_heads("v", v, q, false);
+  TORCH_CHECK(v.sym_size(1) == k.sym_size(1) && v.sym_size(2) == k.sym_size(2), kOp,
+              ": v must have the heads and keys of k, ", describe(k), ", got ", describe(v));
+  TORCH_CHECK(k.sym_size(1) == q.sym_size(1) ||
+                  (k.sym_size(1) > 0 && q.sym_size(1) % k.sym_size(1) == 0),
+              kOp, ": k's heads must divide q's, ", q.sym_size(1), ", got ", k.sym_size(1));
+  if (given(bias)) check_bias(*bias, q, k);
+  if (given(sinks)) {
+    check_floating(kOp, "sinks", *sinks);
+    check_same_device(kOp, "sinks", *sinks, "q", q);
+    TORCH_CHECK(sinks->dim() == 1 && sinks->sym_size(0) == q.sym_size(1), kOp,
+                ": sinks must be one number a head of q, [", q.sym_size(1), "], got ",
+                describe(*sinks));
+  }
+  check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q);
+  check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q);
+  if (!given(cu_seqlens_q) && !given(cu_seqlens_k)) return;
+  TORCH_CHECK(given(cu_seqlens_q) && given(cu_seqlens_k) &&
+                  cu_seqlens_q->sym_numel() == cu_seqlens_k->sym_numel(),
+              kOp,
+              ": cu_seqlens_q and cu_seqlens_k must come together and count the same sequences");
+  TORCH_CHECK(!given(bias), kOp, ": bias does not go with cu_seqlens, got ", describe(*bias));
+}
+
+OutAndLse attention_outputs(const Tensor& q, const Tensor& k, const Tensor& v,
+                            const OptionalTensor& bias, const OptionalTensor& sinks,
+                            const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                            const OptionalTensor&, c10::SymInt, c10::SymInt, Numbers,
+                            at::IntArrayRef, bool) {
+  attention_check(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k);
+  const auto rows = q.sym_sizes().slice(0, 3);
+  return {empty_heads(q, q.sym_size(1), v.sym_size(3)),
+          at::empty_symint(rows, q.options().dtype(at::kDouble))};
+}
+
+AttentionGradients attention_backward_outputs(
+    const Tensor& grad, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const OptionalTensor& bias, const OptionalTensor& sinks,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, const OptionalTensor&,
+    const Tensor& out, const Tensor& lse, c10::SymInt, c10::SymInt, Numbers, at::IntArrayRef, bool,
+    std::array<bool, 5> output_mask) {
+  attention_check(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k);
+  TORCH_CHECK(grad.sym_sizes().equals(out.sym_sizes()) &&
+                  (!given(grad_lse) || grad_lse->sym_sizes().equals(lse.sym_sizes())),
+              "attention_backward: grad must be like out, ", describe(out), ", got ",
+              describe(grad));
+  const auto like = [](bool wanted, const OptionalTensor& t) {
+    return wanted && given(t) ? empty_contiguous(*t) : Tensor();
+  };
+  return {gradient_of(output_mask[0], q), gradient_of(output_mask[1], k),
+          gradient_of(output_mask[2], v), like(output_mask[3], bias), like(output_mask[4], sinks)};
+}
+
+}  // namespace fusedops

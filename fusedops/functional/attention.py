@@ -1,0 +1,225 @@
+"""attention, scaled_dot_product_attention as torch's, and their references.
+
+One pass over the keys with the softmax's sums corrected on the way: Dao et al., arXiv:2205.14135;
+Dao, arXiv:2307.08691. Grouped heads: Ainslie et al., arXiv:2305.13245. Sinks: Xiao et al.,
+arXiv:2309.17453, as a number for each head in the softmax's sum.
+"""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fusedops.extension import _C, traced
+from fusedops.functional.norm import dropout_reference
+
+__all__ = ["attention", "scaled_dot_product_attention"]
+
+# Where `attention` has a kernel: its ATen calls hold all scores in memory, as eager does.
+DEVICES = {
+    device
+    for device, key in {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}.items()
+    if torch._C._dispatch_has_kernel_for_dispatch_key("fusedops::attention_forward", key)
+}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention, on CPUs without the scores in memory, forward and backward.
+
+        s = softcap tanh(scale q k^T / softcap) + bias      without a softcap: scale q k^T + bias
+        out = dropout(softmax(s)) v, lse = logsumexp(s)     sinks: exp(sinks) is in both sums
+
+    q: [B, Hq, Sq, D]. k: [B, Hkv, Sk, D], where Hkv divides Hq: query head h has the keys of head
+    h // (Hq / Hkv). v: [B, Hkv, Sk, Dv]. All of one dtype, float32, float16, bfloat16 or float64,
+    and of any strides. bias: bool (True is seen) or numbers of float32 or q's dtype, and has a
+    gradient; it broadcasts to [B, Hq, Sq, Sk]. sinks: [Hq]. scale: 1 / sqrt(D) by default.
+
+    causal: a query sees no later key; the last query is at the last key ("bottom right"). window:
+    (left, right), how many keys before and after its own place a query sees, -1 is all. With
+    cu_seqlens_q and cu_seqlens_k, int32 or int64 [sequences + 1] from 0 on, q is [tokens, Hq, D], k
+    and v likewise; sequence n is the tokens from cu_seqlens[n] to cu_seqlens[n + 1], and sees
+    itself alone. max_seqlen_* say how long the longest is, or it is looked up. Tokens after the
+    last sequence have outputs and gradients of 0, as do queries that see no key.
+
+    Returns out [B, Hq, Sq, Dv] ([tokens, Hq, Dv]) in q's dtype, which lies in memory as
+    [B, Sq, Hq, Dv]; with return_lse also lse [B, Hq, Sq] ([Hq, tokens]), float32 (float64 for
+    float64), which has a gradient too. Computed in float32 (float64 for float64). The dropout's
+    mask is drawn anew in the backward from a seed that follows `torch.manual_seed`. Raises
+    RuntimeError when a shape or a dtype does not fit, ValueError for a softcap, window or dropout_p
+    that is none.
+    """
+    out, lse = _attention(
+        q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, cu_seqlens_q,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, False,
+    )  # fmt: skip
+    if not return_lse:
+        return out
+    return out, lse if q.dtype == torch.float64 else lse.float()
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, by `attention`.
+
+    query: [..., Hq, L, E]. key: [..., H, S, E]. value: [..., H, S, Ev]. is_causal: the first query
+    is at the first key, as torch has it. Raises RuntimeError as torch's does: for heads that differ
+    without enable_gqa, for is_causal beside attn_mask.
+    """
+    if is_causal and attn_mask is not None:
+        raise RuntimeError(
+            "scaled_dot_product_attention: attn_mask must be None with is_causal=True, got a tensor"
+        )
+    if query.dim() < 2 or key.dim() != query.dim() or value.dim() != query.dim():
+        raise RuntimeError(
+            "scaled_dot_product_attention: query, key and value must be [..., length, width] of as "
+            f"many dimensions, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        )
+    if query.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+        raise RuntimeError(
+            "scaled_dot_product_attention: key must have query's heads unless enable_gqa=True, "
+            f"{query.shape[-3]}, got {key.shape[-3]}"
+        )
+    shape = query.shape
+    if query.dim() != 4:
+        query, key, value = (
+            t.reshape(-1, *t.shape[-3:]) if t.dim() > 2 else t[None, None]
+            for t in (query, key, value)
+        )
+        if attn_mask is not None and attn_mask.dim() > 4:
+            whole = *shape[:-1], key.shape[-2]
+            attn_mask = attn_mask.expand(whole).reshape(query.shape[0], *whole[-3:])
+    out, _ = _attention(
+        query, key, value, is_causal, None, None, None, attn_mask, scale, dropout_p, None, None,
+        None, None, True,
+    )  # fmt: skip
+    return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
+
+
+def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths_and_side):
+    *lengths, top_left = lengths_and_side
+    if not traced(q, k, v, sinks, bias, *lengths[:2]):
+        return _C.attention(
+            q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths, top_left
+        )
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    return torch.ops.fusedops.attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+        dropout_p=dropout_p,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        top_left=top_left,
+    )
+
+
+# The reference: plain PyTorch that follows the input's dtype. With float64 inputs it is exact. It
+# returns (out, lse), as the operator does.
+
+
+def attention_reference(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=None,
+    softcap=None,
+    sinks=None,
+    bias=None,
+    scale=None,
+    dropout_p=0.0,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    top_left=False,
+):
+    if cu_seqlens_q is not None:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // max(t.shape[1], 1), 1) for t in (k, v))
+    s = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    left, right = (-1, -1) if window is None else window
+    right = 0 if causal else right
+    seen = _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left)
+    if bias is not None and bias.dtype == torch.bool:
+        seen = seen & bias
+    elif bias is not None:
+        s = s + bias.to(s.dtype)
+    s = torch.where(seen, s, -torch.inf)
+    dead = (s == -torch.inf).all(-1, keepdim=True)
+    wide = torch.where(dead, 0, s).to(torch.promote_types(s.dtype, torch.float32))
+    lse = (
+        torch.where(dead, -torch.inf, wide.logsumexp(-1, keepdim=True))
+        if s.shape[-1]
+        else (wide.new_full(dead.shape, -torch.inf))
+    )
+    if sinks is not None:
+        sink = sinks.to(lse.dtype)[:, None, None]
+        lse = torch.logaddexp(lse, sink)
+    all_scores = wide if sinks is None else torch.cat([wide, sink.expand_as(dead)], -1)
+    p = torch.where(dead, 0, all_scores.softmax(-1)[..., : wide.shape[-1]]).to(q.dtype)
+    out = dropout_reference(p, dropout_p) @ v
+    lse = lse.squeeze(-1)
+    if cu_seqlens_q is not None:
+        out, lse = out[0].transpose(0, 1), lse[0]
+    return out, lse
+
+
+def _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left):
+    """[Sq, Sk], which key which query sees."""
+    queries, keys = q.shape[-2], k.shape[-2]
+    i, j = torch.arange(queries, device=q.device), torch.arange(keys, device=q.device)
+    if cu_seqlens_q is None:
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+        at = i + (0 if top_left else keys - queries)
+        return _in_window(seen, at[:, None], j, left, right)
+    seen = torch.zeros(queries, keys, dtype=torch.bool, device=q.device)
+    bounds = (cu.tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
+    ranges = ([slice(*pair) for pair in pairwise(cu)] for cu in bounds)
+    for of_q, of_k in zip(*ranges, strict=True):
+        at = i[of_q] - of_q.start
+        at = at if top_left else at + (of_k.stop - of_k.start) - (of_q.stop - of_q.start)
+        inside = torch.ones(len(at), len(j[of_k]), dtype=torch.bool, device=q.device)
+        seen[of_q, of_k] = _in_window(inside, at[:, None], j[of_k] - of_k.start, left, right)
+    return seen
+
+
+def _in_window(seen, at, j, left, right):
+    seen = seen if left < 0 else seen & (j >= at - left)
+    return seen if right < 0 else seen & (j <= at + right)

@@ -1,0 +1,111 @@
+"""What the tests of attention share: arguments, options, backends."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import fusedops
+from fusedops.functional.attention import attention_reference
+from fusedops.testing import backends, device_of, gradients, placed, poisoned, yardstick
+
+F32 = torch.float32
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+BACKENDS = [name for name in backends("attention") if name != "reference"]
+ON = pytest.mark.parametrize("backend", BACKENDS)
+
+# Features, each with and without which all others are tried. Tensors are made for a shape.
+FEATURES = {
+    "causal": lambda *_: {"causal": True},
+    "window": lambda *_: {"window": (5, 3)},
+    "softcap": lambda *_: {"softcap": 2.0},
+    "sinks": lambda _, heads, *__: {"sinks": drawn(8, heads)},
+    "mask": lambda *shape: {"bias": drawn(9, shape[0], 1, *shape[2:]) > -1},
+    "bias": lambda *shape: {"bias": drawn(10, 1, *shape[1:])},
+    "dropout": lambda *_: {"dropout_p": 0.3},
+    "scale": lambda *_: {"scale": 0.3},
+}
+
+
+def interpreted(backend):
+    return backend == "triton" and device_of(backend).type == "cpu"
+
+
+def skip_what_does_not_run(backend, dtype, size=1):
+    """Triton's interpreter truncates bfloat16, and takes a second for some tiles."""
+    if interpreted(backend) and (dtype == torch.bfloat16 or size > 40000):
+        pytest.skip("not in the interpreter")
+
+
+def drawn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heads(batch, q_heads, kv_heads, queries, keys, width, v_width=None, dtype=F32):
+    """q, k, v"""
+    q = drawn(1, batch, queries, q_heads, width).transpose(1, 2)
+    k = drawn(2, batch, keys, kv_heads, width).transpose(1, 2)
+    v = drawn(3, batch, keys, kv_heads, width if v_width is None else v_width).transpose(1, 2)
+    return tuple((t * 1.5).to(dtype) for t in (q, k, v))
+
+
+def options(names, batch, q_heads, queries, keys):
+    """The keywords of these features."""
+    found = {}
+    for name in names:
+        found |= FEATURES[name](batch, q_heads, queries, keys)
+    return found
+
+
+def compare(qkv, backend, **how):
+    """out, lse and the gradients of q, k, v and of the tensors among the keywords.
+
+    The yardstick's rows are heads, and eager's roundings are drawn anew by another order of the
+    width: where few numbers make up a result, eager's error is now and then almost none by chance.
+    """
+    tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor)}
+    rest = {k: t for k, t in how.items() if k not in tensors}
+    if "bias" in tensors and tensors["bias"].is_floating_point():
+        tensors["bias"] = tensors["bias"].to(qkv[0].dtype)
+    args = on(backend, *qkv, *tensors.values())
+
+    def judged(run, args, order=slice(None)):
+        def called(q, k, v, *more):
+            more = dict(zip(tensors, more, strict=True))
+            return run(q[..., order], k[..., order], v, **more, **rest)
+
+        return gradients(called, args)
+
+    with fusedops.backend(backend), poisoned():
+        found = judged(partial(fusedops.functional.attention, return_lse=True), args)
+    wide = [t.double() if t.is_floating_point() else t for t in args]
+    exact, eager = judged(attention_reference, wide), judged(attention_reference, args)
+    others = (judged(attention_reference, args, order) for order in orders(args[0]))
+    draws = [eager, *others]
+    for key, value in found.items():
+        assert value.dtype == eager[key].dtype and value.shape == eager[key].shape, key
+        judge = [
+            yardstick(*(by_heads(t) for t in (value, draw[key], exact[key]))) for draw in draws
+        ]
+        assert None in judge, f"{key}: {judge[0]}"
+
+
+def orders(q, count=24):
+    for seed in range(count):
+        draw = torch.Generator().manual_seed(seed)
+        yield torch.randperm(q.shape[-1], generator=draw).to(q.device)
+
+
+def by_heads(t):
+    return t.flatten(-2) if t.dim() > 2 else t
+
+
+def results(run, leaves, cotangents, **how):
+    """out and lse, detached, and the gradients of the leaves."""
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    outputs = run(*leaves, **how)
+    return *(o.detach() for o in outputs), *torch.autograd.grad(outputs, leaves, cotangents)
+
+
+def on(backend, *tensors):
+    return placed(tensors, device_of(backend))

@@ -1,0 +1,255 @@
+"""attention as torch sees it: operators, transforms, compilers, autocast, errors."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import FEATURES, drawn, heads, options, orders
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+from fusedops.functional import attention, scaled_dot_product_attention
+from fusedops.functional.attention import attention_reference
+from fusedops.testing import yardstick
+
+F64 = torch.float64
+SHAPE = (2, 4, 2, 6, 9, 8)
+
+
+def arguments(names=(), dtype=torch.float32, shape=SHAPE):
+    """q, k, v and the keywords, whose tensors have gradients where they may."""
+    batch, q_heads, _, queries, keys, _ = shape
+    qkv = [t.contiguous().requires_grad_() for t in heads(*shape, dtype=dtype)]
+    how = options(names, batch, q_heads, queries, keys)
+    for name in ("bias", "sinks"):
+        if name in how and how[name].is_floating_point():
+            how[name] = how[name].to(dtype).requires_grad_()
+    return qkv, how
+
+
+ALL = [None, *FEATURES, "all"]
+
+
+def names_of(feature):
+    return [n for n in FEATURES if n not in ("mask", "dropout")] if feature == "all" else (
+        [feature] if feature else []
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", ALL)
+def test_gradcheck_of_the_reference(feature):
+    qkv, how = arguments(names_of(feature), F64, (1, 2, 1, 3, 4, 2))
+    tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+
+    def run(q, k, v, *more):
+        torch.manual_seed(0)
+        return attention_reference(q, k, v, **how | dict(zip(tensors, more, strict=True)))
+
+    torch.autograd.gradcheck(run, (*qkv, *tensors.values()))
+
+
+@pytest.mark.parametrize("feature", ALL)
+def test_gradgradcheck(feature):
+    """float64 runs the composite, and so does every double backward."""
+    qkv, how = arguments(names_of(feature), F64, (1, 2, 1, 3, 4, 2))
+    tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+
+    def run(q, k, v, *more):
+        torch.manual_seed(0)
+        more = dict(zip(tensors, more, strict=True))
+        return attention(q, k, v, return_lse=True, **how | more)
+
+    leaves = (*qkv, *tensors.values())
+    torch.autograd.gradcheck(run, leaves)
+    torch.autograd.gradgradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("feature", [f for f in ALL if f != "dropout"])
+@pytest.mark.parametrize("queries", [2, 20])
+def test_double_backward(feature, queries):
+    qkv, how = arguments(names_of(feature), shape=(2, 4, 2, queries, 9, 8))
+
+    def second(run, dtype, order=slice(None)):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in qkv]
+        q, k, v = leaves
+        out, lse = run(q[..., order], k[..., order], v, **how)
+        first = torch.autograd.grad((out**2).sum() + lse.sin().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
+
+    found = second(partial(attention, return_lse=True), torch.float32)
+    exact = second(attention_reference, F64)
+    draws = [second(attention_reference, torch.float32, order) for order in orders(qkv[0])]
+    for i, one in enumerate(found):
+        assert None in [yardstick(one, draw[i], exact[i]) for draw in draws]
+
+
+@pytest.mark.parametrize("queries", [2, 20])
+def test_the_composite_is_the_kernel(queries):
+    """Forward and first gradients in ATen calls, as where no kernel runs."""
+    names = [n for n in FEATURES if n not in ("mask", "dropout")]
+    qkv, how = arguments(names, shape=(2, 4, 2, queries, 9, 8))
+    leaves = [*qkv, how["bias"], how["sinks"]]
+
+    def run(dtype):
+        to = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        out, lse = attention(*to[:3], return_lse=True, **how | {"bias": to[3], "sinks": to[4]})
+        return out, lse, *torch.autograd.grad((out.sin().sum(), lse.sum()), to)
+
+    for one, other in zip(run(torch.float32), run(F64), strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("feature", [f for f in ALL if f != "dropout"])
+def test_opcheck(feature):
+    qkv, how = arguments(names_of(feature))
+    torch.library.opcheck(torch.ops.fusedops.attention.default, tuple(qkv), how)
+
+
+@pytest.mark.parametrize("feature", [None, "causal", "mask", "bias", "sinks", "dropout"])
+def test_compile(feature):
+    qkv, how = arguments(names_of(feature))
+
+    def step(q, k, v):
+        return attention(q, k, v, return_lse=True, **how)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.manual_seed(3)
+    expected = step(*qkv)
+    wanted = torch.autograd.grad(expected[0].sum(), qkv)
+    torch.manual_seed(3)
+    found = compiled(*qkv)
+    if feature != "dropout":  # whose seed Inductor draws in its own way
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        for one, other in zip(torch.autograd.grad(found[0].sum(), qkv), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_export():
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, causal=True)
+
+    qkv = [t.detach() for t in arguments()[0]]
+    program = torch.export.export(Module(), tuple(qkv))
+    torch.testing.assert_close(program.module()(*qkv), attention(*qkv, causal=True))
+
+
+def test_vmap_and_forward_mode():
+    q, k, v = (t.detach() for t in arguments()[0])
+    found = torch.func.vmap(lambda q: attention(q, k, v))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(found[1], attention(2 * q, k, v))
+    primal, tangent = torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
+    expected = torch.func.jvp(
+        lambda q: attention_reference(q, k, v)[0], (q,), (torch.ones_like(q),)
+    )
+    torch.testing.assert_close(primal, expected[0])
+    torch.testing.assert_close(tangent, expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_as_torchs():
+    qkv, _ = arguments()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention(*qkv, bias=drawn(3, 6, 9))
+        theirs = F.scaled_dot_product_attention(*qkv, attn_mask=drawn(3, 6, 9), enable_gqa=True)
+    assert found.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(found, theirs, rtol=0.02, atol=0.02)
+
+
+def test_inference_mode():
+    qkv = [t.detach() for t in arguments()[0]]
+    with torch.inference_mode():
+        torch.testing.assert_close(attention(*qkv), attention_reference(*qkv)[0])
+
+
+def test_dropout_follows_the_seed():
+    qkv, _ = arguments(shape=(2, 4, 2, 30, 40, 8))
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return attention(*qkv, dropout_p=0.5)
+
+    assert torch.equal(run(1), run(1)) and not torch.equal(run(1), run(2))
+    share = attention(*(t.new_ones(t.shape) for t in qkv), dropout_p=0.25).mean()
+    assert abs(share - 1) < 0.02
+    torch.manual_seed(5)
+    plain = torch.autograd.grad(attention(*qkv, dropout_p=0.5).sum(), qkv)
+    torch.manual_seed(5)
+    out = checkpoint(lambda *qkv: attention(*qkv, dropout_p=0.5), *qkv, use_reentrant=False)
+    assert all(map(torch.equal, plain, torch.autograd.grad(out.sum(), qkv)))
+    assert not attention(*qkv, dropout_p=1.0).count_nonzero()
+
+
+def test_memory_is_that_of_the_tokens():
+    """No scores: twice the tokens take twice the memory, not four times."""
+    from benchmarks.memory import profiled
+
+    def peak(tokens):
+        qkv = [t.contiguous().requires_grad_() for t in heads(1, 2, 2, tokens, tokens, 16)]
+        run = lambda: torch.autograd.grad(attention(*qkv, causal=True).sum(), qkv)  # noqa: E731
+        return profiled(run).peak
+
+    assert peak(4096) < 2.3 * peak(2048)
+
+
+def test_torchs_arguments():
+    q, k, v = (t.detach() for t in arguments(shape=(2, 4, 4, 6, 9, 8))[0])
+    mask = drawn(3, 2, 1, 6, 9) > 0
+    for args in (
+        (q, k, v),
+        (q[0], k[0], v[0]),
+        (q[0, 0], k[0, 0], v[0, 0]),
+        (q[None], k[None], v[None]),
+        (q, k, v, mask),
+        (q[None], k[None], v[None], mask[None].expand(1, 2, 4, 6, 9)),
+    ):
+        found = scaled_dot_product_attention(*args, scale=0.5)
+        expected = F.scaled_dot_product_attention(*args, scale=0.5)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_errors_name_argument_wanted_and_got():
+    q, k, v = (t.detach() for t in arguments()[0])
+    cu = torch.tensor([0, 6])
+    wrong = {
+        r"q must be \[batch, heads, queries, width\].*got float32 \[4, 6, 8\]": {"q": q[0]},
+        r"k must be .* got float32 \[2, 2, 9, 7\]": {"k": k[..., :7]},
+        r"v must be .* got float64": {"v": v.double()},
+        r"v must have the heads and keys of k.* got float32 \[2, 2, 5, 8\]": {"v": v[:, :, :5]},
+        r"k's heads must divide q's, 3, got 2": {"q": q[:, :3]},
+        r"bias must be .* broadcast to the scores \[2, 4, 6, 9\], got float32 \[7, 9\]": {
+            "bias": torch.zeros(7, 9)
+        },
+        r"sinks must be one number a head of q, \[4\], got float32 \[3\]": {
+            "sinks": torch.zeros(3)
+        },
+        r"q must be \[tokens, heads, width\] with cu_seqlens": {"cu_seqlens_q": cu},
+    }
+    for message, arguments_ in wrong.items():
+        with pytest.raises(RuntimeError, match=message):
+            attention(**{"q": q, "k": k, "v": v} | arguments_)
+    for message, how in {
+        "softcap must be above 0 and finite, got 0": {"softcap": 0.0},
+        r"window must be \(left, right\).* got \[-2, 0\]": {"window": (-2, 0)},
+        "dropout_p must be from 0 to 1, got 1.5": {"dropout_p": 1.5},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, **how)
+    rows = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+    for cu_q, message in (
+        (torch.tensor([0, 7]), "cu_seqlens must grow .* at most 6 queries"),
+        (torch.tensor([0, 3, 6]), "must come together and count the same"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            attention(*rows, cu_seqlens_q=cu_q, cu_seqlens_k=torch.tensor([0, 9]))
+    with pytest.raises(RuntimeError, match="attn_mask must be None with is_causal=True"):
+        scaled_dot_product_attention(q, k, v, torch.zeros(6, 9), is_causal=True)
+    with pytest.raises(RuntimeError, match="heads unless enable_gqa=True, 4, got 2"):
+        scaled_dot_product_attention(q, k, v)
+
+
+def test_a_kernel_is_what_runs():
+    assert fusedops.env_report().count("\nattention ") == 1
+    graph = attention(*arguments()[0]).grad_fn
+    assert graph.name() == "FusedAttentionBackward"
