@@ -1,6 +1,7 @@
 """Finds sites in a model that fused kernels can take, swaps them, and reports."""
 
+from fusedops.patching.interface import register_attention
 from fusedops.patching.patch import patch, patched, unpatch
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["PatchReport", "Site", "patch", "patched", "unpatch"]
+__all__ = ["PatchReport", "Site", "patch", "patched", "register_attention", "unpatch"]

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from fusedops.patching.attention import patch_attention
 from fusedops.patching.epilogue import EPILOGUE
 from fusedops.patching.layer import patch_layers
 from fusedops.patching.linear import patch_linears
@@ -19,8 +20,6 @@ from fusedops.patching.swap import put_back, restore, states
 from fusedops.patching.verify import Yardstick
 
 __all__ = ["patch", "patched", "unpatch"]
-
-NOT_YET = "{}: not in this version; the model's own code runs"
 
 
 def patch(
@@ -48,13 +47,15 @@ def patch(
     forward, where norm has fused the norm. mlp: an activation of one tensor times another, in one
     pass; the linears around it are called as the modules that they are. linear: linears, with the
     activation that follows in the same forward, where that is faster on this machine. rotary: calls
-    of a function of q, k, cos and sin, whose name has "rotary" in it and which was seen to rotate.
-    loss: the loss function of a model with a head, where it was seen to be the cross entropy of
-    labels; of a plain head the loss is computed without the logits. attention: not in this version,
-    as the report says. strict: raise RuntimeError with the reasons, and leave the model as it was,
-    when a site cannot be fused. verify: a batch (the model's keyword arguments in a dict, or one
-    tensor); runs it before and after, and unpatches and raises RuntimeError when outputs, loss or
-    gradients differ by more than rounding. That takes memory for a float64 copy of the model.
+    of a function of q, k, cos and sin, whose name has "rotary" in it, which has no branches and was
+    seen to rotate. loss: the loss function of a model with a head, where it is one of transformers'
+    own and was seen to be the cross entropy of labels; of a plain head the loss is computed without
+    the logits. attention: that of models of transformers' which ask their config for the function;
+    the model gets a copy of its config. strict: raise RuntimeError with the reasons, and leave the
+    model as it was, when a site cannot be fused. verify: a batch (the model's keyword arguments in
+    a dict, or one tensor); runs it before and after, and unpatches and raises RuntimeError when
+    outputs, loss or gradients differ by more than rounding. That takes memory for a float64 copy of
+    the model.
 
     The class of a fused module is a subclass of its own with the same name: `type(m) is nn.Linear`
     is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after
@@ -68,6 +69,12 @@ def patch(
     on the device that the model is on at the call: after a move to another one, norms run as
     written under autocast.
 
+    Attention is replaced where the config says sdpa, or eager and the model's eager function was
+    seen to give the same. Where eager was set, a call that asks for attention weights runs eager's
+    function; set `config.output_attentions` before patch where all calls do. A query that sees no
+    key gives zeros, as in sdpa; eager code gives the mean of the values. unpatch gives the original
+    config object back, with what was set in the copy since.
+
     In a forward with labels `outputs.logits` then computes its values when someone reads them,
     which costs a product with the head's weight. Read them before that weight is stepped:
     afterwards a RuntimeError says so. Where the weight is sharded, every rank has to read. The loss
@@ -78,7 +85,6 @@ def patch(
     """
     _check(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
-    later = {"attention": attention}
     wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
     kinds = [kind for kind, on in wanted if on]
     report = PatchReport()
@@ -90,7 +96,8 @@ def patch(
             patch_linears(model, report)
         if loss:
             patch_losses(model, report)
-        report.notes += [NOT_YET.format(kind) for kind, on in later.items() if on]
+        if attention:
+            patch_attention(model, report)
         _judge(report, strict)
     if before is not None:
         before.compare(model)
