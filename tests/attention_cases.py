@@ -10,9 +10,21 @@ from fusedops.functional.attention import attention_reference
 from fusedops.testing import backends, device_of, gradients, placed, poisoned, yardstick
 
 F32 = torch.float32
-FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+BF16 = torch.bfloat16
 BACKENDS = [name for name in backends("attention") if name != "reference"]
 ON = pytest.mark.parametrize("backend", BACKENDS)
+
+# bfloat16 as such, and as float32: whichever a CPU does by itself.
+FLOATS = pytest.mark.parametrize(
+    "dtype,products",
+    [(F32, None), (torch.float16, None), (BF16, False), (BF16, True)],
+    ids=str,
+    indirect=["products"],
+)
+# What has kernels of its own.
+TILES = pytest.mark.parametrize(
+    "dtype,products", [(F32, None), (BF16, True)], ids=str, indirect=["products"]
+)
 
 # Features, each with and without which all others are tried. Tensors are made for a shape.
 FEATURES = {

@@ -11,6 +11,7 @@ from attention_cases import (
     FEATURES,
     FLOATS,
     ON,
+    TILES,
     compare,
     drawn,
     heads,
@@ -44,10 +45,10 @@ def size(shape):
 
 
 @ON
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@FLOATS
 @pytest.mark.parametrize("feature", [None, *FEATURES])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_gradients(backend, dtype, feature, shape):
+def test_forward_and_gradients(backend, dtype, products, feature, shape):
     skip_what_does_not_run(backend, dtype, size(shape))
     batch, q_heads, _, queries, keys, _ = shape
     how = options([feature] if feature else [], batch, q_heads, queries, keys)
@@ -74,30 +75,39 @@ PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"mask", "bi
 
 
 @ON
+@TILES
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 @pytest.mark.parametrize("shape", [(2, 4, 2, 33, 50, 32), (1, 4, 1, 3, 290, 32)], ids=str)
-def test_pairs_of_features(backend, pair, shape):
+def test_pairs_of_features(backend, dtype, products, pair, shape):
+    skip_what_does_not_run(backend, dtype)
     batch, q_heads, _, queries, keys, _ = shape
-    compare(heads(*shape), backend, **options(pair, batch, q_heads, queries, keys))
+    how = options(pair, batch, q_heads, queries, keys)
+    compare(heads(*shape, dtype=dtype), backend, **how)
 
 
 @ON
-def test_all_features(backend):
+@TILES
+def test_all_features(backend, dtype, products):
+    skip_what_does_not_run(backend, dtype)
     names = [name for name in FEATURES if name != "mask"]
-    compare(heads(2, 4, 2, 33, 50, 32), backend, **options(names, 2, 4, 33, 50))
+    compare(heads(2, 4, 2, 33, 50, 32, dtype=dtype), backend, **options(names, 2, 4, 33, 50))
 
 
 @ON
-@pytest.mark.parametrize("width", [8, 56, 80, 96, 128, 160, 256, 512])
-def test_widths(backend, width):
-    compare(heads(1, 2, 1, 20, 24, width), backend, causal=True)
-    compare(heads(1, 2, 1, 2, 24, width), backend, causal=True)
+@TILES
+@pytest.mark.parametrize("width", [1, 8, 31, 56, 80, 96, 128, 160, 256, 512])
+def test_widths(backend, dtype, products, width):
+    skip_what_does_not_run(backend, dtype)
+    compare(heads(1, 2, 1, 20, 24, width, dtype=dtype), backend, causal=True)
+    compare(heads(1, 2, 1, 2, 24, width, dtype=dtype), backend, causal=True)
 
 
 @ON
-def test_values_of_another_width(backend):
-    compare(heads(1, 2, 2, 20, 24, 24, v_width=40), backend)
-    compare(heads(1, 2, 2, 1, 24, 40, v_width=24), backend)
+@TILES
+def test_values_of_another_width(backend, dtype, products):
+    skip_what_does_not_run(backend, dtype)
+    compare(heads(1, 2, 2, 20, 24, 24, v_width=40, dtype=dtype), backend)
+    compare(heads(1, 2, 2, 1, 24, 40, v_width=25, dtype=dtype), backend)
 
 
 @ON
@@ -200,12 +210,14 @@ def test_empty(backend, shape):
 
 
 @ON
+@TILES
 @pytest.mark.parametrize("queries", [2, 40])
-def test_strides(backend, queries):
+def test_strides(backend, dtype, products, queries):
+    skip_what_does_not_run(backend, dtype)
     shape = 2, 4, 2, queries, 37, 16
-    q, k, v = heads(*shape)
-    packed = drawn(11, 2, 37, 4 + 2 + 2, 16).transpose(1, 2)
-    cache = drawn(12, 2, 2, 64, 16)
+    q, k, v = heads(*shape, dtype=dtype)
+    packed = drawn(11, 2, 37, 4 + 2 + 2, 16).transpose(1, 2).to(dtype)
+    cache = drawn(12, 2, 2, 64, 16).to(dtype)
     for views in (
         tuple(t.contiguous() for t in (q, k, v)),
         (packed[:, :4, :queries], packed[:, 4:6], packed[:, 6:]),

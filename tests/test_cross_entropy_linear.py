@@ -17,7 +17,6 @@ from cross_entropy_cases import (
 
 import fusedops
 from benchmarks.memory import profiled
-from fusedops import _C
 from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.functional.cross_entropy import linear_cross_entropy_reference
 from fusedops.testing import check, device_of, placed, poisoned, yardstick
@@ -25,14 +24,6 @@ from fusedops.testing import check, device_of, placed, poisoned, yardstick
 # rows, features, classes: one element, odd, past a tile of the kernels in each direction
 SHAPES = [(1, 1, 1), (40, 33, 19), (40, 64, 1025), (1030, 16, 2100)]
 ON = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(params=[False, True], ids=["float32 products", "bfloat16 products"])
-def products(request):
-    """Whether CPUs multiply bfloat16 as such; by itself that is the faster of both."""
-    _C.bfloat16_products(request.param)
-    yield request.param
-    _C.bfloat16_products(None)
 
 
 def skip(backend, dtype, products, shape):

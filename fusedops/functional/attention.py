@@ -184,11 +184,7 @@ def attention_reference(
     s = torch.where(seen, s, -torch.inf)
     dead = (s == -torch.inf).all(-1, keepdim=True)
     wide = torch.where(dead, 0, s).to(torch.promote_types(s.dtype, torch.float32))
-    lse = (
-        torch.where(dead, -torch.inf, wide.logsumexp(-1, keepdim=True))
-        if s.shape[-1]
-        else (wide.new_full(dead.shape, -torch.inf))
-    )
+    lse = torch.where(dead, -torch.inf, _logsumexp(wide))
     if sinks is not None:
         sink = sinks.to(lse.dtype)[:, None, None]
         lse = torch.logaddexp(lse, sink)
@@ -199,6 +195,15 @@ def attention_reference(
     if cu_seqlens_q is not None:
         out, lse = out[0].transpose(0, 1), lse[0]
     return out, lse
+
+
+def _logsumexp(s):
+    """torch's has gradients of 1 where all scores are finfo.min, for want of log(n) in its sum."""
+    if s.shape[-1] == 0:
+        return s.new_full((*s.shape[:-1], 1), -torch.inf)
+    most = s.detach().amax(-1, keepdim=True)
+    most = torch.where(most.isfinite(), most, 0)
+    return most + (s - most).logsumexp(-1, keepdim=True)
 
 
 def _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left):

@@ -1,9 +1,11 @@
 // attention on CPUs, backward: a head of k and v at a time, with the query heads that have it.
 //
-// A block of queries goes over the tiles of keys that it sees twice, and makes their scores again:
-// two products for delta, then five for the gradients, and two transposes of a tile in the cache. A
-// head's dk and dv add up in float32, in one order whatever the number of threads. Memory beside
-// the results: packed k, its transpose and v's, and the sums of dk and dv of a head a thread.
+// A block of queries goes over the tiles of keys that it sees twice: for the products q k^T and
+// do v^T, which stay, and the sums of their rows; then for the gradients, three products more. dk
+// and dv of a head add up transposed, so that a tile of probabilities is a second operand as it
+// lies, in float32, in one order whatever the number of threads. Memory beside the results: packed
+// k, its transpose and v's; and a thread's sums of dk and dv of a head, and the products of a block
+// of queries with all keys.
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -22,12 +24,14 @@ struct Gradients {
   Tensor q, k, v, scores;
 };
 
+template <class T>
 struct Operands {
-  const Packed &keys, &keys_transposed, &values_transposed;
+  const Packed<T>&keys, &keys_transposed, &values_transposed;
   const Heads& grad;
   double* delta;  // of each row; begins as -dlse
 };
 
+// Rows `begin` and on of a head, [n, width], from x [n, ld].
 void write_rows(const std::vector<float>& x, int64_t ld, int64_t n, int64_t width, const Tensor& to,
                 int64_t batch, int64_t head, int64_t begin) {
   const Heads rows(to);
@@ -37,46 +41,95 @@ void write_rows(const std::vector<float>& x, int64_t ld, int64_t n, int64_t widt
   }
 }
 
-// The gradients of one head of k and v.
+// out [width, kQueries] = x [kQueries, width] transposed, as a first operand.
+template <class T>
+class Turned {
+ public:
+  explicit Turned(int64_t width)
+      : width_(width), ld_(padded(width)), x_(kQueries * ld_), turned_(x_), out_(x_.size()) {}
+
+  const T* of(const RowsOf& rows, int64_t n) {
+    read_rows(rows, n, width_, kQueries, x_.data(), ld_);
+    transpose_for_isa()(x_.data(), ld_, kQueries, ld_, turned_.data(), kQueries);
+    for (int64_t d = 0; d < width_; ++d) {
+      write_row_for_isa()(turned_.data() + d * kQueries, kQueries, 1, out_.data() + d * kQueries,
+                          kDtype<T>);
+    }
+    return out_.data();
+  }
+
+ private:
+  int64_t width_, ld_;
+  std::vector<float> x_, turned_;
+  std::vector<T> out_;
+};
+
+// The gradients of one head of k and v. T: of the operands.
+template <class T>
 class KeyHead {
  public:
-  KeyHead(const Problem& problem, const Operands& operands, const Gradients& gradients)
+  KeyHead(const Problem& problem, const Operands<T>& operands, const Gradients& gradients)
       : problem_(problem),
         operands_(operands),
         gradients_(gradients),
         width_(problem.q.width()),
         v_width_(problem.v.width()),
-        ld_(padded(width_)),
-        v_ld_(padded(v_width_)),
+        ld_(padded(width_, kColumns<T>)),
+        v_ld_(padded(v_width_, kColumns<T>)),
         q_(kQueries * ld_),
         grad_(kQueries * v_ld_),
+        q_turner_(width_),
+        grad_turner_(v_width_),
         dq_(kQueries * width_),
         p_(kQueries * kKeys),
         da_(p_),
-        transposed_(p_) {}
+        pairs_(p_) {}
 
   void run(const Sequence& at, int64_t head) {
-    const int64_t rows = padded(at.keys, kKeys), group = problem_.group();
-    dk_.assign(rows * width_, 0);
-    dv_.assign(rows * v_width_, 0);
+    const int64_t group = problem_.group();
+    keys_ = padded(at.keys, kKeys);
+    dk_.assign(padded(width_) * keys_, 0);
+    dv_.assign(padded(v_width_) * keys_, 0);
+    products_.resize(kQueries * keys_);
+    grad_products_.resize(kQueries * keys_);
     for (int64_t of_q = head * group; of_q < (head + 1) * group; ++of_q) {
       for (int64_t from = 0; from < at.queries; from += kQueries) {
         add(at, of_q, from, std::min(from + kQueries, at.queries));
       }
     }
-    const auto& [dq, dk, dv, scores] = gradients_;
-    if (dk.defined()) write_rows(dk_, width_, at.keys, width_, dk, at.batch, head, at.k_begin);
-    if (dv.defined()) write_rows(dv_, v_width_, at.keys, v_width_, dv, at.batch, head, at.k_begin);
+    write_turned(dk_, width_, gradients_.k, at, head);
+    write_turned(dv_, v_width_, gradients_.v, at, head);
   }
 
  private:
+  // A tile of a block's products, [kQueries, kKeys].
+  static float* tile(std::vector<float>& products, int64_t key) {
+    return products.data() + key * kQueries;
+  }
+
+  void write_turned(const std::vector<float>& x, int64_t width, const Tensor& to,
+                    const Sequence& at, int64_t head) {
+    if (!to.defined()) return;
+    const int64_t ld = padded(width);
+    std::vector<float> rows(kKeys * ld);
+    for (int64_t key = 0; key < at.keys; key += kKeys) {
+      for (int64_t d = 0; d < ld; d += kEdge) {
+        transpose_for_isa()(x.data() + d * keys_ + key, keys_, kEdge, kKeys, rows.data() + d, ld);
+      }
+      write_rows(rows, ld, std::min(kKeys, at.keys - key), width, to, at.batch, head,
+                 at.k_begin + key);
+    }
+  }
+
   // Queries [from, end).
   void add(const Sequence& at, int64_t head, int64_t from, int64_t end) {
     const int64_t rows = end - from;
-    read_rows_for_isa()(problem_.q.rows(at.batch, head, at.q_begin + from), rows, width_,
-                        padded(rows), q_.data(), ld_);
-    read_rows_for_isa()(operands_.grad.rows(at.batch, head, at.q_begin + from), rows, v_width_,
-                        padded(rows), grad_.data(), v_ld_);
+    const auto of_q = problem_.q.rows(at.batch, head, at.q_begin + from);
+    const auto of_grad = operands_.grad.rows(at.batch, head, at.q_begin + from);
+    read_rows(of_q, rows, width_, padded(rows), q_.data(), ld_);
+    read_rows(of_grad, rows, v_width_, padded(rows), grad_.data(), v_ld_);
+    q_turned_ = q_turner_.of(of_q, rows);
+    grad_turned_ = grad_turner_.of(of_grad, rows);
     std::fill(dq_.begin(), dq_.end(), 0.f);
     const auto [first, last] = problem_.seen(at, from, end);
     const auto each_tile = [&, first = first, last = last](const auto& f) {
@@ -85,11 +138,17 @@ class KeyHead {
       }
     };
     softmax_.assign(rows, {});
-    products_.assign(rows, 0);
+    products_of_rows_.assign(rows, 0);
+    rows_.assign(rows, {});
     each_tile([&](int64_t key, int64_t n) { add_products(at, head, from, rows, key, n); });
     for (int64_t i = 0; i < rows; ++i) {
-      share_[i] = Denominator(problem_, head, softmax_[i]).share;
-      operands_.delta[problem_.row(at, head, from + i)] += products_[i] * share_[i];
+      const double share = Denominator(problem_, head, softmax_[i]).share;
+      double& delta = operands_.delta[problem_.row(at, head, from + i)];
+      rows_[i].most = softmax_[i].most;
+      rows_[i].share = share;
+      rows_[i].grad_lse = -delta;
+      rows_[i].weighted = products_of_rows_[i] * share;
+      delta += products_of_rows_[i] * share;
     }
     each_tile([&](int64_t key, int64_t n) { add_tile(at, head, from, rows, key, n); });
     if (gradients_.q.defined()) {
@@ -97,80 +156,93 @@ class KeyHead {
     }
   }
 
-  // p_ = q k^T, da_ = do v^T
-  void make_products(const Sequence& at, int64_t head, int64_t rows, int64_t key, int64_t n) {
-    product(padded(rows), padded(n), width_, q_.data(), ld_,
-            operands_.keys_transposed.tile(at, head, key), kKeys, p_.data(), kKeys, false);
-    product(padded(rows), padded(n), v_width_, grad_.data(), v_ld_,
-            operands_.values_transposed.tile(at, head, key), kKeys, da_.data(), kKeys, false);
-  }
-
-  // The softmax again, and delta's products, from the probabilities and not from out: dp - delta
-  // has to be 0 where one key has all of them, and out is rounded. An lse of the least float32, as
-  // of a row whose keys all have that bias, would not hold the logarithm of their number.
+  // q k^T, do v^T, and what a row's softmax and delta add up. The softmax again, and delta's
+  // products, from the probabilities and not from out: dp - delta has to be 0 where one key has all
+  // of them, and out is rounded. An lse of the least float32, as of a row whose keys all have that
+  // bias, would not hold the logarithm of their number.
   void add_products(const Sequence& at, int64_t head, int64_t from, int64_t rows, int64_t key,
                     int64_t n) {
-    make_products(at, head, rows, key, n);
+    auto *const s = tile(products_, key), *const dp = tile(grad_products_, key);
+    product(padded(rows), padded(n), terms<T>(width_), q_.data(), ld_,
+            operands_.keys_transposed.tile(at, head, key), kKeys, s, kKeys, false);
+    product(padded(rows), padded(n), terms<T>(v_width_), grad_.data(), v_ld_,
+            operands_.values_transposed.tile(at, head, key), kKeys, dp, kKeys, false);
     for (int64_t i = 0; i < rows; ++i) {
-      const auto row = problem_.scores(at, head, from + i, key, n, p_.data() + i * kKeys);
-      add_products_for_isa()(row, problem_.map(), da_.data() + i * kKeys, softmax_[i],
-                             products_[i]);
+      const auto row = problem_.scores(at, head, from + i, key, n, s + i * kKeys);
+      add_products_for_isa()(row, problem_.map(), dp + i * kKeys, softmax_[i],
+                             products_of_rows_[i]);
     }
   }
 
   void add_tile(const Sequence& at, int64_t head, int64_t from, int64_t rows, int64_t key,
                 int64_t n) {
     const int64_t m = padded(rows), keys = padded(n);
-    make_products(at, head, rows, key, n);
+    auto *const s = tile(products_, key), *const dp = tile(grad_products_, key);
     for (int64_t i = 0; i < rows; ++i) {
-      const auto row = problem_.scores(at, head, from + i, key, n, p_.data() + i * kKeys);
-      float* ds = nullptr;
+      const auto row = problem_.scores(at, head, from + i, key, n, s + i * kKeys);
+      auto& to = rows_[i];
+      to.dp = dp + i * kKeys;
       if (gradients_.scores.defined()) {
-        ds = gradients_.scores.mutable_data_ptr<float>() + row.row * problem_.keys + row.key;
+        to.ds = gradients_.scores.mutable_data_ptr<float>() + row.row * problem_.keys + row.key;
       }
-      score_gradients_for_isa()(row, problem_.map(), softmax_[i].most, share_[i],
-                                static_cast<float>(operands_.delta[row.row]),
-                                da_.data() + i * kKeys, ds);
+      to.p = p_.data() + i * kKeys;
+      to.da = da_.data() + i * kKeys;
+      to.dtype = kDtype<T>;
+      score_gradients_for_isa()(row, problem_.map(), to);
     }
-    std::fill(p_.begin() + rows * kKeys, p_.begin() + m * kKeys, 0.f);
-    std::fill(da_.begin() + rows * kKeys, da_.begin() + m * kKeys, 0.f);
+    std::fill(p_.begin() + rows * kKeys, p_.begin() + m * kKeys, T(0));
+    std::fill(da_.begin() + rows * kKeys, da_.begin() + m * kKeys, T(0));
     if (gradients_.q.defined()) {
       product(m, width_, keys, da_.data(), kKeys, operands_.keys.tile(at, head, key), width_,
               dq_.data(), width_, true);
     }
     if (gradients_.v.defined()) {
-      transpose_for_isa()(p_.data(), kKeys, m, keys, transposed_.data(), kQueries);
-      product(keys, v_width_, m, transposed_.data(), kQueries, grad_.data(), v_ld_,
-              dv_.data() + key * v_width_, v_width_, true);
+      product(v_width_, keys, m, grad_turned_, kQueries, second(p_, m), kKeys, dv_.data() + key,
+              keys_, true);
     }
     if (gradients_.k.defined()) {
-      transpose_for_isa()(da_.data(), kKeys, m, keys, transposed_.data(), kQueries);
-      product(keys, width_, m, transposed_.data(), kQueries, q_.data(), ld_,
-              dk_.data() + key * width_, width_, true);
+      product(width_, keys, m, q_turned_, kQueries, second(da_, m), kKeys, dk_.data() + key, keys_,
+              true);
+    }
+  }
+
+  // A tile's first rows as a second operand.
+  const T* second(const std::vector<T>& tile, int64_t rows) {
+    if constexpr (std::is_same_v<T, float>) {
+      return tile.data();
+    } else {
+      pair_rows_for_isa()(tile.data(), kKeys, rows, rows, kKeys, pairs_.data());
+      return pairs_.data();
     }
   }
 
   const Problem& problem_;
-  const Operands& operands_;
+  const Operands<T>& operands_;
   const Gradients& gradients_;
-  int64_t width_, v_width_, ld_, v_ld_;
-  std::vector<float> q_, grad_, dq_, p_, da_, transposed_, dk_, dv_;
+  int64_t width_, v_width_, ld_, v_ld_, keys_ = 0;
+  std::vector<T> q_, grad_;
+  Turned<T> q_turner_, grad_turner_;
+  const T *q_turned_ = nullptr, *grad_turned_ = nullptr;
+  std::vector<float> dq_, dk_, dv_;              // dk, dv: [width, keys_]
+  std::vector<float> products_, grad_products_;  // of a block of queries, tile by tile
+  std::vector<T> p_, da_, pairs_;
   std::vector<Softmax> softmax_;  // of a block's rows, as what follows
-  std::vector<double> products_;
-  std::array<float, kQueries> share_;
+  std::vector<double> products_of_rows_;
+  std::vector<GradientRow> rows_;
 };
 
+template <class T>
 void backward(const Problem& problem, const Heads& grad, const Tensor& delta,
               const Gradients& gradients) {
-  using Layout = Packed::Layout;
-  const Packed keys(problem, problem.k, Layout::rows);
-  const Packed keys_transposed(problem, problem.k, Layout::transposed);
-  const Packed values_transposed(problem, problem.v, Layout::transposed);
-  const Operands operands{keys, keys_transposed, values_transposed, grad,
-                          delta.mutable_data_ptr<double>()};
+  const Packed<T> keys(problem, problem.k, Layout::rows);
+  const Packed<T> keys_transposed(problem, problem.k, Layout::transposed);
+  const Packed<T> values_transposed(problem, problem.v, Layout::transposed);
+  const Operands<T> operands{keys, keys_transposed, values_transposed, grad,
+                             delta.mutable_data_ptr<double>()};
   const int64_t heads = problem.k.heads(), tasks = heads * problem.sequences.size();
   at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    KeyHead head(problem, operands, gradients);
+    const Products products;
+    KeyHead<T> head(problem, operands, gradients);
     for (int64_t i = begin; i < end; ++i) head.run(problem.sequences[i / heads], i % heads);
   });
 }
@@ -209,7 +281,11 @@ AttentionGradients attention_backward(const Tensor& grad, const OptionalTensor& 
       if (t.defined()) t.zero_();
     }
   }
-  backward(problem, Heads(grad), delta, gradients);
+  if (multiplies_bfloat16(q.scalar_type())) {
+    backward<BFloat16>(problem, Heads(grad), delta, gradients);
+  } else {
+    backward<float>(problem, Heads(grad), delta, gradients);
+  }
   if (dbias.defined()) dbias.copy_(gradients.scores.sum_to_size(dbias.sizes()));
   if (dsinks.defined()) {
     const auto of_sink = at::exp(problem.sinks.unsqueeze(-1) - rows) * delta;

@@ -42,7 +42,7 @@ Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t firs
     for (int64_t r = 0; r < rows; ++r) {
       const auto row = problem.scores(at, head * group + r / at.queries, r % at.queries, key, n,
                                       scores.data() + r * kKeys);
-      add_scores_for_isa()(row, problem.map(), part.softmax[r]);
+      add_scores_for_isa()(row, problem.map(), part.softmax[r], row.s, Dtype::float32);
       scale(part, r, v_width, part.softmax[r].factor);
     }
     add_values_for_isa()(scores.data(), kKeys, rows,

@@ -138,11 +138,6 @@ inline bool has_kernel(const Tensor& q) {
   return isa() != Isa::none && q.scalar_type() != at::kDouble;
 }
 
-// c [m, n] = a b, or += where `add`. All float32, of the widths ld_a, ld_b, ld_c. Adds up in
-// pieces: one chain of all terms would lose digits.
-void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
-             int64_t ld_b, float* c, int64_t ld_c, bool add);
-
 // The forward of a call whose every head has a few queries: forward.cpp asks for it.
 void decode(const Problem& problem, const Heads& out, double* lse);
 bool decodes(const Problem& problem);

@@ -1,4 +1,4 @@
-// The products around the logits, by torch's own: bfloat16 where csrc/ops/cross_entropy/rule.cpp
+// The products around the logits, by torch's own: bfloat16 where csrc/cpu/bfloat16.h
 // says so, else of tiles that are converted to float32.
 #pragma once
 

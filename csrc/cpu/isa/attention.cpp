@@ -59,64 +59,114 @@ inline __attribute__((always_inline)) Score score_of(const Floats& product, cons
   return {{as_rounded(lo * cap), as_rounded(hi * cap)}, {one - lo * lo, one - hi * hi}};
 }
 
-inline Floats exp_under(const Floats& score, float most) {
-  const Vec under(most);
-  return {exact_exp(score.lo - under), exact_exp(score.hi - under)};
-}
-
 // Zeros beside [begin, end), to the end of the padding.
-inline void clear_unseen(const ScoreRow& row, float* x) {
+template <class T>
+inline void clear_unseen(const ScoreRow& row, T* x) {
   const int64_t padded = (row.n + kEdge - 1) / kEdge * kEdge;
-  std::fill(x, x + row.begin, 0.f);
-  std::fill(x + row.end, x + padded, 0.f);
+  std::fill(x, x + row.begin, T(0));
+  std::fill(x + row.end, x + padded, T(0));
 }
 
-// Writes the scores of [begin, end) over their products, and returns the largest.
+// A row's scores: x times a factor, which are the products and the scale, or made scores and 1.
+struct Scores {
+  const float* x;
+  float factor, most;
+};
+
+// exp(score - most), within what T resolves.
+template <class T>
+inline __attribute__((always_inline)) Floats exp_under(const Floats& x, float factor, float most) {
+  const Vec times(factor), under(most);
+  if constexpr (kQuick<T>) {
+    return {exp_of<T>(at::vec::fmsub(x.lo, times, under), Vec(1.f)),
+            exp_of<T>(at::vec::fmsub(x.hi, times, under), Vec(1.f))};
+  }
+  return {exp_of_many(as_rounded(x.lo * times) - under),
+          exp_of_many(as_rounded(x.hi * times) - under)};
+}
+
+// The scores of [begin, end), written to `made` where they are more than scaled products.
 template <bool kCapped>
-float make_scores(const ScoreRow& row, const ScoreMap& map) {
-  alignas(64) float more[kKeys + kStep];
-  if (row.kind != BiasKind::none) read_bias(row, more);
+Scores make_scores(const ScoreRow& row, const ScoreMap& map, float* made) {
+  const bool biased = row.kind != BiasKind::none, makes = kCapped || biased;
+  if (biased) read_bias(row, made);
   Floats most = all(-kInfinity);
-  each_step(row.end - row.begin, [&](int64_t j, auto part) {
-    float* const s = row.s + row.begin + j;
-    auto score = score_of<kCapped>(load(s, part), map).score;
-    if (row.kind != BiasKind::none) score = score + load(more + row.begin + j, part);
-    store(s, score, part);
-    most = largest(most, padded(score, part));
-  });
-  return largest(most);
-}
-
-template <bool kCapped>
-void gradients(const ScoreRow& row, const ScoreMap& map, float most, float share, float delta,
-               float* dp, float* ds) {
-  alignas(64) float more[kKeys + kStep], scales[kKeys + kStep];
-  if (row.kind != BiasKind::none) read_bias(row, more);
-  const bool drops = row.dropout.seed != nullptr;
-  const float* const kept = drops ? dropout_of(row, scales) : nullptr;
   each_step(row.end - row.begin, [&](int64_t i, auto part) {
     const int64_t j = row.begin + i;
-    auto [score, slope] = score_of<kCapped>(load(row.s + j, part), map);
-    if (row.kind != BiasKind::none) score = score + load(more + j, part);
-    const auto p = exp_under(score, most) * all(share);
-    const auto scale = drops ? load(kept + j, part) : all(1);
-    const auto d = p * (load(dp + j, part) * scale - all(delta));
-    store(row.s + j, p * scale, part);
-    if (ds != nullptr) store(ds + j, d, part);
-    store(dp + j, (kCapped ? d * slope : d) * all(map.scale), part);
+    auto score = score_of<kCapped>(load(row.s + j, part), map).score;
+    if (biased) score = score + load(made + j, part);
+    if (makes) store(made + j, score, part);
+    most = largest(most, padded(score, part));
   });
+  return {makes ? made : row.s, makes ? 1 : map.scale, largest(most)};
 }
 
-// Makes the row's scores and moves the softmax to the largest so far. False: it has seen none.
-bool move_to_largest(const ScoreRow& row, const ScoreMap& map, Softmax& softmax) {
-  softmax.factor = 1;
-  if (row.begin >= row.end) return false;
-  const float most = map.softcap != 0 ? make_scores<true>(row, map) : make_scores<false>(row, map);
+// Moves the softmax to the largest score so far. False: it has seen none.
+bool move_to_largest(const Scores& scores, Softmax& softmax) {
   const float before = softmax.most;
-  softmax.most = most <= before ? before : most;  // a NaN stays
+  softmax.most = scores.most <= before ? before : scores.most;  // a NaN stays
+  softmax.factor = 1;
   if (softmax.most == -kInfinity) return false;
   if (before != softmax.most) softmax.factor = std::exp(before - softmax.most);
   return true;
+}
+
+// One row of a tile, which sees [begin, end).
+struct Row {
+  explicit Row(const ScoreRow& row, const ScoreMap& map)
+      : scores(map.softcap != 0 ? make_scores<true>(row, map, made)
+                                : make_scores<false>(row, map, made)),
+        kept(row.dropout.seed != nullptr ? dropout_of(row, scales) : nullptr) {}
+
+  // x, dropped
+  template <class Part>
+  Floats dropped(const Floats& x, int64_t j, Part part) const {
+    return kept == nullptr ? x : x * load(kept + j, part);
+  }
+
+  alignas(64) float made[kKeys + kStep], scales[kKeys + kStep];
+  const Scores scores;
+  const float* const kept;
+};
+
+template <class T>
+void add_row(const ScoreRow& of, const ScoreMap& map, Softmax& softmax, T* p) {
+  clear_unseen(of, p);
+  softmax.factor = 1;
+  if (of.begin >= of.end) return;
+  const Row row(of, map);
+  if (!move_to_largest(row.scores, softmax)) {
+    std::fill(p + of.begin, p + of.end, T(0));
+    return;
+  }
+  Floats total;
+  each_step(of.end - of.begin, [&](int64_t i, auto part) {
+    const int64_t j = of.begin + i;
+    const auto one = exp_under<T>(load(row.scores.x + j, part), row.scores.factor, softmax.most);
+    total = total + live(one, part);
+    store(p + j, row.dropped(one, j, part), part);
+  });
+  softmax.sum = softmax.sum * softmax.factor + sum(total);
+}
+
+template <bool kCapped, class T>
+void add_gradients(const ScoreRow& of, const ScoreMap& map, const GradientRow& to, T* p, T* da) {
+  clear_unseen(of, p);
+  clear_unseen(of, da);
+  if (of.begin >= of.end) return;
+  const Row row(of, map);
+  each_step(of.end - of.begin, [&](int64_t i, auto part) {
+    const int64_t j = of.begin + i;
+    const auto one =
+        exp_under<T>(load(row.scores.x + j, part), row.scores.factor, to.most) * all(to.share);
+    // By two steps: where one key has all of p, dp less their sum is 0 and not its rounding.
+    auto d = row.dropped(load(to.dp + j, part), j, part) - all(to.weighted);
+    d = one * (d + all(to.grad_lse));
+    if (to.ds != nullptr) store(to.ds + j, d, part);
+    if (kCapped) d = d * score_of<true>(load(of.s + j, part), map).slope;
+    store(p + j, row.dropped(one, j, part), part);
+    store(da + j, d * all(map.scale), part);
+  });
 }
 
 // Dot products of so many queries and keys.
@@ -169,54 +219,57 @@ void values(const float* p, int64_t ld, const T* v, int64_t stride, int64_t n, f
 
 }  // namespace
 
-void add_scores(const ScoreRow& row, const ScoreMap& map, Softmax& softmax) {
-  clear_unseen(row, row.s);
-  if (!move_to_largest(row, map, softmax)) {
-    std::fill(row.s + row.begin, row.s + row.end, 0.f);
-    return;
-  }
-  alignas(64) float scales[kKeys + kStep];
-  const bool drops = row.dropout.seed != nullptr;
-  const float* const kept = drops ? dropout_of(row, scales) : nullptr;
-  Floats total;
-  each_step(row.end - row.begin, [&](int64_t i, auto part) {
-    const int64_t j = row.begin + i;
-    const auto p = exp_under(load(row.s + j, part), softmax.most);
-    total = total + live(p, part);
-    store(row.s + j, drops ? p * load(kept + j, part) : p, part);
-  });
-  softmax.sum = softmax.sum * softmax.factor + sum(total);
+void add_scores(const ScoreRow& row, const ScoreMap& map, Softmax& softmax, void* p, Dtype of_p) {
+  of_p == Dtype::bfloat16 ? add_row(row, map, softmax, static_cast<BFloat16*>(p))
+                          : add_row(row, map, softmax, static_cast<float*>(p));
 }
 
-void add_products(const ScoreRow& row, const ScoreMap& map, const float* dp, Softmax& softmax,
+void add_products(const ScoreRow& of, const ScoreMap& map, const float* dp, Softmax& softmax,
                   double& products) {
-  if (!move_to_largest(row, map, softmax)) return;
-  alignas(64) float scales[kKeys + kStep];
-  const bool drops = row.dropout.seed != nullptr;
-  const float* const kept = drops ? dropout_of(row, scales) : nullptr;
+  softmax.factor = 1;
+  if (of.begin >= of.end) return;
+  const Row row(of, map);
+  if (!move_to_largest(row.scores, softmax)) return;
   Floats total, weighted;
-  each_step(row.end - row.begin, [&](int64_t i, auto part) {
-    const int64_t j = row.begin + i;
-    const auto p = live(exp_under(load(row.s + j, part), softmax.most), part);
-    const auto g = drops ? load(dp + j, part) * load(kept + j, part) : load(dp + j, part);
+  each_step(of.end - of.begin, [&](int64_t i, auto part) {
+    const int64_t j = of.begin + i;
+    const auto p =
+        live(exp_under<float>(load(row.scores.x + j, part), row.scores.factor, softmax.most), part);
     total = total + p;
-    weighted = weighted + live(p * g, part);
+    weighted = weighted + live(p * row.dropped(load(dp + j, part), j, part), part);
   });
   softmax.sum = softmax.sum * softmax.factor + sum(total);
   products = products * softmax.factor + sum(weighted);
 }
 
-void score_gradients(const ScoreRow& row, const ScoreMap& map, float most, float share, float delta,
-                     float* dp, float* ds) {
-  if (share == 0) {  // no key is seen, or a sink has all
-    std::fill(row.s, row.s + row.n, 0.f);
-    std::fill(dp, dp + row.n, 0.f);
+void score_gradients(const ScoreRow& row, const ScoreMap& map, const GradientRow& to) {
+  const auto add = [&]<class T>(T) {
+    auto *const p = static_cast<T*>(to.p), *const da = static_cast<T*>(to.da);
+    if (to.share == 0) {  // no key is seen, or a sink has all
+      std::fill(p, p + row.n, T(0));
+      std::fill(da, da + row.n, T(0));
+      return;
+    }
+    map.softcap != 0 ? add_gradients<true>(row, map, to, p, da)
+                     : add_gradients<false>(row, map, to, p, da);
+  };
+  to.dtype == Dtype::bfloat16 ? add(BFloat16()) : add(float());
+}
+
+void pair_rows(const c10::BFloat16* x, int64_t ld, int64_t n, int64_t padded, int64_t columns,
+               c10::BFloat16* out) {
+  const auto* from = reinterpret_cast<const uint16_t*>(x);
+  auto* to = reinterpret_cast<uint32_t*>(out);
+  for (int64_t i = 0; i < padded; i += 2, from += 2 * ld, to += columns) {
+    if (i + 1 < n) {
+      for (int64_t j = 0; j < columns; ++j)
+        to[j] = from[j] | static_cast<uint32_t>(from[ld + j]) << 16;
+    } else if (i < n) {
+      std::copy_n(from, columns, to);
+    } else {
+      std::fill_n(to, columns, 0);
+    }
   }
-  clear_unseen(row, row.s);
-  clear_unseen(row, dp);
-  if (share == 0 || row.begin >= row.end) return;
-  map.softcap != 0 ? gradients<true>(row, map, most, share, delta, dp, ds)
-                   : gradients<false>(row, map, most, share, delta, dp, ds);
 }
 
 void read_rows(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, float* out,

@@ -1,6 +1,8 @@
 // The loops of attention over rows that lie side by side. Formulas: csrc/attention.h.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+
 #include <limits>
 
 #include "csrc/attention.h"
@@ -42,18 +44,29 @@ struct Softmax {
   float factor = 1;  // what the last keys multiplied all before them by
 };
 
-// s becomes exp(score - most), dropped, and 0 where no key is seen, to the end of the padding.
-FUSEDOPS_ISA_FUNCTION(add_scores, const ScoreRow& row, const ScoreMap& map, Softmax& softmax)
+// p [kKeys], of float32 or bfloat16, becomes exp(score - most), dropped, and 0 where no key is
+// seen, to the end of the padding. It may be s.
+FUSEDOPS_ISA_FUNCTION(add_scores, const ScoreRow& row, const ScoreMap& map, Softmax& softmax,
+                      void* p, Dtype of_p)
 
-// Adds to the softmax, and to `products` that of exp(score - most) and dp, dropped. Leaves scores
-// in s.
+// Adds to the softmax, and to `products` that of exp(score - most) and dp, dropped.
 FUSEDOPS_ISA_FUNCTION(add_products, const ScoreRow& row, const ScoreMap& map, const float* dp,
                       Softmax& softmax, double& products)
 
-// With p = share exp(score - most): s becomes p, dropped. dp, the products do v, becomes da times
-// the scale; ds, if it is not null, becomes ds.
-FUSEDOPS_ISA_FUNCTION(score_gradients, const ScoreRow& row, const ScoreMap& map, float most,
-                      float share, float delta, float* dp, float* ds)
+// A row's gradients, of dp, the products do v, and of p = share exp(score - most).
+struct GradientRow {
+  float most, share, weighted, grad_lse;  // weighted: sum_j p dp, dropped. delta is the difference
+  const float* dp;
+  float* ds;     // of keys [begin, end), or null
+  void *p, *da;  // p dropped, and da times the scale; they may be s and dp
+  Dtype dtype;   // of both, float32 or bfloat16
+};
+FUSEDOPS_ISA_FUNCTION(score_gradients, const ScoreRow& row, const ScoreMap& map,
+                      const GradientRow& to)
+
+// Rows [n, columns] as pairs, out [padded / 2, columns, 2], with zeros past them.
+FUSEDOPS_ISA_FUNCTION(pair_rows, const c10::BFloat16* x, int64_t ld, int64_t n, int64_t padded,
+                      int64_t columns, c10::BFloat16* out)
 
 // out [n, ld] = rows, padded with zeros up to `padded` rows and ld columns.
 FUSEDOPS_ISA_FUNCTION(read_rows, const RowsOf& rows, int64_t n, int64_t width, int64_t padded,

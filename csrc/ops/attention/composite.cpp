@@ -90,12 +90,12 @@ struct Scores {
   // [B, Hq, Sq, 1]
   Tensor lse(const OptionalTensor& sinks) const {
     const auto none = at::full_like(dead, -kInfinity, s.options());
-    const auto seen = s.sym_size(3) == 0 ? none : at::where(dead, none, at::logsumexp(s, -1, true));
+    const auto seen = s.sym_size(3) == 0 ? none : at::where(dead, none, logsumexp());
     if (!given(sinks)) return seen;
     return at::logaddexp(seen, sinks->to(s.scalar_type()).view({-1, 1, 1}));
   }
 
-  // Not from lse: of scores near the least number it would not hold the logarithm of a sum.
+  // Not from lse: that of scores near the least number does not hold the logarithm of their number.
   Tensor p(const OptionalTensor& sinks) const {
     if (!given(sinks)) return at::where(dead, 0, at::softmax(s, -1));
     auto shape = s.sym_sizes().vec();
@@ -103,6 +103,14 @@ struct Scores {
     const auto sink = sinks->to(s.scalar_type()).view({-1, 1, 1}).expand_symint(shape);
     const auto all = at::softmax(at::cat({s, sink}, -1), -1);
     return at::where(dead, 0, all.narrow_symint(-1, 0, s.sym_size(3)));
+  }
+
+ private:
+  // at::logsumexp, whose own gradients are exp(s - lse).
+  Tensor logsumexp() const {
+    const auto largest = s.detach().amax(-1, true);
+    const auto most = at::where(largest.isfinite(), largest, 0);
+    return most + at::logsumexp(s - most, -1, true);
   }
 };
 

@@ -62,10 +62,6 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                             double label_smoothing, double z_loss, std::optional<double> softcap,
                             std::optional<double> scale, std::optional<c10::ScalarType> dtype);
 
-// rule.cpp: where a CPU multiplies bfloat16 faster than float32, or as asked.
-bool fast_bfloat16_products();
-void bfloat16_products(std::optional<bool> asked);
-
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
 
 // Raises where target and weight do not go with logits of this dtype and shape, or there is no

@@ -1,14 +1,10 @@
-// Where a CPU multiplies bfloat16 faster than float32: with AMX, and AMD's (four times on a Zen 5).
-// There the products are torch's, which round the logits as eager does. On an Intel Xeon without
-// AMX torch's are half as fast as those of float32.
+#include "csrc/cpu/bfloat16.h"
 
 #include <ATen/cpu/Utils.h>
 
 #include <atomic>
 
-#include "csrc/ops/cross_entropy/cross_entropy.h"
-
-namespace fusedops {
+namespace fusedops::cpu {
 namespace {
 
 std::atomic<int> asked_for{-1};  // -1: nothing
@@ -31,4 +27,4 @@ bool fast_bfloat16_products() {
   return asked < 0 ? found : asked == 1;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::cpu

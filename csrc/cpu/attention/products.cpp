@@ -1,0 +1,76 @@
+#include "csrc/cpu/attention/products.h"
+
+#include <ATen/native/CPUBlas.h>
+
+#include "csrc/cpu/bfloat16.h"
+
+namespace fusedops::cpu {
+namespace {
+
+using at::native::cpublas::brgemm;
+
+// Whether oneDNN has these products here.
+template <class T>
+bool has_brgemm() {
+  std::vector<T> a(kEdge * kEdge), b(a);
+  std::vector<float> c(kEdge * kEdge);
+  try {
+    brgemm(kEdge, kEdge, kEdge, kEdge, kEdge, kEdge, false, a.data(), b.data(), c.data());
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+void one_product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
+                 int64_t ld_b, float* c, int64_t ld_c) {
+  static const bool found = has_brgemm<float>();
+  if (found) return brgemm(m, n, k, ld_a, ld_b, ld_c, false, a, b, c);
+  const auto matrix = [](const float* x, int64_t rows, int64_t columns, int64_t ld) {
+    return at::from_blob(const_cast<float*>(x), {rows, columns}, {ld, 1}, at::kFloat);
+  };
+  auto out = matrix(c, m, n, ld_c);
+  at::mm_out(out, matrix(a, m, k, ld_a), matrix(b, k, n, ld_b));
+}
+
+// Whether there is nothing to multiply. c is the sum of nothing then.
+bool is_empty(int64_t m, int64_t n, int64_t k, float* c, int64_t ld_c, bool add) {
+  for (int64_t i = 0; k == 0 && !add && i < m; ++i) std::fill_n(c + i * ld_c, n, 0.f);
+  return m == 0 || n == 0 || k == 0;
+}
+
+}  // namespace
+
+void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
+             int64_t ld_b, float* c, int64_t ld_c, bool add) {
+  // How many terms are added one after another. Of a few rows torch's products are more exact too.
+  const int64_t chain = m <= 2 * kEdge ? kEdge / 2 : 4 * kEdge;
+  thread_local std::vector<float> part;
+  if (is_empty(m, n, k, c, ld_c, add)) return;
+  for (int64_t from = 0; from < k; from += chain) {
+    const int64_t terms = std::min(chain, k - from);
+    if (from == 0 && !add) {
+      one_product(m, n, terms, a, ld_a, b, ld_b, c, ld_c);
+      continue;
+    }
+    part.resize(std::max<size_t>(part.size(), m * n));
+    one_product(m, n, terms, a + from, ld_a, b + from * ld_b, ld_b, part.data(), n);
+    add_tile_for_isa()(part.data(), m, n, c, ld_c);
+  }
+}
+
+void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t ld_a, const BFloat16* b,
+             int64_t ld_b, float* c, int64_t ld_c, bool add) {
+  if (!is_empty(m, n, k, c, ld_c, add)) brgemm(m, n, k, ld_a, ld_b, ld_c, add, a, b, c);
+}
+
+bool multiplies_bfloat16(c10::ScalarType dtype) {
+  static const bool found = has_brgemm<BFloat16>();
+  return dtype == at::kBFloat16 && found && fast_bfloat16_products();
+}
+
+Products::~Products() {
+  if (fast_bfloat16_products()) at::native::cpublas::brgemm_release();
+}
+
+}  // namespace fusedops::cpu

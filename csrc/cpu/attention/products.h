@@ -1,0 +1,66 @@
+// The products of attention's tiles, of float32 or of bfloat16 operands. The sums are float32.
+//
+// A second operand [k, n] of bfloat16 lies as the processor takes it, in pairs of rows: [k / 2, n,
+// 2] ("VNNI"). Everything else lies in rows.
+#pragma once
+
+#include "csrc/cpu/attention/heads.h"
+
+namespace fusedops::cpu {
+
+using c10::BFloat16;
+
+template <class T>
+constexpr Dtype kDtype = std::is_same_v<T, float> ? Dtype::float32 : Dtype::bfloat16;
+
+// c [m, n] = a b, or += where `add`. Of the widths ld_a, ld_b, ld_c. float32 adds up in pieces: one
+// chain of all terms would lose digits. k of bfloat16 is even.
+void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
+             int64_t ld_b, float* c, int64_t ld_c, bool add);
+void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t ld_a, const BFloat16* b,
+             int64_t ld_b, float* c, int64_t ld_c, bool add);
+
+// Whether tensors of this dtype are multiplied as they are; else they become float32.
+bool multiplies_bfloat16(c10::ScalarType dtype);
+
+// Ends what a thread's products hold of the processor.
+struct Products {
+  ~Products();
+};
+
+// out [padded, ld] = rows, with zeros below and beside them.
+inline void read_rows(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, float* out,
+                      int64_t ld) {
+  read_rows_for_isa()(rows, n, width, padded, out, ld);
+}
+inline void read_rows(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, BFloat16* out,
+                      int64_t ld) {
+  const auto* x = static_cast<const BFloat16*>(rows.data);
+  for (int64_t i = 0; i < n; ++i, x += rows.stride) {
+    std::fill(std::copy_n(x, width, out + i * ld), out + (i + 1) * ld, BFloat16(0));
+  }
+  std::fill(out + n * ld, out + padded * ld, BFloat16(0));
+}
+
+// The same as a second operand [padded, width].
+inline void read_second(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, float* out) {
+  read_rows(rows, n, width, padded, out, width);
+}
+inline void read_second(const RowsOf& rows, int64_t n, int64_t width, int64_t padded,
+                        BFloat16* out) {
+  pair_rows_for_isa()(static_cast<const BFloat16*>(rows.data), rows.stride, n, padded, width, out);
+}
+
+// out [columns, ld_out] = x [rows, ld] transposed, as a second operand. A pair of bfloat16 goes as
+// one number of 32 bits.
+inline void transpose_second(const float* x, int64_t ld, int64_t rows, int64_t columns, float* out,
+                             int64_t ld_out) {
+  transpose_for_isa()(x, ld, rows, columns, out, ld_out);
+}
+inline void transpose_second(const BFloat16* x, int64_t ld, int64_t rows, int64_t columns,
+                             BFloat16* out, int64_t ld_out) {
+  transpose_for_isa()(reinterpret_cast<const float*>(x), ld / 2, rows, columns / 2,
+                      reinterpret_cast<float*>(out), ld_out);
+}
+
+}  // namespace fusedops::cpu
