@@ -84,12 +84,17 @@ def compare(args, backend, weight=None, **how):
 
 
 def compare_linear(args, backend, weight=None, **how):
-    """args: input, linear_weight, targets and, if there is one, linear_bias."""
+    """args: input, linear_weight, targets and, if there is one, linear_bias. Eager's roundings are
+    drawn anew by other orders of the features."""
 
-    def of(run):
+    def of(run, order=slice(None)):
         def called(x, w, t, b=None):
-            return run(x, w, t, linear_bias=b, weight=in_dtype_of(x, weight), **how)
+            in_order = x[..., order], w[..., order]
+            return run(*in_order, t, linear_bias=b, weight=in_dtype_of(x, weight), **how)
 
         return called
 
-    check(of(linear_cross_entropy), of(linear_cross_entropy_reference), args, backend)
+    reference = linear_cross_entropy_reference
+    orders = (torch.randperm(args[0].shape[-1]).to(device_of(backend)) for _ in range(8))
+    draws = (of(reference, order) for order in orders)
+    check(of(linear_cross_entropy), of(reference), args, backend, draws)
