@@ -24,13 +24,6 @@ struct Gradients {
   Tensor q, k, v, scores;
 };
 
-template <class T>
-struct Operands {
-  const Packed<T>&keys, &keys_transposed, &values_transposed;
-  const Heads& grad;
-  double* delta;  // of each row; begins as -dlse
-};
-
 // Rows `begin` and on of a head, [n, width], from x [n, ld].
 void write_rows(const std::vector<float>& x, int64_t ld, int64_t n, int64_t width, const Tensor& to,
                 int64_t batch, int64_t head, int64_t begin) {
@@ -68,9 +61,10 @@ class Turned {
 template <class T>
 class KeyHead {
  public:
-  KeyHead(const Problem& problem, const Operands<T>& operands, const Gradients& gradients)
+  KeyHead(const Problem& problem, const Heads& grad, double* delta, const Gradients& gradients)
       : problem_(problem),
-        operands_(operands),
+        of_out_(grad),
+        delta_(delta),
         gradients_(gradients),
         width_(problem.q.width()),
         v_width_(problem.v.width()),
@@ -78,6 +72,9 @@ class KeyHead {
         v_ld_(padded(v_width_, kColumns<T>)),
         q_(kQueries * ld_),
         grad_(kQueries * v_ld_),
+        keys_(problem.k, Layout::rows),
+        keys_transposed_(problem.k, Layout::transposed),
+        values_transposed_(problem.v, Layout::transposed),
         q_turner_(width_),
         grad_turner_(v_width_),
         dq_(kQueries * width_),
@@ -87,11 +84,14 @@ class KeyHead {
 
   void run(const Sequence& at, int64_t head) {
     const int64_t group = problem_.group();
-    keys_ = padded(at.keys, kKeys);
-    dk_.assign(padded(width_) * keys_, 0);
-    dv_.assign(padded(v_width_) * keys_, 0);
-    products_.resize(kQueries * keys_);
-    grad_products_.resize(kQueries * keys_);
+    padded_keys_ = padded(at.keys, kKeys);
+    for (auto* const packed : {&keys_, &keys_transposed_, &values_transposed_}) {
+      packed->pack(at, head);
+    }
+    dk_.assign(padded(width_) * padded_keys_, 0);
+    dv_.assign(padded(v_width_) * padded_keys_, 0);
+    products_.resize(kQueries * padded_keys_);
+    grad_products_.resize(kQueries * padded_keys_);
     for (int64_t of_q = head * group; of_q < (head + 1) * group; ++of_q) {
       for (int64_t from = 0; from < at.queries; from += kQueries) {
         add(at, of_q, from, std::min(from + kQueries, at.queries));
@@ -114,7 +114,8 @@ class KeyHead {
     std::vector<float> rows(kKeys * ld);
     for (int64_t key = 0; key < at.keys; key += kKeys) {
       for (int64_t d = 0; d < ld; d += kEdge) {
-        transpose_for_isa()(x.data() + d * keys_ + key, keys_, kEdge, kKeys, rows.data() + d, ld);
+        transpose_for_isa()(x.data() + d * padded_keys_ + key, padded_keys_, kEdge, kKeys,
+                            rows.data() + d, ld);
       }
       write_rows(rows, ld, std::min(kKeys, at.keys - key), width, to, at.batch, head,
                  at.k_begin + key);
@@ -125,7 +126,7 @@ class KeyHead {
   void add(const Sequence& at, int64_t head, int64_t from, int64_t end) {
     const int64_t rows = end - from;
     const auto of_q = problem_.q.rows(at.batch, head, at.q_begin + from);
-    const auto of_grad = operands_.grad.rows(at.batch, head, at.q_begin + from);
+    const auto of_grad = of_out_.rows(at.batch, head, at.q_begin + from);
     read_rows(of_q, rows, width_, padded(rows), q_.data(), ld_);
     read_rows(of_grad, rows, v_width_, padded(rows), grad_.data(), v_ld_);
     q_turned_ = q_turner_.of(of_q, rows);
@@ -143,7 +144,7 @@ class KeyHead {
     each_tile([&](int64_t key, int64_t n) { add_products(at, head, from, rows, key, n); });
     for (int64_t i = 0; i < rows; ++i) {
       const double share = Denominator(problem_, head, softmax_[i]).share;
-      double& delta = operands_.delta[problem_.row(at, head, from + i)];
+      double& delta = delta_[problem_.row(at, head, from + i)];
       rows_[i].most = softmax_[i].most;
       rows_[i].share = share;
       rows_[i].grad_lse = -delta;
@@ -163,14 +164,14 @@ class KeyHead {
   void add_products(const Sequence& at, int64_t head, int64_t from, int64_t rows, int64_t key,
                     int64_t n) {
     auto *const s = tile(products_, key), *const dp = tile(grad_products_, key);
-    product(padded(rows), padded(n), terms<T>(width_), q_.data(), ld_,
-            operands_.keys_transposed.tile(at, head, key), kKeys, s, kKeys, false);
+    product(padded(rows), padded(n), terms<T>(width_), q_.data(), ld_, keys_transposed_.tile(key),
+            kKeys, s, kKeys, false);
     product(padded(rows), padded(n), terms<T>(v_width_), grad_.data(), v_ld_,
-            operands_.values_transposed.tile(at, head, key), kKeys, dp, kKeys, false);
+            values_transposed_.tile(key), kKeys, dp, kKeys, false);
     for (int64_t i = 0; i < rows; ++i) {
       const auto row = problem_.scores(at, head, from + i, key, n, s + i * kKeys);
-      add_products_for_isa()(row, problem_.map(), dp + i * kKeys, softmax_[i],
-                             products_of_rows_[i]);
+      add_products_for_isa()(row, problem_.map(), dp + i * kKeys, softmax_[i], products_of_rows_[i],
+                             kDtype<T>);
     }
   }
 
@@ -193,16 +194,16 @@ class KeyHead {
     std::fill(p_.begin() + rows * kKeys, p_.begin() + m * kKeys, T(0));
     std::fill(da_.begin() + rows * kKeys, da_.begin() + m * kKeys, T(0));
     if (gradients_.q.defined()) {
-      product(m, width_, keys, da_.data(), kKeys, operands_.keys.tile(at, head, key), width_,
-              dq_.data(), width_, true);
+      product(m, width_, keys, da_.data(), kKeys, keys_.tile(key), width_, dq_.data(), width_,
+              true);
     }
     if (gradients_.v.defined()) {
       product(v_width_, keys, m, grad_turned_, kQueries, second(p_, m), kKeys, dv_.data() + key,
-              keys_, true);
+              padded_keys_, true);
     }
     if (gradients_.k.defined()) {
-      product(width_, keys, m, q_turned_, kQueries, second(da_, m), kKeys, dk_.data() + key, keys_,
-              true);
+      product(width_, keys, m, q_turned_, kQueries, second(da_, m), kKeys, dk_.data() + key,
+              padded_keys_, true);
     }
   }
 
@@ -217,13 +218,15 @@ class KeyHead {
   }
 
   const Problem& problem_;
-  const Operands<T>& operands_;
+  const Heads& of_out_;
+  double* delta_;  // of each row; begins as -dlse
   const Gradients& gradients_;
-  int64_t width_, v_width_, ld_, v_ld_, keys_ = 0;
+  int64_t width_, v_width_, ld_, v_ld_, padded_keys_ = 0;
   std::vector<T> q_, grad_;
+  Packed<T> keys_, keys_transposed_, values_transposed_;
   Turned<T> q_turner_, grad_turner_;
   const T *q_turned_ = nullptr, *grad_turned_ = nullptr;
-  std::vector<float> dq_, dk_, dv_;              // dk, dv: [width, keys_]
+  std::vector<float> dq_, dk_, dv_;              // dk, dv: [width, padded_keys_]
   std::vector<float> products_, grad_products_;  // of a block of queries, tile by tile
   std::vector<T> p_, da_, pairs_;
   std::vector<Softmax> softmax_;  // of a block's rows, as what follows
@@ -234,15 +237,11 @@ class KeyHead {
 template <class T>
 void backward(const Problem& problem, const Heads& grad, const Tensor& delta,
               const Gradients& gradients) {
-  const Packed<T> keys(problem, problem.k, Layout::rows);
-  const Packed<T> keys_transposed(problem, problem.k, Layout::transposed);
-  const Packed<T> values_transposed(problem, problem.v, Layout::transposed);
-  const Operands<T> operands{keys, keys_transposed, values_transposed, grad,
-                             delta.mutable_data_ptr<double>()};
   const int64_t heads = problem.k.heads(), tasks = heads * problem.sequences.size();
+  auto* const deltas = delta.mutable_data_ptr<double>();
   at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
     const Products products;
-    KeyHead<T> head(problem, operands, gradients);
+    KeyHead<T> head(problem, grad, deltas, gradients);
     for (int64_t i = begin; i < end; ++i) head.run(problem.sequences[i / heads], i % heads);
   });
 }

@@ -1,10 +1,10 @@
 // attention on CPUs, forward: a block of queries of a head at a time.
 //
-// K and V are packed once a call, K transposed, in tiles of kKeys keys. A block of
-// kQueries queries goes over the tiles that one of them sees: a product, the softmax's row loops in
+// K and V are packed once a head, K transposed, in tiles of kKeys keys. A block of kQueries
+// queries goes over the tiles that one of them sees: a product, the softmax's row loops in
 // the cache, and a product into the block's sums. 4 S^2 D operations of a head and S^2
-// exponentials, half of both with `causal`; memory beside the results: the packed K and V, and a
-// tile of scores a thread.
+// exponentials, half of both with `causal`; memory beside the results: packed K and V of a
+// head and a tile of scores, a thread.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -49,8 +49,8 @@ class Block {
     const auto [first, last] = problem_.seen(at, from, end);
     for (int64_t key = first / kKeys * kKeys; key < last; key += kKeys) {
       const int64_t n = std::min(kKeys, last - key);
-      product(padded(rows), padded(n), terms<T>(width_), q_.data(), ld_, k.tile(at, head, key),
-              kKeys, scores_.data(), kKeys, false);
+      product(padded(rows), padded(n), terms<T>(width_), q_.data(), ld_, k.tile(key), kKeys,
+              scores_.data(), kKeys, false);
       for (int64_t i = 0; i < rows; ++i) {
         const auto row = problem_.scores(at, head, from + i, key, n, scores_.data() + i * kKeys);
         add_scores_for_isa()(row, problem_.map(), softmax_[i], p() + i * kKeys, kDtype<T>);
@@ -58,8 +58,8 @@ class Block {
           scale_row_for_isa()(sums_.data() + i * v_width_, v_width_, softmax_[i].factor);
         }
       }
-      product(padded(rows), v_width_, padded(n), p(), kKeys, v.tile(at, head, key), v_width_,
-              sums_.data(), v_width_, true);
+      product(padded(rows), v_width_, padded(n), p(), kKeys, v.tile(key), v_width_, sums_.data(),
+              v_width_, true);
     }
     for (int64_t i = 0; i < rows; ++i) {
       finish_row(problem_, at, head, from + i, softmax_[i], sums_.data() + i * v_width_, out, lse);
@@ -79,27 +79,68 @@ class Block {
   std::vector<Softmax> softmax_;
 };
 
+// Keys and values of one head.
+template <class T>
+struct PackedPair {
+  Packed<T> k, v;
+
+  explicit PackedPair(const Problem& problem)
+      : k(problem.k, Layout::transposed), v(problem.v, Layout::rows) {}
+
+  void pack(const Sequence& at, int64_t head) {
+    k.pack(at, head);
+    v.pack(at, head);
+  }
+};
+
+// A head of k and v with the blocks of the queries that have it: all in a thread, where there are
+// heads enough; else the heads are packed first, and the blocks shared out.
 template <class T>
 void forward(const Problem& problem, const Heads& out, double* lse) {
-  const Packed<T> k(problem, problem.k, Layout::transposed);
-  const Packed<T> v(problem, problem.v, Layout::rows);
+  const int64_t heads = problem.k.heads(), group = problem.group(),
+                pairs = heads * problem.sequences.size();
+  const auto each_block = [&](const Sequence& at, int64_t head, const auto& f) {
+    for (int64_t of_q = head * group; of_q < (head + 1) * group; ++of_q) {
+      for (int64_t from = 0; from < at.queries; from += kQueries) f(of_q, from);
+    }
+  };
+  const auto run = [&](Block<T>& block, const PackedPair<T>& of, const Sequence& at, int64_t head,
+                       int64_t from) {
+    block.run(at, head, from, std::min(from + kQueries, at.queries), of.k, of.v, out, lse);
+  };
+  if (pairs >= at::get_num_threads()) {
+    at::parallel_for(0, pairs, 1, [&](int64_t begin, int64_t end) {
+      const Products products;
+      Block<T> block(problem);
+      PackedPair<T> packed(problem);
+      for (int64_t i = begin; i < end; ++i) {
+        const auto& at = problem.sequences[i / heads];
+        packed.pack(at, i % heads);
+        each_block(at, i % heads,
+                   [&](int64_t of_q, int64_t from) { run(block, packed, at, of_q, from); });
+      }
+    });
+    return;
+  }
   struct Task {
-    const Sequence* at;
-    int64_t head, from;
+    int64_t pair, head, from;
   };
   std::vector<Task> tasks;
-  for (const auto& at : problem.sequences) {
-    for (int64_t head = 0; head < problem.q.heads(); ++head) {
-      for (int64_t from = 0; from < at.queries; from += kQueries)
-        tasks.push_back({&at, head, from});
-    }
+  std::vector<PackedPair<T>> packed(pairs, PackedPair<T>(problem));
+  for (int64_t i = 0; i < pairs; ++i) {
+    const auto& at = problem.sequences[i / heads];
+    each_block(at, i % heads,
+               [&](int64_t of_q, int64_t from) { tasks.push_back({i, of_q, from}); });
   }
+  at::parallel_for(0, pairs, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) packed[i].pack(problem.sequences[i / heads], i % heads);
+  });
   at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
     const Products products;
     Block<T> block(problem);
     for (int64_t i = begin; i < end; ++i) {
-      const auto& [at, head, from] = tasks[i];
-      block.run(*at, head, from, std::min(from + kQueries, at->queries), k, v, out, lse);
+      const auto& [pair, head, from] = tasks[i];
+      run(block, packed[pair], problem.sequences[pair / heads], head, from);
     }
   });
 }

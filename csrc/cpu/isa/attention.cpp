@@ -85,10 +85,32 @@ inline __attribute__((always_inline)) Floats exp_under(const Floats& x, float fa
           exp_of_many(as_rounded(x.hi * times) - under)};
 }
 
+// The largest of x [0, n), which has no NaN; one that does not fit may be found instead of a NaN.
+inline float largest_number(const float* x, int64_t n) {
+  Floats most = all(-kInfinity);
+  each_step(n, [&](int64_t j, auto part) {
+    const auto one = padded(load(x + j, part), part);
+#if defined(CPU_CAPABILITY_AVX512)
+    most = {_mm512_max_ps(one.lo, most.lo), _mm512_max_ps(one.hi, most.hi)};
+#else
+    most = {_mm256_max_ps(one.lo, most.lo), _mm256_max_ps(one.hi, most.hi)};
+#endif
+  });
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_reduce_max_ps(_mm512_max_ps(most.lo, most.hi));
+#else
+  return largest(most);
+#endif
+}
+
 // The scores of [begin, end), written to `made` where they are more than scaled products.
 template <bool kCapped>
 Scores make_scores(const ScoreRow& row, const ScoreMap& map, float* made) {
   const bool biased = row.kind != BiasKind::none, makes = kCapped || biased;
+  if (!makes && map.scale > 0) {
+    const float most = largest_number(row.s + row.begin, row.end - row.begin);
+    if (most > -kInfinity) return {row.s, map.scale, most * map.scale};
+  }
   if (biased) read_bias(row, made);
   Floats most = all(-kInfinity);
   each_step(row.end - row.begin, [&](int64_t i, auto part) {
@@ -147,6 +169,25 @@ void add_row(const ScoreRow& of, const ScoreMap& map, Softmax& softmax, T* p) {
     store(p + j, row.dropped(one, j, part), part);
   });
   softmax.sum = softmax.sum * softmax.factor + sum(total);
+}
+
+template <class T>
+void add_weighted(const ScoreRow& of, const ScoreMap& map, const float* dp, Softmax& softmax,
+                  double& products) {
+  softmax.factor = 1;
+  if (of.begin >= of.end) return;
+  const Row row(of, map);
+  if (!move_to_largest(row.scores, softmax)) return;
+  Floats total, weighted;
+  each_step(of.end - of.begin, [&](int64_t i, auto part) {
+    const int64_t j = of.begin + i;
+    const auto x = load(row.scores.x + j, part);
+    const auto p = live(exp_under<T>(x, row.scores.factor, softmax.most), part);
+    total = total + p;
+    weighted = weighted + live(p * row.dropped(load(dp + j, part), j, part), part);
+  });
+  softmax.sum = softmax.sum * softmax.factor + sum(total);
+  products = products * softmax.factor + sum(weighted);
 }
 
 template <bool kCapped, class T>
@@ -224,22 +265,10 @@ void add_scores(const ScoreRow& row, const ScoreMap& map, Softmax& softmax, void
                           : add_row(row, map, softmax, static_cast<float*>(p));
 }
 
-void add_products(const ScoreRow& of, const ScoreMap& map, const float* dp, Softmax& softmax,
-                  double& products) {
-  softmax.factor = 1;
-  if (of.begin >= of.end) return;
-  const Row row(of, map);
-  if (!move_to_largest(row.scores, softmax)) return;
-  Floats total, weighted;
-  each_step(of.end - of.begin, [&](int64_t i, auto part) {
-    const int64_t j = of.begin + i;
-    const auto p =
-        live(exp_under<float>(load(row.scores.x + j, part), row.scores.factor, softmax.most), part);
-    total = total + p;
-    weighted = weighted + live(p * row.dropped(load(dp + j, part), j, part), part);
-  });
-  softmax.sum = softmax.sum * softmax.factor + sum(total);
-  products = products * softmax.factor + sum(weighted);
+void add_products(const ScoreRow& row, const ScoreMap& map, const float* dp, Softmax& softmax,
+                  double& products, Dtype of_p) {
+  of_p == Dtype::bfloat16 ? add_weighted<BFloat16>(row, map, dp, softmax, products)
+                          : add_weighted<float>(row, map, dp, softmax, products);
 }
 
 void score_gradients(const ScoreRow& row, const ScoreMap& map, const GradientRow& to) {

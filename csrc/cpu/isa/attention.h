@@ -11,7 +11,7 @@
 
 namespace fusedops::cpu {
 
-constexpr int64_t kKeys = 256;  // of a tile of scores, at most
+constexpr int64_t kKeys = 512;  // of a tile of scores, at most
 constexpr int64_t kEdge = 16;   // tiles are padded to a multiple of it
 
 // Rows of numbers of a dtype; those of a row lie side by side.
@@ -49,9 +49,10 @@ struct Softmax {
 FUSEDOPS_ISA_FUNCTION(add_scores, const ScoreRow& row, const ScoreMap& map, Softmax& softmax,
                       void* p, Dtype of_p)
 
-// Adds to the softmax, and to `products` that of exp(score - most) and dp, dropped.
+// Adds to the softmax, and to `products` that of exp(score - most) and dp, dropped. of_p: as in
+// score_gradients.
 FUSEDOPS_ISA_FUNCTION(add_products, const ScoreRow& row, const ScoreMap& map, const float* dp,
-                      Softmax& softmax, double& products)
+                      Softmax& softmax, double& products, Dtype of_p)
 
 // A row's gradients, of dp, the products do v, and of p = share exp(score - most).
 struct GradientRow {
