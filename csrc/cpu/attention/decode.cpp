@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 
 #include "csrc/cpu/attention/heads.h"
+#include "csrc/cpu/isa/attention/decode.h"
 
 namespace fusedops::cpu {
 namespace {

@@ -5,7 +5,8 @@
 
 #include <vector>
 
-#include "csrc/cpu/isa/attention.h"
+#include "csrc/cpu/isa/attention/operands.h"
+#include "csrc/cpu/isa/attention/scores.h"
 #include "csrc/ops/attention/attention.h"
 #include "csrc/ops/dropout.h"
 

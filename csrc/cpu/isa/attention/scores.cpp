@@ -1,4 +1,4 @@
-#include "csrc/cpu/isa/attention.h"
+#include "csrc/cpu/isa/attention/scores.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,15 +8,6 @@
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
-
-template <class Function>
-inline void with_type(Dtype dtype, const Function& f) {
-  switch (dtype) {
-    case Dtype::float32: return f(float());
-    case Dtype::bfloat16: return f(BFloat16());
-    case Dtype::float16: return f(Half());
-  }
-}
 
 // What is added to scores [begin, end) of a row, at the same places of `to`.
 void read_bias(const ScoreRow& row, float* to) {
@@ -210,54 +201,6 @@ void add_gradients(const ScoreRow& of, const ScoreMap& map, const GradientRow& t
   });
 }
 
-// Dot products of so many queries and keys.
-template <int kRows, int kCount, class T>
-void products(const float* q, int64_t ld_q, const T* k, int64_t stride, int64_t width, float* s,
-              int64_t ld) {
-  Floats sums[kRows][kCount];
-  each_step(width, [&](int64_t d, auto part) {
-    Floats keys[kCount];
-    for (int j = 0; j < kCount; ++j) keys[j] = load(k + j * stride + d, part);
-    for (int r = 0; r < kRows; ++r) {
-      const auto query = load(q + r * ld_q + d, Full());
-      for (int j = 0; j < kCount; ++j) sums[r][j] = fma(query, keys[j], sums[r][j]);
-    }
-  });
-  for (int r = 0; r < kRows; ++r) {
-    for (int j = 0; j < kCount; ++j) s[r * ld + j] = sum(sums[r][j]);
-  }
-}
-
-// Of all queries.
-template <int kCount, class T>
-void all_products(const float* q, int64_t ld_q, int64_t rows, const T* k, int64_t stride,
-                  int64_t width, float* s, int64_t ld) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    products<4, kCount>(q + r * ld_q, ld_q, k, stride, width, s + r * ld, ld);
-  }
-  for (; r < rows; ++r) {
-    products<1, kCount>(q + r * ld_q, ld_q, k, stride, width, s + r * ld, ld);
-  }
-}
-
-// A step of the sums of so many rows, over a few keys at a time: a long chain would lose digits.
-template <int kRows, class T, class Part>
-void values(const float* p, int64_t ld, const T* v, int64_t stride, int64_t n, float* out,
-            int64_t width, Part part) {
-  constexpr int64_t kChain = 64;
-  for (int64_t from = 0; from < n; from += kChain) {
-    Floats sums[kRows];
-    for (int64_t j = from; j < std::min(n, from + kChain); ++j) {
-      const auto value = load(v + j * stride, part);
-      for (int r = 0; r < kRows; ++r) sums[r] = fma(all(p[r * ld + j]), value, sums[r]);
-    }
-    for (int r = 0; r < kRows; ++r) {
-      store(out + r * width, load(out + r * width, part) + sums[r], part);
-    }
-  }
-}
-
 }  // namespace
 
 void add_scores(const ScoreRow& row, const ScoreMap& map, Softmax& softmax, void* p, Dtype of_p) {
@@ -283,93 +226,6 @@ void score_gradients(const ScoreRow& row, const ScoreMap& map, const GradientRow
                      : add_gradients<false>(row, map, to, p, da);
   };
   to.dtype == Dtype::bfloat16 ? add(BFloat16()) : add(float());
-}
-
-void pair_rows(const c10::BFloat16* x, int64_t ld, int64_t n, int64_t padded, int64_t columns,
-               c10::BFloat16* out) {
-  const auto* from = reinterpret_cast<const uint16_t*>(x);
-  auto* to = reinterpret_cast<uint32_t*>(out);
-  for (int64_t i = 0; i < padded; i += 2, from += 2 * ld, to += columns) {
-    if (i + 1 < n) {
-      for (int64_t j = 0; j < columns; ++j)
-        to[j] = from[j] | static_cast<uint32_t>(from[ld + j]) << 16;
-    } else if (i < n) {
-      std::copy_n(from, columns, to);
-    } else {
-      std::fill_n(to, columns, 0);
-    }
-  }
-}
-
-void read_rows(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, float* out,
-               int64_t ld) {
-  with_type(rows.dtype, [&]<class T>(T) {
-    const auto* x = static_cast<const T*>(rows.data);
-    for (int64_t i = 0; i < n; ++i, x += rows.stride) {
-      each_step(width,
-                [&](int64_t d, auto part) { store(out + i * ld + d, load(x + d, part), part); });
-      std::fill(out + i * ld + width, out + (i + 1) * ld, 0.f);
-    }
-  });
-  std::fill(out + n * ld, out + padded * ld, 0.f);
-}
-
-void write_row(const float* x, int64_t width, float factor, void* out, Dtype dtype) {
-  with_type(dtype, [&]<class T>(T) {
-    auto* const to = static_cast<T*>(out);
-    each_step(width,
-              [&](int64_t d, auto part) { store(to + d, load(x + d, part) * all(factor), part); });
-  });
-}
-
-void scale_row(float* x, int64_t width, float factor) {
-  each_step(width,
-            [&](int64_t d, auto part) { store(x + d, load(x + d, part) * all(factor), part); });
-}
-
-void add_tile(const float* x, int64_t rows, int64_t columns, float* out, int64_t ld) {
-  for (int64_t i = 0; i < rows; ++i, x += columns, out += ld) {
-    each_step(columns, [&](int64_t j, auto part) {
-      store(out + j, load(out + j, part) + load(x + j, part), part);
-    });
-  }
-}
-
-void transpose(const float* x, int64_t ld, int64_t rows, int64_t columns, float* out,
-               int64_t ld_out) {
-  for (int64_t i = 0; i < rows; i += kEdge) {
-    for (int64_t j = 0; j < columns; j += kEdge) {
-      at::vec::transpose_mxn<float, kEdge, kEdge>(x + i * ld + j, ld, out + j * ld_out + i, ld_out);
-    }
-  }
-}
-
-void query_products(const float* q, int64_t ld_q, int64_t rows, const RowsOf& k, int64_t n,
-                    int64_t width, float* s, int64_t ld) {
-  with_type(k.dtype, [&]<class T>(T) {
-    const auto* const keys = static_cast<const T*>(k.data);
-    int64_t j = 0;
-    for (; j + 2 <= n; j += 2) {
-      all_products<2>(q, ld_q, rows, keys + j * k.stride, k.stride, width, s + j, ld);
-    }
-    if (j < n) all_products<1>(q, ld_q, rows, keys + j * k.stride, k.stride, width, s + j, ld);
-  });
-}
-
-void add_values(const float* p, int64_t ld, int64_t rows, const RowsOf& v, int64_t n, int64_t width,
-                float* out) {
-  with_type(v.dtype, [&]<class T>(T) {
-    const auto* const from = static_cast<const T*>(v.data);
-    each_step(width, [&](int64_t d, auto part) {
-      int64_t r = 0;
-      for (; r + 4 <= rows; r += 4) {
-        values<4>(p + r * ld, ld, from + d, v.stride, n, out + r * width + d, width, part);
-      }
-      for (; r < rows; ++r) {
-        values<1>(p + r * ld, ld, from + d, v.stride, n, out + r * width + d, width, part);
-      }
-    });
-  });
 }
 
 }  // namespace fusedops::cpu::CPU_CAPABILITY

@@ -1,25 +1,14 @@
-// The loops of attention over rows that lie side by side. Formulas: csrc/attention.h.
+// The loops over a row of scores. Formulas: csrc/attention.h.
 #pragma once
-
-#include <c10/util/BFloat16.h>
 
 #include <limits>
 
 #include "csrc/attention.h"
 #include "csrc/cpu/isa.h"
+#include "csrc/cpu/isa/attention/rows.h"
 #include "csrc/philox.h"
 
 namespace fusedops::cpu {
-
-constexpr int64_t kKeys = 512;  // of a tile of scores, at most
-constexpr int64_t kEdge = 16;   // tiles are padded to a multiple of it
-
-// Rows of numbers of a dtype; those of a row lie side by side.
-struct RowsOf {
-  const void* data;
-  int64_t stride;
-  Dtype dtype;
-};
 
 // How a product q k becomes a score.
 struct ScoreMap {
@@ -64,35 +53,5 @@ struct GradientRow {
 };
 FUSEDOPS_ISA_FUNCTION(score_gradients, const ScoreRow& row, const ScoreMap& map,
                       const GradientRow& to)
-
-// Rows [n, columns] as pairs, out [padded / 2, columns, 2], with zeros past them.
-FUSEDOPS_ISA_FUNCTION(pair_rows, const c10::BFloat16* x, int64_t ld, int64_t n, int64_t padded,
-                      int64_t columns, c10::BFloat16* out)
-
-// out [n, ld] = rows, padded with zeros up to `padded` rows and ld columns.
-FUSEDOPS_ISA_FUNCTION(read_rows, const RowsOf& rows, int64_t n, int64_t width, int64_t padded,
-                      float* out, int64_t ld)
-
-// out = factor x, rounded to its dtype
-FUSEDOPS_ISA_FUNCTION(write_row, const float* x, int64_t width, float factor, void* out,
-                      Dtype dtype)
-
-FUSEDOPS_ISA_FUNCTION(scale_row, float* x, int64_t width, float factor)
-
-// out [rows, ld] += x [rows, columns]
-FUSEDOPS_ISA_FUNCTION(add_tile, const float* x, int64_t rows, int64_t columns, float* out,
-                      int64_t ld)
-
-// out [columns, ld_out] = x [rows, ld] transposed; both are multiples of kEdge.
-FUSEDOPS_ISA_FUNCTION(transpose, const float* x, int64_t ld, int64_t rows, int64_t columns,
-                      float* out, int64_t ld_out)
-
-// s [rows, ld] = q k^T of n keys. q: [rows, width], in rows of ld_q, a multiple of 2 kEdge.
-FUSEDOPS_ISA_FUNCTION(query_products, const float* q, int64_t ld_q, int64_t rows, const RowsOf& k,
-                      int64_t n, int64_t width, float* s, int64_t ld)
-
-// out [rows, width] += p [rows, ld] v of n keys.
-FUSEDOPS_ISA_FUNCTION(add_values, const float* p, int64_t ld, int64_t rows, const RowsOf& v,
-                      int64_t n, int64_t width, float* out)
 
 }  // namespace fusedops::cpu

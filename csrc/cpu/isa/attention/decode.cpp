@@ -1,0 +1,226 @@
+#include "csrc/cpu/isa/attention/decode.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "csrc/cpu/vec.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+// How many queries a loop over keys or values takes at a time.
+constexpr int kRows = 4;
+
+// A sum of products of 16 bits with sums of float32, two of a lane at a time.
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr bool kPairs = std::is_same_v<T, BFloat16>;
+#else
+template <class T>
+constexpr bool kPairs = false;
+#endif
+
+// Adds the dot product of a step of a query and of a key.
+struct Dot {
+  Vec sum{0.f};
+
+  void add(const float* query, const Floats& key) {
+    const auto x = load(query, Full());
+    sum = at::vec::fmadd(x.hi, key.hi, at::vec::fmadd(x.lo, key.lo, sum));
+  }
+#if defined(__AVX512BF16__)
+  void add(const BFloat16* query, const at::vec::Vectorized<BFloat16>& key) {
+    const auto x = at::vec::Vectorized<BFloat16>::loadu(query);
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)(__m512i)x, (__m512bh)(__m512i)key);
+  }
+#endif
+};
+
+constexpr int kDots = 16;
+
+// The sums of the lanes of each.
+inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kDots],
+                                                      float (&sums)[kDots]) {
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512 by_2[8], by_4[4], by_8[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = dots[2 * i].sum, b = dots[2 * i + 1].sum;
+    by_2[i] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+  }
+  for (int i = 0; i < 4; ++i) {
+    const auto a = _mm512_castps_pd(by_2[2 * i]), b = _mm512_castps_pd(by_2[2 * i + 1]);
+    by_4[i] =
+        _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  }
+  const auto halves = [](__m512 a, __m512 b) {
+    return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+  };
+  for (int i = 0; i < 2; ++i) by_8[i] = halves(by_4[2 * i], by_4[2 * i + 1]);
+  _mm512_storeu_ps(sums, halves(by_8[0], by_8[1]));
+#else
+  for (int i = 0; i < kDots; ++i) sums[i] = sum({dots[i].sum, Vec(0.f)});
+#endif
+}
+
+template <class T, class Part>
+inline auto key_step(const T* key, Part part) {
+  if constexpr (kPairs<T>) {
+    return at::vec::Vectorized<T>::loadu(key, part.count);
+  } else {
+    return load(key, part);
+  }
+}
+
+// Of so many queries with `count` keys: as many as there are sums for where kAll.
+template <int kCount, bool kAll, class Q, class T>
+void some_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int count, int64_t width,
+                   float* s, int64_t ld) {
+  constexpr int kAtOnce = kDots / kCount;
+  Dot dots[kDots];
+  each_step(width, [&](int64_t d, auto part) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kAtOnce; ++i) {
+      const auto key = key_step(k + (kAll ? i : std::min(i, count - 1)) * stride + d, part);
+#pragma GCC unroll 4
+      for (int r = 0; r < kCount; ++r) dots[r * kAtOnce + i].add(q + r * ld_q + d, key);
+    }
+  });
+  float sums[kDots];
+  store_sums(dots, sums);
+  for (int r = 0; r < kCount; ++r) {
+    std::copy_n(sums + r * kAtOnce, kAll ? kAtOnce : count, s + r * ld);
+  }
+}
+
+// s [kCount, n] = dot products of so many queries with all keys. Q: as the keys are multiplied.
+template <int kCount, class Q, class T>
+void dot_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int64_t n, int64_t width,
+                  float* s, int64_t ld) {
+  constexpr int kAtOnce = kDots / kCount;
+  int64_t j = 0;
+  for (; j + kAtOnce <= n; j += kAtOnce) {
+    some_products<kCount, true>(q, ld_q, k + j * stride, stride, kAtOnce, width, s + j, ld);
+  }
+  if (j < n) {
+    some_products<kCount, false>(q, ld_q, k + j * stride, stride, static_cast<int>(n - j), width,
+                                 s + j, ld);
+  }
+}
+
+constexpr int64_t kChain = 64;
+
+// A step of the sums of so many rows over a few keys.
+template <int kCount, class T, class Part>
+inline void add_step(const float* p, int64_t ld, const T* v, int64_t stride, int64_t n, float* out,
+                     int64_t width, Part part) {
+  Floats sums[kCount];
+  for (int64_t j = 0; j < n; ++j) {
+    const auto value = load(v + j * stride, part);
+    prefetch(v + (j + kChain) * stride);
+    for (int r = 0; r < kCount; ++r) sums[r] = fma(all(p[r * ld + j]), value, sums[r]);
+  }
+  for (int r = 0; r < kCount; ++r) {
+    store(out + r * width, load(out + r * width, part) + sums[r], part);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// The same of an even number of keys, p as pairs of them.
+template <int kCount, class Part>
+inline void add_step(const BFloat16* p, int64_t ld, const BFloat16* v, int64_t stride, int64_t n,
+                     float* out, int64_t width, Part part) {
+  using Values = at::vec::Vectorized<BFloat16>;
+  __m512 even[kCount] = {}, odd[kCount] = {};  // fours of values, in turn
+  for (int64_t j = 0; j < n; j += 2) {
+    const __m512i a = Values::loadu(v + j * stride, part.count),
+                  b = Values::loadu(v + (j + 1) * stride, part.count);
+    prefetch(v + (j + kChain) * stride);
+    prefetch(v + (j + 1 + kChain) * stride);
+    const auto low = (__m512bh)_mm512_unpacklo_epi16(a, b),
+               high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    for (int r = 0; r < kCount; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, p + r * ld + j, sizeof pair);
+      const auto weights = (__m512bh)_mm512_set1_epi32(pair);
+      even[r] = _mm512_dpbf16_ps(even[r], weights, low);
+      odd[r] = _mm512_dpbf16_ps(odd[r], weights, high);
+    }
+  }
+  const auto first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+             last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  for (int r = 0; r < kCount; ++r) {
+    const Floats sums{_mm512_permutex2var_ps(even[r], first, odd[r]),
+                      _mm512_permutex2var_ps(even[r], last, odd[r])};
+    store(out + r * width, load(out + r * width, part) + sums, part);
+  }
+}
+#endif
+
+// Of all rows. A few keys at a time: their values stay in the cache for the next step, and a long
+// chain of sums would lose digits.
+template <class P, class T>
+void add_all(const P* p, int64_t ld, int64_t rows, const T* v, int64_t stride, int64_t n,
+             int64_t width, float* out) {
+  for (int64_t j = 0; j < n; j += kChain) {
+    const int64_t count = std::min(kChain, n - j);
+    each_step(width, [&](int64_t d, auto part) {
+      const T* const from = v + j * stride + d;
+      int64_t r = 0;
+      for (; r + kRows <= rows; r += kRows) {
+        add_step<kRows>(p + r * ld + j, ld, from, stride, count, out + r * width + d, width, part);
+      }
+      for (; r < rows; ++r) {
+        add_step<1>(p + r * ld + j, ld, from, stride, count, out + r * width + d, width, part);
+      }
+    });
+  }
+}
+
+}  // namespace
+
+void query_products(const float* q, int64_t ld_q, int64_t rows, const RowsOf& k, int64_t n,
+                    int64_t width, float* s, int64_t ld) {
+  with_type(k.dtype, [&]<class T>(T) {
+    using Q = std::conditional_t<kPairs<T>, BFloat16, float>;
+    const auto* const keys = static_cast<const T*>(k.data);
+    const Q* queries;
+    std::vector<Q> rounded;  // back to what they were
+    if constexpr (kPairs<T>) {
+      rounded.assign(q, q + rows * ld_q);
+      queries = rounded.data();
+    } else {
+      queries = q;
+    }
+    int64_t r = 0;
+    for (; r + kRows <= rows; r += kRows) {
+      dot_products<kRows>(queries + r * ld_q, ld_q, keys, k.stride, n, width, s + r * ld, ld);
+    }
+    for (; r < rows; ++r) {
+      dot_products<1>(queries + r * ld_q, ld_q, keys, k.stride, n, width, s + r * ld, ld);
+    }
+  });
+}
+
+void add_values(const float* p, int64_t ld, int64_t rows, const RowsOf& v, int64_t n, int64_t width,
+                float* out) {
+  with_type(v.dtype, [&]<class T>(T) {
+    const auto* const values = static_cast<const T*>(v.data);
+    if constexpr (kPairs<T>) {
+      const int64_t even = n / 2 * 2;
+      std::vector<T> rounded(rows * even);
+      for (int64_t r = 0; r < rows; ++r) {
+        each_step(even, [&](int64_t j, auto part) {
+          store(rounded.data() + r * even + j, load(p + r * ld + j, part), part);
+        });
+      }
+      add_all(rounded.data(), even, rows, values, v.stride, even, width, out);
+      if (even < n) add_all(p + even, ld, rows, values + even * v.stride, v.stride, 1, width, out);
+    } else {
+      add_all(p, ld, rows, values, v.stride, n, width, out);
+    }
+  });
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

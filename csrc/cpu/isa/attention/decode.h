@@ -1,0 +1,17 @@
+// The products of a few queries with keys and values as they lie in a cache.
+#pragma once
+
+#include "csrc/cpu/isa.h"
+#include "csrc/cpu/isa/attention/rows.h"
+
+namespace fusedops::cpu {
+
+// s [rows, ld] = q k^T of n keys. q: [rows, width], in rows of ld_q, a multiple of 2 kEdge.
+FUSEDOPS_ISA_FUNCTION(query_products, const float* q, int64_t ld_q, int64_t rows, const RowsOf& k,
+                      int64_t n, int64_t width, float* s, int64_t ld)
+
+// out [rows, width] += p [rows, ld] v of n keys.
+FUSEDOPS_ISA_FUNCTION(add_values, const float* p, int64_t ld, int64_t rows, const RowsOf& v,
+                      int64_t n, int64_t width, float* out)
+
+}  // namespace fusedops::cpu

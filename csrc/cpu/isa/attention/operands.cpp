@@ -1,0 +1,68 @@
+#include "csrc/cpu/isa/attention/operands.h"
+
+#include <algorithm>
+
+#include "csrc/cpu/vec.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+
+void read_rows(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, float* out,
+               int64_t ld) {
+  with_type(rows.dtype, [&]<class T>(T) {
+    const auto* x = static_cast<const T*>(rows.data);
+    for (int64_t i = 0; i < n; ++i, x += rows.stride) {
+      each_step(width,
+                [&](int64_t d, auto part) { store(out + i * ld + d, load(x + d, part), part); });
+      std::fill(out + i * ld + width, out + (i + 1) * ld, 0.f);
+    }
+  });
+  std::fill(out + n * ld, out + padded * ld, 0.f);
+}
+
+void write_row(const float* x, int64_t width, float factor, void* out, Dtype dtype) {
+  with_type(dtype, [&]<class T>(T) {
+    auto* const to = static_cast<T*>(out);
+    each_step(width,
+              [&](int64_t d, auto part) { store(to + d, load(x + d, part) * all(factor), part); });
+  });
+}
+
+void scale_row(float* x, int64_t width, float factor) {
+  each_step(width,
+            [&](int64_t d, auto part) { store(x + d, load(x + d, part) * all(factor), part); });
+}
+
+void add_tile(const float* x, int64_t rows, int64_t columns, float* out, int64_t ld) {
+  for (int64_t i = 0; i < rows; ++i, x += columns, out += ld) {
+    each_step(columns, [&](int64_t j, auto part) {
+      store(out + j, load(out + j, part) + load(x + j, part), part);
+    });
+  }
+}
+
+void transpose(const float* x, int64_t ld, int64_t rows, int64_t columns, float* out,
+               int64_t ld_out) {
+  for (int64_t i = 0; i < rows; i += kEdge) {
+    for (int64_t j = 0; j < columns; j += kEdge) {
+      at::vec::transpose_mxn<float, kEdge, kEdge>(x + i * ld + j, ld, out + j * ld_out + i, ld_out);
+    }
+  }
+}
+
+void pair_rows(const c10::BFloat16* x, int64_t ld, int64_t n, int64_t padded, int64_t columns,
+               c10::BFloat16* out) {
+  const auto* from = reinterpret_cast<const uint16_t*>(x);
+  auto* to = reinterpret_cast<uint32_t*>(out);
+  for (int64_t i = 0; i < padded; i += 2, from += 2 * ld, to += columns) {
+    if (i + 1 < n) {
+      for (int64_t j = 0; j < columns; ++j)
+        to[j] = from[j] | static_cast<uint32_t>(from[ld + j]) << 16;
+    } else if (i < n) {
+      std::copy_n(from, columns, to);
+    } else {
+      std::fill_n(to, columns, 0);
+    }
+  }
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

@@ -1,0 +1,31 @@
+// How the operands of attention's products are read, turned and written.
+#pragma once
+
+#include "csrc/cpu/isa.h"
+#include "csrc/cpu/isa/attention/rows.h"
+
+namespace fusedops::cpu {
+
+// out [n, ld] = rows, padded with zeros up to `padded` rows and ld columns.
+FUSEDOPS_ISA_FUNCTION(read_rows, const RowsOf& rows, int64_t n, int64_t width, int64_t padded,
+                      float* out, int64_t ld)
+
+// out = factor x, rounded to its dtype
+FUSEDOPS_ISA_FUNCTION(write_row, const float* x, int64_t width, float factor, void* out,
+                      Dtype dtype)
+
+FUSEDOPS_ISA_FUNCTION(scale_row, float* x, int64_t width, float factor)
+
+// out [rows, ld] += x [rows, columns]
+FUSEDOPS_ISA_FUNCTION(add_tile, const float* x, int64_t rows, int64_t columns, float* out,
+                      int64_t ld)
+
+// out [columns, ld_out] = x [rows, ld] transposed; both are multiples of kEdge.
+FUSEDOPS_ISA_FUNCTION(transpose, const float* x, int64_t ld, int64_t rows, int64_t columns,
+                      float* out, int64_t ld_out)
+
+// Rows [n, columns] as pairs, out [padded / 2, columns, 2], with zeros past them.
+FUSEDOPS_ISA_FUNCTION(pair_rows, const c10::BFloat16* x, int64_t ld, int64_t n, int64_t padded,
+                      int64_t columns, c10::BFloat16* out)
+
+}  // namespace fusedops::cpu
