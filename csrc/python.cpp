@@ -3,7 +3,7 @@
 #include <torch/extension.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "csrc/cpu/bfloat16.h"
+#include "csrc/ops/bfloat16.h"
 #include "csrc/cpu/isa.h"
 #include "csrc/ops/attention/attention.h"
 #include "csrc/ops/cross_entropy/cross_entropy.h"
@@ -186,7 +186,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("top_left") = false);
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);
-  export_function(m, "bfloat16_products", cpu::bfloat16_products);
+  export_function(m, "bfloat16_products", bfloat16_products);
   export_function(m, "norm_outputs", norm_outputs);
   export_function(m, "norm_backward_outputs", norm_backward_outputs);
   export_optimizers(m);

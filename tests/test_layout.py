@@ -100,7 +100,7 @@ FAMILIES = {
 
 # What lies on a floor beside the families.
 SHARED = {
-    "csrc/ops": {"autograd.h", "dropout.h"},
+    "csrc/ops": {"autograd.h", "bfloat16.cpp", "bfloat16.h", "dropout.h"},
     "csrc/cpu": {"dropout.h", "exp.h", "gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py"},

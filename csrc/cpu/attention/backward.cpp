@@ -212,7 +212,7 @@ class KeyHead {
     if constexpr (std::is_same_v<T, float>) {
       return tile.data();
     } else {
-      pair_rows_for_isa()(tile.data(), kKeys, rows, rows, kKeys, pairs_.data());
+      read_second({tile.data(), kKeys, kDtype<T>}, rows, kKeys, rows, pairs_.data());
       return pairs_.data();
     }
   }

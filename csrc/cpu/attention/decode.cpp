@@ -30,7 +30,7 @@ Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t firs
   const int64_t group = problem.group(), rows = group * at.queries;
   const int64_t width = problem.q.width(), v_width = problem.v.width(),
                 ld = padded(width, 2 * kEdge);
-  std::vector<float> q(rows * ld), scores(rows * kKeys);
+  std::vector<float> q(rows * ld), scores(rows * kKeys), scratch(rows * std::max(ld, kKeys));
   Part part{std::vector<Softmax>(rows), std::vector<float>(rows * v_width)};
   for (int64_t g = 0; g < group; ++g) {
     read_rows_for_isa()(problem.q.rows(at.batch, head * group + g, at.q_begin), at.queries, width,
@@ -39,7 +39,7 @@ Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t firs
   for (int64_t key = first; key < last; key += kKeys) {
     const int64_t n = std::min(kKeys, last - key);
     query_products_for_isa()(q.data(), ld, rows, problem.k.rows(at.batch, head, at.k_begin + key),
-                             n, width, scores.data(), kKeys);
+                             n, width, scores.data(), kKeys, scratch.data());
     for (int64_t r = 0; r < rows; ++r) {
       const auto row = problem.scores(at, head * group + r / at.queries, r % at.queries, key, n,
                                       scores.data() + r * kKeys);
@@ -48,7 +48,7 @@ Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t firs
     }
     add_values_for_isa()(scores.data(), kKeys, rows,
                          problem.v.rows(at.batch, head, at.k_begin + key), n, v_width,
-                         part.sums.data());
+                         part.sums.data(), scratch.data());
   }
   return part;
 }

@@ -2,7 +2,7 @@
 
 #include <ATen/native/CPUBlas.h>
 
-#include "csrc/cpu/bfloat16.h"
+#include "csrc/ops/bfloat16.h"
 
 namespace fusedops::cpu {
 namespace {

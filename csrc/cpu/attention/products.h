@@ -48,7 +48,8 @@ inline void read_second(const RowsOf& rows, int64_t n, int64_t width, int64_t pa
 }
 inline void read_second(const RowsOf& rows, int64_t n, int64_t width, int64_t padded,
                         BFloat16* out) {
-  pair_rows_for_isa()(static_cast<const BFloat16*>(rows.data), rows.stride, n, padded, width, out);
+  pair_rows_for_isa()(static_cast<const uint16_t*>(rows.data), rows.stride, n, padded, width,
+                      reinterpret_cast<uint16_t*>(out));
 }
 
 // out [columns, ld_out] = x [rows, ld] transposed, as a second operand. A pair of bfloat16 goes as

@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include "csrc/cpu/bfloat16.h"
+#include "csrc/ops/bfloat16.h"
 #include "csrc/ops/cross_entropy/cross_entropy.h"
 
 namespace fusedops::cpu {

@@ -2,9 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/attention/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
@@ -178,44 +177,45 @@ void add_all(const P* p, int64_t ld, int64_t rows, const T* v, int64_t stride, i
   }
 }
 
+template <class T>
+void store_all(const float* x, int64_t n, T* out) {
+  each_step(n, [&](int64_t j, auto part) { store(out + j, load(x + j, part), part); });
+}
+
 }  // namespace
 
 void query_products(const float* q, int64_t ld_q, int64_t rows, const RowsOf& k, int64_t n,
-                    int64_t width, float* s, int64_t ld) {
+                    int64_t width, float* s, int64_t ld, float* scratch) {
   with_type(k.dtype, [&]<class T>(T) {
-    using Q = std::conditional_t<kPairs<T>, BFloat16, float>;
     const auto* const keys = static_cast<const T*>(k.data);
-    const Q* queries;
-    std::vector<Q> rounded;  // back to what they were
+    const auto multiply = [&](const auto* queries) {
+      int64_t r = 0;
+      for (; r + kRows <= rows; r += kRows) {
+        dot_products<kRows>(queries + r * ld_q, ld_q, keys, k.stride, n, width, s + r * ld, ld);
+      }
+      for (; r < rows; ++r) {
+        dot_products<1>(queries + r * ld_q, ld_q, keys, k.stride, n, width, s + r * ld, ld);
+      }
+    };
     if constexpr (kPairs<T>) {
-      rounded.assign(q, q + rows * ld_q);
-      queries = rounded.data();
+      auto* const narrow = reinterpret_cast<T*>(scratch);
+      store_all(q, rows * ld_q, narrow);
+      multiply(narrow);
     } else {
-      queries = q;
-    }
-    int64_t r = 0;
-    for (; r + kRows <= rows; r += kRows) {
-      dot_products<kRows>(queries + r * ld_q, ld_q, keys, k.stride, n, width, s + r * ld, ld);
-    }
-    for (; r < rows; ++r) {
-      dot_products<1>(queries + r * ld_q, ld_q, keys, k.stride, n, width, s + r * ld, ld);
+      multiply(q);
     }
   });
 }
 
 void add_values(const float* p, int64_t ld, int64_t rows, const RowsOf& v, int64_t n, int64_t width,
-                float* out) {
+                float* out, float* scratch) {
   with_type(v.dtype, [&]<class T>(T) {
     const auto* const values = static_cast<const T*>(v.data);
     if constexpr (kPairs<T>) {
       const int64_t even = n / 2 * 2;
-      std::vector<T> rounded(rows * even);
-      for (int64_t r = 0; r < rows; ++r) {
-        each_step(even, [&](int64_t j, auto part) {
-          store(rounded.data() + r * even + j, load(p + r * ld + j, part), part);
-        });
-      }
-      add_all(rounded.data(), even, rows, values, v.stride, even, width, out);
+      auto* const narrow = reinterpret_cast<T*>(scratch);
+      for (int64_t r = 0; r < rows; ++r) store_all(p + r * ld, even, narrow + r * even);
+      add_all(narrow, even, rows, values, v.stride, even, width, out);
       if (even < n) add_all(p + even, ld, rows, values + even * v.stride, v.stride, 1, width, out);
     } else {
       add_all(p, ld, rows, values, v.stride, n, width, out);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/attention/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 
@@ -49,16 +49,14 @@ void transpose(const float* x, int64_t ld, int64_t rows, int64_t columns, float*
   }
 }
 
-void pair_rows(const c10::BFloat16* x, int64_t ld, int64_t n, int64_t padded, int64_t columns,
-               c10::BFloat16* out) {
-  const auto* from = reinterpret_cast<const uint16_t*>(x);
+void pair_rows(const uint16_t* x, int64_t ld, int64_t n, int64_t padded, int64_t columns,
+               uint16_t* out) {
   auto* to = reinterpret_cast<uint32_t*>(out);
-  for (int64_t i = 0; i < padded; i += 2, from += 2 * ld, to += columns) {
+  for (int64_t i = 0; i < padded; i += 2, x += 2 * ld, to += columns) {
     if (i + 1 < n) {
-      for (int64_t j = 0; j < columns; ++j)
-        to[j] = from[j] | static_cast<uint32_t>(from[ld + j]) << 16;
+      for (int64_t j = 0; j < columns; ++j) to[j] = x[j] | static_cast<uint32_t>(x[ld + j]) << 16;
     } else if (i < n) {
-      std::copy_n(from, columns, to);
+      std::copy_n(x, columns, to);
     } else {
       std::fill_n(to, columns, 0);
     }

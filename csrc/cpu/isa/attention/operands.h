@@ -24,8 +24,9 @@ FUSEDOPS_ISA_FUNCTION(add_tile, const float* x, int64_t rows, int64_t columns, f
 FUSEDOPS_ISA_FUNCTION(transpose, const float* x, int64_t ld, int64_t rows, int64_t columns,
                       float* out, int64_t ld_out)
 
-// Rows [n, columns] as pairs, out [padded / 2, columns, 2], with zeros past them.
-FUSEDOPS_ISA_FUNCTION(pair_rows, const c10::BFloat16* x, int64_t ld, int64_t n, int64_t padded,
-                      int64_t columns, c10::BFloat16* out)
+// Rows [n, columns] of numbers of 16 bits as pairs, out [padded / 2, columns, 2], with zeros past
+// them.
+FUSEDOPS_ISA_FUNCTION(pair_rows, const uint16_t* x, int64_t ld, int64_t n, int64_t padded,
+                      int64_t columns, uint16_t* out)
 
 }  // namespace fusedops::cpu

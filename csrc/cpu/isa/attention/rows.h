@@ -1,8 +1,7 @@
 // Rows of numbers that lie side by side, as the loops of attention get them.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <cstdint>
 
 #include "csrc/dtype.h"
 
@@ -17,15 +16,5 @@ struct RowsOf {
   int64_t stride;
   Dtype dtype;
 };
-
-// f with a value of the C++ type of dtype.
-template <class Function>
-inline void with_type(Dtype dtype, const Function& f) {
-  switch (dtype) {
-    case Dtype::float32: return f(float());
-    case Dtype::bfloat16: return f(c10::BFloat16());
-    case Dtype::float16: return f(c10::Half());
-  }
-}
 
 }  // namespace fusedops::cpu

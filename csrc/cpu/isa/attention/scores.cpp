@@ -5,6 +5,7 @@
 
 #include "csrc/cpu/dropout.h"
 #include "csrc/cpu/exp.h"
+#include "csrc/cpu/isa/attention/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
@@ -76,7 +77,7 @@ inline __attribute__((always_inline)) Floats exp_under(const Floats& x, float fa
           exp_of_many(as_rounded(x.hi * times) - under)};
 }
 
-// The largest of x [0, n), which has no NaN; one that does not fit may be found instead of a NaN.
+// The largest of x [0, n). A NaN is passed over: it comes back in the sum.
 inline float largest_number(const float* x, int64_t n) {
   Floats most = all(-kInfinity);
   each_step(n, [&](int64_t j, auto part) {

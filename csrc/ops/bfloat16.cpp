@@ -1,10 +1,10 @@
-#include "csrc/cpu/bfloat16.h"
+#include "csrc/ops/bfloat16.h"
 
 #include <ATen/cpu/Utils.h>
 
 #include <atomic>
 
-namespace fusedops::cpu {
+namespace fusedops {
 namespace {
 
 std::atomic<int> asked_for{-1};  // -1: nothing
@@ -27,4 +27,4 @@ bool fast_bfloat16_products() {
   return asked < 0 ? found : asked == 1;
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops

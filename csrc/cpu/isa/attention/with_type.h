@@ -1,0 +1,20 @@
+// From a dtype to the C++ type of its numbers.
+#pragma once
+
+#include "csrc/cpu/vec.h"
+
+namespace fusedops::cpu {
+namespace CPU_CAPABILITY {
+
+// f with a value of it.
+template <class Function>
+inline void with_type(Dtype dtype, const Function& f) {
+  switch (dtype) {
+    case Dtype::float32: return f(float());
+    case Dtype::bfloat16: return f(BFloat16());
+    case Dtype::float16: return f(Half());
+  }
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fusedops::cpu
