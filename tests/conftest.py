@@ -61,3 +61,26 @@ def products(request):
     _C.bfloat16_products(request.param)
     yield request.param
     _C.bfloat16_products(None)
+
+
+@pytest.fixture
+def attention_of_any_size(monkeypatch):
+    """Models of a few tokens run what long ones do."""
+    from fusedops.patching import interface
+
+    monkeypatch.setattr(interface, "_pays", lambda query, key: True)
+
+
+@pytest.fixture
+def calls():
+    """The keyword arguments of the calls of `attention` by patched models."""
+    from fusedops.patching import interface
+
+    made, run = [], interface.attention
+
+    def counted(*args, **kwargs):
+        made.append(kwargs)
+        return run(*args, **kwargs)
+
+    with mock.patch.object(interface, "attention", counted):
+        yield made

@@ -21,25 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
 DECODERS = "llama", "gemma2", "gpt_oss", "gpt2"
 TWO = "t5", "whisper"  # encoder and decoder
-run = interface.attention
-
-
-@pytest.fixture(autouse=True)
-def whatever_the_size(monkeypatch):
-    monkeypatch.setattr(interface, "_pays", lambda query, key: True)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The keyword arguments of the calls of `attention`."""
-    made = []
-
-    def counted(*args, **kwargs):
-        made.append(kwargs)
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(interface, "attention", counted)
-    return made
+pytestmark = pytest.mark.usefixtures("attention_of_any_size")
 
 
 def outputs(model, name, side=None, **more):
@@ -114,6 +96,7 @@ def test_verify_sees(bug, monkeypatch):
     model = build(name, **({"attn_logit_softcapping": 2.0} if bug == "softcap" else {}))
     config = model.config
     monkeypatch.setattr(attention, "_same", lambda *_: True)
+    run = interface.attention
     monkeypatch.setattr(interface, "attention", lambda *a, **k: run(*a, **{**k, **wrong}))
     with pytest.raises(RuntimeError, match="verify found differences"):
         patch(model, verify=batch(name, side), **ALONE)

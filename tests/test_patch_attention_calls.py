@@ -15,25 +15,8 @@ from transformers.models.gemma2 import modeling_gemma2  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
-run, pays = interface.attention, interface._pays
-
-
-@pytest.fixture(autouse=True)
-def whatever_the_size(monkeypatch):
-    monkeypatch.setattr(interface, "_pays", lambda query, key: True)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The keyword arguments of the calls of `attention`."""
-    made = []
-
-    def counted(*args, **kwargs):
-        made.append(kwargs)
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(interface, "attention", counted)
-    return made
+pays = interface._pays
+pytestmark = pytest.mark.usefixtures("attention_of_any_size")
 
 
 class Layer(torch.nn.Module):

@@ -61,10 +61,11 @@ def attention(
 
     Returns out [B, Hq, Sq, Dv] ([tokens, Hq, Dv]) in q's dtype, which lies in memory as
     [B, Sq, Hq, Dv]; with return_lse also lse [B, Hq, Sq] ([Hq, tokens]), float32 (float64 for
-    float64), which has a gradient too. Computed in float32 (float64 for float64). The dropout's
-    mask is drawn anew in the backward from a seed that follows `torch.manual_seed`. Raises
-    RuntimeError when a shape or a dtype does not fit, ValueError for a softcap, window or dropout_p
-    that is none.
+    float64), which has a gradient too. Sums are float32 (float64 for float64); where a CPU
+    multiplies bfloat16 as such, probabilities are rounded to it before v. The dropout's mask is
+    drawn anew in the backward from a seed that follows `torch.manual_seed`. Raises RuntimeError
+    when a shape or a dtype does not fit, ValueError for a softcap, window or dropout_p that is
+    none.
     """
     out, lse = _attention(
         q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, cu_seqlens_q,

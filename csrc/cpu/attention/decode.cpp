@@ -1,8 +1,8 @@
 // attention on CPUs for a few queries over many keys: generation.
 //
 // The queries of all heads that share k and v are the rows of one tile, so that k and v are read
-// once, in their own dtype, which is what the time goes to. Where heads are fewer than threads, the
-// keys are split among these, and the parts put together after it.
+// once, in their own dtype, which is what the time goes to. The keys are read in parts, whatever
+// the number of threads, and the parts put together in their order.
 
 #include <ATen/Parallel.h>
 
@@ -12,8 +12,8 @@
 namespace fusedops::cpu {
 namespace {
 
-constexpr int64_t kRows = 16;         // of a tile, at most
-constexpr int64_t kLeastKeys = 1024;  // of a part
+constexpr int64_t kRows = 64;    // of a tile, at most
+constexpr int64_t kPart = 1024;  // keys
 
 // A tile's rows over some of the keys.
 struct Part {
@@ -71,25 +71,24 @@ void join(Part& whole, Part& more, int64_t width) {
 }  // namespace
 
 bool decodes(const Problem& problem) {
-  return std::all_of(problem.sequences.begin(), problem.sequences.end(), [&](const Sequence& at) {
-    return at.queries * problem.group() <= kRows && at.keys >= kKeys;
-  });
+  return std::all_of(problem.sequences.begin(), problem.sequences.end(),
+                     [&](const Sequence& at) { return at.queries * problem.group() <= kRows; });
 }
 
 void decode(const Problem& problem, const Heads& out, double* lse) {
   const int64_t heads = problem.k.heads(), tiles = heads * problem.sequences.size();
   if (tiles == 0) return;
-  const int64_t parts = std::clamp<int64_t>(at::get_num_threads() / tiles, 1,
-                                            std::max<int64_t>(1, problem.keys / kLeastKeys));
+  int64_t parts = 1;
+  for (const auto& at : problem.sequences) parts = std::max(parts, padded(at.keys, kPart) / kPart);
   std::vector<Part> found(tiles * parts);
   at::parallel_for(0, tiles * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto& at = problem.sequences[i / parts / heads];
       if (at.queries == 0) continue;
       const auto [first, last] = problem.seen(at, 0, at.queries);
-      const int64_t step = padded((last - first + parts - 1) / parts, kKeys);
-      const int64_t from = std::min(first + i % parts * step, last);
-      found[i] = read(problem, at, i / parts % heads, from, std::min(from + step, last));
+      const int64_t from = i % parts * kPart;
+      found[i] =
+          read(problem, at, i / parts % heads, std::max(first, from), std::min(last, from + kPart));
     }
   });
   const int64_t width = problem.v.width();
