@@ -111,19 +111,22 @@ def test_what_it_does_not_know_is_transformers(name, calls, caplog):
 
 
 @pytest.mark.parametrize(
-    "queries,keys,dtype,taken",
+    "queries,keys,dtype,trains,taken",
     [
-        (1, 511, torch.bfloat16, False),
-        (1, 512, torch.bfloat16, True),
-        (100, 100, torch.bfloat16, False),
-        (128, 128, torch.bfloat16, True),
-        (128, 128, torch.float32, False),
-        (256, 256, torch.float32, True),
+        (1, 1, torch.bfloat16, False, True),
+        (16, 127, torch.float32, False, False),
+        (16, 128, torch.float32, False, True),
+        (1, 511, torch.float32, True, False),
+        (1, 512, torch.float32, True, True),
+        (100, 100, torch.bfloat16, False, False),
+        (128, 128, torch.bfloat16, True, True),
+        (128, 128, torch.float32, False, False),
+        (256, 256, torch.float32, True, True),
     ],
 )
-def test_few_numbers_are_sdpas(queries, keys, dtype, taken, calls, monkeypatch):
+def test_few_numbers_are_sdpas(queries, keys, dtype, trains, taken, calls, monkeypatch):
     monkeypatch.setattr(interface, "_pays", pays)
-    q, k, v = (t.detach() for t in heads(queries, keys, dtype))
+    q, k, v = (t.detach().requires_grad_(trains) for t in heads(queries, keys, dtype))
     attention_forward(Layer(False), q, k, v, None)
     assert len(calls) == taken
     attention_forward(Layer(False), q, k, v, None, softcap=3.0)
