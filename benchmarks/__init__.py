@@ -8,5 +8,6 @@ ON_GPU = (*FAMILIES, "adamw")
 OWN = {
     "adamw": "benchmarks.adamw.speed",
     "adamw-loss": "benchmarks.adamw.loss",
+    "generate": "benchmarks.generate",
     "step": "benchmarks.step",
 }

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import memory, report, suites, timing
+from benchmarks import generate, memory, report, suites, timing
 from benchmarks.__main__ import main, parse
 from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, Skip
 from benchmarks.harness import COPY, Result, copy_of, run_case
@@ -374,6 +374,26 @@ def test_adamw_writes_rows_and_goals(tmp_path):
     assert contenders == ["torch fused", "fusedops float32", "fusedops int8", "copy"]
     assert [goal["what"] for goal in document["goals"]] == ["fusedops int8 over torch fused"]
     assert all(row["median_s"] > 0 for row in document["rows"])
+
+
+def test_generate_writes_times_tokens_and_what_ran(tmp_path):
+    path = tmp_path / "out.json"
+    assert main(["generate", "--quick", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * len(generate.LEFT)  # a DynamicCache and a StaticCache
+    for row in rows:
+        assert 0 < row["first_token_s"] < row["total_s"]
+        assert 0 < row["token_p50_s"] <= row["token_p95_s"] <= row["token_p99_s"]
+        assert 0 <= row["equal_tokens"] <= row["new_tokens"] == generate.QUICK.new
+        ours = row["attention"].get("fusedops::attention_forward", 0)
+        assert (ours == 0) == (row["contender"] == generate.BASE)
+    base = [row for row in rows if row["contender"] == generate.BASE]
+    assert all(row["equal_tokens"] == row["new_tokens"] for row in base)
+
+
+def test_equal_tokens_end_at_the_first_that_differs():
+    assert generate._equal([1, 2, 3, 4], [1, 2, 9, 4]) == 2
+    assert generate._equal([1, 2], [1, 2]) == 2
 
 
 def test_command_writes_both_allocators(tmp_path):

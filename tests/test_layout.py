@@ -114,6 +114,7 @@ SHARED = {
         "case.py",
         "ceilings.py",
         "cuda.py",
+        "generate.py",
         "gpu.py",
         "harness.py",
         "memory.py",
