@@ -16,6 +16,7 @@ bool has_brgemm() {
   std::vector<float> c(kEdge * kEdge);
   try {
     brgemm(kEdge, kEdge, kEdge, kEdge, kEdge, kEdge, false, a.data(), b.data(), c.data());
+    at::native::cpublas::brgemm_release();
     return true;
   } catch (const c10::Error&) {
     return false;
