@@ -19,7 +19,6 @@ from fuzzing import (
     NOT_FLOATS,
     NOT_OURS,
     RECEIVED,
-    SIZES,
     Call,
     Drawn,
     Redrawn,
@@ -49,12 +48,13 @@ MOST = 1 << 17  # multiply-adds of q k^T
 
 F16, F64 = torch.float16, torch.float64
 DTYPES = st.sampled_from([F32, BF16, F16, F32, BF16, F16, F64])
-LENGTHS = st.integers(1, 9) | st.sampled_from([size for size in SIZES if size < 5000])
-WIDTHS = st.integers(1, 9) | st.sampled_from([0, 16, 31, 32, 40, 64, 65, 80, 127, 128, 130])
-HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1), (6, 2)] * 3 + [(0, 0), (0, 1)])  # q's, k's
-SIDES = st.sampled_from([-1, -1, 0, 1, 2, 5, 40, 2**40])  # of a window
-SCALES = st.sampled_from([None, None, 0.05, 0.0, -0.5, 2.0])
-DROPOUTS = st.sampled_from([0.0, 0.0, 0.0, 0.3, 1.0])
+# The first of a list is the simplest, to which hypothesis comes back often: nothing degenerate.
+LENGTHS = st.sampled_from([5, 17, 40, 3, 65, 2, 33, 8, 16, 1, 70, 130, 64, 257, 0, 1031, 4099])
+WIDTHS = st.sampled_from([8, 5, 40, 3, 16, 31, 2, 64, 32, 1, 65, 80, 127, 128, 130, 0])
+HEADS = st.sampled_from([(4, 2), (2, 2), (3, 1), (1, 1), (6, 2)] * 3 + [(0, 0), (0, 1)])  # q's, k's
+SIDES = st.sampled_from([5, 2, 0, -1, 1, 40, -1, 2**40])  # of a window
+SCALES = st.sampled_from([None, 0.05, None, -0.5, 2.0, None, 0.05, 0.0])
+DROPOUTS = st.sampled_from([0.0, 0.0, 0.3] * 4 + [1.0])
 KEPT = {"out": slice(1), "lse": slice(1, 2), "both": slice(2)}
 
 # Eager code multiplies what is hidden by 0, where a NaN stays one; the kernels skip some of it.
@@ -95,11 +95,11 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
     """A call that the function's docstring allows."""
     dtype, width, v_width, (heads, kv_heads) = (draw(s) for s in (DTYPES, WIDTHS, WIDTHS, HEADS))
     ours = op == "attention"
-    varlen = ours and draw(st.integers(0, 2)) == 0
+    varlen = ours and draw(st.integers(0, 3)) == 3
     lead = (
         (1,)
         if varlen
-        else draw(st.sampled_from([(1,), (2,), (3,)] * 4 + [(0,)] if ours else LEADS))
+        else draw(st.sampled_from([(2,), (1,), (3,)] * 4 + [(0,)] if ours else LEADS))
     )
     most //= max(1, math.prod(lead) * heads * max(width, v_width))
     queries = min(draw(LENGTHS), most)
@@ -129,14 +129,14 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
         )
     arguments |= options
     leaves = [k for k, v in arguments.items() if isinstance(v, Drawn) and v.dtype.is_floating_point]
-    wanted = draw(st.sets(st.sampled_from(leaves)) | st.just(set(leaves)))
+    wanted = draw(st.just(set(leaves)) | st.sets(st.sampled_from(leaves)))
     if arguments.get("kept") == "lse":
         wanted -= {"v"}
     return Call(op, arguments, frozenset(wanted), draw(st.sampled_from(list(RECEIVED))))
 
 
 NAMES = {"attention": ("q", "k", "v"), "scaled_dot_product_attention": ("query", "key", "value")}
-LEADS = [(), (1,), (2,), (2, 2), (1, 3)] * 3 + [(0,)]
+LEADS = [(2,), (), (1,), (2, 2), (1, 3)] * 3 + [(0,)]
 HIDE = {"causal", "is_causal", "window", "bias", "attn_mask"}
 
 
@@ -162,7 +162,7 @@ def options_beyond_torchs(draw, heads, keys, dtype) -> dict[str, Any]:
         "window": draw(st.none() | st.tuples(SIDES, SIDES)),
         "softcap": draw(st.sampled_from([None, None, 0.5, 30.0])),
         "sinks": draw(st.none() | sinks),
-        "kept": draw(st.sampled_from(["out", "both", "lse" if keys else "both"])),
+        "kept": draw(st.sampled_from(["both", "out", "lse" if keys else "both"])),
     }
 
 
@@ -172,7 +172,7 @@ def sequences(draw: st.DrawFn, queries: int, keys: int, whole: bool) -> dict[str
     count = draw(st.integers(int(whole), 4))
     found: dict[str, Any] = {}
     for name, tokens in (("q", queries), ("k", keys)):
-        ends = sorted(draw(st.integers(0, tokens)) for _ in range(count))
+        ends = sorted(tokens - draw(st.integers(0, tokens)) for _ in range(count))
         if whole:
             ends[-1] = tokens
         found[f"cu_seqlens_{name}"] = Ends(

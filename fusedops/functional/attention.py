@@ -115,7 +115,13 @@ def scaled_dot_product_attention(
         whole = *shape[:-1], key.shape[-2]
         query, key, value = map(_in_four, (query, key, value))
         if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
-            attn_mask = _in_four(attn_mask.expand(whole))
+            try:
+                attn_mask = _in_four(attn_mask.expand(whole))
+            except RuntimeError:
+                raise RuntimeError(
+                    "scaled_dot_product_attention: attn_mask must broadcast to the scores "
+                    f"{list(whole)}, got {list(attn_mask.shape)}"
+                ) from None
     out, _ = _attention(
         query, key, value, is_causal, None, None, None, attn_mask, scale, dropout_p, None, None,
         None, None, True,
