@@ -96,6 +96,11 @@ def scaled_dot_product_attention(
         raise RuntimeError(
             "scaled_dot_product_attention: attn_mask must be None with is_causal=True, got a tensor"
         )
+    for name, t in {"query": query, "key": key, "value": value}.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(
+                f"scaled_dot_product_attention: {name} must be a tensor, got {type(t).__name__}"
+            )
     if query.dim() < 2 or key.dim() != query.dim() or value.dim() != query.dim():
         raise RuntimeError(
             "scaled_dot_product_attention: query, key and value must be [..., length, width] of as "
@@ -107,19 +112,29 @@ def scaled_dot_product_attention(
             f"{query.shape[-3]}, got {key.shape[-3]}"
         )
     shape = query.shape
-    if query.dim() != 4:
-        query, key, value = (
-            t.reshape(-1, *t.shape[-3:]) if t.dim() > 2 else t[None, None]
-            for t in (query, key, value)
-        )
-        if attn_mask is not None and attn_mask.dim() > 4:
-            whole = *shape[:-1], key.shape[-2]
-            attn_mask = attn_mask.expand(whole).reshape(query.shape[0], *whole[-3:])
+    if len(shape) != 4:
+        whole = *shape[:-1], key.shape[-2]
+        query, key, value = map(_in_four, (query, key, value))
+        if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
+            try:
+                attn_mask = _in_four(attn_mask.expand(whole))
+            except RuntimeError:
+                raise RuntimeError(
+                    "scaled_dot_product_attention: attn_mask must broadcast to the scores "
+                    f"{list(whole)}, got {list(attn_mask.shape)}"
+                ) from None
     out, _ = _attention(
         query, key, value, is_causal, None, None, None, attn_mask, scale, dropout_p, None, None,
         None, None, True,
     )  # fmt: skip
     return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
+
+
+def _in_four(t: Tensor) -> Tensor:
+    """[..., heads, length, width] or [length, width] as [batch, heads, length, width]."""
+    if t.dim() > 4:
+        return t.flatten(0, -4)
+    return t[None] if t.dim() == 3 else t[None, None]
 
 
 def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths_and_side):
