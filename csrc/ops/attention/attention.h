@@ -6,6 +6,7 @@
 // [B, Hq, Sq], float64 (a rounding of it would be one of all of a row's gradients), with the sink.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <tuple>
 
@@ -18,6 +19,8 @@ using Numbers = c10::ArrayRef<double>;
 using OutAndLse = std::tuple<Tensor, Tensor>;
 using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+constexpr int64_t kWidest = int64_t{1} << 61;  // of a window: no sum of places overflows
+
 struct AttentionOptions {
   double scale, softcap, dropout_p;  // softcap 0: none
   int64_t left, right;               // -1: open
@@ -29,8 +32,8 @@ struct AttentionOptions {
       : scale(scale),
         softcap(softcap),
         dropout_p(dropout_p),
-        left(left),
-        right(right),
+        left(std::min(left, kWidest)),
+        right(std::min(right, kWidest)),
         bottom_right(bottom_right) {}
   // Those of a kernel operator.
   AttentionOptions(Numbers how, at::IntArrayRef window, bool bottom_right)

@@ -69,12 +69,9 @@ struct Scores {
 template <class T>
 inline __attribute__((always_inline)) Floats exp_under(const Floats& x, float factor, float most) {
   const Vec times(factor), under(most);
-  if constexpr (kQuick<T>) {
-    return {exp_of<T>(at::vec::fmsub(x.lo, times, under), Vec(1.f)),
-            exp_of<T>(at::vec::fmsub(x.hi, times, under), Vec(1.f))};
-  }
-  return {exp_of_many(as_rounded(x.lo * times) - under),
-          exp_of_many(as_rounded(x.hi * times) - under)};
+  const Vec lo = as_rounded(x.lo * times) - under, hi = as_rounded(x.hi * times) - under;
+  if constexpr (kQuick<T>) return {exp_of<T>(lo, Vec(1.f)), exp_of<T>(hi, Vec(1.f))};
+  return {exp_of_many(lo), exp_of_many(hi)};
 }
 
 // The largest of x [0, n). A NaN is passed over: it comes back in the sum.
@@ -184,8 +181,6 @@ void add_weighted(const ScoreRow& of, const ScoreMap& map, const float* dp, Soft
 
 template <bool kCapped, class T>
 void add_gradients(const ScoreRow& of, const ScoreMap& map, const GradientRow& to, T* p, T* da) {
-  clear_unseen(of, p);
-  clear_unseen(of, da);
   if (of.begin >= of.end) return;
   const Row row(of, map);
   each_step(of.end - of.begin, [&](int64_t i, auto part) {
@@ -218,9 +213,11 @@ void add_products(const ScoreRow& row, const ScoreMap& map, const float* dp, Sof
 void score_gradients(const ScoreRow& row, const ScoreMap& map, const GradientRow& to) {
   const auto add = [&]<class T>(T) {
     auto *const p = static_cast<T*>(to.p), *const da = static_cast<T*>(to.da);
+    clear_unseen(row, p);
+    clear_unseen(row, da);
     if (to.share == 0) {  // no key is seen, or a sink has all
-      std::fill(p, p + row.n, T(0));
-      std::fill(da, da + row.n, T(0));
+      std::fill(p + row.begin, p + row.end, T(0));
+      std::fill(da + row.begin, da + row.end, T(0));
       return;
     }
     map.softcap != 0 ? add_gradients<true>(row, map, to, p, da)
