@@ -162,8 +162,8 @@ def _obstacle(
 
 
 def _pays(query: Tensor, key: Tensor) -> bool:
-    """Whether `attention` takes no longer than sdpa: on CPUs as one thread of an AMD EPYC (a step of
-    generation) and of an Intel Xeon (forward and backward) was measured.
+    """Whether `attention` takes no longer than sdpa: on CPUs as one thread was measured, of an AMD
+    EPYC (a step of generation) and of an Intel Xeon (forward and backward).
     """
     queries, keys = query.shape[2], key.shape[2]
     if query.device.type != "cpu":
