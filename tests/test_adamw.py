@@ -76,7 +76,7 @@ def test_bias_corrections(backend, taken):
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 def test_large_steps_are_as_exact_as_small_ones(backend, moments):
-    check(step_of([(600,)], moments=moments, lr=100.0, backend=backend), backend)
+    check(step_of([(6000,)], moments=moments, lr=100.0, backend=backend), backend)
 
 
 def test_steps_and_groups_of_each_tensor(backend):

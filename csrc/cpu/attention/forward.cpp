@@ -7,7 +7,6 @@
 // head and a tile of scores, a thread.
 
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
 #include "csrc/cpu/attention/heads.h"
@@ -164,12 +163,7 @@ OutAndLse attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
     lse.fill_(-std::numeric_limits<float>::infinity());
   }
   auto* const lses = lse.mutable_data_ptr<double>();
-  // The backward makes the scores again, by the same products, or its probabilities would have
-  // another sum.
-  const bool trains =
-      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() ||
-                                     (given(bias) && bias->requires_grad()));
-  if (!trains && decodes(problem)) {
+  if (decodes(problem)) {
     decode(problem, Heads(out), lses);
   } else if (multiplies_bfloat16(q.scalar_type())) {
     forward<BFloat16>(problem, Heads(out), lses);
