@@ -229,22 +229,22 @@ def test_a_traced_gradient(op):
 @HOW
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_double_backward(op, options, dtype):
+    """Over many inputs at once: few large terms make up a result, rounded now well, now ill."""
     args, of, ours, reference = arguments(dtype, rows=30)[op]
+    inputs = [[a * (1 + 0.01 * torch.randn_like(a)) for a in args] for _ in range(48)]
 
-    def second(run, to, order=slice(None)):
-        leaves = [a.to(to).requires_grad_() for a in args]
-        in_order = [a[:, order] if a.dim() == 2 else a for a in leaves]
-        loss = of(run, **OPTIONS[options])(*in_order)
-        first = torch.autograd.grad((loss**2).sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
+    def second(run, to):
+        found = []
+        for one in inputs:
+            leaves = [a.to(to).requires_grad_() for a in one]
+            loss = of(run, **OPTIONS[options])(*leaves)
+            first = torch.autograd.grad((loss**2).sum(), leaves, create_graph=True)
+            found.append(torch.autograd.grad(sum((g**2).sum() for g in first), leaves))
+        return [torch.stack(gradients) for gradients in zip(*found, strict=True)]
 
-    found, exact = second(ours, dtype), second(reference, F64)
-    eager = [second(reference, dtype)]
-    if op == "linear_cross_entropy":  # its roundings anew, by other orders of the features
-        features = args[0].shape[-1]
-        eager += [second(reference, dtype, torch.randperm(features)) for _ in range(8)]
-    for one, right, *draws in zip(found, exact, *eager, strict=True):
-        assert None in [yardstick(one, draw, right) for draw in draws]
+    found, eager, exact = second(ours, dtype), second(reference, dtype), second(reference, F64)
+    for values in zip(found, eager, exact, strict=True):
+        assert yardstick(*values) is None
 
 
 @OPS
