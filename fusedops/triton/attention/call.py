@@ -1,0 +1,175 @@
+"""What the launches of a call have in common, and the tiles that they run.
+
+Loads go through plain pointers, which take any strides and any place in memory that a tensor of
+16 bytes' alignment allows or does not: descriptors would need both, and a second path beside them.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fusedops.triton.tile import dropout_arguments
+
+WIDEST = 512
+LOG2E = 1.4426950408889634
+# Arguments whose values no kernel is compiled for.
+NOT_SPECIALIZED = (
+    *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's arguments, as the kernels take them."""
+
+    q: Tensor  # [B, Hq, Sq, D], as k and v with rows that lie side by side
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None  # expanded to [B, Hq, Sq, Sk]
+    sinks: Tensor | None  # float64
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+    how: Sequence[float]  # scale, softcap, dropout_p
+    window: Sequence[int]
+    bottom_right: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        seed: Tensor | None,
+        how: Sequence[float],
+        window: Sequence[int],
+        bottom_right: bool,
+    ) -> "Call":
+        if bias is not None:
+            bias = bias.expand(*q.shape[:3], k.shape[2])
+        if sinks is not None:
+            sinks = sinks.to(torch.float64).contiguous()
+        lengths = (None if t is None else t.contiguous() for t in (cu_seqlens_q, cu_seqlens_k))
+        rows = (side_by_side(t) for t in (q, k, v))
+        return cls(*rows, bias, sinks, *lengths, seed, how, window, bottom_right)
+
+    @property
+    def sequences(self) -> int:
+        """Of tokens that lie one after another."""
+        return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def width(self) -> int:
+        """The wider of q's and v's, as the kernels have it."""
+        return max(padded(self.q.shape[3]), padded(self.v.shape[3]))
+
+    @property
+    def rich(self) -> bool:
+        """Whether the scores need more than their products and places."""
+        _, softcap, dropout_p = self.how
+        return self.bias is not None or softcap != 0 or dropout_p != 0
+
+    @property
+    def additive(self) -> bool:
+        return self.bias is not None and self.bias.dtype != torch.bool
+
+    @property
+    def map(self) -> str:
+        """How products become scores, as `curved` has it. Folded, they are rounded once more than
+        eager's where a scale is a power of 2: nothing in 16 bits, too much in float32."""
+        scale, softcap, _ = self.how
+        if softcap != 0:
+            return "capped"
+        folds = self.q.dtype != torch.float32 and scale > 0 and not self.additive
+        return "folded" if folds else "scaled"
+
+    @property
+    def curve(self) -> tuple[float, float]:
+        scale, softcap, _ = self.how
+        inner = {"capped": scale / (softcap or 1), "scaled": scale, "folded": scale * LOG2E}
+        return inner[self.map], softcap
+
+    def blocks(self, rows: int, size: int) -> int:
+        """Of a head: enough for the rows of a batch, or for any lengths of so many sequences, whose
+        first blocks may begin three rows ahead (`block_of`)."""
+        return -(-(rows + 3 * self.sequences) // size) + self.sequences
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that all kernels have."""
+        q, k, v, bias = self.q, self.k, self.v, self.bias
+        seed, threshold, kept_scale = dropout_arguments(self.how[2], self.seed)
+        inner, softcap = self.curve
+        left, right = (None if n < 0 else n for n in self.window)
+        names = ("batch", "head", "row")
+        strides = {
+            f"{name}_{what}": stride
+            for name, t in (("q", q), ("k", k), ("v", v))
+            for what, stride in zip(names, t.stride(), strict=False)
+        }
+        of_bias = (0,) * 4 if bias is None else bias.stride()
+        strides |= dict(
+            zip(("bias_batch", "bias_head", "bias_row", "bias_key"), of_bias, strict=True)
+        )
+        return strides | {
+            "q": q,
+            "k": k,
+            "v": v,
+            "bias": bias,
+            "sinks": self.sinks,
+            "cu_q": self.cu_seqlens_q,
+            "cu_k": self.cu_seqlens_k,
+            "seed": seed,
+            "sequences": self.sequences,
+            "heads": q.shape[1],
+            "group": q.shape[1] // max(k.shape[1], 1),
+            "queries": q.shape[2],
+            "keys": k.shape[2],
+            "inner": inner,
+            "softcap": softcap,
+            "threshold": threshold,
+            "kept_scale": kept_scale,
+            "left": left,
+            "right": right,
+            "MAP": self.map,
+            "BOTTOM_RIGHT": self.bottom_right,
+            "SEQUENCES": triton.next_power_of_2(max(self.sequences, 1)),
+            "WIDTH": q.shape[3],
+            "V_WIDTH": v.shape[3],
+            "D": padded(q.shape[3]),
+            "DV": padded(v.shape[3]),
+        }
+
+
+def has_kernel(q: Tensor, v: Tensor) -> bool:
+    return q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= WIDEST
+
+
+def padded(width: int) -> int:
+    """A dot takes powers of two, of 16 at least."""
+    return max(triton.next_power_of_2(width), 16)
+
+
+def side_by_side(t: Tensor) -> Tensor:
+    return t if t.shape[3] <= 1 or t.stride(3) == 1 else t.contiguous()
+
+
+def outputs_of(operator: Any, *arguments: Any) -> Any:
+    """Of the Meta kernel, which checks the arguments and makes the outputs, on any device."""
+    return operator.redispatch(_keys(torch._C.DispatchKey.Meta), *arguments)
+
+
+def composite(operator: Any, *arguments: Any) -> Any:
+    """An operator's ATen calls: what runs under a key that has no kernel."""
+    return operator.redispatch(_keys(torch._C.DispatchKey.PrivateUse3), *arguments)
+
+
+_keys = functools.cache(torch._C.DispatchKeySet)
