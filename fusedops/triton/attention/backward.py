@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.triton.attention.call import Call, composite, has_kernel, outputs_of, side_by_side
+from fusedops.triton.attention.call import (
+    Call,
+    composite,
+    has_kernel,
+    key_launches,
+    outputs_of,
+    query_tile,
+    side_by_side,
+)
 from fusedops.triton.attention.keys import key_kernel
 from fusedops.triton.attention.queries import query_kernel
-from fusedops.triton.attention.tiles import key_launches, query_tile
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -5,6 +5,7 @@ Loads go through plain pointers, which take any strides and any place in memory 
 """
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,38 @@ from fusedops.triton.tile import dropout_arguments
 
 WIDEST = 512
 LOG2E = 1.4426950408889634
+# M queries by N keys, warps, and stages of loads on their way, by the padded width: of plain calls
+# in 16 bits, then of those with a bias, a dropout or a softcap, which take registers of their own.
+# As large as they are without spilling (checks/machine_code/attention.py). On sm_90 the fast
+# products of 16 bits need 64 rows for four warps.
+FORWARD = {
+    64: ((128, 128, 8, 2), (128, 64, 8, 2)),
+    128: ((128, 64, 8, 2), (64, 64, 8, 2)),
+    256: ((128, 32, 8, 1), (32, 32, 8, 2)),
+    512: ((32, 32, 8, 1), (32, 32, 8, 1)),
+}
+QUERIES = {
+    64: ((128, 64, 8, 2), (64, 32, 8, 2)),
+    128: ((128, 64, 8, 2), (64, 16, 4, 2)),
+    256: ((32, 32, 8, 1), (16, 16, 8, 1)),
+    512: ((32, 16, 8, 1), (16, 16, 8, 1)),
+}
+KEYS = {
+    64: ((128, 64, 8, 1), (32, 32, 4, 1)),
+    128: ((128, 32, 8, 1), (32, 32, 4, 1)),
+    256: ((32, 32, 8, 1), (32, 32, 8, 1)),
+    512: ((32, 16, 8, 1), (32, 16, 8, 1)),
+}
+# Of float32, for all calls.
+FORWARD32 = {128: (64, 16, 8, 1), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)}
+BACKWARD32 = {128: (32, 16, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)}
+# In the interpreter a tile takes its time whatever its size, and numpy rounds by shapes.
+INTERPRETED = {512: (64, 64, 4, 1)}
+WHOLE = 64  # the widest of which a program has both sums, of dk and of dv
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+# All registers that there are: left to itself ptxas spills some to keep to 128. Fusion is triton's
+# default, which 3.9 warns about.
+OPTIONS = {"maxnreg": 255, "enable_fp_fusion": True}
 # Arguments whose values no kernel is compiled for.
 NOT_SPECIALIZED = (
     *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
@@ -147,6 +180,34 @@ class Call:
             "D": padded(q.shape[3]),
             "DV": padded(v.shape[3]),
         }
+
+
+def forward_tile(call: Call, rows: int) -> dict[str, Any]:
+    """rows: of a packed block, where a product has 16 rows at least; 0 for others."""
+    tile = chosen(call, FORWARD, FORWARD32)
+    if not rows:
+        return tile
+    warps = 4 if call.width <= 256 else 8
+    return tile | {"M": min(padded(rows), tile["M"]), "N": min(32, tile["N"]), "num_warps": warps}
+
+
+def query_tile(call: Call) -> dict[str, Any]:
+    return chosen(call, QUERIES, BACKWARD32)
+
+
+def key_launches(call: Call, dk: Tensor | None, dv: Tensor | None) -> list[dict[str, Any]]:
+    """Their tile, and the gradients that each launch makes."""
+    tile = chosen(call, KEYS, BACKWARD32)
+    both = [(None, dv), (dk, None)] if call.width > WHOLE else [(dk, dv)]
+    return [tile | {"dk": k, "dv": v} for k, v in both if k is not None or v is not None]
+
+
+def chosen(call: Call, halves: dict, floats: dict) -> dict[str, Any]:
+    is_float32 = call.q.dtype.itemsize == 4
+    table = INTERPRETED if INTERPRETING else floats if is_float32 else halves
+    entry = next(table[width] for width in table if call.width <= width)
+    tile = entry[call.rich] if table is halves else entry
+    return dict(zip(("M", "N", "num_warps", "num_stages"), tile, strict=True)) | OPTIONS
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:

@@ -19,10 +19,11 @@ from fusedops.triton.attention.call import (
     NOT_SPECIALIZED,
     Call,
     composite,
+    forward_tile,
     has_kernel,
     outputs_of,
 )
-from fusedops.triton.attention.decode import join, parts_of
+from fusedops.triton.attention.decode import empty_parts, join, packed_rows, parts_of
 from fusedops.triton.attention.scores import (
     block_of,
     curved,
@@ -38,7 +39,6 @@ from fusedops.triton.attention.scores import (
     row_products,
     rows_at,
 )
-from fusedops.triton.attention.tiles import forward_tile
 from fusedops.triton.tile import LOWEST
 
 
@@ -74,14 +74,15 @@ def attention_forward(
 
 
 def run(call: Call, out: Tensor, lse: Tensor) -> None:
-    rows, parts = parts_of(call)
-    tile = forward_tile(call)
     batch, heads, queries, _ = call.q.shape
+    rows = packed_rows(call)
+    parts = parts_of(call, rows)
+    tile = forward_tile(call, rows)
     blocks = call.blocks(rows or queries, tile["M"])
-    sums, stats = (out, lse)
+    sums, softmax = (out, lse) if parts == 1 else empty_parts(call, parts)
     forward_kernel[(blocks * batch * (call.k.shape[1] if rows else heads), parts)](
         out=sums,
-        lse=stats,
+        lse=softmax,
         blocks=blocks,
         PACKED=rows > 0,
         SPLIT=parts > 1,
@@ -89,7 +90,7 @@ def run(call: Call, out: Tensor, lse: Tensor) -> None:
         **tile,
     )
     if parts > 1:
-        join(call, sums, stats, out, lse)
+        join(call, sums, softmax, out, lse)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -230,10 +230,13 @@ def move(most, x, curve, MAP: tl.constexpr):
     if MAP == "folded":
         found *= curve[0]
     new = tl.maximum(most, found)
-    if MAP == "folded":
-        return new, tl.exp2(most - new)
-    else:
-        return new, tl.exp2((most - new) * LOG2E)
+    return new, exponential(most - new, MAP)
+
+
+@triton.jit
+def exponential(difference, MAP: tl.constexpr):
+    """Of a difference of two `most`."""
+    return tl.exp2(difference if MAP == "folded" else difference * LOG2E)
 
 
 @triton.jit
