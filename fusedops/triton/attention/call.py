@@ -37,19 +37,20 @@ QUERIES = {
 KEYS = {
     64: ((128, 64, 8, 1), (32, 32, 4, 1)),
     128: ((128, 32, 8, 1), (32, 32, 4, 1)),
-    256: ((32, 32, 8, 1), (32, 32, 8, 1)),
-    512: ((32, 16, 8, 1), (32, 16, 8, 1)),
+    256: ((32, 32, 8, 1), (32, 16, 8, 1)),
+    512: ((32, 16, 8, 1), (16, 16, 8, 1)),
 }
 # Of float32, for all calls.
-FORWARD32 = {128: (64, 16, 8, 1), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)}
-BACKWARD32 = {128: (32, 16, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)}
+FORWARD32 = {256: (32, 16, 8, 1), 512: (16, 16, 8, 1)}
+BACKWARD32 = {512: (16, 16, 8, 1)}
 # In the interpreter a tile takes its time whatever its size, and numpy rounds by shapes.
 INTERPRETED = {512: (64, 64, 4, 1)}
 WHOLE = 64  # the widest of which a program has both sums, of dk and of dv
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-# All registers that there are: left to itself ptxas spills some to keep to 128. Fusion is triton's
-# default, which 3.9 warns about.
-OPTIONS = {"maxnreg": 255, "enable_fp_fusion": True}
+OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
+# Of 16 bits: left to itself ptxas spills some registers to keep to 128; in float32 it does so more
+# if it may have all.
+OPTIONS16 = OPTIONS | {"maxnreg": 255}
 # Arguments whose values no kernel is compiled for.
 NOT_SPECIALIZED = (
     *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
@@ -207,7 +208,9 @@ def chosen(call: Call, halves: dict, floats: dict) -> dict[str, Any]:
     table = INTERPRETED if INTERPRETING else floats if is_float32 else halves
     entry = next(table[width] for width in table if call.width <= width)
     tile = entry[call.rich] if table is halves else entry
-    return dict(zip(("M", "N", "num_warps", "num_stages"), tile, strict=True)) | OPTIONS
+    return dict(zip(("M", "N", "num_warps", "num_stages"), tile, strict=True)) | (
+        OPTIONS if is_float32 else OPTIONS16
+    )
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:
