@@ -57,9 +57,15 @@ class Excuse:
 
 EXCUSES: tuple[Excuse, ...] = (
     Excuse(
-        "query_kernel, attention, * width = 512",
+        "query_kernel, attention, bf16, * width = 512",
         "sm_*",
         "16 rows of a query and a gradient of 512 numbers each are the least that a product takes",
+    ),
+    Excuse("key_kernel, attention, bf16, bias, *", "sm_*", "a few words at widths above 128"),
+    Excuse(
+        "*y_kernel, attention, fp32, *",
+        "sm_*",
+        "what multiplies float32 has all operands in registers; some dozen words do not fit",
     ),
 )
 
