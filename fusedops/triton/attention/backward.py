@@ -81,10 +81,10 @@ def run(
     ds = None if dbias is None else grad.new_zeros((*lse.shape, keys), dtype=torch.float32)
     stats = lse.new_empty((3, *lse.shape), dtype=torch.float32)
     common = call.arguments() | gradient_arguments(grad) | {"scale": call.how[0], "stats": stats}
+    common["grad_lse"] = None if grad_lse is None else grad_lse.contiguous()
     tile = query_tile(call)
     blocks = call.blocks(queries, tile["M"])
     query_kernel[(blocks * batch * heads,)](
-        grad_lse=None if grad_lse is None else grad_lse.contiguous(),
         out=in_order(out),
         lse=lse,
         dq=dq,
@@ -101,7 +101,8 @@ def run(
     if dbias is not None:
         dbias.copy_(ds.sum_to_size(dbias.shape))
     if dsinks is not None:
-        dsinks.copy_(gradient_of_sinks(call.sinks, lse, stats[2]))
+        delta = stats[2] if grad_lse is None else stats[2] - grad_lse
+        dsinks.copy_(gradient_of_sinks(call.sinks, lse, delta))
 
 
 def gradient_arguments(grad: Tensor) -> dict[str, Any]:

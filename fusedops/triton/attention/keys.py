@@ -22,6 +22,7 @@ from fusedops.triton.attention.scores import (
     query_tiles,
     row_products,
     rows_at,
+    score_gradients,
     slope,
 )
 
@@ -36,6 +37,7 @@ def key_kernel(
     cu_k,
     seed,
     grad,
+    grad_lse,
     stats,
     dk,
     dv,
@@ -114,13 +116,13 @@ def key_kernel(
         for n in tl.range(0, end - begin - (whole_end - whole_begin), num_stages=1):
             start = edge(n, begin, whole_begin, whole_end) * M
             keys_sum, values_sum = add_gradients(
-                keys_sum, values_sum, block, values, stats, rows, dk, dv, operands, of_bias, place,
-                start, options, MAP, WIDTH, V_WIDTH, M, True,
+                keys_sum, values_sum, block, values, stats, grad_lse, rows, dk, dv, operands,
+                of_bias, place, start, options, MAP, WIDTH, V_WIDTH, M, True,
             )  # fmt: skip
         for t in range(whole_begin, whole_end):
             keys_sum, values_sum = add_gradients(
-                keys_sum, values_sum, block, values, stats, rows, dk, dv, operands, of_bias, place,
-                t * M, options, MAP, WIDTH, V_WIDTH, M, False,
+                keys_sum, values_sum, block, values, stats, grad_lse, rows, dk, dv, operands,
+                of_bias, place, t * M, options, MAP, WIDTH, V_WIDTH, M, False,
             )  # fmt: skip
 
     live = (r >= 0) & (r < n_k)
@@ -142,6 +144,7 @@ def add_gradients(
     keys,
     values,
     stats,
+    grad_lse,
     rows,
     dk,
     dv,
@@ -194,7 +197,10 @@ def add_gradients(
         )
         if drop[0] is not None:
             dp *= factor
-        d = p * (dp - delta)
+        of_lse = None
+        if grad_lse is not None:
+            of_lse = tl.load(grad_lse + row + i, live, 0).to(tl.float32)
+        d = score_gradients(p, dp, delta, of_lse)
         if MAP == "capped":
             d *= slope(plain, curve)
         keys_sum += product(tl.trans(d.to(queries.dtype)), queries)

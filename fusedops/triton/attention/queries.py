@@ -26,6 +26,7 @@ from fusedops.triton.attention.scores import (
     product,
     row_products,
     rows_at,
+    score_gradients,
     slope,
 )
 from fusedops.triton.tile import LOG2E, LOWEST
@@ -146,27 +147,26 @@ def query_kernel(
         to = out + ((batch * queries + from_q) * heads + h) * V_WIDTH
         result = load_rows(to, heads * V_WIDTH, first, n_q, M, V_WIDTH, DV, True)
         delta = tl.sum(result.to(tl.float32) * do.to(tl.float32), 1, keep_dims=True)
-    if grad_lse is not None:
-        delta -= tl.load(grad_lse + row).to(tl.float32)
     rows = (tl.num_programs(0) // blocks).to(tl.int64) * queries
     tl.store(stats + row, base, live)
     tl.store(stats + rows + row, share, live)
     tl.store(stats + 2 * rows + row, delta, live)
 
     if dq is not None or ds is not None:
+        of_lse = None if grad_lse is None else tl.load(grad_lse + row).to(tl.float32)
         sums = tl.zeros([M, D], tl.float32)
         if ds is not None:
             ds += row * keys + k_begin
         for n in tl.range(0, edges, num_stages=1):
             start = edge(n, begin, whole_begin, whole_end) * N - ahead
             sums = add_gradient(
-                sums, base, share, delta, block, do, ds, live, operands, place, start, options,
-                MAP, WIDTH, V_WIDTH, N, True,
+                sums, base, share, delta, of_lse, block, do, ds, live, operands, place, start,
+                options, MAP, WIDTH, V_WIDTH, N, True,
             )  # fmt: skip
         for t in range(whole_begin, whole_end):
             sums = add_gradient(
-                sums, base, share, delta, block, do, ds, live, operands, place, t * N - ahead,
-                options, MAP, WIDTH, V_WIDTH, N, False,
+                sums, base, share, delta, of_lse, block, do, ds, live, operands, place,
+                t * N - ahead, options, MAP, WIDTH, V_WIDTH, N, False,
             )  # fmt: skip
         if dq is not None:
             d = tl.arange(0, D)[None, :]
@@ -248,6 +248,7 @@ def add_gradient(
     base,
     share,
     delta,
+    of_lse,
     block,
     do,
     ds,
@@ -267,7 +268,7 @@ def add_gradient(
         block, do, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, EDGE
     )
     curve = options[1]
-    d = exponentials(s, base, curve, MAP) * share * (dp - delta)
+    d = score_gradients(exponentials(s, base, curve, MAP) * share, dp, delta, of_lse)
     if ds is not None:
         j = start + tl.arange(0, N)[None, :]
         tl.store(ds + j, d, live & (j >= 0) & (j < place[3]))

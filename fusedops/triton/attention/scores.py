@@ -272,3 +272,15 @@ def slope(s, curve):
     """d softcap tanh(a / softcap) / da of a score before its bias."""
     bent = s / curve[1]
     return 1 - bent * bent
+
+
+@triton.jit
+def score_gradients(p, dp, delta, of_lse):
+    """Those of scores with their bias. delta: the sum of p dp; of_lse: lse's gradient, or None.
+
+    By two steps: where one key has all of p, dp less the sum is 0 and not its rounding.
+    """
+    d = dp - delta
+    if of_lse is not None:
+        d += of_lse
+    return p * d
