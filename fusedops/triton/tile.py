@@ -35,12 +35,30 @@ def dropout(t, seed, threshold, scale, row, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
-    """Within a few ulp: a polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) cancels."""
+def exact_exp(x):
+    """Within 1.3 ulp of any x up to 80, where exp2(x LOG2E) has one more for each 1.5 of x: the
+    powers of 2 are split off before a product is rounded. Of less than -150 it is 0."""
+    x = tl.where(x < -150, -150.0, x)  # of -inf the rest would be NaN
+    n = tl.floor(x * LOG2E + 0.5)
+    rest = tl.fma(n, -0.693145751953125, x)  # ln 2: 16 bits of it, so that n times them is exact
+    rest = tl.fma(n, -1.4286068203094172e-6, rest)
+    return tl.exp2(n) * tl.exp2(rest * LOG2E)
+
+
+@triton.jit
+def tanh(x, EXACT: tl.constexpr = False):
+    """Within 2 ulp: a polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) cancels. EXACT: within 1.1,
+    as the sum in the divisor is taken without its rounding."""
     size, square = tl.abs(x), x * x
     p = tl.fma(square, -0.00661576, 0.02131275)
     p = tl.fma(p, square, -0.05391007)
     p = tl.fma(p, square, 0.13333118)
     p = tl.fma(p, square, -0.33333332)
-    large = 1 - 2 / (1 + tl.exp2(size * (2 * LOG2E)))
+    if EXACT:
+        power = exact_exp(2 * tl.where(size > 10, 10.0, size))
+        divisor = 1 + power
+        share = 2 / divisor
+        large = 1 - (share - share * ((1 - (divisor - power)) / divisor))
+    else:
+        large = 1 - 2 / (1 + tl.exp2(size * (2 * LOG2E)))
     return tl.where(size < 0.55, tl.fma(x, square * p, x), tl.where(x < 0, -large, large))

@@ -88,11 +88,12 @@ def join_kernel(
     acc = tl.zeros([DV], tl.float32)
     most = tl.full([], LOWEST, tl.float32)
     total = tl.full([], 0.0, tl.float32)
+    exact: tl.constexpr = out.dtype.element_ty == tl.float32
     for part in range(0, parts):
         at = part * rows.to(tl.int64) + row
         largest = tl.load(softmax + 2 * at)
         new = tl.maximum(most, largest)
-        before, now = exponential(most - new, MAP), exponential(largest - new, MAP)
+        before, now = exponential(most - new, MAP, exact), exponential(largest - new, MAP, exact)
         acc = acc * before + tl.load(sums + at * V_WIDTH + d, d < V_WIDTH, 0) * now
         total = total * before + tl.load(softmax + 2 * at + 1) * now
         most = new

@@ -176,7 +176,8 @@ def forward_kernel(
 
     ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
     offset = n_k - (queries if PACKED else n_q) if BOTTOM_RIGHT else 0
-    window, curve = (left, right, offset), (inner, softcap)
+    window = left, right, offset
+    curve = inner, softcap, q.dtype.element_ty == tl.float32
     operands = at, live, k, k_row, v, v_row, bias, bias_key
     place = row, i, k_begin, n_k
     options = window, curve, (seed, threshold, kept_scale)

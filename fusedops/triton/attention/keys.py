@@ -95,7 +95,8 @@ def key_kernel(
     values = load_rows(v, v_row, first, n_k, N, V_WIDTH, DV, True)
     r = first + tl.arange(0, N)[:, None]
     offset = n_k - n_q if BOTTOM_RIGHT else 0
-    window, curve = (left, right, offset), (inner, softcap)
+    window = left, right, offset
+    curve = inner, softcap, q.dtype.element_ty == tl.float32
     options = window, curve, (seed, threshold, kept_scale)
     begin, end, whole_begin, whole_end = query_tiles(
         first, tl.minimum(first + N, n_k) - 1, window, n_q, M
@@ -170,7 +171,7 @@ def add_gradients(
     live = i < n_q
     queries = load_rows(q, q_row, start, n_q, M, WIDTH, keys.shape[1], EDGE)
     do = load_rows(grad, grad_row, start, n_q, M, V_WIDTH, values.shape[1], EDGE)
-    base = tl.load(stats + row + i, live, 0)
+    base = tl.load(stats + row + i, live, float("inf"))  # whatever the bias of the row before it
     share = tl.load(stats + rows + row + i, live, 0)
     delta = tl.load(stats + 2 * rows + row + i, live, 0)
     if bias is not None:

@@ -113,7 +113,8 @@ def query_kernel(
     do = load_rows(grad, grad_row, first, n_q, M, V_WIDTH, DV, True)
     ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
     offset = n_k - n_q if BOTTOM_RIGHT else 0
-    window, curve = (left, right, offset), (inner, softcap)
+    window = left, right, offset
+    curve = inner, softcap, q.dtype.element_ty == tl.float32
     place = row, i, k_begin, n_k
     at_q, there = rows_at(q, q_row, first, n_q, M)
     at_grad, _ = rows_at(grad, grad_row, first, n_q, M)

@@ -8,7 +8,7 @@ sequence.
 import triton
 import triton.language as tl
 
-from fusedops.triton.tile import LOG2E, dropout, tanh
+from fusedops.triton.tile import LOG2E, dropout, exact_exp, tanh
 
 PIECE = tl.constexpr(16)  # of a row's width, in float32
 
@@ -183,11 +183,12 @@ def curved(x, curve, MAP: tl.constexpr):
     """The scores of products x before a bias.
 
     curve: (scale / softcap, softcap), (scale, 0), or (scale log2 e, 0) of MAP "folded", which
-    leaves products as they are, for `exponentials` to scale; others have the formula's scores.
+    leaves products as they are, for `exponentials` to scale; others have the formula's scores. Then
+    whether all is float32, and functions are to be as exact as eager's.
     """
-    inner, softcap = curve
+    inner, softcap, exact = curve
     if MAP == "capped":
-        return tanh(x * inner) * softcap
+        return tanh(x * inner, exact) * softcap
     elif MAP == "scaled":
         return x * inner
     else:
@@ -219,7 +220,7 @@ def exponentials(x, most, curve, MAP: tl.constexpr):
     if MAP == "folded":
         return tl.exp2(x * (curve[0]) - most)
     else:
-        return tl.exp2((x - most) * LOG2E)
+        return exponential(x - most, MAP, curve[2])
 
 
 @triton.jit
@@ -230,13 +231,18 @@ def move(most, x, curve, MAP: tl.constexpr):
     if MAP == "folded":
         found *= curve[0]
     new = tl.maximum(most, found)
-    return new, exponential(most - new, MAP)
+    return new, exponential(most - new, MAP, curve[2])
 
 
 @triton.jit
-def exponential(difference, MAP: tl.constexpr):
-    """Of a difference of two `most`."""
-    return tl.exp2(difference if MAP == "folded" else difference * LOG2E)
+def exponential(difference, MAP: tl.constexpr, EXACT: tl.constexpr):
+    """Of a difference of two `most`, or of a score and one."""
+    if MAP == "folded":
+        return tl.exp2(difference)
+    elif EXACT:
+        return exact_exp(difference)
+    else:
+        return tl.exp2(difference * LOG2E)
 
 
 @triton.jit
