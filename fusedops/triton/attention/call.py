@@ -37,20 +37,25 @@ QUERIES = {
 KEYS = {
     64: ((128, 64, 8, 1), (32, 32, 4, 1)),
     128: ((128, 32, 8, 1), (32, 32, 4, 1)),
-    256: ((32, 32, 8, 1), (32, 16, 8, 1)),
+    256: ((32, 32, 8, 1), (16, 16, 8, 1)),
     512: ((32, 16, 8, 1), (16, 16, 8, 1)),
 }
-# Of float32, for all calls.
+# Of float32, for all calls. What multiplies it has all operands of a product in registers.
 FORWARD32 = {256: (32, 16, 8, 1), 512: (16, 16, 8, 1)}
-BACKWARD32 = {512: (16, 16, 8, 1)}
+QUERIES32 = {128: (16, 16, 4, 1), 256: (16, 16, 8, 1), 512: (8, 16, 8, 1)}
+KEYS32 = {
+    64: (16, 16, 8, 1),
+    128: (16, 16, 4, 1),
+    256: (16, 16, 8, 1),
+    512: (16, 8, 8, 1),
+}
 # In the interpreter a tile takes its time whatever its size, and numpy rounds by shapes.
 INTERPRETED = {512: (64, 64, 4, 1)}
 WHOLE = 64  # the widest of which a program has both sums, of dk and of dv
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
-# Of 16 bits: left to itself ptxas spills some registers to keep to 128; in float32 it does so more
-# if it may have all.
-OPTIONS16 = OPTIONS | {"maxnreg": 255}
+# enable_fp_fusion is triton's default, which 3.9 warns about. Left to itself ptxas spills some
+# registers to keep to 128, or to 80.
+OPTIONS = {"enable_fp_fusion": True, "maxnreg": 255}
 # Arguments whose values no kernel is compiled for.
 NOT_SPECIALIZED = (
     *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
@@ -193,12 +198,12 @@ def forward_tile(call: Call, rows: int) -> dict[str, Any]:
 
 
 def query_tile(call: Call) -> dict[str, Any]:
-    return chosen(call, QUERIES, BACKWARD32)
+    return chosen(call, QUERIES, QUERIES32)
 
 
 def key_launches(call: Call, dk: Tensor | None, dv: Tensor | None) -> list[dict[str, Any]]:
     """Their tile, and the gradients that each launch makes."""
-    tile = chosen(call, KEYS, BACKWARD32)
+    tile = chosen(call, KEYS, KEYS32)
     both = [(None, dv), (dk, None)] if call.width > WHOLE else [(dk, dv)]
     return [tile | {"dk": k, "dv": v} for k, v in both if k is not None or v is not None]
 
@@ -208,9 +213,7 @@ def chosen(call: Call, halves: dict, floats: dict) -> dict[str, Any]:
     table = INTERPRETED if INTERPRETING else floats if is_float32 else halves
     entry = next(table[width] for width in table if call.width <= width)
     tile = entry[call.rich] if table is halves else entry
-    return dict(zip(("M", "N", "num_warps", "num_stages"), tile, strict=True)) | (
-        OPTIONS if is_float32 else OPTIONS16
-    )
+    return dict(zip(("M", "N", "num_warps", "num_stages"), tile, strict=True)) | OPTIONS
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:

@@ -96,7 +96,9 @@ def key_kernel(
     r = first + tl.arange(0, N)[:, None]
     offset = n_k - n_q if BOTTOM_RIGHT else 0
     window = left, right, offset
-    curve = inner, softcap, q.dtype.element_ty == tl.float32
+    curve = inner, softcap, None
+    if q.dtype.element_ty == tl.float32:
+        curve = inner, softcap, 1
     options = window, curve, (seed, threshold, kept_scale)
     begin, end, whole_begin, whole_end = query_tiles(
         first, tl.minimum(first + N, n_k) - 1, window, n_q, M
@@ -177,7 +179,11 @@ def add_gradients(
     if bias is not None:
         bias += to_head + tl.minimum(i, n_q - 1).to(tl.int64) * bias_row
     x = row_products(
-        queries, rows_at(q, q_row, start, n_q, M), keys, rows_at(k, k_row, first, n_k, N), WIDTH
+        queries,
+        rows_at(q, q_row, start, n_q, M),
+        keys,
+        rows_at(k, k_row, first, n_k, N),
+        WIDTH,
     )
     plain = curved(x, curve, MAP)
     s = masked(plain, bias, bias_key, i, j, window, n_k, EDGE)

@@ -114,7 +114,9 @@ def query_kernel(
     ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
     offset = n_k - n_q if BOTTOM_RIGHT else 0
     window = left, right, offset
-    curve = inner, softcap, q.dtype.element_ty == tl.float32
+    curve = inner, softcap, None
+    if q.dtype.element_ty == tl.float32:
+        curve = inner, softcap, 1
     place = row, i, k_begin, n_k
     at_q, there = rows_at(q, q_row, first, n_q, M)
     at_grad, _ = rows_at(grad, grad_row, first, n_q, M)
@@ -208,8 +210,9 @@ def products(
     window, curve, drop = options
     keys = load_rows(k, k_row, start, n_k, N, WIDTH, block.shape[1], EDGE)
     values = load_rows(v, v_row, start, n_k, N, V_WIDTH, do.shape[1], EDGE)
-    x = row_products(block, (at_q, there), keys, rows_at(k, k_row, start, n_k, N), WIDTH)
-    dp = row_products(do, (at_grad, there), values, rows_at(v, v_row, start, n_k, N), V_WIDTH)
+    at_k, at_v = rows_at(k, k_row, start, n_k, N), rows_at(v, v_row, start, n_k, N)
+    x = row_products(block, (at_q, there), keys, at_k, WIDTH)
+    dp = row_products(do, (at_grad, there), values, at_v, V_WIDTH)
     j = start + tl.arange(0, N)[None, :]
     plain = curved(x, curve, MAP)
     s = masked(plain, bias, bias_key, i, j, window, n_k, EDGE)

@@ -184,11 +184,12 @@ def curved(x, curve, MAP: tl.constexpr):
 
     curve: (scale / softcap, softcap), (scale, 0), or (scale log2 e, 0) of MAP "folded", which
     leaves products as they are, for `exponentials` to scale; others have the formula's scores. Then
-    whether all is float32, and functions are to be as exact as eager's.
+    None, or 1 in float32, whose functions are to be as exact as eager's; a bool would be an `if` in
+    machine code.
     """
     inner, softcap, exact = curve
     if MAP == "capped":
-        return tanh(x * inner, exact) * softcap
+        return tanh(x * inner, exact is not None) * softcap
     elif MAP == "scaled":
         return x * inner
     else:
@@ -220,7 +221,7 @@ def exponentials(x, most, curve, MAP: tl.constexpr):
     if MAP == "folded":
         return tl.exp2(x * (curve[0]) - most)
     else:
-        return exponential(x - most, MAP, curve[2])
+        return exponential(x - most, MAP, curve[2] is not None)
 
 
 @triton.jit
@@ -231,7 +232,7 @@ def move(most, x, curve, MAP: tl.constexpr):
     if MAP == "folded":
         found *= curve[0]
     new = tl.maximum(most, found)
-    return new, exponential(most - new, MAP, curve[2])
+    return new, exponential(most - new, MAP, curve[2] is not None)
 
 
 @triton.jit
