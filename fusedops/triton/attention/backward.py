@@ -98,9 +98,9 @@ def run(
     for launch in key_launches(call, dk, dv):
         blocks = call.blocks(keys, launch["N"])
         key_kernel[(blocks * batch * kv_heads,)](blocks=blocks, **common, **launch)
-    if dbias is not None:
+    if dbias is not None and ds is not None:
         dbias.copy_(ds.sum_to_size(dbias.shape))
-    if dsinks is not None:
+    if dsinks is not None and call.sinks is not None:
         delta = stats[2] if grad_lse is None else stats[2] - grad_lse
         dsinks.copy_(gradient_of_sinks(call.sinks, lse, delta))
 

@@ -40,22 +40,31 @@ KEYS = {
     256: ((32, 32, 8, 1), (16, 16, 8, 1)),
     512: ((32, 16, 8, 1), (16, 16, 8, 1)),
 }
-# Of float32, for all calls. What multiplies it has all operands of a product in registers.
-FORWARD32 = {256: (32, 16, 8, 1), 512: (16, 16, 8, 1)}
-QUERIES32 = {128: (16, 16, 4, 1), 256: (16, 16, 8, 1), 512: (8, 16, 8, 1)}
+# Of float32, for all calls, with the registers that a thread may have: what multiplies it has all
+# operands of a product there. Left to itself ptxas spills some to keep to 128 or 80; small tiles
+# spill where it may have all.
+FORWARD32 = {
+    128: (32, 16, 8, 1, None),
+    256: (32, 16, 8, 1, 255),
+    512: (16, 16, 8, 1, 255),
+}
+QUERIES32 = {
+    64: (16, 16, 4, 1, None),
+    128: (16, 16, 4, 1, 255),
+    256: (16, 16, 8, 1, 255),
+    512: (8, 16, 8, 1, 255),
+}
 KEYS32 = {
-    64: (16, 16, 8, 1),
-    128: (16, 16, 4, 1),
-    256: (16, 16, 8, 1),
-    512: (16, 8, 8, 1),
+    64: (16, 16, 8, 1, None),
+    128: (16, 16, 4, 1, 255),
+    256: (16, 16, 8, 1, 255),
+    512: (16, 8, 8, 1, 255),
 }
 # In the interpreter a tile takes its time whatever its size, and numpy rounds by shapes.
 INTERPRETED = {512: (64, 64, 4, 1)}
 WHOLE = 64  # the widest of which a program has both sums, of dk and of dv
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-# enable_fp_fusion is triton's default, which 3.9 warns about. Left to itself ptxas spills some
-# registers to keep to 128, or to 80.
-OPTIONS = {"enable_fp_fusion": True, "maxnreg": 255}
+OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
 # Arguments whose values no kernel is compiled for.
 NOT_SPECIALIZED = (
     *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
@@ -97,9 +106,10 @@ class Call:
             bias = bias.expand(*q.shape[:3], k.shape[2])
         if sinks is not None:
             sinks = sinks.to(torch.float64).contiguous()
-        lengths = (None if t is None else t.contiguous() for t in (cu_seqlens_q, cu_seqlens_k))
-        rows = (side_by_side(t) for t in (q, k, v))
-        return cls(*rows, bias, sinks, *lengths, seed, how, window, bottom_right)
+        lengths = cu_seqlens_q, cu_seqlens_k
+        cu_q, cu_k = (None if t is None else t.contiguous() for t in lengths)
+        q, k, v = (side_by_side(t) for t in (q, k, v))
+        return cls(q, k, v, bias, sinks, cu_q, cu_k, seed, how, window, bottom_right)
 
     @property
     def sequences(self) -> int:
@@ -210,10 +220,12 @@ def key_launches(call: Call, dk: Tensor | None, dv: Tensor | None) -> list[dict[
 
 def chosen(call: Call, halves: dict, floats: dict) -> dict[str, Any]:
     is_float32 = call.q.dtype.itemsize == 4
-    table = INTERPRETED if INTERPRETING else floats if is_float32 else halves
+    table: dict[int, Any] = INTERPRETED if INTERPRETING else floats if is_float32 else halves
     entry = next(table[width] for width in table if call.width <= width)
     tile = entry[call.rich] if table is halves else entry
-    return dict(zip(("M", "N", "num_warps", "num_stages"), tile, strict=True)) | OPTIONS
+    if len(tile) == 4:
+        tile = *tile, 255
+    return dict(zip(("M", "N", "num_warps", "num_stages", "maxnreg"), tile, strict=True)) | OPTIONS
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:

@@ -96,9 +96,10 @@ def key_kernel(
     r = first + tl.arange(0, N)[:, None]
     offset = n_k - n_q if BOTTOM_RIGHT else 0
     window = left, right, offset
-    curve = inner, softcap, None
+    exact = None
     if q.dtype.element_ty == tl.float32:
-        curve = inner, softcap, 1
+        exact = 1
+    curve = inner, softcap, exact
     options = window, curve, (seed, threshold, kept_scale)
     begin, end, whole_begin, whole_end = query_tiles(
         first, tl.minimum(first + N, n_k) - 1, window, n_q, M

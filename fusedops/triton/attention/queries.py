@@ -114,9 +114,10 @@ def query_kernel(
     ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
     offset = n_k - n_q if BOTTOM_RIGHT else 0
     window = left, right, offset
-    curve = inner, softcap, None
+    exact = None
     if q.dtype.element_ty == tl.float32:
-        curve = inner, softcap, 1
+        exact = 1
+    curve = inner, softcap, exact
     place = row, i, k_begin, n_k
     at_q, there = rows_at(q, q_row, first, n_q, M)
     at_grad, _ = rows_at(grad, grad_row, first, n_q, M)
@@ -238,12 +239,17 @@ def add_products(
     N: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """The softmax, and the sum of p dp, go on over a tile."""
+    """The softmax, and the sum of p dp, go on over a tile: in float32 a rounding of each product is
+    as much as the yardstick leaves for the gradient of a bias."""
     _, _, s, dp = products(block, do, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, EDGE)
     most, factor = move(most, s, options[1], MAP)
     p = exponentials(s, most, options[1], MAP)
     total = total * factor + tl.sum(p, 1, keep_dims=True)
-    return most, total, weighted * factor + tl.sum(p * dp, 1, keep_dims=True)
+    if options[1][2] is not None:  # exact
+        part = tl.sum(p.to(tl.float64) * dp.to(tl.float64), 1, keep_dims=True)
+    else:
+        part = tl.sum(p * dp, 1, keep_dims=True)
+    return most, total, (weighted * factor.to(part.dtype) + part).to(tl.float32)
 
 
 @triton.jit
