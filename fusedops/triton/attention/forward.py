@@ -177,10 +177,9 @@ def forward_kernel(
     ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
     offset = n_k - (queries if PACKED else n_q) if BOTTOM_RIGHT else 0
     window = left, right, offset
-    exact = None
+    curve = inner, softcap, None
     if q.dtype.element_ty == tl.float32:
-        exact = 1
-    curve = inner, softcap, exact
+        curve = inner, softcap, 1  # type: ignore[assignment]
     operands = at, live, k, k_row, v, v_row, bias, bias_key
     place = row, i, k_begin, n_k
     options = window, curve, (seed, threshold, kept_scale)

@@ -96,10 +96,9 @@ def key_kernel(
     r = first + tl.arange(0, N)[:, None]
     offset = n_k - n_q if BOTTOM_RIGHT else 0
     window = left, right, offset
-    exact = None
+    curve = inner, softcap, None
     if q.dtype.element_ty == tl.float32:
-        exact = 1
-    curve = inner, softcap, exact
+        curve = inner, softcap, 1  # type: ignore[assignment]
     options = window, curve, (seed, threshold, kept_scale)
     begin, end, whole_begin, whole_end = query_tiles(
         first, tl.minimum(first + N, n_k) - 1, window, n_q, M

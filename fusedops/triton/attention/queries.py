@@ -114,10 +114,9 @@ def query_kernel(
     ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
     offset = n_k - n_q if BOTTOM_RIGHT else 0
     window = left, right, offset
-    exact = None
+    curve = inner, softcap, None
     if q.dtype.element_ty == tl.float32:
-        exact = 1
-    curve = inner, softcap, exact
+        curve = inner, softcap, 1  # type: ignore[assignment]
     place = row, i, k_begin, n_k
     at_q, there = rows_at(q, q_row, first, n_q, M)
     at_grad, _ = rows_at(grad, grad_row, first, n_q, M)
