@@ -27,11 +27,21 @@ def kernel(arch="sm_90a", demand=NOTHING, **facts) -> Compiled:
     return Compiled("nvcc 13.0", "f<bf16>", "", "", arch, replace(PLAIN, **facts), demand)
 
 
+ROWS = {"forward_kernel", "backward_kernel", "reduce_kernel"}
+NAMES = dict.fromkeys(launches.FAMILIES, ROWS) | {
+    "checks.machine_code.attention": {
+        "forward_kernel",
+        "join_kernel",
+        "query_kernel",
+        "key_kernel",
+    }
+}
+
+
 @pytest.mark.parametrize("family", launches.FAMILIES)
 def test_triton_kernels(family):
     found = launches.compiled(family, 90, quick=True)
-    names = {one.kernel for one in found}
-    assert names == {"forward_kernel", "backward_kernel", "reduce_kernel"}
+    assert {one.kernel for one in found} == NAMES[family]
     assert not failures(found)
 
 
@@ -126,9 +136,10 @@ def test_gates(one, wrong):
 
 
 def test_an_excuse_is_used_or_fails():
-    spilling, excuse = kernel(spills=3), Excuse("f<*", "sm_90*", "a reason")
+    spilling, excuse = kernel(spills=3), Excuse("f<*", "sm_90*", 3, "a reason")
     assert not failures([spilling], [excuse])
     assert failures([replace(spilling, arch="sm_80")], [excuse])
+    assert failures([kernel(spills=4)], [excuse])
     assert failures([kernel(spills=3, demand=Demand(loads=2))], [excuse])
     assert not idle([spilling], [], [excuse])
     assert "excuses nothing" in idle([kernel()], [], [excuse])[0]
@@ -137,9 +148,9 @@ def test_an_excuse_is_used_or_fails():
 
 def test_the_table_shows_what_differs():
     rows = [kernel("sm_80", registers=40), kernel("sm_90a"), kernel("sm_90a", registers=36)]
-    text = table.document(rows, [Excuse("f<*", "sm_80", "a reason")])
+    text = table.document(rows, [Excuse("f<*", "sm_80", 3, "a reason")])
     assert "| `f<bf16>` | 40 / 32-36 | 0 | 0 | 0 | 4 | 2 | no |" in text
-    assert "| `f<*` | sm_80 | a reason |" in text
+    assert "| `f<*` | sm_80 | 3 | a reason |" in text
     assert not table.differences(rows, text)
     changed = [kernel("sm_80", registers=41), *rows[1:]]
     assert len(table.differences(changed, text)) == 2

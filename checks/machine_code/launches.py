@@ -22,7 +22,11 @@ from checks.machine_code.gates import Compiled, Demand
 from checks.machine_code.sass import Resources, read
 
 ARCHITECTURES = (80, 90, 100)
-FAMILIES = ("checks.machine_code.norm", "checks.machine_code.cross_entropy")
+FAMILIES = (
+    "checks.machine_code.norm",
+    "checks.machine_code.cross_entropy",
+    "checks.machine_code.attention",
+)
 
 Call = tuple[str, str, Callable[[], object]]  # variant, case, and what launches
 

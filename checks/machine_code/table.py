@@ -31,8 +31,9 @@ def document(kernels: Sequence[Compiled], excuses: Sequence[Excuse] = EXCUSES) -
     parts = [HEAD.format(architectures=" / ".join(architectures))]
     parts += [f"## {compiler}\n\n{text}\n" for compiler, text in sections(kernels).items()]
     if excuses:
-        lines = [_line("kernel", "architecture", "why it may"), _line(*["---"] * 3)]
-        lines += [_line(f"`{e.kernel}`", e.arch, e.reason) for e in excuses]
+        lines = [_line("kernel", "architecture", "spills at most", "why it may")]
+        lines += [_line("---", "---", "--:", "---")]
+        lines += [_line(f"`{e.kernel}`", e.arch, str(e.spills), e.reason) for e in excuses]
         parts += ["\n".join(["## Excused from using no local memory", "", *lines, ""])]
     return "\n".join(parts)
 

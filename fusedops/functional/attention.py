@@ -6,6 +6,7 @@ arXiv:2309.17453, as a number for each head in the softmax's sum.
 """
 
 import math
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -16,12 +17,13 @@ from fusedops.functional.norm import dropout_reference
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
-# Where `attention` has a kernel: its ATen calls hold all scores in memory, as eager does.
+# Where `attention` has a kernel: its ATen calls hold all scores in memory, as eager does. Triton's
+# are registered later.
 DEVICES = {
     device
-    for device, key in {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}.items()
+    for device, key in {"cpu": "CPU", "meta": "Meta"}.items()
     if torch._C._dispatch_has_kernel_for_dispatch_key("fusedops::attention_forward", key)
-}
+} | ({"cuda"} if torch.cuda.is_available() and find_spec("triton") else set())
 
 
 def attention(

@@ -6,7 +6,8 @@ Every other column needs the row's lse and factors alone.
 import triton
 import triton.language as tl
 
-from fusedops.triton.cross_entropy.tile import LOG2E, edges, load_logits, split, tanh
+from fusedops.triton.cross_entropy.tile import edges, load_logits, split
+from fusedops.triton.tile import LOG2E, tanh
 
 
 @triton.jit

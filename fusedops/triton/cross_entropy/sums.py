@@ -7,7 +7,8 @@ once a row, not once a tile.
 import triton
 import triton.language as tl
 
-from fusedops.triton.cross_entropy.tile import LOG2E, LOWEST, edges, load_z, split
+from fusedops.triton.cross_entropy.tile import edges, load_z, split
+from fusedops.triton.tile import LOG2E, LOWEST
 
 
 @triton.jit

@@ -10,6 +10,8 @@ import functools
 import triton
 import triton.language as tl
 
+from fusedops.triton.tile import tanh
+
 UNROLL = 4  # vectors that a thread has on their way
 
 
@@ -21,11 +23,6 @@ def tile_of(n: int, size: int, threads: int) -> dict[str, int]:
     cover = triton.next_power_of_2(-(-n // (vector * UNROLL)))
     lanes = min(max(cover, 32), threads)
     return {"UNROLL": UNROLL, "LANES": lanes, "VECTOR": vector, "num_warps": lanes // 32}
-
-
-LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is an instruction, exp another four
-# Where a largest z begins: the least float32, so that exp(z - largest) is 0 for -inf, never NaN.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -60,18 +57,6 @@ def edges(head, body, n, tile):
     e = tl.arange(0, 2 * VECTOR)
     col = tl.where(e < VECTOR, e - head, body + e - VECTOR)
     return col, tl.where(e < VECTOR, e < tl.minimum(head, n), col < n - head)
-
-
-@triton.jit
-def tanh(x):
-    """Within a few ulp: a polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) cancels."""
-    size, square = tl.abs(x), x * x
-    p = tl.fma(square, -0.00661576, 0.02131275)
-    p = tl.fma(p, square, -0.05391007)
-    p = tl.fma(p, square, 0.13333118)
-    p = tl.fma(p, square, -0.33333332)
-    large = 1 - 2 / (1 + tl.exp2(size * (2 * LOG2E)))
-    return tl.where(size < 0.55, tl.fma(x, square * p, x), tl.where(x < 0, -large, large))
 
 
 @triton.jit

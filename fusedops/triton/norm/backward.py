@@ -17,12 +17,11 @@ from fusedops.triton.norm.tile import (
     OPTIONS,
     centred,
     contiguous,
-    dropout,
-    dropout_arguments,
     load_row,
     scaled,
     tile_of,
 )
+from fusedops.triton.tile import dropout, dropout_arguments
 
 LONGEST = 8192  # 16 elements a thread of dy, h, dweight and dbias each
 REDUCE_ROWS, REDUCE_COLS = 64, 32

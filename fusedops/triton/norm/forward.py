@@ -12,12 +12,11 @@ from fusedops.extension import _C
 from fusedops.triton.norm.tile import (
     centred,
     contiguous,
-    dropout,
-    dropout_arguments,
     load_row,
     scaled,
     tile_of,
 )
+from fusedops.triton.tile import dropout, dropout_arguments
 
 LONGEST = 16384  # 32 elements a thread: the longest row that registers hold
 

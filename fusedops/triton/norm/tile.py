@@ -1,4 +1,4 @@
-"""What both directions share: the tile of a program, the dropout, the weight and the bias."""
+"""What both directions share: the tile of a program, the weight and the bias."""
 
 import functools
 
@@ -28,31 +28,6 @@ def tile_of(n: int, longest: int) -> dict[str, int | bool]:
 
 def contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
-
-
-def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:
-    """(seed, threshold, scale) of the kernels; without dropout they compile without a seed."""
-    if p == 0:
-        return None, 0, 1.0
-    return seed, min(int(p * 2**32), 2**32 - 1), 0.0 if p == 1 else 1 / (1 - p)
-
-
-@triton.jit
-def dropout(t, seed, threshold, scale, row, start, BLOCK: tl.constexpr):
-    """A tile, [ROWS, BLOCK], after dropout; as it is without a seed. row: [ROWS, 1] int64.
-
-    One Philox counter gives four columns. The interleaving moves nothing between threads: a
-    thread owns all four.
-    """
-    if seed is not None:
-        group = start // 4 + tl.arange(0, BLOCK // 4)[None, :] + tl.zeros_like(row).to(tl.int32)
-        zero = tl.zeros_like(group)
-        low, high = zero + row.to(tl.int32), zero + (row >> 32).to(tl.int32)
-        a, b, c, d = tl.philox(tl.load(seed), group, low, high, zero, n_rounds=7)
-        even = tl.interleave(a >= threshold, c >= threshold)
-        odd = tl.interleave(b >= threshold, d >= threshold)
-        t *= tl.where(tl.interleave(even, odd), scale, 0.0)  # a dropped NaN is NaN
-    return t
 
 
 @triton.jit

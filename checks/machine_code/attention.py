@@ -1,0 +1,78 @@
+"""The calls that reach the tiles of the Triton kernels of attention.
+
+They may not spill, and in 16 bits a product of 64 rows and more runs on the tensor cores that the
+architecture is known for. Smaller tiles, of a few queries and of many options, run on those of
+sm_80; float32 on none, as its products are to be float32's.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from checks.machine_code.gates import Demand
+from checks.machine_code.launches import Launch
+from fusedops.triton.attention import attention_backward, attention_forward
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WIDTHS = (64, 128, 256, 512)
+KEYS = 4096
+# how: scale, softcap, dropout_p; window; whether there are a bias and sinks, or sequences.
+OPTIONS = {
+    "causal": ((0.125, 0.0, 0.0), (-1, 0), False, False),
+    "sequences": ((0.125, 0.0, 0.0), (-1, 0), False, True),
+    "bias": ((0.125, 0.0, 0.0), (-1, -1), True, False),
+    "all options": ((0.125, 30.0, 0.1), (1024, 0), True, False),
+}
+
+
+def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """(variant, case, call): each kernel at each width; some of them when quick."""
+    for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
+        for options in ("causal", "all options") if quick else OPTIONS:
+            for width in WIDTHS[1:2] if quick else WIDTHS:
+                variant, case = f"attention, {name}, {options}", f"width = {width}"
+                for run in (forward, decode, backward):
+                    if run is not decode or options != "sequences":
+                        yield f"{variant}{RUNS[run]}", case, partial(run, dtype, width, options)
+
+
+def forward(dtype: torch.dtype, width: int, options: str, queries: int = KEYS) -> None:
+    tensors, numbers = arguments(dtype, width, options, queries)
+    attention_forward(*tensors, *numbers)
+
+
+def decode(dtype: torch.dtype, width: int, options: str) -> None:
+    forward(dtype, width, options, queries=1)
+
+
+def backward(dtype: torch.dtype, width: int, options: str) -> None:
+    tensors, numbers = arguments(dtype, width, options, KEYS)
+    q, bias = tensors[0], tensors[3]
+    lse = torch.empty(q.shape[:3], dtype=torch.float64)
+    mask = [True, True, True, bias is not None, bias is not None]
+    attention_backward(q, lse, *tensors, q, lse, *numbers, mask)
+
+
+RUNS = {forward: "", decode: ", few queries", backward: ""}
+
+
+def arguments(dtype: torch.dtype, width: int, options: str, queries: int) -> tuple[tuple, tuple]:
+    """What both operators take, on the CPU: heads inside the sequence, four to one of k and v."""
+    how, window, biased, varlen = OPTIONS[options]
+    q, k, v = (heads(dtype, n, of, width) for n, of in ((queries, 8), (KEYS, 2), (KEYS, 2)))
+    bias = torch.empty(1, 8, queries, KEYS, dtype=dtype) if biased else None
+    sinks = torch.empty(8) if biased else None
+    cu_seqlens = torch.zeros(5, dtype=torch.int32) if varlen else None
+    seed = torch.zeros((), dtype=torch.int64) if how[2] else None
+    return (q, k, v, bias, sinks, cu_seqlens, cu_seqlens, seed), (0, 0, how, window, True)
+
+
+def heads(dtype: torch.dtype, rows: int, count: int, width: int) -> Tensor:
+    return torch.empty(1, rows, count, width, dtype=dtype).transpose(1, 2)
+
+
+def demand(launch: Launch) -> Demand:
+    rows = launch.constants.get("M", 0)  # none of the kernel that joins parts
+    return Demand(dot=rows >= 64 and launch.types["q"] != "*fp32")

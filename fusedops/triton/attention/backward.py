@@ -1,0 +1,121 @@
+"""attention_backward: the gradients of queries, then those of keys and values, in two kernels.
+
+Scores are made again in both, which is seven products for the forward's two; five would do, with
+atomics. The gradient of a bias is that of all scores, summed to its shape; that of a sink is a sum
+over rows of what the first kernel finds.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops.triton.attention.call import (
+    Call,
+    composite,
+    has_kernel,
+    key_launches,
+    outputs_of,
+    query_tile,
+    side_by_side,
+)
+from fusedops.triton.attention.keys import key_kernel
+from fusedops.triton.attention.queries import query_kernel
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def attention_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    max_q: int,
+    max_k: int,
+    how: Sequence[float],
+    window: Sequence[int],
+    bottom_right: bool,
+    output_mask: Sequence[bool],
+) -> Gradients:
+    """The operator fusedops::attention_backward: csrc/ops/attention/attention.h.
+
+    Returns (dq, dk, dv, dbias, dsinks), None where output_mask is False.
+    """
+    operator = torch.ops.fusedops.attention_backward.default
+    tensors = q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed
+    numbers = max_q, max_k, how, window, bottom_right
+    arguments = grad, grad_lse, *tensors, out, lse, *numbers, output_mask
+    if not has_kernel(q, v):
+        return composite(operator, *arguments)
+    gradients = outputs_of(operator, *arguments)
+    if cu_seqlens_q is not None:  # tokens of no sequence
+        for gradient in gradients[:3]:
+            if gradient is not None:
+                gradient.zero_()
+    call = Call.of(*tensors, how, window, bottom_right)
+    with torch.accelerator.device_index(q.device.index):
+        run(call, side_by_side(grad), grad_lse, out, lse.contiguous(), gradients)
+    return gradients
+
+
+def run(
+    call: Call,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    gradients: Gradients,
+) -> None:
+    dq, dk, dv, dbias, dsinks = gradients
+    batch, heads, queries, _ = call.q.shape
+    kv_heads, keys = call.k.shape[1:3]
+    ds = None if dbias is None else grad.new_zeros((*lse.shape, keys), dtype=torch.float32)
+    stats = lse.new_empty((3, *lse.shape), dtype=torch.float32)
+    common = call.arguments() | gradient_arguments(grad) | {"scale": call.how[0], "stats": stats}
+    common["grad_lse"] = None if grad_lse is None else grad_lse.contiguous()
+    tile = query_tile(call)
+    blocks = call.blocks(queries, tile["M"])
+    query_kernel[(blocks * batch * heads,)](
+        out=in_order(out),
+        lse=lse,
+        dq=dq,
+        ds=ds,
+        blocks=blocks,
+        EXACT=call.additive or call.q.dtype == torch.float32,
+        **common,
+        **tile,
+    )
+    del common["sinks"]
+    for launch in key_launches(call, dk, dv):
+        blocks = call.blocks(keys, launch["N"])
+        key_kernel[(blocks * batch * kv_heads,)](blocks=blocks, **common, **launch)
+    if dbias is not None and ds is not None:
+        dbias.copy_(ds.sum_to_size(dbias.shape))
+    if dsinks is not None and call.sinks is not None:
+        delta = stats[2] if grad_lse is None else stats[2] - grad_lse
+        dsinks.copy_(gradient_of_sinks(call.sinks, lse, delta))
+
+
+def gradient_arguments(grad: Tensor) -> dict[str, Any]:
+    batch, head, row, _ = grad.stride()
+    return {"grad": grad, "grad_batch": batch, "grad_head": head, "grad_row": row}
+
+
+def in_order(out: Tensor) -> Tensor:
+    """As attention_forward lays it out: heads inside the sequence."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum_i exp(sink - lse_i) delta_i; rows of no sequence have no delta."""
+    of_rows = torch.exp(sinks[:, None] - lse) * delta
+    return -torch.where(lse == -torch.inf, 0, of_rows).sum((0, 2))

@@ -1,0 +1,254 @@
+"""What the launches of a call have in common, and the tiles that they run.
+
+Loads go through plain pointers, which take any strides and any place in memory that a tensor of
+16 bytes' alignment allows or does not: descriptors would need both, and a second path beside them.
+"""
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fusedops.triton.tile import dropout_arguments
+
+WIDEST = 512
+LOG2E = 1.4426950408889634
+# M queries by N keys, warps, and stages of loads on their way, by the padded width: of plain calls
+# in 16 bits, then of those with a bias, a dropout or a softcap, which take registers of their own.
+# As large as they are without spilling (checks/machine_code/attention.py). On sm_90 the fast
+# products of 16 bits need 64 rows for four warps.
+FORWARD = {
+    64: ((128, 128, 8, 2), (128, 64, 8, 2)),
+    128: ((128, 64, 8, 2), (64, 64, 8, 2)),
+    256: ((128, 32, 8, 1), (32, 32, 8, 2)),
+    512: ((32, 32, 8, 1), (32, 32, 8, 1)),
+}
+QUERIES = {
+    64: ((128, 64, 8, 2), (64, 32, 8, 2)),
+    128: ((128, 64, 8, 2), (64, 16, 4, 2)),
+    256: ((32, 32, 8, 1), (16, 16, 8, 1)),
+    512: ((32, 16, 8, 1), (16, 16, 8, 1)),
+}
+KEYS = {
+    64: ((128, 64, 8, 1), (32, 32, 4, 1)),
+    128: ((128, 32, 8, 1), (32, 32, 4, 1)),
+    256: ((32, 32, 8, 1), (16, 16, 8, 1)),
+    512: ((32, 16, 8, 1), (16, 16, 8, 1)),
+}
+# Of float32, for all calls, with the registers that a thread may have: what multiplies it has all
+# operands of a product there. Left to itself ptxas spills some to keep to 128 or 80; small tiles
+# spill where it may have all.
+FORWARD32 = {
+    128: (32, 16, 8, 1, None),
+    256: (32, 16, 8, 1, 255),
+    512: (16, 16, 8, 1, 255),
+}
+QUERIES32 = {
+    64: (16, 16, 4, 1, None),
+    128: (16, 16, 4, 1, 255),
+    256: (16, 16, 8, 1, 255),
+    512: (8, 16, 8, 1, 255),
+}
+KEYS32 = {
+    64: (16, 16, 8, 1, None),
+    128: (16, 16, 4, 1, 255),
+    256: (16, 16, 8, 1, 255),
+    512: (16, 8, 8, 1, 255),
+}
+# In the interpreter a tile takes its time whatever its size, and numpy rounds by shapes.
+INTERPRETED = {512: (64, 64, 4, 1)}
+WHOLE = 64  # the widest of which a program has both sums, of dk and of dv
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
+# Arguments whose values no kernel is compiled for.
+NOT_SPECIALIZED = (
+    *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's arguments, as the kernels take them."""
+
+    q: Tensor  # [B, Hq, Sq, D], as k and v with rows that lie side by side
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None  # expanded to [B, Hq, Sq, Sk]
+    sinks: Tensor | None  # float64
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+    how: Sequence[float]  # scale, softcap, dropout_p
+    window: Sequence[int]
+    bottom_right: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        seed: Tensor | None,
+        how: Sequence[float],
+        window: Sequence[int],
+        bottom_right: bool,
+    ) -> "Call":
+        if bias is not None:
+            bias = bias.expand(*q.shape[:3], k.shape[2])
+        if sinks is not None:
+            sinks = sinks.to(torch.float64).contiguous()
+        lengths = cu_seqlens_q, cu_seqlens_k
+        cu_q, cu_k = (None if t is None else t.contiguous() for t in lengths)
+        q, k, v = (side_by_side(t) for t in (q, k, v))
+        return cls(q, k, v, bias, sinks, cu_q, cu_k, seed, how, window, bottom_right)
+
+    @property
+    def sequences(self) -> int:
+        """Of tokens that lie one after another."""
+        return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def width(self) -> int:
+        """The wider of q's and v's, as the kernels have it."""
+        return max(padded(self.q.shape[3]), padded(self.v.shape[3]))
+
+    @property
+    def rich(self) -> bool:
+        """Whether the scores need more than their products and places."""
+        _, softcap, dropout_p = self.how
+        return self.bias is not None or softcap != 0 or dropout_p != 0
+
+    @property
+    def additive(self) -> bool:
+        return self.bias is not None and self.bias.dtype != torch.bool
+
+    @property
+    def map(self) -> str:
+        """How products become scores, as `curved` has it. Folded, they are rounded once more than
+        eager's where a scale is a power of 2: nothing in 16 bits, too much in float32."""
+        scale, softcap, _ = self.how
+        if softcap != 0:
+            return "capped"
+        folds = self.q.dtype != torch.float32 and scale > 0 and not self.additive
+        return "folded" if folds else "scaled"
+
+    @property
+    def curve(self) -> tuple[float, float]:
+        scale, softcap, _ = self.how
+        inner = {"capped": scale / (softcap or 1), "scaled": scale, "folded": scale * LOG2E}
+        return inner[self.map], softcap
+
+    def blocks(self, rows: int, size: int) -> int:
+        """Of a head: enough for the rows of a batch, or for any lengths of so many sequences, whose
+        first blocks may begin three rows ahead (`block_of`)."""
+        return -(-(rows + 3 * self.sequences) // size) + self.sequences
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that all kernels have."""
+        q, k, v, bias = self.q, self.k, self.v, self.bias
+        seed, threshold, kept_scale = dropout_arguments(self.how[2], self.seed)
+        inner, softcap = self.curve
+        left, right = (None if n < 0 else n for n in self.window)
+        names = ("batch", "head", "row")
+        strides = {
+            f"{name}_{what}": stride
+            for name, t in (("q", q), ("k", k), ("v", v))
+            for what, stride in zip(names, t.stride(), strict=False)
+        }
+        of_bias = (0,) * 4 if bias is None else bias.stride()
+        strides |= dict(
+            zip(("bias_batch", "bias_head", "bias_row", "bias_key"), of_bias, strict=True)
+        )
+        return strides | {
+            "q": q,
+            "k": k,
+            "v": v,
+            "bias": bias,
+            "sinks": self.sinks,
+            "cu_q": self.cu_seqlens_q,
+            "cu_k": self.cu_seqlens_k,
+            "seed": seed,
+            "sequences": self.sequences,
+            "heads": q.shape[1],
+            "group": q.shape[1] // max(k.shape[1], 1),
+            "queries": q.shape[2],
+            "keys": k.shape[2],
+            "inner": inner,
+            "softcap": softcap,
+            "threshold": threshold,
+            "kept_scale": kept_scale,
+            "left": left,
+            "right": right,
+            "MAP": self.map,
+            "BOTTOM_RIGHT": self.bottom_right,
+            "SEQUENCES": triton.next_power_of_2(max(self.sequences, 1)),
+            "WIDTH": q.shape[3],
+            "V_WIDTH": v.shape[3],
+            "D": padded(q.shape[3]),
+            "DV": padded(v.shape[3]),
+        }
+
+
+def forward_tile(call: Call, rows: int) -> dict[str, Any]:
+    """rows: of a packed block, where a product has 16 rows at least; 0 for others."""
+    tile = chosen(call, FORWARD, FORWARD32)
+    if not rows:
+        return tile
+    warps = 4 if call.width <= 256 else 8
+    return tile | {"M": min(padded(rows), tile["M"]), "N": min(32, tile["N"]), "num_warps": warps}
+
+
+def query_tile(call: Call) -> dict[str, Any]:
+    return chosen(call, QUERIES, QUERIES32)
+
+
+def key_launches(call: Call, dk: Tensor | None, dv: Tensor | None) -> list[dict[str, Any]]:
+    """Their tile, and the gradients that each launch makes."""
+    tile = chosen(call, KEYS, KEYS32)
+    both = [(None, dv), (dk, None)] if call.width > WHOLE else [(dk, dv)]
+    return [tile | {"dk": k, "dv": v} for k, v in both if k is not None or v is not None]
+
+
+def chosen(call: Call, halves: dict, floats: dict) -> dict[str, Any]:
+    is_float32 = call.q.dtype.itemsize == 4
+    table: dict[int, Any] = INTERPRETED if INTERPRETING else floats if is_float32 else halves
+    entry = next(table[width] for width in table if call.width <= width)
+    tile = entry[call.rich] if table is halves else entry
+    if len(tile) == 4:
+        tile = *tile, 255
+    return dict(zip(("M", "N", "num_warps", "num_stages", "maxnreg"), tile, strict=True)) | OPTIONS
+
+
+def has_kernel(q: Tensor, v: Tensor) -> bool:
+    return q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= WIDEST
+
+
+def padded(width: int) -> int:
+    """A dot takes powers of two, of 16 at least."""
+    return max(triton.next_power_of_2(width), 16)
+
+
+def side_by_side(t: Tensor) -> Tensor:
+    return t if t.shape[3] <= 1 or t.stride(3) == 1 else t.contiguous()
+
+
+def outputs_of(operator: Any, *arguments: Any) -> Any:
+    """Of the Meta kernel, which checks the arguments and makes the outputs, on any device."""
+    return operator.redispatch(_keys(torch._C.DispatchKey.Meta), *arguments)
+
+
+def composite(operator: Any, *arguments: Any) -> Any:
+    """An operator's ATen calls: what runs under a key that has no kernel."""
+    return operator.redispatch(_keys(torch._C.DispatchKey.PrivateUse3), *arguments)
+
+
+_keys = functools.cache(torch._C.DispatchKeySet)

@@ -1,0 +1,104 @@
+"""A few queries over many keys: generation. The forward's kernel, and the kernel that joins its
+parts.
+
+The rows of a block are the queries of all heads that share k and v, which are then read once. Where
+that makes too few programs to fill a GPU, the keys are split among several, whose sums and softmax
+a second kernel adds up in order: as many parts whatever the keys hold, so the same bits each time.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedops.triton.attention.call import Call
+from fusedops.triton.attention.scores import denominator, exponential
+from fusedops.triton.tile import LOWEST
+
+ROWS = 64  # of a block, at most
+LEAST_KEYS = 256  # of a part
+MOST_PARTS = 64
+
+
+def packed_rows(call: Call) -> int:
+    """Those of a block that all queries of a head of k and v fit in; 0: they do not."""
+    rows = call.q.shape[1] // max(call.k.shape[1], 1) * call.q.shape[2]
+    return rows if call.cu_seqlens_q is None and rows <= ROWS else 0
+
+
+def parts_of(call: Call, rows: int) -> int:
+    """Among how many programs the keys of a block are split."""
+    batch, kv_heads, keys, _ = call.k.shape
+    if not rows or batch * kv_heads == 0:
+        return 1
+    fill = 2 * multiprocessors(call.q.device) // (batch * kv_heads)
+    return max(1, min(fill, keys // LEAST_KEYS, MOST_PARTS))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 3  # in the interpreter: few programs, but parts
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def empty_parts(call: Call, parts: int) -> tuple[Tensor, Tensor]:
+    """Sums, [parts, B, Hq, Sq, Dv], and largest score and total, [parts, B, Hq, Sq, 2]."""
+    shape = parts, *call.q.shape[:3]
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=call.q.device)
+    return empty((*shape, call.v.shape[3])), empty((*shape, 2))
+
+
+def join(call: Call, sums: Tensor, softmax: Tensor, out: Tensor, lse: Tensor) -> None:
+    arguments = call.arguments()
+    names = ("sinks", "heads", "queries", "MAP", "V_WIDTH", "DV")
+    join_kernel[(lse.numel(),)](
+        sums,
+        softmax,
+        out,
+        lse,
+        parts=sums.shape[0],
+        rows=lse.numel(),
+        enable_fp_fusion=True,
+        **{name: arguments[name] for name in names},
+    )
+
+
+@triton.jit(do_not_specialize=["parts", "rows", "heads", "queries"])
+def join_kernel(
+    sums,
+    softmax,
+    out,
+    lse,
+    parts,
+    rows,
+    sinks,
+    heads,
+    queries,
+    MAP: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """Row program_id(0) of lse."""
+    row = tl.program_id(0).to(tl.int64)
+    h, i = row // queries % heads, row % queries
+    d = tl.arange(0, DV)
+    acc = tl.zeros([DV], tl.float32)
+    most = tl.full([], LOWEST, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    exact: tl.constexpr = out.dtype.element_ty == tl.float32
+    for part in range(0, parts):
+        at = part * rows.to(tl.int64) + row
+        largest = tl.load(softmax + 2 * at)
+        new = tl.maximum(most, largest)
+        before, now = exponential(most - new, MAP, exact), exponential(largest - new, MAP, exact)
+        acc = acc * before + tl.load(sums + at * V_WIDTH + d, d < V_WIDTH, 0) * now
+        total = total * before + tl.load(softmax + 2 * at + 1) * now
+        most = new
+    sink = None if sinks is None else tl.load(sinks + h)
+    share, row_lse = denominator(most, total, sink, MAP)
+    tl.store(lse + row, row_lse)
+    to = out + ((row // (heads * queries) * queries + i) * heads + h) * V_WIDTH
+    tl.store(to + d, (acc * share).to(out.dtype.element_ty), d < V_WIDTH)

@@ -1,0 +1,258 @@
+"""attention_forward: a program has a block of M queries of a head, and walks over the tiles of N
+keys that one of them sees.
+
+Tiles at the edges of what is seen come first, with masks; those that all queries see have none.
+Blocks of a head go from the last to the first: with `causal` those with most keys begin. Where
+queries are few, the rows of a block are those of all heads that share k and v, and the keys are
+split among programs (decode.py). Global traffic: q and out once, k and v once a block, mostly from
+the L2 cache, since the blocks of a head run together.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedops.triton.attention.call import (
+    NOT_SPECIALIZED,
+    Call,
+    composite,
+    forward_tile,
+    has_kernel,
+    outputs_of,
+)
+from fusedops.triton.attention.decode import empty_parts, join, packed_rows, parts_of
+from fusedops.triton.attention.scores import (
+    block_of,
+    curved,
+    denominator,
+    edge,
+    exponentials,
+    kept,
+    key_tiles,
+    load_rows,
+    masked,
+    move,
+    product,
+    row_products,
+    rows_at,
+)
+from fusedops.triton.tile import LOWEST
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seed: Tensor | None,
+    max_q: int,
+    max_k: int,
+    how: Sequence[float],
+    window: Sequence[int],
+    bottom_right: bool,
+) -> tuple[Tensor, Tensor]:
+    """The operator fusedops::attention_forward: csrc/ops/attention/attention.h. (out, lse)"""
+    operator = torch.ops.fusedops.attention_forward.default
+    tensors = q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed
+    arguments = *tensors, max_q, max_k, how, window, bottom_right
+    if not has_kernel(q, v):
+        return composite(operator, *arguments)
+    out, lse = outputs_of(operator, *arguments)
+    if cu_seqlens_q is not None:  # tokens of no sequence
+        out.zero_()
+        lse.fill_(-torch.inf)
+    if lse.numel():
+        with torch.accelerator.device_index(q.device.index):
+            run(Call.of(*tensors, how, window, bottom_right), out, lse)
+    return out, lse
+
+
+def run(call: Call, out: Tensor, lse: Tensor) -> None:
+    batch, heads, queries, _ = call.q.shape
+    rows = packed_rows(call)
+    parts = parts_of(call, rows)
+    tile = forward_tile(call, rows)
+    blocks = call.blocks(rows or queries, tile["M"])
+    sums, softmax = (out, lse) if parts == 1 else empty_parts(call, parts)
+    forward_kernel[(blocks * batch * (call.k.shape[1] if rows else heads), parts)](
+        out=sums,
+        lse=softmax,
+        blocks=blocks,
+        PACKED=rows > 0,
+        SPLIT=parts > 1,
+        **call.arguments(),
+        **tile,
+    )
+    if parts > 1:
+        join(call, sums, softmax, out, lse)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def forward_kernel(
+    q,
+    k,
+    v,
+    bias,
+    sinks,
+    cu_q,
+    cu_k,
+    seed,
+    out,
+    lse,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    sequences,
+    heads,
+    group,
+    queries,
+    keys,
+    blocks,
+    inner,
+    softcap,
+    threshold: tl.uint32,
+    kept_scale,
+    left,
+    right,
+    MAP: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """A row of the block is query i of head h; PACKED, those of the heads of a group follow one
+    another. SPLIT: the tiles are those of part program_id(1), and sums and softmax are left."""
+    rows = queries * group if PACKED else queries
+    x = blocks - 1 - tl.program_id(0) % blocks
+    of = tl.program_id(0) // blocks
+    first, q_begin, n_q, k_begin, n_k = block_of(
+        x, cu_q, cu_k, sequences, rows, keys, M, SEQUENCES, False
+    )
+    if first >= n_q:
+        return
+    r = first + tl.arange(0, M)[:, None]
+    live = r < n_q
+    i = tl.where(live, r, first)  # nothing beside a tensor is ever read
+    if PACKED:
+        batch, of_k = of // (heads // group), of % (heads // group)
+        h, i = (of_k * group + i // queries).to(tl.int64), i % queries
+        first, last = 0, queries - 1
+    else:
+        batch, h = of // heads, (of % heads).to(tl.int64)
+        of_k = of % heads // group
+        last = tl.minimum(first + M, n_q) - 1
+    batch, of_k = batch.to(tl.int64), of_k.to(tl.int64)
+    from_q, from_k = q_begin.to(tl.int64), k_begin.to(tl.int64)
+    row = (batch * heads + h) * queries + from_q + i  # of lse
+    d = tl.arange(0, D)[None, :]
+    at = q + batch * q_batch + h * q_head + (from_q + i) * q_row
+    block = tl.load(at + d, live & (d < WIDTH), 0)
+    k += batch * k_batch + of_k * k_head + from_k * k_row
+    v += batch * v_batch + of_k * v_head + from_k * v_row
+    if bias is not None:
+        bias += batch * bias_batch + h * bias_head + i.to(tl.int64) * bias_row
+
+    ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
+    offset = n_k - (queries if PACKED else n_q) if BOTTOM_RIGHT else 0
+    window = left, right, offset
+    curve = inner, softcap, None
+    if q.dtype.element_ty == tl.float32:
+        curve = inner, softcap, 1  # type: ignore[assignment]
+    operands = at, live, k, k_row, v, v_row, bias, bias_key
+    place = row, i, k_begin, n_k
+    options = window, curve, (seed, threshold, kept_scale)
+    begin, end, whole_begin, whole_end = key_tiles(first, last, window, n_k, ahead, N)
+    if SPLIT:
+        begin, end, whole_begin, whole_end = part_of(begin, end, whole_begin, whole_end)
+    sums = tl.zeros([M, DV], tl.float32)
+    most = tl.full([M, 1], LOWEST, tl.float32)
+    total = tl.zeros([M, 1], tl.float32)
+    for n in tl.range(0, end - begin - (whole_end - whole_begin), num_stages=1):
+        start = edge(n, begin, whole_begin, whole_end) * N - ahead
+        sums, most, total = add_tile(
+            sums, most, total, block, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, True,
+        )  # fmt: skip
+    for t in range(whole_begin, whole_end):
+        sums, most, total = add_tile(
+            sums, most, total, block, operands, place, t * N - ahead, options,
+            MAP, WIDTH, V_WIDTH, N, False,
+        )  # fmt: skip
+
+    d = tl.arange(0, DV)[None, :]
+    if SPLIT:
+        row += tl.program_id(1) * (tl.num_programs(0).to(tl.int64) // blocks) * rows
+        tl.store(out + row * V_WIDTH + d, sums, live & (d < V_WIDTH))
+        tl.store(lse + 2 * row, most, live)
+        tl.store(lse + 2 * row + 1, total, live)
+    else:
+        sink = None if sinks is None else tl.load(sinks + h)
+        share, row_lse = denominator(most, total, sink, MAP)
+        tl.store(lse + row, row_lse, live)
+        to = out + ((batch * queries + from_q + i) * heads + h) * V_WIDTH
+        tl.store(to + d, (sums * share).to(out.dtype.element_ty), live & (d < V_WIDTH))
+
+
+@triton.jit
+def part_of(begin, end, whole_begin, whole_end):
+    """The tiles of one of the parts that these are split in."""
+    parts = tl.num_programs(1)
+    each = (end - begin + parts - 1) // parts
+    begin = tl.minimum(begin + tl.program_id(1) * each, end)
+    end = tl.minimum(begin + each, end)
+    whole_begin = tl.minimum(tl.maximum(whole_begin, begin), end)
+    return begin, end, whole_begin, tl.minimum(tl.maximum(whole_end, whole_begin), end)
+
+
+@triton.jit
+def add_tile(
+    sums,
+    most,
+    total,
+    block,
+    operands,
+    place,
+    start,
+    options,
+    MAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """The softmax goes on over keys [start, start + N) of a sequence."""
+    at, live, k, k_row, v, v_row, bias, bias_key = operands
+    row, i, k_begin, n_k = place
+    window, curve, drop = options
+    j = start + tl.arange(0, N)[None, :]
+    keys = load_rows(k, k_row, start, n_k, N, WIDTH, block.shape[1], EDGE)
+    x = row_products(block, (at, live), keys, rows_at(k, k_row, start, n_k, N), WIDTH)
+    x = masked(curved(x, curve, MAP), bias, bias_key, i, j, window, n_k, EDGE)
+    most, factor = move(most, x, curve, MAP)
+    p = exponentials(x, most, curve, MAP)
+    total = total * factor + tl.sum(p, 1, keep_dims=True)
+    if drop[0] is not None:
+        p *= kept(drop, row, k_begin + start, block.shape[0], N)
+    values = load_rows(v, v_row, start, n_k, N, V_WIDTH, sums.shape[1], EDGE)
+    return sums * factor + product(p.to(v.dtype.element_ty), values), most, total

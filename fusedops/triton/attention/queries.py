@@ -1,0 +1,286 @@
+"""The first kernel of the backward: what each row of scores has one of, and the queries' gradient.
+
+A program has a block of M queries of a head and walks over the tiles of N keys that they see, as
+forward. It leaves base, share and delta of its rows for the keys' gradients: a probability is
+exp(s - base) share. They come from lse and out, or from a first walk where EXACT: with a bias of
+numbers, as an lse of the least float32, of a row whose keys all have that bias, does not hold the
+logarithm of their number; in float32, as dp - delta has to be 0 where one key has all of a
+probability, and out is rounded, which in 16 bits eager's dp is as well.
+"""
+
+import triton
+import triton.language as tl
+
+from fusedops.triton.attention.call import NOT_SPECIALIZED
+from fusedops.triton.attention.scores import (
+    block_of,
+    curved,
+    denominator,
+    edge,
+    exponentials,
+    kept,
+    key_tiles,
+    load_rows,
+    masked,
+    move,
+    product,
+    row_products,
+    rows_at,
+    score_gradients,
+    slope,
+)
+from fusedops.triton.tile import LOG2E, LOWEST
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def query_kernel(
+    q,
+    k,
+    v,
+    bias,
+    sinks,
+    cu_q,
+    cu_k,
+    seed,
+    grad,
+    grad_lse,
+    out,
+    lse,
+    stats,
+    dq,
+    ds,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    grad_batch,
+    grad_head,
+    grad_row,
+    sequences,
+    heads,
+    group,
+    queries,
+    keys,
+    blocks,
+    scale,
+    inner,
+    softcap,
+    threshold: tl.uint32,
+    kept_scale,
+    left,
+    right,
+    MAP: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    EXACT: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """stats: base, share, delta, [3, rows] float32. ds: of all scores, float32, or None."""
+    x, of = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    first, q_begin, n_q, k_begin, n_k = block_of(
+        x, cu_q, cu_k, sequences, queries, keys, M, SEQUENCES, False
+    )
+    if first >= n_q:
+        return
+    i = first + tl.arange(0, M)[:, None]
+    live = i < n_q
+    i = tl.where(live, i, first)  # nothing beside a tensor is ever read
+    batch, h, of_k = (of // heads).to(tl.int64), (of % heads).to(tl.int64), of % heads // group
+    from_q, from_k = q_begin.to(tl.int64), k_begin.to(tl.int64)
+    row = (batch * heads + h) * queries + from_q + i
+    q += batch * q_batch + h * q_head + from_q * q_row
+    grad += batch * grad_batch + h * grad_head + from_q * grad_row
+    k += batch * k_batch + of_k.to(tl.int64) * k_head + from_k * k_row
+    v += batch * v_batch + of_k.to(tl.int64) * v_head + from_k * v_row
+    if bias is not None:
+        bias += batch * bias_batch + h * bias_head + i.to(tl.int64) * bias_row
+
+    block = load_rows(q, q_row, first, n_q, M, WIDTH, D, True)
+    do = load_rows(grad, grad_row, first, n_q, M, V_WIDTH, DV, True)
+    ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
+    offset = n_k - n_q if BOTTOM_RIGHT else 0
+    window = left, right, offset
+    curve = inner, softcap, None
+    if q.dtype.element_ty == tl.float32:
+        curve = inner, softcap, 1  # type: ignore[assignment]
+    place = row, i, k_begin, n_k
+    at_q, there = rows_at(q, q_row, first, n_q, M)
+    at_grad, _ = rows_at(grad, grad_row, first, n_q, M)
+    operands = at_q, at_grad, there, k, k_row, v, v_row, bias, bias_key
+    options = window, curve, (seed, threshold, kept_scale)
+    begin, end, whole_begin, whole_end = key_tiles(
+        first, tl.minimum(first + M, n_q) - 1, window, n_k, ahead, N
+    )
+    edges = end - begin - (whole_end - whole_begin)
+
+    if EXACT:
+        base = tl.full([M, 1], LOWEST, tl.float32)
+        total = tl.zeros([M, 1], tl.float32)
+        weighted = tl.zeros([M, 1], tl.float32)
+        for n in tl.range(0, edges, num_stages=1):
+            start = edge(n, begin, whole_begin, whole_end) * N - ahead
+            base, total, weighted = add_products(
+                base, total, weighted, block, do, operands, place, start, options,
+                MAP, WIDTH, V_WIDTH, N, True,
+            )  # fmt: skip
+        for t in range(whole_begin, whole_end):
+            base, total, weighted = add_products(
+                base, total, weighted, block, do, operands, place, t * N - ahead, options,
+                MAP, WIDTH, V_WIDTH, N, False,
+            )  # fmt: skip
+        sink = None if sinks is None else tl.load(sinks + h)
+        share, _ = denominator(base, total, sink, MAP)
+        delta = weighted * share
+    else:
+        base, share = softmax_of(tl.load(lse + row), MAP)
+        to = out + ((batch * queries + from_q) * heads + h) * V_WIDTH
+        result = load_rows(to, heads * V_WIDTH, first, n_q, M, V_WIDTH, DV, True)
+        delta = tl.sum(result.to(tl.float32) * do.to(tl.float32), 1, keep_dims=True)
+    rows = (tl.num_programs(0) // blocks).to(tl.int64) * queries
+    tl.store(stats + row, base, live)
+    tl.store(stats + rows + row, share, live)
+    tl.store(stats + 2 * rows + row, delta, live)
+
+    if dq is not None or ds is not None:
+        of_lse = None if grad_lse is None else tl.load(grad_lse + row).to(tl.float32)
+        sums = tl.zeros([M, D], tl.float32)
+        if ds is not None:
+            ds += row * keys + k_begin
+        for n in tl.range(0, edges, num_stages=1):
+            start = edge(n, begin, whole_begin, whole_end) * N - ahead
+            sums = add_gradient(
+                sums, base, share, delta, of_lse, block, do, ds, live, operands, place, start,
+                options, MAP, WIDTH, V_WIDTH, N, True,
+            )  # fmt: skip
+        for t in range(whole_begin, whole_end):
+            sums = add_gradient(
+                sums, base, share, delta, of_lse, block, do, ds, live, operands, place,
+                t * N - ahead, options, MAP, WIDTH, V_WIDTH, N, False,
+            )  # fmt: skip
+        if dq is not None:
+            d = tl.arange(0, D)[None, :]
+            to = dq + ((batch * queries + from_q + i) * heads + h) * WIDTH
+            tl.store(to + d, (sums * scale).to(dq.dtype.element_ty), live & (d < WIDTH))
+
+
+@triton.jit
+def softmax_of(lse, MAP: tl.constexpr):
+    """base and share of rows whose lse is float64: a float32, and what that leaves."""
+    if MAP == "folded":
+        lse *= LOG2E
+    dead = lse == float("-inf")
+    base = tl.where(dead, 0, lse).to(tl.float32)
+    rest = (base.to(tl.float64) - lse).to(tl.float32)
+    share = tl.exp2(rest) if MAP == "folded" else tl.exp2(rest * LOG2E)
+    return base, tl.where(dead, 0, share)
+
+
+@triton.jit
+def products(
+    block,
+    do,
+    operands,
+    place,
+    start,
+    options,
+    MAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Of keys [start, start + N): the keys, their scores before and after the bias, and what out's
+    gradient says of the probabilities."""
+    at_q, at_grad, there, k, k_row, v, v_row, bias, bias_key = operands
+    row, i, k_begin, n_k = place
+    window, curve, drop = options
+    keys = load_rows(k, k_row, start, n_k, N, WIDTH, block.shape[1], EDGE)
+    values = load_rows(v, v_row, start, n_k, N, V_WIDTH, do.shape[1], EDGE)
+    at_k, at_v = rows_at(k, k_row, start, n_k, N), rows_at(v, v_row, start, n_k, N)
+    x = row_products(block, (at_q, there), keys, at_k, WIDTH)
+    dp = row_products(do, (at_grad, there), values, at_v, V_WIDTH)
+    j = start + tl.arange(0, N)[None, :]
+    plain = curved(x, curve, MAP)
+    s = masked(plain, bias, bias_key, i, j, window, n_k, EDGE)
+    if drop[0] is not None:
+        dp *= kept(drop, row, k_begin + start, block.shape[0], N)
+    return keys, plain, s, dp
+
+
+@triton.jit
+def add_products(
+    most,
+    total,
+    weighted,
+    block,
+    do,
+    operands,
+    place,
+    start,
+    options,
+    MAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """The softmax, and the sum of p dp, go on over a tile: in float32 a rounding of each product is
+    as much as the yardstick leaves for the gradient of a bias."""
+    _, _, s, dp = products(block, do, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, EDGE)
+    most, factor = move(most, s, options[1], MAP)
+    p = exponentials(s, most, options[1], MAP)
+    total = total * factor + tl.sum(p, 1, keep_dims=True)
+    if options[1][2] is not None:  # exact
+        part = tl.sum(p.to(tl.float64) * dp.to(tl.float64), 1, keep_dims=True)
+    else:
+        part = tl.sum(p * dp, 1, keep_dims=True)
+    return most, total, (weighted * factor.to(part.dtype) + part).to(tl.float32)
+
+
+@triton.jit
+def add_gradient(
+    sums,
+    base,
+    share,
+    delta,
+    of_lse,
+    block,
+    do,
+    ds,
+    live,
+    operands,
+    place,
+    start,
+    options,
+    MAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """sums of da k, a tile more. Writes ds."""
+    keys, plain, s, dp = products(
+        block, do, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, EDGE
+    )
+    curve = options[1]
+    d = score_gradients(exponentials(s, base, curve, MAP) * share, dp, delta, of_lse)
+    if ds is not None:
+        j = start + tl.arange(0, N)[None, :]
+        tl.store(ds + j, d, live & (j >= 0) & (j < place[3]))
+    if MAP == "capped":
+        d *= slope(plain, curve)
+    return sums + product(d.to(keys.dtype), keys)

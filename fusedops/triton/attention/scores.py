@@ -1,0 +1,293 @@
+"""What the kernels share: where a block of rows is, which keys it sees, and how products become
+probabilities. Formulas: csrc/attention.h.
+
+Scores are [M, N], queries by keys: i, [M, 1], and j, [1, N], are the numbers of both in their
+sequence.
+"""
+
+import triton
+import triton.language as tl
+
+from fusedops.triton.tile import LOG2E, dropout, exact_exp, tanh
+
+PIECE = tl.constexpr(16)  # of a row's width, in float32
+
+
+@triton.jit
+def block_of(
+    x,
+    cu_rows,
+    cu_others,
+    sequences,
+    rows,
+    others,
+    R: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Block x of R rows: its first row in its sequence, where that begins among the rows and how
+    many it has, and the same of what its rows meet. Without cu_seqlens a batch is one sequence.
+
+    Blocks are numbered through all sequences, so that no grid depends on the longest, which the
+    host does not know. Past the last block the sequence has no rows. ALIGNED: the number of a
+    block's first row among all is a multiple of 4; in its sequence it may then be less than 0.
+    """
+    if cu_rows is None:
+        none = x * 0
+        return x * R, none, rows, none, others
+    else:
+        n = tl.arange(0, SEQUENCES)
+        begin, count = _span(cu_rows, n, sequences, rows)
+        ahead = begin % 4 if ALIGNED else begin * 0
+        blocks = tl.where(count > 0, (count + ahead + R - 1) // R, 0)
+        before = tl.cumsum(blocks, 0) - blocks
+        mine = (before <= x) & (x < before + blocks)
+        first = (x - _only(before, mine)) * R - _only(ahead, mine)
+        other_begin, other_count = _span(cu_others, n, sequences, others)
+        return (
+            first,
+            _only(begin, mine),
+            _only(count, mine),
+            _only(other_begin, mine),
+            _only(other_count, mine),
+        )
+
+
+@triton.jit
+def _span(cu, n, sequences, rows):
+    """Where sequences n begin and how long they are, int32."""
+    begin = tl.load(cu + n, n < sequences, 0).to(tl.int32)
+    end = tl.load(cu + n + 1, n < sequences, 0).to(tl.int32)
+    begin = tl.minimum(tl.maximum(begin, 0), rows)  # nothing outside the tensor is ever read
+    return begin, tl.maximum(tl.minimum(end, rows) - begin, 0)
+
+
+@triton.jit
+def _only(t, mine):
+    return tl.sum(tl.where(mine, t, 0), 0)
+
+
+@triton.jit
+def sees(i, j, window, n_k):
+    """Which keys which queries see. window: (left, right, offset), None is open."""
+    left, right, offset = window
+    seen = (j >= 0) & (j < n_k)
+    if left is not None:
+        seen &= j >= i + (offset - left)
+    if right is not None:
+        seen &= j <= i + (offset + right)
+    return seen
+
+
+@triton.jit
+def key_tiles(first, last, window, n_k, ahead, N: tl.constexpr):
+    """The tiles of N keys that queries first to last see: [begin, end), of which all of them see
+    all of [whole_begin, whole_end). Tile t begins at key t N - ahead.
+    """
+    left, right, offset = window
+    low, high, whole_low, whole_high = 0, n_k, 0, n_k
+    if left is not None:
+        low = tl.maximum(first + offset - left, 0)
+        whole_low = tl.maximum(last + offset - left, 0)
+    if right is not None:
+        high = tl.minimum(last + offset + right + 1, n_k)
+        whole_high = tl.minimum(first + offset + right + 1, n_k)
+    return _tiles(low, high, whole_low, whole_high, ahead, N)
+
+
+@triton.jit
+def query_tiles(first, last, window, n_q, M: tl.constexpr):
+    """The tiles of M queries that see keys first to last, as those of `key_tiles`."""
+    left, right, offset = window
+    low, high, whole_low, whole_high = 0, n_q, 0, n_q
+    if right is not None:
+        low = tl.maximum(first - offset - right, 0)
+        whole_low = tl.maximum(last - offset - right, 0)
+    if left is not None:
+        high = tl.minimum(last - offset + left + 1, n_q)
+        whole_high = tl.minimum(first - offset + left + 1, n_q)
+    return _tiles(low, high, whole_low, whole_high, 0, M)
+
+
+@triton.jit
+def _tiles(low, high, whole_low, whole_high, ahead, SIZE: tl.constexpr):
+    begin = (low + ahead) // SIZE
+    end = tl.maximum((tl.maximum(high + ahead, 0) + SIZE - 1) // SIZE, begin)
+    whole_begin = tl.minimum((whole_low + ahead + SIZE - 1) // SIZE, end)
+    whole_end = tl.maximum(tl.maximum(whole_high + ahead, 0) // SIZE, whole_begin)
+    return begin, end, whole_begin, tl.minimum(whole_end, end)
+
+
+@triton.jit
+def edge(n, begin, whole_begin, whole_end):
+    """The n-th of the tiles that are not whole: those before the whole ones, then those after."""
+    return tl.where(n < whole_begin - begin, begin + n, whole_end + n - (whole_begin - begin))
+
+
+@triton.jit
+def rows_at(t, stride, first, count, R: tl.constexpr):
+    """Pointers to rows [first, first + R) of t, [R, 1], and which of them there are."""
+    r = first + tl.arange(0, R)[:, None]
+    return t + r.to(tl.int64) * stride, (r >= 0) & (r < count)
+
+
+@triton.jit
+def load_rows(
+    t,
+    stride,
+    first,
+    count,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Rows [first, first + R) of t, [R, D]; 0 past the width, and at an edge where no rows are."""
+    r, d = tl.arange(0, R)[:, None], tl.arange(0, D)[None, :]
+    at = t + tl.cast(first, tl.int64) * stride + (r * stride + d)
+    if EDGE:
+        return tl.load(at, (first + r >= 0) & (first + r < count) & (d < WIDTH), 0)
+    elif WIDTH == D:
+        return tl.load(at)
+    else:
+        return tl.load(at, d < WIDTH, 0)
+
+
+@triton.jit
+def product(a, b):
+    """a b in float32: float32 numbers on the cores that round as eager's do."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def row_products(a, a_at, b, b_at, WIDTH: tl.constexpr):
+    """a b^T in float32. a_at, b_at: pointers to the rows of each, [R, 1], and which there are.
+
+    In float32 both come from memory again, a piece of the width at a time: what multiplies them has
+    all operands of a product in registers.
+    """
+    if a.dtype == tl.float32:
+        x = tl.zeros([a.shape[0], b.shape[0]], tl.float32)
+        for c in tl.range(0, WIDTH, PIECE, num_stages=1):
+            d = c + tl.arange(0, PIECE)[None, :]
+            of_a = tl.load(a_at[0] + d, a_at[1] & (d < WIDTH), 0)
+            of_b = tl.load(b_at[0] + d, b_at[1] & (d < WIDTH), 0)
+            x += product(of_a, tl.trans(of_b))
+        return x
+    else:
+        return product(a, tl.trans(b))
+
+
+@triton.jit
+def curved(x, curve, MAP: tl.constexpr):
+    """The scores of products x before a bias.
+
+    curve: (scale / softcap, softcap), (scale, 0), or (scale log2 e, 0) of MAP "folded", which
+    leaves products as they are, for `exponentials` to scale; others have the formula's scores. Then
+    None, or 1 in float32, whose functions are to be as exact as eager's; a bool would be an `if` in
+    machine code.
+    """
+    inner, softcap, exact = curve
+    if MAP == "capped":
+        return tanh(x * inner, exact is not None) * softcap
+    elif MAP == "scaled":
+        return x * inner
+    else:
+        return x
+
+
+@triton.jit
+def masked(s, bias, bias_key, i, j, window, n_k, EDGE: tl.constexpr):
+    """Scores with their bias, -infinity where not seen. bias: pointers to what a query begins with.
+    Off the edges a bias alone hides keys."""
+    if EDGE:
+        seen = sees(i, j, window, n_k)
+    if bias is not None:
+        at = bias + j.to(tl.int64) * bias_key
+        more = tl.load(at, seen, 0) if EDGE else tl.load(at)
+        if bias.dtype.element_ty == tl.int1:
+            s = tl.where(more, s, float("-inf"))
+        else:
+            s += more.to(tl.float32)
+    if EDGE:
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def exponentials(x, most, curve, MAP: tl.constexpr):
+    """exp(score - most). A folded `most` counts in powers of 2, which makes this one operation
+    before exp2; a score near the least number would overflow there, and only a bias makes one."""
+    if MAP == "folded":
+        return tl.exp2(x * (curve[0]) - most)
+    else:
+        return exponential(x - most, MAP, curve[2] is not None)
+
+
+@triton.jit
+def move(most, x, curve, MAP: tl.constexpr):
+    """The softmax moves on to scores x, [M, N]: the largest so far, [M, 1], and what the sums
+    until now are multiplied by. A NaN comes to light in the exponentials."""
+    found = tl.max(x, 1, keep_dims=True)
+    if MAP == "folded":
+        found *= curve[0]
+    new = tl.maximum(most, found)
+    return new, exponential(most - new, MAP, curve[2] is not None)
+
+
+@triton.jit
+def exponential(difference, MAP: tl.constexpr, EXACT: tl.constexpr):
+    """Of a difference of two `most`, or of a score and one."""
+    if MAP == "folded":
+        return tl.exp2(difference)
+    elif EXACT:
+        return exact_exp(difference)
+    else:
+        return tl.exp2(difference * LOG2E)
+
+
+@triton.jit
+def denominator(most, total, sink, MAP: tl.constexpr):
+    """What exp(score - most) is multiplied by to be a probability, and lse in two parts, base and
+    logarithm, float64. A row that sees nothing has a share of 0 and, without a sink, an lse of
+    -infinity.
+    """
+    base, whole = most.to(tl.float64), total.to(tl.float64)
+    if MAP == "folded":
+        base /= LOG2E
+    share = tl.where(total == 0, 0.0, 1 / tl.where(total == 0, 1.0, total))
+    if sink is not None:
+        origin = tl.maximum(base, sink)
+        of_keys = tl.exp(base - origin)
+        whole = whole * of_keys + tl.exp(sink - origin)
+        base = origin
+        share = tl.where(total == 0, 0.0, of_keys / whole).to(tl.float32)
+    logarithm = tl.log(tl.where(whole == 0, 1.0, whole))
+    return share, tl.where(whole == 0, float("-inf"), base + logarithm)
+
+
+@triton.jit
+def kept(drop, row, start, M: tl.constexpr, N: tl.constexpr):
+    """What the dropout multiplies probabilities by, [M, N]: 0 or its scale. row: [M, 1] int64, as
+    the operator numbers them; start: the number of the first key among all, a multiple of 4."""
+    seed, threshold, scale = drop
+    return dropout(tl.full([M, N], 1.0, tl.float32), seed, threshold, scale, row, start, N)
+
+
+@triton.jit
+def slope(s, curve):
+    """d softcap tanh(a / softcap) / da of a score before its bias."""
+    bent = s / curve[1]
+    return 1 - bent * bent
+
+
+@triton.jit
+def score_gradients(p, dp, delta, of_lse):
+    """Those of scores with their bias. delta: the sum of p dp; of_lse: lse's gradient, or None.
+
+    By two steps: where one key has all of p, dp less the sum is 0 and not its rounding.
+    """
+    d = dp - delta
+    if of_lse is not None:
+        d += of_lse
+    return p * d

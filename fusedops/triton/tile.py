@@ -1,0 +1,64 @@
+"""What the kernels of several families share: a dropout, tanh, and numbers of the softmax."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is an instruction, exp another four
+# Where a largest number begins: the least float32, so that exp(z - largest) is 0 for -inf, not NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:
+    """(seed, threshold, scale) of the kernels; without dropout they compile without a seed."""
+    if p == 0:
+        return None, 0, 1.0
+    return seed, min(int(p * 2**32), 2**32 - 1), 0.0 if p == 1 else 1 / (1 - p)
+
+
+@triton.jit
+def dropout(t, seed, threshold, scale, row, start, BLOCK: tl.constexpr):
+    """A tile, [ROWS, BLOCK], after dropout; as it is without a seed. row: [ROWS, 1] int64.
+
+    One Philox counter gives four columns. The interleaving moves nothing between threads: a
+    thread owns all four.
+    """
+    if seed is not None:
+        group = start // 4 + tl.arange(0, BLOCK // 4)[None, :] + tl.zeros_like(row).to(tl.int32)
+        zero = tl.zeros_like(group)
+        low, high = zero + row.to(tl.int32), zero + (row >> 32).to(tl.int32)
+        a, b, c, d = tl.philox(tl.load(seed), group, low, high, zero, n_rounds=7)
+        even = tl.interleave(a >= threshold, c >= threshold)
+        odd = tl.interleave(b >= threshold, d >= threshold)
+        t *= tl.where(tl.interleave(even, odd), scale, 0.0)  # a dropped NaN is NaN
+    return t
+
+
+@triton.jit
+def exact_exp(x):
+    """Within 1.3 ulp of any x up to 80, where exp2(x LOG2E) has one more for each 1.5 of x: the
+    powers of 2 are split off before a product is rounded. Of less than -150 it is 0."""
+    x = tl.where(x < -150, -150.0, x)  # of -inf the rest would be NaN
+    n = tl.floor(x * LOG2E + 0.5)
+    rest = tl.fma(n, -0.693145751953125, x)  # ln 2: 16 bits of it, so that n times them is exact
+    rest = tl.fma(n, -1.4286068203094172e-6, rest)
+    return tl.exp2(n) * tl.exp2(rest * LOG2E)
+
+
+@triton.jit
+def tanh(x, EXACT: tl.constexpr = False):
+    """Within 2 ulp: a polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) cancels. EXACT: within 1.1,
+    as the sum in the divisor is taken without its rounding."""
+    size, square = tl.abs(x), x * x
+    p = tl.fma(square, -0.00661576, 0.02131275)
+    p = tl.fma(p, square, -0.05391007)
+    p = tl.fma(p, square, 0.13333118)
+    p = tl.fma(p, square, -0.33333332)
+    if EXACT:
+        power = exact_exp(2 * tl.where(size > 10, 10.0, size))
+        divisor = 1 + power
+        share = 2 / divisor
+        large = 1 - (share - share * ((1 - (divisor - power)) / divisor))
+    else:
+        large = 1 - 2 / (1 + tl.exp2(size * (2 * LOG2E)))
+    return tl.where(size < 0.55, tl.fma(x, square * p, x), tl.where(x < 0, -large, large))
