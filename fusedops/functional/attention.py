@@ -44,7 +44,7 @@ def attention(
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention, on CPUs without the scores in memory, forward and backward.
+    """Softmax attention without the scores in memory, forward and backward.
 
         s = softcap tanh(scale q k^T / softcap) + bias      without a softcap: scale q k^T + bias
         out = dropout(softmax(s)) v, lse = logsumexp(s)     sinks: exp(sinks) is in both sums

@@ -30,8 +30,9 @@ Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t firs
   const int64_t group = problem.group(), rows = group * at.queries;
   const int64_t width = problem.q.width(), v_width = problem.v.width(),
                 ld = padded(width, 2 * kEdge);
-  std::vector<float> q(rows * ld), scores(rows * kKeys), scratch(rows * std::max(ld, kKeys));
   Part part{std::vector<Softmax>(rows), std::vector<float>(rows * v_width)};
+  if (first >= last) return part;
+  std::vector<float> q(rows * ld), scores(rows * kKeys), scratch(rows * std::max(ld, kKeys));
   for (int64_t g = 0; g < group; ++g) {
     read_rows_for_isa()(problem.q.rows(at.batch, head * group + g, at.q_begin), at.queries, width,
                         at.queries, q.data() + g * at.queries * ld, ld);

@@ -157,7 +157,8 @@ class Call:
         q, k, v, bias = self.q, self.k, self.v, self.bias
         seed, threshold, kept_scale = dropout_arguments(self.how[2], self.seed)
         inner, softcap = self.curve
-        left, right = (None if n < 0 else n for n in self.window)
+        widest = q.shape[2] + k.shape[2]  # no place is further away, and no sum of places overflows
+        left, right = (None if n < 0 else min(n, widest) for n in self.window)
         names = ("batch", "head", "row")
         strides = {
             f"{name}_{what}": stride
@@ -238,7 +239,11 @@ def padded(width: int) -> int:
 
 
 def side_by_side(t: Tensor) -> Tensor:
-    return t if t.shape[3] <= 1 or t.stride(3) == 1 else t.contiguous()
+    """Rows whose numbers are neighbours, and of which 128, a block, are within 2^31 of each other:
+    the kernels count in a block with 32 bits, and with 64 to it."""
+    if (t.shape[3] <= 1 or t.stride(3) == 1) and t.stride(2) < 2**24:
+        return t
+    return t.contiguous()
 
 
 def outputs_of(operator: Any, *arguments: Any) -> Any:
