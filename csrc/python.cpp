@@ -178,12 +178,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("weight") = none(), arg("ignore_index") = -100, arg("reduction") = "mean",
                   arg("label_smoothing") = 0.0, arg("z_loss") = 0.0, arg("softcap") = none(),
                   arg("scale") = none(), arg("dtype") = none());
-  export_function(m, "attention", attention, arg("q"), arg("k"), arg("v"), arg("causal") = false,
-                  arg("window") = none(), arg("softcap") = none(), arg("sinks") = none(),
-                  arg("bias") = none(), arg("scale") = none(), arg("dropout_p") = 0.0,
-                  arg("cu_seqlens_q") = none(), arg("cu_seqlens_k") = none(),
-                  arg("max_seqlen_q") = none(), arg("max_seqlen_k") = none(),
-                  arg("top_left") = false);
+  export_function(m, "attention", attention, arg("q"), arg("k"), arg("v"),
+                  arg("causal").noconvert() = false, arg("window") = none(),
+                  arg("softcap") = none(), arg("sinks") = none(), arg("bias") = none(),
+                  arg("scale") = none(), arg("dropout_p") = 0.0, arg("cu_seqlens_q") = none(),
+                  arg("cu_seqlens_k") = none(), arg("max_seqlen_q") = none(),
+                  arg("max_seqlen_k") = none(), arg("top_left") = false);
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);
   export_function(m, "bfloat16_products", bfloat16_products);

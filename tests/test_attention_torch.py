@@ -210,6 +210,7 @@ def test_memory_is_that_of_the_tokens():
     take 1.5 GiB.
     """
     at_once = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}
+    at_once["OMP_NUM_THREADS"] = "1"  # each thread has a head's
     run = [sys.executable, "-c", GROWTH, "512", "2048", "4096", "8192"]
     printed = subprocess.run(
         run, env=os.environ | at_once, capture_output=True, text=True, check=True
@@ -273,6 +274,11 @@ def test_errors_name_argument_wanted_and_got():
         scaled_dot_product_attention(q, k, v, torch.zeros(6, 9), is_causal=True)
     with pytest.raises(RuntimeError, match="heads unless enable_gqa=True, 4, got 2"):
         scaled_dot_product_attention(q, k, v)
+    for no_bool in (1.5, 1, None):  # torch's takes none of them either
+        with pytest.raises(TypeError, match="is_causal must be a bool"):
+            scaled_dot_product_attention(q, q, q, is_causal=no_bool)
+        with pytest.raises(TypeError, match=r"attention\(\)"):
+            attention(q, k, v, causal=no_bool)
 
 
 def test_a_kernel_is_what_runs():

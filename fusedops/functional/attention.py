@@ -94,6 +94,11 @@ def scaled_dot_product_attention(
     is at the first key, as torch has it. Raises RuntimeError as torch's does: for heads that differ
     without enable_gqa, for is_causal beside attn_mask.
     """
+    if not isinstance(is_causal, bool):
+        raise TypeError(
+            "scaled_dot_product_attention: is_causal must be a bool, got "
+            f"{type(is_causal).__name__}"
+        )
     if is_causal and attn_mask is not None:
         raise RuntimeError(
             "scaled_dot_product_attention: attn_mask must be None with is_causal=True, got a tensor"

@@ -163,7 +163,8 @@ def _obstacle(
 
 def _pays(query: Tensor, key: Tensor) -> bool:
     """Whether `attention` takes no longer than sdpa: on CPUs as one thread was measured, of an AMD
-    EPYC (a step of generation) and of an Intel Xeon (forward and backward). On GPUs nobody measured.
+    EPYC (a step of generation) and of an Intel Xeon (forward and backward). False on GPUs, where
+    nobody measured.
     """
     queries, keys = query.shape[2], key.shape[2]
     if query.device.type == "cuda":
