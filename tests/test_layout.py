@@ -58,6 +58,11 @@ FAMILIES = {
         "tests",
         "benchmarks",
     },
+    "quantized_linear": {
+        "csrc/ops",
+        "fusedops/functional",
+        "tests",
+    },
     "rotary": {
         "csrc/ops",
         "csrc/cpu",
@@ -101,7 +106,7 @@ FAMILIES = {
 
 # What lies on a floor beside the families.
 SHARED = {
-    "csrc/ops": {"autograd.h", "bfloat16.cpp", "bfloat16.h", "dropout.h"},
+    "csrc/ops": {"autograd.h", "bfloat16.cpp", "bfloat16.h", "checks.h", "dropout.h"},
     "csrc/cpu": {"dropout.h", "exp.h", "gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
@@ -158,6 +163,7 @@ PLAIN = (
     "csrc/gated_activation.h",
     "csrc/norm.h",
     "csrc/philox.h",
+    "csrc/quantized_linear.h",
     "csrc/rotary.h",
 )
 
@@ -170,6 +176,7 @@ INCLUDES = {
     "csrc/cross_entropy.h": ["csrc/dtype.h"],
     "csrc/gated_activation.h": ["csrc/dtype.h"],
     "csrc/norm.h": ["csrc/dtype.h", "csrc/philox.h"],
+    "csrc/quantized_linear.h": ["csrc/dtype.h"],
     "csrc/rotary.h": ["csrc/dtype.h"],
     "csrc/optimizer.": ["csrc/optimizer.h", "csrc/ops/adamw/adamw.h"],
     "csrc/python.cpp": ["csrc/ops/", "csrc/optimizer.h", "csrc/cpu/isa.h"],
