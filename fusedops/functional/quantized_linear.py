@@ -256,17 +256,22 @@ def quantized_linear_reference(
     input_format=None,
     compute=None,
 ):
-    """None as "bf16", the lowest that it may be. float64 is rounded to nothing but int8 inputs."""
-    layout = format, out_features, in_features, group_size
+    """None as "bf16", the lowest that it may be. float64 is rounded to nothing but int8 inputs.
+
+    Where a row of the weight has one scale, it is the codes that are multiplied, and nothing rounds
+    them: they are bfloat16 numbers.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight = dequantize_weight_reference(qweight, scales, zeros, *layout, wide)
+    alone = format in LARGEST and scales.shape[1] == 1
+    layout = format, out_features, in_features, group_size
+    weight = dequantize_weight_reference(
+        qweight, torch.ones_like(scales) if alone else scales, zeros, *layout, wide
+    )
     a = rounded_rows(x).to(wide) if input_format == "int8" else x.to(wide)
-    rounds = compute in (None, "bf16") and wide == torch.float32
-    if rounds:
-        weight = weight.bfloat16().float()
-        a = a if input_format == "int8" else _Bfloat16.apply(a, True, False)
-    z = F.linear(a, weight)
-    z = _Bfloat16.apply(z, False, True) if rounds else z
+    rounds = wide == torch.float32 and compute in (None, "bf16")
+    rounds_backward = wide == torch.float32 and compute != "exact"
+    z = _Product.apply(a, weight, rounds, rounds and input_format is None, rounds_backward)
+    z = z * scales[:, 0].to(wide) if alone else z
     z = (z if bias is None else z + bias.to(wide)).to(x.dtype)
     return ACTIVATIONS[activation](z.to(wide)).to(x.dtype)
 
@@ -281,17 +286,20 @@ def rounded_rows(x):
     return acc + (codes.to(acc.dtype) * step - acc.detach())
 
 
-class _Bfloat16(torch.autograd.Function):
-    """t or its gradient, or both, rounded to bfloat16."""
+class _Product(torch.autograd.Function):
+    """F.linear(a, weight), and its gradient, of operands that are rounded to bfloat16 or are not."""
 
     @staticmethod
-    def forward(ctx, t, itself, gradient):
-        ctx.gradient = gradient
-        return t.bfloat16().to(t.dtype) if itself else t.clone()
+    def forward(ctx, a, weight, rounds_weight, rounds_a, rounds_backward):
+        narrow = weight.bfloat16().to(weight.dtype)
+        ctx.weight, ctx.rounds = narrow if rounds_backward else weight, rounds_backward
+        a = a.bfloat16().to(a.dtype) if rounds_a else a
+        return F.linear(a, narrow if rounds_weight else weight)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.bfloat16().to(grad.dtype) if ctx.gradient else grad, None, None
+        grad = grad.bfloat16().to(grad.dtype) if ctx.rounds else grad
+        return grad @ ctx.weight, None, None, None, None
 
 
 def _quantize_groups(w, format, scale):

@@ -1,0 +1,262 @@
+#include "csrc/cpu/isa/quantized_linear/codes.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "csrc/cpu/with_type.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+// Numbers of a step, from 8 bits each.
+inline Floats widen_bytes(const int8_t* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const auto at = [&](int i) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  };
+#else
+  const auto at = [&](int i) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  };
+#endif
+  return {at(0), at(Vec::size())};
+}
+
+inline Floats load(const int8_t* p, Full) { return widen_bytes(p); }
+inline Floats load(const int8_t* p, Tail tail) {
+  int8_t bytes[kStep] = {};
+  std::memcpy(bytes, p, tail.count);
+  return widen_bytes(bytes);
+}
+
+// Sign, 4 bits of exponent from 2^-7 on, 3 of fraction; no infinity.
+inline float from_e4m3(uint8_t code) {
+  const uint32_t size = code & 127;
+  const float normal = std::bit_cast<float>((size << 20) + (120u << 23));
+  const float small = static_cast<float>(static_cast<int32_t>(size)) * 0x1p-9f;
+  const float number = size < 8 ? small : size == 127 ? NAN : normal;
+  return code & 128 ? -number : number;
+}
+
+inline Floats load(const uint8_t* p, Full) {
+  alignas(64) float numbers[kStep];
+  for (int i = 0; i < kStep; ++i) numbers[i] = from_e4m3(p[i]);
+  return load(numbers, Full());
+}
+inline Floats load(const uint8_t* p, Tail tail) {
+  uint8_t bytes[kStep] = {};
+  std::memcpy(bytes, p, tail.count);
+  return load(bytes, Full());
+}
+
+// out [n] = codes scale. Code: int8_t, or uint8_t for e4m3.
+template <class Code, class T>
+void scaled_codes(const Code* codes, int64_t n, float scale, T* out) {
+  each_step(n, [&](int64_t j, auto part) {
+    store(out + j, load(codes + j, part) * all(scale), part);
+  });
+}
+
+// Numbers of a table's dtype, of which a step of codes are read at a time.
+#if defined(CPU_CAPABILITY_AVX512)
+template <class T>
+struct Table;
+
+template <>
+struct Table<float> {
+  static constexpr int kCount = 16;
+  __m512 numbers;
+
+  explicit Table(const __m512& numbers) : numbers(numbers) {}
+  // vpermps reads 4 bits of a lane: the high half of a byte, then the whole.
+  void look_up(const uint8_t* bytes, float* out) const {
+    const __m512i wide =
+        _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+    const __m512i codes = _mm512_or_si512(_mm512_srli_epi64(wide, 4), _mm512_slli_epi64(wide, 32));
+    _mm512_storeu_ps(out, _mm512_permutexvar_ps(codes, numbers));
+  }
+};
+
+template <>
+struct Table<BFloat16> {
+  static constexpr int kCount = 32;
+  __m512i numbers;  // twice: vpermw reads 5 bits
+
+  explicit Table(const __m512& numbers) : numbers(narrow<BFloat16>({numbers, numbers})) {}
+  void look_up(const uint8_t* bytes, BFloat16* out) const {
+    const __m512i wide =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    const __m512i codes = _mm512_or_si512(_mm512_srli_epi32(wide, 4), _mm512_slli_epi32(wide, 16));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(codes, numbers));
+  }
+};
+#endif
+
+inline int half(const uint8_t* bytes, int64_t i) {
+  return i % 2 == 0 ? bytes[i / 2] >> 4 : bytes[i / 2] & 15;
+}
+
+// out [n] = numbers of codes [first, first + n), two in a byte.
+template <class T>
+void look_up(const uint8_t* bytes, int64_t first, int64_t n, const float (&numbers)[16], T* out) {
+  int64_t i = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  const Table<T> table(_mm512_loadu_ps(numbers));
+  for (; i < n && (first + i) % 2 != 0; ++i) out[i] = T(numbers[half(bytes, first + i)]);
+  for (; i + table.kCount <= n; i += table.kCount) table.look_up(bytes + (first + i) / 2, out + i);
+#endif
+  for (; i < n; ++i) out[i] = T(numbers[half(bytes, first + i)]);
+}
+
+// f(first, n, group) for the columns [begin, end) of each group, of which the first begins at
+// `origin`.
+template <class Function>
+void each_group(int64_t begin, int64_t end, int64_t origin, int64_t size, const Function& f) {
+  for (int64_t j = begin; j < end;) {
+    const int64_t group = (j - origin) / size, last = std::min(end, origin + (group + 1) * size);
+    f(j, last - j, group);
+    j = last;
+  }
+}
+
+template <class T>
+void read_int4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
+  const int64_t groups = groups_of(w.k, w.group_size);
+  const uint8_t* const bytes = w.codes + row * ((w.k + 1) / 2);
+  each_group(args.begin, args.end, 0, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
+    const float scale = w.scales[row * groups + group];
+    const int zero = w.zeros[row * groups + group];
+    float numbers[16];
+    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<float>(i - zero) * scale;
+    look_up(bytes, j, n, numbers, out + j - args.begin);
+  });
+}
+
+template <class T>
+void read_nf4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
+  const int64_t at = row * w.k;
+  each_group(at + args.begin, at + args.end, 0, kNf4Block,
+             [&](int64_t j, int64_t n, int64_t block) {
+               float numbers[16];
+               for (int i = 0; i < 16; ++i) numbers[i] = kNf4[i] * w.scales[block];
+               look_up(w.codes, j, n, numbers, out + j - at - args.begin);
+             });
+}
+
+template <class Code, class T>
+void read_bytes(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
+  const auto* const codes = reinterpret_cast<const Code*>(w.codes) + row * w.k;
+  if (!args.scaled) {
+    return scaled_codes(codes + args.begin, args.end - args.begin, 1, out);
+  }
+  const int64_t groups = groups_of(w.k, w.group_size);
+  each_group(args.begin, args.end, 0, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
+    scaled_codes(codes + j, n, w.scales[row * groups + group], out + j - args.begin);
+  });
+}
+
+template <class T>
+void read_rows_of(const Codes& w, const ReadCodes& args) {
+  const int64_t n = args.end - args.begin;
+  auto* out = static_cast<T*>(args.out);
+  for (int64_t row = args.row; row < args.row + args.rows; ++row, out += args.ld) {
+    switch (w.format) {
+      case WeightFormat::int8: read_bytes<int8_t>(w, args, row, out); break;
+      case WeightFormat::fp8: read_bytes<uint8_t>(w, args, row, out); break;
+      case WeightFormat::int4: read_int4(w, args, row, out); break;
+      case WeightFormat::nf4: read_nf4(w, args, row, out); break;
+    }
+    std::fill(out + n, out + args.ld, T(0));
+  }
+}
+
+void read_integers(const Codes& w, const ReadCodes& args) {
+  const int64_t n = args.end - args.begin;
+  auto* out = static_cast<uint8_t*>(args.out);
+  for (int64_t row = args.row; row < args.row + args.rows; ++row, out += args.ld) {
+    const uint8_t* const codes = w.codes + row * w.k + args.begin;
+    for (int64_t j = 0; j < n; ++j) out[j] = codes[j] ^ 128;
+    std::fill(out + n, out + args.ld, 0);
+  }
+}
+
+template <class T>
+float largest_of(const T* x, int64_t n) {
+  Floats most;
+  each_step(n, [&](int64_t j, auto part) {
+    const auto v = live(load(x + j, part), part);
+    most = largest(most, {v.lo.abs(), v.hi.abs()});
+  });
+  return largest(most);
+}
+
+// The codes of a row, as numbers, and their sum.
+template <class T, class Out>
+int32_t codes_of(const T* x, int64_t n, float inverse, Out* out) {
+  const Vec times(inverse), most(kLargestInt8), least(-kLargestInt8);
+  int32_t total = 0;
+  each_step(n, [&](int64_t j, auto part) {
+    const auto v = load(x + j, part);
+    const Floats codes{at::vec::clamp((v.lo * times).round(), least, most),
+                       at::vec::clamp((v.hi * times).round(), least, most)};
+    if constexpr (std::is_same_v<Out, int8_t>) {
+      alignas(64) float numbers[kStep];
+      store(numbers, codes, Full());
+      for (int i = 0; i < part.count; ++i) {
+        out[j + i] = static_cast<int8_t>(numbers[i]);
+        total += out[j + i];
+      }
+    } else {
+      store(out + j, codes, part);
+    }
+  });
+  return total;
+}
+
+template <class T, class Out>
+void read_row(const ReadInput& args) {
+  const auto* const x = static_cast<const T*>(args.x);
+  auto* const out = static_cast<Out*>(args.out);
+  std::fill(out + args.k, out + args.padded, Out(0));
+  if (args.step == nullptr) {
+    if constexpr (!std::is_same_v<Out, int8_t>) {
+      each_step(args.k, [&](int64_t j, auto part) {
+        auto v = load(x + j, part);
+        if (args.factors != nullptr) v = v * load(args.factors + j, part);
+        store(out + j, v, part);
+      });
+    }
+    return;
+  }
+  const float most = largest_of(x, args.k);
+  const bool finite = std::isfinite(most);
+  const float step = most * (1 / kLargestInt8);
+  *args.step = finite ? step : NAN;
+  *args.sum = codes_of(x, args.k, finite && step >= kSmallestScale ? 1 / step : 0, out);
+}
+
+}  // namespace
+
+void read_codes(const Codes& weight, const ReadCodes& args) {
+  switch (args.operand) {
+    case Operand::float32: return read_rows_of<float>(weight, args);
+    case Operand::bfloat16: return read_rows_of<BFloat16>(weight, args);
+    case Operand::integer: return read_integers(weight, args);
+  }
+}
+
+void read_input(const ReadInput& args) {
+  with_type(args.dtype, [&]<class T>(T) {
+    switch (args.operand) {
+      case Operand::float32: return read_row<T, float>(args);
+      case Operand::bfloat16: return read_row<T, BFloat16>(args);
+      case Operand::integer: return read_row<T, int8_t>(args);
+    }
+  });
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

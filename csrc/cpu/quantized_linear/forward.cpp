@@ -1,0 +1,184 @@
+// quantized_linear on CPUs, forward: codes become numbers a few rows at a time, next to where they
+// are multiplied, and no weight is packed or kept.
+//
+// x is rounded once, to what is multiplied. A task is a block of columns of y: of many rows of x
+// kColumns, whose codes are read once for kRows rows, in pieces of kDepth; of few rows those
+// that the loop takes at a time, so that a row of codes is read from end to end. Reads the codes
+// once for each kRows rows. A sum is of pieces of kDepth bytes, whatever the number of rows or
+// threads.
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "csrc/cpu/isa/linear/activation.h"
+#include "csrc/cpu/isa/quantized_linear/dots.h"
+#include "csrc/cpu/quantized_linear/weight.h"
+#include "csrc/ops/linear/linear.h"
+
+namespace fusedops::cpu {
+namespace {
+
+constexpr int64_t kRows = 128;       // of x, in a block
+constexpr int64_t kColumns = 128;    // of y, whose sums wait for the end of the rows
+constexpr int64_t kFew = 16;         // rows that stay in a cache with all their depth
+constexpr int64_t kDepth = 4096;     // bytes of a row
+constexpr int64_t kGrain = 1 << 18;  // products of a task, about
+
+int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// Where sums of products of 8 bits fit 32 bits, 255 * 127 each.
+bool multiplies_integers(const Codes& w) {
+  return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
+         w.k <= 65536;
+}
+
+// x [rows, k] as a product takes it, its rows padded with zeros.
+struct Input {
+  Operand operand;
+  int64_t rows, ld;
+  Tensor numbers;
+  std::vector<float> steps;  // of codes; empty where x is multiplied as it is
+  std::vector<int32_t> sums;
+
+  Input(const Tensor& x, Operand operand, bool as_codes)
+      : operand(operand),
+        rows(x.size(0)),
+        ld(blocks_of(x.size(1) * size_of(operand), kLanes) * kLanes / size_of(operand)),
+        numbers(at::empty({rows * ld * size_of(operand)}, x.options().dtype(at::kByte))),
+        steps(as_codes ? rows : 0),
+        sums(steps.size()) {
+    const int64_t k = x.size(1);
+    at::parallel_for(0, rows, kGrain / (k + 1) + 1, [&](int64_t begin, int64_t end) {
+      const auto* const data = static_cast<const char*>(x.const_data_ptr());
+      for (int64_t i = begin; i < end; ++i) {
+        read_input_for_isa()({data + i * k * x.element_size(), k, ld, dtype_of(x), at(i, 0),
+                              operand, nullptr, as_codes ? &steps[i] : nullptr,
+                              as_codes ? &sums[i] : nullptr});
+      }
+    });
+  }
+
+  void* at(int64_t row, int64_t column) const {
+    return static_cast<char*>(numbers.mutable_data_ptr()) + (row * ld + column) * size_of(operand);
+  }
+};
+
+struct Outputs {
+  Tensor y, z;  // [rows, n]
+  Activation activation;
+  Tensor bias;
+
+  const Tensor& first() const { return z.defined() ? z : y; }
+};
+
+// Blocks of y. The scratch is a thread's.
+class Block {
+ public:
+  Block(const Codes& w, const Input& x, const Outputs& out)
+      : w_(w),
+        x_(x),
+        out_(out),
+        scaled_(!w.a_scale_a_row()),
+        codes_(8 * kDepth),
+        sums_(std::min(x.rows, kRows) * kColumns) {}
+
+  // Rows [row, row + rows) of columns [begin, begin + columns).
+  void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
+    const int64_t depth = kDepth / size_of(x_.operand), at_once = columns_for(rows);
+    for (int64_t k = 0; k < std::max<int64_t>(w_.k, 1); k += depth) {
+      const int64_t end = std::min(k + depth, w_.k), ld = std::min(depth, x_.ld - k);
+      for (int64_t c = 0; c < columns; c += at_once) {
+        const int64_t some = std::min(at_once, columns - c);
+        read_codes_for_isa()(w_, {begin + c, some, k, end, codes_.data(), ld, scaled_, x_.operand});
+        dot_rows_for_isa()({x_.at(row, k), codes_.data(), x_.ld, ld, rows, ld, sums_.data() + c,
+                            kColumns, k > 0, x_.operand});
+      }
+    }
+    for (int64_t i = 0; i < rows; ++i) finish(row + i, sums_.data() + i * kColumns, begin, columns);
+    if (out_.activation != Activation::none || out_.z.defined())
+      activate(row, rows, begin, columns);
+  }
+
+ private:
+  void finish(int64_t row, const float* sums, int64_t begin, int64_t columns) {
+    const bool codes = !x_.steps.empty();
+    finish_sums_for_isa()({sums, columns, codes ? x_.steps[row] : 1,
+                           scaled_ ? nullptr : w_.scales + begin, codes ? x_.sums[row] : 0,
+                           out_.bias.defined() ? place(out_.bias, 0, begin) : nullptr,
+                           place(out_.first(), row, begin), dtype_of(out_.y), x_.operand});
+  }
+
+  void activate(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
+    const int64_t n = w_.n;
+    activate_rows_for_isa()({place(out_.first(), row, begin), nullptr, nullptr,
+                             place(out_.y, row, begin), columns, n, n, dtype_of(out_.y),
+                             out_.activation},
+                            0, rows);
+  }
+
+  void* place(const Tensor& t, int64_t row, int64_t column) const {
+    return static_cast<char*>(t.mutable_data_ptr()) + (row * w_.n + column) * t.element_size();
+  }
+
+  const Codes& w_;
+  const Input& x_;
+  const Outputs& out_;
+  bool scaled_;
+  std::vector<char> codes_;
+  std::vector<float> sums_;  // int32 where the operands are integers
+};
+
+void multiply(const Codes& w, const Input& x, const Outputs& out) {
+  const int64_t height = std::min(x.rows, kRows),
+                width = x.rows <= kFew ? columns_for(x.rows) : kColumns;
+  const int64_t across = blocks_of(w.n, width), tasks = blocks_of(x.rows, kRows) * across;
+  const int64_t grain = kGrain / (height * width * (w.k + 1)) + 1;
+  at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
+    Block block(w, x, out);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = i / across * kRows, begin = i % across * width;
+      block.run(row, std::min(kRows, x.rows - row), begin, std::min(width, w.n - begin));
+    }
+  });
+}
+
+QuantizedForward quantized_linear_forward(const Tensor& x, const Tensor& qweight,
+                                          const Tensor& scales, const OptionalTensor& zeros,
+                                          const OptionalTensor& bias, std::string_view format,
+                                          c10::SymInt out_features, c10::SymInt in_features,
+                                          int64_t group_size, std::string_view activation,
+                                          std::string_view input_format, std::string_view compute,
+                                          bool keep_z) {
+  if (!has_kernel(x.scalar_type())) {
+    return quantized_linear_forward_composite(x, qweight, scales, zeros, bias, format, out_features,
+                                              in_features, group_size, activation, input_format,
+                                              compute, keep_z);
+  }
+  const auto outputs =
+      quantized_linear_outputs(x, qweight, scales, zeros, bias, format, out_features, in_features,
+                               group_size, activation, input_format, compute, keep_z);
+  const auto& [y, z] = outputs;
+  if (y.numel() == 0) return outputs;
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  const auto w = codes_of(weight);
+  const bool as_codes = input_format == "int8";
+  const auto operand =
+      as_codes && multiplies_integers(w) ? Operand::integer : floating_operand(compute_of(compute));
+  const Input input(as_rows(x).contiguous(), operand, as_codes);
+  multiply(w, input,
+           {as_rows(y), z.defined() ? as_rows(z) : z, activation_of(activation),
+            given(bias) ? bias->contiguous() : Tensor()});
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("quantized_linear_forward", quantized_linear_forward);
+}
+
+}  // namespace fusedops::cpu
