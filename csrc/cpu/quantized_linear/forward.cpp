@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kRows = 128;       // of x, in a block
 constexpr int64_t kColumns = 128;    // of y, whose sums wait for the end of the rows
 constexpr int64_t kFew = 16;         // rows that stay in a cache with all their depth
-constexpr int64_t kDepth = 4096;     // bytes of a row
+constexpr int64_t kDepth = 2048;     // bytes of a row
 constexpr int64_t kGrain = 1 << 18;  // products of a task, about
 
 int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -87,14 +87,16 @@ class Block {
 
   // Rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
-    const int64_t depth = kDepth / size_of(x_.operand), at_once = columns_for(rows);
-    for (int64_t k = 0; k < std::max<int64_t>(w_.k, 1); k += depth) {
-      const int64_t end = std::min(k + depth, w_.k), ld = std::min(depth, x_.ld - k);
-      for (int64_t c = 0; c < columns; c += at_once) {
-        const int64_t some = std::min(at_once, columns - c);
-        read_codes_for_isa()(w_, {begin + c, some, k, end, codes_.data(), ld, scaled_, x_.operand});
-        dot_rows_for_isa()({x_.at(row, k), codes_.data(), x_.ld, ld, rows, ld, sums_.data() + c,
-                            kColumns, k > 0, x_.operand});
+    const int64_t at_once = columns_for(rows), depth = kDepth / size_of(x_.operand),
+                  pieces = std::max<int64_t>(blocks_of(w_.k, depth), 1);
+    // Few rows stay in a cache, and the codes of a row are read from end to end.
+    const int64_t some = rows <= kFew ? at_once : columns;
+    for (int64_t first = 0; first < columns; first += some) {
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        for (int64_t c = first; c < std::min(first + some, columns); c += at_once) {
+          add(row, rows, begin + c, std::min(at_once, columns - c), piece * depth,
+              sums_.data() + c);
+        }
       }
     }
     for (int64_t i = 0; i < rows; ++i) finish(row + i, sums_.data() + i * kColumns, begin, columns);
@@ -103,6 +105,23 @@ class Block {
   }
 
  private:
+  // A piece of the depth, from k on, of `columns` columns.
+  void add(int64_t row, int64_t rows, int64_t begin, int64_t columns, int64_t k, float* sums) {
+    const int64_t end = std::min(k + kDepth / size_of(x_.operand), w_.k);
+    const bool as_they_lie =
+        x_.operand == Operand::integer && w_.k % kLanes == 0 && begin + columns_for(rows) <= w_.n;
+    const void* numbers = w_.codes + begin * w_.k + k;
+    int64_t ld = w_.k;
+    if (!as_they_lie) {
+      ld = std::min(kDepth / size_of(x_.operand), x_.ld - k);
+      numbers = codes_.data();
+      read_codes_for_isa()(w_, {begin, columns, k, end, codes_.data(), ld, scaled_, x_.operand});
+    }
+    dot_rows_for_isa()({x_.at(row, k), numbers, x_.ld, ld, rows,
+                        std::min(kDepth / size_of(x_.operand), x_.ld - k), sums, kColumns, k > 0,
+                        x_.operand});
+  }
+
   void finish(int64_t row, const float* sums, int64_t begin, int64_t columns) {
     const bool codes = !x_.steps.empty();
     finish_sums_for_isa()({sums, columns, codes ? x_.steps[row] : 1,
@@ -132,8 +151,7 @@ class Block {
 };
 
 void multiply(const Codes& w, const Input& x, const Outputs& out) {
-  const int64_t height = std::min(x.rows, kRows),
-                width = x.rows <= kFew ? columns_for(x.rows) : kColumns;
+  const int64_t height = std::min(x.rows, kRows), width = kColumns;
   const int64_t across = blocks_of(w.n, width), tasks = blocks_of(x.rows, kRows) * across;
   const int64_t grain = kGrain / (height * width * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {

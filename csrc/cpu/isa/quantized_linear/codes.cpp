@@ -42,10 +42,31 @@ inline float from_e4m3(uint8_t code) {
   return code & 128 ? -number : number;
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+inline __m512 from_e4m3(__m128i codes) {
+  const __m512i wide = _mm512_cvtepu8_epi32(codes);
+  const __m512i size = _mm512_and_si512(wide, _mm512_set1_epi32(127));
+  const __m512i normal =
+      _mm512_add_epi32(_mm512_slli_epi32(size, 20), _mm512_set1_epi32(120 << 23));
+  const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size), _mm512_set1_ps(0x1p-9f));
+  const auto is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(8));
+  const auto is_nan = _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(127));
+  const __m512 number = _mm512_mask_blend_ps(is_small, (__m512)normal, small);
+  const __m512i sign = _mm512_slli_epi32(_mm512_xor_si512(wide, size), 24);
+  return _mm512_mask_blend_ps(is_nan, (__m512)_mm512_or_si512((__m512i)number, sign),
+                              _mm512_set1_ps(NAN));
+}
+#endif
+
 inline Floats load(const uint8_t* p, Full) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const auto* const codes = reinterpret_cast<const __m128i*>(p);
+  return {from_e4m3(_mm_loadu_si128(codes)), from_e4m3(_mm_loadu_si128(codes + 1))};
+#else
   alignas(64) float numbers[kStep];
   for (int i = 0; i < kStep; ++i) numbers[i] = from_e4m3(p[i]);
   return load(numbers, Full());
+#endif
 }
 inline Floats load(const uint8_t* p, Tail tail) {
   uint8_t bytes[kStep] = {};
@@ -61,8 +82,32 @@ void scaled_codes(const Code* codes, int64_t n, float scale, T* out) {
   });
 }
 
-// Numbers of a table's dtype, of which a step of codes are read at a time.
+// What the 16 codes of a group of int4 stand for.
+struct Int4Numbers {
+  int zero;
+  float scale;
+
+  float operator[](int code) const { return static_cast<float>(code - zero) * scale; }
 #if defined(CPU_CAPABILITY_AVX512)
+  __m512 all() const {
+    const __m512i codes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i numbers = _mm512_sub_epi32(codes, _mm512_set1_epi32(zero));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(numbers), _mm512_set1_ps(scale));
+  }
+#endif
+};
+
+struct Nf4Numbers {
+  float absmax;
+
+  float operator[](int code) const { return kNf4[code] * absmax; }
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512 all() const { return _mm512_mul_ps(_mm512_loadu_ps(kNf4), _mm512_set1_ps(absmax)); }
+#endif
+};
+
+#if defined(CPU_CAPABILITY_AVX512)
+// 16 numbers as T, of which a step of codes are read at a time, two from a byte.
 template <class T>
 struct Table;
 
@@ -101,15 +146,17 @@ inline int half(const uint8_t* bytes, int64_t i) {
 }
 
 // out [n] = numbers of codes [first, first + n), two in a byte.
-template <class T>
-void look_up(const uint8_t* bytes, int64_t first, int64_t n, const float (&numbers)[16], T* out) {
+template <class T, class Numbers>
+inline __attribute__((always_inline)) void look_up(const uint8_t* bytes, int64_t first, int64_t n,
+                                                   const Numbers& numbers, T* out) {
   int64_t i = 0;
+  const auto one = [&] { out[i] = T(numbers[half(bytes, first + i)]); };
 #if defined(CPU_CAPABILITY_AVX512)
-  const Table<T> table(_mm512_loadu_ps(numbers));
-  for (; i < n && (first + i) % 2 != 0; ++i) out[i] = T(numbers[half(bytes, first + i)]);
+  const Table<T> table(numbers.all());
+  for (; i < n && (first + i) % 2 != 0; ++i) one();
   for (; i + table.kCount <= n; i += table.kCount) table.look_up(bytes + (first + i) / 2, out + i);
 #endif
-  for (; i < n; ++i) out[i] = T(numbers[half(bytes, first + i)]);
+  for (; i < n; ++i) one();
 }
 
 // f(first, n, group) for the columns [begin, end) of each group, of which the first begins at
@@ -130,9 +177,7 @@ void read_int4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   each_group(args.begin, args.end, 0, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
     const float scale = w.scales[row * groups + group];
     const int zero = w.zeros[row * groups + group];
-    float numbers[16];
-    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<float>(i - zero) * scale;
-    look_up(bytes, j, n, numbers, out + j - args.begin);
+    look_up(bytes, j, n, Int4Numbers{zero, scale}, out + j - args.begin);
   });
 }
 
@@ -141,9 +186,7 @@ void read_nf4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   const int64_t at = row * w.k;
   each_group(at + args.begin, at + args.end, 0, kNf4Block,
              [&](int64_t j, int64_t n, int64_t block) {
-               float numbers[16];
-               for (int i = 0; i < 16; ++i) numbers[i] = kNf4[i] * w.scales[block];
-               look_up(w.codes, j, n, numbers, out + j - at - args.begin);
+               look_up(w.codes, j, n, Nf4Numbers{w.scales[block]}, out + j - at - args.begin);
              });
 }
 
@@ -178,9 +221,7 @@ void read_integers(const Codes& w, const ReadCodes& args) {
   const int64_t n = args.end - args.begin;
   auto* out = static_cast<uint8_t*>(args.out);
   for (int64_t row = args.row; row < args.row + args.rows; ++row, out += args.ld) {
-    const uint8_t* const codes = w.codes + row * w.k + args.begin;
-    for (int64_t j = 0; j < n; ++j) out[j] = codes[j] ^ 128;
-    std::fill(out + n, out + args.ld, 0);
+    std::fill(std::copy_n(w.codes + row * w.k + args.begin, n, out), out + args.ld, 0);
   }
 }
 

@@ -19,8 +19,7 @@ struct Codes {
   }
 };
 
-// What the numbers of a product's operands are. Those of integers are int8 of x, and uint8 of w,
-// which is 128 above its code.
+// What the numbers of a product's operands are. Those of integers are int8, codes themselves.
 enum class Operand : uint8_t { float32, bfloat16, integer };
 
 constexpr int64_t size_of(Operand operand) {

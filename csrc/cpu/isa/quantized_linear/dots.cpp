@@ -16,6 +16,7 @@ struct OfFloats {
   Vec sums{0.f};
 
   static Vec load(const float* p) { return Vec::loadu(p); }
+  static Vec load_w(const float* p) { return load(p); }
   void add(const Vec& x, const Vec& w) { sums = at::vec::fmadd(x, w, sums); }
 };
 
@@ -26,6 +27,7 @@ struct OfBfloat16 {
   __m512 sums = _mm512_setzero_ps();
 
   static __m512i load(const BFloat16* p) { return _mm512_loadu_si512(p); }
+  static __m512i load_w(const BFloat16* p) { return load(p); }
   void add(__m512i x, __m512i w) { sums = _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)w); }
 };
 
@@ -35,6 +37,10 @@ struct OfIntegers {
   __m512i sums = _mm512_setzero_si512();
 
   static __m512i load(const int8_t* p) { return _mm512_loadu_si512(p); }
+  static __m512i load_w(const int8_t* p) {
+    return _mm512_xor_si512(load(p), _mm512_set1_epi8(-128));
+  }
+  // vpdpbusd takes one operand without signs, which is w + 128.
   void add(__m512i x, __m512i w) { sums = _mm512_dpbusd_epi32(sums, w, x); }
 };
 #endif
@@ -66,7 +72,7 @@ void add_block(const Dots& args, const typename Dot::Number* x, const typename D
   for (int64_t i = 0; i < args.k; i += kStepSize) {
     decltype(Dot::load(w)) columns[kColumns];
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) columns[c] = Dot::load(w + c * args.ld_w + i);
+    for (int c = 0; c < kColumns; ++c) columns[c] = Dot::load_w(w + c * args.ld_w + i);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const auto row = Dot::load(x + r * args.ld_x + i);
@@ -117,9 +123,14 @@ template <class Part>
 Floats sums_of(const FinishRow& args, int64_t j, Part part) {
   if (args.operand != Operand::integer) return load(static_cast<const float*>(args.sums) + j, part);
   const auto* const sums = static_cast<const int32_t*>(args.sums) + j;
-  alignas(64) float numbers[kStep] = {};
-  for (int i = 0; i < part.count; ++i) numbers[i] = static_cast<float>(sums[i] - 128 * args.sum);
-  return load(numbers, Full());
+  using Ints = at::vec::Vectorized<int32_t>;
+  const Ints above(128 * args.sum);
+  const auto at = [&](int from, int count) {
+    return at::vec::convert_to_fp_of_same_size<float>(Ints::loadu(sums + from, count) - above);
+  };
+  if constexpr (std::is_same_v<Part, Full>)
+    return {at(0, Vec::size()), at(Vec::size(), Vec::size())};
+  return {at(0, low(Tail{part.count})), at(low(Tail{part.count}), high(Tail{part.count}))};
 }
 
 }  // namespace
