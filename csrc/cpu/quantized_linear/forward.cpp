@@ -15,6 +15,7 @@
 
 #include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/cpu/isa/quantized_linear/dots.h"
+#include "csrc/cpu/isa/quantized_linear/few.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 #include "csrc/ops/linear/linear.h"
 
@@ -37,12 +38,13 @@ bool multiplies_integers(const Codes& w) {
 
 // x [rows, k] as a product takes it, its rows padded with zeros.
 struct Input {
-  Operand operand;
-  int64_t rows, ld;
+  Operand operand = Operand::float32;
+  int64_t rows = 0, ld = 0;
   Tensor numbers;
   std::vector<float> steps;  // of codes; empty where x is multiplied as it is
   std::vector<int32_t> sums;
 
+  Input() = default;
   Input(const Tensor& x, Operand operand, bool as_codes)
       : operand(operand),
         rows(x.size(0)),
@@ -66,6 +68,37 @@ struct Input {
   }
 };
 
+bool of_bytes(const Codes& w) {
+  return w.format == WeightFormat::int8 || w.format == WeightFormat::fp8;
+}
+
+// Whether codes are multiplied as they are read: those of a few rows need no place.
+bool multiplies_few(const Codes& w, int64_t rows, Operand operand) {
+  if (rows > kFewRows || operand == Operand::integer) return false;
+  if (of_bytes(w)) return w.a_scale_a_row();
+  return operand == Operand::bfloat16 && w.k % kHalves == 0;
+}
+
+// A few rows are bound by what reads the codes: float32 costs them nothing.
+Operand operand_for(const Codes& w, int64_t rows, bool as_codes, Compute compute) {
+  if (as_codes && multiplies_integers(w)) return Operand::integer;
+  const auto operand = floating_operand(compute);
+  return of_bytes(w) && multiplies_few(w, rows, operand) ? Operand::float32 : operand;
+}
+
+// A few rows in the order of codes of 4 bits.
+struct Turned {
+  std::vector<uint16_t> numbers;
+  std::vector<float> lanes;
+
+  explicit Turned(const Input& x) : numbers(x.rows * x.ld), lanes(numbers.size() / 8) {
+    for (int64_t i = 0; i < x.rows; ++i) {
+      turn_halves_for_isa()(static_cast<const uint16_t*>(x.at(i, 0)), x.ld,
+                            numbers.data() + i * x.ld, lanes.data() + i * x.ld / 8);
+    }
+  }
+};
+
 struct Outputs {
   Tensor y, z;  // [rows, n]
   Activation activation;
@@ -77,9 +110,10 @@ struct Outputs {
 // Blocks of y. The scratch is a thread's.
 class Block {
  public:
-  Block(const Codes& w, const Input& x, const Outputs& out)
+  Block(const Codes& w, const Input& x, const FewRows* few, const Outputs& out)
       : w_(w),
         x_(x),
+        few_(few),
         out_(out),
         scaled_(!w.a_scale_a_row()),
         codes_(8 * kDepth),
@@ -87,6 +121,20 @@ class Block {
 
   // Rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
+    if (few_ != nullptr) {
+      FewRows args = *few_;
+      args.sums = sums_.data();
+      add_few_rows_for_isa()(w_, args, begin, begin + columns);
+    } else {
+      add_pieces(row, rows, begin, columns);
+    }
+    for (int64_t i = 0; i < rows; ++i) finish(row + i, sums_.data() + i * kColumns, begin, columns);
+    if (out_.activation != Activation::none || out_.z.defined())
+      activate(row, rows, begin, columns);
+  }
+
+ private:
+  void add_pieces(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     const int64_t at_once = columns_for(rows), depth = kDepth / size_of(x_.operand),
                   pieces = std::max<int64_t>(blocks_of(w_.k, depth), 1);
     // Few rows stay in a cache, and the codes of a row are read from end to end.
@@ -99,27 +147,37 @@ class Block {
         }
       }
     }
-    for (int64_t i = 0; i < rows; ++i) finish(row + i, sums_.data() + i * kColumns, begin, columns);
-    if (out_.activation != Activation::none || out_.z.defined())
-      activate(row, rows, begin, columns);
   }
 
- private:
   // A piece of the depth, from k on, of `columns` columns.
   void add(int64_t row, int64_t rows, int64_t begin, int64_t columns, int64_t k, float* sums) {
-    const int64_t end = std::min(k + kDepth / size_of(x_.operand), w_.k);
-    const bool as_they_lie =
-        x_.operand == Operand::integer && w_.k % kLanes == 0 && begin + columns_for(rows) <= w_.n;
-    const void* numbers = w_.codes + begin * w_.k + k;
-    int64_t ld = w_.k;
-    if (!as_they_lie) {
-      ld = std::min(kDepth / size_of(x_.operand), x_.ld - k);
-      numbers = codes_.data();
-      read_codes_for_isa()(w_, {begin, columns, k, end, codes_.data(), ld, scaled_, x_.operand});
+    const int64_t piece = kDepth / size_of(x_.operand), end = std::min(k + piece, w_.k),
+                  padded = std::min(piece, x_.ld - k);
+    prefetch(begin + columns, columns, k, end);
+    Dots dots{x_.at(row, k), codes_.data(), x_.ld,    padded, rows,
+              padded,        sums,          kColumns, k > 0,  x_.operand};
+    if (multiplied_as_they_lie(begin, rows)) {
+      dots.w = w_.at(begin, k);
+      dots.ld_w = w_.k;
+    } else {
+      read_codes_for_isa()(w_,
+                           {begin, columns, k, end, codes_.data(), padded, scaled_, x_.operand});
     }
-    dot_rows_for_isa()({x_.at(row, k), numbers, x_.ld, ld, rows,
-                        std::min(kDepth / size_of(x_.operand), x_.ld - k), sums, kColumns, k > 0,
-                        x_.operand});
+    dot_rows_for_isa()(dots);
+  }
+
+  bool multiplied_as_they_lie(int64_t begin, int64_t rows) const {
+    return x_.operand == Operand::integer && w_.k % kLanes == 0 &&
+           begin + columns_for(rows) <= w_.n;
+  }
+
+  // Asks for what the next columns will need. Rows of codes are too short, and the next are too far
+  // away in time, for the processor to see it.
+  void prefetch(int64_t begin, int64_t columns, int64_t k, int64_t end) const {
+    for (int64_t row = begin; row < std::min(begin + columns, w_.n); ++row) {
+      const auto *const from = w_.at(row, k), *const to = w_.at(row, end);
+      for (const auto* line = from; line < to; line += 64) __builtin_prefetch(line, 0, 2);
+    }
   }
 
   void finish(int64_t row, const float* sums, int64_t begin, int64_t columns) {
@@ -144,6 +202,7 @@ class Block {
 
   const Codes& w_;
   const Input& x_;
+  const FewRows* few_;  // or null
   const Outputs& out_;
   bool scaled_;
   std::vector<char> codes_;
@@ -153,9 +212,18 @@ class Block {
 void multiply(const Codes& w, const Input& x, const Outputs& out) {
   const int64_t height = std::min(x.rows, kRows), width = kColumns;
   const int64_t across = blocks_of(w.n, width), tasks = blocks_of(x.rows, kRows) * across;
+  const bool few = multiplies_few(w, x.rows, x.operand),
+             halves = few && x.operand == Operand::bfloat16;
+  const Turned turned(halves ? x : Input());
+  FewRows args{halves ? turned.numbers.data() : x.at(0, 0),
+               x.ld,
+               x.rows,
+               turned.lanes.data(),
+               nullptr,
+               kColumns};
   const int64_t grain = kGrain / (height * width * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
-    Block block(w, x, out);
+    Block block(w, x, few ? &args : nullptr, out);
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / across * kRows, begin = i % across * width;
       block.run(row, std::min(kRows, x.rows - row), begin, std::min(width, w.n - begin));
@@ -184,9 +252,8 @@ QuantizedForward quantized_linear_forward(const Tensor& x, const Tensor& qweight
                                 group_size);
   const auto w = codes_of(weight);
   const bool as_codes = input_format == "int8";
-  const auto operand =
-      as_codes && multiplies_integers(w) ? Operand::integer : floating_operand(compute_of(compute));
-  const Input input(as_rows(x).contiguous(), operand, as_codes);
+  const auto rows = as_rows(x).contiguous();
+  const Input input(rows, operand_for(w, rows.size(0), as_codes, compute_of(compute)), as_codes);
   multiply(w, input,
            {as_rows(y), z.defined() ? as_rows(z) : z, activation_of(activation),
             given(bias) ? bias->contiguous() : Tensor()});

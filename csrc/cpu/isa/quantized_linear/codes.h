@@ -14,6 +14,14 @@ struct Codes {
   WeightFormat format;
   int64_t n, k, group_size;
 
+  // The byte of a code.
+  const uint8_t* at(int64_t row, int64_t column) const {
+    switch (format) {
+      case WeightFormat::int4: return codes + row * ((k + 1) / 2) + column / 2;
+      case WeightFormat::nf4: return codes + (row * k + column) / 2;
+      default: return codes + row * k + column;
+    }
+  }
   bool a_scale_a_row() const {
     return (format == WeightFormat::int8 || format == WeightFormat::fp8) && group_size >= k;
   }
