@@ -20,7 +20,8 @@ from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import dequantize_weight_reference
 from fusedops.testing import check, device_of, gradients, placed, poisoned
 
-# x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups.
+# x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups;
+# a few rows; rows past a block, of columns past a block and of more depth than a piece.
 SHAPES = [
     ((1, 1), 1),
     ((7, 33), 15),
@@ -29,6 +30,12 @@ SHAPES = [
     ((1, 131), 67),
     ((16, 256), 96),
     ((70, 192), 33),
+    ((1, 384), 130),
+    ((3, 256), 20),
+    ((4, 128), 7),
+    ((2, 2200), 9),
+    ((17, 2200), 135),
+    ((259, 1099), 135),
 ]
 
 

@@ -16,16 +16,19 @@
 #include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 #include "csrc/cpu/isa/quantized_linear/few.h"
+#include "csrc/cpu/products.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 #include "csrc/ops/linear/linear.h"
 
 namespace fusedops::cpu {
 namespace {
 
-constexpr int64_t kRows = 128;       // of x, in a block
+constexpr int64_t kRows = 256;       // of x, in a block
 constexpr int64_t kColumns = 128;    // of y, whose sums wait for the end of the rows
 constexpr int64_t kFew = 16;         // rows that stay in a cache with all their depth
+constexpr int64_t kMany = 32;        // rows from which on tiles are turned for a product
 constexpr int64_t kDepth = 2048;     // bytes of a row
+constexpr int64_t kTileDepth = 256;  // numbers of a row of a tile
 constexpr int64_t kGrain = 1 << 18;  // products of a task, about
 
 int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -49,7 +52,7 @@ struct Input {
       : operand(operand),
         rows(x.size(0)),
         ld(blocks_of(x.size(1) * size_of(operand), kLanes) * kLanes / size_of(operand)),
-        numbers(at::empty({rows * ld * size_of(operand)}, x.options().dtype(at::kByte))),
+        numbers(at::empty({padded(rows) * ld * size_of(operand)}, x.options().dtype(at::kByte))),
         steps(as_codes ? rows : 0),
         sums(steps.size()) {
     const int64_t k = x.size(1);
@@ -116,8 +119,11 @@ class Block {
         few_(few),
         out_(out),
         scaled_(!w.a_scale_a_row()),
-        codes_(8 * kDepth),
-        sums_(std::min(x.rows, kRows) * kColumns) {}
+        turns_(x.rows > kMany && x.operand == Operand::bfloat16 &&
+               multiplies_bfloat16(at::kBFloat16)),
+        codes_(turns_ ? kColumns * kTileDepth * sizeof(BFloat16) : 8 * kDepth),
+        turned_(turns_ ? kColumns * kTileDepth : 0),
+        sums_(padded(std::min(x.rows, kRows)) * kColumns) {}
 
   // Rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
@@ -125,6 +131,8 @@ class Block {
       FewRows args = *few_;
       args.sums = sums_.data();
       add_few_rows_for_isa()(w_, args, begin, begin + columns);
+    } else if (turns_) {
+      add_tiles(row, rows, begin, columns);
     } else {
       add_pieces(row, rows, begin, columns);
     }
@@ -134,6 +142,17 @@ class Block {
   }
 
  private:
+  void add_tiles(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
+    auto* const tile = reinterpret_cast<BFloat16*>(codes_.data());
+    for (int64_t k = 0; k < w_.k; k += kTileDepth) {
+      const int64_t end = std::min(k + kTileDepth, w_.k), depth = padded(end - k, 2 * kEdge);
+      read_codes_for_isa()(w_, {begin, columns, k, end, tile, depth, scaled_, x_.operand});
+      transpose_second(tile, depth, padded(columns), depth, turned_.data(), kColumns);
+      product(padded(rows), padded(columns), depth, static_cast<const BFloat16*>(x_.at(row, k)),
+              x_.ld, turned_.data(), kColumns, sums_.data(), kColumns, k > 0);
+    }
+  }
+
   void add_pieces(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     const int64_t at_once = columns_for(rows), depth = kDepth / size_of(x_.operand),
                   pieces = std::max<int64_t>(blocks_of(w_.k, depth), 1);
@@ -204,8 +223,9 @@ class Block {
   const Input& x_;
   const FewRows* few_;  // or null
   const Outputs& out_;
-  bool scaled_;
+  bool scaled_, turns_;
   std::vector<char> codes_;
+  std::vector<BFloat16> turned_;
   std::vector<float> sums_;  // int32 where the operands are integers
 };
 
@@ -223,6 +243,7 @@ void multiply(const Codes& w, const Input& x, const Outputs& out) {
                kColumns};
   const int64_t grain = kGrain / (height * width * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
+    const Products products;
     Block block(w, x, few ? &args : nullptr, out);
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / across * kRows, begin = i % across * width;
