@@ -146,6 +146,7 @@ class Block {
     auto* const tile = reinterpret_cast<BFloat16*>(codes_.data());
     for (int64_t k = 0; k < w_.k; k += kTileDepth) {
       const int64_t end = std::min(k + kTileDepth, w_.k), depth = padded(end - k, 2 * kEdge);
+      prefetch(begin, columns, end, std::min(end + kTileDepth, w_.k));
       read_codes_for_isa()(w_, {begin, columns, k, end, tile, depth, scaled_, x_.operand});
       transpose_second(tile, depth, padded(columns), depth, turned_.data(), kColumns);
       product(padded(rows), padded(columns), depth, static_cast<const BFloat16*>(x_.at(row, k)),
@@ -190,8 +191,7 @@ class Block {
            begin + columns_for(rows) <= w_.n;
   }
 
-  // Asks for what the next columns will need. Rows of codes are too short, and the next are too far
-  // away in time, for the processor to see it.
+  // Asks for codes that come next: the processor does not see it from so few of a row.
   void prefetch(int64_t begin, int64_t columns, int64_t k, int64_t end) const {
     for (int64_t row = begin; row < std::min(begin + columns, w_.n); ++row) {
       const auto *const from = w_.at(row, k), *const to = w_.at(row, end);

@@ -129,7 +129,10 @@ template <class Code, class T>
 void read_bytes(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   const auto* const codes = reinterpret_cast<const Code*>(w.codes) + row * w.k;
   if (!args.scaled) {
-    return scaled_codes(codes + args.begin, args.end - args.begin, 1, out);
+    each_step(args.end - args.begin, [&](int64_t j, auto part) {
+      store(out + j, load(codes + args.begin + j, part), part);
+    });
+    return;
   }
   const int64_t groups = groups_of(w.k, w.group_size);
   each_group(args.begin, args.end, 0, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
