@@ -99,10 +99,10 @@ def quantize_weight(
 
     weight: [N, K], floating, any strides; rounded to float32 first. format: "int8", "int4", "nf4"
     or "fp8", see the module. group_size: of int8 any (a row by default), of int4 32, 64 (default)
-    or 128; the others have one. scale: what a group's scale is chosen by. "absmax" takes what just
-    covers the group, of nf4 as bitsandbytes does; it is the only one of int8 and fp8, and nf4's
-    default. "mse" tries smaller ones as well and keeps that of the least squared error; it is
-    int4's default, and in nf4 still bitsandbytes' format.
+    or 128; the others have one. scale: what a group's scale is chosen by. "absmax" takes the one
+    that just covers the group, as bitsandbytes does; it is the only one of int8 and fp8, and nf4's
+    default. "mse" tries some around it and keeps that of the least squared error; it is int4's
+    default. In nf4 that is still bitsandbytes' format, with other numbers in it.
     Raises TypeError when weight is no floating matrix and ValueError for another format, group_size
     or scale. Has no gradient. Dettmers et al., arXiv:2208.07339 and arXiv:2305.14314.
     """
@@ -155,9 +155,21 @@ def quantized_linear(
     Raises RuntimeError when a shape, dtype or device does not go with the weight and ValueError for
     another activation, input_format or compute.
     """
-    parts = _operands(qweight)
-    run = torch.ops.fusedops.quantized_linear if traced(x, bias, *parts) else _C.quantized_linear
-    return run(x, *parts, bias, *_layout(qweight), activation, input_format, compute)
+    return product(x, _operands(qweight), bias, _layout(qweight), activation, input_format, compute)
+
+
+def product(
+    x: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    bias: Tensor | None,
+    layout: tuple[str, int, int, int],
+    *how: str | None,
+) -> Tensor:
+    """quantized_linear of a weight that is not gathered in a QuantizedWeight."""
+    run = torch.ops.fusedops.quantized_linear
+    if not traced(x, bias, *operands):
+        run = _C.quantized_linear
+    return run(x, *operands, bias, *layout, *how)
 
 
 def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -200,8 +212,8 @@ def check_format(
 # halves, so that no device, instruction set or number of threads changes a byte.
 
 SHARES = {  # of the scale that covers the group: what "mse" tries, the first of equals is kept
-    "int4": tuple(1 - i / 32 for i in range(13)),
-    "nf4": tuple(1 - i / 40 for i in range(16)),
+    "int4": tuple(p / 100 for p in (100, 103, *range(97, 69, -3))),
+    "nf4": tuple(p / 100 for p in (100, *range(110, 100, -2), *range(98, 70, -2))),
 }
 ELEMENTS_AT_ONCE = 1 << 20
 
