@@ -61,6 +61,7 @@ FAMILIES = {
     "quantized_linear": {
         "csrc/ops",
         "fusedops/functional",
+        "fusedops/nn",
         "tests",
     },
     "rotary": {
