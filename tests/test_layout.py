@@ -60,6 +60,8 @@ FAMILIES = {
     },
     "quantized_linear": {
         "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
         "fusedops/functional",
         "fusedops/nn",
         "tests",

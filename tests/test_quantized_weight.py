@@ -1,6 +1,7 @@
 """quantize_weight and dequantize_weight: the bytes of each format."""
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -25,6 +26,15 @@ ERRORS = {
 
 def bytes_of(q):
     return [t.contiguous().view(torch.uint8) for t in q.tensors().values()]
+
+
+def quantized_by_reference(kind, weight):
+    format, options = FORMATS[kind]
+    size, scale = family.check_format(
+        format, weight.shape[1], options.get("group_size"), options.get("scale")
+    )
+    tensors = family.quantize_weight_reference(weight, format, size, scale)
+    return family.QuantizedWeight(format, *weight.shape, size, *tensors)
 
 
 def same(a, b):
@@ -63,10 +73,12 @@ def test_bytes_of_int8():
 
 
 def test_bytes_of_int4():
-    """From -5 to 10: a step is 1, 0 is code 5, and the first code is the high half."""
+    """From -5 to 10: a step is 1, 0 is code 5, which a half byte that is left has as well, and the
+    first code is the high half.
+    """
     weight = torch.tensor([[-5.0, 10, 0, 3, -4]])
     q = quantize_weight(weight, "int4", group_size=32, scale="absmax")
-    assert q.qweight.tolist() == [[0x0F, 0x58, 0x10]]
+    assert q.qweight.tolist() == [[0x0F, 0x58, 0x15]]
     assert q.zeros.tolist() == [[5]] and q.scales.tolist() == [[1]]
     assert torch.equal(dequantize_weight(q), weight)
 
@@ -121,9 +133,11 @@ def test_every_dtype_is_its_float32(kind, dtype):
 
 @KINDS
 def test_layout_threads_and_pieces_change_no_byte(kind, monkeypatch):
-    weight = random_weight(48, 200)
-    expected = quantized(kind, weight)
-    assert same(quantized(kind, weight.t().contiguous().t()), expected)
+    weight = random_weight(48, 384)
+    assert same(quantized(kind, weight.t().contiguous().t()), quantized(kind, weight))
+    weight = weight[:, :200]  # the last group is a part of one
+    expected = quantized(kind, weight.contiguous())
+    assert same(quantized(kind, weight), expected)
     assert same(quantized(kind, torch.cat([weight, weight], 1)[:, :200]), expected)
     assert same(quantized(kind, torch.nn.Parameter(weight)), expected)
     threads = torch.get_num_threads()
@@ -133,7 +147,24 @@ def test_layout_threads_and_pieces_change_no_byte(kind, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr(family, "ELEMENTS_AT_ONCE", 700)
+    assert same(quantized_by_reference(kind, weight), expected)
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (64, 200), (300, 131), (0, 5), (5, 0)], ids=str)
+def test_kernels_make_the_bytes_of_the_reference(kind, shape):
+    """Past a vector of groups, with every kind of number in them; on CPUs and on a GPU."""
+    weight = random_weight(*shape) ** 3
+    if weight.numel() > 2000:
+        weight[1] = 0
+        weight[2] *= 1e-38
+        weight[3, 5], weight[4, 100], weight[5, 9] = math.nan, math.inf, -math.inf
+        weight[6], weight[7] = weight[6].abs(), -weight[7].abs()
+        weight[8], weight[9] = 0.5, torch.arange(shape[1]) / 8
+    expected = quantized_by_reference(kind, weight)
     assert same(quantized(kind, weight), expected)
+    if torch.cuda.is_available():
+        assert same(quantized(kind, weight.cuda()).to("cpu"), expected)
 
 
 @KINDS

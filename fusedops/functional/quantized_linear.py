@@ -108,8 +108,10 @@ def quantize_weight(
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
+    kernel = format in SHARES and weight.is_cpu and _C.cpu_isa() != "none" and not traced(weight)
+    run = torch.ops.fusedops.quantize_groups if kernel else quantize_groups_reference
     with torch.no_grad():
-        tensors = quantize_weight_reference(weight, format, size, scale)
+        tensors = _in_groups(run, weight, format, size, scale)
     n, k = weight.shape
     return QuantizedWeight(format, n, k, size, *tensors)
 
@@ -219,23 +221,15 @@ ELEMENTS_AT_ONCE = 1 << 20
 
 
 def quantize_weight_reference(weight, format, group_size, scale):
-    n, k = weight.shape
-    weight = weight.detach().to(torch.float32)
-    rows = _padded(weight.reshape(1, -1) if format == "nf4" else weight, group_size)
-    groups = rows.view(rows.numel() // group_size, group_size)
-    least = min(group_size, ELEMENTS_AT_ONCE)
-    parts = [
-        _quantize_groups(part, format, scale)
-        for part in groups.split(max(ELEMENTS_AT_ONCE // least, 1))
-    ]
+    return _in_groups(quantize_groups_reference, weight, format, group_size, scale)
+
+
+def quantize_groups_reference(groups, format, shares):
+    """Codes, scales [groups] and zeros [groups] of groups [groups, size], a few at a time."""
+    at_once = max(ELEMENTS_AT_ONCE // groups.shape[1], 1)
+    parts = [_quantize_groups(part, format, shares) for part in groups.split(at_once)]
     codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
-    if format == "nf4":
-        return _pairs(codes.view(-1)[: n * k], 7)[:, None], scales, None
-    count = rows.shape[1] // group_size
-    codes, scales = codes.view(rows.shape)[:, :k], scales.view(n, count)
-    if format == "int4":
-        return _pairs(codes, 0), scales, zeros.view(n, count)
-    return codes.to(CODES[format]).contiguous(), scales, None
+    return codes, scales, zeros if format == "int4" else None
 
 
 def dequantize_weight_reference(
@@ -306,14 +300,28 @@ class _Bfloat16(torch.autograd.Function):
         return grad.bfloat16().to(grad.dtype) if ctx.gradient else grad, None, None
 
 
-def _quantize_groups(w, format, scale):
-    """Codes [groups, size], scales [groups] and zeros [groups] of groups [groups, size]."""
+def _in_groups(run, weight, format, group_size, scale):
+    """Cuts a weight into groups for `run`, and what becomes of them into the format's shapes."""
+    n, k = weight.shape
+    weight = weight.detach().to(torch.float32)
+    rows = _padded(weight.reshape(1, -1) if format == "nf4" else weight, group_size)
+    groups, count = rows.numel() // group_size, rows.shape[1] // group_size
+    shares = SHARES[format] if scale == "mse" else (1.0,)
+    codes, scales, zeros = run(rows.reshape(groups, group_size), format, shares)
+    if format == "nf4":
+        return codes.view(-1, 1)[: (n * k + 1) // 2].contiguous(), scales, None
+    codes = codes.view(n, codes.shape[1] * count)
+    codes = codes[:, : (k + 1) // 2] if format == "int4" else codes[:, :k]
+    zeros = None if zeros is None else zeros.view(n, count)
+    return codes.contiguous(), scales.view(n, count), zeros
+
+
+def _quantize_groups(w, format, shares):
     if format in LARGEST:
         step = _finite_or_nan(w.abs().amax(-1)) * (1 / LARGEST[format])
         codes = (w * _inverse(step)[:, None]).clamp(-LARGEST[format], LARGEST[format])
         codes = codes.round() if format == "int8" else codes
         return codes.nan_to_num(0).to(CODES[format]), step, torch.zeros_like(step)
-    shares = SHARES[format] if scale == "mse" else (1.0,)
     candidates = _nf4_candidates(w, shares) if format == "nf4" else _int4_candidates(w, shares)
     codes, step, zero, least = next(candidates)
     for other in candidates:
@@ -323,7 +331,7 @@ def _quantize_groups(w, format, scale):
             torch.where(better, new, old)
             for new, old in zip(other[1:], (step, zero, least), strict=True)
         )
-    return codes, step, zero
+    return codes[:, ::2] << 4 | codes[:, 1::2], step, zero
 
 
 def _nf4_candidates(w, shares):
@@ -370,13 +378,8 @@ def _sum_of_squares(t):
 
 def _padded(t, size):
     """Zeros behind each row, up to a multiple of a size. They are codes of 0 in every format."""
-    return F.pad(t, (0, -t.shape[-1] % size))
-
-
-def _pairs(codes, last):
-    """Two codes a byte along the last dimension, `last` behind an odd number of them."""
-    codes = F.pad(codes, (0, codes.shape[-1] % 2), value=last)
-    return codes[..., ::2] << 4 | codes[..., 1::2]
+    missing = -t.shape[-1] % size
+    return F.pad(t, (0, missing)) if missing else t
 
 
 def _halves(packed):
