@@ -262,10 +262,17 @@ def quantized_linear_reference(
     input_format=None,
     compute=None,
 ):
-    """None as "bf16", the lowest that it may be. float64 is rounded to nothing but int8 inputs."""
     layout = format, out_features, in_features, group_size
     wide = torch.promote_types(x.dtype, torch.float32)
     weight = dequantize_weight_reference(qweight, scales, zeros, *layout, wide)
+    return product_reference(x, weight, bias, activation, input_format, compute)
+
+
+def product_reference(x, weight, bias, activation, input_format, compute):
+    """Of a wide weight. None as "bf16", the lowest that it may be; float64 is rounded to nothing
+    but int8 inputs.
+    """
+    wide = weight.dtype
     a = rounded_rows(x).to(wide) if input_format == "int8" else x.to(wide)
     rounds = compute in (None, "bf16") and wide == torch.float32
     if rounds:
