@@ -169,3 +169,25 @@ def test_a_tied_head_is_left_and_named():
     model = llama(tie_word_embeddings=True)
     report = quantize(model, "int8", skip=())
     assert reasons(report) == {"lm_head": "its weight is tied to another module's"}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_lora_of_peft_trains_over_quantized_layers(format):
+    """Its own gradients come back whatever ran in between; a merge would write into codes."""
+    peft = pytest.importorskip("peft")
+    model = llama()
+    quantize(model, format)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    expected = None
+    for _ in range(2):
+        model.train().zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        found = [p.grad for p in model.parameters() if p.requires_grad]
+        assert len(found) == 8 and all(g.abs().sum() > 0 for g in found)
+        expected = expected or [g.clone() for g in found]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        with torch.no_grad():
+            model.eval()(input_ids=IDS)
+    with pytest.raises(RuntimeError, match="weight is a view to be read"):
+        model.merge_adapter()
