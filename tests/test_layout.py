@@ -60,7 +60,10 @@ FAMILIES = {
     },
     "quantized_linear": {
         "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
         "fusedops/functional",
+        "fusedops/nn",
         "tests",
     },
     "rotary": {

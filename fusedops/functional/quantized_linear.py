@@ -99,17 +99,19 @@ def quantize_weight(
 
     weight: [N, K], floating, any strides; rounded to float32 first. format: "int8", "int4", "nf4"
     or "fp8", see the module. group_size: of int8 any (a row by default), of int4 32, 64 (default)
-    or 128; the others have one. scale: what a group's scale is chosen by. "absmax" takes what just
-    covers the group, of nf4 as bitsandbytes does; it is the only one of int8 and fp8, and nf4's
-    default. "mse" tries smaller ones as well and keeps that of the least squared error; it is
-    int4's default, and in nf4 still bitsandbytes' format.
+    or 128; the others have one. scale: what a group's scale is chosen by. "absmax" takes the one
+    that just covers the group, as bitsandbytes does; it is the only one of int8 and fp8, and nf4's
+    default. "mse" tries some around it and keeps that of the least squared error; it is int4's
+    default. In nf4 that is still bitsandbytes' format, with other numbers in it.
     Raises TypeError when weight is no floating matrix and ValueError for another format, group_size
     or scale. Has no gradient. Dettmers et al., arXiv:2208.07339 and arXiv:2305.14314.
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
+    kernel = format in SHARES and weight.is_cpu and _C.cpu_isa() != "none" and not traced(weight)
+    run = torch.ops.fusedops.quantize_groups if kernel else quantize_groups_reference
     with torch.no_grad():
-        tensors = quantize_weight_reference(weight, format, size, scale)
+        tensors = _in_groups(run, weight, format, size, scale)
     n, k = weight.shape
     return QuantizedWeight(format, n, k, size, *tensors)
 
@@ -155,9 +157,21 @@ def quantized_linear(
     Raises RuntimeError when a shape, dtype or device does not go with the weight and ValueError for
     another activation, input_format or compute.
     """
-    parts = _operands(qweight)
-    run = torch.ops.fusedops.quantized_linear if traced(x, bias, *parts) else _C.quantized_linear
-    return run(x, *parts, bias, *_layout(qweight), activation, input_format, compute)
+    return product(x, _operands(qweight), bias, _layout(qweight), activation, input_format, compute)
+
+
+def product(
+    x: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    bias: Tensor | None,
+    layout: tuple[str, int, int, int],
+    *how: str | None,
+) -> Tensor:
+    """quantized_linear of a weight that is not gathered in a QuantizedWeight."""
+    run = torch.ops.fusedops.quantized_linear
+    if not traced(x, bias, *operands):
+        run = _C.quantized_linear
+    return run(x, *operands, bias, *layout, *how)
 
 
 def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -200,30 +214,22 @@ def check_format(
 # halves, so that no device, instruction set or number of threads changes a byte.
 
 SHARES = {  # of the scale that covers the group: what "mse" tries, the first of equals is kept
-    "int4": tuple(1 - i / 32 for i in range(13)),
-    "nf4": tuple(1 - i / 40 for i in range(16)),
+    "int4": tuple(p / 100 for p in (100, 103, *range(97, 69, -3))),
+    "nf4": tuple(p / 100 for p in (100, *range(110, 100, -2), *range(98, 70, -2))),
 }
 ELEMENTS_AT_ONCE = 1 << 20
 
 
 def quantize_weight_reference(weight, format, group_size, scale):
-    n, k = weight.shape
-    weight = weight.detach().to(torch.float32)
-    rows = _padded(weight.reshape(1, -1) if format == "nf4" else weight, group_size)
-    groups = rows.view(rows.numel() // group_size, group_size)
-    least = min(group_size, ELEMENTS_AT_ONCE)
-    parts = [
-        _quantize_groups(part, format, scale)
-        for part in groups.split(max(ELEMENTS_AT_ONCE // least, 1))
-    ]
+    return _in_groups(quantize_groups_reference, weight, format, group_size, scale)
+
+
+def quantize_groups_reference(groups, format, shares):
+    """Codes, scales [groups] and zeros [groups] of groups [groups, size], a few at a time."""
+    at_once = max(ELEMENTS_AT_ONCE // groups.shape[1], 1)
+    parts = [_quantize_groups(part, format, shares) for part in groups.split(at_once)]
     codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
-    if format == "nf4":
-        return _pairs(codes.view(-1)[: n * k], 7)[:, None], scales, None
-    count = rows.shape[1] // group_size
-    codes, scales = codes.view(rows.shape)[:, :k], scales.view(n, count)
-    if format == "int4":
-        return _pairs(codes, 0), scales, zeros.view(n, count)
-    return codes.to(CODES[format]).contiguous(), scales, None
+    return codes, scales, zeros if format == "int4" else None
 
 
 def dequantize_weight_reference(
@@ -256,22 +262,37 @@ def quantized_linear_reference(
     input_format=None,
     compute=None,
 ):
-    """None as "bf16", the lowest that it may be. float64 is rounded to nothing but int8 inputs.
-
-    Where a row of the weight has one scale, it is the codes that are multiplied, and nothing rounds
-    them: they are bfloat16 numbers.
-    """
     wide = torch.promote_types(x.dtype, torch.float32)
-    alone = format in LARGEST and scales.shape[1] == 1
     layout = format, out_features, in_features, group_size
-    weight = dequantize_weight_reference(
-        qweight, torch.ones_like(scales) if alone else scales, zeros, *layout, wide
-    )
+    weight, factors = operands_reference(qweight, scales, zeros, *layout, wide)
+    return product_reference(x, weight, factors, bias, activation, input_format, compute)
+
+
+def operands_reference(
+    qweight, scales, zeros, format, out_features, in_features, group_size, dtype
+):
+    """A weight as it is multiplied, and what multiplies its sums, [N] or None.
+
+    Where a row has one scale it is the codes that are multiplied, and nothing rounds them: they are
+    bfloat16 numbers.
+    """
+    layout = format, out_features, in_features, group_size, dtype
+    if format not in LARGEST or scales.shape[1] != 1:
+        return dequantize_weight_reference(qweight, scales, zeros, *layout), None
+    codes = dequantize_weight_reference(qweight, torch.ones_like(scales), zeros, *layout)
+    return codes, scales[:, 0].to(dtype)
+
+
+def product_reference(x, weight, factors, bias, activation, input_format, compute):
+    """Of operands_reference's, whose dtype is x's or wider. None as "bf16", the lowest that it may
+    be; float64 is rounded to nothing but int8 inputs.
+    """
+    wide = weight.dtype
     a = rounded_rows(x).to(wide) if input_format == "int8" else x.to(wide)
     rounds = wide == torch.float32 and compute in (None, "bf16")
     rounds_backward = wide == torch.float32 and compute != "exact"
     z = _Product.apply(a, weight, rounds, rounds and input_format is None, rounds_backward)
-    z = z * scales[:, 0].to(wide) if alone else z
+    z = z if factors is None else z * factors
     z = (z if bias is None else z + bias.to(wide)).to(x.dtype)
     return ACTIVATIONS[activation](z.to(wide)).to(x.dtype)
 
@@ -302,14 +323,28 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.weight, None, None, None, None
 
 
-def _quantize_groups(w, format, scale):
-    """Codes [groups, size], scales [groups] and zeros [groups] of groups [groups, size]."""
+def _in_groups(run, weight, format, group_size, scale):
+    """Cuts a weight into groups for `run`, and what becomes of them into the format's shapes."""
+    n, k = weight.shape
+    weight = weight.detach().to(torch.float32)
+    rows = _padded(weight.reshape(1, -1) if format == "nf4" else weight, group_size)
+    groups, count = rows.numel() // group_size, rows.shape[1] // group_size
+    shares = SHARES[format] if scale == "mse" else (1.0,)
+    codes, scales, zeros = run(rows.reshape(groups, group_size), format, shares)
+    if format == "nf4":
+        return codes.view(-1, 1)[: (n * k + 1) // 2].contiguous(), scales, None
+    codes = codes.view(n, codes.shape[1] * count)
+    codes = codes[:, : (k + 1) // 2] if format == "int4" else codes[:, :k]
+    zeros = None if zeros is None else zeros.view(n, count)
+    return codes.contiguous(), scales.view(n, count), zeros
+
+
+def _quantize_groups(w, format, shares):
     if format in LARGEST:
         step = _finite_or_nan(w.abs().amax(-1)) * (1 / LARGEST[format])
         codes = (w * _inverse(step)[:, None]).clamp(-LARGEST[format], LARGEST[format])
         codes = codes.round() if format == "int8" else codes
         return codes.nan_to_num(0).to(CODES[format]), step, torch.zeros_like(step)
-    shares = SHARES[format] if scale == "mse" else (1.0,)
     candidates = _nf4_candidates(w, shares) if format == "nf4" else _int4_candidates(w, shares)
     codes, step, zero, least = next(candidates)
     for other in candidates:
@@ -319,7 +354,7 @@ def _quantize_groups(w, format, scale):
             torch.where(better, new, old)
             for new, old in zip(other[1:], (step, zero, least), strict=True)
         )
-    return codes, step, zero
+    return codes[:, ::2] << 4 | codes[:, 1::2], step, zero
 
 
 def _nf4_candidates(w, shares):
@@ -366,13 +401,8 @@ def _sum_of_squares(t):
 
 def _padded(t, size):
     """Zeros behind each row, up to a multiple of a size. They are codes of 0 in every format."""
-    return F.pad(t, (0, -t.shape[-1] % size))
-
-
-def _pairs(codes, last):
-    """Two codes a byte along the last dimension, `last` behind an odd number of them."""
-    codes = F.pad(codes, (0, codes.shape[-1] % 2), value=last)
-    return codes[..., ::2] << 4 | codes[..., 1::2]
+    missing = -t.shape[-1] % size
+    return F.pad(t, (0, missing)) if missing else t
 
 
 def _halves(packed):

@@ -157,6 +157,8 @@ TORCH_LIBRARY_FRAGMENT(fusedops, m) {
   define("quantized_linear_backward(Tensor dy, " + weight + "Tensor? z, " + layout +
          "str activation, str compute, bool[2] output_mask) -> (Tensor dx, Tensor dbias)");
   define("dequantize_weight(" + weight + layout + "ScalarType dtype) -> Tensor");
+  define("quantize_groups(Tensor groups, str format, float[] shares)"
+         " -> (Tensor codes, Tensor scales, Tensor zeros)");
 }
 
 TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutograd, m) {
@@ -186,12 +188,14 @@ TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
   m.impl("quantized_linear_forward", quantized_linear_outputs);
   m.impl("quantized_linear_backward", quantized_linear_backward_outputs);
   m.impl("dequantize_weight", dequantize_weight_outputs);
+  m.impl("quantize_groups", quantize_groups_outputs);
 }
 
 TORCH_LIBRARY_IMPL(fusedops, Autograd, m) {
   m.impl("quantized_linear_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("quantized_linear_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("dequantize_weight", torch::autograd::autogradNotImplementedFallback());
+  m.impl("quantize_groups", torch::autograd::autogradNotImplementedFallback());
 }
 
 }  // namespace fusedops

@@ -5,6 +5,7 @@
 #include <ATen/TensorOperators.h>
 
 #include <cmath>
+#include <vector>
 
 #include "csrc/ops/linear/linear.h"
 #include "csrc/ops/quantized_linear/quantized_linear.h"
@@ -27,8 +28,15 @@ Tensor spread(const Tensor& t, int64_t size, const c10::SymInt& n) {
       .narrow_symint(1, 0, n);
 }
 
+// Made of full tensors: data of ours behind a tensor no transform and no fake tensor takes.
+Tensor nf4_table(const at::TensorOptions& options) {
+  std::vector<Tensor> values;
+  for (const float value : kNf4) values.push_back(at::full({1}, value, options));
+  return at::cat(values);
+}
+
 Tensor nf4_values(const Tensor& qweight, const c10::SymInt& count, c10::ScalarType dtype) {
-  const auto table = at::tensor(at::ArrayRef<float>(kNf4, 16), qweight.options().dtype(dtype));
+  const auto table = nf4_table(qweight.options().dtype(dtype));
   const auto codes = halves(qweight.flatten()).narrow_symint(0, 0, count);
   return table.index_select(0, codes.to(at::kInt));
 }
