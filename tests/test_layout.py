@@ -110,7 +110,20 @@ FAMILIES = {
 # What lies on a floor beside the families.
 SHARED = {
     "csrc/ops": {"autograd.h", "bfloat16.cpp", "bfloat16.h", "checks.h", "dropout.h"},
-    "csrc/cpu": {"dropout.h", "exp.h", "gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
+    "csrc/cpu": {
+        "dropout.h",
+        "exp.h",
+        "gates.h",
+        "isa",
+        "isa.cpp",
+        "isa.h",
+        "lanes.h",
+        "products.cpp",
+        "products.h",
+        "vec.h",
+        "with_type.h",
+    },
+    "csrc/cpu/isa": {"operands.cpp", "operands.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
     "fusedops/functional": {"__init__.py"},
@@ -190,6 +203,8 @@ INCLUDES = {
     "csrc/cpu/dropout.h": ["csrc/cpu/vec.h", "csrc/philox.h"],
     "csrc/cpu/exp.h": ["csrc/cpu/vec.h"],
     "csrc/cpu/gates.h": ["csrc/cpu/exp.h", "csrc/gated_activation.h"],
+    "csrc/cpu/lanes.h": ["csrc/cpu/vec.h"],
+    "csrc/cpu/with_type.h": ["csrc/cpu/vec.h"],
     "csrc/cpu/isa/": [
         "csrc/cpu/isa/",
         "csrc/cpu/isa.h",
@@ -197,6 +212,8 @@ INCLUDES = {
         "csrc/cpu/dropout.h",
         "csrc/cpu/exp.h",
         "csrc/cpu/gates.h",
+        "csrc/cpu/lanes.h",
+        "csrc/cpu/with_type.h",
         *PLAIN,
     ],
     "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", *PLAIN],
@@ -218,6 +235,8 @@ PER_ISA = (
     "csrc/cpu/dropout.h",
     "csrc/cpu/exp.h",
     "csrc/cpu/gates.h",
+    "csrc/cpu/lanes.h",
+    "csrc/cpu/with_type.h",
     *PLAIN,
 )
 

@@ -308,7 +308,7 @@ def rounded_rows(x):
 
 
 class _Product(torch.autograd.Function):
-    """F.linear(a, weight), and its gradient, of operands that are rounded to bfloat16 or are not."""
+    """F.linear(a, weight) and its gradient, of operands that are bfloat16 numbers or are not."""
 
     @staticmethod
     def forward(ctx, a, weight, rounds_weight, rounds_a, rounds_backward):

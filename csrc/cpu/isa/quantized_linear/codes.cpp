@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/cpu/bytes.h"
+#include "csrc/cpu/isa/quantized_linear/bytes.h"
 #include "csrc/cpu/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {

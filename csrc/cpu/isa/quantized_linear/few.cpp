@@ -1,6 +1,6 @@
 #include "csrc/cpu/isa/quantized_linear/few.h"
 
-#include "csrc/cpu/bytes.h"
+#include "csrc/cpu/isa/quantized_linear/bytes.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
