@@ -14,6 +14,7 @@ from fusedops.functional.quantized_linear import (
     QuantizedWeight,
     check_format,
     dequantize_weight,
+    explain,
     product,
     quantize_weight,
     scales_name,
@@ -127,6 +128,11 @@ class QuantizedLinear(torch.nn.Linear):
         dtype, shape and device cost nothing.
         """
         return DequantizedWeight(self.quantized_weight, self.dtype)
+
+    def explain(self, rows: int) -> str:
+        """Which code runs for so many rows of input in `dtype`, and why."""
+        how = self.input_format, self.compute
+        return explain(self._layout(), rows, self.dtype, self.qweight.device, *how)
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"
