@@ -56,6 +56,8 @@ def test_state_dict_round_trips(kind):
         other.load_state_dict(state, strict=True)
         assert same(other, module) and torch.equal(other(x), module(x))
     assert "weight" in linear.state_dict()  # the caller's dict is as it was
+    other.load_state_dict(module.bfloat16().state_dict(), assign=True)
+    assert other.dtype == other.weight.dtype == torch.bfloat16
 
 
 @KINDS

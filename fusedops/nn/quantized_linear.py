@@ -185,6 +185,8 @@ class QuantizedLinear(torch.nn.Linear):
             for name in (QUANT_STATE, "quant_map"):
                 del state_dict[f"{prefix}weight.{name}"]
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.bias is not None:  # with assign=True it may be another one
+            self.dtype = self.bias.dtype
 
 
 QUANT_STATE = "quant_state.bitsandbytes__nf4"
