@@ -56,6 +56,8 @@ def test_state_dict_round_trips(kind):
         other.load_state_dict(state, strict=True)
         assert same(other, module) and torch.equal(other(x), module(x))
     assert "weight" in linear.state_dict()  # the caller's dict is as it was
+    other.load_state_dict(module.bfloat16().state_dict(), assign=True)
+    assert other.dtype == other.weight.dtype == torch.bfloat16
 
 
 @KINDS
@@ -199,6 +201,17 @@ def test_what_it_is_says_its_repr():
         "QuantizedLinear(in_features=70, out_features=33, bias=True, format='int4', "
         "group_size=64, activation='silu', compute='bf16')"
     )
+
+
+def test_it_explains_what_runs():
+    """A device without a kernel makes the weight at each call, and says how large that is."""
+    said = QuantizedLinear(1024, 2048, format="nf4", device="meta", compute="bf16").explain(16)
+    assert said.startswith("16 rows of float32 by nf4 [2048, 1024] on meta: ATen calls")
+    assert "8 MiB" in said and said.endswith("torch multiplies bfloat16")
+    wide = QuantizedLinear(8, 8, dtype=torch.float64, input_format="int8").explain(1)
+    assert "ATen calls" in wide and wide.endswith("torch multiplies float64")
+    half = QuantizedLinear(8, 8, device="meta", dtype=torch.float16)
+    assert half.explain(1).endswith("torch multiplies float16")
 
 
 def test_wrong_arguments():

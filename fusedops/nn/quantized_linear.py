@@ -14,6 +14,7 @@ from fusedops.functional.quantized_linear import (
     QuantizedWeight,
     check_format,
     dequantize_weight,
+    explain,
     product,
     quantize_weight,
     scales_name,
@@ -128,6 +129,11 @@ class QuantizedLinear(torch.nn.Linear):
         """
         return DequantizedWeight(self.quantized_weight, self.dtype)
 
+    def explain(self, rows: int) -> str:
+        """Which code runs for so many rows of input in `dtype`, and why."""
+        how = self.input_format, self.compute
+        return explain(self._layout(), rows, self.dtype, self.qweight.device, *how)
+
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"
         options = ("activation", "input_format", "compute")
@@ -179,6 +185,8 @@ class QuantizedLinear(torch.nn.Linear):
             for name in (QUANT_STATE, "quant_map"):
                 del state_dict[f"{prefix}weight.{name}"]
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.bias is not None:  # with assign=True it may be another one
+            self.dtype = self.bias.dtype
 
 
 QUANT_STATE = "quant_state.bitsandbytes__nf4"

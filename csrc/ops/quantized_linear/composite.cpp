@@ -56,8 +56,13 @@ Tensor wide_weight(const QuantizedTensors& w, c10::ScalarType dtype) {
   return codes * spread(scales, w.group_size, w.k);
 }
 
+// t in the accumulation dtype, with the numbers of another one. The gradient passes through as if
+// nothing were rounded: a cast would round it as well.
 Tensor rounded_to(const Tensor& t, c10::ScalarType dtype) {
-  return t.scalar_type() == at::kDouble ? t : t.to(dtype);
+  const auto wide = t.to(accumulation_dtype(t.scalar_type()));
+  if (wide.scalar_type() == at::kDouble || dtype == at::kFloat) return wide;
+  const auto change = wide.detach().to(dtype).to(at::kFloat) - wide.detach();
+  return wide + change.nan_to_num(0, 0, 0);  // of infinities
 }
 
 // What the operands of a product are rounded to; sums are float32 in any case.
@@ -100,9 +105,9 @@ Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
   if (operand == dtype && input_format == "none") {
     return at::linear(x, dequantized(weight, dtype), bias);
   }
-  const auto w = rounded_to(wide_weight(weight, wide), operand).to(wide);
+  const auto w = rounded_to(wide_weight(weight, wide), operand);
   // Codes are bfloat16 numbers themselves, so that nothing rounds them further.
-  const auto a = input_format == "none" ? rounded_to(x, operand).to(wide) : rounded_rows(x);
+  const auto a = input_format == "none" ? rounded_to(x, operand) : rounded_rows(x);
   return at::linear(a, w, given(bias) ? OptionalTensor(bias->to(wide)) : bias).to(dtype);
 }
 
@@ -113,8 +118,8 @@ QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& 
   Tensor dx, dbias;
   if (output_mask[0] && operand == dtype) dx = at::matmul(dz, dequantized(weight, dtype));
   if (output_mask[0] && operand != dtype) {
-    const auto w = rounded_to(wide_weight(weight, wide), operand).to(wide);
-    dx = at::matmul(rounded_to(dz, operand).to(wide), w).to(dtype);
+    const auto w = rounded_to(wide_weight(weight, wide), operand);
+    dx = at::matmul(rounded_to(dz, operand), w).to(dtype);
   }
   if (output_mask[1]) dbias = as_rows(dz).sum(0);
   return {dx, dbias};
