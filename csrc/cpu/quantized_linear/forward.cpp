@@ -1,11 +1,11 @@
-// quantized_linear on CPUs, forward: codes become numbers a few rows at a time, next to where they
-// are multiplied, and no weight is packed or kept.
+// quantized_linear on CPUs, forward: codes become numbers next to where they are multiplied, and no
+// weight is packed or kept.
 //
-// x is rounded once, to what is multiplied. A task is a block of columns of y: of many rows of x
-// kColumns, whose codes are read once for kRows rows, in pieces of kDepth; of few rows those
-// that the loop takes at a time, so that a row of codes is read from end to end. Reads the codes
-// once for each kRows rows. A sum is of pieces of kDepth bytes, whatever the number of rows or
-// threads.
+// x is rounded once, to what is multiplied. A task is kColumns columns of y for kRows rows of x. A
+// few rows take the codes straight from registers. Up to kMany take them from a cache, in rows as
+// they lie: of up to kFew rows of x a row of codes goes from end to end, of more a piece of the
+// depth goes through all columns. More rows take tiles that are turned, by oneDNN. Reads the codes
+// once for each kRows rows. Sums are of pieces of the depth in one order, whatever the threads.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -137,8 +137,7 @@ class Block {
       add_pieces(row, rows, begin, columns);
     }
     for (int64_t i = 0; i < rows; ++i) finish(row + i, sums_.data() + i * kColumns, begin, columns);
-    if (out_.activation != Activation::none || out_.z.defined())
-      activate(row, rows, begin, columns);
+    if (out_.activation != Activation::none) activate(row, rows, begin, columns);
   }
 
  private:
@@ -230,8 +229,7 @@ class Block {
 };
 
 void multiply(const Codes& w, const Input& x, const Outputs& out) {
-  const int64_t height = std::min(x.rows, kRows), width = kColumns;
-  const int64_t across = blocks_of(w.n, width), tasks = blocks_of(x.rows, kRows) * across;
+  const int64_t across = blocks_of(w.n, kColumns), tasks = blocks_of(x.rows, kRows) * across;
   const bool few = multiplies_few(w, x.rows, x.operand),
              halves = few && x.operand == Operand::bfloat16;
   const Turned turned(halves ? x : Input());
@@ -241,13 +239,13 @@ void multiply(const Codes& w, const Input& x, const Outputs& out) {
                turned.lanes.data(),
                nullptr,
                kColumns};
-  const int64_t grain = kGrain / (height * width * (w.k + 1)) + 1;
+  const int64_t grain = kGrain / (std::min(x.rows, kRows) * kColumns * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
     const Products products;
     Block block(w, x, few ? &args : nullptr, out);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t row = i / across * kRows, begin = i % across * width;
-      block.run(row, std::min(kRows, x.rows - row), begin, std::min(width, w.n - begin));
+      const int64_t row = i / across * kRows, begin = i % across * kColumns;
+      block.run(row, std::min(kRows, x.rows - row), begin, std::min(kColumns, w.n - begin));
     }
   });
 }

@@ -9,14 +9,6 @@
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
 
-// out [n] = codes scale. Code: int8_t, or uint8_t for e4m3.
-template <class Code, class T>
-void scaled_codes(const Code* codes, int64_t n, float scale, T* out) {
-  each_step(n, [&](int64_t j, auto part) {
-    store(out + j, load(codes + j, part) * all(scale), part);
-  });
-}
-
 // What the 16 codes of a group of int4 stand for.
 struct Int4Numbers {
   int zero;
@@ -94,12 +86,11 @@ inline __attribute__((always_inline)) void look_up(const uint8_t* bytes, int64_t
   for (; i < n; ++i) one();
 }
 
-// f(first, n, group) for the columns [begin, end) of each group, of which the first begins at
-// `origin`.
+// f(first, n, group) for those of columns [begin, end) that are in a group.
 template <class Function>
-void each_group(int64_t begin, int64_t end, int64_t origin, int64_t size, const Function& f) {
+void each_group(int64_t begin, int64_t end, int64_t size, const Function& f) {
   for (int64_t j = begin; j < end;) {
-    const int64_t group = (j - origin) / size, last = std::min(end, origin + (group + 1) * size);
+    const int64_t group = j / size, last = std::min(end, (group + 1) * size);
     f(j, last - j, group);
     j = last;
   }
@@ -109,7 +100,7 @@ template <class T>
 void read_int4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   const int64_t groups = groups_of(w.k, w.group_size);
   const uint8_t* const bytes = w.codes + row * ((w.k + 1) / 2);
-  each_group(args.begin, args.end, 0, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
+  each_group(args.begin, args.end, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
     const float scale = w.scales[row * groups + group];
     const int zero = w.zeros[row * groups + group];
     look_up(bytes, j, n, Int4Numbers{zero, scale}, out + j - args.begin);
@@ -119,12 +110,12 @@ void read_int4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
 template <class T>
 void read_nf4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   const int64_t at = row * w.k;
-  each_group(at + args.begin, at + args.end, 0, kNf4Block,
-             [&](int64_t j, int64_t n, int64_t block) {
-               look_up(w.codes, j, n, Nf4Numbers{w.scales[block]}, out + j - at - args.begin);
-             });
+  each_group(at + args.begin, at + args.end, kNf4Block, [&](int64_t j, int64_t n, int64_t block) {
+    look_up(w.codes, j, n, Nf4Numbers{w.scales[block]}, out + j - at - args.begin);
+  });
 }
 
+// Code: int8_t, or uint8_t for e4m3.
 template <class Code, class T>
 void read_bytes(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   const auto* const codes = reinterpret_cast<const Code*>(w.codes) + row * w.k;
@@ -135,8 +126,11 @@ void read_bytes(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
     return;
   }
   const int64_t groups = groups_of(w.k, w.group_size);
-  each_group(args.begin, args.end, 0, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
-    scaled_codes(codes + j, n, w.scales[row * groups + group], out + j - args.begin);
+  each_group(args.begin, args.end, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
+    const auto scale = all(w.scales[row * groups + group]);
+    each_step(n, [&](int64_t i, auto part) {
+      store(out + j - args.begin + i, load(codes + j + i, part) * scale, part);
+    });
   });
 }
 

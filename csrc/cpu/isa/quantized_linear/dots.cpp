@@ -128,9 +128,8 @@ Floats sums_of(const FinishRow& args, int64_t j, Part part) {
   const auto at = [&](int from, int count) {
     return at::vec::convert_to_fp_of_same_size<float>(Ints::loadu(sums + from, count) - above);
   };
-  if constexpr (std::is_same_v<Part, Full>)
-    return {at(0, Vec::size()), at(Vec::size(), Vec::size())};
-  return {at(0, low(Tail{part.count})), at(low(Tail{part.count}), high(Tail{part.count}))};
+  const int below = low(Tail{part.count});
+  return {at(0, below), at(below, part.count - below)};
 }
 
 }  // namespace
