@@ -10,6 +10,7 @@
 #include "csrc/ops/gated_activation/gated_activation.h"
 #include "csrc/ops/linear/linear.h"
 #include "csrc/ops/norm/norm.h"
+#include "csrc/ops/quantized_linear/quantized_linear.h"
 #include "csrc/ops/rotary/rotary.h"
 #include "csrc/optimizer.h"
 
@@ -65,6 +66,17 @@ Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate) {
   static const auto op = handle<decltype(fusedops::geglu)>("fusedops::geglu");
   return op.call(gate, up, approximate);
+}
+
+Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                        const OptionalTensor& zeros, const OptionalTensor& bias,
+                        std::string_view format, int64_t out_features, int64_t in_features,
+                        int64_t group_size, std::optional<std::string_view> activation,
+                        std::optional<std::string_view> input_format,
+                        std::optional<std::string_view> compute) {
+  static const auto op = handle<decltype(fusedops::quantized_linear)>("fusedops::quantized_linear");
+  return op.call(x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
+                 activation, input_format, compute);
 }
 
 RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
@@ -167,6 +179,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("approximate") = "none");
   export_function(m, "linear", linear_short, arg("input"), arg("weight"), arg("bias") = none(),
                   arg("activation") = none());
+  export_function(m, "quantized_linear", quantized_linear, arg("x"), arg("qweight"), arg("scales"),
+                  arg("zeros"), arg("bias"), arg("format"), arg("out_features"), arg("in_features"),
+                  arg("group_size"), arg("activation") = none(), arg("input_format") = none(),
+                  arg("compute") = none());
   export_function(m, "rotary_embedding", rotary_embedding, arg("q"), arg("k"), arg("cos"),
                   arg("sin"), kw_only(), arg("unsqueeze_dim") = 1, arg("interleaved") = false);
   export_function(m, "cross_entropy", cross_entropy, arg("input"), arg("target"),

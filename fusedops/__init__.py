@@ -11,6 +11,7 @@ from fusedops.patching import (
     Site,
     patch,
     patched,
+    quantize,
     register_attention,
     unpatch,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "optim",
     "patch",
     "patched",
+    "quantize",
     "register_attention",
     "unpatch",
 ]

@@ -27,6 +27,7 @@ FAMILIES = {
     "norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
     "gated_activation": ("swiglu", "geglu"),
     "linear": ("linear",),
+    "quantized_linear": ("quantized_linear",),
     "rotary": ("rotary_embedding",),
     "cross_entropy": ("cross_entropy", "linear_cross_entropy"),
     "attention": ("attention",),

@@ -1,6 +1,7 @@
 """What the tests of linear share: arguments, layouts, backends."""
 
 import torch
+import torch.nn.functional as F
 
 from fusedops.functional import linear
 from fusedops.functional.linear import ACTIVATIONS, linear_reference
@@ -10,6 +11,14 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 KINDS = list(ACTIVATIONS)
 BACKENDS = [name for name in backends("linear") if name != "reference"]
 CASES = [(kind, name) for kind in KINDS for name in BACKENDS]
+
+TORCHS = {  # torch's own activations
+    None: lambda z: z,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 def inputs(shape, features, dtype, bias=True):

@@ -10,6 +10,7 @@ import pytest
 LEVELS = ["none", "avx2", "avx512", "avx512_bf16"]
 KERNELS = "cpu and (test_forward_and_gradients and (33 or 1024 or 4099) or test_several)"
 KERNELS += " or cpu and (test_step or test_rows_of_blocks or test_squares or test_scale)"
+KERNELS += " or test_kernels_make_the_bytes"
 # what calls the operators without asking for the backend `cpu`, which needs AVX2
 COMPOSITE = "test_double_backward or test_inference_mode or test_module_twins or test_add_modules"
 COMPOSITE += " or TestClipping or test_adamw_state"
@@ -29,6 +30,8 @@ FILES = [
     "tests/test_gated_activation_torch.py",
     "tests/test_linear.py",
     "tests/test_linear_torch.py",
+    "tests/test_quantized_linear.py",
+    "tests/test_quantized_weight.py",
     "tests/test_rotary.py",
     "tests/test_rotary_torch.py",
 ]

@@ -26,6 +26,7 @@ from fuzzing import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from linear_cases import TORCHS
 
 from fusedops.functional import linear
 from fusedops.functional.linear import ACTIVATIONS, linear_reference
@@ -101,15 +102,6 @@ def of_terms(dtype: torch.dtype, seed: int):
         return ACTIVATIONS[activation](Stored.apply(z, dtype, draw))
 
     return run
-
-
-TORCHS = {
-    None: lambda z: z,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 def torchs(input, weight, bias=None, activation=None):

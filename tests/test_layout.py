@@ -58,6 +58,14 @@ FAMILIES = {
         "tests",
         "benchmarks",
     },
+    "quantized_linear": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "fusedops/functional",
+        "fusedops/nn",
+        "tests",
+    },
     "rotary": {
         "csrc/ops",
         "csrc/cpu",
@@ -101,8 +109,21 @@ FAMILIES = {
 
 # What lies on a floor beside the families.
 SHARED = {
-    "csrc/ops": {"autograd.h", "bfloat16.cpp", "bfloat16.h", "dropout.h"},
-    "csrc/cpu": {"dropout.h", "exp.h", "gates.h", "isa", "isa.cpp", "isa.h", "vec.h"},
+    "csrc/ops": {"autograd.h", "bfloat16.cpp", "bfloat16.h", "checks.h", "dropout.h"},
+    "csrc/cpu": {
+        "dropout.h",
+        "exp.h",
+        "gates.h",
+        "isa",
+        "isa.cpp",
+        "isa.h",
+        "lanes.h",
+        "products.cpp",
+        "products.h",
+        "vec.h",
+        "with_type.h",
+    },
+    "csrc/cpu/isa": {"operands.cpp", "operands.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
     "fusedops/functional": {"__init__.py"},
@@ -158,6 +179,7 @@ PLAIN = (
     "csrc/gated_activation.h",
     "csrc/norm.h",
     "csrc/philox.h",
+    "csrc/quantized_linear.h",
     "csrc/rotary.h",
 )
 
@@ -170,6 +192,7 @@ INCLUDES = {
     "csrc/cross_entropy.h": ["csrc/dtype.h"],
     "csrc/gated_activation.h": ["csrc/dtype.h"],
     "csrc/norm.h": ["csrc/dtype.h", "csrc/philox.h"],
+    "csrc/quantized_linear.h": ["csrc/dtype.h"],
     "csrc/rotary.h": ["csrc/dtype.h"],
     "csrc/optimizer.": ["csrc/optimizer.h", "csrc/ops/adamw/adamw.h"],
     "csrc/python.cpp": ["csrc/ops/", "csrc/optimizer.h", "csrc/cpu/isa.h"],
@@ -180,6 +203,8 @@ INCLUDES = {
     "csrc/cpu/dropout.h": ["csrc/cpu/vec.h", "csrc/philox.h"],
     "csrc/cpu/exp.h": ["csrc/cpu/vec.h"],
     "csrc/cpu/gates.h": ["csrc/cpu/exp.h", "csrc/gated_activation.h"],
+    "csrc/cpu/lanes.h": ["csrc/cpu/vec.h"],
+    "csrc/cpu/with_type.h": ["csrc/cpu/vec.h"],
     "csrc/cpu/isa/": [
         "csrc/cpu/isa/",
         "csrc/cpu/isa.h",
@@ -187,6 +212,8 @@ INCLUDES = {
         "csrc/cpu/dropout.h",
         "csrc/cpu/exp.h",
         "csrc/cpu/gates.h",
+        "csrc/cpu/lanes.h",
+        "csrc/cpu/with_type.h",
         *PLAIN,
     ],
     "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", *PLAIN],
@@ -208,6 +235,8 @@ PER_ISA = (
     "csrc/cpu/dropout.h",
     "csrc/cpu/exp.h",
     "csrc/cpu/gates.h",
+    "csrc/cpu/lanes.h",
+    "csrc/cpu/with_type.h",
     *PLAIN,
 )
 

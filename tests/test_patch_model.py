@@ -438,8 +438,8 @@ def test_bad_arguments(model):
         patch({})
     with pytest.raises(TypeError, match=r"unpatch: model must be"):
         unpatch(None)
-    with pytest.raises(ValueError, match=r"patch: quantize must be None in this version"):
-        patch(model, quantize="int8")
+    with pytest.raises(ValueError, match=r"quantize_weight: format must be one of .* got 'int3'"):
+        patch(model, quantize="int3")
 
 
 @pytest.mark.parametrize("build", [llama, bert])

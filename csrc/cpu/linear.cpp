@@ -130,13 +130,6 @@ void product(const Tensor& a, const Tensor& b, Tensor c) {
   }
 }
 
-Activation activation_of(std::string_view name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  return name == "silu" ? Activation::silu : Activation::none;
-}
-
 bool empty(const Tensor& x, const Tensor& weight) { return x.numel() == 0 || weight.numel() == 0; }
 
 // y = activation(x weight^T + bias); z before the activation, where it is defined.

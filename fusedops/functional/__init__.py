@@ -6,18 +6,28 @@ from fusedops.functional.cross_entropy import cross_entropy, linear_cross_entrop
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
 from fusedops.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedops.functional.quantized_linear import (
+    QuantizedWeight,
+    dequantize_weight,
+    quantize_weight,
+    quantized_linear,
+)
 from fusedops.functional.rotary import rotary_embedding
 
 __all__ = [
+    "QuantizedWeight",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
     "clip_grad_norm_",
     "cross_entropy",
+    "dequantize_weight",
     "geglu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "quantize_weight",
+    "quantized_linear",
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",

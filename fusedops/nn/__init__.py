@@ -5,6 +5,7 @@ from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.linear import Linear
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from fusedops.nn.quantized_linear import QuantizedLinear
 
 __all__ = [
     "GEGLU",
@@ -15,6 +16,7 @@ __all__ = [
     "Linear",
     "LinearCrossEntropyLoss",
     "MultiheadAttention",
+    "QuantizedLinear",
     "RMSNorm",
     "SwiGLU",
 ]

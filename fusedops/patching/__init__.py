@@ -2,6 +2,7 @@
 
 from fusedops.patching.interface import register_attention
 from fusedops.patching.patch import patch, patched, unpatch
+from fusedops.patching.quantize import quantize
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["PatchReport", "Site", "patch", "patched", "register_attention", "unpatch"]
+__all__ = ["PatchReport", "Site", "patch", "patched", "quantize", "register_attention", "unpatch"]

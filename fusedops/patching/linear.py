@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fusedops.extension import _C
 from fusedops.functional import linear
+from fusedops.nn import QuantizedLinear
 from fusedops.patching.attributes import MISSING, changes_state, fixed
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.specimen import F64, bare, quiet, undisturbed
@@ -71,6 +72,8 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
     done, left = {site.path for site in report.fused if site.kind == "linear"}, Counter[str]()
     for path, module in list(model.named_modules()):
         form, was = form_of(module), original_class(module).__name__
+        if isinstance(module, QuantizedLinear):
+            continue  # has kernels of its own
         if path in done or (form is None and not isinstance(module, nn.Linear)):
             continue
         if form is not None and (slower := _no_gain(module, form)):

@@ -13,6 +13,7 @@ from fusedops.patching.linear import patch_linears
 from fusedops.patching.loss import patch_losses
 from fusedops.patching.mlp import MLP
 from fusedops.patching.norm import patch_norms
+from fusedops.patching.quantize import quantize as quantize_linears
 from fusedops.patching.report import PatchReport
 from fusedops.patching.residual import RESIDUAL
 from fusedops.patching.rotary import ROTARY
@@ -51,11 +52,12 @@ def patch(
     seen to rotate. loss: the loss function of a model with a head, where it is one of transformers'
     own and was seen to be the cross entropy of labels; of a plain head the loss is computed without
     the logits. attention: that of models of transformers' which ask their config for the function;
-    the model gets a copy of its config. strict: raise RuntimeError with the reasons, and leave the
-    model as it was, when a site cannot be fused. verify: a batch (the model's keyword arguments in
-    a dict, or one tensor); runs it before and after, and unpatches and raises RuntimeError when
-    outputs, loss or gradients differ by more than rounding. That takes memory for a float64 copy of
-    the model.
+    the model gets a copy of its config. quantize: a format of `fusedops.quantize`, which comes
+    first, with its defaults, and which neither unpatch nor an error takes back. strict: raise
+    RuntimeError with the reasons, and leave the model as it was, when a site cannot be fused.
+    verify: a batch (the model's keyword arguments in a dict, or one tensor); runs it before and
+    after, and unpatches and raises RuntimeError when outputs, loss or gradients differ by more than
+    rounding. That takes memory for a float64 copy of the model.
 
     The class of a fused module is a subclass of its own with the same name: `type(m) is nn.Linear`
     is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after
@@ -80,14 +82,14 @@ def patch(
     afterwards a RuntimeError says so. Where the weight is sharded, every rank has to read. The loss
     has no gradient by them; what is computed from them has all gradients. LoRA or hooks on the
     head, torch.compile and other tracers get logits as ever.
-    Raises TypeError when model is not a module, ValueError for `quantize`, which is not in this
-    version. Warns when no site was fused.
+    Raises TypeError when model is not a module, ValueError for a format of `quantize` that there is
+    not. Warns when no site was fused.
     """
-    _check(model, quantize)
+    _check(model)
+    report = PatchReport() if quantize is None else quantize_linears(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
     wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
     kinds = [kind for kind, on in wanted if on]
-    report = PatchReport()
     with _all_or_nothing(model):
         if norm:
             patch_norms(model, report)
@@ -116,17 +118,16 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _judge(report: PatchReport, strict: bool) -> None:
-    if strict and (report.skipped or not report.fused):
+    left = [site for site in report.skipped if site.kind != "quantize"]
+    if strict and (left or not report.fused):
         raise RuntimeError(f"patch: strict=True and not every site was fused\n{report}")
     if not report.fused:
         warnings.warn(f"patch: nothing was fused\n{report}", stacklevel=3)
 
 
-def _check(model: nn.Module, quantize: str | None) -> None:
+def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
-    if quantize is not None:
-        raise ValueError(f"patch: quantize must be None in this version, got {quantize!r}")
 
 
 def unpatch(model: nn.Module) -> None:

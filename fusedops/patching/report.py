@@ -15,8 +15,9 @@ class Site:
     """One place in a model: what stood there, what runs there now, or why it was left.
 
     path: the module's name in the model. kind: "norm", "residual", "mlp", "linear", "rotary",
-    "loss" or "attention". was: class, of an attention with its implementation, or source line. now:
-    the fused function, empty when the site was left alone. reason: why, or a remark.
+    "loss", "attention" or "quantize". was: class, of an attention with its implementation, or
+    source line. now: the fused function, empty when the site was left alone. reason: why, or a
+    remark.
     """
 
     path: str

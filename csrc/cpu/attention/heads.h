@@ -5,14 +5,12 @@
 
 #include <vector>
 
-#include "csrc/cpu/isa/attention/operands.h"
 #include "csrc/cpu/isa/attention/scores.h"
+#include "csrc/cpu/products.h"
 #include "csrc/ops/attention/attention.h"
 #include "csrc/ops/dropout.h"
 
 namespace fusedops::cpu {
-
-inline int64_t padded(int64_t n, int64_t to = kEdge) { return (n + to - 1) / to * to; }
 
 // Queries and keys that see each other: of a batch, or one of many in a row of tokens.
 struct Sequence {

@@ -1,7 +1,7 @@
 // Keys or values of all heads as the products take them.
 #pragma once
 
-#include "csrc/cpu/attention/products.h"
+#include "csrc/cpu/attention/heads.h"
 
 namespace fusedops::cpu {
 

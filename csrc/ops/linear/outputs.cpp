@@ -2,8 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include <vector>
-
+#include "csrc/ops/checks.h"
 #include "csrc/ops/linear/linear.h"
 
 namespace fusedops {
@@ -11,33 +10,6 @@ namespace {
 
 constexpr const char* kForward = "linear_forward";
 constexpr const char* kBackward = "linear_backward";
-
-void check_activation(const char* op, std::string_view activation) {
-  TORCH_CHECK_VALUE(activation == "none" || activation == "relu" || activation == "gelu" ||
-                        activation == "gelu_tanh" || activation == "silu",
-                    op, ": activation must be 'none', 'relu', 'gelu', 'gelu_tanh' or 'silu', got '",
-                    activation, "'");
-}
-
-void check_like(const char* op, const char* name, const Tensor& t, const char* like,
-                const Tensor& x) {
-  check_same_device(op, name, t, like, x);
-  TORCH_CHECK(t.scalar_type() == x.scalar_type(), op, ": ", name, " must be ",
-              describe(x.scalar_type(), t.sym_sizes()), " like ", like, ", got ", describe(t));
-}
-
-void check_shape(const char* op, const char* name, const Tensor& t,
-                 const std::vector<c10::SymInt>& shape) {
-  TORCH_CHECK(t.sym_sizes().equals(shape), op, ": ", name, " must have shape ",
-              c10::SymIntArrayRef(shape), ", got ", describe(t));
-}
-
-// x's shape with another last dimension
-std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& n) {
-  auto shape = x.sym_sizes().vec();
-  shape.back() = n;
-  return shape;
-}
 
 }  // namespace
 

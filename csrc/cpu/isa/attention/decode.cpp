@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "csrc/cpu/isa/attention/with_type.h"
+#include "csrc/cpu/lanes.h"
+#include "csrc/cpu/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
@@ -42,22 +43,10 @@ constexpr int kDots = 16;
 inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kDots],
                                                       float (&sums)[kDots]) {
 #if defined(CPU_CAPABILITY_AVX512)
-  __m512 by_2[8], by_4[4], by_8[2];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = dots[2 * i].sum, b = dots[2 * i + 1].sum;
-    by_2[i] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
-  }
-  for (int i = 0; i < 4; ++i) {
-    const auto a = _mm512_castps_pd(by_2[2 * i]), b = _mm512_castps_pd(by_2[2 * i + 1]);
-    by_4[i] =
-        _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-  }
-  const auto halves = [](__m512 a, __m512 b) {
-    return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
-  };
-  for (int i = 0; i < 2; ++i) by_8[i] = halves(by_4[2 * i], by_4[2 * i + 1]);
-  _mm512_storeu_ps(sums, halves(by_8[0], by_8[1]));
+  __m512 x[kDots];
+#pragma GCC unroll 16
+  for (int i = 0; i < kDots; ++i) x[i] = dots[i].sum;
+  _mm512_storeu_ps(sums, sums_of_lanes(x, [](__m512 a, __m512 b) { return a + b; }));
 #else
   for (int i = 0; i < kDots; ++i) sums[i] = sum({dots[i].sum, Vec(0.f)});
 #endif

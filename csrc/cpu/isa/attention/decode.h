@@ -2,7 +2,7 @@
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/cpu/isa/attention/rows.h"
+#include "csrc/cpu/isa/operands.h"
 
 namespace fusedops::cpu {
 

@@ -5,7 +5,7 @@
 
 #include "csrc/cpu/dropout.h"
 #include "csrc/cpu/exp.h"
-#include "csrc/cpu/isa/attention/with_type.h"
+#include "csrc/cpu/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {

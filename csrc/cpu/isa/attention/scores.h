@@ -5,10 +5,12 @@
 
 #include "csrc/attention.h"
 #include "csrc/cpu/isa.h"
-#include "csrc/cpu/isa/attention/rows.h"
+#include "csrc/cpu/isa/operands.h"
 #include "csrc/philox.h"
 
 namespace fusedops::cpu {
+
+constexpr int64_t kKeys = 512;  // of a tile of scores, at most
 
 // How a product q k becomes a score.
 struct ScoreMap {

@@ -1,4 +1,4 @@
-#include "csrc/cpu/attention/products.h"
+#include "csrc/cpu/products.h"
 
 #include <ATen/native/CPUBlas.h>
 

@@ -1,8 +1,8 @@
-#include "csrc/cpu/isa/attention/operands.h"
+#include "csrc/cpu/isa/operands.h"
 
 #include <algorithm>
 
-#include "csrc/cpu/isa/attention/with_type.h"
+#include "csrc/cpu/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 

@@ -1,14 +1,20 @@
-// The products of attention's tiles, of float32 or of bfloat16 operands. The sums are float32.
+// Products of tiles, of float32 or of bfloat16 operands. The sums are float32.
 //
 // A second operand [k, n] of bfloat16 lies as the processor takes it, in pairs of rows: [k / 2, n,
 // 2] ("VNNI"). Everything else lies in rows.
 #pragma once
 
-#include "csrc/cpu/attention/heads.h"
+#include <ATen/Functions.h>
+
+#include <vector>
+
+#include "csrc/cpu/isa/operands.h"
 
 namespace fusedops::cpu {
 
 using c10::BFloat16;
+
+inline int64_t padded(int64_t n, int64_t to = kEdge) { return (n + to - 1) / to * to; }
 
 template <class T>
 constexpr Dtype kDtype = std::is_same_v<T, float> ? Dtype::float32 : Dtype::bfloat16;

@@ -1,10 +1,18 @@
-// How the operands of attention's products are read, turned and written.
+// How the operands of products are read, turned and written.
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/cpu/isa/attention/rows.h"
 
 namespace fusedops::cpu {
+
+constexpr int64_t kEdge = 16;  // tiles are padded to a multiple of it
+
+// Rows of numbers of a dtype; those of a row lie side by side.
+struct RowsOf {
+  const void* data;
+  int64_t stride;
+  Dtype dtype;
+};
 
 // out [n, ld] = rows, padded with zeros up to `padded` rows and ld columns.
 FUSEDOPS_ISA_FUNCTION(read_rows, const RowsOf& rows, int64_t n, int64_t width, int64_t padded,

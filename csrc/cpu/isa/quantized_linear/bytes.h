@@ -1,0 +1,78 @@
+// Steps of numbers of 8 bits: integers and float8_e4m3fn.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "csrc/cpu/vec.h"
+
+namespace fusedops::cpu {
+namespace CPU_CAPABILITY {
+
+// Numbers of a step, from 8 bits each.
+inline Floats widen_bytes(const int8_t* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const auto at = [&](int i) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  };
+#else
+  const auto at = [&](int i) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  };
+#endif
+  return {at(0), at(Vec::size())};
+}
+
+inline Floats load(const int8_t* p, Full) { return widen_bytes(p); }
+inline Floats load(const int8_t* p, Tail tail) {
+  int8_t bytes[kStep] = {};
+  std::memcpy(bytes, p, tail.count);
+  return widen_bytes(bytes);
+}
+
+// Sign, 4 bits of exponent from 2^-7 on, 3 of fraction; no infinity.
+inline float from_e4m3(uint8_t code) {
+  const uint32_t size = code & 127;
+  const float normal = std::bit_cast<float>((size << 20) + (120u << 23));
+  const float small = static_cast<float>(static_cast<int32_t>(size)) * 0x1p-9f;
+  const float number = size < 8 ? small : size == 127 ? NAN : normal;
+  return code & 128 ? -number : number;
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+inline __m512 from_e4m3(__m128i codes) {
+  const __m512i wide = _mm512_cvtepu8_epi32(codes);
+  const __m512i size = _mm512_and_si512(wide, _mm512_set1_epi32(127));
+  const __m512i normal =
+      _mm512_add_epi32(_mm512_slli_epi32(size, 20), _mm512_set1_epi32(120 << 23));
+  const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size), _mm512_set1_ps(0x1p-9f));
+  const auto is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(8));
+  const auto is_nan = _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(127));
+  const __m512 number = _mm512_mask_blend_ps(is_small, (__m512)normal, small);
+  const __m512i sign = _mm512_slli_epi32(_mm512_xor_si512(wide, size), 24);
+  return _mm512_mask_blend_ps(is_nan, (__m512)_mm512_or_si512((__m512i)number, sign),
+                              _mm512_set1_ps(NAN));
+}
+#endif
+
+inline Floats load(const uint8_t* p, Full) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const auto* const codes = reinterpret_cast<const __m128i*>(p);
+  return {from_e4m3(_mm_loadu_si128(codes)), from_e4m3(_mm_loadu_si128(codes + 1))};
+#else
+  alignas(64) float numbers[kStep];
+  for (int i = 0; i < kStep; ++i) numbers[i] = from_e4m3(p[i]);
+  return load(numbers, Full());
+#endif
+}
+inline Floats load(const uint8_t* p, Tail tail) {
+  uint8_t bytes[kStep] = {};
+  std::memcpy(bytes, p, tail.count);
+  return load(bytes, Full());
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fusedops::cpu

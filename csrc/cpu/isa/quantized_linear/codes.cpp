@@ -1,0 +1,235 @@
+#include "csrc/cpu/isa/quantized_linear/codes.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "csrc/cpu/isa/quantized_linear/bytes.h"
+#include "csrc/cpu/with_type.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+// What the 16 codes of a group of int4 stand for.
+struct Int4Numbers {
+  int zero;
+  float scale;
+
+  float operator[](int code) const { return static_cast<float>(code - zero) * scale; }
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512 all() const {
+    const __m512i codes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i numbers = _mm512_sub_epi32(codes, _mm512_set1_epi32(zero));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(numbers), _mm512_set1_ps(scale));
+  }
+#endif
+};
+
+struct Nf4Numbers {
+  float absmax;
+
+  float operator[](int code) const { return kNf4[code] * absmax; }
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512 all() const { return _mm512_mul_ps(_mm512_loadu_ps(kNf4), _mm512_set1_ps(absmax)); }
+#endif
+};
+
+#if defined(CPU_CAPABILITY_AVX512)
+// 16 numbers as T, of which a step of codes are read at a time, two from a byte.
+template <class T>
+struct Table;
+
+template <>
+struct Table<float> {
+  static constexpr int kCount = 16;
+  __m512 numbers;
+
+  explicit Table(const __m512& numbers) : numbers(numbers) {}
+  // vpermps reads 4 bits of a lane: the high half of a byte, then the whole.
+  void look_up(const uint8_t* bytes, float* out) const {
+    const __m512i wide =
+        _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+    const __m512i codes = _mm512_or_si512(_mm512_srli_epi64(wide, 4), _mm512_slli_epi64(wide, 32));
+    _mm512_storeu_ps(out, _mm512_permutexvar_ps(codes, numbers));
+  }
+};
+
+template <>
+struct Table<BFloat16> {
+  static constexpr int kCount = 32;
+  __m512i numbers;  // twice: vpermw reads 5 bits
+
+  explicit Table(const __m512& numbers) : numbers(narrow<BFloat16>({numbers, numbers})) {}
+  void look_up(const uint8_t* bytes, BFloat16* out) const {
+    const __m512i wide =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    const __m512i codes = _mm512_or_si512(_mm512_srli_epi32(wide, 4), _mm512_slli_epi32(wide, 16));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(codes, numbers));
+  }
+};
+#endif
+
+inline int half(const uint8_t* bytes, int64_t i) {
+  return i % 2 == 0 ? bytes[i / 2] >> 4 : bytes[i / 2] & 15;
+}
+
+// out [n] = numbers of codes [first, first + n), two in a byte.
+template <class T, class Numbers>
+inline __attribute__((always_inline)) void look_up(const uint8_t* bytes, int64_t first, int64_t n,
+                                                   const Numbers& numbers, T* out) {
+  int64_t i = 0;
+  const auto one = [&] { out[i] = T(numbers[half(bytes, first + i)]); };
+#if defined(CPU_CAPABILITY_AVX512)
+  const Table<T> table(numbers.all());
+  for (; i < n && (first + i) % 2 != 0; ++i) one();
+  for (; i + table.kCount <= n; i += table.kCount) table.look_up(bytes + (first + i) / 2, out + i);
+#endif
+  for (; i < n; ++i) one();
+}
+
+// f(first, n, group) for those of columns [begin, end) that are in a group.
+template <class Function>
+void each_group(int64_t begin, int64_t end, int64_t size, const Function& f) {
+  for (int64_t j = begin; j < end;) {
+    const int64_t group = j / size, last = std::min(end, (group + 1) * size);
+    f(j, last - j, group);
+    j = last;
+  }
+}
+
+template <class T>
+void read_int4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
+  const int64_t groups = groups_of(w.k, w.group_size);
+  const uint8_t* const bytes = w.codes + row * ((w.k + 1) / 2);
+  each_group(args.begin, args.end, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
+    const float scale = w.scales[row * groups + group];
+    const int zero = w.zeros[row * groups + group];
+    look_up(bytes, j, n, Int4Numbers{zero, scale}, out + j - args.begin);
+  });
+}
+
+template <class T>
+void read_nf4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
+  const int64_t at = row * w.k;
+  each_group(at + args.begin, at + args.end, kNf4Block, [&](int64_t j, int64_t n, int64_t block) {
+    look_up(w.codes, j, n, Nf4Numbers{w.scales[block]}, out + j - at - args.begin);
+  });
+}
+
+// Code: int8_t, or uint8_t for e4m3.
+template <class Code, class T>
+void read_bytes(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
+  const auto* const codes = reinterpret_cast<const Code*>(w.codes) + row * w.k;
+  if (!args.scaled) {
+    each_step(args.end - args.begin, [&](int64_t j, auto part) {
+      store(out + j, load(codes + args.begin + j, part), part);
+    });
+    return;
+  }
+  const int64_t groups = groups_of(w.k, w.group_size);
+  each_group(args.begin, args.end, w.group_size, [&](int64_t j, int64_t n, int64_t group) {
+    const auto scale = all(w.scales[row * groups + group]);
+    each_step(n, [&](int64_t i, auto part) {
+      store(out + j - args.begin + i, load(codes + j + i, part) * scale, part);
+    });
+  });
+}
+
+template <class T>
+void read_rows_of(const Codes& w, const ReadCodes& args) {
+  const int64_t n = args.end - args.begin;
+  auto* out = static_cast<T*>(args.out);
+  for (int64_t row = args.row; row < args.row + args.rows; ++row, out += args.ld) {
+    switch (w.format) {
+      case WeightFormat::int8: read_bytes<int8_t>(w, args, row, out); break;
+      case WeightFormat::fp8: read_bytes<uint8_t>(w, args, row, out); break;
+      case WeightFormat::int4: read_int4(w, args, row, out); break;
+      case WeightFormat::nf4: read_nf4(w, args, row, out); break;
+    }
+    std::fill(out + n, out + args.ld, T(0));
+  }
+}
+
+void read_integers(const Codes& w, const ReadCodes& args) {
+  const int64_t n = args.end - args.begin;
+  auto* out = static_cast<uint8_t*>(args.out);
+  for (int64_t row = args.row; row < args.row + args.rows; ++row, out += args.ld) {
+    std::fill(std::copy_n(w.at(row, args.begin), n, out), out + args.ld, 0);
+  }
+}
+
+template <class T>
+float largest_of(const T* x, int64_t n) {
+  Floats most;
+  each_step(n, [&](int64_t j, auto part) {
+    const auto v = live(load(x + j, part), part);
+    most = largest(most, {v.lo.abs(), v.hi.abs()});
+  });
+  return largest(most);
+}
+
+// The codes of a row, as numbers, and their sum.
+template <class T, class Out>
+int32_t codes_of(const T* x, int64_t n, float inverse, Out* out) {
+  const Vec times(inverse), most(kLargestInt8), least(-kLargestInt8);
+  int32_t total = 0;
+  each_step(n, [&](int64_t j, auto part) {
+    const auto v = load(x + j, part);
+    const Floats codes{at::vec::clamp((v.lo * times).round(), least, most),
+                       at::vec::clamp((v.hi * times).round(), least, most)};
+    if constexpr (std::is_same_v<Out, int8_t>) {
+      alignas(64) float numbers[kStep];
+      store(numbers, codes, Full());
+      for (int i = 0; i < part.count; ++i) {
+        out[j + i] = static_cast<int8_t>(numbers[i]);
+        total += out[j + i];
+      }
+    } else {
+      store(out + j, codes, part);
+    }
+  });
+  return total;
+}
+
+template <class T, class Out>
+void read_row(const ReadInput& args) {
+  const auto* const x = static_cast<const T*>(args.x);
+  auto* const out = static_cast<Out*>(args.out);
+  std::fill(out + args.k, out + args.padded, Out(0));
+  if (args.step == nullptr) {
+    if constexpr (!std::is_same_v<Out, int8_t>) {
+      each_step(args.k, [&](int64_t j, auto part) {
+        auto v = load(x + j, part);
+        if (args.factors != nullptr) v = v * load(args.factors + j, part);
+        store(out + j, v, part);
+      });
+    }
+    return;
+  }
+  const float most = largest_of(x, args.k);
+  const bool finite = std::isfinite(most);
+  const float step = most * (1 / kLargestInt8);
+  *args.step = finite ? step : NAN;
+  *args.sum = codes_of(x, args.k, finite && step >= kSmallestScale ? 1 / step : 0, out);
+}
+
+}  // namespace
+
+void read_codes(const Codes& weight, const ReadCodes& args) {
+  switch (args.operand) {
+    case Operand::float32: return read_rows_of<float>(weight, args);
+    case Operand::bfloat16: return read_rows_of<BFloat16>(weight, args);
+    case Operand::integer: return read_integers(weight, args);
+  }
+}
+
+void read_input(const ReadInput& args) {
+  with_type(args.dtype, [&]<class T>(T) {
+    switch (args.operand) {
+      case Operand::float32: return read_row<T, float>(args);
+      case Operand::bfloat16: return read_row<T, BFloat16>(args);
+      case Operand::integer: return read_row<T, int8_t>(args);
+    }
+  });
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

@@ -1,0 +1,63 @@
+// What a product takes, read from codes. Formats: fusedops/functional/quantized_linear.py.
+#pragma once
+
+#include "csrc/cpu/isa.h"
+#include "csrc/quantized_linear.h"
+
+namespace fusedops::cpu {
+
+// A weight [n, k] as the loops read it.
+struct Codes {
+  const uint8_t* codes;
+  const float* scales;
+  const uint8_t* zeros;
+  WeightFormat format;
+  int64_t n, k, group_size;
+
+  // The byte of a code.
+  const uint8_t* at(int64_t row, int64_t column) const {
+    switch (format) {
+      case WeightFormat::int4: return codes + row * ((k + 1) / 2) + column / 2;
+      case WeightFormat::nf4: return codes + (row * k + column) / 2;
+      default: return codes + row * k + column;
+    }
+  }
+  bool a_scale_a_row() const {
+    return (format == WeightFormat::int8 || format == WeightFormat::fp8) && group_size >= k;
+  }
+};
+
+// What the numbers of a product's operands are. Those of integers are int8, codes themselves.
+enum class Operand : uint8_t { float32, bfloat16, integer };
+
+constexpr int64_t size_of(Operand operand) {
+  return operand == Operand::float32 ? 4 : operand == Operand::bfloat16 ? 2 : 1;
+}
+
+// Rows [row, row + rows) of a weight, columns [begin, end), to out [rows, ld]. scaled: as numbers,
+// else as codes, which a row's scale is left to. begin is a multiple of 2.
+struct ReadCodes {
+  int64_t row, rows, begin, end;
+  void* out;
+  int64_t ld;
+  bool scaled;
+  Operand operand;
+};
+FUSEDOPS_ISA_FUNCTION(read_codes, const Codes& weight, const ReadCodes& args)
+
+// A row x [k], times `factors` where they are not null, with zeros behind it to `padded`. step:
+// where it is not null, x becomes codes, which times *step are x; a row that is not finite has a
+// step of NaN. sum: of the codes.
+struct ReadInput {
+  const void* x;
+  int64_t k, padded;
+  Dtype dtype;
+  void* out;
+  Operand operand;
+  const float* factors = nullptr;
+  float* step = nullptr;
+  int32_t* sum = nullptr;
+};
+FUSEDOPS_ISA_FUNCTION(read_input, const ReadInput& args)
+
+}  // namespace fusedops::cpu

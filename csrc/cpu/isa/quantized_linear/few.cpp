@@ -1,0 +1,140 @@
+#include "csrc/cpu/isa/quantized_linear/few.h"
+
+#include "csrc/cpu/isa/quantized_linear/bytes.h"
+
+namespace fusedops::cpu::CPU_CAPABILITY {
+namespace {
+
+// A row of w and kRows of x at a time. Code: int8_t, or uint8_t for e4m3.
+template <int kRows, class Code>
+void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+  const auto* const x = static_cast<const float*>(args.x);
+  for (int64_t n = begin; n < end; ++n) {
+    const auto* const codes = reinterpret_cast<const Code*>(w.at(n, 0));
+    Floats sums[kRows];
+    each_step(w.k, [&](int64_t j, auto part) {
+      const auto number = load(codes + j, part);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        sums[r] = fma(load(x + r * args.ld + j, part), number, sums[r]);
+      }
+    });
+    for (int r = 0; r < kRows; ++r) args.sums[r * args.ld_sums + n - begin] = sum(sums[r]);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// Numbers of codes of 4 bits, as bfloat16, twice: vpermw reads 5 bits of a lane.
+__m512i table_of(WeightFormat format) {
+  __m512 numbers = _mm512_loadu_ps(kNf4);
+  if (format == WeightFormat::int4) {
+    numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  }
+  return narrow<BFloat16>({numbers, numbers});
+}
+
+// The groups of kHalves codes over the lanes of their sums, 8 codes a lane.
+struct Spread {
+  int groups;
+  __mmask16 some;
+  __m512i lanes;
+
+  explicit Spread(int64_t group_size)
+      : groups(static_cast<int>(kHalves / group_size)), some((1u << groups) - 1) {
+    int32_t of_lane[16];
+    for (int i = 0; i < 16; ++i) of_lane[i] = i * groups / 16;
+    lanes = _mm512_loadu_si512(of_lane);
+  }
+  __m512 of(const float* p) const {
+    return _mm512_permutexvar_ps(lanes, _mm512_maskz_loadu_ps(some, p));
+  }
+  __m512 of(const uint8_t* p) const {
+    const __m128i bytes = _mm_maskz_loadu_epi8(some, p);
+    return _mm512_permutexvar_ps(lanes, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
+  }
+};
+
+// A lane of 16 bits has four codes, which turn_halves' order follows: shifted by 0, 4, 8 and 12.
+// What stands above a code there is not read.
+template <int kRows, bool kZeros>
+void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+  const __m512i table = table_of(w.format);
+  const Spread spread(w.group_size);
+  const int64_t blocks = w.k / kHalves;
+  const auto* const x = static_cast<const uint16_t*>(args.x);
+  for (int64_t n = begin; n < end; ++n) {
+    const uint8_t* const bytes = w.at(n, 0);
+    const int64_t group = n * blocks * spread.groups;
+    __m512 sums[kRows] = {};
+    for (int64_t i = 0; i < blocks; ++i) {
+      const __m512i codes = _mm512_loadu_si512(bytes + i * kHalves / 2);
+      const __m512i shifted[4] = {codes, _mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8),
+                                  _mm512_srli_epi16(codes, 12)};
+      __m512i numbers[4];
+#pragma GCC unroll 4
+      for (int s = 0; s < 4; ++s) numbers[s] = _mm512_permutexvar_epi16(shifted[s], table);
+      const __m512 scales = spread.of(w.scales + group + i * spread.groups);
+      __m512 zeros = {};
+      if (kZeros) zeros = spread.of(w.zeros + group + i * spread.groups);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const uint16_t* const of_row = x + r * args.ld + i * kHalves;
+        __m512 products = {};
+#pragma GCC unroll 4
+        for (int s = 0; s < 4; ++s) {
+          products = _mm512_dpbf16_ps(products, (__m512bh)_mm512_loadu_si512(of_row + 32 * s),
+                                      (__m512bh)numbers[s]);
+        }
+        if (kZeros) {
+          const __m512 lanes = _mm512_loadu_ps(args.lanes + r * args.ld / 8 + i * 16);
+          products = _mm512_fnmadd_ps(zeros, lanes, products);
+        }
+        sums[r] = _mm512_fmadd_ps(products, scales, sums[r]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      args.sums[r * args.ld_sums + n - begin] = _mm512_reduce_add_ps(sums[r]);
+    }
+  }
+}
+#endif
+
+template <int kRows>
+void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+  switch (w.format) {
+    case WeightFormat::int8: return add_bytes<kRows, int8_t>(w, args, begin, end);
+    case WeightFormat::fp8: return add_bytes<kRows, uint8_t>(w, args, begin, end);
+#if defined(__AVX512BF16__)  // nobody asks the others for these
+    case WeightFormat::int4: return add_halves<kRows, true>(w, args, begin, end);
+    case WeightFormat::nf4: return add_halves<kRows, false>(w, args, begin, end);
+#else
+    default: return;
+#endif
+  }
+}
+
+}  // namespace
+
+void add_few_rows(const Codes& weight, const FewRows& args, int64_t begin, int64_t end) {
+  switch (args.rows) {
+    case 1: return add<1>(weight, args, begin, end);
+    case 2: return add<2>(weight, args, begin, end);
+    case 3: return add<3>(weight, args, begin, end);
+    case 4: return add<4>(weight, args, begin, end);
+  }
+}
+
+void turn_halves(const uint16_t* x, int64_t k, uint16_t* out, float* lanes) {
+  constexpr int kPlace[4] = {1, 0, 3, 2};  // of the four codes of two bytes, by their shift
+  for (int64_t i = 0; i < k; i += kHalves, x += kHalves, out += kHalves, lanes += 16) {
+    for (int j = 0; j < kHalves; ++j) out[j] = x[j % 32 * 4 + kPlace[j / 32]];
+    for (int lane = 0; lane < 16; ++lane) {
+      lanes[lane] = 0;
+      for (int j = 0; j < 8; ++j) {
+        lanes[lane] += std::bit_cast<float>(static_cast<uint32_t>(x[8 * lane + j]) << 16);
+      }
+    }
+  }
+}
+
+}  // namespace fusedops::cpu::CPU_CAPABILITY

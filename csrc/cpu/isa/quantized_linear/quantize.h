@@ -1,0 +1,24 @@
+// Codes of 4 bits. Formats and the order of operations: fusedops/functional/quantized_linear.py;
+// split: csrc/cpu/isa/quantized_linear/quantize.cpp.
+#pragma once
+
+#include "csrc/cpu/isa.h"
+#include "csrc/quantized_linear.h"
+
+namespace fusedops::cpu {
+
+struct QuantizeGroups {
+  const float* w;        // [groups, size]
+  uint8_t* codes;        // [groups, size / 2]
+  float* scales;         // [groups]
+  uint8_t* zeros;        // [groups], of int4 alone
+  int64_t size;          // a power of two from 32 to 128
+  const double* shares;  // of the scale that covers a group; the first of equally good ones is kept
+  int64_t count;         // of the shares
+  bool nf4;
+};
+
+// The groups from begin to end.
+FUSEDOPS_ISA_FUNCTION(quantize_groups, const QuantizeGroups& args, int64_t begin, int64_t end)
+
+}  // namespace fusedops::cpu

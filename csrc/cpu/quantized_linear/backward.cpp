@@ -1,0 +1,187 @@
+// quantized_linear on CPUs, backward: dx = dz w from the codes, and the weight as numbers.
+//
+// A task is kWidth columns of dx. It goes over the rows of the weight, kTile at a time, whose codes
+// become numbers in a cache and are multiplied there: the sums are of tiles, in one order whatever
+// the number of rows or threads. Where a row of codes has one scale, dz has it.
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "csrc/cpu/isa/linear/activation.h"
+#include "csrc/cpu/isa/quantized_linear/dots.h"
+#include "csrc/cpu/products.h"
+#include "csrc/cpu/quantized_linear/weight.h"
+#include "csrc/ops/linear/linear.h"
+
+namespace fusedops::cpu {
+namespace {
+
+constexpr int64_t kRows = 128, kWidth = 512, kTile = 64;
+constexpr int64_t kGrain = 32768;  // elements of a task, about
+
+template <class T>
+constexpr Operand kOperand = std::is_same_v<T, float> ? Operand::float32 : Operand::bfloat16;
+
+// dz [rows, n] as a first operand, in rows of ld, with zeros beside and below.
+template <class T>
+struct Gradient {
+  int64_t ld;
+  std::vector<T> numbers;
+
+  Gradient(const Tensor& dz, const Codes& w)
+      : ld(padded(w.n, kTile)), numbers(padded(dz.size(0)) * ld) {
+    const auto* const data = static_cast<const char*>(dz.const_data_ptr());
+    at::parallel_for(0, dz.size(0), kGrain / ld + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        read_input_for_isa()({data + i * w.n * dz.element_size(), w.n, ld, dtype_of(dz),
+                              numbers.data() + i * ld, kOperand<T>,
+                              w.a_scale_a_row() ? w.scales : nullptr});
+      }
+    });
+  }
+};
+
+// Rows [row, row + rows) of columns [begin, end) of dx. The scratch is a thread's.
+template <class T>
+class Block {
+ public:
+  Block(const Codes& w, const Gradient<T>& dz, const Tensor& dx)
+      : w_(w),
+        dz_(dz),
+        dx_(dx),
+        tile_(kTile * kWidth),
+        pairs_(std::is_same_v<T, float> ? 0 : tile_.size()),
+        sums_(padded(std::min(dx.size(0), kRows)) * kWidth) {}
+
+  void run(int64_t row, int64_t rows, int64_t begin, int64_t end) {
+    const int64_t width = padded(end - begin);
+    for (int64_t n = 0; n < w_.n; n += kTile) {
+      const int64_t some = std::min(kTile, w_.n - n);
+      read_codes_for_isa()(w_, {n, some, begin, end, tile_.data(), width, !w_.a_scale_a_row(),
+                                kOperand<T>});
+      product(padded(rows), width, padded(some), dz_.numbers.data() + row * dz_.ld + n, dz_.ld,
+              second(some, width), width, sums_.data(), kWidth, n > 0);
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      auto* const to = static_cast<char*>(dx_.mutable_data_ptr()) +
+                       ((row + i) * w_.k + begin) * dx_.element_size();
+      finish_sums_for_isa()({sums_.data() + i * kWidth, end - begin, 1, nullptr, 0, nullptr, to,
+                             dtype_of(dx_), Operand::float32});
+    }
+  }
+
+ private:
+  // The tile's first rows, and zeros to a multiple of kEdge, as a second operand.
+  const T* second(int64_t rows, int64_t width) {
+    if constexpr (std::is_same_v<T, float>) {
+      std::fill(tile_.begin() + rows * width, tile_.begin() + padded(rows) * width, 0.f);
+      return tile_.data();
+    } else {
+      read_second({tile_.data(), width, kDtype<T>}, rows, width, padded(rows), pairs_.data());
+      return pairs_.data();
+    }
+  }
+
+  const Codes& w_;
+  const Gradient<T>& dz_;
+  const Tensor& dx_;
+  std::vector<T> tile_, pairs_;
+  std::vector<float> sums_;
+};
+
+template <class T>
+void multiply(const Tensor& dz, const Codes& w, const Tensor& dx) {
+  const Gradient<T> gradient(dz, w);
+  const int64_t rows = dz.size(0), across = (w.k + kWidth - 1) / kWidth,
+                tasks = (rows + kRows - 1) / kRows * across;
+  at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+    const Products products;
+    Block<T> block(w, gradient, dx);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = i / across * kRows, begin = i % across * kWidth;
+      block.run(row, std::min(kRows, rows - row), begin, std::min(begin + kWidth, w.k));
+    }
+  });
+}
+
+Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activation activation) {
+  const auto rows = as_rows(dy).contiguous();
+  if (activation == Activation::none) return rows;
+  const int64_t n = rows.size(1);
+  const auto before = z->contiguous(), dz = at::empty_like(rows);
+  const ActivateBackwardRows args{rows.const_data_ptr(),
+                                  before.const_data_ptr(),
+                                  dz.mutable_data_ptr(),
+                                  n,
+                                  n,
+                                  dtype_of(dz),
+                                  activation};
+  at::parallel_for(0, dz.size(0), kGrain / n + 1, [&](int64_t begin, int64_t end) {
+    activate_backward_rows_for_isa()(args, begin, end);
+  });
+  return dz;
+}
+
+QuantizedBackward quantized_linear_backward(const Tensor& dy, const Tensor& qweight,
+                                            const Tensor& scales, const OptionalTensor& zeros,
+                                            const OptionalTensor& z, std::string_view format,
+                                            c10::SymInt out_features, c10::SymInt in_features,
+                                            int64_t group_size, std::string_view activation,
+                                            std::string_view compute,
+                                            std::array<bool, 2> output_mask) {
+  const auto outputs =
+      quantized_linear_backward_outputs(dy, qweight, scales, zeros, z, format, out_features,
+                                        in_features, group_size, activation, compute, output_mask);
+  if (!has_kernel(dy.scalar_type()) || dy.numel() == 0) {
+    return quantized_linear_backward_composite(dy, qweight, scales, zeros, z, format, out_features,
+                                               in_features, group_size, activation, compute,
+                                               output_mask);
+  }
+  const auto& [dx, dbias] = outputs;
+  const auto dz = gradient_of_z(dy, z, activation_of(activation));
+  if (dbias.defined()) dbias.copy_(dz.sum(0));
+  if (!dx.defined() || dx.numel() == 0) return outputs;
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  const auto asked = compute_of(compute) == Compute::int8 ? Compute::any : compute_of(compute);
+  if (floating_operand(asked) == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16)) {
+    multiply<BFloat16>(dz, codes_of(weight), as_rows(dx));
+  } else {
+    multiply<float>(dz, codes_of(weight), as_rows(dx));
+  }
+  return outputs;
+}
+
+// A row of the weight at a time.
+Tensor dequantize_weight(const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
+                         std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
+                         int64_t group_size, c10::ScalarType dtype) {
+  if (!has_kernel(dtype) || dtype == at::kHalf) {
+    return dequantize_weight_composite(qweight, scales, zeros, format, out_features, in_features,
+                                       group_size, dtype);
+  }
+  const auto out = dequantize_weight_outputs(qweight, scales, zeros, format, out_features,
+                                             in_features, group_size, dtype);
+  if (out.numel() == 0) return out;
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  const auto w = codes_of(weight);
+  const auto operand = dtype == at::kFloat ? Operand::float32 : Operand::bfloat16;
+  at::parallel_for(0, w.n, kGrain / w.k + 1, [&](int64_t begin, int64_t end) {
+    auto* const to = static_cast<char*>(out.mutable_data_ptr()) + begin * w.k * out.element_size();
+    read_codes_for_isa()(w, {begin, end - begin, 0, w.k, to, w.k, true, operand});
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("quantized_linear_backward", quantized_linear_backward);
+  m.impl("dequantize_weight", dequantize_weight);
+}
+
+}  // namespace fusedops::cpu

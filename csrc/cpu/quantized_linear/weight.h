@@ -1,0 +1,28 @@
+// A weight's tensors as the loops read them, and what its products are made of.
+#pragma once
+
+#include "csrc/cpu/isa/quantized_linear/codes.h"
+#include "csrc/ops/quantized_linear/quantized_linear.h"
+
+namespace fusedops::cpu {
+
+inline Codes codes_of(const QuantizedTensors& w) {
+  return {static_cast<const uint8_t*>(w.qweight.const_data_ptr()),
+          w.scales.const_data_ptr<float>(),
+          given(w.zeros) ? w.zeros->const_data_ptr<uint8_t>() : nullptr,
+          w.format,
+          w.n.expect_int(),
+          w.k.expect_int(),
+          w.group_size};
+}
+
+inline bool has_kernel(c10::ScalarType dtype) { return isa() != Isa::none && dtype != at::kDouble; }
+
+// What numbers are multiplied as where they may be rounded to bfloat16. Without instructions for
+// that they are not rounded.
+inline Operand floating_operand(Compute compute) {
+  const bool rounds = compute == Compute::any || compute == Compute::bf16;
+  return rounds && isa() == Isa::avx512_bf16 ? Operand::bfloat16 : Operand::float32;
+}
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,155 @@
+// quantized_linear in ATen calls: what runs where no kernel does, and the double backward. Makes
+// the dequantized weight.
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <cmath>
+#include <vector>
+
+#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/quantized_linear/quantized_linear.h"
+
+namespace fusedops {
+namespace {
+
+// The codes of bytes [..., b], each of which has two: [..., 2 b]
+Tensor halves(const Tensor& bytes) {
+  return at::stack({at::bitwise_right_shift(bytes, 4), at::bitwise_and(bytes, 15)}, -1)
+      .flatten(-2, -1);
+}
+
+// t [rows, groups] for each element of the groups, [rows, n]
+Tensor spread(const Tensor& t, int64_t size, const c10::SymInt& n) {
+  if (t.sym_size(1) == 1) return t.expand_symint({t.sym_size(0), n});
+  return t.unsqueeze(-1)
+      .expand_symint({t.sym_size(0), t.sym_size(1), size})
+      .flatten(1, 2)
+      .narrow_symint(1, 0, n);
+}
+
+// Made of full tensors: data of ours behind a tensor no transform and no fake tensor takes.
+Tensor nf4_table(const at::TensorOptions& options) {
+  std::vector<Tensor> values;
+  for (const float value : kNf4) values.push_back(at::full({1}, value, options));
+  return at::cat(values);
+}
+
+Tensor nf4_values(const Tensor& qweight, const c10::SymInt& count, c10::ScalarType dtype) {
+  const auto table = nf4_table(qweight.options().dtype(dtype));
+  const auto codes = halves(qweight.flatten()).narrow_symint(0, 0, count);
+  return table.index_select(0, codes.to(at::kInt));
+}
+
+// [n, k] in float32 or float64: each a single product of a code and its scale
+Tensor wide_weight(const QuantizedTensors& w, c10::ScalarType dtype) {
+  const auto scales = w.scales.to(dtype);
+  if (w.format == WeightFormat::nf4) {
+    const auto count = w.n * w.k;
+    const auto absmax = spread(scales.unsqueeze(0), kNf4Block, count).squeeze(0);
+    return (nf4_values(w.qweight, count, dtype) * absmax).view_symint({w.n, w.k});
+  }
+  auto codes = w.qweight;
+  if (w.format == WeightFormat::int4) codes = halves(codes).narrow_symint(1, 0, w.k);
+  codes = codes.to(dtype);
+  if (given(w.zeros)) codes = codes - spread(w.zeros->to(dtype), w.group_size, w.k);
+  return codes * spread(scales, w.group_size, w.k);
+}
+
+// t in the accumulation dtype, with the numbers of another one. The gradient passes through as if
+// nothing were rounded: a cast would round it as well.
+Tensor rounded_to(const Tensor& t, c10::ScalarType dtype) {
+  const auto wide = t.to(accumulation_dtype(t.scalar_type()));
+  if (wide.scalar_type() == at::kDouble || dtype == at::kFloat) return wide;
+  const auto change = wide.detach().to(dtype).to(at::kFloat) - wide.detach();
+  return wide + change.nan_to_num(0, 0, 0);  // of infinities
+}
+
+// What the operands of a product are rounded to; sums are float32 in any case.
+c10::ScalarType operand_dtype(c10::ScalarType dtype, Compute compute) {
+  if (compute == Compute::bf16) return at::kBFloat16;
+  return compute == Compute::any ? dtype : at::kFloat;
+}
+
+// Each row of x as multiples of its largest / 127, in float32. What is not finite makes its row
+// NaN. The gradient passes through as if nothing were rounded.
+Tensor rounded_rows(const Tensor& x) {
+  const auto wide = x.detach().to(at::kFloat);
+  const auto largest = x.sym_size(-1) == 0 ? wide.sum(-1, true) : wide.abs().amax(-1, true);
+  const auto step = at::where(largest.isfinite(), largest * (1 / kLargestInt8), NAN);
+  const auto inverse = at::where(step < kSmallestScale, 0, step.reciprocal());
+  const auto codes = at::round(wide * inverse).clamp(-kLargestInt8, kLargestInt8);
+  const auto acc = x.to(accumulation_dtype(x.scalar_type()));
+  return acc + (codes.to(acc.scalar_type()) * step - acc.detach());
+}
+
+}  // namespace
+
+Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype) {
+  return wide_weight(weight, accumulation_dtype(dtype)).to(dtype);
+}
+
+Tensor dequantize_weight_composite(const Tensor& qweight, const Tensor& scales,
+                                   const OptionalTensor& zeros, std::string_view format,
+                                   c10::SymInt out_features, c10::SymInt in_features,
+                                   int64_t group_size, c10::ScalarType dtype) {
+  return dequantized({qweight, scales, zeros, format, out_features, in_features, group_size},
+                     dtype);
+}
+
+Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
+                         const OptionalTensor& bias, std::string_view input_format,
+                         Compute compute) {
+  const auto dtype = x.scalar_type(), wide = accumulation_dtype(dtype);
+  const auto operand = operand_dtype(dtype, compute);
+  if (operand == dtype && input_format == "none") {
+    return at::linear(x, dequantized(weight, dtype), bias);
+  }
+  const auto w = rounded_to(wide_weight(weight, wide), operand);
+  // Codes are bfloat16 numbers themselves, so that nothing rounds them further.
+  const auto a = input_format == "none" ? rounded_to(x, operand) : rounded_rows(x);
+  return at::linear(a, w, given(bias) ? OptionalTensor(bias->to(wide)) : bias).to(dtype);
+}
+
+QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
+                                      Compute compute, std::array<bool, 2> output_mask) {
+  const auto dtype = dz.scalar_type(), wide = accumulation_dtype(dtype);
+  const auto operand = operand_dtype(dtype, compute == Compute::int8 ? Compute::any : compute);
+  Tensor dx, dbias;
+  if (output_mask[0] && operand == dtype) dx = at::matmul(dz, dequantized(weight, dtype));
+  if (output_mask[0] && operand != dtype) {
+    const auto w = rounded_to(wide_weight(weight, wide), operand);
+    dx = at::matmul(rounded_to(dz, operand), w).to(dtype);
+  }
+  if (output_mask[1]) dbias = as_rows(dz).sum(0);
+  return {dx, dbias};
+}
+
+QuantizedForward quantized_linear_forward_composite(
+    const Tensor& x, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
+    const OptionalTensor& bias, std::string_view format, c10::SymInt out_features,
+    c10::SymInt in_features, int64_t group_size, std::string_view activation,
+    std::string_view input_format, std::string_view compute, bool keep_z) {
+  quantized_linear_outputs(x, qweight, scales, zeros, bias, format, out_features, in_features,
+                           group_size, activation, input_format, compute, false);
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  const auto z = quantized_product(x, weight, bias, input_format, compute_of(compute)).contiguous();
+  return {activate(z, activation), keep_z && activation != "none" ? z : Tensor()};
+}
+
+QuantizedBackward quantized_linear_backward_composite(
+    const Tensor& dy, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
+    const OptionalTensor& z, std::string_view format, c10::SymInt out_features,
+    c10::SymInt in_features, int64_t group_size, std::string_view activation,
+    std::string_view compute, std::array<bool, 2> output_mask) {
+  quantized_linear_backward_outputs(dy, qweight, scales, zeros, z, format, out_features,
+                                    in_features, group_size, activation, compute, {});
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  const auto [dx, dbias] = quantized_gradients(activate_backward(dy, z, activation), weight,
+                                               compute_of(compute), output_mask);
+  return {dx.defined() ? dx.contiguous() : dx, dbias};
+}
+
+}  // namespace fusedops

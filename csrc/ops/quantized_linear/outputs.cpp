@@ -1,0 +1,182 @@
+// Checks of the arguments, and the outputs that the kernels fill.
+
+#include <ATen/Functions.h>
+
+#include <vector>
+
+#include "csrc/ops/checks.h"
+#include "csrc/ops/quantized_linear/quantized_linear.h"
+
+namespace fusedops {
+namespace {
+
+constexpr const char* kOp = "quantized_linear";
+
+void check_part(const Tensor& t, const char* name, c10::ScalarType dtype,
+                const std::vector<c10::SymInt>& shape, const Tensor& qweight) {
+  check_same_device(kOp, name, t, "qweight", qweight);
+  TORCH_CHECK(t.scalar_type() == dtype && t.sym_sizes().equals(shape), kOp, ": ", name, " must be ",
+              describe(dtype, shape), ", got ", describe(t));
+}
+
+c10::ScalarType code_dtype(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::int8: return at::kChar;
+    case WeightFormat::fp8: return at::kFloat8_e4m3fn;
+    default: return at::kByte;
+  }
+}
+
+std::vector<c10::SymInt> code_shape(const QuantizedTensors& w) {
+  switch (w.format) {
+    case WeightFormat::int4: return {w.n, (w.k + 1) / 2};
+    case WeightFormat::nf4: return {(w.n * w.k + 1) / 2, 1};
+    default: return {w.n, w.k};
+  }
+}
+
+std::vector<c10::SymInt> scale_shape(const QuantizedTensors& w) {
+  if (w.format == WeightFormat::nf4) return {(w.n * w.k + kNf4Block - 1) / kNf4Block};
+  return {w.n, (w.k + w.group_size - 1) / w.group_size};
+}
+
+void check_weight(const QuantizedTensors& w) {
+  TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.group_size > 0, kOp,
+              ": out_features and in_features must not be negative and group_size not below 1, "
+              "got ",
+              w.n, ", ", w.k, " and ", w.group_size);
+  TORCH_CHECK(w.format != WeightFormat::nf4 || w.group_size == kNf4Block, kOp,
+              ": group_size of nf4 must be ", kNf4Block, ", got ", w.group_size);
+  check_part(w.qweight, "qweight", code_dtype(w.format), code_shape(w), w.qweight);
+  check_part(w.scales, "scales", at::kFloat, scale_shape(w), w.qweight);
+  TORCH_CHECK(given(w.zeros) == (w.format == WeightFormat::int4), kOp,
+              ": int4 has zeros, and no other format");
+  if (given(w.zeros)) check_part(*w.zeros, "zeros", at::kByte, scale_shape(w), w.qweight);
+}
+
+void check_features(const char* name, const Tensor& t, const c10::SymInt& n,
+                    const QuantizedTensors& w) {
+  check_floating(kOp, name, t);
+  check_same_device(kOp, name, t, "qweight", w.qweight);
+  TORCH_CHECK(t.dim() > 0 && t.sym_size(-1) == n, kOp, ": ", name, " must have shape [..., ", n,
+              "], got ", describe(t));
+}
+
+Tensor empty_rows(const Tensor& like, const c10::SymInt& n) {
+  return at::empty_symint(with_last(like, n), like.options());
+}
+
+}  // namespace
+
+WeightFormat weight_format(std::string_view name) {
+  if (name == "int8") return WeightFormat::int8;
+  if (name == "int4") return WeightFormat::int4;
+  if (name == "nf4") return WeightFormat::nf4;
+  TORCH_CHECK_VALUE(name == "fp8", kOp, ": format must be 'int8', 'int4', 'nf4' or 'fp8', got '",
+                    name, "'");
+  return WeightFormat::fp8;
+}
+
+Compute compute_of(std::string_view name) {
+  if (name == "any") return Compute::any;
+  if (name == "exact") return Compute::exact;
+  if (name == "bf16") return Compute::bf16;
+  TORCH_CHECK_VALUE(name == "int8", kOp, ": compute must be None, 'exact', 'bf16' or 'int8', got '",
+                    name, "'");
+  return Compute::int8;
+}
+
+QuantizedTensors::QuantizedTensors(const Tensor& qweight, const Tensor& scales,
+                                   const OptionalTensor& zeros, std::string_view format,
+                                   c10::SymInt out_features, c10::SymInt in_features,
+                                   int64_t group_size)
+    : qweight(qweight.contiguous()),
+      scales(scales.contiguous()),
+      zeros(given(zeros) ? OptionalTensor(zeros->contiguous()) : std::nullopt),
+      format(weight_format(format)),
+      n(std::move(out_features)),
+      k(std::move(in_features)),
+      group_size(group_size) {
+  check_weight(*this);
+}
+
+void check_quantized_input(const QuantizedTensors& weight, std::string_view input_format,
+                           Compute compute) {
+  TORCH_CHECK_VALUE(input_format == "none" || input_format == "int8", kOp,
+                    ": input_format must be None or 'int8', got '", input_format, "'");
+  if (compute != Compute::int8) return;
+  TORCH_CHECK_VALUE(input_format == "int8", kOp,
+                    ": compute='int8' multiplies codes: it needs input_format='int8'");
+  TORCH_CHECK_VALUE(weight.format == WeightFormat::int8 || weight.format == WeightFormat::int4, kOp,
+                    ": compute='int8' needs a weight of integers, int8 or int4");
+}
+
+QuantizedForward quantized_linear_outputs(const Tensor& x, const Tensor& qweight,
+                                          const Tensor& scales, const OptionalTensor& zeros,
+                                          const OptionalTensor& bias, std::string_view format,
+                                          c10::SymInt out_features, c10::SymInt in_features,
+                                          int64_t group_size, std::string_view activation,
+                                          std::string_view input_format, std::string_view compute,
+                                          bool keep_z) {
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  check_activation(kOp, activation);
+  check_quantized_input(weight, input_format, compute_of(compute));
+  check_features("x", x, weight.k, weight);
+  if (given(bias)) {
+    check_like(kOp, "bias", *bias, "x", x);
+    check_shape(kOp, "bias", *bias, {weight.n});
+  }
+  return {empty_rows(x, weight.n),
+          keep_z && activation != "none" ? empty_rows(x, weight.n) : Tensor()};
+}
+
+QuantizedBackward quantized_linear_backward_outputs(
+    const Tensor& dy, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
+    const OptionalTensor& z, std::string_view format, c10::SymInt out_features,
+    c10::SymInt in_features, int64_t group_size, std::string_view activation,
+    std::string_view compute, std::array<bool, 2> output_mask) {
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  check_activation(kOp, activation);
+  compute_of(compute);
+  check_features("dy", dy, weight.n, weight);
+  TORCH_CHECK(activation == "none" || given(z), kOp, ": the gradient of an activation needs z");
+  if (given(z)) {
+    check_like(kOp, "z", *z, "dy", dy);
+    check_shape(kOp, "z", *z, dy.sym_sizes().vec());
+  }
+  return {output_mask[0] ? empty_rows(dy, weight.k) : Tensor(),
+          output_mask[1] ? at::empty_symint({weight.n}, dy.options()) : Tensor()};
+}
+
+Tensor dequantize_weight_outputs(const Tensor& qweight, const Tensor& scales,
+                                 const OptionalTensor& zeros, std::string_view format,
+                                 c10::SymInt out_features, c10::SymInt in_features,
+                                 int64_t group_size, c10::ScalarType dtype) {
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  TORCH_CHECK(at::isFloatingType(dtype), "dequantize_weight: dtype must be a floating one, got ",
+              c10::getDtypeNames(dtype).first);
+  return at::empty_symint({weight.n, weight.k}, qweight.options().dtype(dtype));
+}
+
+QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
+                                        at::ArrayRef<double> shares) {
+  constexpr const char* op = "quantize_groups";
+  const auto kind = weight_format(format);
+  TORCH_CHECK(kind == WeightFormat::int4 || kind == WeightFormat::nf4, op,
+              ": format must be 'int4' or 'nf4', got '", format, "'");
+  TORCH_CHECK(groups.scalar_type() == at::kFloat && groups.dim() == 2, op,
+              ": groups must be float32 [groups, size], got ", describe(groups));
+  const auto size = groups.sym_size(1);
+  TORCH_CHECK(size == 32 || size == 64 || size == 128, op, ": size must be 32, 64 or 128, got ",
+              size);
+  TORCH_CHECK(!shares.empty(), op, ": shares must not be empty");
+  const auto count = groups.sym_size(0);
+  const auto bytes = groups.options().dtype(at::kByte);
+  return {at::empty_symint({count, size / 2}, bytes), at::empty_symint({count}, groups.options()),
+          kind == WeightFormat::int4 ? at::empty_symint({count}, bytes) : Tensor()};
+}
+
+}  // namespace fusedops

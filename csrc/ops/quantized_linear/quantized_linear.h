@@ -1,0 +1,113 @@
+// quantized_linear: a product with a weight of codes, its bias and activation. Formats, formulas
+// and shapes: fusedops/functional/quantized_linear.py.
+//
+// z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. In the kernel
+// operators activation and input_format are "none" where there is none, and compute is "any" where
+// the backend chooses: operands rounded to bfloat16 or to less, sums in float32.
+#pragma once
+
+#include <array>
+#include <string_view>
+#include <tuple>
+
+#include "csrc/common.h"
+#include "csrc/quantized_linear.h"
+
+namespace fusedops {
+
+// A weight [n, k] as its tensors, and how to read them. Those that are checked are contiguous.
+//   int8  qweight int8 [n, k]                 scales [n, groups]    w = q s
+//   int4  qweight uint8 [n, (k + 1) / 2]      scales, zeros uint8   w = (q - z) s
+//   nf4   qweight uint8 [(n k + 1) / 2, 1]    scales [blocks]       w = kNf4[q] s, of the flat
+//   weight fp8   qweight float8_e4m3fn [n, k]        scales [n, 1]         w = q s
+// Scales are float32. Of two codes in a byte the first is the high half.
+struct QuantizedTensors {
+  Tensor qweight, scales;
+  OptionalTensor zeros;
+  WeightFormat format;
+  c10::SymInt n, k;
+  int64_t group_size;
+
+  QuantizedTensors(const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
+                   std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
+                   int64_t group_size);
+};
+
+// autograd.cpp: the public operator. There are gradients of x and bias alone; that of an x which
+// input_format rounds is the gradient of the rounded one.
+Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                        const OptionalTensor& zeros, const OptionalTensor& bias,
+                        std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
+                        int64_t group_size, std::optional<std::string_view> activation,
+                        std::optional<std::string_view> input_format,
+                        std::optional<std::string_view> compute);
+
+// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+
+WeightFormat weight_format(std::string_view name);
+Compute compute_of(std::string_view name);
+
+// Integer products need integers on both sides.
+void check_quantized_input(const QuantizedTensors& weight, std::string_view input_format,
+                           Compute compute);
+
+// y [x's shape but the last, n], z [the same; undefined without an activation or keep_z]
+using QuantizedForward = std::tuple<Tensor, Tensor>;
+QuantizedForward quantized_linear_outputs(const Tensor& x, const Tensor& qweight,
+                                          const Tensor& scales, const OptionalTensor& zeros,
+                                          const OptionalTensor& bias, std::string_view format,
+                                          c10::SymInt out_features, c10::SymInt in_features,
+                                          int64_t group_size, std::string_view activation,
+                                          std::string_view input_format, std::string_view compute,
+                                          bool keep_z);
+
+// dx [dy's shape but the last, k], dbias [n]. What output_mask leaves out is undefined; an
+// activation needs z. compute "int8" is "any" here: dy is never quantized.
+using QuantizedBackward = std::tuple<Tensor, Tensor>;
+QuantizedBackward quantized_linear_backward_outputs(
+    const Tensor& dy, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
+    const OptionalTensor& z, std::string_view format, c10::SymInt out_features,
+    c10::SymInt in_features, int64_t group_size, std::string_view activation,
+    std::string_view compute, std::array<bool, 2> output_mask);
+
+// The weight, [n, k] of a floating dtype.
+Tensor dequantize_weight_outputs(const Tensor& qweight, const Tensor& scales,
+                                 const OptionalTensor& zeros, std::string_view format,
+                                 c10::SymInt out_features, c10::SymInt in_features,
+                                 int64_t group_size, c10::ScalarType dtype);
+
+// Codes uint8 [groups, size / 2], scales [groups] and, of int4, zeros uint8 [groups] of float32
+// groups [groups, size]. shares: of the scale that covers a group, those that are tried. Has a
+// kernel on CPUs alone: elsewhere the reference makes the same bytes.
+using QuantizedGroups = std::tuple<Tensor, Tensor, Tensor>;
+QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
+                                        at::ArrayRef<double> shares);
+
+// composite.cpp: the same in ATen calls, differentiable to any order.
+
+Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype);
+Tensor dequantize_weight_composite(const Tensor& qweight, const Tensor& scales,
+                                   const OptionalTensor& zeros, std::string_view format,
+                                   c10::SymInt out_features, c10::SymInt in_features,
+                                   int64_t group_size, c10::ScalarType dtype);
+
+// z, in x's dtype
+Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
+                         const OptionalTensor& bias, std::string_view input_format,
+                         Compute compute);
+// The gradients of x and bias that follow from z's.
+QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
+                                      Compute compute, std::array<bool, 2> output_mask);
+
+QuantizedForward quantized_linear_forward_composite(
+    const Tensor& x, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
+    const OptionalTensor& bias, std::string_view format, c10::SymInt out_features,
+    c10::SymInt in_features, int64_t group_size, std::string_view activation,
+    std::string_view input_format, std::string_view compute, bool keep_z);
+QuantizedBackward quantized_linear_backward_composite(
+    const Tensor& dy, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
+    const OptionalTensor& z, std::string_view format, c10::SymInt out_features,
+    c10::SymInt in_features, int64_t group_size, std::string_view activation,
+    std::string_view compute, std::array<bool, 2> output_mask);
+
+}  // namespace fusedops

@@ -1,0 +1,47 @@
+// What the kernels of quantized_linear are told, on any device. Formats and shapes:
+// fusedops/functional/quantized_linear.py. Plain C++.
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/dtype.h"
+
+namespace fusedops {
+
+enum class WeightFormat : uint8_t { int8, int4, nf4, fp8 };
+
+// What a product's operands are rounded to at least. Sums are float32 or, of int8, int32.
+enum class Compute : uint8_t { any, exact, bf16, int8 };
+
+constexpr int64_t kNf4Block = 64;  // elements of the flattened weight that share an absmax
+
+// Quantiles of a normal distribution, of which 0 and both ends are exact. Dettmers et al.,
+// arXiv:2305.14314, appendix E.
+constexpr float kNf4[16] = {
+    -1.0f,
+    -0.6961928009986877f,
+    -0.5250730514526367f,
+    -0.39491748809814453f,
+    -0.28444138169288635f,
+    -0.18477343022823334f,
+    -0.09105003625154495f,
+    0.0f,
+    0.07958029955625534f,
+    0.16093020141124725f,
+    0.24611230194568634f,
+    0.33791524171829224f,
+    0.44070982933044434f,
+    0.5626170039176941f,
+    0.7229568362236023f,
+    1.0f,
+};
+
+constexpr float kLargestInt8 = 127;       // codes are symmetric: -128 is not used
+constexpr float kSmallestScale = 1e-38f;  // below it codes are 0; its inverse is finite
+
+// How many groups of a size cover a row. No group is of size 0, which only an empty row has.
+constexpr int64_t groups_of(int64_t k, int64_t group_size) {
+  return k == 0 ? 0 : (k + group_size - 1) / group_size;
+}
+
+}  // namespace fusedops

@@ -1,0 +1,442 @@
+"""quantized_linear: a product with a weight of 4 or 8 bits, and the weight's formats.
+
+A weight w [N, K] is codes q and scales s, of which a group of neighbours along K shares one:
+
+    format  qweight                    scales, float32      w
+    int8    int8 [N, K]                scales [N, groups]   q s, q from -127 to 127
+    int4    uint8 [N, ceil(K / 2)]     scales [N, groups]   (q - z) s, zeros z uint8 [N, groups]
+    nf4     uint8 [ceil(N K / 2), 1]   absmax [blocks]      NF4[q] s
+    fp8     float8_e4m3fn [N, K]       scales [N, 1]        q s
+
+A group of int8 is a row unless it is told otherwise, of int4 64 elements (or 32, or 128), of fp8 a
+row. The blocks of nf4 are of 64 elements of the flattened weight, whatever its shape, and all its
+bytes are those of bitsandbytes. The first of two codes in a byte is the high half. The last group
+of a row may be shorter. These tensors are the weight, on every device.
+
+A group that holds a NaN or an infinity is NaN as a whole. One whose scale would be below 1e-38 is
+of zeros.
+"""
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedops.extension import _C, traced
+from fusedops.functional.linear import ACTIVATIONS
+
+__all__ = ["QuantizedWeight", "dequantize_weight", "quantize_weight", "quantized_linear"]
+
+FORMATS = ("int8", "int4", "nf4", "fp8")
+CODES = {"int8": torch.int8, "int4": torch.uint8, "nf4": torch.uint8, "fp8": torch.float8_e4m3fn}
+INT4_GROUPS = (32, 64, 128)
+NF4_BLOCK = 64
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # of the codes
+SMALLEST = 1e-38  # of the scales; its inverse is finite
+
+# Quantiles of a normal distribution, of which 0 and both ends are exact.
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight [out_features, in_features] in codes. What its tensors hold: see the module.
+
+    scales: the absmax of nf4 too. zeros: int4's, None in another format.
+    """
+
+    format: str
+    out_features: int
+    in_features: int
+    group_size: int
+    qweight: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.out_features, self.in_features))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names that they have in a state dict."""
+        named = {"qweight": self.qweight, scales_name(self.format): self.scales}
+        return named if self.zeros is None else {**named, "zeros": self.zeros}
+
+    def to(self, device: torch.device | str) -> "QuantizedWeight":
+        """The same on another device; a copy where it is on another one now."""
+        qweight, scales = self.qweight.to(device), self.scales.to(device)
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return dataclasses.replace(self, qweight=qweight, scales=scales, zeros=zeros)
+
+
+def scales_name(format: str) -> str:
+    return "absmax" if format == "nf4" else "scales"
+
+
+def quantize_weight(
+    weight: Tensor, format: str, *, group_size: int | None = None, scale: str | None = None
+) -> QuantizedWeight:
+    """A weight in codes. The same bytes on every device.
+
+    weight: [N, K], floating, any strides; rounded to float32 first. format: "int8", "int4", "nf4"
+    or "fp8", see the module. group_size: of int8 any (a row by default), of int4 32, 64 (default)
+    or 128; the others have one. scale: what a group's scale is chosen by. "absmax" takes the one
+    that just covers the group, as bitsandbytes does; it is the only one of int8 and fp8, and nf4's
+    default. "mse" tries some around it and keeps that of the least squared error; it is int4's
+    default. In nf4 that is still bitsandbytes' format, with other numbers in it.
+    Raises TypeError when weight is no floating matrix and ValueError for another format, group_size
+    or scale. Has no gradient. Dettmers et al., arXiv:2208.07339 and arXiv:2305.14314.
+    """
+    check_weight(weight)
+    size, scale = check_format(format, weight.shape[1], group_size, scale)
+    kernel = format in SHARES and weight.is_cpu and _C.cpu_isa() != "none" and not traced(weight)
+    run = torch.ops.fusedops.quantize_groups if kernel else quantize_groups_reference
+    with torch.no_grad():
+        tensors = _in_groups(run, weight, format, size, scale)
+    n, k = weight.shape
+    return QuantizedWeight(format, n, k, size, *tensors)
+
+
+def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight [N, K] that the codes stand for: products in float32 (float64 for that), rounded
+    once to `dtype`.
+    """
+    return torch.ops.fusedops.dequantize_weight(*_operands(qweight), *_layout(qweight), dtype)
+
+
+def quantized_linear(
+    x: Tensor,
+    qweight: QuantizedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    input_format: str | None = None,
+    compute: str | None = None,
+) -> Tensor:
+    """A product with a quantized weight, its bias and its activation.
+
+        z = x w^T + bias            w: what the codes stand for
+        y = activation(z)           None, "relu", "gelu", "gelu_tanh" or "silu", as in `linear`
+
+    x: [..., K], any strides, float32, float16, bfloat16 or float64; bias: [N] like x. Returns y,
+    [..., N], in x's dtype; z is rounded to it before the activation. Gradients are those of x and
+    bias, from the same codes; a QuantizedWeight has none.
+
+    input_format: "int8" rounds each row of x to multiples of its largest absolute value / 127
+    first, in float32. The gradient passes through that as if it were not there. A row that is not
+    finite gives NaN.
+
+    compute: what the product's operands are rounded to. Sums are float32 in any case.
+        "exact"  to nothing: float32 products of x and w
+        "bf16"   x and w (or its codes) to bfloat16; backward dy and w
+        "int8"   integer products of codes, exact: for input_format="int8" and weights of integers,
+                 int8 and int4. Backward as None
+        None     the fastest of these here, never lower than "bf16". A bfloat16 moves an output by
+                 0.2 % of its size, beside codes that move it by 0.8 % (int8) to 9 % (4 bits)
+    float64 is computed in float64.
+
+    Raises RuntimeError when a shape, dtype or device does not go with the weight and ValueError for
+    another activation, input_format or compute.
+    """
+    return product(x, _operands(qweight), bias, _layout(qweight), activation, input_format, compute)
+
+
+def product(
+    x: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    bias: Tensor | None,
+    layout: tuple[str, int, int, int],
+    *how: str | None,
+) -> Tensor:
+    """quantized_linear of a weight that is not gathered in a QuantizedWeight."""
+    run = torch.ops.fusedops.quantized_linear
+    if not traced(x, bias, *operands):
+        run = _C.quantized_linear
+    return run(x, *operands, bias, *layout, *how)
+
+
+def explain(
+    layout: tuple[str, int, int, int],
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    input_format: str | None,
+    compute: str | None,
+) -> str:
+    """Which code multiplies rows [rows, K] of a dtype by a weight on a device, and why."""
+    format, n, k, _ = layout
+    what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device.type}"
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if key and has("fusedops::quantized_linear_forward", key) and dtype != torch.float64:
+        return f"{what}: a kernel, with compute={compute!r} and input_format={input_format!r}"
+    wide = torch.promote_types(dtype, torch.float32)
+    given = dtype if compute is None and input_format is None else wide
+    operands = torch.bfloat16 if compute == "bf16" and wide == torch.float32 else given
+    return (
+        f"{what}: ATen calls, as there is no kernel for these. Each call makes the weight in "
+        f"{_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and torch "
+        f"multiplies {_short(operands)}"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    return q.qweight, q.scales, q.zeros
+
+
+def _layout(q: QuantizedWeight) -> tuple[str, int, int, int]:
+    return q.format, q.out_features, q.in_features, q.group_size
+
+
+def check_weight(weight: Tensor) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight)
+        raise TypeError(f"quantize_weight: weight must be a floating matrix [N, K], got {got}")
+
+
+def check_format(
+    format: str, in_features: int, group_size: int | None, scale: str | None
+) -> tuple[int, str]:
+    """The group_size and scale of a format that were asked for, or its own."""
+    if format not in FORMATS:
+        known = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"quantize_weight: format must be one of {known}, got {format!r}")
+    row = max(in_features, 1)
+    own = {"int8": row, "int4": 64, "nf4": NF4_BLOCK, "fp8": row}[format]
+    size = own if group_size is None else group_size
+    fits = {"int8": size >= 1, "int4": size in INT4_GROUPS}.get(format, size == own)
+    if not fits:
+        wanted = {"int8": "1 or more", "int4": "32, 64 or 128"}.get(format, f"None or {own}")
+        raise ValueError(f"quantize_weight: group_size of {format} must be {wanted}, got {size}")
+    scales = ("absmax", "mse") if format in ("int4", "nf4") else ("absmax",)
+    scale = scale or ("mse" if format == "int4" else "absmax")
+    if scale not in scales:
+        known = " or ".join(map(repr, scales))
+        raise ValueError(f"quantize_weight: scale of {format} must be {known}, got {scale!r}")
+    return size, scale
+
+
+# References: plain PyTorch. Every step is one float32 operation for each element, and sums are of
+# halves, so that no device, instruction set or number of threads changes a byte.
+
+SHARES = {  # of the scale that covers the group: what "mse" tries, the first of equals is kept
+    "int4": tuple(p / 100 for p in (100, 103, *range(97, 69, -3))),
+    "nf4": tuple(p / 100 for p in (100, *range(110, 100, -2), *range(98, 70, -2))),
+}
+ELEMENTS_AT_ONCE = 1 << 20
+
+
+def quantize_weight_reference(weight, format, group_size, scale):
+    return _in_groups(quantize_groups_reference, weight, format, group_size, scale)
+
+
+def quantize_groups_reference(groups, format, shares):
+    """Codes, scales [groups] and zeros [groups] of groups [groups, size], a few at a time."""
+    at_once = max(ELEMENTS_AT_ONCE // groups.shape[1], 1)
+    parts = [_quantize_groups(part, format, shares) for part in groups.split(at_once)]
+    codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
+    return codes, scales, zeros if format == "int4" else None
+
+
+def dequantize_weight_reference(
+    qweight, scales, zeros, format, out_features, in_features, group_size, dtype
+):
+    n, k = out_features, in_features
+    scales = scales.to(torch.promote_types(dtype, torch.float32))
+    if format == "nf4":
+        table = torch.tensor(NF4, dtype=scales.dtype, device=qweight.device)
+        values = table[_halves(qweight.view(-1))[: n * k].int()]
+        return (values * _spread(scales, NF4_BLOCK)[: n * k]).view(n, k).to(dtype)
+    codes = _halves(qweight)[:, :k] if format == "int4" else qweight
+    codes = codes.to(scales.dtype)
+    if zeros is not None:
+        codes = codes - _spread(zeros, group_size)[:, :k]
+    return (codes * _spread(scales, group_size)[:, :k]).to(dtype)
+
+
+def quantized_linear_reference(
+    x,
+    qweight,
+    scales,
+    zeros,
+    bias,
+    format,
+    out_features,
+    in_features,
+    group_size,
+    activation=None,
+    input_format=None,
+    compute=None,
+):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    layout = format, out_features, in_features, group_size
+    weight, factors = operands_reference(qweight, scales, zeros, *layout, wide)
+    return product_reference(x, weight, factors, bias, activation, input_format, compute)
+
+
+def operands_reference(
+    qweight, scales, zeros, format, out_features, in_features, group_size, dtype
+):
+    """A weight as it is multiplied, and what multiplies its sums, [N] or None.
+
+    Where a row has one scale it is the codes that are multiplied, and nothing rounds them: they are
+    bfloat16 numbers.
+    """
+    layout = format, out_features, in_features, group_size, dtype
+    if format not in LARGEST or scales.shape[1] != 1:
+        return dequantize_weight_reference(qweight, scales, zeros, *layout), None
+    codes = dequantize_weight_reference(qweight, torch.ones_like(scales), zeros, *layout)
+    return codes, scales[:, 0].to(dtype)
+
+
+def product_reference(x, weight, factors, bias, activation, input_format, compute):
+    """Of operands_reference's, whose dtype is x's or wider. None as "bf16", the lowest that it may
+    be; float64 is rounded to nothing but int8 inputs.
+    """
+    wide = weight.dtype
+    a = rounded_rows(x).to(wide) if input_format == "int8" else x.to(wide)
+    rounds = wide == torch.float32 and compute in (None, "bf16")
+    rounds_backward = wide == torch.float32 and compute != "exact"
+    z = _Product.apply(a, weight, rounds, rounds and input_format is None, rounds_backward)
+    z = z if factors is None else z * factors
+    z = (z if bias is None else z + bias.to(wide)).to(x.dtype)
+    return ACTIVATIONS[activation](z.to(wide)).to(x.dtype)
+
+
+def rounded_rows(x):
+    """Rows of x as multiples of their largest / 127; the gradient passes through."""
+    wide = x.detach().to(torch.float32)
+    largest = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.sum(-1, keepdim=True)
+    step = _finite_or_nan(largest) * (1 / LARGEST["int8"])
+    codes = (wide * _inverse(step)).round().clamp(-LARGEST["int8"], LARGEST["int8"])
+    acc = x.to(torch.promote_types(x.dtype, torch.float32))
+    return acc + (codes.to(acc.dtype) * step - acc.detach())
+
+
+class _Product(torch.autograd.Function):
+    """F.linear(a, weight) and its gradient, of operands that are bfloat16 numbers or are not."""
+
+    @staticmethod
+    def forward(ctx, a, weight, rounds_weight, rounds_a, rounds_backward):
+        narrow = weight.bfloat16().to(weight.dtype)
+        ctx.weight, ctx.rounds = narrow if rounds_backward else weight, rounds_backward
+        a = a.bfloat16().to(a.dtype) if rounds_a else a
+        return F.linear(a, narrow if rounds_weight else weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.bfloat16().to(grad.dtype) if ctx.rounds else grad
+        return grad @ ctx.weight, None, None, None, None
+
+
+def _in_groups(run, weight, format, group_size, scale):
+    """Cuts a weight into groups for `run`, and what becomes of them into the format's shapes."""
+    n, k = weight.shape
+    weight = weight.detach().to(torch.float32)
+    rows = _padded(weight.reshape(1, -1) if format == "nf4" else weight, group_size)
+    groups, count = rows.numel() // group_size, rows.shape[1] // group_size
+    shares = SHARES[format] if scale == "mse" else (1.0,)
+    codes, scales, zeros = run(rows.reshape(groups, group_size), format, shares)
+    if format == "nf4":
+        return codes.view(-1, 1)[: (n * k + 1) // 2].contiguous(), scales, None
+    codes = codes.view(n, codes.shape[1] * count)
+    codes = codes[:, : (k + 1) // 2] if format == "int4" else codes[:, :k]
+    zeros = None if zeros is None else zeros.view(n, count)
+    return codes.contiguous(), scales.view(n, count), zeros
+
+
+def _quantize_groups(w, format, shares):
+    if format in LARGEST:
+        step = _finite_or_nan(w.abs().amax(-1)) * (1 / LARGEST[format])
+        codes = (w * _inverse(step)[:, None]).clamp(-LARGEST[format], LARGEST[format])
+        codes = codes.round() if format == "int8" else codes
+        return codes.nan_to_num(0).to(CODES[format]), step, torch.zeros_like(step)
+    candidates = _nf4_candidates(w, shares) if format == "nf4" else _int4_candidates(w, shares)
+    codes, step, zero, least = next(candidates)
+    for other in candidates:
+        better = other[3] < least
+        codes = torch.where(better[:, None], other[0], codes)
+        step, zero, least = (
+            torch.where(better, new, old)
+            for new, old in zip(other[1:], (step, zero, least), strict=True)
+        )
+    return codes[:, ::2] << 4 | codes[:, 1::2], step, zero
+
+
+def _nf4_candidates(w, shares):
+    """Codes, absmax, zeros and squared error of each share of the largest."""
+    table = torch.tensor(NF4, device=w.device)
+    middles = (table[1:] + table[:-1]) / 2
+    largest = _finite_or_nan(w.abs().amax(-1))
+    for share in shares:
+        absmax = largest * share
+        scaled = w * absmax.clamp(min=SMALLEST).reciprocal()[:, None]
+        codes = torch.bucketize(scaled.nan_to_num(0), middles, out_int32=True)
+        error = _sum_of_squares(table[codes] * absmax[:, None] - w)
+        yield codes.to(torch.uint8), absmax, torch.zeros_like(absmax), error
+
+
+def _int4_candidates(w, shares):
+    low, high = (_finite_or_nan(t) for t in (w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)))
+    for share in shares:
+        step = (high - low) * (share / 15)
+        inverse = _inverse(step)
+        zero = (low * -share * inverse).round().clamp(0, 15)
+        codes = ((w * inverse[:, None]).round() + zero[:, None]).clamp(0, 15)
+        error = _sum_of_squares((codes - zero[:, None]) * step[:, None] - w)
+        codes, zero = (t.nan_to_num(0).to(torch.uint8) for t in (codes, zero))
+        yield codes, step, zero, error
+
+
+def _finite_or_nan(t):
+    return torch.where(t.isfinite(), t, math.nan)
+
+
+def _inverse(step):
+    return torch.where(step < SMALLEST, 0, step.reciprocal())
+
+
+def _sum_of_squares(t):
+    """[groups, size], size a power of two -> [groups]: halves are added until one is left."""
+    t = t * t
+    while t.shape[-1] > 1:
+        low, high = t.chunk(2, -1)
+        t = low + high
+    return t[:, 0]
+
+
+def _padded(t, size):
+    """Zeros behind each row, up to a multiple of a size. They are codes of 0 in every format."""
+    missing = -t.shape[-1] % size
+    return F.pad(t, (0, missing)) if missing else t
+
+
+def _halves(packed):
+    return torch.stack([packed >> 4, packed & 15], -1).flatten(-2)
+
+
+def _spread(t, size):
+    return t.repeat_interleave(size, -1)

@@ -1,0 +1,239 @@
+"""QuantizedLinear: torch.nn.Linear with a weight of 4 or 8 bits."""
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fusedops.functional.linear import ACTIVATIONS
+from fusedops.functional.quantized_linear import (
+    NF4_BLOCK,
+    QuantizedWeight,
+    check_format,
+    dequantize_weight,
+    explain,
+    product,
+    quantize_weight,
+    scales_name,
+)
+
+__all__ = ["QuantizedLinear"]
+
+
+class QuantizedLinear(torch.nn.Linear):
+    """torch.nn.Linear whose weight is codes and scales: see `fusedops.functional.quantized_linear`.
+
+    The state dict holds them as plain tensors: qweight, scales (of nf4 absmax), zeros (of int4),
+    and bias. A checkpoint with a float `weight` is quantized as it is loaded, and one of
+    bitsandbytes' Linear4bit is taken as it is by nf4, unless its absmax are quantized as well.
+    Moves take the codes along, casts leave them: `dtype`, the bias and what `weight` looks like
+    follow. There is no gradient of the weight; the input and the bias have theirs, in train and in
+    eval. The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear.
+    """
+
+    dtype: torch.dtype
+    qweight: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        format: str = "int8",
+        group_size: int | None = None,
+        scale: str | None = None,
+        activation: str | None = None,
+        input_format: str | None = None,
+        compute: str | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.format = format
+        self.group_size, self.scale = check_format(format, in_features, group_size, scale)
+        if activation not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(
+                f"QuantizedLinear: activation must be one of {known}, got {activation!r}"
+            )
+        self.activation, self.input_format, self.compute = activation, input_format, compute
+        empty = torch.empty(out_features, in_features, device="meta")
+        tensors = quantize_weight(empty, format, group_size=group_size).tensors()
+        for name, t in tensors.items():
+            self.register_buffer(name, torch.empty(t.shape, dtype=t.dtype, device=device))
+        own = torch.empty(out_features, device=device, dtype=dtype)
+        self.dtype = own.dtype
+        self.register_parameter("bias", torch.nn.Parameter(own) if bias else None)
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        format: str,
+        *,
+        group_size: int | None = None,
+        scale: str | None = None,
+        activation: str | None = None,
+        input_format: str | None = None,
+        compute: str | None = None,
+    ) -> "QuantizedLinear":
+        """The same layer with its weight quantized. Its bias is the same parameter."""
+        new = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            device="meta",
+            dtype=linear.weight.dtype,
+            format=format,
+            group_size=group_size,
+            scale=scale,
+            activation=activation,
+            input_format=input_format,
+            compute=compute,
+        )
+        new._set(new._quantized(linear.weight))
+        new.bias = linear.bias
+        return new.train(linear.training)
+
+    def reset_parameters(self) -> None:
+        """torch.nn.Linear's numbers, quantized."""
+        device = self.qweight.device
+        if device.type == "meta":
+            return
+        weight = torch.empty(self.out_features, self.in_features, device=device)
+        if weight.numel():
+            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        self._set(self._quantized(weight))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self.activation, self.input_format, self.compute
+        return product(input, self._operands(), self.bias, self._layout(), *how)
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight:
+        return QuantizedWeight(*self._layout(), *self._operands())
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight [N, K] in `dtype`, to be read. Its numbers are made by what asks for them;
+        dtype, shape and device cost nothing.
+        """
+        return DequantizedWeight(self.quantized_weight, self.dtype)
+
+    def explain(self, rows: int) -> str:
+        """Which code runs for so many rows of input in `dtype`, and why."""
+        how = self.input_format, self.compute
+        return explain(self._layout(), rows, self.dtype, self.qweight.device, *how)
+
+    def extra_repr(self) -> str:
+        text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"
+        options = ("activation", "input_format", "compute")
+        given = ((name, getattr(self, name)) for name in options)
+        return text + "".join(f", {name}={value!r}" for name, value in given if value is not None)
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        held: dict[str, Any] = self._buffers
+        return held["qweight"], held[scales_name(self.format)], held.get("zeros")
+
+    def _layout(self) -> tuple[str, int, int, int]:
+        return self.format, self.out_features, self.in_features, self.group_size
+
+    def _quantized(self, weight: Tensor) -> QuantizedWeight:
+        size = self.group_size
+        return quantize_weight(weight, self.format, group_size=size, scale=self.scale)
+
+    def _set(self, weight: QuantizedWeight) -> None:
+        for name, tensor in weight.tensors().items():
+            setattr(self, name, tensor)
+
+    def _apply(self, fn, recurse=True):
+        """As torch's, but that codes and scales pass as bytes, which a cast of floats leaves."""
+        names = ["qweight", scales_name(self.format), "zeros"]
+        held: dict[str, Any] = self._buffers
+        own = {name: held[name] for name in names if name in held}
+        example = torch.empty(1, dtype=self.dtype, device=self.qweight.device)
+        as_bytes = {name: t.reshape(-1).view(torch.uint8) for name, t in own.items()}
+        held.update(as_bytes)
+        try:
+            super()._apply(fn, recurse)
+            self.dtype = fn(example).dtype
+        finally:
+            for name, t in own.items():
+                if held[name].dtype != torch.uint8:  # Module.type casts integers as well
+                    held[name] = as_bytes[name].to(held[name].device)
+                held[name] = held[name].view(t.dtype).view(t.shape)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.is_floating_point():
+            del state_dict[f"{prefix}weight"]
+            tensors = self._quantized(weight.to(self.qweight.device)).tensors()
+            state_dict.update({f"{prefix}{name}": t for name, t in tensors.items()})
+        elif self.format == "nf4" and _is_bitsandbytes(state_dict, f"{prefix}weight"):
+            state_dict[f"{prefix}qweight"] = state_dict.pop(f"{prefix}weight")
+            state_dict[f"{prefix}absmax"] = state_dict.pop(f"{prefix}weight.absmax")
+            for name in (QUANT_STATE, "quant_map"):
+                del state_dict[f"{prefix}weight.{name}"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.bias is not None:  # with assign=True it may be another one
+            self.dtype = self.bias.dtype
+
+
+QUANT_STATE = "quant_state.bitsandbytes__nf4"
+
+
+def _is_bitsandbytes(state_dict: dict[str, Tensor], name: str) -> bool:
+    """Whether these are the tensors of a Linear4bit that has our blocks and plain absmax."""
+    if not {f"{name}.absmax", f"{name}.quant_map", f"{name}.{QUANT_STATE}"} <= state_dict.keys():
+        return False
+    state = json.loads(bytes(state_dict[f"{name}.{QUANT_STATE}"].tolist()))
+    return state["blocksize"] == NF4_BLOCK and state_dict[f"{name}.absmax"].is_floating_point()
+
+
+class DequantizedWeight(Tensor):
+    """A quantized weight to who reads it: an operation on it gets the dequantized numbers, which
+    are made each time. Nothing can be written to it.
+    """
+
+    _quantized: QuantizedWeight
+
+    @staticmethod
+    def __new__(cls, weight: QuantizedWeight, dtype: torch.dtype) -> "DequantizedWeight":
+        device = weight.qweight.device
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        view = make(cls, weight.shape, dtype=dtype, device=device)
+        view._quantized = weight
+        return view
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        if any(isinstance({**given, **(kwargs or {})}.get(a.name), cls) for a in written):
+            raise RuntimeError(
+                "QuantizedLinear: weight is a view to be read, its numbers are codes; "
+                "load_state_dict quantizes a float weight"
+            )
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0]._quantized, args[0].dtype)
+        args, kwargs = tree_map_only(cls, _numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DequantizedWeight({self._quantized.format}, {_numbers(self)})"
+
+
+def _numbers(view: DequantizedWeight) -> Tensor:
+    return dequantize_weight(view._quantized, view.dtype)

@@ -1,0 +1,66 @@
+"""What the tests of quantized_linear share: weights, arguments, backends."""
+
+import torch
+
+from fusedops.functional import quantize_weight, quantized_linear
+from fusedops.functional.quantized_linear import quantized_linear_reference
+from fusedops.testing import backends, check
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+BACKENDS = [name for name in backends("quantized_linear") if name != "reference"]
+
+# Format: what quantize_weight is told of it.
+FORMATS = {
+    "int8": ("int8", {}),
+    "int8 in groups": ("int8", {"group_size": 48}),
+    "int4": ("int4", {}),
+    "int4 in groups of 32": ("int4", {"group_size": 32}),
+    "nf4": ("nf4", {}),
+    "nf4 by mse": ("nf4", {"scale": "mse"}),
+    "fp8": ("fp8", {}),
+}
+CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]
+
+# (input_format, compute) that every format has.
+PRECISIONS = [(None, None), (None, "exact"), (None, "bf16"), ("int8", None), ("int8", "exact")]
+
+
+def quantized(kind, weight):
+    format, options = FORMATS[kind]
+    return quantize_weight(weight, format, **options)
+
+
+def random_weight(features, depth):
+    draw = torch.Generator().manual_seed(11)
+    return torch.randn(features, depth, generator=draw) / max(depth, 1) ** 0.5
+
+
+def inputs(shape, features, dtype, bias=True):
+    """x of `shape` and a bias: results are about as large as 1."""
+    draw = torch.Generator().manual_seed(12)
+    x = torch.randn(shape, generator=draw) + 0.25
+    shift = torch.randn(features, generator=draw) if bias else None
+    return x.to(dtype), None if shift is None else shift.to(dtype)
+
+
+def functions(weight, **how):
+    """quantized_linear and its reference as functions of x and bias."""
+    sizes = weight.format, weight.out_features, weight.in_features, weight.group_size
+    parts = {device: weight.to(device) for device in ("cpu", *_accelerators())}
+
+    def function(x, bias):
+        return quantized_linear(x, parts[x.device.type], bias, **how)
+
+    def reference(x, bias):
+        q = parts[x.device.type]
+        return quantized_linear_reference(x, q.qweight, q.scales, q.zeros, bias, *sizes, **how)
+
+    return function, reference
+
+
+def compare(weight, backend, args, **how):
+    check(*functions(weight, **how), args, backend)
+
+
+def _accelerators():
+    return ("cuda",) if torch.cuda.is_available() else ()

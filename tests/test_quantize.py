@@ -1,0 +1,193 @@
+"""fusedops.quantize and patch(quantize=...): which linears are replaced, and which are left."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops import patch, quantize, unpatch
+from fusedops.nn import QuantizedLinear
+
+FORMATS = ("int8", "int4", "nf4", "fp8")
+
+
+class Net(nn.Module):
+    """Every kind of linear that there is a reason to leave, and two that there is none for."""
+
+    _keep_in_fp32_modules = ("wo",)
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 24)
+        self.blocks = nn.ModuleList(nn.ModuleDict(self.block()) for _ in range(2))
+        self.wo = nn.Linear(24, 24)
+        self.tied = nn.Linear(24, 40, bias=False)
+        self.tied.weight = self.embed.weight
+        self.lm_head = nn.Linear(24, 40, bias=False)
+        self.config = type("Config", (), {"num_experts": 4})()
+
+    def block(self):
+        attention = nn.MultiheadAttention(24, 2)  # out_proj is a subclass of nn.Linear
+        up, gate = nn.Linear(24, 48), nn.Linear(24, 4)
+        return {"up": up, "down": nn.Linear(48, 24), "gate": gate, "attention": attention}
+
+    def forward(self, ids):
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = h + block["down"](torch.relu(block["up"](h)))
+        return self.lm_head(self.wo(h))
+
+
+def reasons(report):
+    return {site.path: site.reason for site in report.skipped}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_replaced_and_what_is_left(format):
+    model = Net()
+    ids = torch.arange(12).view(2, 6)
+    expected = model(ids)
+    report = quantize(model, format)
+    assert [site.path for site in report.fused] == [
+        f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")
+    ]
+    assert all(type(m) is QuantizedLinear for b in model.blocks for m in (b["up"], b["down"]))
+    assert reasons(report) == {
+        **{f"blocks.{i}.gate": "it chooses experts" for i in range(2)},
+        **{
+            f"blocks.{i}.attention.out_proj": "its class may do more than nn.Linear"
+            for i in range(2)
+        },
+        "wo": "the model keeps 'wo' in float32",
+        "tied": "its weight is tied to another module's",
+        "lm_head": "skip has 'lm_head'",
+    }
+    assert f"QuantizedLinear, {format}" in str(report)
+    assert (model(ids) - expected).norm() < 0.1 * expected.norm()
+    with pytest.warns(UserWarning, match="nothing was quantized"):
+        quantize(model, format)
+
+
+def test_skip_and_options():
+    model = Net()
+    report = quantize(model, "int8", skip=("blocks.1", "gate"), group_size=12, compute="exact")
+    assert reasons(report)["blocks.1.up"] == "skip has 'blocks.1'"
+    assert type(model.lm_head) is QuantizedLinear
+    up = model.blocks[0]["up"]
+    assert (up.group_size, up.compute, up.format) == (12, "exact", "int8")
+
+
+def test_a_layer_at_two_places_stays_one():
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    assert len(quantize(model, "nf4").fused) == 2
+    assert model[0] is model[2] and type(model[0]) is QuantizedLinear
+
+
+def test_hooks_and_the_model_itself_are_left():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda *_: None)
+    assert reasons(quantize(model, "int8")) == {"0": "it has hooks"}
+    with pytest.warns(UserWarning, match="it is the model"):
+        quantize(nn.Linear(8, 8), "int8")
+
+
+def test_an_activation_stays():
+    model = nn.Sequential(fusedops.nn.Linear(8, 8, activation="gelu"))
+    x = torch.randn(3, 8)
+    expected = model(x)
+    quantize(model, "int8")
+    assert model[0].activation == "gelu"
+    assert (model(x) - expected).norm() < 0.05 * expected.norm()
+
+
+def test_the_state_dict_comes_back():
+    model = Net()
+    other = copy.deepcopy(model)
+    quantize(model, "int4")
+    quantize(other, "int4")
+    with torch.no_grad():
+        other.blocks[0]["up"].qweight.zero_()
+    other.load_state_dict(model.state_dict(), strict=True)
+    ids = torch.arange(6)[None]
+    assert torch.equal(other(ids), model(ids))
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"quantize: model must be a torch.nn.Module, got dict"):
+        quantize({}, "int8")
+    model = Net()
+    with pytest.raises(ValueError, match=r"format must be one of .* got 'int3'"):
+        quantize(model, "int3")
+    with pytest.raises(ValueError, match="group_size of int4"):
+        quantize(model, "int4", group_size=48)
+    assert type(model.wo) is nn.Linear
+
+
+transformers = pytest.importorskip("transformers")
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+}
+IDS = torch.arange(14).view(2, 7)
+
+
+def llama(**config):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, **config)).eval()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_patch_quantizes_first_and_fuses_the_rest(format):
+    model = llama()
+    quantized = copy.deepcopy(model)
+    quantize(quantized, format)
+    expected = quantized(IDS).logits
+    report = patch(model, quantize=format, strict=True)
+    assert report.coverage["quantize"] == (14, 15) and report.coverage["norm"] == (5, 5)
+    assert (model(IDS).logits - expected).norm() < 0.01 * expected.norm()
+    unpatch(model)
+    assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_quantized_model_passes_gradients_to_its_inputs_and_norms(format):
+    model = llama()
+    quantize(model, format)
+    model.train()
+    model(IDS, labels=IDS).loss.backward()
+    assert model.model.layers[0].input_layernorm.weight.grad.abs().sum() > 0
+
+
+def test_a_tied_head_is_left_and_named():
+    model = llama(tie_word_embeddings=True)
+    report = quantize(model, "int8", skip=())
+    assert reasons(report) == {"lm_head": "its weight is tied to another module's"}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_lora_of_peft_trains_over_quantized_layers(format):
+    """Its own gradients come back whatever ran in between; a merge would write into codes."""
+    peft = pytest.importorskip("peft")
+    model = llama()
+    quantize(model, format)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    expected = None
+    for _ in range(2):
+        model.train().zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        found = [p.grad for p in model.parameters() if p.requires_grad]
+        assert len(found) == 8 and all(g.abs().sum() > 0 for g in found)
+        expected = expected or [g.clone() for g in found]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        with torch.no_grad():
+            model.eval()(input_ids=IDS)
+    with pytest.raises(RuntimeError, match="weight is a view to be read"):
+        model.merge_adapter()

@@ -1,0 +1,185 @@
+"""quantized_linear: every backend through the same lines."""
+
+import pytest
+import torch
+from quantized_cases import (
+    BACKENDS,
+    CASES,
+    FLOATS,
+    PRECISIONS,
+    compare,
+    functions,
+    inputs,
+    quantized,
+    random_weight,
+)
+
+import fusedops
+from fusedops.functional import dequantize_weight, quantized_linear
+from fusedops.functional.linear import ACTIVATIONS
+from fusedops.functional.quantized_linear import dequantize_weight_reference
+from fusedops.testing import check, device_of, gradients, placed, poisoned
+
+# x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups;
+# a few rows; rows past a block, of columns past a block and of more depth than a piece.
+SHAPES = [
+    ((1, 1), 1),
+    ((7, 33), 15),
+    ((5,), 3),
+    ((2, 3, 64), 48),
+    ((1, 131), 67),
+    ((16, 256), 96),
+    ((70, 192), 33),
+    ((1, 384), 130),
+    ((3, 256), 20),
+    ((4, 128), 7),
+    ((2, 2200), 9),
+    ((17, 2200), 135),
+    ((259, 1099), 135),
+]
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape,features", SHAPES, ids=str)
+def test_forward_and_gradients(kind, backend, dtype, shape, features):
+    weight = quantized(kind, random_weight(features, shape[-1]))
+    for input_format, compute in PRECISIONS:
+        args = inputs(shape, features, dtype)
+        compare(weight, backend, args, input_format=input_format, compute=compute)
+
+
+@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0].startswith("int")])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape,features", SHAPES, ids=str)
+def test_integer_products(kind, backend, dtype, shape, features):
+    weight = quantized(kind, random_weight(features, shape[-1]))
+    args = inputs(shape, features, dtype)
+    compare(weight, backend, args, input_format="int8", compute="int8")
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_activations_and_no_bias(kind, backend, activation, dtype):
+    weight = quantized(kind, random_weight(35, 80))
+    for bias in (True, False):
+        compare(weight, backend, inputs((9, 80), 35, dtype, bias), activation=activation)
+
+
+LAYOUTS = {
+    "transposed": lambda make, m, n: make(n, m).t(),
+    "slice of rows": lambda make, m, n: make(m, n + 7)[:, 3:-4],
+    "every second column": lambda make, m, n: make(m, 2 * n)[:, ::2],
+    "every second row": lambda make, m, n: make(2 * m, n)[::2],
+    "one row expanded": lambda make, m, n: make(1, n).expand(m, n),
+    "one column expanded": lambda make, m, n: make(m, 1).expand(m, n),
+    "misaligned": lambda make, m, n: make(m * n + 1)[1:].view(m, n),
+}
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides(kind, backend, layout, dtype):
+    weight = quantized(kind, random_weight(37, 69))
+    x = LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype), 20, 69)
+    bias = torch.randn(74, dtype=dtype)[::2]
+    compare(weight, backend, (x, bias), activation="silu")
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_strided_output_gradients(kind, backend):
+    args = inputs((12, 64), 40, torch.float32)
+    for after in (torch.t, lambda y: y.sum(0), lambda y: y.sum(-1), lambda y: y[:, 3:30]):
+        function, reference = functions(quantized(kind, random_weight(40, 64)), activation="gelu")
+
+        def laid_out(run, after=after):
+            return lambda *args: after(run(*args))
+
+        check(laid_out(function), laid_out(reference), args, backend)
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("shape,features", [((0, 8), 4), ((3, 0), 4), ((3, 8), 0), ((2, 0, 4), 3)])
+def test_empty(kind, backend, shape, features):
+    weight = quantized(kind, random_weight(features, shape[-1]))
+    for input_format, compute in PRECISIONS:
+        run, reference = functions(weight, input_format=input_format, compute=compute)
+        args = placed(inputs(shape, features, torch.float32), device_of(backend))
+        with fusedops.backend(backend), poisoned():
+            found = gradients(run, args)
+        for key, value in gradients(reference, args).items():
+            torch.testing.assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
+    weight = quantized(kind, random_weight(33, 70))
+    for input_format, compute in PRECISIONS:
+        args = inputs((20, 70), 33, torch.float32)
+        args[0][2, 5] = bad
+        compare(weight, backend, args, input_format=input_format, compute=compute)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_zeros_and_of_tiny_numbers_have_codes_of_zero(backend):
+    weight = quantized("int8", random_weight(9, 40))
+    x, bias = inputs((4, 40), 9, torch.float32)
+    x[1], x[2] = 0, 1e-40
+    compare(weight, backend, (x, bias), input_format="int8", compute="int8")
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
+def test_dequantized_weight(kind, backend, dtype):
+    for features, depth in ((15, 33), (48, 64), (67, 131), (1, 1), (5, 0), (0, 5)):
+        q = quantized(kind, random_weight(features, depth)).to(device_of(backend))
+        sizes = q.format, q.out_features, q.in_features, q.group_size
+        expected = dequantize_weight_reference(q.qweight, q.scales, q.zeros, *sizes, dtype)
+        with fusedops.backend(backend), poisoned():
+            assert torch.equal(dequantize_weight(q, dtype), expected)
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_same_bits_each_time_and_whatever_the_threads(kind, backend):
+    run, _ = functions(quantized(kind, random_weight(300, 520)), activation="gelu")
+    args = placed(inputs((40, 520), 300, torch.float32), device_of(backend))
+    threads = torch.get_num_threads()
+    with fusedops.backend(backend):
+        first, again = gradients(run, args), gradients(run, args)
+        try:
+            torch.set_num_threads(2 if threads == 1 else 1)
+            threaded = gradients(run, args)
+        finally:
+            torch.set_num_threads(threads)
+    for key, value in first.items():
+        assert torch.equal(value, again[key])
+        torch.testing.assert_close(value, threaded[key])
+
+
+ERRORS = [
+    ({"x": torch.zeros(3, 9)}, RuntimeError, r"x must have shape \[..., 8\].*\[3, 9\]"),
+    ({"x": torch.zeros(3, 8).int()}, RuntimeError, "x must be float32.*int32"),
+    ({"bias": torch.zeros(5)}, RuntimeError, r"bias must have shape \[4\]"),
+    ({"bias": torch.zeros(4).half()}, RuntimeError, "bias must be float32.*float16"),
+    ({"activation": "tanh"}, ValueError, "activation must be .* got 'tanh'"),
+    ({"input_format": "int4"}, ValueError, "input_format must be .* got 'int4'"),
+    ({"compute": "fp16"}, ValueError, "compute must be .* got 'fp16'"),
+    ({"compute": "int8"}, ValueError, "needs input_format='int8'"),
+]
+
+
+@pytest.mark.parametrize("changed,error,message", ERRORS, ids=lambda e: str(e)[:20])
+def test_errors_say_what_was_wanted(changed, error, message):
+    weight = quantized("int8", random_weight(4, 8))
+    given = {"x": torch.zeros(3, 8), "bias": None, **changed}
+    with pytest.raises(error, match=message):
+        quantized_linear(given.pop("x"), weight, given.pop("bias"), **given)
+
+
+def test_integer_products_need_integers():
+    with pytest.raises(ValueError, match="needs a weight of integers"):
+        weight = quantized("nf4", random_weight(4, 8))
+        quantized_linear(torch.zeros(3, 8), weight, input_format="int8", compute="int8")

@@ -1,0 +1,243 @@
+"""nn.QuantizedLinear: checkpoints, moves and casts, copies, what reads its weight."""
+
+import copy
+import io
+
+import pytest
+import torch
+from quantized_cases import FORMATS, inputs, random_weight
+from torch import nn
+
+from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
+from fusedops.nn import QuantizedLinear
+
+KINDS = pytest.mark.parametrize("kind", FORMATS)
+
+
+def layer(kind, k=70, n=33, **how):
+    """A QuantizedLinear, the Linear that it was made from, and x."""
+    format, options = FORMATS[kind]
+    linear = nn.Linear(k, n)
+    with torch.no_grad():
+        linear.weight.copy_(random_weight(n, k))
+    return QuantizedLinear.from_linear(linear, format, **options, **how), linear, torch.randn(5, k)
+
+
+def tensors(module):
+    return {name: t.reshape(-1).view(torch.uint8) for name, t in module.state_dict().items()}
+
+
+def same(a, b):
+    a, b = tensors(a), tensors(b)
+    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
+
+
+@KINDS
+def test_it_computes_the_function(kind):
+    module, linear, x = layer(kind, activation="gelu", input_format="int8", compute="exact")
+    format, options = FORMATS[kind]
+    weight = quantize_weight(linear.weight, format, **options)
+    how = {"activation": "gelu", "input_format": "int8", "compute": "exact"}
+    assert torch.equal(module(x), quantized_linear(x, weight, linear.bias, **how))
+    assert isinstance(module, nn.Linear) and module.bias is linear.bias
+    assert not QuantizedLinear.from_linear(linear.eval(), format, **options).training
+
+
+@KINDS
+def test_state_dict_round_trips(kind):
+    module, linear, x = layer(kind)
+    scales = "absmax" if module.format == "nf4" else "scales"
+    zeros = ["zeros"] if module.format == "int4" else []
+    assert list(module.state_dict()) == ["bias", "qweight", scales, *zeros]
+    format, options = FORMATS[kind]
+    for state in (module.state_dict(), linear.state_dict()):  # codes, and a float checkpoint
+        other = QuantizedLinear(70, 33, format=format, **options)
+        assert not same(other, module)
+        other.load_state_dict(state, strict=True)
+        assert same(other, module) and torch.equal(other(x), module(x))
+    assert "weight" in linear.state_dict()  # the caller's dict is as it was
+    other.load_state_dict(module.bfloat16().state_dict(), assign=True)
+    assert other.dtype == other.weight.dtype == torch.bfloat16
+
+
+@KINDS
+def test_in_a_model_and_through_safetensors(kind, tmp_path):
+    files = pytest.importorskip("safetensors.torch")
+    module, linear, x = layer(kind)
+    format, options = FORMATS[kind]
+    model = nn.Sequential(module, nn.ReLU())
+    files.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other = nn.Sequential(QuantizedLinear(70, 33, format=format, **options), nn.ReLU())
+    other.load_state_dict(files.load_file(tmp_path / "model.safetensors"), strict=True)
+    assert torch.equal(other(x), model(x))
+    other.load_state_dict(nn.Sequential(linear, nn.ReLU()).state_dict(), assign=True)
+    assert same(other[0], module)
+
+
+@KINDS
+def test_copies_and_pickles(kind):
+    module, _, x = layer(kind)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (copy.deepcopy(module), loaded):
+        assert same(other, module) and torch.equal(other(x), module(x))
+        assert other.qweight.data_ptr() != module.qweight.data_ptr()
+
+
+CASTS = {
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "to": lambda m: m.to(torch.float16),
+    "type": lambda m: m.type(torch.bfloat16),
+    "double": lambda m: m.to("cpu", torch.float64),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("cast", CASTS)
+def test_casts_leave_codes_and_scales(kind, cast):
+    for k, n in ((70, 33), (4, 0), (0, 4)):
+        module, _, x = layer(kind, k, n)
+        before = {name: t for name, t in tensors(module).items() if name != "bias"}
+        dtypes = {name: t.dtype for name, t in module.state_dict().items() if name != "bias"}
+        CASTS[cast](module)
+        for name, dtype in dtypes.items():
+            assert module.state_dict()[name].dtype == dtype
+            assert torch.equal(tensors(module)[name], before[name])
+        assert module.dtype == module.bias.dtype == module.weight.dtype != torch.float32
+        assert module(x.to(module.dtype)).dtype == module.dtype
+
+
+@KINDS
+def test_meta_and_back(kind):
+    module, _, x = layer(kind)
+    format, options = FORMATS[kind]
+    with torch.device("meta"):
+        empty = QuantizedLinear(70, 33, format=format, **options)
+    assert all(t.is_meta for t in empty.state_dict().values())
+    assert empty(x.to("meta")).shape == (5, 33)
+    empty.to_empty(device="cpu").load_state_dict(module.state_dict())
+    assert torch.equal(empty(x), module(x))
+    assert all(t.is_meta for t in module.to("meta").state_dict().values())
+
+
+@KINDS
+def test_its_weight_is_a_view_to_be_read(kind):
+    module, _linear, x = layer(kind)
+    weight = module.weight
+    assert (weight.dtype, weight.shape, weight.device.type) == (torch.float32, (33, 70), "cpu")
+    assert not weight.requires_grad and weight.data.shape == (33, 70)
+    dense = dequantize_weight(module.quantized_weight)
+    assert torch.equal(weight + 0, dense) and torch.equal(weight.T.contiguous(), dense.T)
+    assert torch.equal(nn.functional.linear(x, weight), x @ dense.T)
+    assert weight.float().norm() > 0 and "tensor" in repr(weight)
+    for write in (
+        lambda: weight.add_(1),
+        lambda: weight.data.zero_(),
+        lambda: weight[0].copy_(x[0]),
+    ):
+        try:
+            write()
+        except RuntimeError as error:
+            assert "weight is a view to be read" in str(error)
+        assert torch.equal(module.weight + 0, dense)
+
+
+def test_reading_what_a_weight_is_makes_no_numbers(monkeypatch):
+    module, _, _ = layer("nf4")
+
+    def refuse(*_):
+        raise AssertionError("dequantized")
+
+    monkeypatch.setattr("fusedops.nn.quantized_linear.dequantize_weight", refuse)
+    weight = module.weight
+    assert weight.dtype.is_floating_point and weight.device == module.qweight.device
+    assert weight.numel() == 33 * 70 and weight.dim() == 2 and weight.data.dtype == weight.dtype
+
+
+@KINDS
+def test_gradients_in_train_and_eval_and_after_switches(kind):
+    module, _, x = layer(kind)
+    expected = None
+    for switch in ("train", "eval", "no_grad", "inference", "train", "eval"):
+        if switch in ("no_grad", "inference"):
+            with torch.no_grad() if switch == "no_grad" else torch.inference_mode():
+                module.eval()(x)
+            continue
+        module.train(switch == "train").zero_grad()
+        leaf = x.clone().requires_grad_()
+        module(leaf).square().sum().backward()
+        found = leaf.grad, module.bias.grad
+        expected = expected or [g.clone() for g in found]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@KINDS
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_and_export(kind, dynamic):
+    torch.compiler.reset()
+    module, _, x = layer(kind, activation="gelu")
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
+    exported = torch.export.export(module, (x,))
+    torch.testing.assert_close(exported.module()(x), module(x))
+
+
+def test_a_layer_is_made_with_torchs_numbers():
+    torch.manual_seed(0)
+    plain = nn.Linear(70, 33)
+    torch.manual_seed(0)
+    module = QuantizedLinear(70, 33, format="int8")
+    assert (module.weight - plain.weight).abs().max() <= plain.weight.abs().max() / 250
+    assert torch.equal(module.bias, plain.bias)
+    assert QuantizedLinear(70, 33, bias=False, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+def test_what_it_is_says_its_repr():
+    module, _, _ = layer("int4", activation="silu", compute="bf16")
+    assert repr(module) == (
+        "QuantizedLinear(in_features=70, out_features=33, bias=True, format='int4', "
+        "group_size=64, activation='silu', compute='bf16')"
+    )
+
+
+def test_it_explains_what_runs():
+    """A device without a kernel makes the weight at each call, and says how large that is."""
+    said = QuantizedLinear(1024, 2048, format="nf4", device="meta", compute="bf16").explain(16)
+    assert said.startswith("16 rows of float32 by nf4 [2048, 1024] on meta: ATen calls")
+    assert "8 MiB" in said and said.endswith("torch multiplies bfloat16")
+    wide = QuantizedLinear(8, 8, dtype=torch.float64, input_format="int8").explain(1)
+    assert "ATen calls" in wide and wide.endswith("torch multiplies float64")
+    half = QuantizedLinear(8, 8, device="meta", dtype=torch.float16)
+    assert half.explain(1).endswith("torch multiplies float16")
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="format must be one of"):
+        QuantizedLinear(4, 4, format="int3")
+    with pytest.raises(ValueError, match="activation must be one of"):
+        QuantizedLinear(4, 4, activation="tanh")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_checkpoint_of_bitsandbytes(compressed):
+    theirs = pytest.importorskip("bitsandbytes.nn")
+    linear = nn.Linear(128, 33)
+    quantized = theirs.Linear4bit(128, 33, quant_type="nf4", compress_statistics=compressed)
+    quantized.load_state_dict(linear.state_dict())
+    quantized.to("cpu")
+    module = QuantizedLinear(128, 33, format="nf4")
+    if compressed:  # its absmax are codes themselves
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            module.load_state_dict(quantized.state_dict())
+        return
+    module.load_state_dict(quantized.state_dict(), strict=True)
+    assert same(module, QuantizedLinear.from_linear(linear, "nf4"))
+
+
+def test_rows_of_inputs():
+    x, _ = inputs((2, 3, 70), 33, torch.float32)
+    module, _, _ = layer("int8")
+    torch.testing.assert_close(module(x)[1], module(x[1]))
