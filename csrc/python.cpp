@@ -5,6 +5,7 @@
 
 #include "csrc/ops/bfloat16.h"
 #include "csrc/cpu/isa.h"
+#include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/ops/attention/attention.h"
 #include "csrc/ops/cross_entropy/cross_entropy.h"
 #include "csrc/ops/gated_activation/gated_activation.h"
@@ -200,6 +201,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("scale") = none(), arg("dropout_p") = 0.0, arg("cu_seqlens_q") = none(),
                   arg("cu_seqlens_k") = none(), arg("max_seqlen_q") = none(),
                   arg("max_seqlen_k") = none(), arg("top_left") = false);
+  export_function(m, "quantized_linear_plan", cpu::quantized_linear_plan);
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);
   export_function(m, "bfloat16_products", bfloat16_products);

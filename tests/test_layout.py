@@ -195,7 +195,12 @@ INCLUDES = {
     "csrc/quantized_linear.h": ["csrc/dtype.h"],
     "csrc/rotary.h": ["csrc/dtype.h"],
     "csrc/optimizer.": ["csrc/optimizer.h", "csrc/ops/adamw/adamw.h"],
-    "csrc/python.cpp": ["csrc/ops/", "csrc/optimizer.h", "csrc/cpu/isa.h"],
+    "csrc/python.cpp": [
+        "csrc/ops/",
+        "csrc/optimizer.h",
+        "csrc/cpu/isa.h",
+        "csrc/cpu/quantized_linear/plan.h",
+    ],
     "csrc/ops/": ["csrc/ops/", "csrc/common.h", *PLAIN],
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
     "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],

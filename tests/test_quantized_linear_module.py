@@ -8,6 +8,7 @@ import torch
 from quantized_cases import FORMATS, inputs, random_weight
 from torch import nn
 
+from fusedops.extension import _C
 from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
 from fusedops.nn import QuantizedLinear
 
@@ -212,6 +213,20 @@ def test_it_explains_what_runs():
     assert "ATen calls" in wide and wide.endswith("torch multiplies float64")
     half = QuantizedLinear(8, 8, device="meta", dtype=torch.float16)
     assert half.explain(1).endswith("torch multiplies float16")
+
+
+@pytest.mark.skipif(_C.cpu_isa() == "none", reason="no kernels")
+def test_it_explains_which_kernel_runs():
+    layers = {
+        "registers": QuantizedLinear(256, 64, format="int8", compute="exact"),
+        "as they lie": QuantizedLinear(256, 64, format="int8", input_format="int8"),
+        "in a cache": QuantizedLinear(256, 64, format="nf4", compute="exact"),
+    }
+    if _C.cpu_isa() != "avx512_bf16":  # no products of integers
+        del layers["as they lie"]
+    for how, layer in layers.items():
+        assert how in layer.explain(4)
+    assert "float32 in a cache" in layers["registers"].explain(5)
 
 
 def test_wrong_arguments():

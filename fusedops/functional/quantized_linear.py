@@ -185,10 +185,9 @@ def explain(
     """Which code multiplies rows [rows, K] of a dtype by a weight on a device, and why."""
     format, n, k, _ = layout
     what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device.type}"
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    if key and has("fusedops::quantized_linear_forward", key) and dtype != torch.float64:
-        return f"{what}: a kernel, with compute={compute!r} and input_format={input_format!r}"
+    if device.type == "cpu" and dtype != torch.float64:
+        if plan := _C.quantized_linear_plan(*layout, rows, input_format or "none", compute or "any"):
+            return f"{what}: {plan}"
     wide = torch.promote_types(dtype, torch.float32)
     given = dtype if compute is None and input_format is None else wide
     operands = torch.bfloat16 if compute == "bf16" and wide == torch.float32 else given

@@ -17,6 +17,7 @@
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 #include "csrc/cpu/isa/quantized_linear/few.h"
 #include "csrc/cpu/products.h"
+#include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 #include "csrc/ops/linear/linear.h"
 
@@ -41,13 +42,12 @@ bool multiplies_integers(const Codes& w) {
 
 // x [rows, k] as a product takes it, its rows padded with zeros.
 struct Input {
-  Operand operand = Operand::float32;
-  int64_t rows = 0, ld = 0;
+  Operand operand;
+  int64_t rows, ld;
   Tensor numbers;
   std::vector<float> steps;  // of codes; empty where x is multiplied as it is
   std::vector<int32_t> sums;
 
-  Input() = default;
   Input(const Tensor& x, Operand operand, bool as_codes)
       : operand(operand),
         rows(x.size(0)),
@@ -71,33 +71,52 @@ struct Input {
   }
 };
 
-bool of_bytes(const Codes& w) {
-  return w.format == WeightFormat::int8 || w.format == WeightFormat::fp8;
-}
+// Where codes are multiplied: in registers, as they lie, in rows or in tiles in a cache.
+enum class Way { registers, as_they_lie, rows, tiles };
 
-// Whether codes are multiplied as they are read: those of a few rows need no place.
-bool multiplies_few(const Codes& w, int64_t rows, Operand operand) {
-  if (rows > kFewRows || operand == Operand::integer) return false;
-  if (of_bytes(w)) return w.a_scale_a_row();
-  return operand == Operand::bfloat16 && w.k % kHalves == 0;
-}
+struct Plan {
+  Operand operand;
+  Way way;
 
-// A few rows are bound by what reads the codes: float32 costs them nothing.
-Operand operand_for(const Codes& w, int64_t rows, bool as_codes, Compute compute) {
-  if (as_codes && multiplies_integers(w)) return Operand::integer;
-  const auto operand = floating_operand(compute);
-  return of_bytes(w) && multiplies_few(w, rows, operand) ? Operand::float32 : operand;
-}
+  Plan(const Codes& w, int64_t rows, bool as_codes, Compute compute)
+      : operand(as_codes && multiplies_integers(w) ? Operand::integer : floating_operand(compute)),
+        way(operand == Operand::integer ? of_integers(w)
+            : rows <= kFewRows          ? of_few(w, operand)
+            : rows <= kMany             ? Way::rows
+                                        : of_many(operand)) {}
 
-// A few rows in the order of codes of 4 bits.
+ private:
+  static Way of_integers(const Codes& w) {
+    return w.k % kLanes == 0 ? Way::as_they_lie : Way::rows;
+  }
+  static Way of_few(const Codes& w, Operand operand) {
+    const bool fits =
+        w.of_bytes() ? w.a_scale_a_row() : operand == Operand::bfloat16 && w.k % kHalves == 0;
+    return fits ? Way::registers : Way::rows;
+  }
+  static Way of_many(Operand operand) {
+    const bool multiplies = operand == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16);
+    return multiplies ? Way::tiles : Way::rows;
+  }
+};
+
+// A few rows as codes in registers are multiplied: those of 4 bits in the order of such codes, of 8
+// bits as float32.
 struct Turned {
-  std::vector<uint16_t> numbers;
-  std::vector<float> lanes;
+  std::vector<uint16_t> halves;
+  std::vector<float> numbers;  // or the sums of lanes
 
-  explicit Turned(const Input& x) : numbers(x.rows * x.ld), lanes(numbers.size() / 8) {
+  Turned() = default;
+  Turned(const Codes& w, const Input& x) : numbers(x.rows * x.ld) {
+    if (!w.of_bytes()) halves.resize(numbers.size());
     for (int64_t i = 0; i < x.rows; ++i) {
-      turn_halves_for_isa()(static_cast<const uint16_t*>(x.at(i, 0)), x.ld,
-                            numbers.data() + i * x.ld, lanes.data() + i * x.ld / 8);
+      const auto* const row = static_cast<const uint16_t*>(x.at(i, 0));
+      if (w.of_bytes()) {
+        widen_row_for_isa()(row, x.ld, numbers.data() + i * x.ld);
+      } else {
+        turn_halves_for_isa()(row, x.ld, halves.data() + i * x.ld,
+                              numbers.data() + i * x.ld / kCodesOfLane);
+      }
     }
   }
 };
@@ -113,28 +132,26 @@ struct Outputs {
 // Blocks of y. The scratch is a thread's.
 class Block {
  public:
-  Block(const Codes& w, const Input& x, const FewRows* few, const Outputs& out)
+  Block(const Codes& w, const Input& x, Way way, const FewRows& few, const Outputs& out)
       : w_(w),
         x_(x),
+        way_(way),
         few_(few),
         out_(out),
         scaled_(!w.a_scale_a_row()),
-        turns_(x.rows > kMany && x.operand == Operand::bfloat16 &&
-               multiplies_bfloat16(at::kBFloat16)),
-        codes_(turns_ ? kColumns * kTileDepth * sizeof(BFloat16) : 8 * kDepth),
-        turned_(turns_ ? kColumns * kTileDepth : 0),
+        codes_(way == Way::tiles ? kColumns * kTileDepth * sizeof(BFloat16) : 8 * kDepth),
+        turned_(way == Way::tiles ? kColumns * kTileDepth : 0),
         sums_(padded(std::min(x.rows, kRows)) * kColumns) {}
 
   // Rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
-    if (few_ != nullptr) {
-      FewRows args = *few_;
-      args.sums = sums_.data();
-      add_few_rows_for_isa()(w_, args, begin, begin + columns);
-    } else if (turns_) {
-      add_tiles(row, rows, begin, columns);
-    } else {
-      add_pieces(row, rows, begin, columns);
+    switch (way_) {
+      case Way::registers:
+        few_.sums = sums_.data();
+        add_few_rows_for_isa()(w_, few_, begin, begin + columns);
+        break;
+      case Way::tiles: add_tiles(row, rows, begin, columns); break;
+      default: add_pieces(row, rows, begin, columns);
     }
     for (int64_t i = 0; i < rows; ++i) finish(row + i, sums_.data() + i * kColumns, begin, columns);
     if (out_.activation != Activation::none) activate(row, rows, begin, columns);
@@ -175,7 +192,8 @@ class Block {
     prefetch(begin + columns, columns, k, end);
     Dots dots{x_.at(row, k), codes_.data(), x_.ld,    padded, rows,
               padded,        sums,          kColumns, k > 0,  x_.operand};
-    if (multiplied_as_they_lie(begin, rows)) {
+    // The last rows would be read past their end.
+    if (way_ == Way::as_they_lie && begin + columns_for(rows) <= w_.n) {
       dots.w = w_.at(begin, k);
       dots.ld_w = w_.k;
     } else {
@@ -183,11 +201,6 @@ class Block {
                            {begin, columns, k, end, codes_.data(), padded, scaled_, x_.operand});
     }
     dot_rows_for_isa()(dots);
-  }
-
-  bool multiplied_as_they_lie(int64_t begin, int64_t rows) const {
-    return x_.operand == Operand::integer && w_.k % kLanes == 0 &&
-           begin + columns_for(rows) <= w_.n;
   }
 
   // Asks for codes that come next: the processor does not see it from so few of a row.
@@ -220,29 +233,25 @@ class Block {
 
   const Codes& w_;
   const Input& x_;
-  const FewRows* few_;  // or null
+  Way way_;
+  FewRows few_;
   const Outputs& out_;
-  bool scaled_, turns_;
+  bool scaled_;
   std::vector<char> codes_;
   std::vector<BFloat16> turned_;
   std::vector<float> sums_;  // int32 where the operands are integers
 };
 
-void multiply(const Codes& w, const Input& x, const Outputs& out) {
+void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
   const int64_t across = blocks_of(w.n, kColumns), tasks = blocks_of(x.rows, kRows) * across;
-  const bool few = multiplies_few(w, x.rows, x.operand),
-             halves = few && x.operand == Operand::bfloat16;
-  const Turned turned(halves ? x : Input());
-  FewRows args{halves ? turned.numbers.data() : x.at(0, 0),
-               x.ld,
-               x.rows,
-               turned.lanes.data(),
-               nullptr,
-               kColumns};
+  const bool turns = way == Way::registers && x.operand == Operand::bfloat16;
+  const auto turned = turns ? Turned(w, x) : Turned();
+  FewRows few{x.at(0, 0), x.ld, x.rows, turned.numbers.data(), nullptr, kColumns};
+  if (turns) few.x = w.of_bytes() ? static_cast<const void*>(few.lanes) : turned.halves.data();
   const int64_t grain = kGrain / (std::min(x.rows, kRows) * kColumns * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
     const Products products;
-    Block block(w, x, few ? &args : nullptr, out);
+    Block block(w, x, way, few, out);
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / across * kRows, begin = i % across * kColumns;
       block.run(row, std::min(kRows, x.rows - row), begin, std::min(kColumns, w.n - begin));
@@ -272,14 +281,36 @@ QuantizedForward quantized_linear_forward(const Tensor& x, const Tensor& qweight
   const auto w = codes_of(weight);
   const bool as_codes = input_format == "int8";
   const auto rows = as_rows(x).contiguous();
-  const Input input(rows, operand_for(w, rows.size(0), as_codes, compute_of(compute)), as_codes);
-  multiply(w, input,
+  const Plan plan(w, rows.size(0), as_codes, compute_of(compute));
+  const Input input(rows, plan.operand, as_codes);
+  multiply(w, input, plan.way,
            {as_rows(y), z.defined() ? as_rows(z) : z, activation_of(activation),
             given(bias) ? bias->contiguous() : Tensor()});
   return outputs;
 }
 
 }  // namespace
+
+std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k, int64_t group_size,
+                                  int64_t rows, std::string_view input_format,
+                                  std::string_view compute) {
+  if (isa() == Isa::none) return "";
+  const Codes w{nullptr, nullptr, nullptr, weight_format(format), n, k, group_size};
+  const Plan plan(w, rows, input_format == "int8", compute_of(compute));
+  const std::string operand = plan.operand == Operand::integer    ? "int8"
+                              : plan.operand == Operand::bfloat16 ? "bfloat16"
+                                                                  : "float32";
+  switch (plan.way) {
+    case Way::registers:
+      return "codes become " + operand + " in registers, of at most " + std::to_string(kFewRows) +
+             " rows of input";
+    case Way::as_they_lie: return "codes of int8 are multiplied as they lie";
+    case Way::rows: return "codes become " + operand + " in a cache, a few rows at a time";
+    default:
+      return "codes become " + operand + " in tiles that oneDNN multiplies, from " +
+             std::to_string(kMany + 1) + " rows of input on";
+  }
+}
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("quantized_linear_forward", quantized_linear_forward);

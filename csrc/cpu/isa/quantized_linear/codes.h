@@ -22,9 +22,8 @@ struct Codes {
       default: return codes + row * k + column;
     }
   }
-  bool a_scale_a_row() const {
-    return (format == WeightFormat::int8 || format == WeightFormat::fp8) && group_size >= k;
-  }
+  bool of_bytes() const { return format == WeightFormat::int8 || format == WeightFormat::fp8; }
+  bool a_scale_a_row() const { return of_bytes() && group_size >= k; }
 };
 
 // What the numbers of a product's operands are. Those of integers are int8, codes themselves.

@@ -86,7 +86,7 @@ void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end)
                                       (__m512bh)numbers[s]);
         }
         if (kZeros) {
-          const __m512 lanes = _mm512_loadu_ps(args.lanes + r * args.ld / 8 + i * 16);
+          const __m512 lanes = _mm512_loadu_ps(args.lanes + r * args.ld / kCodesOfLane + i * 16);
           products = _mm512_fnmadd_ps(zeros, lanes, products);
         }
         sums[r] = _mm512_fmadd_ps(products, scales, sums[r]);
@@ -124,14 +124,19 @@ void add_few_rows(const Codes& weight, const FewRows& args, int64_t begin, int64
   }
 }
 
+void widen_row(const uint16_t* x, int64_t k, float* out) {
+  for (int64_t j = 0; j < k; ++j) out[j] = std::bit_cast<float>(static_cast<uint32_t>(x[j]) << 16);
+}
+
 void turn_halves(const uint16_t* x, int64_t k, uint16_t* out, float* lanes) {
   constexpr int kPlace[4] = {1, 0, 3, 2};  // of the four codes of two bytes, by their shift
   for (int64_t i = 0; i < k; i += kHalves, x += kHalves, out += kHalves, lanes += 16) {
     for (int j = 0; j < kHalves; ++j) out[j] = x[j % 32 * 4 + kPlace[j / 32]];
     for (int lane = 0; lane < 16; ++lane) {
       lanes[lane] = 0;
-      for (int j = 0; j < 8; ++j) {
-        lanes[lane] += std::bit_cast<float>(static_cast<uint32_t>(x[8 * lane + j]) << 16);
+      for (int j = 0; j < kCodesOfLane; ++j) {
+        lanes[lane] +=
+            std::bit_cast<float>(static_cast<uint32_t>(x[kCodesOfLane * lane + j]) << 16);
       }
     }
   }

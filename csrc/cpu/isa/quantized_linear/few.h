@@ -6,7 +6,8 @@
 namespace fusedops::cpu {
 
 constexpr int64_t kFewRows = 4;
-constexpr int64_t kHalves = 128;  // codes of 4 bits in a register
+constexpr int64_t kHalves = 128;     // codes of 4 bits in a register
+constexpr int64_t kCodesOfLane = 8;  // of which the products meet in a lane of 32 bits
 
 // sums [rows, ld_sums] = x w^T for rows [begin, end) of w, at most kFewRows of x. x: of codes of 8
 // bits float32 [rows, ld], and the row's scale is left out; of 4 bits as turn_halves leaves it.
@@ -21,7 +22,10 @@ FUSEDOPS_ISA_FUNCTION(add_few_rows, const Codes& weight, const FewRows& args, in
                       int64_t end)
 
 // A row x [k] of bfloat16 in the order in which codes of 4 bits are read, and the sums of those
-// that meet in a lane: out [k], lanes [k / 8]. k is a multiple of kHalves.
+// that meet in a lane: out [k], lanes [k / kCodesOfLane]. k is a multiple of kHalves.
 FUSEDOPS_ISA_FUNCTION(turn_halves, const uint16_t* x, int64_t k, uint16_t* out, float* lanes)
+
+// A row of bfloat16 as float32.
+FUSEDOPS_ISA_FUNCTION(widen_row, const uint16_t* x, int64_t k, float* out)
 
 }  // namespace fusedops::cpu
