@@ -185,9 +185,12 @@ def explain(
     """Which code multiplies rows [rows, K] of a dtype by a weight on a device, and why."""
     format, n, k, _ = layout
     what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device.type}"
+    plan = ""
     if device.type == "cpu" and dtype != torch.float64:
-        if plan := _C.quantized_linear_plan(*layout, rows, input_format or "none", compute or "any"):
-            return f"{what}: {plan}"
+        how = input_format or "none", compute or "any"
+        plan = _C.quantized_linear_plan(*layout, rows, *how)
+    if plan:
+        return f"{what}: {plan}"
     wide = torch.promote_types(dtype, torch.float32)
     given = dtype if compute is None and input_format is None else wide
     operands = torch.bfloat16 if compute == "bf16" and wide == torch.float32 else given
