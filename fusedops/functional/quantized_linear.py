@@ -148,8 +148,8 @@ def quantized_linear(
     compute: what the product's operands are rounded to. Sums are float32 in any case.
         "exact"  to nothing: float32 products of x and w
         "bf16"   x and w (or its codes) to bfloat16; backward dy and w
-        "int8"   integer products of codes, exact: for input_format="int8" and weights of integers,
-                 int8 and int4. Backward as None
+        "int8"   codes as integers, or in float32 where scales of groups come between them: for
+                 input_format="int8" and weights of integers, int8 and int4. Backward as None
         None     the fastest of these here, never lower than "bf16". A bfloat16 moves an output by
                  0.2 % of its size, beside codes that move it by 0.8 % (int8) to 9 % (4 bits)
     float64 is computed in float64.
