@@ -151,9 +151,20 @@ def test_patch_quantizes_first_and_fuses_the_rest(format):
     expected = quantized(IDS).logits
     report = patch(model, quantize=format, strict=True)
     assert report.coverage["quantize"] == (14, 15) and report.coverage["norm"] == (5, 5)
+    assert report.coverage["mlp"] == report.coverage["rotary"] == (2, 2)
     assert (model(IDS).logits - expected).norm() < 0.01 * expected.norm()
     unpatch(model)
     assert torch.equal(model(IDS).logits, expected)
+
+
+def test_an_activation_behind_a_quantized_linear_is_called():
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in TINY.items() if k != "num_key_value_heads"}
+    model = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    quantize(model, "int8")
+    expected = model(IDS).last_hidden_state
+    patch(model)
+    assert (model(IDS).last_hidden_state - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fusedops.nn import QuantizedLinear
 from fusedops.patching.activation import function_of, looks_like_an_activation
 from fusedops.patching.linear import is_linear
 from fusedops.patching.norm import looks_like_a_norm
@@ -124,7 +125,7 @@ def _role(name: str, module: nn.Module) -> str:
         return "dropout"
     if getattr(module, "inplace", False) is True:
         return "inplace"
-    if is_linear(module):
+    if is_linear(module) or isinstance(module, QuantizedLinear):
         return "linear"
     if looks_like_an_activation(name, module):
         return "activation"
