@@ -177,10 +177,24 @@ def test_routers_and_what_stays_float32(tmp_path):
 def test_a_head_that_the_checkpoint_lacks_stays_in_floats(tmp_path):
     llama(tmp_path / "floats")
     kind = transformers.LlamaForSequenceClassification
-    model = load(tmp_path / "floats", "nf4", kind=kind, num_labels=3)
+    given = config()
+    model = kind.from_pretrained(tmp_path / "floats", quantization_config=given, num_labels=3)
+    assert given.skip == ["lm_head"]
     assert type(model.score) is nn.Linear and model.score.weight.requires_grad
     assert model.score.weight.abs().sum() > 0 and len(paths(model)) == 14
     assert model.config.quantization_config.skip == ["lm_head", "score"]
+    model.save_pretrained(tmp_path / "codes")
+    assert same(load(tmp_path / "codes", kind=kind), model)
+
+
+def test_a_head_of_another_shape_stays_in_floats(tmp_path):
+    kind = transformers.LlamaForSequenceClassification
+    kind(transformers.LlamaConfig(**TINY, num_labels=2)).save_pretrained(tmp_path / "floats")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(tmp_path / "floats", "nf4", kind=kind, num_labels=5)
+    how = {"num_labels": 5, "ignore_mismatched_sizes": True}
+    model = load(tmp_path / "floats", "nf4", kind=kind, **how)
+    assert type(model.score) is nn.Linear and model.score.weight.shape == (5, 64)
     model.save_pretrained(tmp_path / "codes")
     assert same(load(tmp_path / "codes", kind=kind), model)
 

@@ -5,6 +5,7 @@ checkpoint. A float weight becomes codes when its turn has come, so one layer's 
 a time; codes are loaded as the tensors that they are.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     The arguments are those of `fusedops.quantize`. They are in the config of the model and in what
     save_pretrained writes. skip holds in the end what else is in floats: a head that the checkpoint
-    did not have.
+    did not have, or had in another shape.
     Raises ValueError for a format or option that there is not, TypeError for other arguments.
     """
 
@@ -71,8 +72,10 @@ class Quantizer(HfQuantizer):
     quantization_config: QuantizationConfig
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs) -> None:
-        super().__init__(quantization_config, **kwargs)
+        # A copy: what is added to skip is of this model, and the caller may load another.
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self.layers: dict[str, QuantizedLinear] = {}  # by path, of weights that are to be quantized
+        self.left: list[str] = []  # of weights of another shape
 
     @property
     def quantized_element_size(self) -> float:
@@ -94,7 +97,7 @@ class Quantizer(HfQuantizer):
         return name == "weight" and path in self.layers
 
     def get_quantize_ops(self) -> "Quantize":
-        return Quantize(self.layers)
+        return Quantize(self.layers, self.left)
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         config = self.quantization_config
@@ -114,8 +117,8 @@ class Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
-        config.skip += [path for path in self.layers if path not in config.skip]
-        self.layers = {}
+        config.skip += [*self.layers, *self.left]
+        self.layers, self.left = {}, []
         for path, layer in _quantized_layers(model):
             _check_loaded(path, layer)
         return model
@@ -131,8 +134,8 @@ class Quantize(ConversionOps):
     of the linear.
     """
 
-    def __init__(self, layers: dict[str, QuantizedLinear]) -> None:
-        self.layers = layers
+    def __init__(self, layers: dict[str, QuantizedLinear], left: list[str]) -> None:
+        self.layers, self.left = layers, left
 
     @torch.no_grad()
     def convert(self, input_dict, *patterns, model=None, missing_keys=None, **kwargs):
@@ -142,7 +145,9 @@ class Quantize(ConversionOps):
             path = name.removesuffix(".weight")
             layer = self.layers.get(path)
             if layer is None or weight.shape != layer.weight.shape:
-                self.layers.pop(path, None)  # transformers says that the shape is another one
+                if layer is not None:  # transformers says so, and raises or draws another weight
+                    self.left.append(path)
+                    del self.layers[path]
                 found[name] = weight
                 continue
             for place in [p for p, other in self.layers.items() if other is layer]:
