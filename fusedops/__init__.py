@@ -1,8 +1,9 @@
 """Fused kernels for training and serving transformers, as drop-in torch modules."""
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-from fusedops import functional, nn, optim
+from fusedops import functional, integrations, nn, optim
 from fusedops.backends import backend, env_report
 from fusedops.functional import clip_grad_norm_
 from fusedops.memory import keep_freed_memory
@@ -15,6 +16,9 @@ from fusedops.patching import (
     register_attention,
     unpatch,
 )
+
+if TYPE_CHECKING:
+    from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
 
 __version__ = version("fusedops")
 __all__ = [
@@ -33,3 +37,14 @@ __all__ = [
     "register_attention",
     "unpatch",
 ]
+
+integrations.tell()
+
+
+def __getattr__(name: str):
+    """QuantizationConfig, a subclass of transformers', which is imported when it is asked for."""
+    if name != "QuantizationConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fusedops.integrations.transformers import QuantizationConfig
+
+    return QuantizationConfig

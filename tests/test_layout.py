@@ -162,6 +162,7 @@ PYTHON = [
     {"fusedops.functional"},
     {"fusedops.nn", "fusedops.optim"},
     {"fusedops.patching"},
+    {"fusedops.integrations"},
     {"fusedops", "fusedops.testing"},
     {"fusedops.demo"},
     {"fusedops.__main__"},

@@ -123,6 +123,8 @@ def test_wrong_arguments():
         quantize(model, "int3")
     with pytest.raises(ValueError, match="group_size of int4"):
         quantize(model, "int4", group_size=48)
+    with pytest.raises(ValueError, match="input_format must be None or 'int8', got 'int4'"):
+        quantize(model, "int4", input_format="int4")
     assert type(model.wo) is nn.Linear
 
 
@@ -182,10 +184,12 @@ def test_a_tied_head_is_left_and_named():
     assert reasons(report) == {"lm_head": "its weight is tied to another module's"}
 
 
+peft = pytest.importorskip("peft")
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_lora_of_peft_trains_over_quantized_layers(format):
-    """Its own gradients come back whatever ran in between; a merge would write into codes."""
-    peft = pytest.importorskip("peft")
+    """Its own gradients come back whatever ran in between."""
     model = llama()
     quantize(model, format)
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
@@ -200,5 +204,70 @@ def test_lora_of_peft_trains_over_quantized_layers(format):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         with torch.no_grad():
             model.eval()(input_ids=IDS)
-    with pytest.raises(RuntimeError, match="weight is a view to be read"):
-        model.merge_adapter()
+
+
+def with_lora(format, dtype=torch.float32, **config):
+    model = llama().to(dtype)
+    quantize(model, format)
+    names = ["q_proj", "down_proj"]
+    config = peft.LoraConfig(target_modules=names, r=4, init_lora_weights=False, **config)
+    return peft.get_peft_model(model, config).eval()
+
+
+def codes(model):
+    found = (m for m in model.modules() if isinstance(m, QuantizedLinear))
+    return [t.clone() for m in found for t in m.quantized_weight.tensors().values()]
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("safe, dtype", [(False, torch.float32), (True, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_peft_merges_and_unmerges(format, safe, dtype, caplog):
+    model = with_lora(format, dtype)
+    before, beside = codes(model), model(input_ids=IDS).logits
+    with model.disable_adapter():
+        without = model(input_ids=IDS).logits
+    for _ in range(2):
+        caplog.clear()
+        model.merge_adapter(safe_merge=safe)
+        said = [text for text in caplog.messages if "quantized anew" in text]
+        assert len(said) == 4 and said[0].startswith("model.layers.0.self_attn.q_proj: ")
+        merged = model(input_ids=IDS).logits
+        assert (merged - beside).norm() < 0.2 * (without - beside).norm()
+        model.unmerge_adapter()
+        assert equal(codes(model), before)
+        assert torch.equal(model(input_ids=IDS).logits, beside)
+    alone = model.merge_and_unload(safe_merge=safe)
+    assert torch.equal(alone(input_ids=IDS).logits, merged)
+    assert type(alone.model.layers[0].self_attn.q_proj) is QuantizedLinear
+
+
+def test_peft_merges_two_adapters_and_takes_both_back():
+    model = with_lora("nf4")
+    before = codes(model)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.merge_adapter(["default", "other"])
+    assert not equal(codes(model), before)
+    model.unmerge_adapter()
+    assert equal(codes(model), before)
+
+
+def test_dora_merges_and_is_not_taken_back_bit_for_bit():
+    model = with_lora("int8", use_dora=True)
+    beside = model(input_ids=IDS).logits
+    model.merge_adapter()
+    assert (model(input_ids=IDS).logits - beside).norm() < 0.02 * beside.norm()
+    model.unmerge_adapter()
+    assert 0 < (model(input_ids=IDS).logits - beside).norm() < 0.02 * beside.norm()
+
+
+def test_an_adapter_is_saved_and_loaded(tmp_path):
+    model = with_lora("nf4")
+    model.save_pretrained(tmp_path)
+    base = llama()
+    quantize(base, "nf4")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)

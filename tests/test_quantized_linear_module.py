@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -134,16 +135,76 @@ def test_its_weight_is_a_view_to_be_read(kind):
     assert torch.equal(weight + 0, dense) and torch.equal(weight.T.contiguous(), dense.T)
     assert torch.equal(nn.functional.linear(x, weight), x @ dense.T)
     assert weight.float().norm() > 0 and "tensor" in repr(weight)
-    for write in (
-        lambda: weight.add_(1),
-        lambda: weight.data.zero_(),
-        lambda: weight[0].copy_(x[0]),
-    ):
-        try:
+    for write in (lambda: weight.add_(1), lambda: weight.detach().zero_()):
+        with pytest.raises(RuntimeError, match="weight is a view to be read"):
             write()
-        except RuntimeError as error:
-            assert "weight is a view to be read" in str(error)
-        assert torch.equal(module.weight + 0, dense)
+    weight[0].copy_(x[0])  # of a row of the numbers that were made
+    assert torch.equal(module.weight + 0, dense)
+
+
+@KINDS
+def test_what_is_written_to_its_data_is_quantized(kind, caplog):
+    module, linear, _ = layer(kind)
+    format, options = FORMATS[kind]
+    expected, codes = QuantizedLinear.from_linear(linear, format, **options), module.qweight
+    module.path = "model.up"
+    module.weight.data.zero_()
+    assert not module.weight.count_nonzero() and module.qweight is codes
+    module.weight.data = linear.weight
+    assert same(module, expected)
+    assert re.match(
+        f"model.up: .* anew to {format}, and off by 0.* of its size", caplog.messages[1]
+    )
+    twice = QuantizedLinear.from_linear(linear, format, **options)
+    twice.weight.data.mul_(2)
+    torch.testing.assert_close(twice.weight + 0, 2 * module.weight, rtol=0.2, atol=0.05)
+    with pytest.raises(ValueError, match=r"weight must be \[33, 70\], got \[70, 33\]"):
+        module.weight.data = linear.weight.T
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_taking_back_what_was_added_gives_the_codes_of_before(kind, dtype):
+    module = layer(kind)[0].to(dtype)
+    changes = [0.02 * torch.randn(33, 70) for _ in range(2)]
+    at_first = copy.deepcopy(module)
+    module.weight.data += changes[0]
+    after_one = copy.deepcopy(module)
+    module.weight.data = module.weight.data.clone() + changes[1].to(dtype)
+    assert not same(module, after_one) and not same(after_one, at_first)
+    for change, expected in zip(changes[::-1], (after_one, at_first), strict=True):
+        module.weight.data -= change.to(dtype)
+        assert same(module, expected)
+
+
+def test_what_cannot_be_taken_back_is_quantized_anew(caplog):
+    module, _, _ = layer("nf4")
+    change = 0.1 * torch.randn(33, 70)
+    at_first = copy.deepcopy(module)
+    module.weight.data += change
+    module.weight.data -= 0.9 * change
+    assert not same(module, at_first) and len(caplog.records) == 2
+    for forget in (
+        lambda m: m.forget(),
+        lambda m: m.load_state_dict(m.state_dict()),
+        lambda m: setattr(m, "weight", m.weight),
+    ):
+        module = copy.deepcopy(at_first)
+        module.weight.data += change
+        assert module._before
+        forget(module)
+        assert not module._before
+        module.weight.data -= change
+        assert not same(module, at_first)
+        caplog.clear()
+
+
+def test_a_weight_that_is_assigned_is_quantized():
+    module, linear, _ = layer("int4")
+    module.weight = torch.zeros(33, 70)
+    assert not module.weight.count_nonzero()
+    module.weight = linear.weight.detach()
+    assert same(module, QuantizedLinear.from_linear(linear, "int4"))
 
 
 def test_reading_what_a_weight_is_makes_no_numbers(monkeypatch):

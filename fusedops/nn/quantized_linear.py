@@ -1,6 +1,8 @@
 """QuantizedLinear: torch.nn.Linear with a weight of 4 or 8 bits."""
 
+import copy
 import json
+import logging
 import math
 from typing import Any
 
@@ -22,6 +24,8 @@ from fusedops.functional.quantized_linear import (
 
 __all__ = ["QuantizedLinear"]
 
+log = logging.getLogger(__name__)
+
 
 class QuantizedLinear(torch.nn.Linear):
     """torch.nn.Linear whose weight is codes and scales: see `fusedops.functional.quantized_linear`.
@@ -32,10 +36,16 @@ class QuantizedLinear(torch.nn.Linear):
     Moves take the codes along, casts leave them: `dtype`, the bias and what `weight` looks like
     follow. There is no gradient of the weight; the input and the bias have theirs, in train and in
     eval. The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear.
+
+    What is written to `weight.data`, as peft's merge does, is quantized anew, and the log says how
+    far the codes are from it. The codes of before stay beside the new ones: taking away from
+    `weight.data` just what was added gives them back, bit for bit. `forget()` drops them, as do
+    load_state_dict and `weight = ...`, which quantizes as well.
     """
 
     dtype: torch.dtype
     qweight: Tensor
+    path: str = ""  # in the model that it was made for
 
     def __init__(
         self,
@@ -62,8 +72,10 @@ class QuantizedLinear(torch.nn.Linear):
                 f"QuantizedLinear: activation must be one of {known}, got {activation!r}"
             )
         self.activation, self.input_format, self.compute = activation, input_format, compute
+        self._before: list[QuantizedWeight] = []  # the last is what the last write replaced
         empty = torch.empty(out_features, in_features, device="meta")
-        tensors = quantize_weight(empty, format, group_size=group_size).tensors()
+        # Shapes alone: "mse" has the same ones and takes many times as long.
+        tensors = quantize_weight(empty, format, group_size=group_size, scale="absmax").tensors()
         for name, t in tensors.items():
             self.register_buffer(name, torch.empty(t.shape, dtype=t.dtype, device=device))
         own = torch.empty(out_features, device=device, dtype=dtype)
@@ -97,7 +109,8 @@ class QuantizedLinear(torch.nn.Linear):
             input_format=input_format,
             compute=compute,
         )
-        new._set(new._quantized(linear.weight))
+        if not linear.weight.is_meta:
+            new._set(new._quantized(linear.weight))
         new.bias = linear.bias
         return new.train(linear.training)
 
@@ -125,9 +138,19 @@ class QuantizedLinear(torch.nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight [N, K] in `dtype`, to be read. Its numbers are made by what asks for them;
-        dtype, shape and device cost nothing.
+        dtype, shape and device cost nothing. Its `data` can be written to.
         """
-        return DequantizedWeight(self.quantized_weight, self.dtype)
+        return DequantizedWeight(self)
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        if not (isinstance(value, DequantizedWeight) and value._layer is self):
+            self._write(value)
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the codes that writes to `weight.data` replaced: there is no unmerge after that."""
+        self._before.clear()
 
     def explain(self, rows: int) -> str:
         """Which code runs for so many rows of input in `dtype`, and why."""
@@ -155,13 +178,62 @@ class QuantizedLinear(torch.nn.Linear):
         for name, tensor in weight.tensors().items():
             setattr(self, name, tensor)
 
+    def _numbers(self) -> Tensor:
+        """The weight in float32, or float64, before `dtype` rounds it."""
+        acc = torch.promote_types(self.dtype, torch.float32)
+        return dequantize_weight(self.quantized_weight, acc)
+
+    @torch.no_grad()
+    def _write(self, target: Tensor) -> None:
+        """The codes of another weight, in place, and a line in the log of what that costs."""
+        if target.shape != self.weight.shape:
+            wanted, got = list(self.weight.shape), list(target.shape)
+            raise ValueError(f"QuantizedLinear: weight must be {wanted}, got {got}")
+        before = self._numbers()
+        self._before = [*self._before[1 - MOST_BEFORE :], copy.deepcopy(self.quantized_weight)]
+        self._put(self._quantized(target.to(before.device)))
+        off = (self._numbers() - target).norm()
+        log.warning(
+            "%s: the weight that was written is quantized anew to %s, and off by %.2g of its size "
+            "and %.2g of what was changed",
+            self.path or repr(self),
+            self.format,
+            off / target.norm(),
+            off / (target - before).norm(),
+        )
+
+    def _put(self, weight: QuantizedWeight) -> None:
+        for name, tensor in weight.tensors().items():
+            self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def _add(self, change: Tensor, alpha: float) -> None:
+        """weight + alpha change. Where that takes back what the last write added, its codes."""
+        change = change.to(self.dtype)
+        if self._before and self._gives_these_codes(self._before[-1], -alpha * change):
+            self._put(self._before.pop())
+        else:
+            self._write(self._numbers() + alpha * change)
+
+    def _gives_these_codes(self, before: QuantizedWeight, change: Tensor) -> bool:
+        """Whether before + change is what is here. The sum is rounded to dtype or is not: peft's
+        merge adds to the weight, its safe_merge to a copy of it.
+        """
+        now = self.quantized_weight.tensors()
+        for dtype in {self.dtype, torch.promote_types(self.dtype, torch.float32)}:
+            sum = dequantize_weight(before.to(change.device), dtype) + change
+            then = self._quantized(sum).tensors()
+            if all(torch.equal(_bytes(t), _bytes(then[name])) for name, t in now.items()):
+                return True
+        return False
+
     def _apply(self, fn, recurse=True):
         """As torch's, but that codes and scales pass as bytes, which a cast of floats leaves."""
         names = ["qweight", scales_name(self.format), "zeros"]
         held: dict[str, Any] = self._buffers
         own = {name: held[name] for name in names if name in held}
         example = torch.empty(1, dtype=self.dtype, device=self.qweight.device)
-        as_bytes = {name: t.reshape(-1).view(torch.uint8) for name, t in own.items()}
+        as_bytes = {name: _bytes(t) for name, t in own.items()}
         held.update(as_bytes)
         try:
             super()._apply(fn, recurse)
@@ -185,10 +257,12 @@ class QuantizedLinear(torch.nn.Linear):
             for name in (QUANT_STATE, "quant_map"):
                 del state_dict[f"{prefix}weight.{name}"]
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.forget()
         if self.bias is not None:  # with assign=True it may be another one
             self.dtype = self.bias.dtype
 
 
+MOST_BEFORE = 8  # adapters that are merged into one layer
 QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
@@ -202,34 +276,63 @@ def _is_bitsandbytes(state_dict: dict[str, Tensor], name: str) -> bool:
 
 class DequantizedWeight(Tensor):
     """A quantized weight to who reads it: an operation on it gets the dequantized numbers, which
-    are made each time. Nothing can be written to it.
+    are made each time. Only its `data` can be written to, as a whole: that is quantized anew.
     """
 
+    _layer: QuantizedLinear
     _quantized: QuantizedWeight
+    _written: bool  # whether it is `data`
 
     @staticmethod
-    def __new__(cls, weight: QuantizedWeight, dtype: torch.dtype) -> "DequantizedWeight":
-        device = weight.qweight.device
+    def __new__(cls, layer: QuantizedLinear, written: bool = False) -> "DequantizedWeight":
+        weight = layer.quantized_weight
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        view = make(cls, weight.shape, dtype=dtype, device=device)
-        view._quantized = weight
+        view = make(cls, weight.shape, dtype=layer.dtype, device=weight.qweight.device)
+        # What others noted on the codes: transformers, that they are loaded and not to be drawn.
+        view.__dict__.update(weight.qweight.__dict__)
+        view._layer, view._quantized, view._written = layer, weight, written
         return view
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @property
+    def data(self) -> "DequantizedWeight":  # type: ignore[override]
+        return DequantizedWeight(self._layer, written=True)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not (isinstance(value, DequantizedWeight) and value._layer is self._layer):
+            self._layer._write(value)
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-        if any(isinstance({**given, **(kwargs or {})}.get(a.name), cls) for a in written):
+        kwargs = kwargs or {}
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        views = [given[name] for name in changed if isinstance(given.get(name), cls)]
+        if views:
+            return views[0]._changed(func, args, kwargs)
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0]._layer)
+        args, kwargs = tree_map_only(cls, _numbers, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _changed(self, func, args, kwargs) -> "DequantizedWeight":
+        """An operation in place, on the numbers in float32 where it is a sum."""
+        if not self._written or args[0] is not self:
             raise RuntimeError(
                 "QuantizedLinear: weight is a view to be read, its numbers are codes; "
-                "load_state_dict quantizes a float weight"
+                "load_state_dict quantizes a float weight, and so do writes to weight.data"
             )
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0]._quantized, args[0].dtype)
-        args, kwargs = tree_map_only(cls, _numbers, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        others, kwargs = tree_map_only(DequantizedWeight, _numbers, (args[1:], kwargs))
+        sign = {torch.ops.aten.add_.Tensor: 1, torch.ops.aten.sub_.Tensor: -1}.get(func)
+        if sign and not kwargs and others[0].shape == self.shape:
+            self._layer._add(others[0], sign)
+        else:
+            numbers = self._layer._numbers()
+            func(numbers, *others, **kwargs)
+            self._layer._write(numbers)
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DequantizedWeight({self._quantized.format}, {_numbers(self)})"
@@ -237,3 +340,7 @@ class DequantizedWeight(Tensor):
 
 def _numbers(view: DequantizedWeight) -> Tensor:
     return dequantize_weight(view._quantized, view.dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusedops.functional.quantized_linear import check_format
@@ -11,7 +12,7 @@ from fusedops.nn import Linear, QuantizedLinear
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import has_hooks, original_class
 
-__all__ = ["quantize"]
+__all__ = ["HEAD", "check_options", "quantize", "quantized_layer", "sites"]
 
 HEAD = "lm_head"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -43,19 +44,17 @@ def quantize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize: model must be a torch.nn.Module, got {type(model).__name__}")
-    check_format(format, 1, None if format == "fp8" else group_size, scale)
     options = {"group_size": group_size, "scale": scale}
     options |= {"input_format": input_format, "compute": compute}
-    report, left, done = PatchReport(), Left(model, skip), {}
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, nn.Linear) or isinstance(module, QuantizedLinear):
-            continue
+    check_options(format, options)
+    report, done = PatchReport(), {}
+    for path, module, reason in list(sites(model, skip)):
         was = original_class(module).__name__
-        if reason := left.why(path, module):
+        if reason:
             report.skipped.append(Site(path, "quantize", was, reason=reason))
             continue
         if module not in done:
-            done[module] = _quantized(module, format, options)
+            done[module] = quantized_layer(path, module, format, options)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, done[module])
         report.fused.append(Site(path, "quantize", was, f"QuantizedLinear, {format}"))
@@ -64,9 +63,27 @@ def quantize(
     return report
 
 
-def _quantized(module: Any, format: str, options: dict[str, Any]) -> QuantizedLinear:
+def check_options(format: str, options: dict[str, Any]) -> None:
+    """Raises ValueError where no layer could have them."""
+    size = options["group_size"]
+    check_format(format, 1, None if format == "fp8" else size, options["scale"])
+    with torch.device("meta"):
+        QuantizedLinear(64, 1, format=format, **options | {"group_size": None})(torch.empty(1, 64))
+
+
+def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Linear, str]]:
+    """The linears of a model, with the reason to leave each, empty where there is none."""
+    left = Left(model, skip)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear) and not isinstance(module, QuantizedLinear):
+            yield path, module, left.why(path, module)
+
+
+def quantized_layer(path: str, module: Any, format: str, options: dict) -> QuantizedLinear:
     activation = module.activation if original_class(module) is Linear else None
-    return QuantizedLinear.from_linear(module, format, activation=activation, **options)
+    layer = QuantizedLinear.from_linear(module, format, activation=activation, **options)
+    layer.path = path
+    return layer
 
 
 class Left:
@@ -78,6 +95,7 @@ class Left:
         for module in model.modules():
             for parameter in module._parameters.values():
                 self.holders.setdefault(id(parameter), set()).add(module)
+        self.tied = set(_tied_by_name(model))
         self.head = _head(model) if HEAD in self.skip else None
         self.float32 = {name for m in model.modules() for name in _kept_in_float32(m)}
         self.experts = set(_numbers_of_experts(model))
@@ -90,7 +108,7 @@ class Left:
             return f"skip has {named!r}"
         if original_class(module) not in (nn.Linear, Linear):
             return "its class may do more than nn.Linear"
-        if len(self.holders[id(module.weight)]) > 1:
+        if len(self.holders[id(module.weight)]) > 1 or f"{path}.weight" in self.tied:
             return "its weight is tied to another module's"
         if named := _named(path, self.float32):
             return f"the model keeps {named!r} in float32"
@@ -107,6 +125,12 @@ def _named(path: str, names: Collection[str]) -> str:
 def _head(model: Any) -> nn.Module | None:
     give = getattr(model, "get_output_embeddings", None)
     return give() if callable(give) else None
+
+
+def _tied_by_name(model: Any) -> Iterator[str]:
+    """What transformers is going to tie, which of a model that is being loaded is not tied yet."""
+    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        yield from pair
 
 
 def _kept_in_float32(module: nn.Module) -> Iterator[str]:

@@ -1,0 +1,192 @@
+"""Quantized weights in transformers' from_pretrained and save_pretrained.
+
+from_pretrained makes a model without memory, lets the quantizer change it, and goes through the
+checkpoint. A float weight becomes codes when its turn has come, so one layer's floats are there at
+a time; codes are loaded as the tensors that they are.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fusedops.functional import dequantize_weight
+from fusedops.nn import QuantizedLinear
+from fusedops.patching.quantize import HEAD, check_options, quantized_layer, sites
+
+__all__ = ["QuantizationConfig", "Quantizer"]
+
+NAME = "fusedops"
+BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.58, "nf4": 0.57}  # an element, with its scales
+INITIALIZED = "_is_hf_initialized"  # transformers marks with it what it need not draw at random
+
+
+@register_quantization_config(NAME)
+class QuantizationConfig(QuantizationConfigMixin):
+    """What from_pretrained is told to quantize a model as `fusedops.quantize` does.
+
+    The arguments are those of `fusedops.quantize`. They are in the config of the model and in what
+    save_pretrained writes. skip holds in the end what else is in floats: a head that the checkpoint
+    did not have, or had in another shape.
+    Raises ValueError for a format or option that there is not, TypeError for other arguments.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        *,
+        group_size: int | None = None,
+        scale: str | None = None,
+        skip: Any = (HEAD,),
+        input_format: str | None = None,
+        compute: str | None = None,
+        quant_method: str = NAME,
+    ) -> None:
+        if quant_method != NAME:
+            raise ValueError(
+                f"QuantizationConfig: quant_method must be {NAME!r}, got {quant_method!r}"
+            )
+        if isinstance(skip, str):
+            raise TypeError(f"QuantizationConfig: skip must be a list of names, got {skip!r}")
+        self.quant_method: Any = quant_method
+        self.format, self.group_size, self.scale = format, group_size, scale
+        self.skip, self.input_format, self.compute = list(skip), input_format, compute
+        check_options(format, self.options())
+
+    def options(self) -> dict[str, Any]:
+        """Of QuantizedLinear, but for the format."""
+        names = ("group_size", "scale", "input_format", "compute")
+        return {name: getattr(self, name) for name in names}
+
+
+@register_quantizer(NAME)
+class Quantizer(HfQuantizer):
+    """Puts QuantizedLinears into a model that is about to be loaded."""
+
+    quantization_config: QuantizationConfig
+
+    def __init__(self, quantization_config: QuantizationConfig, **kwargs) -> None:
+        # A copy: what is added to skip is of this model, and the caller may load another.
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)
+        self.layers: dict[str, QuantizedLinear] = {}  # by path, of weights that are to be quantized
+        self.left: list[str] = []  # of weights of another shape
+
+    @property
+    def quantized_element_size(self) -> float:
+        return BYTES[self.quantization_config.format]
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        path, _, name = param_name.rpartition(".")
+        return name == "weight" and path in self.layers
+
+    def get_quantize_ops(self) -> "Quantize":
+        return Quantize(self.layers, self.left)
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        config = self.quantization_config
+        made: dict[nn.Module, QuantizedLinear] = {}
+        for path, module, reason in list(sites(model, config.skip)):
+            if reason:
+                continue
+            if module not in made:
+                with torch.device("meta"):
+                    made[module] = quantized_layer(path, module, config.format, config.options())
+            self.layers[path] = made[module]
+        if self.pre_quantized:
+            for path, layer in self.layers.items():
+                _put(model, path, layer)
+            self.layers = {}
+        return model
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        config = self.quantization_config
+        config.skip += [*self.layers, *self.left]
+        self.layers, self.left = {}, []
+        for path, layer in _quantized_layers(model):
+            _check_loaded(path, layer)
+        return model
+
+    def _dequantize(self, model, dtype=None):
+        for path, layer in list(_quantized_layers(model)):
+            model.set_submodule(path, _in_floats(layer, dtype or layer.dtype))
+        return model
+
+
+class Quantize(ConversionOps):
+    """A float weight of a checkpoint as the tensors of its QuantizedLinear, which takes the place
+    of the linear.
+    """
+
+    def __init__(self, layers: dict[str, QuantizedLinear], left: list[str]) -> None:
+        self.layers, self.left = layers, left
+
+    @torch.no_grad()
+    def convert(self, input_dict, *patterns, model=None, missing_keys=None, **kwargs):
+        found: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            path = name.removesuffix(".weight")
+            layer = self.layers.get(path)
+            if layer is None or weight.shape != layer.weight.shape:
+                if layer is not None:  # transformers says so, and raises or draws another weight
+                    self.left.append(path)
+                    del self.layers[path]
+                found[name] = weight
+                continue
+            for place in [p for p, other in self.layers.items() if other is layer]:
+                _put(model, place, self.layers.pop(place))
+                missing_keys.discard(f"{place}.weight")
+            tensors = layer._quantized(weight).tensors()
+            found |= {f"{path}.{part}": tensor for part, tensor in tensors.items()}
+        return found
+
+
+def _put(model: nn.Module, path: str, layer: Any) -> None:
+    """A layer in place of the linear at a path, whose bias may have been loaded before."""
+    linear: Any = model.get_submodule(path)
+    if linear is not layer:
+        layer.bias = linear.bias
+    setattr(layer, INITIALIZED, True)  # a model would draw its weight, which are codes
+    model.set_submodule(path, layer)
+
+
+def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    found = model.named_modules(remove_duplicate=False)
+    return ((path, m) for path, m in found if isinstance(m, QuantizedLinear))
+
+
+def _check_loaded(path: str, layer: QuantizedLinear) -> None:
+    """Raises ValueError where codes are missing. A bias that is missing is of zeros."""
+    here = [(name, t) for name, t in layer.named_buffers() if not t.is_meta]  # or on a disk
+    missing = [name for name, t in here if not hasattr(t, INITIALIZED)]
+    if missing:
+        names = " and ".join(f"{path}.{name}" for name in missing)
+        raise ValueError(f"fusedops: the checkpoint's config says quantized, but has no {names}")
+    if layer.bias is not None and not hasattr(layer.bias, INITIALIZED):
+        nn.init.zeros_(layer.bias)
+
+
+def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
+    shape, device = (layer.in_features, layer.out_features), layer.qweight.device
+    linear = nn.Linear(*shape, bias=False, device="meta", dtype=dtype)
+    numbers = dequantize_weight(layer.quantized_weight, dtype).to(device)
+    linear.weight = nn.Parameter(numbers, requires_grad=False)
+    linear.bias = layer.bias
+    return linear.train(layer.training)
