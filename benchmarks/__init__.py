@@ -1,6 +1,14 @@
 """Times every family against its peers: `python -m benchmarks --help`."""
 
-FAMILIES = ("norm", "gated_activation", "linear", "rotary", "cross_entropy", "attention")
+FAMILIES = (
+    "norm",
+    "gated_activation",
+    "linear",
+    "quantized_linear",
+    "rotary",
+    "cross_entropy",
+    "attention",
+)
 
 ON_GPU = (*FAMILIES, "adamw")
 

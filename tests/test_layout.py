@@ -65,6 +65,7 @@ FAMILIES = {
         "fusedops/functional",
         "fusedops/nn",
         "tests",
+        "benchmarks",
     },
     "rotary": {
         "csrc/ops",
