@@ -17,5 +17,6 @@ OWN = {
     "adamw": "benchmarks.adamw.speed",
     "adamw-loss": "benchmarks.adamw.loss",
     "generate": "benchmarks.generate",
+    "sentences": "benchmarks.sentences",
     "step": "benchmarks.step",
 }

@@ -146,6 +146,7 @@ SHARED = {
         "record.py",
         "report.py",
         "results",
+        "sentences.py",
         "step.py",
         "suites.py",
         "timing.py",
