@@ -71,6 +71,7 @@ bench: $(BUILT)
 	$(PY) -m benchmarks norm
 	$(PY) -m benchmarks gated_activation
 	$(PY) -m benchmarks linear
+	$(PY) -m benchmarks quantized_linear
 	$(PY) -m benchmarks rotary
 	$(PY) -m benchmarks cross_entropy
 	$(PY) -m benchmarks attention

@@ -1,6 +1,14 @@
 """Times every family against its peers: `python -m benchmarks --help`."""
 
-FAMILIES = ("norm", "gated_activation", "linear", "rotary", "cross_entropy", "attention")
+FAMILIES = (
+    "norm",
+    "gated_activation",
+    "linear",
+    "quantized_linear",
+    "rotary",
+    "cross_entropy",
+    "attention",
+)
 
 ON_GPU = (*FAMILIES, "adamw")
 
@@ -9,5 +17,6 @@ OWN = {
     "adamw": "benchmarks.adamw.speed",
     "adamw-loss": "benchmarks.adamw.loss",
     "generate": "benchmarks.generate",
+    "sentences": "benchmarks.sentences",
     "step": "benchmarks.step",
 }

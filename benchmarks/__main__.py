@@ -28,7 +28,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.seconds = args.seconds or (0.2 if args.quick else 2.0)
     args.compile = args.compile and not args.quick
     args.allocator = args.allocator or (
-        "default" if args.suite in ("launch", "adamw", "adamw-loss", "generate") else "both"
+        "default"
+        if args.suite in ("launch", "adamw", "adamw-loss", "generate", "sentences")
+        else "both"
     )
     return args
 

@@ -12,7 +12,8 @@ from fusedops.measure import Ratio, spread
 
 OURS = "fusedops"
 LAUNCHES, MS, TFLOP_PER_S, BESIDE = "launches", "ms", "TFLOP/s", "bytes beside the results"
-ABSOLUTE = (LAUNCHES, MS, TFLOP_PER_S, BESIDE)
+SMALLEST_COSINE, MEAN_COSINE = "smallest cosine", "mean cosine"
+ABSOLUTE = (LAUNCHES, MS, TFLOP_PER_S, BESIDE, SMALLEST_COSINE, MEAN_COSINE)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ FAMILIES = {
         "fusedops/functional",
         "fusedops/nn",
         "tests",
+        "benchmarks",
     },
     "rotary": {
         "csrc/ops",
@@ -145,6 +146,7 @@ SHARED = {
         "record.py",
         "report.py",
         "results",
+        "sentences.py",
         "step.py",
         "suites.py",
         "timing.py",

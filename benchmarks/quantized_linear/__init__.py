@@ -1,0 +1,73 @@
+"""quantized_linear against F.linear and torch.compile, oneDNN's packed weights, and the peers.
+
+A few rows are bound by the weight's bytes, many by arithmetic: the number that matters is the
+ratio to eager of the same dtype, which many CPUs run in float32 at a fraction of what they can do;
+bfloat16 stands beside it. A shape is (rows, depth, features). Training is of x alone, as beside an
+adapter: the weight has no gradient, in eager neither.
+"""
+
+import torch
+
+from benchmarks.case import FORWARD, TRAINING, Case
+from benchmarks.must_show import Goal
+from benchmarks.quantized_linear.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.quantized_linear.operations import (
+    DYNAMIC,
+    INT4,
+    INT8,
+    KINDS,
+    NF4,
+    launch,
+    served,
+    small,
+)
+
+__all__ = ["GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
+
+F32, BF16, EAGER = torch.float32, torch.bfloat16, "eager"
+WIDE = 4096
+DIFFERENTIABLE = ("eager", "eager bfloat16", "compile(eager)", "bitsandbytes", "fusedops")
+LAUNCH = [launch()]
+
+# Kind, mode, dtype, then how many times as fast as eager at so many rows.
+ASKED = [
+    (DYNAMIC, FORWARD, F32, {1: 7.0, 16: 13.0, 256: 9.0}),
+    (INT8, FORWARD, F32, {1: 6.0, 16: 6.0}),
+    (INT8, FORWARD, BF16, {1: 4.0, 16: 1.2}),
+    (NF4, FORWARD, F32, {1: 9.0, 16: 7.0, 256: 4.0}),
+    (INT4, FORWARD, F32, {1: 9.0, 16: 7.0, 256: 4.0}),
+    (NF4, TRAINING, F32, {16: 3.0, 256: 3.5}),
+]
+SERVED = {kind: served(kind) for kind in KINDS}
+LARGE = [
+    Goal(SERVED[kind], mode, dtype, (rows, WIDE, WIDE), EAGER, {"default": ratio})
+    for kind, mode, dtype, asked in ASKED
+    for rows, ratio in asked.items()
+]
+
+# Of BERTs: depth and features of a layer's linears. In no format slower than eager.
+SMALL = {kind: small(kind) for kind in KINDS}
+BERT = [(384, 384), (384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768)]
+CHOSEN = [(1, 384, 384), (1, 3072, 768), (8, 768, 768), (32, 384, 1536), (128, 768, 3072)]
+CHOSEN += [(512, 1536, 384), (512, 384, 384)]
+MUST_SHOW = LARGE + [
+    Goal(SMALL[kind], FORWARD, F32, shape, EAGER, {"default": 1.0})
+    for kind in KINDS
+    for shape in CHOSEN
+]
+ROWS = [
+    Case(SERVED[kind], FORWARD, dtype, (rows, WIDE, WIDE))
+    for kind, mode, dtype, asked in ASKED
+    if mode == FORWARD
+    for rows in asked
+]
+ROWS += [
+    Case(SERVED[NF4], TRAINING, F32, (rows, WIDE, WIDE), only=DIFFERENTIABLE) for rows in (16, 256)
+]
+ROWS += [
+    Case(SMALL[kind], FORWARD, F32, (rows, *layer))
+    for kind in KINDS
+    for layer in BERT
+    for rows in (1, 8, 32, 128, 512)
+]
+QUICK_ROWS = [Case(SMALL[kind], FORWARD, F32, (8, 384, 384)) for kind in KINDS]

@@ -1,0 +1,31 @@
+"""The rows of a GPU, and what they must show over eager in bfloat16: weights of 8192 x 8192."""
+
+import torch
+
+from benchmarks.case import FORWARD, Case, Operation
+from benchmarks.must_show import Ask
+from benchmarks.quantized_linear.operations import DYNAMIC, INT4, INT8, NF4, served
+
+BF16, WIDE = torch.bfloat16, 8192
+CONTENDERS = ("eager", "compile(eager)", "fusedops")
+FEW = {INT8: {1: 1.75}, INT4: {1: 3.0, 16: 2.8}}
+# Weights alone are made again for each product: what that costs, once rows are many.
+MANY = {64: 0.6, 512: 0.6, 4096: 0.95}
+ASKED = [
+    *((kind, rows, ratio) for kind, asked in FEW.items() for rows, ratio in asked.items()),
+    *((kind, rows, ratio) for kind in (INT8, INT4, NF4) for rows, ratio in MANY.items()),
+    *((DYNAMIC, rows, 0.95) for rows in (1, 16, 64, 512, 4096)),
+]
+SERVED = {kind: served(kind) for kind in (INT8, DYNAMIC, INT4, NF4)}
+
+
+def row(operation: Operation, rows: int) -> Case:
+    shape = (rows, WIDE, WIDE)
+    return Case(operation, FORWARD, BF16, shape, only=CONTENDERS, clock="device")
+
+
+GPU_MUST_SHOW = [Ask(row(SERVED[kind], rows), {"eager": ratio}) for kind, rows, ratio in ASKED]
+GPU_ROWS = [
+    *(ask.case for ask in GPU_MUST_SHOW),
+    *(row(SERVED[NF4], rows) for rows in (1, 16)),
+]

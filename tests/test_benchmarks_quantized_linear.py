@@ -1,0 +1,101 @@
+"""The benchmarks of quantized_linear: weights take turns, and a wrong product is refused."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks import quantized_linear
+from benchmarks.case import FORWARD, TRAINING, Case, Contender, Skip
+from benchmarks.harness import run_case
+from benchmarks.quantized_linear import operations, peers
+from benchmarks.timing import CPU
+
+BUDGET_S = 0.05
+SHAPE = (8, 128, 64)
+
+
+@pytest.fixture(autouse=True)
+def few_copies(monkeypatch):
+    monkeypatch.setattr(operations, "ROTATED", 3 * 128 * 64 * 4)  # three of eager's weight
+
+
+def run(operation, mode=FORWARD, only=("eager", "fusedops")):
+    return run_case(Case(operation, mode, torch.float32, SHAPE, only=only), BUDGET_S, CPU)
+
+
+def test_each_call_reads_the_next_of_several_weights():
+    seen = []
+
+    def noted(x, weight, bias):
+        seen.append((x.data_ptr(), weight.data_ptr()))
+        return x @ weight.t() + bias
+
+    x, *held = operations.INT8.inputs(SHAPE, torch.float32, CPU.device)
+    contender = Contender(lambda x, weight, bias, *codes: partial(noted, x, weight, bias))
+    call = operations.rotated(contender, 32).prepare(x, *held)
+    results = [call() for _ in range(6)]
+    assert len({pointer for pointer, _ in seen}) == 1
+    weights = [pointer for _, pointer in seen]
+    assert len(set(weights)) == 3 and weights[:3] == weights[3:]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("kind", operations.KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("make", [operations.served, operations.small])
+def test_eager_and_ours_give_the_same_product(kind, make):
+    result = run(make(kind))
+    assert set(result.seconds) == {"copy", "eager", "fusedops"}
+    assert not result.refused and not result.inexact
+
+
+def test_gradient_of_the_input():
+    result = run(operations.served(operations.NF4), TRAINING)
+    assert set(result.seconds) == {"copy", "eager", "fusedops"} and not result.inexact
+
+
+@pytest.mark.parametrize("kind", operations.KINDS, ids=lambda kind: kind.name)
+def test_product_with_another_code_is_refused(kind):
+    operation, fused = operations.served(kind), operations.fused(kind)
+
+    def prepare(x, weight, bias, qweight, *scales):
+        other = qweight.clone()
+        other.view(torch.uint8).view(-1)[5] ^= 0x40
+        return fused.prepare(x, weight, bias, other, *scales)
+
+    rows = operation.contenders | {"fusedops": replace(fused, prepare=prepare)}
+    result = run(replace(operation, contenders=rows))
+    assert "norm of the error" in result.refused["fusedops"]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+def test_onednn_packs_each_copy_anew():
+    result = run(operations.served(operations.INT8), only=("eager", "oneDNN prepacked"))
+    assert "oneDNN prepacked" in result.seconds
+
+
+def test_bitsandbytes_multiplies_the_same_codes():
+    pytest.importorskip("bitsandbytes")
+    for mode in (FORWARD, TRAINING):
+        result = run(operations.served(operations.NF4), mode, only=("eager", "bitsandbytes"))
+        assert "bitsandbytes" in result.seconds
+
+
+def test_a_peer_that_is_not_installed_says_so(monkeypatch):
+    def absent(module, name):
+        raise Skip(f"{module}.{name}: no module")
+
+    monkeypatch.setattr(peers, "find", absent)
+    for kind in (operations.NF4, operations.INT8, operations.DYNAMIC):
+        operation = operations.served(kind)
+        (name,) = peers.of(kind.name)
+        result = run(operation, only=("eager", name))
+        assert "no module" in result.skipped[name]
+
+
+def test_every_goal_is_over_eager():
+    assert {goal.over for goal in quantized_linear.MUST_SHOW} == {"eager"}
+    titles = {case.title for case in quantized_linear.ROWS}
+    served = [goal.case().title for goal in quantized_linear.LARGE]
+    assert set(served) <= titles
