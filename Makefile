@@ -118,7 +118,7 @@ build/triton36/.installed: .ci/triton36.txt
 # On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
 # the first. They write into OUT, and one that fails does not keep the others from running.
 OUT ?= build/gpu
-FAMILIES ?= norm gated_activation linear rotary cross_entropy attention adamw
+FAMILIES ?= norm gated_activation linear quantized_linear rotary cross_entropy attention adamw
 FAMILY_TESTS = $(wildcard $(patsubst %,tests/test_%*.py,$(FAMILIES)))
 # Short: under compute-sanitizer a test takes many times its time. Rows of 33, 1024 and 70001.
 SANITIZED := (cuda or triton) and (test_strides and torch.float16 and misaligned or \

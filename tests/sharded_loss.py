@@ -192,3 +192,5 @@ if __name__ == "__main__":
         globals()[case](rank)
         print(case, flush=True)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
