@@ -15,7 +15,7 @@ from quantized_cases import (
 )
 
 import fusedops
-from fusedops.functional import dequantize_weight, quantized_linear
+from fusedops.functional import QuantizedWeight, dequantize_weight, quantized_linear
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import dequantize_weight_reference
 from fusedops.testing import check, device_of, gradients, placed, poisoned
@@ -121,6 +121,22 @@ def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
         args = inputs((20, 70), 33, torch.float32)
         args[0][2, 5] = bad
         compare(weight, backend, args, input_format=input_format, compute=compute)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("compute", [None, "exact"])
+def test_every_code_of_fp8(backend, rows, compute):
+    """A column for each of the 256 codes, of which two are NaN."""
+    codes = torch.zeros(256, 33, dtype=torch.uint8)
+    codes[:, 32] = torch.arange(256)
+    codes = codes.view(torch.float8_e4m3fn)
+    q = QuantizedWeight("fp8", 256, 33, 33, codes, torch.ones(256, 1)).to(device_of(backend))
+    x = torch.ones(rows, 33, device=device_of(backend))
+    with fusedops.backend(backend):
+        y = quantized_linear(x, q, compute=compute)
+    expected = codes[:, 32].float().expand(rows, -1)
+    torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -244,9 +244,10 @@ class Block {
 
 void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
   const int64_t across = blocks_of(w.n, kColumns), tasks = blocks_of(x.rows, kRows) * across;
-  const bool turns = way == Way::registers && x.operand == Operand::bfloat16;
+  const bool narrow = x.operand == Operand::bfloat16,
+             turns = way == Way::registers && narrow && w.format != WeightFormat::fp8;
   const auto turned = turns ? Turned(w, x) : Turned();
-  FewRows few{x.at(0, 0), x.ld, x.rows, turned.numbers.data(), nullptr, kColumns};
+  FewRows few{x.at(0, 0), narrow, x.ld, x.rows, turned.numbers.data(), nullptr, kColumns};
   if (turns) few.x = w.of_bytes() ? static_cast<const void*>(few.lanes) : turned.halves.data();
   const int64_t grain = kGrain / (std::min(x.rows, kRows) * kColumns * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {

@@ -99,8 +99,53 @@ void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end)
 }
 #endif
 
+#if defined(__AVX512BF16__)
+// 32 of float8_e4m3fn as bfloat16. tiny: the numbers whose exponent is 0.
+inline __m512i widen_e4m3(__m256i codes, __m512i tiny) {
+  const __m512i wide = _mm512_cvtepu8_epi16(codes);
+  const __m512i size = _mm512_and_si512(wide, _mm512_set1_epi16(127));
+  __m512i number = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+  const auto is_tiny = _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8));
+  number = _mm512_mask_permutexvar_epi16(number, is_tiny, size, tiny);
+  const auto is_nan = _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(127));
+  number = _mm512_mask_mov_epi16(number, is_nan, _mm512_set1_epi16(0x7fc0));
+  return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_xor_si512(wide, size), 8));
+}
+
+// Two sums a row: one would wait for itself.
+template <int kRows>
+void add_e4m3(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+  uint16_t tiny[32] = {};
+  for (int i = 0; i < 8; ++i) tiny[i] = std::bit_cast<uint32_t>(i * 0x1p-9f) >> 16;
+  const __m512i table = _mm512_loadu_si512(tiny);
+  const auto* const x = static_cast<const uint16_t*>(args.x);
+  for (int64_t n = begin; n < end; ++n) {
+    const uint8_t* const codes = w.at(n, 0);
+    __m512 sums[kRows][2] = {};
+    for (int64_t j = 0; j < w.k; j += 32) {
+      const __mmask32 some = w.k - j < 32 ? (1u << (w.k - j)) - 1 : ~0u;
+      const __m512i numbers = widen_e4m3(_mm256_maskz_loadu_epi8(some, codes + j), table);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i row = _mm512_loadu_si512(x + r * args.ld + j);
+        auto& sum = sums[r][j / 32 % 2];
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)numbers);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      args.sums[r * args.ld_sums + n - begin] = _mm512_reduce_add_ps(sums[r][0] + sums[r][1]);
+    }
+  }
+}
+#endif
+
 template <int kRows>
 void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+#if defined(__AVX512BF16__)
+  if (w.format == WeightFormat::fp8 && args.narrow) {
+    return add_e4m3<kRows>(w, args, begin, end);
+  }
+#endif
   switch (w.format) {
     case WeightFormat::int8: return add_bytes<kRows, int8_t>(w, args, begin, end);
     case WeightFormat::fp8: return add_bytes<kRows, uint8_t>(w, args, begin, end);

@@ -9,10 +9,12 @@ constexpr int64_t kFewRows = 4;
 constexpr int64_t kHalves = 128;     // codes of 4 bits in a register
 constexpr int64_t kCodesOfLane = 8;  // of which the products meet in a lane of 32 bits
 
-// sums [rows, ld_sums] = x w^T for rows [begin, end) of w, at most kFewRows of x. x: of codes of 8
-// bits float32 [rows, ld], and the row's scale is left out; of 4 bits as turn_halves leaves it.
+// sums [rows, ld_sums] = x w^T for rows [begin, end) of w, at most kFewRows of x. x: [rows, ld], of
+// codes of 8 bits float32 or, of fp8, bfloat16, with zeros behind its rows, and the scale is left
+// out; of 4 bits as turn_halves leaves it.
 struct FewRows {
   const void* x;
+  bool narrow;  // bfloat16
   int64_t ld, rows;
   const float* lanes;
   float* sums;
