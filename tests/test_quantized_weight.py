@@ -7,7 +7,7 @@ import pytest
 import torch
 from quantized_cases import FORMATS, quantized, random_weight
 
-from fusedops.functional import dequantize_weight, quantize_weight
+from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
 
 family = importlib.import_module("fusedops.functional.quantized_linear")
 KINDS = pytest.mark.parametrize("kind", FORMATS)
@@ -226,6 +226,7 @@ WRONG = [
     ((torch.zeros(3, 3), "int2"), {}, ValueError, "format must be one of .* got 'int2'"),
     ((torch.zeros(3, 3), "int4"), {"group_size": 48}, ValueError, "32, 64 or 128, got 48"),
     ((torch.zeros(3, 3), "int8"), {"group_size": 0}, ValueError, "1 or more, got 0"),
+    ((torch.zeros(3, 3), "int8"), {"group_size": "8"}, TypeError, "an int or None, got str"),
     ((torch.zeros(3, 3), "nf4"), {"group_size": 32}, ValueError, "None or 64, got 32"),
     ((torch.zeros(3, 3), "fp8"), {"scale": "mse"}, ValueError, "must be 'absmax', got 'mse'"),
 ]
@@ -235,3 +236,10 @@ WRONG = [
 def test_errors_say_what_was_wanted(args, options, error, message):
     with pytest.raises(error, match=message):
         quantize_weight(*args, **options)
+
+
+def test_a_plain_tensor_is_no_quantized_weight():
+    w = torch.zeros(3, 3)
+    for call in (lambda: quantized_linear(w, w), lambda: dequantize_weight(w)):
+        with pytest.raises(TypeError, match=r"qweight must be a QuantizedWeight.*got Tensor"):
+            call()

@@ -120,6 +120,7 @@ def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float
     """The weight [N, K] that the codes stand for: products in float32 (float64 for that), rounded
     once to `dtype`.
     """
+    check_quantized("dequantize_weight", qweight)
     return torch.ops.fusedops.dequantize_weight(*_operands(qweight), *_layout(qweight), dtype)
 
 
@@ -154,9 +155,10 @@ def quantized_linear(
                  0.2 % of its size, beside codes that move it by 0.8 % (int8) to 9 % (4 bits)
     float64 is computed in float64.
 
-    Raises RuntimeError when a shape, dtype or device does not go with the weight and ValueError for
-    another activation, input_format or compute.
+    Raises TypeError when qweight is no QuantizedWeight, RuntimeError when a shape, dtype or device
+    does not go with it and ValueError for another activation, input_format or compute.
     """
+    check_quantized("quantized_linear", qweight)
     return product(x, _operands(qweight), bias, _layout(qweight), activation, input_format, compute)
 
 
@@ -213,6 +215,12 @@ def _layout(q: QuantizedWeight) -> tuple[str, int, int, int]:
     return q.format, q.out_features, q.in_features, q.group_size
 
 
+def check_quantized(op: str, qweight: QuantizedWeight) -> None:
+    if not isinstance(qweight, QuantizedWeight):
+        got = type(qweight).__name__
+        raise TypeError(f"{op}: qweight must be a QuantizedWeight, of quantize_weight, got {got}")
+
+
 def check_weight(weight: Tensor) -> None:
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight)
@@ -228,6 +236,9 @@ def check_format(
         raise ValueError(f"quantize_weight: format must be one of {known}, got {format!r}")
     row = max(in_features, 1)
     own = {"int8": row, "int4": 64, "nf4": NF4_BLOCK, "fp8": row}[format]
+    if not isinstance(group_size, int | None):
+        got = type(group_size).__name__
+        raise TypeError(f"quantize_weight: group_size must be an int or None, got {got}")
     size = own if group_size is None else group_size
     fits = {"int8": size >= 1, "int4": size in INT4_GROUPS}.get(format, size == own)
     if not fits:

@@ -221,8 +221,8 @@ class QuantizedLinear(torch.nn.Linear):
         """
         now = self.quantized_weight.tensors()
         for dtype in {self.dtype, torch.promote_types(self.dtype, torch.float32)}:
-            sum = dequantize_weight(before.to(change.device), dtype) + change
-            then = self._quantized(sum).tensors()
+            merged = dequantize_weight(before.to(change.device), dtype) + change
+            then = self._quantized(merged).tensors()
             if all(torch.equal(_bytes(t), _bytes(then[name])) for name, t in now.items()):
                 return True
         return False
