@@ -20,6 +20,16 @@ TORCHS = {  # torch's own activations
     "silu": F.silu,
 }
 
+LAYOUTS = {  # of a matrix [m, n] that `make` gives
+    "transposed": lambda make, m, n: make(n, m).t(),
+    "slice of rows": lambda make, m, n: make(m, n + 7)[:, 3:-4],
+    "every second column": lambda make, m, n: make(m, 2 * n)[:, ::2],
+    "every second row": lambda make, m, n: make(2 * m, n)[::2],
+    "one row expanded": lambda make, m, n: make(1, n).expand(m, n),
+    "one column expanded": lambda make, m, n: make(m, 1).expand(m, n),
+    "misaligned": lambda make, m, n: make(m * n + 1)[1:].view(m, n),
+}
+
 
 def inputs(shape, features, dtype, bias=True):
     """input of `shape`, weight and bias of `features`: results are about as large as 1."""

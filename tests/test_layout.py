@@ -112,6 +112,7 @@ FAMILIES = {
 SHARED = {
     "csrc/ops": {"autograd.h", "bfloat16.cpp", "bfloat16.h", "checks.h", "dropout.h"},
     "csrc/cpu": {
+        "activation.h",
         "dropout.h",
         "exp.h",
         "gates.h",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import BACKENDS, CASES, FLOATS, KINDS, compare, inputs
+from linear_cases import BACKENDS, CASES, FLOATS, KINDS, LAYOUTS, compare, inputs
 
 import fusedops
 from fusedops.functional import linear
@@ -42,17 +42,6 @@ def test_no_bias(kind, backend):
 def test_long_sums_are_as_exact_as_torchs(backend, shape, features):
     """Of y, of dweight, of dinput. One chain of 4096 terms errs three times as much."""
     compare(None, backend, inputs(shape, features, torch.float32))
-
-
-LAYOUTS = {
-    "transposed": lambda make, m, n: make(n, m).t(),
-    "slice of rows": lambda make, m, n: make(m, n + 7)[:, 3:-4],
-    "every second column": lambda make, m, n: make(m, 2 * n)[:, ::2],
-    "every second row": lambda make, m, n: make(2 * m, n)[::2],
-    "one row expanded": lambda make, m, n: make(1, n).expand(m, n),
-    "one column expanded": lambda make, m, n: make(m, 1).expand(m, n),
-    "misaligned": lambda make, m, n: make(m * n + 1)[1:].view(m, n),
-}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from linear_cases import LAYOUTS
 from quantized_cases import (
     BACKENDS,
     CASES,
@@ -65,17 +66,6 @@ def test_activations_and_no_bias(kind, backend, activation, dtype):
     weight = quantized(kind, random_weight(35, 80))
     for bias in (True, False):
         compare(weight, backend, inputs((9, 80), 35, dtype, bias), activation=activation)
-
-
-LAYOUTS = {
-    "transposed": lambda make, m, n: make(n, m).t(),
-    "slice of rows": lambda make, m, n: make(m, n + 7)[:, 3:-4],
-    "every second column": lambda make, m, n: make(m, 2 * n)[:, ::2],
-    "every second row": lambda make, m, n: make(2 * m, n)[::2],
-    "one row expanded": lambda make, m, n: make(1, n).expand(m, n),
-    "one column expanded": lambda make, m, n: make(m, 1).expand(m, n),
-    "misaligned": lambda make, m, n: make(m * n + 1)[1:].view(m, n),
-}
 
 
 @pytest.mark.parametrize("kind,backend", CASES)

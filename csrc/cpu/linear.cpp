@@ -16,7 +16,7 @@
 #include <memory>
 #include <new>
 
-#include "csrc/cpu/isa/linear/activation.h"
+#include "csrc/cpu/activation.h"
 #include "csrc/cpu/isa/linear/product.h"
 #include "csrc/ops/linear/linear.h"
 
@@ -184,22 +184,6 @@ LinearForward linear_forward(const Tensor& input, const Tensor& weight, const Op
   const auto y = keep_z ? at::empty_like(z) : z;
   activated(z, activation, y);
   return {y, keep_z ? z : Tensor()};
-}
-
-// The gradient of z, contiguous where there is an activation.
-Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activation activation) {
-  if (activation == Activation::none) return as_rows(dy);
-  const int64_t n = dy.size(-1);
-  const Rows rows(dy, n);
-  const auto before = z->contiguous();
-  auto dz = at::empty({dy.numel() / n, n}, dy.options());
-  const ActivateBackwardRows args{
-      rows.data(), before.const_data_ptr(), dz.mutable_data_ptr(), n, rows.stride, dtype_of(dy),
-      activation};
-  auto* const run = activate_backward_rows_for_isa();
-  at::parallel_for(0, dz.size(0), std::max<int64_t>(1, kGrain / n),
-                   [&](int64_t begin, int64_t end) { run(args, begin, end); });
-  return dz;
 }
 
 LinearBackward linear_backward(const Tensor& dy, const OptionalTensor& input,

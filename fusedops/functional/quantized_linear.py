@@ -176,37 +176,6 @@ def product(
     return run(x, *operands, bias, *layout, *how)
 
 
-def explain(
-    layout: tuple[str, int, int, int],
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    input_format: str | None,
-    compute: str | None,
-) -> str:
-    """Which code multiplies rows [rows, K] of a dtype by a weight on a device, and why."""
-    format, n, k, _ = layout
-    what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device.type}"
-    plan = ""
-    if device.type == "cpu" and dtype != torch.float64:
-        how = input_format or "none", compute or "any"
-        plan = _C.quantized_linear_plan(*layout, rows, *how)
-    if plan:
-        return f"{what}: {plan}"
-    wide = torch.promote_types(dtype, torch.float32)
-    given = dtype if compute is None and input_format is None else wide
-    operands = torch.bfloat16 if compute == "bf16" and wide == torch.float32 else given
-    return (
-        f"{what}: ATen calls, as there is no kernel for these. Each call makes the weight in "
-        f"{_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and torch "
-        f"multiplies {_short(operands)}"
-    )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     return q.qweight, q.scales, q.zeros
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fusedops.extension import _C
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import (
     NF4_BLOCK,
     QuantizedWeight,
     check_format,
     dequantize_weight,
-    explain,
     product,
     quantize_weight,
     scales_name,
@@ -154,8 +154,21 @@ class QuantizedLinear(torch.nn.Linear):
 
     def explain(self, rows: int) -> str:
         """Which code runs for so many rows of input in `dtype`, and why."""
-        how = self.input_format, self.compute
-        return explain(self._layout(), rows, self.dtype, self.qweight.device, *how)
+        format, n, k, _ = self._layout()
+        dtype, device = self.dtype, self.qweight.device.type
+        what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device}"
+        if device == "cpu" and dtype != torch.float64:
+            how = self.input_format or "none", self.compute or "any"
+            if plan := _C.quantized_linear_plan(*self._layout(), rows, *how):
+                return f"{what}: {plan}"
+        wide = torch.promote_types(dtype, torch.float32)
+        given = dtype if self.compute is None and self.input_format is None else wide
+        operands = torch.bfloat16 if self.compute == "bf16" and wide == torch.float32 else given
+        return (
+            f"{what}: ATen calls, as there is no kernel for these. Each call makes the weight in "
+            f"{_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and torch "
+            f"multiplies {_short(operands)}"
+        )
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"
@@ -264,6 +277,10 @@ class QuantizedLinear(torch.nn.Linear):
 
 MOST_BEFORE = 8  # adapters that are merged into one layer
 QUANT_STATE = "quant_state.bitsandbytes__nf4"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_bitsandbytes(state_dict: dict[str, Tensor], name: str) -> bool:

@@ -10,11 +10,10 @@
 
 #include <vector>
 
-#include "csrc/cpu/isa/linear/activation.h"
+#include "csrc/cpu/activation.h"
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 #include "csrc/cpu/products.h"
 #include "csrc/cpu/quantized_linear/weight.h"
-#include "csrc/ops/linear/linear.h"
 
 namespace fusedops::cpu {
 namespace {
@@ -95,8 +94,8 @@ class Block {
 template <class T>
 void multiply(const Tensor& dz, const Codes& w, const Tensor& dx) {
   const Gradient<T> gradient(dz, w);
-  const int64_t rows = dz.size(0), across = (w.k + kWidth - 1) / kWidth,
-                tasks = (rows + kRows - 1) / kRows * across;
+  const int64_t rows = dz.size(0), across = at::divup(w.k, kWidth),
+                tasks = at::divup(rows, kRows) * across;
   at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
     const Products products;
     Block<T> block(w, gradient, dx);
@@ -105,24 +104,6 @@ void multiply(const Tensor& dz, const Codes& w, const Tensor& dx) {
       block.run(row, std::min(kRows, rows - row), begin, std::min(begin + kWidth, w.k));
     }
   });
-}
-
-Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activation activation) {
-  const auto rows = as_rows(dy).contiguous();
-  if (activation == Activation::none) return rows;
-  const int64_t n = rows.size(1);
-  const auto before = z->contiguous(), dz = at::empty_like(rows);
-  const ActivateBackwardRows args{rows.const_data_ptr(),
-                                  before.const_data_ptr(),
-                                  dz.mutable_data_ptr(),
-                                  n,
-                                  n,
-                                  dtype_of(dz),
-                                  activation};
-  at::parallel_for(0, dz.size(0), kGrain / n + 1, [&](int64_t begin, int64_t end) {
-    activate_backward_rows_for_isa()(args, begin, end);
-  });
-  return dz;
 }
 
 QuantizedBackward quantized_linear_backward(const Tensor& dy, const Tensor& qweight,
@@ -141,7 +122,7 @@ QuantizedBackward quantized_linear_backward(const Tensor& dy, const Tensor& qwei
                                                output_mask);
   }
   const auto& [dx, dbias] = outputs;
-  const auto dz = gradient_of_z(dy, z, activation_of(activation));
+  const auto dz = gradient_of_z(dy, z, activation_of(activation)).contiguous();
   if (dbias.defined()) dbias.copy_(dz.sum(0));
   if (!dx.defined() || dx.numel() == 0) return outputs;
   const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,

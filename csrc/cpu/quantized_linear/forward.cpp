@@ -5,7 +5,7 @@
 // few rows take the codes straight from registers. Up to kMany take them from a cache, in rows as
 // they lie: of up to kFew rows of x a row of codes goes from end to end, of more a piece of the
 // depth goes through all columns. More rows take tiles that are turned, by oneDNN. Reads the codes
-// once for each kRows rows. Sums are of pieces of the depth in one order, whatever the threads.
+// once for each kRows rows. Sums are in one order, whatever the number of threads.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -13,13 +13,12 @@
 
 #include <vector>
 
-#include "csrc/cpu/isa/linear/activation.h"
+#include "csrc/cpu/activation.h"
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 #include "csrc/cpu/isa/quantized_linear/few.h"
 #include "csrc/cpu/products.h"
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/cpu/quantized_linear/weight.h"
-#include "csrc/ops/linear/linear.h"
 
 namespace fusedops::cpu {
 namespace {
@@ -31,8 +30,6 @@ constexpr int64_t kMany = 32;        // rows from which on tiles are turned for 
 constexpr int64_t kDepth = 2048;     // bytes of a row
 constexpr int64_t kTileDepth = 256;  // numbers of a row of a tile
 constexpr int64_t kGrain = 1 << 18;  // products of a task, about
-
-int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // Where sums of products of 8 bits fit 32 bits, 255 * 127 each.
 bool multiplies_integers(const Codes& w) {
@@ -51,7 +48,7 @@ struct Input {
   Input(const Tensor& x, Operand operand, bool as_codes)
       : operand(operand),
         rows(x.size(0)),
-        ld(blocks_of(x.size(1) * size_of(operand), kLanes) * kLanes / size_of(operand)),
+        ld(padded(x.size(1) * size_of(operand), kLanes) / size_of(operand)),
         numbers(at::empty({padded(rows) * ld * size_of(operand)}, x.options().dtype(at::kByte))),
         steps(as_codes ? rows : 0),
         sums(steps.size()) {
@@ -108,15 +105,15 @@ struct Turned {
 
   Turned() = default;
   Turned(const Codes& w, const Input& x) : numbers(x.rows * x.ld) {
-    if (!w.of_bytes()) halves.resize(numbers.size());
+    if (w.of_bytes()) {
+      read_rows_for_isa()({x.at(0, 0), x.ld, Dtype::bfloat16}, x.rows, x.ld, x.rows, numbers.data(),
+                          x.ld);
+      return;
+    }
+    halves.resize(numbers.size());
     for (int64_t i = 0; i < x.rows; ++i) {
-      const auto* const row = static_cast<const uint16_t*>(x.at(i, 0));
-      if (w.of_bytes()) {
-        widen_row_for_isa()(row, x.ld, numbers.data() + i * x.ld);
-      } else {
-        turn_halves_for_isa()(row, x.ld, halves.data() + i * x.ld,
-                              numbers.data() + i * x.ld / kCodesOfLane);
-      }
+      turn_halves_for_isa()(static_cast<const uint16_t*>(x.at(i, 0)), x.ld,
+                            halves.data() + i * x.ld, numbers.data() + i * x.ld / kCodesOfLane);
     }
   }
 };
@@ -172,7 +169,7 @@ class Block {
 
   void add_pieces(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     const int64_t at_once = columns_for(rows), depth = kDepth / size_of(x_.operand),
-                  pieces = std::max<int64_t>(blocks_of(w_.k, depth), 1);
+                  pieces = std::max<int64_t>(at::divup(w_.k, depth), 1);
     // Few rows stay in a cache, and the codes of a row are read from end to end.
     const int64_t some = rows <= kFew ? at_once : columns;
     for (int64_t first = 0; first < columns; first += some) {
@@ -243,7 +240,7 @@ class Block {
 };
 
 void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
-  const int64_t across = blocks_of(w.n, kColumns), tasks = blocks_of(x.rows, kRows) * across;
+  const int64_t across = at::divup(w.n, kColumns), tasks = at::divup(x.rows, kRows) * across;
   const bool narrow = x.operand == Operand::bfloat16,
              turns = way == Way::registers && narrow && w.format != WeightFormat::fp8;
   const auto turned = turns ? Turned(w, x) : Turned();

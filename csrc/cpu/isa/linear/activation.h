@@ -1,20 +1,11 @@
 // What follows a linear layer's product, row by row. Formulas: fusedops/functional/linear.py.
 #pragma once
 
-#include <string_view>
-
 #include "csrc/cpu/isa.h"
 
 namespace fusedops::cpu {
 
 enum class Activation : uint8_t { none, relu, gelu, gelu_tanh, silu };
-
-inline Activation activation_of(std::string_view name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  return name == "silu" ? Activation::silu : Activation::none;
-}
 
 struct ActivateRows {
   const void *product, *bias;         // [rows, n]; [n] or null

@@ -169,10 +169,6 @@ void add_few_rows(const Codes& weight, const FewRows& args, int64_t begin, int64
   }
 }
 
-void widen_row(const uint16_t* x, int64_t k, float* out) {
-  for (int64_t j = 0; j < k; ++j) out[j] = std::bit_cast<float>(static_cast<uint32_t>(x[j]) << 16);
-}
-
 void turn_halves(const uint16_t* x, int64_t k, uint16_t* out, float* lanes) {
   constexpr int kPlace[4] = {1, 0, 3, 2};  // of the four codes of two bytes, by their shift
   for (int64_t i = 0; i < k; i += kHalves, x += kHalves, out += kHalves, lanes += 16) {

@@ -27,7 +27,4 @@ FUSEDOPS_ISA_FUNCTION(add_few_rows, const Codes& weight, const FewRows& args, in
 // that meet in a lane: out [k], lanes [k / kCodesOfLane]. k is a multiple of kHalves.
 FUSEDOPS_ISA_FUNCTION(turn_halves, const uint16_t* x, int64_t k, uint16_t* out, float* lanes)
 
-// A row of bfloat16 as float32.
-FUSEDOPS_ISA_FUNCTION(widen_row, const uint16_t* x, int64_t k, float* out)
-
 }  // namespace fusedops::cpu

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <limits>
 
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/exp.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
@@ -22,7 +22,6 @@ using Ints = at::vec::Vectorized<int32_t>;
 
 constexpr int kLanes = Vec::size();
 constexpr int kLargestGroup = 128;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct Block {
   alignas(64) float at[kLargestGroup][kLanes];
@@ -30,13 +29,6 @@ struct Block {
   Vec operator[](int64_t i) const { return Vec::loadu(at[i]); }
   void set(int64_t i, Vec v) { v.store(at[i]); }
 };
-
-// A product that no sum takes in.
-inline Vec rounded(Vec product) {
-  Register r = product;
-  asm("" : "+v"(r));
-  return r;
-}
 
 inline Vec finite_or_nan(Vec v) {
   return Vec::blendv(Vec(std::numeric_limits<float>::quiet_NaN()), v, v.abs() < Vec(kInfinity));
@@ -142,8 +134,8 @@ struct AsInt4 {
 template <class Format>
 Vec squared_error(const Format& format, const Block& w, int64_t size) {
   const auto square = [&](int64_t i) {
-    const Vec error = rounded(format.value(w[i])) - w[i];
-    return rounded(error * error);
+    const Vec error = as_rounded(format.value(w[i])) - w[i];
+    return as_rounded(error * error);
   };
   Block sums;
   int64_t half = size / 2;

@@ -1,0 +1,36 @@
+// The activation behind a product, for all families of linear layers.
+#pragma once
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include "csrc/cpu/isa/linear/activation.h"
+#include "csrc/ops/linear/linear.h"
+
+namespace fusedops::cpu {
+
+inline Activation activation_of(std::string_view name) {
+  if (name == "relu") return Activation::relu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  return name == "silu" ? Activation::silu : Activation::none;
+}
+
+// The gradient of z, contiguous where there is an activation.
+inline Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activation activation) {
+  if (activation == Activation::none) return as_rows(dy);
+  const int64_t n = dy.size(-1);
+  const Rows rows(dy, n);
+  const auto before = z->contiguous();
+  auto dz = at::empty({dy.numel() / n, n}, dy.options());
+  const ActivateBackwardRows args{
+      rows.data(), before.const_data_ptr(), dz.mutable_data_ptr(), n, rows.stride, dtype_of(dy),
+      activation};
+  constexpr int64_t kGrain = 32768;  // elements of a task, about
+  auto* const run = activate_backward_rows_for_isa();
+  at::parallel_for(0, dz.size(0), std::max<int64_t>(1, kGrain / n),
+                   [&](int64_t begin, int64_t end) { run(args, begin, end); });
+  return dz;
+}
+
+}  // namespace fusedops::cpu
