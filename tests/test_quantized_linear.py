@@ -22,7 +22,8 @@ from fusedops.functional.quantized_linear import dequantize_weight_reference
 from fusedops.testing import check, device_of, gradients, placed, poisoned
 
 # x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups;
-# a few rows; rows past a block, of columns past a block and of more depth than a piece.
+# a few rows; rows past a block, of columns past a block and of more depth than a piece; codes that
+# are multiplied as they lie, of more depth than a piece.
 SHAPES = [
     ((1, 1), 1),
     ((7, 33), 15),
@@ -37,6 +38,7 @@ SHAPES = [
     ((2, 2200), 9),
     ((17, 2200), 135),
     ((259, 1099), 135),
+    ((5, 2112), 12),
 ]
 
 
