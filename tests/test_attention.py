@@ -210,6 +210,22 @@ def test_empty(backend, shape):
 
 
 @ON
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_window_as_wide_as_numbers_go_is_open(backend, queries):
+    """No place in it overflows."""
+    qkv = heads(1, 4, 2, queries, 37, 16, dtype=torch.float32)
+    widest = 2**63 - 1
+    for window, same in (
+        ((widest, widest), (-1, -1)),
+        ((widest, 0), (-1, 0)),
+        ((2**31 - 1, 3), (-1, 3)),
+    ):
+        with fusedops.backend(backend), poisoned():
+            found, expected = (attention(*qkv, window=w) for w in (window, same))
+        assert torch.equal(found, expected)
+
+
+@ON
 @TILES
 @pytest.mark.parametrize("queries", [2, 40])
 def test_strides(backend, dtype, products, queries):
