@@ -45,6 +45,7 @@ class Operation:
     bytes_moved: Callable[..., int]  # (mode, *inputs) -> the fewest bytes that the work can move
     contenders: dict[str, Contender]
     flops: Callable[..., int] | None = None  # (mode, *inputs) -> of work that arithmetic bounds
+    rows: Callable[[Tensor], Tensor] = torch.Tensor.detach  # a result in the yardstick's rows
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _measure(result: Result, budget_s: float, machine: Machine, copy: bool) -> N
     result.bytes_moved = case.operation.bytes_moved(case.mode, *inputs)
     if case.operation.flops is not None:
         result.flops = case.operation.flops(case.mode, *inputs)
-    answers = Answers(case.operation.reference, case.mode, inputs)
+    answers = Answers(case.operation.reference, case.mode, inputs, rows=case.operation.rows)
     others = _others(case, answers) if case.clock == "device" else None
     if copy:
         copies = [copy_of(result.bytes_moved, machine.device) for _ in range(2 if others else 1)]
