@@ -48,7 +48,7 @@ def test_a_float32_loss_of_16_bits(backend, dtype, reduction):
 
 
 @ON
-@pytest.mark.parametrize("offset", [300.0, -1000.0])
+@pytest.mark.parametrize("offset", [300.0, -1000.0, 1e5])
 def test_logits_far_from_zero(backend, offset):
     for options in ("mean", "smoothed", "none"):
         args = logits(12, 1500, offset=offset), targets(12, 1500)

@@ -248,10 +248,12 @@ STRIPES = {
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize("options", STRIPES)
-def test_stripes_of_classes(dtype, options, small_tiles):
-    """Forward and backward over three stripes, one of them ragged, with targets in each."""
+@pytest.mark.parametrize("last", [40, -40])
+def test_stripes_of_classes(dtype, options, last, small_tiles):
+    """Forward and backward over three stripes, one of them ragged, with targets in each. Each has
+    larger logits than the one before, or smaller ones."""
     x, w, b = head(6, 20, 40, dtype)
-    b = b + torch.linspace(0, 40, 40).to(dtype)  # each stripe has larger logits
+    b = b + torch.linspace(0, last, 40).to(dtype)
     target = torch.tensor([3, 15, 16, -100, 31, 39])
     how = STRIPES[options] | {"weight": class_weight(40) if options == "all" else None}
 
