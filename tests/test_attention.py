@@ -302,6 +302,19 @@ def test_the_same_bits_each_time(backend):
 
 
 @ON
+def test_sinks_without_lse(backend):
+    """Their gradient is that of an lse without one."""
+    q, k, v, sinks = on(backend, *heads(2, 4, 2, 20, 30, 16), drawn(8, 4))
+    sinks.requires_grad_()
+    with fusedops.backend(backend):
+        out = attention(q, k, v, sinks=sinks)
+        (found,) = torch.autograd.grad(out.sum(), sinks)
+        out, lse = attention(q, k, v, sinks=sinks, return_lse=True)
+        (expected,) = torch.autograd.grad(out.sum() + 0 * lse.sum(), sinks)
+    assert torch.equal(found, expected)
+
+
+@ON
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("queries,keys", [(1, 30), (20, 30), (30, 20)])
 def test_as_torchs(backend, causal, queries, keys):

@@ -94,13 +94,16 @@ def test_every_target_is_ignored(backend, options):
 
 
 @ON
-def test_targets_that_weigh_nothing(backend):
-    """Loss and gradient are NaN, as torch's."""
-    x, target, weight = placed((logits(6, 40), targets(6, 40), torch.zeros(40)), device_of(backend))
-    for run in (cross_entropy, cross_entropy_reference):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_targets_that_weigh_nothing(backend, smoothing):
+    """Loss and gradient are NaN, as torch's, also where classes that are no target weigh."""
+    target = targets(6, 39)
+    args = logits(6, 40), target, (torch.arange(40) == 39).float() * smoothing
+    x, target, weight = placed(args, device_of(backend))
+    for run in (F.cross_entropy, cross_entropy, cross_entropy_reference):
         leaf = x.clone().requires_grad_()
         with fusedops.backend(backend):
-            loss = run(leaf, target, weight)
+            loss = run(leaf, target, weight, label_smoothing=smoothing)
             (grad,) = torch.autograd.grad(loss, leaf)
         assert loss.isnan() and grad[target != -100].isnan().all()
 

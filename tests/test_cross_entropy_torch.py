@@ -366,6 +366,22 @@ def test_opcheck_kernels(reduction, dtype):
         )
 
 
+def test_kernel_operators_take_float64():
+    """No public operator gives them any."""
+    operators, target = torch.ops.fusedops, targets(6, 9)
+    how = -100, 1, [0.0, 0.0, 1.0, 0.0], F64
+    z = logits(6, 9, F64)
+    loss, lse, total, _ = operators.cross_entropy_forward(z, target, None, *how, False)
+    torch.testing.assert_close(loss, F.cross_entropy(z, target))
+    grad = operators.cross_entropy_backward(loss, z, target, None, lse, total, *how[:3])
+    x, w, b = head(6, 5, 9, F64)
+    loss, *_ = operators.linear_cross_entropy_forward(x, w, target, b, None, *how, [False] * 3)
+    torch.testing.assert_close(loss, F.cross_entropy(x @ w.T + b, target))
+    z.requires_grad_()
+    loss = F.cross_entropy(z, target)
+    torch.testing.assert_close(grad, torch.autograd.grad(loss, z, loss.detach())[0])
+
+
 def test_kernels_refuse_to_be_differentiated():
     z = logits(6, 9).requires_grad_()
     loss, *_ = torch.ops.fusedops.cross_entropy_forward(
