@@ -217,7 +217,8 @@ def _target_logit(x, bias, t, n):
 
 @triton.jit
 def _per_row(g, total, MEAN: tl.constexpr):
-    """The gradient of a row's loss, from that of the loss."""
+    """The gradient of a row's loss, from that of the loss. A mean of rows that weigh 0 has none."""
     if MEAN:
-        g /= tl.load(total)
+        of_all = tl.load(total)
+        g = tl.where(of_all == 0, float("nan"), g / of_all)
     return g
