@@ -196,7 +196,7 @@ class Swapped(Layer):
 class InSameStatement(Layer):
     def forward(self, x):
         h = x + x
-        return self.act(h) + self.norm(h)
+        return self.act(h) * self.norm(h)
 
 
 BETWEEN = {

@@ -44,8 +44,9 @@ def patch(
     Parameters stay the same objects under the same names; other instances of the same classes are
     untouched. `unpatch(model)` takes everything back. Patching twice is patching once.
 
-    norm: modules that compute layer_norm or rms_norm. residual: a sum and the norm of it in one
-    forward, where norm has fused the norm. mlp: an activation of one tensor times another, in one
+    norm: modules that compute layer_norm or rms_norm. residual: a sum and the norm of it, where
+    norm has fused the norm: in one forward, or the sum that a layer returns and the norm of it in
+    another module, which the first forward shows. mlp: an activation of one tensor times another, in one
     pass; the linears around it are called as the modules that they are. linear: linears, with the
     activation that follows in the same forward, where that is faster on this machine. rotary: calls
     of a function of q, k, cos and sin, whose name has "rotary" in it, which has no branches and was

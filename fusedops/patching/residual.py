@@ -6,24 +6,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusedops.patching.ahead import sum_and_norm_ahead
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.norm import recipe_of, row_major
 from fusedops.patching.report import Site
-from fusedops.patching.rewrite import HELPER, Found, rewrite
+from fusedops.patching.rewrite import HELPER, LEAVING, Found, rewrite
 from fusedops.patching.swap import has_hooks, original_class
 
 __all__ = ["RESIDUAL", "add_norm"]
 
-LEAVES = "residual: `{1}` leaves {0}.forward, another module norms it: not in this version"
+LEAVES = "leaves the layer: with the first norm of it, once a forward has shown that"
+IN_PLACE = "residual: `{1}` leaves {0}.forward and is made in place: left"
 WITHOUT = "residual: no sum of its own was recognised in {}.forward"
 
 
 def sites(path: str, module: nn.Module, found: list[Found]) -> tuple[list[Site], list[str]]:
-    """The sums that are normed, and a note for each of those that leave the forward."""
+    """The sums that are normed or leave the forward, and notes of what is no site."""
     name = original_class(module).__name__
-    notes = [LEAVES.format(name, sum_.sum) for sum_ in found if not sum_.norm]
+    notes = [IN_PLACE.format(name, sum_.sum) for sum_ in found if sum_.in_place]
     notes += [] if found else [WITHOUT.format(name)]
-    return [_site(path, module, sum_) for sum_ in found if sum_.norm], notes
+    return [_site(path, module, sum_) for sum_ in found if not sum_.in_place], notes
 
 
 def unread(path: str, module: nn.Module, reason: str) -> Site:
@@ -31,6 +33,9 @@ def unread(path: str, module: nn.Module, reason: str) -> Site:
 
 
 def _site(path: str, module: nn.Module, found: Found) -> Site:
+    if not found.norm:
+        left = _own_forward(module) or _without_norms(module)
+        return Site(path, "residual", found.sum, "" if left else "add_norm", left or LEAVES)
     where = f"{path}.{found.norm}" if path else found.norm
     if reason := found.reason or _obstacle(module, found.norm):
         return Site(where, "residual", found.sum, reason=reason)
@@ -41,13 +46,33 @@ def _site(path: str, module: nn.Module, found: Found) -> Site:
 
 def _obstacle(module: nn.Module, name: str) -> str:
     """What keeps a sum from being fused into the norm that follows, empty for nothing."""
-    if "forward" in vars(module):
-        return "the instance carries its own forward"
+    if reason := _own_forward(module):
+        return reason
     norm = getattr(module, name)
     recipe = recipe_of(norm)
     if recipe is None:
         return f"its norm ({type(norm).__name__}) is not fused"
     return "" if recipe.adds else "fused sums are normed over the last dimension only"
+
+
+def _own_forward(module: nn.Module) -> str:
+    return "the instance carries its own forward" if "forward" in vars(module) else ""
+
+
+def _without_norms(module: nn.Module) -> str:
+    fused = any(recipe_of(m) is not None for m in module.modules())
+    return "" if fused else "no norm of the layer is fused"
+
+
+def layer_sum(layer: nn.Module, left: Any, right: Any) -> Any:
+    """What a rewritten forward calls for a sum that it returns."""
+    if "residual" not in lines_of(layer):
+        return left + right
+    return sum_and_norm_ahead(layer, left, right, _fused_ahead)
+
+
+def _fused_ahead(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
+    return _fused_sum(norm, x, residual, 0.0) if _fusable(norm, x, residual) else None
 
 
 def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
@@ -119,4 +144,5 @@ def _mixed(x: Tensor, residual: Tensor) -> bool:
     return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
 
 
-RESIDUAL = Kind("residual", 0, "norm", rewrite, {HELPER: layer_add_norm}, sites, unread)
+HELPERS = {HELPER: layer_add_norm, LEAVING: layer_sum}
+RESIDUAL = Kind("residual", 0, "norm", rewrite, HELPERS, sites, unread)

@@ -8,6 +8,11 @@
 
     self.norm(a + b)                        _fusedops_add_norm(self, self.norm, a, b)[0]
 
+A sum that leaves the forward may be normed by another module:
+
+    hidden = residual + hidden              hidden = _fusedops_sum(self, residual, hidden)
+    return hidden                           return hidden
+
 Each runs what the lines run in the order that they do: the norm moves past nothing that could
 change it. With `norm=` it is looked up after the terms are made.
 
@@ -25,9 +30,9 @@ from typing import Any
 from fusedops.patching import flow
 from fusedops.patching.read import Names, Reader, place
 
-__all__ = ["HELPER", "Found", "rewrite"]
+__all__ = ["HELPER", "LEAVING", "Found", "rewrite"]
 
-HELPER = "_fusedops_add_norm"
+HELPER, LEAVING = "_fusedops_add_norm", "_fusedops_sum"
 UNREAD = "the sum or the call of its norm has a form that is not read"
 IN_PLACE = "the sum is made in place"
 JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
@@ -37,7 +42,7 @@ JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
 class Found:
     """A sum: its source, the norm that follows, and why it is not fused (if it is not).
 
-    norm: empty when the sum leaves the forward.
+    norm: empty when the sum leaves the forward. in_place: such a sum that is made in place.
     """
 
     line: int
@@ -45,6 +50,7 @@ class Found:
     norm: str = ""
     dropout: bool = False
     reason: str = ""
+    in_place: bool = False
 
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Found]:
@@ -85,7 +91,7 @@ class _Rewriter:
             if named := flow.sum_of(block[at]):
                 block = self._spread(block, at, *named) or self._fuse_named(block, at, *named)
             block[at] = self._fuse_inline(block, at)
-            self._unfusable(block[at])
+            block[at] = self._left(block[at])
             at += 1
         for statement in block:
             self._inner_blocks(statement)
@@ -105,7 +111,8 @@ class _Rewriter:
     def _fuse_named(self, block: list, at: int, h: str, add: ast.BinOp) -> list[ast.stmt]:
         end, call = self._follow(block, at, h)
         if call is None:
-            self._miss(block[at], h, add, block[end] if end else None)
+            if self._miss(block[at], h, add, block[end] if end else None):
+                block[at] = self._leave(block[at], add)
             return block
         y = f"_fusedops_y{len(self.found)}"
         fused = self._call(call, add, block, at)
@@ -224,8 +231,8 @@ class _Rewriter:
 
     # sums that stay
 
-    def _miss(self, statement: ast.stmt, h: str, add: ast.expr, user: ast.stmt | None) -> None:
-        """Notes a sum that is not fused, where a norm of it or the caller gets it."""
+    def _miss(self, statement: ast.stmt, h: str, add: ast.expr, user: ast.stmt | None) -> bool:
+        """Notes a sum that no norm here takes with it. Whether it leaves the forward."""
         line = statement.lineno
         norm = self.read.norm_after(line, h)
         if norm and user and line in self.stuck:
@@ -239,21 +246,29 @@ class _Rewriter:
         elif self.read.leaves(line, h):
             reason = ""
         else:
-            return
+            return False
         self.found.append(Found(line, self.read.source(add), norm, reason=reason))
+        return not norm
 
-    def _unfusable(self, statement: ast.stmt) -> None:
+    def _leave(self, statement: ast.stmt, add: Any) -> ast.stmt:
+        call = self.read.helper(LEAVING, [add.left, add.right])
+        return flow.replaced(statement, add, call)
+
+    def _left(self, statement: ast.stmt) -> ast.stmt:
+        """`return a + b`, and sums that are made in place."""
         match statement:
             case ast.Return(value=ast.BinOp() as add) if flow.is_sum(add) and self.read.norm_after(
                 0
             ):
                 self.found.append(Found(add.lineno, self.read.source(add)))
+                return self._leave(statement, add)
             case ast.AugAssign(target=ast.Name(id=h), op=ast.Add()):
                 norm = self.read.norm_after(statement.lineno, h)
                 reason = IN_PLACE if norm else ""
                 if norm or self.read.leaves(statement.lineno, h):
-                    source = self.read.source(statement)
-                    self.found.append(Found(statement.lineno, source, norm, reason=reason))
+                    line, source = statement.lineno, self.read.source(statement)
+                    self.found.append(Found(line, source, norm, False, reason, not norm))
+        return statement
 
 
 def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:
