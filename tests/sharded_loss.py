@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fusedops.patching import patch
+
 RANKS = 2
 
 
@@ -101,6 +103,27 @@ def fsdp_then_patch(rank):
     loss.backward()
     assert not made(outputs)
     check(model, rank)
+
+
+def everything(rank):
+    """All kinds of site, before and after the wrapper, with the norms that a step shows."""
+
+    def ours():
+        model = build()
+        patch(model)
+        return model
+
+    def after(wrapped):
+        patch(wrapped)
+        return wrapped
+
+    makes = lambda: DistributedDataParallel(ours()), lambda: after(DistributedDataParallel(build()))
+    for make in (*makes, lambda: shard(ours()), lambda: after(shard(build()))):
+        model = make()
+        for _ in range(3):
+            model.zero_grad()
+            step(model, rank)[1].backward()
+        check(model, rank)
 
 
 def fsdp_in_bfloat16(rank):

@@ -286,6 +286,10 @@ def test_two_ranks_ddp(tmp_path):
     ranks(["ddp", "collectives"], tmp_path)
 
 
+def test_two_ranks_with_every_kind_of_site(tmp_path):
+    ranks(["everything"], tmp_path)
+
+
 def test_two_ranks_fsdp2(tmp_path):
     cases = ["fsdp", "fsdp_tied", "fsdp_then_patch", "fsdp_in_bfloat16", "fsdp_eval", "stepped"]
     ranks(cases, tmp_path)

@@ -6,7 +6,7 @@ import sys
 import warnings
 
 # A module of another package, and ours that is run as soon as that one is there.
-TELLS = {"transformers.quantizers.auto": "fusedops.integrations.transformers"}
+TELLS = {"transformers.quantizers.auto": "fusedops.integrations.transformers.quantization"}
 
 
 class Teller(importlib.abc.MetaPathFinder, importlib.abc.Loader):

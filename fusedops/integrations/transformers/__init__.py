@@ -1,0 +1,25 @@
+"""What transformers has of this package: quantized weights, and a callback for its Trainer.
+
+Each is imported when it is asked for: the Trainer's modules take seconds.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusedops.integrations.transformers.quantization import QuantizationConfig, Quantizer
+    from fusedops.integrations.transformers.trainer import FusedOpsCallback
+
+__all__ = ["FusedOpsCallback", "QuantizationConfig", "Quantizer"]
+
+MODULES = {
+    "FusedOpsCallback": "trainer",
+    "QuantizationConfig": "quantization",
+    "Quantizer": "quantization",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
