@@ -287,6 +287,7 @@ def test_large_scores(backend):
     q, k, v = heads(1, 2, 1, 20, 300, 16)
     compare((q * 40, k * 5, v), backend)
     compare((q[:, :, :2] * 40, k * 5, v), backend)
+    compare((-q.abs(), k.abs() + 40, v), backend)  # none above -300
 
 
 @ON
