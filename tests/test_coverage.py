@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from fusedops.patching import linear
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 # Layouts that differ: pre-norm, post-norm, sandwich, parallel, experts, latent and linear
 # attention, state spaces, own norms, encoders, both, towers.
@@ -94,7 +97,7 @@ def test_a_process_that_ends_or_hangs_is_a_verdict():
     assert (row["verdict"], row["why"]) == ("timeout", "more than 0.5 seconds")
 
 
-def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys):
+def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     file, page = tmp_path / "rows.json", tmp_path / "page.md"
     how = {"kinds": ["causal"], "json": file, "markdown": page}
     assert coverage.run(["gpt2"], **how)
@@ -104,6 +107,9 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys):
     assert "2 of 2  causal opt" in told[2] and told[3].startswith("causal: 2 families: 2 right")
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["gpt2", "opt"]
     assert "| gpt2 | right | 5/5 | 4/4 | 2/2 |" in page.read_text()
+    monkeypatch.setattr(sweep, "versions", lambda: {"transformers": "another"})
+    assert coverage.run(["opt"], **how)
+    assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["opt"]
     with pytest.raises(ValueError, match="no causal family gpt-0"):
         coverage.run(["gpt-0"], **how)
 
@@ -115,7 +121,14 @@ def test_a_table_says_what_is_wrong():
         {"kind": "causal", "family": "b", "verdict": "not built", "why": "no a|b"},
     ]
     assert not table.all_right(rows)
-    page = table.markdown(rows)
+    page = table.markdown(rows, {"torch": "2"})
     assert "| a | wrong: loss: off | 1/2 |  |  |  |  |  |  | norm: its own |" in page
     assert "- b: no a|b" in page
     assert table.summary(rows).startswith("causal: 2 families: 1 wrong, 1 not built; fused")
+
+
+def test_the_page_is_that_of_the_rows():
+    held = json.loads((DOCS / "coverage.json").read_text())
+    page = table.markdown(held["rows"], held["versions"])
+    assert (DOCS / "coverage.md").read_text() == page
+    assert table.all_right(held["rows"])

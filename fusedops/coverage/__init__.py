@@ -35,9 +35,8 @@ def run(
     pairs = sweep.wanted(names, kinds)
     file = None if json is None else Path(json)
     rows = sweep.sweep(pairs, file, seconds, again, _tell)
-    text = table.markdown(list(rows.values()))
     if markdown is not None:
-        Path(markdown).write_text(text)
+        Path(markdown).write_text(table.markdown(list(rows.values()), sweep.versions()))
     mine = [row for row in rows.values() if (row["kind"], row["family"]) in set(pairs)]
     print(table.summary(mine))
     return table.all_right(mine)

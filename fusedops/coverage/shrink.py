@@ -66,6 +66,7 @@ OPEN |= {
     "num_experts": 4,
     "vocab_size": VOCABULARY,
 }
+LEFT: Any = object()
 USUAL_IDS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
 
 
@@ -117,40 +118,49 @@ def tiny(cls: type[Any], way: Way, **more: Any) -> Any:
 
 
 def _small(config: Any, way: Way, ids: dict[str, int], more: dict[str, Any]) -> Any:
-    """Attributes that the constructor derives from others are left to it."""
-    sizes: dict[str, Any] = {}
     layers = _layers(config, way)
+    sizes: dict[str, Any] = {}
     for name, default in _fields(config):
         value = vars(config).get(name)
-        if re.fullmatch(KEY_HEADS, name) and value == vars(config).get("num_attention_heads"):
-            sizes[name] = value and min(value, HEADS)
-        elif name in more:
+        if name in more:
             sizes[name] = more[name]
         elif _is_config(value):
             sizes[name] = _small(value, way, ids, {})
         elif isinstance(value, list | tuple) and value and all(map(_is_config, value)):
-            sizes[name] = [_small(v, way, ids, {}) for v in value]
+            sizes[name] = [_small(part, way, ids, {}) for part in value]
         elif IDS.fullmatch(name):
-            sizes[name] = _id(name, value, ids)
-        elif isinstance(value, dict) and value and "rope" in name:
-            sectioned = "mrope_section" in type(config).ignore_keys_at_rope_validation
-            sizes[name] = _small_rope({"mrope_section": [2, 3, 3], **value} if sectioned else value)
-        elif name == "window_size" and "spatial_merge_size" in vars(config):
-            sizes[name] = value  # of pixels
-        elif _is_kinds(value) and len(value) > layers and (way.types or default is not None):
-            sizes[name] = value[:layers]
-        elif isinstance(value, list) and value and way.types and default is None:
-            sizes[name] = _number(name, value, way, layers)
-        elif value is None and way.fills and name == "layer_types":
-            sizes[name] = ["full_attention"] * min(layers, LAYERS)
-        elif default is not None:
-            same = type(value) is type(default)
-            sizes[name] = _number(name, value if same else default, way, layers)
-        elif value is None and way.fills and name in OPEN:
-            sizes[name] = OPEN[name]
+            sizes[name] = default if value is None else _id(name, value, ids)
+        else:
+            sizes[name] = _size(config, name, value, default, way, layers)
     if way.deep and getattr(config, "out_indices", None):  # of a backbone: no field of the class
         sizes["out_indices"] = list(config.out_indices)
-    return type(config)(**sizes)
+    return type(config)(**{name: size for name, size in sizes.items() if size is not LEFT})
+
+
+def _size(config: Any, name: str, value: Any, default: Any, way: Way, layers: int) -> Any:
+    """What becomes of an attribute. LEFT where the constructor derives it from others."""
+    known = vars(config)
+    if re.fullmatch(KEY_HEADS, name) and value == known.get("num_attention_heads"):
+        return value and min(value, HEADS)  # as many keys as queries stay as many
+    if isinstance(value, dict) and value and "rope" in name:
+        sectioned = "mrope_section" in type(config).ignore_keys_at_rope_validation
+        return _small_rope({"mrope_section": [2, 3, 3], **value} if sectioned else value)
+    if name == "window_size" and "spatial_merge_size" in known:
+        return value  # of pixels
+    if _is_kinds(value) and len(value) > layers:
+        return value[:layers] if way.types or default is not None else LEFT
+    if default is not None:
+        return _number(name, value if type(value) is type(default) else default, way, layers)
+    if way.types and isinstance(value, list) and value:
+        return _number(name, value, way, layers)
+    return _open(name, layers) if way.fills and value is None else LEFT
+
+
+def _open(name: str, layers: int) -> Any:
+    """A size for what the defaults leave open."""
+    if name == "layer_types":
+        return ["full_attention"] * min(layers, LAYERS)
+    return OPEN.get(name, LEFT)
 
 
 def _number(name: str, value: Any, way: Way, layers: int) -> Any:

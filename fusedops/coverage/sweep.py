@@ -14,7 +14,7 @@ from typing import Any
 from fusedops.coverage.families import KINDS, families
 from fusedops.coverage.judge import Row, judge
 
-__all__ = ["DIED", "TOO_LONG", "alone", "key", "sweep", "wanted"]
+__all__ = ["DIED", "TOO_LONG", "alone", "key", "sweep", "versions", "wanted"]
 
 DIED, TOO_LONG = "died", "timeout"
 # What a family's process finds imported.
@@ -90,20 +90,25 @@ def _work(to: Connection, kind: str, family: str) -> None:
 
 
 def _read(file: Path | None) -> Rows:
-    if file is None or not file.exists():
-        return {}
-    return {key(row["kind"], row["family"]): row for row in json.loads(file.read_text())["rows"]}
+    """The rows that the file has of these versions: others say nothing."""
+    held = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    rows = held["rows"] if held.get("versions") == versions() else []
+    return {key(row["kind"], row["family"]): row for row in rows}
 
 
 def _write(file: Path | None, rows: Rows) -> None:
     """A row a line: what changed between two sweeps is what differs."""
     if file is None:
         return
+    lines = ",\n".join(json.dumps(rows[name], sort_keys=True) for name in sorted(rows))
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(f'{{"versions": {json.dumps(versions())},\n"rows": [\n{lines}\n]}}\n')
+    new.replace(file)
+
+
+def versions() -> dict[str, str]:
+    """Of what a row is about."""
     import torch
     import transformers
 
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    lines = ",\n".join(json.dumps(rows[name], sort_keys=True) for name in sorted(rows))
-    new = file.with_name(f"{file.name}.new")
-    new.write_text(f'{{"versions": {json.dumps(versions)},\n"rows": [\n{lines}\n]}}\n')
-    new.replace(file)
+    return {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,7 +1,7 @@
 """The rows of a sweep as text: a line, a summary, and a Markdown page."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fusedops.coverage.families import KINDS
 from fusedops.coverage.judge import RIGHT, UNBUILT, UNRUN, Row
@@ -45,21 +45,30 @@ def _families_with(rows: Iterable[Row], site: str) -> str:
 HEAD = """\
 # Families of transformers
 
-Written by `python -m fusedops coverage`: a tiny model with random weights of every family, built
-from the config class's defaults made small, run in float32, patched with all that `patch` has, and
-unpatched. "right" says that every output, the loss, the logits of generated tokens and all
-gradients are as near to a float64 run as rounding allows (what `patch(verify=...)` asks), and that
-after unpatch every bit, class and name is what it was. Numbers are sites fused of sites found. The
-kernels that small sizes do not pay for are switched on. "not built" and "not run" are families of
-which transformers makes no model from these sizes, or none that takes our inputs.
+`make coverage` writes this file: a tiny model with random weights of every family, from the
+defaults of its config class made small, run in float32, patched with all that `patch` has, and
+unpatched. A family is right when every output, the loss, the logits of generated tokens and all
+gradients are as near to a float64 run as rounding allows, which is what `patch(verify=...)` asks,
+and when after `unpatch` every bit, class and name is what it was. Kernels that so small sizes do
+not pay for are switched on.
+
+In the first table a site's column says in how many families it is fused, of those that have it; in
+the others, how many sites of how many. Families that are not built are those of which transformers
+makes no model from our sizes, or asks for a package that is not there; those that are not run take
+none of our inputs, or fail without a patch as well. Norms that are left are batch norms, gated ones
+and others that are neither `layer_norm` nor `rms_norm`.
 """
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The page: a summary, and for each kind a table of its families."""
+def markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
+    """The page: a summary, and for each kind a table of its families.
+
+    versions: of torch and transformers, by name.
+    """
     parts = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     parts = {kind: part for kind, part in parts.items() if part}
-    text = [HEAD, _summary_table(parts)]
+    told = " and ".join(f"{name} {version}" for name, version in versions.items())
+    text = [HEAD, f"Of {told}.\n", _summary_table(parts)]
     for kind, part in parts.items():
         text += [f"\n## {kind}\n", _table(sorted(part, key=lambda row: row["family"]))]
         text += _absent(part)
