@@ -27,6 +27,7 @@ UNBUILT, UNRUN = "not built", "not run"
 MOST_PARAMETERS = 30_000_000
 NOISE = 0.1
 NEW_TOKENS = 4
+HOPELESS = "required positional argument"  # of no other size of the model either
 WITH_LABELS = "causal", "masked", "seq2seq", "audio", "multimodal"
 
 Row = dict[str, Any]
@@ -96,10 +97,14 @@ def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Way] | Ro
         except ANY as error:
             reasons.append((UNBUILT, _said(error)))
             continue
+        tried = []
         for batch in batches(model, labelled=kind in WITH_LABELS):
             if not (why := _runs(model, batch)):
                 return model, batch, way
-            reasons.append((UNRUN, why))
+            tried.append(why)
+        reasons += [(UNRUN, why) for why in tried]
+        if all(HOPELESS in why for why in tried):
+            break
     verdict = UNBUILT if all(stage == UNBUILT for stage, _ in reasons) else UNRUN
     return {"verdict": verdict, "why": next(why for stage, why in reasons if stage == verdict)}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = ["Seen", "media", "unseen"]
 
 SIDE, PATCH, FRAMES, SAMPLES = 32, 8, 2, 2400
+LARGEST = 256  # a side; pictures of more take minutes
 PICTURES = "pixel_values", "pixel_values_videos", "flattened_patches"
 SOUNDS = "input_features", "input_values", "audio_values"
 ANY = Exception  # what a model says of a form that is not its own
@@ -70,6 +71,8 @@ def _pictures(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Ba
     configs = list(_configs(model.config))
     side = _first(configs, ("image_size", "img_size"), SIDE)
     high, wide = side if isinstance(side, list | tuple) else (side, side)
+    if max(high, wide) > LARGEST:
+        return
     depth = _first(configs, ("num_channels", "in_channels", "in_chans"), 3)
     depth = depth if isinstance(depth, int) else 3
     patch = _first(configs, ("patch_size",), PATCH)

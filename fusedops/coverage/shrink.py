@@ -17,13 +17,14 @@ FIRST_ID = 3  # 0, 1 and 2 are padding, begin and end
 
 # (names, what becomes of a number of that name that is larger), the first that fits
 KEY_HEADS = r".*(key_value_heads|kv_heads|num_groups_kv)|num_kv_groups"
-HEAD_COUNTS = r".*(heads|n_head|num_head)"
+HEAD_COUNTS = r".*(heads|n_head|num_head)(_per_stage)?"
 LAYER_COUNTS = r".*(layers|n_layer|depth|num_blocks)"
 TINY: tuple[tuple[str, int], ...] = (
     (r".*vocab.*|n_words|num_embeddings|codebook_size", VOCABULARY),
     (r"first_k_dense.*|num_dense_layers|.*layer_start_index|attention_types", 1),
     (LAYER_COUNTS, LAYERS),
-    (r"mm_tokens_per_image", 4),
+    (r"mm_tokens_per_image|image_embedding_size", 4),
+    (r"num_pos_feats", WIDTH // 2),
     (KEY_HEADS, GROUPS),
     (r".*lora_rank|.*_rank|adapter_rank|q_rank|kv_rank", 16),
     (r"rotary_dim", 8),
@@ -45,7 +46,7 @@ TINY: tuple[tuple[str, int], ...] = (
     (r".*(groups)", 2),
     (
         r".*(size|dim|d_model|n_embd|channels?|filters|width|dims?|hidden|sizes|d_inner|mamba_d_ssm"
-        r"|dimension|embed|units|d_rel)",
+        r"|dimension|embed|units|d_rel)(_per_stage)?",
         WIDTH,
     ),
     (r".*(num_queries|num_latents|num_query_tokens|num_labels|num_codebooks)", 8),
