@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from fusedops import coverage, functional
+from fusedops.coverage import families, sweep, table
 from fusedops.coverage import judge as judging
-from fusedops.coverage import sweep, table
 from fusedops.coverage.judge import judge
 from fusedops.patching import linear
 
@@ -132,3 +133,14 @@ def test_the_page_is_that_of_the_rows():
     page = table.markdown(held["rows"], held["versions"])
     assert (DOCS / "coverage.md").read_text() == page
     assert table.all_right(held["rows"])
+
+
+def test_the_readme_counts_as_the_rows_do():
+    rows = json.loads((DOCS / "coverage.json").read_text())["rows"]
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    for kind in families.KINDS:
+        mine = [row for row in rows if row["kind"] == kind]
+        right = sum(row["verdict"] == "right" for row in mine)
+        assert re.search(rf"\b{right} of {len(mine)} (causal models|{kind})", readme)
+    losses = [row for row in rows if row["kind"] == "causal" and row.get("fused", {}).get("loss")]
+    assert len(losses) >= 120

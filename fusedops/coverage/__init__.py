@@ -7,6 +7,7 @@ after unpatch all bits, classes and names have to be those from before.
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from fusedops.coverage import sweep, table
@@ -31,7 +32,10 @@ def run(
     names: families, all by default. kinds: of `families.KINDS`, all by default. json: a file that
     gets every row; those that it has are not judged again, unless `again`. markdown: a file that
     gets the table. seconds: for one family, whose process is ended after that.
+    Raises ValueError for a family that there is not.
     """
+    if find_spec("transformers") is None:
+        raise ModuleNotFoundError("coverage needs transformers: pip install 'fusedops[hf]'")
     pairs = sweep.wanted(names, kinds)
     file = None if json is None else Path(json)
     rows = sweep.sweep(pairs, file, seconds, again, _tell)

@@ -1,5 +1,6 @@
 """One family, tiny: built, run, patched, compared, unpatched, compared again."""
 
+import re
 import time
 import traceback
 import warnings
@@ -265,6 +266,6 @@ def _generate(model: Any, given: dict, **how: Any) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """The error in a line."""
-    first = " ".join(str(error).split())
+    """The error in a line, without the folder that packages are in."""
+    first = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {first}"[:200].rstrip()

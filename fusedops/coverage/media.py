@@ -66,34 +66,35 @@ def unseen(model: Any, batch: Batch) -> bool:
 
 
 def _pictures(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Batch]:
-    if names.isdisjoint(PICTURES):
-        return
     configs = list(_configs(model.config))
     side = _first(configs, ("image_size", "img_size"), SIDE)
     high, wide = side if isinstance(side, list | tuple) else (side, side)
-    if max(high, wide) > LARGEST:
+    if names.isdisjoint(PICTURES) or max(high, wide) > LARGEST:
         return
     depth = _first(configs, ("num_channels", "in_channels", "in_chans"), 3)
-    depth = depth if isinstance(depth, int) else 3
-    patch = _first(configs, ("patch_size",), PATCH)
-    patch = patch[-1] if isinstance(patch, list | tuple) else patch
-    frames = _first(configs, ("num_frames", "frames_per_clip"), FRAMES)
-    pictures = torch.randn(rows, depth, high, wide, generator=draws)
+    pictures = torch.randn(rows, depth if type(depth) is int else 3, high, wide, generator=draws)
+    if names.isdisjoint(("flattened_patches", "image_grid_thw", "spatial_shapes")):
+        yield from _whole(pictures, configs, names, draws)
+    elif "flattened_patches" in names:
+        yield _flattened(pictures, configs, draws)
+    else:
+        yield from _patches(pictures, configs, names, draws)
+        yield from _whole(pictures, configs, names, draws)
+
+
+def _whole(pictures: Tensor, configs: list, names: set[str], draws: Any) -> Iterator[Batch]:
+    """One picture a row, several, a film, of three channels after all, of other sizes."""
     name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
-    sizes = torch.tensor([[high, wide]] * rows)
-    more: Batch = {"image_sizes": sizes} if "image_sizes" in names else {}
-    if "flattened_patches" in names:
-        patches = torch.randn(rows, 6, 2 + depth * patch * patch, generator=draws)
-        patches[:, :, :2] = torch.tensor([[1 + i // 3, 1 + i % 3] for i in range(6)])
-        yield {"flattened_patches": patches}
-        return
-    if "image_grid_thw" in names or "spatial_shapes" in names:
-        yield from _patches(pictures, patch, configs, names)
-    for extra in (more, {}) if more else ({},):
-        yield {name: pictures, **extra}
+    rows, depth, high, wide = pictures.shape
+    sizes = {"image_sizes": torch.tensor([[high, wide]] * rows)}
+    more: Batch = sizes if "image_sizes" in names else {}
+    yield {name: pictures, **more}
+    if more:
+        yield {name: pictures}
     several = pictures.unsqueeze(1).repeat(1, 2, 1, 1, 1)
     yield {name: several, **more}
     yield {name: several[:, :1], **more}
+    frames = _first(configs, ("num_frames", "frames_per_clip"), FRAMES)
     yield {name: pictures.unsqueeze(1).repeat(1, frames, 1, 1, 1)}
     if depth != 3:
         yield {name: torch.randn(rows, 3, high, wide, generator=draws), **more}
@@ -101,22 +102,40 @@ def _pictures(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Ba
         yield {name: torch.randn(rows, depth, side, side, generator=draws), **more}
 
 
-def _patches(pictures: Tensor, patch: int, configs: list, names: set[str]) -> Iterator[Batch]:
+def _patches(pictures: Tensor, configs: list, names: set[str], draws: Any) -> Iterator[Batch]:
     """Rows of patches, and how many of them are one above the other and side by side."""
     rows, depth, high, wide = pictures.shape
+    patch = _patch(configs)
     high, wide = max(2, high // patch), max(2, wide // patch)
-    times = _first(configs, ("temporal_patch_size",), 1)
+    size = depth * patch * patch
     if "spatial_shapes" in names:
         shapes = torch.tensor([[high, wide]] * rows)
-        draws = torch.randn(rows, high * wide, depth * patch * patch)
+        patches = torch.randn(rows, high * wide, size, generator=draws)
         mask = torch.ones(rows, high * wide, dtype=torch.long)
-        yield {"pixel_values": draws, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+        yield {"pixel_values": patches, "spatial_shapes": shapes, "pixel_attention_mask": mask}
         return
-    draws = torch.randn(rows * high * wide, depth * patch * patch * times)
+    size *= _first(configs, ("temporal_patch_size",), 1)
+    patches = torch.randn(rows * high * wide, size, generator=draws)
     grid = torch.tensor([[1, high, wide]] * rows)
     merged = {"image_merge_sizes": torch.ones(rows, dtype=torch.long)}
     merged = merged if "image_merge_sizes" in names else {}
-    yield {"pixel_values": draws, "image_grid_thw": grid, **merged}
+    yield {"pixel_values": patches, "image_grid_thw": grid, **merged}
+
+
+def _flattened(pictures: Tensor, configs: list, draws: Any) -> Batch:
+    """Six patches, each after its row and column."""
+    size = pictures.shape[1] * _patch(configs) ** 2
+    patches = torch.randn(len(pictures), 6, 2 + size, generator=draws)
+    patches[:, :, :2] = torch.tensor([[1 + i // 3, 1 + i % 3] for i in range(6)])
+    return {"flattened_patches": patches}
+
+
+def _patch(configs: list) -> int:
+    size = _first(configs, ("patch_size",), PATCH)
+    return size[-1] if isinstance(size, list | tuple) else size
+
+
+# sounds
 
 
 def _sounds(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Batch]:
