@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
 .PHONY: fuzz mutants asan simt-asan
-.PHONY: cuda-check
+.PHONY: cuda-check coverage
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 # Where pip finds a torch without CUDA; empty for PyPI alone.
@@ -41,6 +41,7 @@ help:
 	@echo "make mutants  one-line bugs, each of which must turn a test red"
 	@echo "make asan     the tests under AddressSanitizer and UBSan; simt-asan: the emulated kernels"
 	@echo "make cuda-check  what the GPU kernels compile to, into docs/machine_code.md; needs nvcc"
+	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
 	@echo "make gpu      on a GPU machine: build, test, compute-sanitizer, benchmarks; results in OUT"
 	@echo "              gpu-build, gpu-test, gpu-sanitize and gpu-bench do one of these"
 	@echo "make clean    remove what was built; .venv stays"
@@ -103,6 +104,11 @@ asan: $(BUILT)
 
 simt-asan: $(BUILT)
 	$(PY) -m checks sanitize --only simt $(ARGS)
+
+# Families that docs/coverage.json has of the installed versions are not judged again.
+coverage: export OMP_NUM_THREADS ?= 1
+coverage: $(BUILT)
+	$(PY) -m fusedops coverage --json docs/coverage.json --markdown docs/coverage.md $(ARGS)
 
 # What every GPU kernel compiles to, on a machine with nvcc; with ARGS='--check FILE' the table is
 # compared. Triton's kernels also under the oldest triton.

@@ -16,6 +16,7 @@ from fusedops.patching import (
     register_attention,
     unpatch,
 )
+from fusedops.patching.compare import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
@@ -24,6 +25,7 @@ __version__ = version("fusedops")
 __all__ = [
     "PatchReport",
     "Site",
+    "VerifyReport",
     "backend",
     "clip_grad_norm_",
     "env_report",
@@ -36,6 +38,7 @@ __all__ = [
     "quantize",
     "register_attention",
     "unpatch",
+    "verify",
 ]
 
 integrations.tell()

@@ -167,7 +167,7 @@ PYTHON = [
     {"fusedops.patching"},
     {"fusedops.integrations"},
     {"fusedops", "fusedops.testing"},
-    {"fusedops.demo"},
+    {"fusedops.coverage", "fusedops.demo"},
     {"fusedops.__main__"},
     {"benchmarks"},
     {"checks"},

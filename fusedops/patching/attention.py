@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.config import configs_in, implementation, own
+from fusedops.patching.config import ATTENTION, configs_in, implementation, own
 from fusedops.patching.interface import (
     NAME,
     attend,
     eager_function,
     register_attention,
 )
+from fusedops.patching.reliance import moved
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.source import Unreadable, innermost, parse
 from fusedops.patching.specimen import F32, device_of, quiet, undisturbed
 from fusedops.patching.swap import ANY, original_class, said
 
-__all__ = ["patch_attention"]
+__all__ = ["attends", "patch_attention"]
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 ASIDE = "its code does not go through transformers' AttentionInterface"
@@ -59,6 +60,9 @@ class Found:
 
 def patch_attention(model: nn.Module, report: PatchReport) -> None:
     """Has the configs of the model name `attention` where every module that reads them can."""
+    if gone := moved("attention"):
+        report.skipped += _left(model, gone)
+        return
     found = _found(model)
     for f in found:
         name = original_class(f.module).__name__
@@ -73,6 +77,18 @@ def patch_attention(model: nn.Module, report: PatchReport) -> None:
         used = {id(f.config) for f in found}
         all_on = not any(f.reason for f in found)
         own(model, lambda config: NAME if _named(config, on, used, all_on) else None)
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether it is an attention whose config names ours."""
+    config = _config(module)
+    return getattr(config, ATTENTION, None) == NAME and _asks(original_class(module))
+
+
+def _left(model: nn.Module, reason: str) -> Iterator[Site]:
+    for path, module in model.named_modules():
+        if _is_attention(module) and not any(map(_is_attention, _inner(module))):
+            yield Site(path, "attention", original_class(module).__name__, reason=reason)
 
 
 def _found(model: nn.Module) -> list[Found]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fusedops.patching.attributes import MISSING
 
-__all__ = ["Chosen", "configs_in", "give_back", "implementation", "is_config", "own"]
+__all__ = ["ATTENTION", "Chosen", "configs_in", "give_back", "implementation", "is_config", "own"]
 
 ATTENTION = "_attn_implementation_internal"
 

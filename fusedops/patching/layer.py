@@ -30,7 +30,7 @@ from fusedops.patching.swap import (
     version,
 )
 
-__all__ = ["Kind", "lines_of", "patch_layers"]
+__all__ = ["Kind", "kinds_in", "lines_of", "patch_layers"]
 
 CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
 
@@ -110,6 +110,14 @@ def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles:
 def lines_of(layer: nn.Module) -> frozenset[str]:
     """The kinds whose lines a rewritten forward runs fused now."""
     return getattr(layer, "_fusedops_lines", frozenset())
+
+
+def kinds_in(module: nn.Module) -> list[str]:
+    """The kinds of the sites that stand in a rewritten forward and are switched on."""
+    made_of = getattr(fused_class(module), "_fusedops_made_of", ())
+    lines = _find(original_class(module), _roles(module), made_of)
+    found = {} if isinstance(lines, str) else lines
+    return [kind.name for kind in made_of if kind.name in lines_of(module) and found.get(kind.name)]
 
 
 def _roles(module: nn.Module) -> Roles:

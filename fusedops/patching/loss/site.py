@@ -11,6 +11,7 @@ from fusedops.patching.attributes import names_in
 from fusedops.patching.loss.function import Loss, loss_like
 from fusedops.patching.loss.head import heads_of, patch_head
 from fusedops.patching.loss.logits import SCOPE
+from fusedops.patching.reliance import moved
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import ANY, Unswappable, given, original_class, overlay, stacked
 
@@ -51,6 +52,8 @@ def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
     name = next((n for n, m in model.named_modules() if m is head), "")
     where = ".".join(filter(None, (path, name)))
     original: Any = original_class(model)
+    if gone := moved("loss"):
+        return Site(where, "loss", original.__name__, reason=gone)
     own = inspect.getattr_static(original, "loss_function", None)
     if not isinstance(own, property) or "loss_function" not in names_in(original):
         return Site(where, "loss", original.__name__, reason="its forward has its own loss code")

@@ -1,0 +1,271 @@
+"""One family, tiny: built, run, patched, compared, unpatched, compared again."""
+
+import re
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.coverage.families import auto_class
+from fusedops.coverage.inputs import batches
+from fusedops.coverage.media import unseen
+from fusedops.coverage.shrink import WAYS, Way, tiny
+from fusedops.patching import interface, linear, patch, unpatch
+from fusedops.patching.report import PatchReport
+from fusedops.patching.verify import Yardstick, run
+
+__all__ = ["RIGHT", "UNBUILT", "judge"]
+
+RIGHT, WRONG, CRASHED, LEFT_OVER = "right", "wrong", "crash", "unpatch"
+UNBUILT, UNRUN = "not built", "not run"
+MOST_PARAMETERS = 30_000_000
+NOISE = 0.1
+NEW_TOKENS = 4
+HOPELESS = "required positional argument"  # of no other size of the model either
+WITH_LABELS = "causal", "masked", "seq2seq", "audio", "multimodal"
+
+Row = dict[str, Any]
+ANY = Exception  # what a model's code raises is of any class, and is what the table is to say
+
+
+def judge(kind: str, family: str) -> Row:
+    """The family's row of the table. What goes wrong is its verdict, no error."""
+    start, row = time.perf_counter(), {"kind": kind, "family": family, "verdict": UNRUN}
+    with warnings.catch_warnings(), _every_kernel():
+        warnings.simplefilter("ignore")
+        try:
+            _judge(kind, family, row)
+        except ANY as error:
+            row |= {
+                "verdict": CRASHED,
+                "why": _said(error),
+                "trace": traceback.format_exc()[-3000:],
+            }
+    return row | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+@contextmanager
+def _every_kernel() -> Iterator[None]:
+    """A tiny model runs what a large one does."""
+    long = mock.patch.object(interface, "_pays", lambda query, key: True)
+    wide = mock.patch.object(linear, "_no_gain", lambda module, form: "")
+    with long, wide:
+        yield
+
+
+def _judge(kind: str, family: str, row: Row) -> None:
+    found = _first_that_runs(kind, family)
+    if isinstance(found, dict):
+        row |= found
+        return
+    model, batch, way = found
+    row |= {"model": type(model).__name__, "config": way.name, "inputs": sorted(batch)}
+    row["text alone"] = unseen(model, batch)
+    row["parameters"] = sum(p.numel() for p in model.parameters())
+    before = Yardstick(model, batch)
+    _own_randomness(model, batch, before, row)
+    decoding = _decoding(model, batch, row)
+    unpatched = _state(model)
+    report = patch(model)
+    row |= _sites(report)
+    row["slack"] = _slack(before)
+    complaints = _complaints(before, run(model, batch), model)
+    complaints += _complaints(before, run(model, batch), model)  # norms are made ahead from now on
+    if decoding:
+        complaints += _complaints(decoding, decoding.results(model, batch), model)
+    unpatch(model)
+    left = _left_over(model, unpatched, before)
+    row["verdict"] = WRONG if complaints else LEFT_OVER if left else RIGHT
+    row["why"] = "; ".join(complaints or left)
+
+
+# building
+
+
+def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Way] | Row:
+    """The family's model and a batch that it takes, or why there is none."""
+    reasons: list[tuple[str, str]] = []
+    for way in WAYS:
+        try:
+            model = _build(kind, family, way)
+        except ANY as error:
+            reasons.append((UNBUILT, _said(error)))
+            continue
+        tried = []
+        for batch in batches(model, labelled=kind in WITH_LABELS):
+            if not (why := _runs(model, batch)):
+                return model, batch, way
+            tried.append(why)
+        reasons += [(UNRUN, why) for why in tried]
+        if all(HOPELESS in why for why in tried):
+            break
+    verdict = UNBUILT if all(stage == UNBUILT for stage, _ in reasons) else UNRUN
+    return {"verdict": verdict, "why": next(why for stage, why in reasons if stage == verdict)}
+
+
+def _build(kind: str, family: str, way: Way) -> nn.Module:
+    """In eval mode, with random weights everywhere: norms and biases begin as ones and zeros."""
+    from transformers import CONFIG_MAPPING
+
+    more = {"is_decoder": True} if kind == "causal" else {}
+    config = tiny(CONFIG_MAPPING[family], way, **more)
+    config.architectures = config.architectures or []  # where a family has several, else None
+    auto = auto_class(kind, family)
+    how = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped has no float64
+    with torch.device("meta"):
+        size = sum(p.numel() for p in auto.from_config(config, **how).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size / 1e6:.0f} million parameters are left")
+    torch.manual_seed(0)
+    model = auto.from_config(config, **how).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                drawn = p.isfinite() & (p.abs() < 1e3)  # else memory that nothing was written to
+                p.copy_(torch.where(drawn, p, 0.0) + NOISE * torch.randn_like(p))
+    return model
+
+
+def _runs(model: nn.Module, batch: dict) -> str:
+    """Why the batch is none for the model, empty where it is one."""
+    try:
+        run(model, batch)
+        found = run(model, batch)  # a model may keep what the first one made
+    except ANY as error:
+        return _said(error)
+    broken = [name for name, t in found.items() if t.isnan().any()]
+    return f"NaN in {broken[0]}" if broken else ""
+
+
+# judging
+
+
+def _own_randomness(model: nn.Module, batch: dict, before: Yardstick, row: Row) -> None:
+    """A model that draws random numbers in eval mode draws others in float64."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(1)
+        again = run(model, batch)
+    row["random"] = bool(_moved(before.eager, again))
+    if row["random"]:
+        before.exact = before.eager
+    row["float64"] = before.exact is not before.eager
+
+
+def _complaints(before: Yardstick, fused: dict[str, Tensor], model: nn.Module) -> list[str]:
+    return [_complaint(before, name, fused.get(name)) for name in before.off(fused, model)[:4]]
+
+
+def _complaint(before: Yardstick, name: str, fused: Tensor | None) -> str:
+    if fused is None:
+        return f"{name}: missing"
+    off = (fused - before.exact[name]).abs().max()
+    seen = max((t[name] - before.exact[name]).abs().max() for t in before.seen)
+    size = before.exact[name].abs().max()
+    return f"{name}: off by {off:.1e}, rounding alone by {seen:.1e}, size {size:.1e}"
+
+
+def _slack(before: Yardstick) -> float:
+    """How far rounding alone moves the result that it moves most: beyond 0.01 little is proven."""
+    moved = [0.0]
+    for name, exact in before.exact.items():
+        size = max(exact.abs().max().item(), before.typical) if exact.numel() else 0.0
+        if size and exact.isfinite().all():
+            moved += [(t[name] - exact).abs().max().item() / size for t in before.seen]
+    return float(f"{max(moved):.1e}")
+
+
+def _sites(report: PatchReport) -> Row:
+    skipped = Counter((site.kind, site.reason) for site in report.skipped)
+    fused = Counter((site.kind, site.now) for site in report.fused)
+    return {
+        "found": {kind: found for kind, (_, found) in report.coverage.items()},
+        "fused": {kind: n for kind, (n, _) in report.coverage.items()},
+        "now": [[kind, now, n] for (kind, now), n in sorted(fused.items())],
+        "skipped": [[kind, reason, n] for (kind, reason), n in sorted(skipped.items())],
+    }
+
+
+# unpatch
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    return {
+        "classes": [type(module) for module in model.modules()],
+        "state dict keys": list(model.state_dict()),
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+    }
+
+
+def _left_over(model: nn.Module, unpatched: dict[str, Any], before: Yardstick) -> list[str]:
+    now, again = _state(model), run(model, before.batch)
+    left = [f"{what} differ after unpatch" for what, was in unpatched.items() if was != now[what]]
+    moved = _moved(before.eager, again)
+    return left + [f"{name} has other bits after unpatch" for name in moved[:4]]
+
+
+def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    """The results that have not the same bits, NaN included."""
+    both = before.keys() & after.keys()
+    other = (n for n in both if not torch.equal(_bits(before[n]), _bits(after[n])))
+    return sorted({*other, *(before.keys() ^ after.keys())})
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.reshape(-1).view(torch.uint8)
+
+
+# generation
+
+
+def _decoding(model: Any, batch: dict, row: Row) -> Yardstick | None:
+    """The logits of each new token, with the cache, where the unpatched model decodes greedily.
+
+    The tokens are the unpatched model's in all runs: after one that differs all would.
+    """
+    if not getattr(model, "can_generate", bool)():
+        return None
+    names = batch.keys() - {"labels", "use_cache", "decoder_input_ids", "attention_mask"}
+    given = {name: batch[name] for name in names}
+    try:
+        tokens = _generate(model, given).sequences
+        decoding = Yardstick(model, batch, _forced(given, tokens))
+    except ANY as error:
+        row["generate"] = f"not run: {_said(error)}"
+        return None
+    row["generate"] = f"{NEW_TOKENS} tokens"
+    return decoding
+
+
+def _forced(given: dict, tokens: Tensor) -> Callable[[Any, Any], dict[str, Tensor]]:
+    def the_next(row: int, ids: Tensor) -> list[int]:
+        return [int(tokens[row, len(ids)])]
+
+    def results(model: Any, batch: Any) -> dict[str, Tensor]:
+        dtype = next(model.parameters()).dtype
+        same = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
+        made = _generate(model, same, prefix_allowed_tokens_fn=the_next)
+        return {f"logits of new token {i}": t for i, t in enumerate(made.logits)}
+
+    return results
+
+
+def _generate(model: Any, given: dict, **how: Any) -> Any:
+    how |= {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
+        how["decoder_start_token_id"] = 1
+    how |= {"num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        return model.generate(**{name: t.clone() for name, t in given.items()}, **how)
+
+
+def _said(error: BaseException) -> str:
+    """The error in a line, without the folder that packages are in."""
+    first = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {first}"[:200].rstrip()

@@ -1,0 +1,114 @@
+"""Judges families one after the other, each in a process of its own, and keeps what was found.
+
+A model that ends its process or takes too long is a verdict. The rows are written after each
+family, so that a sweep which was cut off goes on where it stopped.
+"""
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fusedops.coverage.families import KINDS, families
+from fusedops.coverage.judge import Row, judge
+
+__all__ = ["DIED", "TOO_LONG", "alone", "key", "sweep", "versions", "wanted"]
+
+DIED, TOO_LONG = "died", "timeout"
+# What a family's process finds imported.
+PRELOADED = ["torch", "fusedops.coverage.judge", "transformers.modeling_utils"]
+PRELOADED += ["transformers.generation", "transformers.models.auto.modeling_auto"]
+
+Rows = dict[str, Row]
+Work = Callable[[Connection, str, str], None]
+
+
+def wanted(names: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, str]]:
+    """(kind, family) of those named, in each of the kinds that has them; without names of all."""
+    names, kinds = list(names), list(kinds) or list(KINDS)
+    pairs = [(kind, family) for kind in kinds for family in families(kind)]
+    if unknown := set(names) - {family for _, family in pairs}:
+        raise ValueError(f"coverage: no {' or '.join(kinds)} family {', '.join(sorted(unknown))}")
+    return [pair for pair in pairs if not names or pair[1] in names]
+
+
+def sweep(
+    pairs: Iterable[tuple[str, str]],
+    file: Path | None,
+    seconds: float,
+    again: bool = False,
+    seen: Callable[[Row, int, int], object] = lambda row, done, of: None,
+) -> Rows:
+    """The rows of `pairs` and those that are in the file, which gets all of them.
+
+    again: families that the file has are judged anew. seen: is told of each new row.
+    """
+    rows, pairs = _read(file), list(pairs)
+    left = [pair for pair in pairs if again or key(*pair) not in rows]
+    for i, pair in enumerate(left, 1 + len(pairs) - len(left)):
+        row = rows[key(*pair)] = alone(*pair, seconds)
+        _write(file, rows)
+        seen(row, i, len(pairs))
+    return rows
+
+
+def key(kind: str, family: str) -> str:
+    return f"{kind}/{family}"
+
+
+def alone(kind: str, family: str, seconds: float, work: Work | None = None) -> Row:
+    """The row of one family, from a process of its own, that runs `work`."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=work or _work, args=(theirs, kind, family), daemon=True)
+    process.start()
+    theirs.close()
+    row: Row = {"kind": kind, "family": family}
+    try:
+        if ours.poll(seconds):
+            return ours.recv()
+        process.kill()
+        row |= {"verdict": TOO_LONG, "why": f"more than {seconds:g} seconds"}
+    except EOFError:
+        process.join()
+        row |= {"verdict": DIED, "why": f"its process ended with {process.exitcode}"}
+    finally:
+        process.join(seconds)
+    return row
+
+
+def _work(to: Connection, kind: str, family: str) -> None:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)  # the bits of a run do not depend on who else computes
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    to.send(judge(kind, family))
+
+
+def _read(file: Path | None) -> Rows:
+    """The rows that the file has of these versions: others say nothing."""
+    held = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    rows = held["rows"] if held.get("versions") == versions() else []
+    return {key(row["kind"], row["family"]): row for row in rows}
+
+
+def _write(file: Path | None, rows: Rows) -> None:
+    """A row a line: what changed between two sweeps is what differs."""
+    if file is None:
+        return
+    lines = ",\n".join(json.dumps(rows[name], sort_keys=True) for name in sorted(rows))
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(f'{{"versions": {json.dumps(versions())},\n"rows": [\n{lines}\n]}}\n')
+    new.replace(file)
+
+
+def versions() -> dict[str, str]:
+    """Of what a row is about."""
+    import torch
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}

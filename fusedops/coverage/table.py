@@ -1,0 +1,127 @@
+"""The rows of a sweep as text: a line, a summary, and a Markdown page."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from fusedops.coverage.families import KINDS
+from fusedops.coverage.judge import RIGHT, UNBUILT, UNRUN, Row
+
+__all__ = ["all_right", "line", "markdown", "summary"]
+
+SITES = "norm", "residual", "attention", "mlp", "rotary", "linear", "loss"
+
+
+def line(row: Row) -> str:
+    """What is told of a family when it is done."""
+    seconds = f" {row['seconds']} s" if "seconds" in row else ""
+    why = f": {row['why']}" if row.get("why") else ""
+    return f"{row['kind']} {row['family']}{seconds}  {row['verdict']}{why}"
+
+
+def all_right(rows: Iterable[Row]) -> bool:
+    """Whether every family that transformers builds for us is right."""
+    return all(row["verdict"] in (RIGHT, UNBUILT, UNRUN) for row in rows)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A line a kind: how many were built, are right, and have which sites fused."""
+    parts = [[row for row in rows if row["kind"] == kind] for kind in KINDS]
+    return "\n".join(_counts(part) for part in parts if part)
+
+
+def _counts(rows: list[Row]) -> str:
+    verdicts = Counter(row["verdict"] for row in rows)
+    ran = [row for row in rows if "fused" in row]
+    told = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
+    sites = ", ".join(f"{site} {_families_with(ran, site)}" for site in SITES)
+    return f"{rows[0]['kind']}: {len(rows)} families: {told}; fused, of those that have it: {sites}"
+
+
+def _families_with(rows: Iterable[Row], site: str) -> str:
+    have = [row for row in rows if row["found"].get(site)]
+    return f"{sum(bool(row['fused'].get(site)) for row in have)}/{len(have)}"
+
+
+HEAD = """\
+# Families of transformers
+
+`make coverage` writes this file: a tiny model with random weights of every family, from the
+defaults of its config class made small, run in float32, patched with all that `patch` has, and
+unpatched. A family is right when every output, the loss, the logits of generated tokens and all
+gradients are as near to a float64 run as rounding allows, which is what `patch(verify=...)` asks,
+and when after `unpatch` every bit, class and name is what it was. Kernels that so small sizes do
+not pay for are switched on.
+
+In the first table a site's column says in how many families it is fused, of those that have it; in
+the others, how many sites of how many. Families that are not built are those of which transformers
+makes no model from our sizes, or asks for a package that is not there; those that are not run take
+none of our inputs, or fail without a patch as well. Norms that are left are batch norms, gated ones
+and others that are neither `layer_norm` nor `rms_norm`.
+"""
+
+
+def markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
+    """The page: a summary, and for each kind a table of its families.
+
+    versions: of torch and transformers, by name.
+    """
+    parts = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    parts = {kind: part for kind, part in parts.items() if part}
+    told = " and ".join(f"{name} {version}" for name, version in versions.items())
+    text = [HEAD, f"Of {told}.\n", _summary_table(parts)]
+    for kind, part in parts.items():
+        text += [f"\n## {kind}\n", _table(sorted(part, key=lambda row: row["family"]))]
+        text += _absent(part)
+    return "\n".join(text).rstrip() + "\n"
+
+
+def _summary_table(parts: dict[str, list[Row]]) -> str:
+    lines = ["| kind | families | built | right | " + " | ".join(SITES) + " |"]
+    lines.append("| --- " * (4 + len(SITES)) + "|")
+    for kind, rows in parts.items():
+        ran = [row for row in rows if "fused" in row]
+        right = sum(row["verdict"] == RIGHT for row in rows)
+        sites = " | ".join(_families_with(ran, site) for site in SITES)
+        lines.append(f"| {kind} | {len(rows)} | {len(ran)} | {right} | {sites} |")
+    return "\n".join(lines)
+
+
+def _table(rows: list[Row]) -> str:
+    lines = ["| family | verdict | " + " | ".join(SITES) + " | left, and why |"]
+    lines.append("| --- " * (3 + len(SITES)) + "|")
+    lines += [_row(row) for row in rows if row["verdict"] not in (UNBUILT, UNRUN)]
+    return "\n".join(lines)
+
+
+def _row(row: Row) -> str:
+    found, fused = row.get("found", {}), row.get("fused", {})
+    cells = [f"{fused[site]}/{found[site]}" if found.get(site) else "" for site in SITES]
+    reasons = dict.fromkeys(f"{kind}: {reason}" for kind, reason, _ in row.get("skipped", ()))
+    verdict = row["verdict"] if row["verdict"] == RIGHT else f"{row['verdict']}: {row['why']}"
+    notes = "; ".join([*_remarks(row), *reasons])
+    return "| " + " | ".join(_cell(c) for c in [row["family"], verdict, *cells, notes]) + " |"
+
+
+def _remarks(row: Row) -> list[str]:
+    remarks = ["draws random numbers in eval mode"] if row.get("random") else []
+    remarks += ["saw text alone"] if row.get("text alone") else []
+    remarks += ["judged by float32 alone"] if row.get("float64") is False else []
+    if "not run" in row.get("generate", ""):
+        remarks.append("generate " + row["generate"])
+    if row.get("slack", 0) > 0.01:
+        remarks.append(f"rounding alone moves a result by {row['slack']:.0e}")
+    return remarks
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _absent(rows: list[Row]) -> list[str]:
+    lines = []
+    for verdict in (UNBUILT, UNRUN):
+        absent = [row for row in rows if row["verdict"] == verdict]
+        if absent:
+            lines.append(f"\n{verdict.capitalize()}:\n")
+            lines += [f"- {row['family']}: {row['why']}" for row in absent]
+    return lines

@@ -1,0 +1,247 @@
+"""verify: how far each fused module of a model, and the model, is from the original on a batch."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fusedops.patching.attention import attends
+from fusedops.patching.layer import kinds_in
+from fusedops.patching.linear import form_of
+from fusedops.patching.norm import recipe_of
+from fusedops.patching.patch import patched
+from fusedops.patching.swap import fused_modules, original, original_class
+from fusedops.patching.verify import GRADIENT, Batch, Yardstick, fresh, run
+
+__all__ = ["Deviation", "VerifyReport", "verify"]
+
+HEAD = "path", "was", "fused", "furthest off", "error", "rounding", ""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far the results of one place are from a float64 run of the original.
+
+    path: the module's name in the model, empty for the whole model. kinds: what is fused there.
+    result: the output or gradient that is furthest off. error: how far, in parts of the largest
+    element of it. rounding: how far the original itself is moved by rounding. right: whether all
+    results of the place are as near as rounding lets them be, as `patch(verify=...)` asks.
+    """
+
+    path: str
+    was: str
+    kinds: str
+    result: str
+    error: float
+    rounding: float
+    right: bool
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found. `print(report)` shows a table.
+
+    sites: the fused modules, in the order of the model; each was given what the original gets on
+    the batch. whole: the model's outputs, loss and gradients.
+    """
+
+    sites: list[Deviation]
+    whole: list[Deviation]
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing is further off than rounding explains."""
+        return all(one.right for one in [*self.sites, *self.whole])
+
+    @property
+    def worst(self) -> Deviation | None:
+        """The site that is furthest off: of those beyond rounding, where there are any."""
+        return max(self.sites, key=lambda one: (not one.right, one.error), default=None)
+
+    def __str__(self) -> str:
+        wrong = sum(not one.right for one in self.sites)
+        head = f"fusedops.verify  {len(self.sites)} fused modules, {wrong} beyond rounding"
+        rows = [HEAD, *map(_row, [*self.sites, *self.whole])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        worst = [f"furthest off: {_place(self.worst)}"] if self.worst else []
+        return "\n".join([head, *lines, *worst])
+
+
+def verify(model: nn.Module, batch: Batch) -> VerifyReport:
+    """Compares a patched model with what it was, module by module and as a whole.
+
+    batch: the model's keyword arguments in a dict, or one tensor. Each fused module is called with
+    what the original gets on the batch, so that its errors are its own and not those of the modules
+    before it; a layer's are also those of what is in it. Of a module that is called several times
+    it is the first call. A model that is not patched is patched with the defaults for as long as
+    this takes. Nothing stays: the gradients, the random stream and the modules' modes are as they
+    were.
+
+    Takes memory for the inputs of all fused modules and a float64 copy of the model. Raises
+    TypeError when model is not a module, ValueError when it gives no floating-point results.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"verify: model must be a torch.nn.Module, got {type(model).__name__}")
+    with ExitStack() as stack:
+        if not fused_modules(model) and not _attentions(model):
+            stack.enter_context(patched(model))
+        wanted = {p: m for p, m in model.named_modules() if p and _kinds(m)}
+        calls = _calls(model, batch, wanted)
+        sites = [_of_call(path, wanted[path], call) for path, call in calls.items()]
+        whole = _of_model(model, batch)
+    return VerifyReport([site for site in sites if site], whole)
+
+
+class _Call(nn.Module):
+    """A call of a module. Inputs that need a gradient are parameters, the others the batch."""
+
+    def __init__(self, module: nn.Module, form: Any, values: list, needed: list[bool]) -> None:
+        super().__init__()
+        self.module = module
+        self.given = lambda values: tree_unflatten(values, form)
+        self.names = [f"input_{i}" for i in range(len(values))]
+        self.batch: dict[str, Any] = {}
+        for name, value, gradient in zip(self.names, values, needed, strict=True):
+            if gradient:
+                self.register_parameter(name, nn.Parameter(value.clone()))
+            else:
+                self.batch[name] = fresh(value)
+
+    def forward(self, **batch: Any) -> Any:
+        own: Any = self._parameters
+        # Times 1: a module may write into what it is given, which a leaf does not allow.
+        values = [own[name] * 1 if name in own else batch[name] for name in self.names]
+        args, kwargs = self.given(values)
+        return self.module(*args, **kwargs)
+
+
+def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict[str, _Call]:
+    """The first call of each module in a run of the original, in the order of the model.
+
+    Which inputs need gradients is seen in a run with them; what they are in one without, so that
+    nothing of a graph is kept, by a cache in particular.
+    """
+    needed: dict[str, list[bool]] = {}
+    found: dict[str, _Call] = {}
+
+    def ask(path: str, module: nn.Module, given: tuple) -> None:
+        values, _ = tree_flatten(given)
+        needed.setdefault(path, [isinstance(v, Tensor) and v.requires_grad for v in values])
+
+    def keep(path: str, module: nn.Module, given: tuple) -> None:
+        values, form = tree_flatten(given)
+        if path not in found:
+            found[path] = _Call(module, form, values, needed[path])
+
+    with original(model):
+        with _watched(wanted, ask):
+            run(model, batch)
+        with _watched(wanted, keep):
+            run(model, batch, gradients=False)
+    return {path: found[path] for path in wanted if path in found}
+
+
+@contextmanager
+def _watched(wanted: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
+    """`seen` is told of each call: path, module, (args, kwargs)."""
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda m, *given, path=path: seen(path, m, given), with_kwargs=True
+        )
+        for path, module in wanted.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _of_call(path: str, module: nn.Module, call: _Call) -> Deviation | None:
+    """None where the module gives no floating-point results."""
+    try:
+        before = Yardstick(call, call.batch)
+    except ValueError:
+        return None
+    found = before.results(call, call.batch)
+    names = [name for name in before.exact if name in found]
+    return _furthest(path, module, _kinds(module), before, found, names, call)
+
+
+def _of_model(model: nn.Module, batch: Batch) -> list[Deviation]:
+    before = Yardstick(model, batch)
+    found = before.results(model, batch)
+    gradients = [name for name in before.exact if name.startswith(GRADIENT)]
+    others = [name for name in before.exact if name not in gradients]
+    groups = ("outputs", others), ("gradients", gradients)
+    return [
+        _furthest("", model, what, before, found, names, model) for what, names in groups if names
+    ]
+
+
+def _furthest(
+    path: str,
+    module: nn.Module,
+    kinds: str,
+    before: Yardstick,
+    found: dict[str, Tensor],
+    names: list[str],
+    judged: nn.Module,
+) -> Deviation:
+    """The result that is furthest off, of those beyond rounding where there are any."""
+    off = set(before.off(found, judged))
+    worst = max(names, key=lambda n: (n in off, _share(found.get(n), before, n)))
+    rounding = max(_share(seen.get(worst), before, worst) for seen in before.seen)
+    error = _share(found.get(worst), before, worst)
+    said = worst.replace("module.", "", 1) if isinstance(judged, _Call) else worst
+    was = original_class(module).__name__
+    return Deviation(path, was, kinds, said, error, rounding, off.isdisjoint(names))
+
+
+def _share(result: Tensor | None, before: Yardstick, name: str) -> float:
+    """The largest error in parts of the exact result's largest element; inf where it is missing."""
+    exact = before.exact[name].double()
+    if result is None or not exact.numel():
+        return 0.0 if result is not None else math.inf
+    off = (result - exact).masked_fill(result == exact, 0.0).abs().max().item()
+    size = max(exact.abs().max().item(), before.typical if name.startswith(GRADIENT) else 0.0)
+    return off / size if size else off
+
+
+def _kinds(module: nn.Module) -> str:
+    """What is fused in the module's own forward, empty for nothing."""
+    return ", ".join(dict.fromkeys(_each_kind(module)))
+
+
+def _each_kind(module: nn.Module) -> Iterator[str]:
+    if attends(module):
+        yield "attention"
+    if fused_modules(module).isdisjoint({module}):
+        return
+    own = kinds_in(module)
+    yield from ("linear" if kind == "epilogue" else kind for kind in own)
+    if recipe_of(module) is not None:
+        yield "norm"
+    elif form_of(module) is not None:
+        yield "linear"
+    elif not own:
+        yield "module"
+
+
+def _attentions(model: nn.Module) -> bool:
+    return any(map(attends, model.modules()))
+
+
+def _row(one: Deviation) -> tuple[str, ...]:
+    verdict = "" if one.right else "BEYOND ROUNDING"
+    numbers = f"{one.error:.1e}", f"{one.rounding:.1e}"
+    return one.path or "the model", one.was, one.kinds, one.result, *numbers, verdict
+
+
+def _place(one: Deviation) -> str:
+    return f"{one.path} ({one.was}), {one.result}, by {one.error:.1e} of its largest element"

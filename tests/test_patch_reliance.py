@@ -1,0 +1,68 @@
+"""What patch relies on in transformers: another version that moved it gets a reason, no error."""
+
+import pytest
+import torch
+
+from fusedops import patch, unpatch
+from fusedops.patching.reliance import RELIANCES, moved
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+IDS = torch.arange(3, 11)[None]
+
+
+def model():
+    config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_all_is_there():
+    assert {r.kind for r in RELIANCES} == {"attention", "loss"}
+    assert moved("attention") == moved("loss") == ""
+
+
+def hide(monkeypatch, place, name):
+    """As in a version that has it elsewhere: model code that needs it has it already."""
+    monkeypatch.delattr(f"transformers.{place}.{name}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "name"),
+    [
+        ("attention", "masking_utils", "sdpa_mask"),
+        ("attention", "modeling_utils", "AttentionInterface"),
+        ("attention", "integrations.sdpa_attention", "sdpa_attention_forward"),
+        ("loss", "loss.loss_utils", "ForCausalLMLoss"),
+    ],
+)
+def test_what_is_gone_is_the_reason(monkeypatch, kind, place, name):
+    built = model()
+    with torch.no_grad():
+        before = built(input_ids=IDS).logits
+    hide(monkeypatch, place, name)
+    report = patch(built)
+    left = [site for site in report.skipped if site.kind == kind]
+    wanted = f"transformers {transformers.__version__} has no {place}.{name}, which patch relies on"
+    assert left and {site.reason for site in left} == {wanted}
+    others = {"norm", "residual", "mlp", "rotary", "attention", "loss"} - {kind}
+    assert others <= {site.kind for site in report.fused}
+    unpatch(built)
+    with torch.no_grad():
+        assert torch.equal(built(input_ids=IDS).logits, before)
+
+
+def test_a_parameter_that_is_gone_is_the_reason(monkeypatch):
+    def older(module, query, key, value, mask):
+        raise AssertionError
+
+    monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", older)
+    (site,) = (s for s in patch(model()).skipped if s.kind == "attention")
+    assert "has no attention_mask in integrations.sdpa_attention" in site.reason
+
+
+def test_an_attribute_that_is_gone_is_the_reason(monkeypatch):
+    built = model()
+    monkeypatch.delattr("transformers.modeling_utils.PreTrainedModel.loss_function")
+    (site,) = (s for s in patch(built).skipped if s.kind == "loss")
+    assert "has no modeling_utils.PreTrainedModel.loss_function" in site.reason

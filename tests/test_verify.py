@@ -1,0 +1,133 @@
+"""fusedops.verify: every fused module beside the original, and where an error comes from."""
+
+import warnings
+
+import pytest
+import torch
+
+import fusedops
+from fusedops import functional, patch, patched, unpatch, verify
+from fusedops.patching import linear
+from fusedops.patching.swap import fused_modules
+from fusedops.patching.verify import MORE, Yardstick
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def llama(monkeypatch):
+    monkeypatch.setattr(linear, "_no_gain", lambda module, form: "")  # as on every machine
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    ids = torch.randint(3, 64, (2, 9))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def test_every_fused_module_has_its_line(llama):
+    model, batch = llama
+    report = patch(model)
+    found = verify(model, batch)
+    places = {site.path: site.kinds for site in found.sites}
+    norms = {site.path for site in report.fused if site.kind == "norm"}
+    linears = {site.path for site in report.fused if site.kind == "linear"}
+    assert {path for path, kinds in places.items() if kinds == "norm"} == norms
+    assert {path for path, kinds in places.items() if kinds == "linear"} == linears
+    assert places["model.layers.0"] == "residual"
+    assert places["model.layers.1.self_attn"] == "attention, rotary"
+    assert places["model.layers.1.mlp"] == "mlp"
+    assert [one.kinds for one in found.whole] == ["outputs", "gradients"]
+    assert found.right and all(one.right and one.error < 1e-5 for one in found.sites)
+    text = str(found)
+    assert text.startswith(f"fusedops.verify  {len(places)} fused modules, 0 beyond rounding")
+    assert "model.layers.0.input_layernorm" in text and "furthest off: model.layers" in text
+
+
+def test_where_an_error_comes_from_is_said(llama, monkeypatch):
+    model, batch = llama
+    patch(model)
+    wrong = model.model.layers[1].mlp.down_proj.weight
+
+    def off(x, weight, *more):
+        y = functional.linear(x, weight, *more)
+        return y * 1.001 if weight.data_ptr() == wrong.data_ptr() else y
+
+    monkeypatch.setattr(linear, "linear", off)
+    found = verify(model, batch)
+    assert not found.right
+    beyond = [one.path for one in found.sites if not one.right]
+    assert beyond == [f"model.layers.1{at}" for at in ("", ".mlp", ".mlp.down_proj")]
+    assert found.worst is not None and found.worst.path in beyond
+    one = next(one for one in found.sites if one.path == beyond[-1])
+    assert one.error == pytest.approx(1e-3, rel=0.1) and one.rounding < 1e-6
+    assert "BEYOND ROUNDING" in str(found)
+    assert not any(one.right for one in found.whole)
+
+
+def test_nothing_stays(llama):
+    model, batch = llama
+    model.train()
+    with patched(model):
+        before = [type(module) for module in model.modules()], dict(vars(model.config))
+        state = torch.get_rng_state()
+        verify(model, batch)
+        assert ([type(module) for module in model.modules()], dict(vars(model.config))) == before
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(m.training for m in model.modules()) and model.lm_head.weight.grad is None
+        assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_that_is_not_patched_is_patched_for_as_long(llama):
+    model, batch = llama
+    found = verify(model, batch)
+    assert found.right and len(found.sites) > 20
+    assert not fused_modules(model)
+
+
+def test_any_module_and_a_plain_tensor():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    found = verify(model, torch.randn(4, 8))
+    assert found.right and found.sites[0].path == "0" and found.sites[0].kinds == "norm"
+    assert isinstance(found, fusedops.VerifyReport)
+    unpatch(model)
+
+
+def test_what_is_no_module_is_an_error():
+    with pytest.raises(TypeError, match=r"verify: model must be a torch.nn.Module, got dict"):
+        verify({}, torch.zeros(1))
+    with pytest.raises(ValueError, match="floating-point results"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verify(torch.nn.Flatten(), torch.zeros(2, 2, dtype=torch.long))
+
+
+def test_rounding_that_is_right_by_luck_is_seen_again():
+    """The exact result, to the bit, in the model and in the copies that are looked at first."""
+    x, seeds = torch.randn(64, 64), []
+
+    def results(model, batch):
+        off = 1e-6 if len(seeds) > 4 else 0.0  # the model, three copies, the exact one
+        seeds.append(off)
+        return {"y": x * (1 + off)}
+
+    model = torch.nn.Linear(2, 2)
+    before = Yardstick(model, x, results)
+    assert before.off({"y": x * (1 + 1.5e-6)}, model) == []
+    assert before.off({"y": x * (1 + 3e-6)}, model) == ["y"]
+    assert len(seeds) == 5 + MORE
+
+
+def test_a_model_that_keeps_its_last_run_can_be_verified():
+    """RecurrentGemma keeps states, which a deepcopy refuses to copy."""
+
+    class Keeps(torch.nn.Linear):
+        def forward(self, x):
+            self.state = super().forward(x)
+            return self.state
+
+    model = Keeps(4, 4)
+    model(torch.randn(2, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch(model, verify=torch.randn(2, 4))
