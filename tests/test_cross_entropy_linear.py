@@ -240,10 +240,11 @@ def test_arguments_of_torch_alone():
 @ON
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_a_scaled_float16_loss(backend, trained):
-    """A GradScaler's factor comes before the gradient of a mean is rounded to float16."""
-    rows = 8 if interpreted(backend) else 1100
-    x, w, _ = head(rows, 16, 200, torch.float16)
-    target = targets(rows, 200)
+    """A GradScaler's factor comes before the gradient of a mean is rounded to float16, where that
+    of so many rows is below the normal numbers."""
+    rows, classes = (8, 200) if interpreted(backend) else (70000, 20)
+    x, w, _ = head(rows, 16, classes, torch.float16)
+    target = targets(rows, classes)
     head_weight = placed((w,), device_of(backend))[0]
 
     def of(run):
