@@ -1,10 +1,13 @@
 """What the tests of quantized_linear share: weights, arguments, backends."""
 
+import math
+
+import pytest
 import torch
 
 from fusedops.functional import quantize_weight, quantized_linear
 from fusedops.functional.quantized_linear import quantized_linear_reference
-from fusedops.testing import backends, check
+from fusedops.testing import backends, check, device_of
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 BACKENDS = [name for name in backends("quantized_linear") if name != "reference"]
@@ -23,6 +26,18 @@ CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]
 
 # (input_format, compute) that every format has.
 PRECISIONS = [(None, None), (None, "exact"), (None, "bf16"), ("int8", None), ("int8", "exact")]
+
+
+def interpreted(backend):
+    return backend == "triton" and device_of(backend).type == "cpu"
+
+
+def skip_what_takes_long(kind, backend, dtype, shape, features):
+    """The interpreter takes its time: it has small products, and of float16 some larger ones."""
+    size = math.prod(shape) * features
+    again = kind in ("int4 in groups of 32", "nf4 by mse") or dtype != torch.float16
+    if interpreted(backend) and size > (9000 if again else 24000):
+        pytest.skip("long in the interpreter")
 
 
 def quantized(kind, weight):
