@@ -1,5 +1,7 @@
 """quantized_linear: every backend through the same lines."""
 
+from itertools import product
+
 import pytest
 import torch
 from linear_cases import LAYOUTS
@@ -14,7 +16,7 @@ from quantized_cases import (
     interpreted,
     quantized,
     random_weight,
-    skip_what_takes_long,
+    skip_what_does_not_run,
 )
 
 import fusedops
@@ -25,8 +27,8 @@ from fusedops.testing import check, device_of, gradients, placed, poisoned
 
 # x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups;
 # a few rows; rows past a block, of columns past a block and of more depth than a piece; codes that
-# are multiplied as they lie, of more depth than a piece; a depth, and columns, that GPUs split; more
-# rows than a GPU's first ways have.
+# are multiplied as they lie, of more depth than a piece; a depth, and columns, that GPUs split;
+# more rows than a GPU's first ways have.
 SHAPES = [
     ((1, 1), 1),
     ((7, 33), 15),
@@ -44,6 +46,9 @@ SHAPES = [
     ((5, 2112), 12),
     ((3, 1100), 7),
     ((3, 6), 1100),
+    ((2, 128), 6),
+    ((4, 192), 5),
+    ((1, 4224), 3),
     ((17, 66), 7),
     ((70, 64), 5),
 ]
@@ -53,7 +58,7 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape,features", SHAPES, ids=str)
 def test_forward_and_gradients(kind, backend, dtype, shape, features):
-    skip_what_takes_long(kind, backend, dtype, shape, features)
+    skip_what_does_not_run(kind, backend, dtype, shape, features)
     weight = quantized(kind, random_weight(features, shape[-1]))
     for input_format, compute in PRECISIONS:
         args = inputs(shape, features, dtype)
@@ -64,7 +69,7 @@ def test_forward_and_gradients(kind, backend, dtype, shape, features):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape,features", SHAPES, ids=str)
 def test_integer_products(kind, backend, dtype, shape, features):
-    skip_what_takes_long(kind, backend, dtype, shape, features)
+    skip_what_does_not_run(kind, backend, dtype, shape, features)
     weight = quantized(kind, random_weight(features, shape[-1]))
     args = inputs(shape, features, dtype)
     compare(weight, backend, args, input_format="int8", compute="int8")
@@ -75,8 +80,8 @@ def test_integer_products(kind, backend, dtype, shape, features):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activations_and_no_bias(kind, backend, activation, dtype):
     weight = quantized(kind, random_weight(35, 80))
-    for bias in (True, False):
-        compare(weight, backend, inputs((9, 80), 35, dtype, bias), activation=activation)
+    for rows, bias in ((9, True), (9, False), (3, True)):
+        compare(weight, backend, inputs((rows, 80), 35, dtype, bias), activation=activation)
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
@@ -84,9 +89,10 @@ def test_activations_and_no_bias(kind, backend, activation, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strides(kind, backend, layout, dtype):
     weight = quantized(kind, random_weight(37, 69))
-    x = LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype), 20, 69)
-    bias = torch.randn(74, dtype=dtype)[::2]
-    compare(weight, backend, (x, bias), activation="silu")
+    for rows in (20, 2):
+        x = LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype), rows, 69)
+        bias = torch.randn(74, dtype=dtype)[::2]
+        compare(weight, backend, (x, bias), activation="silu")
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
@@ -118,8 +124,8 @@ def test_empty(kind, backend, shape, features):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
     weight = quantized(kind, random_weight(33, 70))
-    for input_format, compute in PRECISIONS:
-        args = inputs((20, 70), 33, torch.float32)
+    for rows, (input_format, compute) in product((20, 3), PRECISIONS):
+        args = inputs((rows, 70), 33, torch.float32)
         args[0][2, 5] = bad
         compare(weight, backend, args, input_format=input_format, compute=compute)
 

@@ -100,6 +100,15 @@ def test_the_table_of_nf4_is_the_references():
     assert _C.nf4_table() == torch.tensor(NF4).tolist()
 
 
+def test_no_word_is_the_name_of_a_type():
+    """Triton makes it one on the way to a kernel, which compares it with the word."""
+    from triton._utils import type_canonicalisation_dict as types
+
+    operands = {call.operand_of(compute) for compute in ("any", "exact")} | call.FEW.keys()
+    words = {*call.NAMES.values(), *operands, "halves", "whole", "flat", "row", "tile", "each"}
+    assert not words & (types.keys() | set(types.values()))
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_how_codes_lie(kind):
     for k, of_nf4 in ((70, "halves"), (71, "flat")):

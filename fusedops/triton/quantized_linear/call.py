@@ -20,15 +20,18 @@ LEAST_COLUMNS = 32  # of a tile that has one scale a row: halves of fewer are no
 LEAST_TILES = 4  # of a part
 MOST_PARTS = 32
 MOST_INTEGERS = 65536  # products of 127 * 127 that fit 32 bits, twice
-# Rows of the weight N, columns K, warps, and stages of loads on their way. M rows of x: those that
+# By what is multiplied: bfloat16, integers of 8 bits, or float32. Rows of the weight N, columns K, warps, and stages of loads on their way. M rows of x: those that
 # there are up to 64, or 128. On sm_90 the fast products need 64 rows of the first operand, which is
 # the weight: as such it may come from registers, where the codes become numbers.
-FEW = {"bf16": (64, 64, 4, 4), "int8": (64, 128, 4, 4), "fp32": (32, 32, 4, 1)}
-MANY = {"bf16": (128, 64, 8, 3), "int8": (128, 128, 8, 3), "fp32": (32, 32, 4, 1)}
-ROWS = {"bf16": 128, "int8": 128, "fp32": 16}
+FEW = {"narrow": (64, 64, 4, 4), "integer": (64, 128, 4, 4), "wide": (32, 32, 4, 1)}
+MANY = {"narrow": (128, 64, 8, 3), "integer": (128, 128, 8, 3), "wide": (32, 32, 4, 1)}
+ROWS = {"narrow": 128, "integer": 128, "wide": 16}
 # Backward: rows of dz M, at most; rows of the weight N, which are summed; columns K.
-GRADIENT = {"bf16": (128, 64, 64, 8, 3), "fp32": (16, 32, 32, 4, 1)}
-FEW_GRADIENT = {"bf16": (64, 64, 64, 4, 3), "fp32": (16, 32, 32, 4, 1)}
+GRADIENT = {"narrow": (128, 64, 64, 8, 3), "wide": (16, 32, 32, 4, 1)}
+FEW_GRADIENT = {"narrow": (64, 64, 64, 4, 3), "wide": (16, 32, 32, 4, 1)}
+# What kernels call the formats. A string that names a type, as "int8" does, would become that type on
+# its way there, and equal no string.
+NAMES = {"int8": "signed", "int4": "offset", "nf4": "table", "fp8": "e4m3"}
 INTERPRETED = (64, 128, 4, 1)  # a tile takes its time there whatever its size
 OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
 
@@ -87,7 +90,12 @@ class Weight:
         elif self.scales.shape[1] <= 1:
             group = most
         within = min(group & -group, most)
-        return ("tile", within) if within >= LEAST_COLUMNS else ("each", most)
+        if within >= LEAST_COLUMNS:
+            return "tile", within
+        return (
+            "each",
+            most if INTERPRETING else LEAST_COLUMNS,
+        )  # a scale for each number in registers
 
     def arguments(self) -> dict[str, Any]:
         """Those that all kernels have."""
@@ -101,7 +109,7 @@ class Weight:
             "row_bytes": (self.k + 1) // 2,
             "groups": self.scales.shape[-1],
             "group_size": self.group_size,
-            "FORMAT": self.format,
+            "FORMAT": NAMES[self.format],
             "FORM": self.form,
         }
 
@@ -109,7 +117,7 @@ class Weight:
 def operand_of(compute: str) -> str:
     """What a product of floats takes. None is "bf16": the lowest that it may be, and the fastest.
     "int8" comes here where scales of groups come between its integers."""
-    return "fp32" if compute in ("exact", "int8") else "bf16"
+    return "wide" if compute in ("exact", "int8") else "narrow"
 
 
 def multiplies_integers(w: Weight) -> bool:

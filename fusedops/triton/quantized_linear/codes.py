@@ -53,7 +53,8 @@ def load_scales(
     SCALE: tl.constexpr,
     K: tl.constexpr,
 ):
-    """The scales of a tile and, of int4, its zeros as float32: [N, 1], or one for each byte."""
+    """The scales of a tile and, of int4, its zeros as float32: [N, 1], or one for each byte. Of
+    others there are no zeros, and the second is not used."""
     _, scales, zeros, _, rows, k, _, groups, group_size = w
     if SCALE == "each":
         if FORM == "halves":  # both codes of a byte are of one group
@@ -62,12 +63,13 @@ def load_scales(
             col = start + tl.arange(0, K)[None, :]
     else:
         col = start + tl.zeros([1, 1], tl.int32)
-    at = (row * k + col) // NF4_BLOCK if FORMAT == "nf4" else row * groups + col // group_size
+    at = (row * k + col) // NF4_BLOCK if FORMAT == "table" else row * groups + col // group_size
     live = (row < rows) & (col < k)
-    zero = None
-    if zeros is not None:
-        zero = tl.load(zeros + at, live, 0).to(tl.float32)
-    return tl.load(scales + at, live, 0), zero
+    scale = tl.load(scales + at, live, 0)
+    if zeros is None:
+        return scale, scale
+    else:
+        return scale, tl.load(zeros + at, live, 0).to(tl.float32)
 
 
 @triton.jit
@@ -75,11 +77,11 @@ def numbers(q, zero, table, FORMAT: tl.constexpr):
     """What codes stand for before their scale, float32. Integers become floats by their bits, in
     which 2^23 makes the last one count ones: a conversion takes four times as long."""
     q = q.to(tl.int32)
-    if FORMAT == "int8":
+    if FORMAT == "signed":
         return _counted((q & 255) ^ 128) - 8388736.0
-    elif FORMAT == "int4":
+    elif FORMAT == "offset":
         return _counted(q) - (8388608.0 + zero)
-    elif FORMAT == "nf4":
+    elif FORMAT == "table":
         return tl.load(table + q)
     else:  # float8_e4m3fn, whose exponent is a float16's but for 2^8; no GPU before sm_89 has it
         half = (((q & 127) << 7) | ((q & 128) << 8)).to(tl.uint16).to(tl.float16, bitcast=True)
@@ -103,7 +105,7 @@ def weight(q, scale, zero, table, FORMAT: tl.constexpr, SCALE: tl.constexpr):
 @triton.jit
 def operand(t, OPERAND: tl.constexpr):
     """What a product takes."""
-    if OPERAND == "bf16":
+    if OPERAND == "narrow":
         return rounded(t.to(tl.float32)) if INTERPRETING else t.to(tl.bfloat16)
     else:
         return t.to(tl.float32)

@@ -110,7 +110,7 @@ def run(
     made_of = operand_of(compute)
     if input_format == "int8":
         x, steps = quantized_rows(x)
-        made_of = "int8" if multiplies_integers(w) else made_of
+        made_of = "integer" if multiplies_integers(w) else made_of
     multiply(x, steps, w, bias, y, z, activation, made_of)
 
 
@@ -132,7 +132,7 @@ def multiply(
     per_part = -(-tiles // parts)
     sums = y
     if parts > 1:
-        dtype = torch.int32 if made_of == "int8" else torch.float32
+        dtype = torch.int32 if made_of == "integer" else torch.float32
         sums = x.new_empty((parts, rows, w.n), dtype=dtype)
     alone = parts == 1
     product_kernel[(programs, parts)](
@@ -230,7 +230,7 @@ def product_kernel(
     i = (m_block * M + tl.arange(0, M)).to(tl.int64)
     row = (n_block * N + tl.arange(0, N)).to(tl.int64)[:, None]
     w = codes, scales, zeros, table, n, k, row_bytes, groups, group_size
-    INTEGERS: tl.constexpr = OPERAND == "int8"
+    INTEGERS: tl.constexpr = OPERAND == "integer"
     sums = tl.zeros([N, M], tl.int32 if INTEGERS else tl.float32)
     begin = tl.program_id(1) * per_part
     for t in range(begin, tl.minimum(begin + per_part, tl.cdiv(k, K))):
