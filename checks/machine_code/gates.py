@@ -23,6 +23,7 @@ class Demand:
     loads: int | None = None  # of 16 bytes of global memory: as many, no more
     stores: int | None = None
     wide: bool = False  # some of both
+    reads: bool = False  # some loads
     dot: bool = False
 
 
@@ -102,7 +103,7 @@ def _missing(one: Compiled) -> Iterator[str]:
         wanted, got = getattr(one.demand, what), getattr(one.resources, what)
         if wanted is not None and wanted != got:
             yield f"{got} 16-byte {what}, not {wanted}"
-        if one.demand.wide and not got:
+        if (one.demand.wide or (one.demand.reads and what == "loads")) and not got:
             yield f"no 16-byte {what}"
     instructions = TENSOR_CORES[re.sub(r"[af]$", "", one.arch)]
     if one.demand.dot and instructions.isdisjoint(one.resources.tensor_cores):

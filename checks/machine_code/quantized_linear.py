@@ -1,6 +1,6 @@
 """The calls that reach the tiles of the Triton kernels of quantized_linear.
 
-They may not spill, codes come 16 bytes at a time, and products of 16 bits or of codes by codes run
+They may not spill, and products of 16 bits or of codes by codes run
 on the tensor cores that the architecture is known for, where the tile is as high as these take.
 Those of float32 run on none, as they are to be float32's.
 """
@@ -84,4 +84,8 @@ def weight(kind: str, k: int) -> tuple[tuple, tuple]:
 
 
 def demand(launch: Launch) -> Demand:
-    return Demand()
+    facts = launch.constants
+    if facts.get("OPERAND", "wide") == "wide":
+        return Demand()
+    high = facts["N" if launch.kernel.__name__ == "product_kernel" else "M"]
+    return Demand(dot=high >= 64)

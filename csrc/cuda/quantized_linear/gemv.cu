@@ -19,9 +19,8 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kColumns = 4;   // of y, a block's
-constexpr int kBlocks = 4;    // of a multiprocessor, that the depth is split for
-constexpr int kStretch = 16;  // codes that are numbers at a time
+constexpr int kColumns = 4;  // of y, a block's
+constexpr int kBlocks = 4;   // of a multiprocessor, that the depth is split for
 
 __device__ __forceinline__ float float_of(uint32_t bits) {
   float f;
@@ -31,6 +30,11 @@ __device__ __forceinline__ float float_of(uint32_t bits) {
 
 constexpr bool two_a_byte(WeightFormat format) {
   return format == WeightFormat::int4 || format == WeightFormat::nf4;
+}
+
+// Codes that are numbers at a time. ptxas spills some of nf4's to stay at 128 registers otherwise.
+constexpr int stretch_of(WeightFormat format, int rows) {
+  return format == WeightFormat::nf4 && rows == 1 ? 8 : 16;
 }
 
 // What a code stands for before its scale. Integers become floats by their bits, in which 2^23
@@ -141,7 +145,7 @@ struct Sums {
 template <WeightFormat kFormat, int M>
 __device__ __forceinline__ void add_vectors(const GemvArgs& a, const float* nf4, int64_t row,
                                             Sums<kFormat, M>& sums) {
-  constexpr int codes = two_a_byte(kFormat) ? 32 : 16;
+  constexpr int codes = two_a_byte(kFormat) ? 32 : 16, stretch = stretch_of(kFormat, M);
   const int64_t bytes = a.k * 16 / codes;  // of a row
   for (int64_t at = int64_t{blockIdx.y} * kThreads + threadIdx.x; at * 16 < bytes;
        at += int64_t{gridDim.y} * kThreads) {
@@ -152,8 +156,8 @@ __device__ __forceinline__ void add_vectors(const GemvArgs& a, const float* nf4,
       std::memcpy(words[c], &packed, sizeof(packed));
     }
 #pragma unroll
-    for (int first = 0; first < codes; first += kStretch) {
-      sums.template add<kStretch>(a, nf4, row, at * codes + first, words, first);
+    for (int first = 0; first < codes; first += stretch) {
+      sums.template add<stretch>(a, nf4, row, at * codes + first, words, first);
     }
   }
 }
@@ -257,9 +261,9 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(const QuantizeRows a) 
 bool whole_vectors(const GemvArgs& a) {
   if (!aligned(a.codes) || !aligned_rows(a.x, a.x_stride, a.x_dtype)) return false;
   switch (a.format) {
-    case WeightFormat::int4: return a.k % 32 == 0 && a.group_size % kStretch == 0;
+    case WeightFormat::int4: return a.k % 32 == 0 && a.group_size % 16 == 0;
     case WeightFormat::nf4: return a.k % kNf4Block == 0;
-    default: return a.k % 16 == 0 && (a.groups == 1 || a.group_size % kStretch == 0);
+    default: return a.k % 16 == 0 && (a.groups == 1 || a.group_size % 16 == 0);
   }
 }
 

@@ -20,17 +20,18 @@ LEAST_COLUMNS = 32  # of a tile that has one scale a row: halves of fewer are no
 LEAST_TILES = 4  # of a part
 MOST_PARTS = 32
 MOST_INTEGERS = 65536  # products of 127 * 127 that fit 32 bits, twice
-# By what is multiplied: bfloat16, integers of 8 bits, or float32. Rows of the weight N, columns K, warps, and stages of loads on their way. M rows of x: those that
-# there are up to 64, or 128. On sm_90 the fast products need 64 rows of the first operand, which is
-# the weight: as such it may come from registers, where the codes become numbers.
+# By what is multiplied: bfloat16, integers of 8 bits, or float32. Rows of the weight N, columns K,
+# warps, and stages of loads on their way. M rows of x: those that there are up to 64, or ROWS. On
+# sm_90 the fast products need 64 rows of the first operand, which is the weight: as such it may
+# come from registers, where the codes become numbers. No GPU was at hand to time any of this.
 FEW = {"narrow": (64, 64, 4, 4), "integer": (64, 128, 4, 4), "wide": (32, 32, 4, 1)}
 MANY = {"narrow": (128, 64, 8, 3), "integer": (128, 128, 8, 3), "wide": (32, 32, 4, 1)}
 ROWS = {"narrow": 128, "integer": 128, "wide": 16}
 # Backward: rows of dz M, at most; rows of the weight N, which are summed; columns K.
 GRADIENT = {"narrow": (128, 64, 64, 8, 3), "wide": (16, 32, 32, 4, 1)}
 FEW_GRADIENT = {"narrow": (64, 64, 64, 4, 3), "wide": (16, 32, 32, 4, 1)}
-# What kernels call the formats. A string that names a type, as "int8" does, would become that type on
-# its way there, and equal no string.
+# What kernels call the formats. A string that names a type, as "int8" does, would become that type
+# on its way there, and equal no string.
 NAMES = {"int8": "signed", "int4": "offset", "nf4": "table", "fp8": "e4m3"}
 INTERPRETED = (64, 128, 4, 1)  # a tile takes its time there whatever its size
 OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
@@ -96,6 +97,10 @@ class Weight:
             "each",
             most if INTERPRETING else LEAST_COLUMNS,
         )  # a scale for each number in registers
+
+    def stages(self, most: int) -> int:
+        """Of loads on their way. Those of nf4's table would go along, one for each number."""
+        return 1 if self.format == "nf4" else most
 
     def arguments(self) -> dict[str, Any]:
         """Those that all kernels have."""

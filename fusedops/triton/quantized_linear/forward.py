@@ -166,7 +166,7 @@ def tile_of(w: Weight, rows: int, made_of: str) -> dict[str, Any]:
         "N": n,
         "K": k,
         "num_warps": warps,
-        "num_stages": stages,
+        "num_stages": w.stages(stages),
     }
 
 
