@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusedops.triton.quantized_linear.call import (
     FEW_GRADIENT,
+    FEWEST,
     GRADIENT,
     INTERPRETED,
     INTERPRETING,
@@ -26,6 +27,7 @@ from fusedops.triton.quantized_linear.call import (
     operand_of,
     padded,
     parts_of,
+    registers,
     way_of,
 )
 from fusedops.triton.quantized_linear.codes import (
@@ -110,7 +112,7 @@ def run(dz: Tensor, w: Weight, dx: Tensor, compute: str) -> None:
 
 
 def tile_of(w: Weight, rows: int, made_of: str) -> dict[str, Any]:
-    m, n, k, warps, stages = (FEW_GRADIENT if rows <= 64 else GRADIENT)[made_of]
+    m, n, k, warps, stages = (FEW_GRADIENT if rows <= FEWEST else GRADIENT)[made_of]
     if INTERPRETING:
         m, n, warps, stages = INTERPRETED
         k = n
@@ -122,6 +124,7 @@ def tile_of(w: Weight, rows: int, made_of: str) -> dict[str, Any]:
         "K": k,
         "num_warps": warps,
         "num_stages": w.stages(stages),
+        "maxnreg": registers(rows),
     }
 
 

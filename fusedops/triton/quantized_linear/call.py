@@ -16,12 +16,13 @@ from fusedops.triton.tile import multiprocessors
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NF4_BLOCK = 64
+FEWEST = 64  # rows of x that have the tiles of a few
 LEAST_COLUMNS = 32  # of a tile that has one scale a row: halves of fewer are no operand
 LEAST_TILES = 4  # of a part
 MOST_PARTS = 32
 MOST_INTEGERS = 65536  # products of 127 * 127 that fit 32 bits, twice
 # By what is multiplied: bfloat16, integers of 8 bits, or float32. Rows of the weight N, columns K,
-# warps, and stages of loads on their way. M rows of x: those that there are up to 64, or ROWS. On
+# warps, and stages of loads on their way. M rows of x: those that there are, or ROWS. On
 # sm_90 the fast products need 64 rows of the first operand, which is the weight: as such it may
 # come from registers, where the codes become numbers. No GPU was at hand to time any of this.
 FEW = {"narrow": (64, 64, 4, 4), "integer": (64, 128, 4, 4), "wide": (32, 32, 4, 1)}
@@ -93,10 +94,7 @@ class Weight:
         within = min(group & -group, most)
         if within >= LEAST_COLUMNS:
             return "tile", within
-        return (
-            "each",
-            most if INTERPRETING else LEAST_COLUMNS,
-        )  # a scale for each number in registers
+        return "each", most if INTERPRETING else LEAST_COLUMNS  # as many scales as numbers
 
     def stages(self, most: int) -> int:
         """Of loads on their way. Those of nf4's table would go along, one for each number."""
@@ -156,6 +154,11 @@ def as_rows(t: Tensor) -> Tensor:
     """[rows, n], whose numbers are neighbours in a row."""
     rows = t.reshape(-1, t.shape[-1]) if t.shape[-1] else t.new_empty(t.shape[:-1].numel(), 0)
     return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def registers(rows: int) -> int | None:
+    """That a thread may have: of large tiles all, as ptxas spills some to keep to 128."""
+    return 255 if rows > FEWEST else None
 
 
 def padded(rows: int) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusedops.triton.quantized_linear.call import (
     FEW,
+    FEWEST,
     INTERPRETED,
     INTERPRETING,
     MANY,
@@ -32,6 +33,7 @@ from fusedops.triton.quantized_linear.call import (
     operand_of,
     padded,
     parts_of,
+    registers,
     way_of,
 )
 from fusedops.triton.quantized_linear.codes import (
@@ -157,7 +159,9 @@ def multiply(
 
 
 def tile_of(w: Weight, rows: int, made_of: str) -> dict[str, Any]:
-    n, k, warps, stages = INTERPRETED if INTERPRETING else (FEW if rows <= 64 else MANY)[made_of]
+    n, k, warps, stages = (
+        INTERPRETED if INTERPRETING else (FEW if rows <= FEWEST else MANY)[made_of]
+    )
     scale, k = w.columns(k)
     m = min(padded(rows), INTERPRETED[0] if INTERPRETING else ROWS[made_of])
     return OPTIONS | {
@@ -167,6 +171,7 @@ def tile_of(w: Weight, rows: int, made_of: str) -> dict[str, Any]:
         "K": k,
         "num_warps": warps,
         "num_stages": w.stages(stages),
+        "maxnreg": registers(rows),
     }
 
 

@@ -51,9 +51,8 @@ def rows_kernel(x, codes, steps, k, x_row, code_row, COLUMNS: tl.constexpr):
         col = start + tl.arange(0, COLUMNS)
         v = tl.load(x + col, col < k, 0).to(tl.float32) * inverse
         v = tl.where(tl.abs(v) < 200, v, 0.0)  # of a row that is not finite
-        nearest = (
-            v + 12582912.0
-        ) - 12582912.0  # 1.5 2^23, whose last bit counts ones: half to even
+        counted = v + 12582912.0  # 1.5 2^23, whose last bit counts ones: halves go to even
+        nearest = counted - 12582912.0
         nearest = tl.minimum(tl.maximum(nearest, -127.0), 127.0)
         tl.store(codes + col, nearest.to(tl.int8), col < k)
     tl.store(steps + row, tl.where(tl.max(astray, 0) > 0, float("nan"), step))
