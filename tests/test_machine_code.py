@@ -40,6 +40,7 @@ NAMES = dict.fromkeys(launches.FAMILIES, ROWS) | {
         "product_kernel",
         "gradient_kernel",
         "dequantize_kernel",
+        "join_kernel",
     },
 }
 
