@@ -202,6 +202,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("cu_seqlens_k") = none(), arg("max_seqlen_q") = none(),
                   arg("max_seqlen_k") = none(), arg("top_left") = false);
   export_function(m, "quantized_linear_plan", cpu::quantized_linear_plan);
+  export_function(m, "quantized_linear_gpu_plan", quantized_linear_gpu_plan);
+  export_function(m, "quantized_linear_way", quantized_linear_way);
+  m.def("nf4_table", [] { return std::vector<float>(std::begin(kNf4), std::end(kNf4)); });
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);
   export_function(m, "bfloat16_products", bfloat16_products);

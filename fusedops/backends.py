@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -42,6 +42,12 @@ KERNELS = {
         "cross_entropy_backward",
         "linear_cross_entropy_forward",
         "linear_cross_entropy_backward",
+    ),
+    "quantized_linear": (
+        "quantized_linear_forward",
+        "quantized_linear_backward",
+        "quantized_linear_tiles",
+        "dequantize_weight",
     ),
 }
 
@@ -134,8 +140,11 @@ def _is_kernels(family: str) -> bool:
 
 
 def _has_kernel(family: str, key: str) -> bool:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(f"fusedops::{_kernels(family)[0]}", key)
+    return _is_kernel(_kernels(family)[0], key)
+
+
+def _is_kernel(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedops::{name}", key)
 
 
 def _triton_unavailable(family: str) -> str | None:
@@ -196,8 +205,11 @@ def _refusal(op: str, name: str, reason: str) -> Callable:
     return refuse
 
 
-def _register_triton(library: torch.library.Library, family: str, key: str) -> None:
-    for name in _kernels(family):
+def _register_triton(
+    library: torch.library.Library, family: str, key: str, names: Sequence[str] = ()
+) -> None:
+    """names: those of the family's kernels, all of them unless it is told."""
+    for name in names or _kernels(family):
         library.impl(name, _triton_kernel(family, name), key)
 
 
@@ -264,10 +276,13 @@ def _register_defaults() -> ExitStack:
         library = torch.library.Library("fusedops", "IMPL")
         kept.push(lambda *_: library._destroy())
         for family in FAMILIES:
-            if not _has_kernel(family, "CUDA") and _triton_unavailable(family) is None:
+            missing = [name for name in _kernels(family) if not _is_kernel(name, "CUDA")]
+            if not missing or _triton_unavailable(family) is not None:
+                continue
+            if not _has_kernel(family, "CUDA"):
                 message = f"fusedops was built without CUDA kernels: {family} runs in Triton"
                 warnings.warn(message, stacklevel=2)
-                _register_triton(library, family, "CUDA")
+            _register_triton(library, family, "CUDA", missing)
     if os.environ.get("FUSEDOPS_BACKEND"):
         kept.enter_context(backend(os.environ["FUSEDOPS_BACKEND"]))
     return kept

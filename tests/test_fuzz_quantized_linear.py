@@ -34,7 +34,8 @@ from fusedops.functional.linear import ACTIVATIONS
 from fusedops.testing import backends
 
 family = importlib.import_module("fusedops.functional.quantized_linear")
-BACKENDS = [*backends("quantized_linear"), "composite"]
+SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
+BACKENDS = [name for name in [*backends("quantized_linear"), "composite"] if name not in SLOW]
 MOST = 1 << 18  # multiply-adds
 
 

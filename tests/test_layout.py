@@ -62,6 +62,8 @@ FAMILIES = {
         "csrc/ops",
         "csrc/cpu",
         "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/triton",
         "fusedops/functional",
         "fusedops/nn",
         "tests",

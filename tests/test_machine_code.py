@@ -35,7 +35,13 @@ NAMES = dict.fromkeys(launches.FAMILIES, ROWS) | {
         "join_kernel",
         "query_kernel",
         "key_kernel",
-    }
+    },
+    "checks.machine_code.quantized_linear": {
+        "product_kernel",
+        "gradient_kernel",
+        "dequantize_kernel",
+        "join_kernel",
+    },
 }
 
 

@@ -1,5 +1,7 @@
 """quantized_linear: every backend through the same lines."""
 
+from itertools import product
+
 import pytest
 import torch
 from linear_cases import LAYOUTS
@@ -11,8 +13,10 @@ from quantized_cases import (
     compare,
     functions,
     inputs,
+    interpreted,
     quantized,
     random_weight,
+    skip_what_does_not_run,
 )
 
 import fusedops
@@ -23,7 +27,8 @@ from fusedops.testing import check, device_of, gradients, placed, poisoned
 
 # x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups;
 # a few rows; rows past a block, of columns past a block and of more depth than a piece; codes that
-# are multiplied as they lie, of more depth than a piece.
+# are multiplied as they lie, of more depth than a piece; a depth, and columns, that GPUs split;
+# more rows than a GPU's first ways have.
 SHAPES = [
     ((1, 1), 1),
     ((7, 33), 15),
@@ -39,6 +44,13 @@ SHAPES = [
     ((17, 2200), 135),
     ((259, 1099), 135),
     ((5, 2112), 12),
+    ((3, 1100), 7),
+    ((3, 6), 1100),
+    ((2, 128), 6),
+    ((4, 192), 5),
+    ((1, 4224), 3),
+    ((17, 66), 7),
+    ((70, 64), 5),
 ]
 
 
@@ -46,6 +58,7 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape,features", SHAPES, ids=str)
 def test_forward_and_gradients(kind, backend, dtype, shape, features):
+    skip_what_does_not_run(kind, backend, dtype, shape, features)
     weight = quantized(kind, random_weight(features, shape[-1]))
     for input_format, compute in PRECISIONS:
         args = inputs(shape, features, dtype)
@@ -56,6 +69,7 @@ def test_forward_and_gradients(kind, backend, dtype, shape, features):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape,features", SHAPES, ids=str)
 def test_integer_products(kind, backend, dtype, shape, features):
+    skip_what_does_not_run(kind, backend, dtype, shape, features)
     weight = quantized(kind, random_weight(features, shape[-1]))
     args = inputs(shape, features, dtype)
     compare(weight, backend, args, input_format="int8", compute="int8")
@@ -66,8 +80,8 @@ def test_integer_products(kind, backend, dtype, shape, features):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activations_and_no_bias(kind, backend, activation, dtype):
     weight = quantized(kind, random_weight(35, 80))
-    for bias in (True, False):
-        compare(weight, backend, inputs((9, 80), 35, dtype, bias), activation=activation)
+    for rows, bias in ((9, True), (9, False), (3, True)):
+        compare(weight, backend, inputs((rows, 80), 35, dtype, bias), activation=activation)
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
@@ -75,9 +89,10 @@ def test_activations_and_no_bias(kind, backend, activation, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strides(kind, backend, layout, dtype):
     weight = quantized(kind, random_weight(37, 69))
-    x = LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype), 20, 69)
-    bias = torch.randn(74, dtype=dtype)[::2]
-    compare(weight, backend, (x, bias), activation="silu")
+    for rows in (20, 2):
+        x = LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype), rows, 69)
+        bias = torch.randn(74, dtype=dtype)[::2]
+        compare(weight, backend, (x, bias), activation="silu")
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
@@ -109,8 +124,8 @@ def test_empty(kind, backend, shape, features):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
     weight = quantized(kind, random_weight(33, 70))
-    for input_format, compute in PRECISIONS:
-        args = inputs((20, 70), 33, torch.float32)
+    for rows, (input_format, compute) in product((20, 3), PRECISIONS):
+        args = inputs((rows, 70), 33, torch.float32)
         args[0][2, 5] = bad
         compare(weight, backend, args, input_format=input_format, compute=compute)
 
@@ -152,8 +167,9 @@ def test_dequantized_weight(kind, backend, dtype):
 
 @pytest.mark.parametrize("kind,backend", CASES)
 def test_same_bits_each_time_and_whatever_the_threads(kind, backend):
-    run, _ = functions(quantized(kind, random_weight(300, 520)), activation="gelu")
-    args = placed(inputs((40, 520), 300, torch.float32), device_of(backend))
+    features, depth = (30, 520) if interpreted(backend) else (300, 520)
+    run, _ = functions(quantized(kind, random_weight(features, depth)), activation="gelu")
+    args = placed(inputs((40, depth), features, torch.float32), device_of(backend))
     threads = torch.get_num_threads()
     with fusedops.backend(backend):
         first, again = gradients(run, args), gradients(run, args)

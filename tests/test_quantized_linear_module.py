@@ -290,6 +290,27 @@ def test_it_explains_which_kernel_runs():
     assert "float32 in a cache" in layers["registers"].explain(5)
 
 
+def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):
+    """In the order of the rows: registers, shared depth, tiles, a weight in memory."""
+    there = {"cuda": None, "triton": None}
+    monkeypatch.setattr(f"{QuantizedLinear.__module__}.unavailable", lambda op, name: there[name])
+    plain = QuantizedLinear(256, 64, format="nf4", device="meta")
+    said = [plain._plan("cuda", rows) for rows in (1, 4, 5, 64, 65, 1024, 1025)]
+    words = ["registers"] * 2 + ["share their depth"] * 2 + ["from 65 rows"] * 2 + ["in memory"]
+    assert all(word in text for word, text in zip(words, said, strict=True))
+    assert "multiply bfloat16" in said[2]
+    integers = QuantizedLinear(256, 64, format="int8", device="meta", input_format="int8")
+    assert "multiply int8" in integers._plan("cuda", 5000)
+    exact = QuantizedLinear(256, 64, format="int8", device="meta", compute="exact")
+    assert "multiply float32" in exact._plan("cuda", 5000)
+    there["cuda"] = "a build without nvcc"
+    assert "share their depth" in plain._plan("cuda", 1)
+    there["triton"] = "not installed"
+    assert plain._plan("cuda", 1) == ""
+    there["cuda"] = None
+    assert "registers" in plain._plan("cuda", 1) and plain._plan("cuda", 5) == ""
+
+
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="format must be one of"):
         QuantizedLinear(4, 4, format="int3")

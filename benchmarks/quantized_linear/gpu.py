@@ -2,12 +2,12 @@
 
 import torch
 
-from benchmarks.case import FORWARD, Case, Operation
+from benchmarks.case import FORWARD, Case
 from benchmarks.must_show import Ask
-from benchmarks.quantized_linear.operations import DYNAMIC, INT4, INT8, NF4, served
+from benchmarks.quantized_linear import peers
+from benchmarks.quantized_linear.operations import DYNAMIC, FP8, INT4, INT8, NF4, Kind, served
 
 BF16, WIDE = torch.bfloat16, 8192
-CONTENDERS = ("eager", "compile(eager)", "fusedops")
 FEW = {INT8: {1: 1.75}, INT4: {1: 3.0, 16: 2.8}}
 # Weights alone are made again for each product: what that costs, once rows are many.
 MANY = {64: 0.6, 512: 0.6, 4096: 0.95}
@@ -16,16 +16,20 @@ ASKED = [
     *((kind, rows, ratio) for kind in (INT8, INT4, NF4) for rows, ratio in MANY.items()),
     *((DYNAMIC, rows, 0.95) for rows in (1, 16, 64, 512, 4096)),
 ]
-SERVED = {kind: served(kind) for kind in (INT8, DYNAMIC, INT4, NF4)}
+# On both sides of each limit of csrc/ops/quantized_linear/way.cpp, which these are to set.
+LIMITS = (4, 8, 128, 1024, 2048)
+SERVED = {kind: served(kind) for kind in (INT8, DYNAMIC, INT4, NF4, FP8)}
 
 
-def row(operation: Operation, rows: int) -> Case:
-    shape = (rows, WIDE, WIDE)
-    return Case(operation, FORWARD, BF16, shape, only=CONTENDERS, clock="device")
+def row(kind: Kind, rows: int) -> Case:
+    only = ("eager", "compile(eager)", *peers.of(kind.name), "fusedops")
+    return Case(SERVED[kind], FORWARD, BF16, (rows, WIDE, WIDE), only=only, clock="device")
 
 
-GPU_MUST_SHOW = [Ask(row(SERVED[kind], rows), {"eager": ratio}) for kind, rows, ratio in ASKED]
+GPU_MUST_SHOW = [Ask(row(kind, rows), {"eager": ratio}) for kind, rows, ratio in ASKED]
 GPU_ROWS = [
     *(ask.case for ask in GPU_MUST_SHOW),
-    *(row(SERVED[NF4], rows) for rows in (1, 16)),
+    *(row(NF4, rows) for rows in (1, 16)),
+    *(row(FP8, rows) for rows in (1, 16, 64, 512, 4096)),
+    *(row(kind, rows) for kind in (INT8, INT4, NF4) for rows in LIMITS),
 ]

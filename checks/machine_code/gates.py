@@ -23,6 +23,7 @@ class Demand:
     loads: int | None = None  # of 16 bytes of global memory: as many, no more
     stores: int | None = None
     wide: bool = False  # some of both
+    reads: bool = False  # some loads
     dot: bool = False
 
 
@@ -59,10 +60,12 @@ class Excuse:
 
 ROWS_OF_512 = "16 rows are the least that 16-bit products take, and each warp has all their numbers"
 FLOAT32 = "products of float32 are unrolled multiplications, with all operands in registers"
+LOOKED_UP = "numbers of nf4 are looked up, and those of a tile arrive in registers"
 EXCUSES: tuple[Excuse, ...] = (
     Excuse("query_kernel, attention, bf16, bias, width = 512", "sm_90", 33, ROWS_OF_512),
     Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_90", 73, ROWS_OF_512),
     Excuse("key_kernel, attention, bf16, bias, width = 512", "sm_90", 12, ROWS_OF_512),
+    Excuse("product_kernel, quantized linear, nf4, *, 512 rows", "sm_80", 13, LOOKED_UP),
     Excuse("key_kernel, attention, fp32, sequences, width = 64", "sm_90", 16, FLOAT32),
 )
 
@@ -102,7 +105,7 @@ def _missing(one: Compiled) -> Iterator[str]:
         wanted, got = getattr(one.demand, what), getattr(one.resources, what)
         if wanted is not None and wanted != got:
             yield f"{got} 16-byte {what}, not {wanted}"
-        if one.demand.wide and not got:
+        if (one.demand.wide or (one.demand.reads and what == "loads")) and not got:
             yield f"no 16-byte {what}"
     instructions = TENSOR_CORES[re.sub(r"[af]$", "", one.arch)]
     if one.demand.dot and instructions.isdisjoint(one.resources.tensor_cores):

@@ -26,6 +26,7 @@ FAMILIES = (
     "checks.machine_code.norm",
     "checks.machine_code.cross_entropy",
     "checks.machine_code.attention",
+    "checks.machine_code.quantized_linear",
 )
 
 Call = tuple[str, str, Callable[[], object]]  # variant, case, and what launches

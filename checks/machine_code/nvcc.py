@@ -37,8 +37,11 @@ DEMANDS = dict.fromkeys(
     ),
     Demand(wide=True),
 )
+DEMANDS["gemv<*, true, *>"] = Demand(reads=True)  # what it writes is a few numbers
 SHORT = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
 KINDS = ("swiglu", "swiglu limited", "geglu", "geglu tanh")  # csrc/gated_activation.h
+FORMATS = ("int8", "int4", "nf4", "fp8")  # csrc/quantized_linear.h
+SHORT |= {f"WeightFormat {i}": format for i, format in enumerate(FORMATS)}
 SHORT |= {f"GatedKind {i}": kind for i, kind in enumerate(KINDS)}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fusedops.backends import unavailable
 from fusedops.extension import _C
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import (
@@ -157,10 +158,8 @@ class QuantizedLinear(torch.nn.Linear):
         format, n, k, _ = self._layout()
         dtype, device = self.dtype, self.qweight.device.type
         what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device}"
-        if device == "cpu" and dtype != torch.float64:
-            how = self.input_format or "none", self.compute or "any"
-            if plan := _C.quantized_linear_plan(*self._layout(), rows, *how):
-                return f"{what}: {plan}"
+        if dtype != torch.float64 and (plan := self._plan(device, rows)):
+            return f"{what}: {plan}"
         wide = torch.promote_types(dtype, torch.float32)
         given = dtype if self.compute is None and self.input_format is None else wide
         operands = torch.bfloat16 if self.compute == "bf16" and wide == torch.float32 else given
@@ -169,6 +168,20 @@ class QuantizedLinear(torch.nn.Linear):
             f"{_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and torch "
             f"multiplies {_short(operands)}"
         )
+
+    def _plan(self, device: str, rows: int) -> str:
+        """The kernel of a device in words; empty where it has none."""
+        how = self.input_format or "none", self.compute or "any"
+        if device == "cpu":
+            return _C.quantized_linear_plan(*self._layout(), rows, *how)
+        if device != "cuda":
+            return ""
+        lacks = {name: unavailable("quantized_linear", name) for name in ("cuda", "triton")}
+        while _C.quantized_linear_way(rows, *how) == "gemv" and lacks["cuda"]:
+            rows += 1  # the next kernel takes these as well
+        way = _C.quantized_linear_way(rows, *how)
+        runs = not lacks["cuda" if way == "gemv" else "triton"]
+        return _C.quantized_linear_gpu_plan(*self._layout(), rows, *how) if runs else ""
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"

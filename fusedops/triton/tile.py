@@ -1,5 +1,10 @@
-"""What the kernels of several families share: a dropout, tanh, and numbers of the softmax."""
+"""What several families share. Launchers: an operator's other kernels, a device's size. Kernels: a
+dropout, tanh, and numbers of the softmax."""
 
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -7,6 +12,26 @@ from torch import Tensor
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is an instruction, exp another four
 # Where a largest number begins: the least float32, so that exp(z - largest) is 0 for -inf, not NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+def outputs_of(operator: Any, *arguments: Any) -> Any:
+    """Of the Meta kernel, which checks the arguments and makes the outputs, on any device."""
+    return operator.redispatch(_keys(torch._C.DispatchKey.Meta), *arguments)
+
+
+def composite(operator: Any, *arguments: Any) -> Any:
+    """An operator's ATen calls: what runs under a key that has no kernel."""
+    return operator.redispatch(_keys(torch._C.DispatchKey.PrivateUse3), *arguments)
+
+
+_keys = functools.cache(torch._C.DispatchKeySet)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 3  # in the interpreter: few programs, but parts
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:

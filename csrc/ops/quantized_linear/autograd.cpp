@@ -152,8 +152,10 @@ TORCH_LIBRARY_FRAGMENT(fusedops, m) {
   };
   define("quantized_linear(Tensor x, " + weight + "Tensor? bias, " + layout +
          "str? activation=None, str? input_format=None, str? compute=None) -> Tensor");
-  define("quantized_linear_forward(Tensor x, " + weight + "Tensor? bias, " + layout +
-         "str activation, str input_format, str compute, bool keep_z) -> (Tensor y, Tensor z)");
+  for (const std::string name : {"quantized_linear_forward", "quantized_linear_tiles"}) {
+    define(name + "(Tensor x, " + weight + "Tensor? bias, " + layout +
+           "str activation, str input_format, str compute, bool keep_z) -> (Tensor y, Tensor z)");
+  }
   define("quantized_linear_backward(Tensor dy, " + weight + "Tensor? z, " + layout +
          "str activation, str compute, bool[2] output_mask) -> (Tensor dx, Tensor dbias)");
   define("dequantize_weight(" + weight + layout + "ScalarType dtype) -> Tensor");
@@ -180,12 +182,14 @@ TORCH_LIBRARY_IMPL(fusedops, AutocastCUDA, m) {
 
 TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) {
   m.impl("quantized_linear_forward", quantized_linear_forward_composite);
+  m.impl("quantized_linear_tiles", quantized_linear_forward_composite);
   m.impl("quantized_linear_backward", quantized_linear_backward_composite);
   m.impl("dequantize_weight", dequantize_weight_composite);
 }
 
 TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
   m.impl("quantized_linear_forward", quantized_linear_outputs);
+  m.impl("quantized_linear_tiles", quantized_linear_outputs);
   m.impl("quantized_linear_backward", quantized_linear_backward_outputs);
   m.impl("dequantize_weight", dequantize_weight_outputs);
   m.impl("quantize_groups", quantize_groups_outputs);
@@ -193,6 +197,7 @@ TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
 
 TORCH_LIBRARY_IMPL(fusedops, Autograd, m) {
   m.impl("quantized_linear_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("quantized_linear_tiles", torch::autograd::autogradNotImplementedFallback());
   m.impl("quantized_linear_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("dequantize_weight", torch::autograd::autogradNotImplementedFallback());
   m.impl("quantize_groups", torch::autograd::autogradNotImplementedFallback());

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -61,6 +62,9 @@ QuantizedForward quantized_linear_outputs(const Tensor& x, const Tensor& qweight
                                           std::string_view input_format, std::string_view compute,
                                           bool keep_z);
 
+// quantized_linear_tiles is the same operator once more: what the forward of csrc/cuda calls for
+// more rows than it multiplies itself.
+
 // dx [dy's shape but the last, k], dbias [n]. What output_mask leaves out is undefined; an
 // activation needs z. compute "int8" is "any" here: dy is never quantized.
 using QuantizedBackward = std::tuple<Tensor, Tensor>;
@@ -82,6 +86,20 @@ Tensor dequantize_weight_outputs(const Tensor& qweight, const Tensor& scales,
 using QuantizedGroups = std::tuple<Tensor, Tensor, Tensor>;
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares);
+
+// way.cpp: which kernel of a GPU has so many rows, and that in words.
+//
+//   gemv     csrc/cuda: codes become float32 in registers
+//   split    fusedops/triton: tiles of a few rows, whose depth several programs share
+//   tiles    fusedops/triton: tiles of many rows
+//   scratch  the weight becomes bfloat16 in memory for one call, and torch multiplies
+enum class GpuWay : uint8_t { gemv, split, tiles, scratch };
+GpuWay gpu_way(int64_t rows, std::string_view input_format, std::string_view compute);
+std::string quantized_linear_way(int64_t rows, std::string_view input_format,
+                                 std::string_view compute);
+std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
+                                      int64_t group_size, int64_t rows,
+                                      std::string_view input_format, std::string_view compute);
 
 // composite.cpp: the same in ATen calls, differentiable to any order.
 

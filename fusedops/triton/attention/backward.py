@@ -13,15 +13,14 @@ from torch import Tensor
 
 from fusedops.triton.attention.call import (
     Call,
-    composite,
     has_kernel,
     key_launches,
-    outputs_of,
     query_tile,
     side_by_side,
 )
 from fusedops.triton.attention.keys import key_kernel
 from fusedops.triton.attention.queries import query_kernel
+from fusedops.triton.tile import composite, outputs_of
 
 Gradients = tuple[Tensor | None, ...]
 

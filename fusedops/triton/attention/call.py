@@ -4,7 +4,6 @@ Loads go through plain pointers, which take any strides and any place in memory 
 16 bytes' alignment allows or does not: descriptors would need both, and a second path beside them.
 """
 
-import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -244,16 +243,3 @@ def side_by_side(t: Tensor) -> Tensor:
     if (t.shape[3] <= 1 or t.stride(3) == 1) and t.stride(2) < 2**24:
         return t
     return t.contiguous()
-
-
-def outputs_of(operator: Any, *arguments: Any) -> Any:
-    """Of the Meta kernel, which checks the arguments and makes the outputs, on any device."""
-    return operator.redispatch(_keys(torch._C.DispatchKey.Meta), *arguments)
-
-
-def composite(operator: Any, *arguments: Any) -> Any:
-    """An operator's ATen calls: what runs under a key that has no kernel."""
-    return operator.redispatch(_keys(torch._C.DispatchKey.PrivateUse3), *arguments)
-
-
-_keys = functools.cache(torch._C.DispatchKeySet)

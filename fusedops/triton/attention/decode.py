@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedops.triton.attention.call import Call
 from fusedops.triton.attention.scores import denominator, exponential
-from fusedops.triton.tile import LOWEST
+from fusedops.triton.tile import LOWEST, multiprocessors
 
 ROWS = 64  # of a block, at most
 LEAST_KEYS = 256  # of a part
@@ -35,13 +35,6 @@ def parts_of(call: Call, rows: int) -> int:
         return 1
     fill = 2 * multiprocessors(call.q.device) // (batch * kv_heads)
     return max(1, min(fill, keys // LEAST_KEYS, MOST_PARTS))
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 3  # in the interpreter: few programs, but parts
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def empty_parts(call: Call, parts: int) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,8 @@ from torch import Tensor
 from fusedops.triton.attention.call import (
     NOT_SPECIALIZED,
     Call,
-    composite,
     forward_tile,
     has_kernel,
-    outputs_of,
 )
 from fusedops.triton.attention.decode import empty_parts, join, packed_rows, parts_of
 from fusedops.triton.attention.scores import (
@@ -39,7 +37,7 @@ from fusedops.triton.attention.scores import (
     row_products,
     rows_at,
 )
-from fusedops.triton.tile import LOWEST
+from fusedops.triton.tile import LOWEST, composite, outputs_of
 
 
 def attention_forward(

@@ -1,0 +1,93 @@
+"""The calls that reach the tiles of the Triton kernels of quantized_linear.
+
+They may not spill, and products of 16 bits or of codes by codes run
+on the tensor cores that the architecture is known for, where the tile is as high as these take.
+Those of float32 run on none, as they are to be float32's.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from checks.machine_code.gates import Demand
+from checks.machine_code.launches import Launch
+from fusedops.triton.quantized_linear import (
+    dequantize_weight,
+    quantized_linear_backward,
+    quantized_linear_forward,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+N = K = 8192
+FEW = 64  # columns, of which the depth is split
+# Format: group_size, and the shapes of its tensors.
+FORMATS = {"int8": K, "int8 in groups": 128, "int4": 64, "nf4": 64, "fp8": K}
+ROWS = (16, 64, 512)  # that share depth, as many as do, tiles
+# Name: dtype, input_format, compute.
+HOW = {
+    "bf16": (BF16, "none", "any"),
+    "int8 inputs": (BF16, "int8", "any"),
+    "fp32, exact": (FP32, "none", "exact"),
+}
+
+
+def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """(variant, case, call): each format by each kernel; some of them when quick."""
+    for kind in ("int8", "int4") if quick else FORMATS:
+        for how in list(HOW)[: 1 if quick else None]:
+            for rows in ROWS[::2] if quick else ROWS:
+                variant, case = f"quantized linear, {kind}, {how}", f"{rows} rows"
+                yield variant, case, partial(forward, kind, rows, how)
+                if how != "int8 inputs":
+                    yield variant, case, partial(backward, kind, rows, how)
+        yield f"quantized linear, {kind}", "bf16", partial(dequantize, kind)
+    odd = partial(forward, "nf4", 16, "bf16", K + 1)
+    yield "quantized linear, nf4, odd rows, bf16", "16 rows", odd
+    for how in list(HOW)[: 1 if quick else None]:
+        split = partial(forward, "int8", 16, how, K, FEW)
+        yield f"quantized linear, int8, {how}, parts", "16 rows", split
+    back = partial(backward, "int4", 16, "bf16", FEW)
+    yield "quantized linear, int4, bf16, parts", "16 rows", back
+
+
+def forward(kind: str, rows: int, how: str, k: int = K, n: int = N) -> None:
+    dtype, input_format, compute = HOW[how]
+    x, bias = torch.empty(rows, k, dtype=dtype), torch.empty(n, dtype=dtype)
+    tensors, layout = weight(kind, k, n)
+    quantized_linear_forward(x, *tensors, bias, *layout, "silu", input_format, compute, True)
+
+
+def backward(kind: str, rows: int, how: str, k: int = K) -> None:
+    dtype, _, compute = HOW[how]
+    dy = torch.empty(rows, N, dtype=dtype)
+    tensors, layout = weight(kind, k, N)
+    quantized_linear_backward(dy, *tensors, None, *layout, "none", compute, [True, False])
+
+
+def dequantize(kind: str) -> None:
+    tensors, layout = weight(kind, K, N)
+    dequantize_weight(*tensors, *layout, BF16)
+
+
+def weight(kind: str, k: int, n: int) -> tuple[tuple, tuple]:
+    """qweight, scales, zeros; format, n, k, group_size."""
+    format, size = kind.partition(" ")[0], FORMATS[kind]
+    groups = -(-k // size)
+    codes = {
+        "int8": torch.empty(n, k, dtype=torch.int8),
+        "int4": torch.empty(n, (k + 1) // 2, dtype=torch.uint8),
+        "nf4": torch.empty((n * k + 1) // 2, 1, dtype=torch.uint8),
+        "fp8": torch.empty(n, k, dtype=torch.float8_e4m3fn),
+    }
+    scales = torch.empty(-(-n * k // 64)) if format == "nf4" else torch.empty(n, groups)
+    zeros = torch.empty(n, groups, dtype=torch.uint8) if format == "int4" else None
+    return (codes[format], scales, zeros), (format, n, k, size)
+
+
+def demand(launch: Launch) -> Demand:
+    facts = launch.constants
+    if facts.get("OPERAND", "wide") == "wide":
+        return Demand()
+    high = facts["N" if launch.kernel.__name__ == "product_kernel" else "M"]
+    return Demand(dot=high >= 64)

@@ -1,0 +1,310 @@
+// y = activation(x w^T + bias) of at most four rows of x. Formats: fusedops/functional/
+// quantized_linear.py.
+//
+// A block of kWarps warps has kColumns rows of the weight, and walks over their depth: a thread
+// takes 16 bytes of each of them at a time, whose codes become float32 in registers, and multiplies
+// them by the same stretch of every row of x, which comes from a cache. So the weight is read once,
+// in whole vectors, and everything is a product and a sum in float32. Where the weight has few rows
+// the depth is split among blocks, whose sums gemv_join adds in order. Where vectors do not fit
+// (odd depths, groups that end within one, misaligned rows) a thread takes one code at a time.
+
+#include <algorithm>
+#include <cmath>
+
+#include "csrc/cuda/device.cuh"
+#include "csrc/cuda/quantized_linear/gemv.h"
+
+namespace fusedops::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kColumns = 4;  // of y, a block's
+constexpr int kBlocks = 4;   // of a multiprocessor, that the depth is split for
+
+__device__ __forceinline__ float float_of(uint32_t bits) {
+  float f;
+  std::memcpy(&f, &bits, sizeof(f));
+  return f;
+}
+
+constexpr bool two_a_byte(WeightFormat format) {
+  return format == WeightFormat::int4 || format == WeightFormat::nf4;
+}
+
+// Codes that are numbers at a time. ptxas spills some of nf4's to stay at 128 registers otherwise.
+constexpr int stretch_of(WeightFormat format, int rows) {
+  return format == WeightFormat::nf4 && rows == 1 ? 8 : 16;
+}
+
+// What a code stands for before its scale. Integers become floats by their bits, in which 2^23
+// makes the last one count ones: a conversion takes four times as long.
+template <WeightFormat kFormat>
+__device__ __forceinline__ float number(uint32_t q, float zero, const float* nf4) {
+  if constexpr (kFormat == WeightFormat::int8) {
+    return float_of(0x4b000000 | (q ^ 0x80)) - 8388736.f;
+  } else if constexpr (kFormat == WeightFormat::int4) {
+    return float_of(0x4b000000 | q) - (8388608.f + zero);
+  } else if constexpr (kFormat == WeightFormat::nf4) {
+    return nf4[q];
+  } else {  // float8_e4m3fn: a float32 of a smaller exponent
+    const float f = float_of((q & 0x7f) << 20 | (q & 0x80) << 24) * 0x1p120f;
+    return (q & 0x7f) == 0x7f ? NAN : f;
+  }
+}
+
+// Code i of words that lie one after another; the first of two in a byte is the high half.
+template <WeightFormat kFormat>
+__device__ __forceinline__ uint32_t code_of(const uint32_t* words, int i) {
+  if constexpr (two_a_byte(kFormat)) {
+    return words[i / 8] >> (i % 8 / 2 * 8 + (i % 2 == 0 ? 4 : 0)) & 0xf;
+  } else {
+    return words[i / 4] >> (i % 4 * 8) & 0xff;
+  }
+}
+
+// Where the codes of column k of a row of the weight are scaled.
+template <WeightFormat kFormat>
+__device__ __forceinline__ int64_t group_of(const GemvArgs& a, int64_t row, int64_t k) {
+  if constexpr (kFormat == WeightFormat::nf4) return (row * a.k + k) / kNf4Block;
+  // Divisions of 64 bits take a hundred instructions.
+  const int64_t group = a.k <= 0x7fffffff && a.group_size <= 0x7fffffff
+                            ? static_cast<uint32_t>(k) / static_cast<uint32_t>(a.group_size)
+                            : k / a.group_size;
+  return row * a.groups + group;
+}
+
+// Whether the scales of rows wait for the sums.
+template <WeightFormat kFormat>
+__device__ __forceinline__ bool a_scale_a_row(const GemvArgs& a) {
+  return (kFormat == WeightFormat::int8 || kFormat == WeightFormat::fp8) && a.groups == 1;
+}
+
+__device__ __forceinline__ float activated(float z, GemvActivation activation) {
+  switch (activation) {
+    case GemvActivation::relu: return z < 0 ? 0 : z;  // a NaN stays
+    case GemvActivation::gelu: return 0.5f * z * erfcf(z * -0.70710678f);
+    case GemvActivation::gelu_tanh:
+      return z / (1 + expf(-1.5957691f * (z + 0.044715f * z * z * z)));
+    case GemvActivation::silu: return z / (1 + expf(-z));
+    default: return z;
+  }
+}
+
+// Writes element [row, column] of y, and of z, of its sum.
+__device__ __forceinline__ void finish(const GemvArgs& a, float sum, int row, int64_t column) {
+  const bool scaled = (a.format == WeightFormat::int8 || a.format == WeightFormat::fp8);
+  if (a.steps != nullptr) sum *= a.steps[row];
+  if (scaled && a.groups == 1) sum *= a.scales[column];
+  if (a.bias != nullptr) sum += load_floats<1>(a.bias, a.dtype, column).at[0];
+  const int64_t at = row * a.n + column;
+  const auto z = rounded<1>({{sum}}, a.dtype);
+  if (a.z != nullptr) store_floats<1>(a.z, a.dtype, at, z);
+  store_floats<1>(a.y, a.dtype, at, {{activated(z.at[0], a.activation)}});
+}
+
+// A thread's sums.
+template <WeightFormat kFormat, int M>
+struct Sums {
+  float of[kColumns][M] = {};
+
+  // Adds the products of N codes of each of the rows from `row` on, which begin at column k.
+  template <int N>
+  __device__ __forceinline__ void add(const GemvArgs& a, const float* nf4, int64_t row, int64_t k,
+                                      const uint32_t (&words)[kColumns][4], int first) {
+    float w[kColumns][N], scale[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float zero = 0;
+      scale[c] = 1;
+      if (!a_scale_a_row<kFormat>(a)) {
+        const int64_t group = group_of<kFormat>(a, min(row + c, a.n - 1), k);
+        scale[c] = a.scales[group];
+        if constexpr (kFormat == WeightFormat::int4) zero = a.zeros[group];
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        w[c][i] = number<kFormat>(code_of<kFormat>(words[c], first + i), zero, nf4);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const auto x = load_floats<N>(a.x, a.x_dtype, min(m, a.rows - 1) * a.x_stride + k);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum = fmaf(w[c][i], x.at[i], sum);
+        of[c][m] = fmaf(sum, scale[c], of[c][m]);
+      }
+    }
+  }
+};
+
+// 16 bytes of a row at a time.
+template <WeightFormat kFormat, int M>
+__device__ __forceinline__ void add_vectors(const GemvArgs& a, const float* nf4, int64_t row,
+                                            Sums<kFormat, M>& sums) {
+  constexpr int codes = two_a_byte(kFormat) ? 32 : 16, stretch = stretch_of(kFormat, M);
+  const int64_t bytes = a.k * 16 / codes;  // of a row
+  for (int64_t at = int64_t{blockIdx.y} * kThreads + threadIdx.x; at * 16 < bytes;
+       at += int64_t{gridDim.y} * kThreads) {
+    uint32_t words[kColumns][4];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const auto packed = Packed<16>::load(a.codes + min(row + c, a.n - 1) * bytes + at * 16);
+      std::memcpy(words[c], &packed, sizeof(packed));
+    }
+#pragma unroll
+    for (int first = 0; first < codes; first += stretch) {
+      sums.template add<stretch>(a, nf4, row, at * codes + first, words, first);
+    }
+  }
+}
+
+// A code at a time.
+template <WeightFormat kFormat, int M>
+__device__ __forceinline__ void add_codes(const GemvArgs& a, const float* nf4, int64_t row,
+                                          Sums<kFormat, M>& sums) {
+  for (int64_t k = int64_t{blockIdx.y} * kThreads + threadIdx.x; k < a.k;
+       k += int64_t{gridDim.y} * kThreads) {
+    uint32_t words[kColumns][4];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int64_t r = min(row + c, a.n - 1);
+      if constexpr (kFormat == WeightFormat::int4) {
+        const uint32_t byte = a.codes[r * ((a.k + 1) / 2) + k / 2];
+        words[c][0] = k % 2 == 0 ? byte : byte << 4;
+      } else if constexpr (kFormat == WeightFormat::nf4) {
+        const uint32_t byte = a.codes[(r * a.k + k) / 2];
+        words[c][0] = (r * a.k + k) % 2 == 0 ? byte : byte << 4;
+      } else {
+        words[c][0] = a.codes[r * a.k + k];
+      }
+    }
+    sums.template add<1>(a, nf4, row, k, words, 0);
+  }
+}
+
+template <WeightFormat kFormat, bool kVectors, int M>
+__global__ void __launch_bounds__(kThreads) gemv(const GemvArgs a) {
+  FUSEDOPS_SHARED(float, nf4, 16);
+  FUSEDOPS_SHARED(float, of_warps, kWarps * kColumns * M);
+  if (kFormat == WeightFormat::nf4) {
+    if (threadIdx.x < 16) nf4[threadIdx.x] = a.nf4[threadIdx.x];
+    __syncthreads();
+  }
+  const int64_t row = int64_t{blockIdx.x} * kColumns;
+  Sums<kFormat, M> sums;
+  if constexpr (kVectors) {
+    add_vectors<kFormat, M>(a, nf4, row, sums);
+  } else {
+    add_codes<kFormat, M>(a, nf4, row, sums);
+  }
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      float sum = sums.of[c][m];
+      for (int o = kWarp / 2; o > 0; o /= 2) sum += __shfl_xor_sync(kAllLanes, sum, o);
+      if (threadIdx.x % kWarp == 0) of_warps[(threadIdx.x / kWarp * kColumns + c) * M + m] = sum;
+    }
+  }
+  __syncthreads();
+  const int c = threadIdx.x / M, m = threadIdx.x % M;
+  if (c >= kColumns || m >= a.rows || row + c >= a.n) return;
+  float sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += of_warps[(w * kColumns + c) * M + m];
+  if (a.partials == nullptr) return finish(a, sum, m, row + c);
+  a.partials[(int64_t{blockIdx.y} * a.rows + m) * a.n + row + c] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads) gemv_join(const GemvArgs a) {
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, size = a.rows * a.n;
+  if (at >= size) return;
+  float sum = 0;
+  for (int part = 0; part < a.parts; ++part) sum += a.partials[part * size + at];
+  finish(a, sum, static_cast<int>(at / a.n), at % a.n);
+}
+
+// One block a row. A maximum does not see a NaN, which is looked for beside it.
+__global__ void __launch_bounds__(kThreads) quantize_rows(const QuantizeRows a) {
+  FUSEDOPS_SHARED(float, of_warps, kWarps);
+  const int64_t row = blockIdx.x;
+  const auto x = [&](int64_t k) {
+    return load_floats<1>(a.x, a.x_dtype, row * a.x_stride + k).at[0];
+  };
+  float largest = 0;
+  bool finite = true;
+  for (int64_t k = threadIdx.x; k < a.k; k += kThreads) {
+    const float size = fabsf(x(k));
+    if (!(size < INFINITY)) finite = false;
+    largest = fmaxf(largest, size);
+  }
+  for (int o = kWarp / 2; o > 0; o /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, o));
+  }
+  const bool all = __all_sync(kAllLanes, finite);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = all ? largest : INFINITY;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, of_warps[w]);
+  const float step = largest < INFINITY ? largest * (1 / kLargestInt8) : NAN;
+  const float inverse = step < kSmallestScale ? 0 : 1 / step;
+  for (int64_t k = threadIdx.x; k < a.k; k += kThreads) {
+    const float code = rintf(x(k) * inverse);
+    a.codes[row * a.k + k] = fminf(fmaxf(code, -kLargestInt8), kLargestInt8);
+  }
+  if (threadIdx.x == 0) a.steps[row] = step;
+}
+
+// Whether every thread can take 16 bytes of codes, whose stretches have one scale each.
+bool whole_vectors(const GemvArgs& a) {
+  if (!aligned(a.codes) || !aligned_rows(a.x, a.x_stride, a.x_dtype)) return false;
+  switch (a.format) {
+    case WeightFormat::int4: return a.k % 32 == 0 && a.group_size % 16 == 0;
+    case WeightFormat::nf4: return a.k % kNf4Block == 0;
+    default: return a.k % 16 == 0 && (a.groups == 1 || a.group_size % 16 == 0);
+  }
+}
+
+int64_t blocks_of(const GemvArgs& a) { return (a.n + kColumns - 1) / kColumns; }
+
+template <WeightFormat kFormat, int M>
+void launch_rows(const GemvArgs& a, CUstream_st* stream) {
+  const dim3 grid(static_cast<unsigned>(blocks_of(a)), a.parts);
+  whole_vectors(a) ? launch(gemv<kFormat, true, M>, grid, dim3(kThreads), 0, stream, a)
+                   : launch(gemv<kFormat, false, M>, grid, dim3(kThreads), 0, stream, a);
+}
+
+template <WeightFormat kFormat>
+void launch_format(const GemvArgs& a, CUstream_st* stream) {
+  if (a.rows == 1) return launch_rows<kFormat, 1>(a, stream);
+  a.rows == 2 ? launch_rows<kFormat, 2>(a, stream) : launch_rows<kFormat, kGemvRows>(a, stream);
+}
+
+}  // namespace
+
+int gemv_parts(const GemvArgs& a) {
+  const int64_t codes = !whole_vectors(a) ? 1 : two_a_byte(a.format) ? 32 : 16;
+  const int64_t most = a.k / (codes * kThreads);  // so that each thread has something to do
+  const int64_t wanted = int64_t{kBlocks} * multiprocessors() / blocks_of(a);
+  return static_cast<int>(std::max<int64_t>(1, std::min(wanted, most)));
+}
+
+void launch_gemv(const GemvArgs& a, CUstream_st* stream) {
+  switch (a.format) {
+    case WeightFormat::int8: launch_format<WeightFormat::int8>(a, stream); break;
+    case WeightFormat::int4: launch_format<WeightFormat::int4>(a, stream); break;
+    case WeightFormat::nf4: launch_format<WeightFormat::nf4>(a, stream); break;
+    case WeightFormat::fp8: launch_format<WeightFormat::fp8>(a, stream); break;
+  }
+  if (a.partials == nullptr) return;
+  const int64_t blocks = (a.rows * a.n + kThreads - 1) / kThreads;
+  launch(gemv_join, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, a);
+}
+
+void launch_quantize_rows(const QuantizeRows& a, CUstream_st* stream) {
+  launch(quantize_rows, dim3(static_cast<unsigned>(a.rows)), dim3(kThreads), 0, stream, a);
+}
+
+}  // namespace fusedops::cuda

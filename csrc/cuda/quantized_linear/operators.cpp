@@ -1,0 +1,106 @@
+// quantized_linear on GPUs: a few rows of x go to the kernels of gemv.cu, more to the operator that
+// fusedops/triton has, or to ATen calls where there is no Triton. Backward is Triton's.
+
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include "csrc/cuda/quantized_linear/gemv.h"
+#include "csrc/cuda/stream.h"
+#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/quantized_linear/quantized_linear.h"
+
+namespace fusedops::cuda {
+namespace {
+
+GemvActivation activation_of(std::string_view name) {
+  if (name == "relu") return GemvActivation::relu;
+  if (name == "gelu") return GemvActivation::gelu;
+  if (name == "gelu_tanh") return GemvActivation::gelu_tanh;
+  return name == "silu" ? GemvActivation::silu : GemvActivation::none;
+}
+
+int64_t rows_of(const Tensor& x) {
+  return x.dim() == 0 ? 0 : c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
+}
+
+// x [rows, k] as codes in float32, and their steps.
+std::pair<Tensor, Tensor> quantized(const Rows& x, int64_t rows, int64_t k, CUstream_st* stream) {
+  const auto options = x.tensor.options().dtype(at::kFloat);
+  const auto codes = at::empty({rows, k}, options), steps = at::empty({rows}, options);
+  launch_quantize_rows({x.data(), x.stride, dtype_of(x.tensor), rows, k,
+                        codes.mutable_data_ptr<float>(), steps.mutable_data_ptr<float>()},
+                       stream);
+  return {codes, steps};
+}
+
+void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& bias, bool as_codes,
+              GemvActivation activation, const QuantizedForward& outputs) {
+  const auto& [y, z] = outputs;
+  const OnDeviceOf device(x);
+  const int64_t n = w.n.expect_int(), k = w.k.expect_int(), rows = y.numel() / n;
+  const Rows x_rows(x, k);
+  const auto [codes, steps] =
+      as_codes ? quantized(x_rows, rows, k, device.stream()) : std::pair<Tensor, Tensor>();
+  const auto shift = given(bias) ? bias->contiguous() : Tensor();
+  GemvArgs args{};
+  args.x = as_codes ? codes.const_data_ptr() : x_rows.data();
+  args.x_stride = as_codes ? k : x_rows.stride;
+  args.x_dtype = as_codes ? Dtype::float32 : dtype_of(x);
+  args.rows = static_cast<int>(rows);
+  args.steps = as_codes ? steps.const_data_ptr<float>() : nullptr;
+  args.codes = static_cast<const uint8_t*>(w.qweight.const_data_ptr());
+  args.scales = w.scales.const_data_ptr<float>();
+  args.zeros = given(w.zeros) ? w.zeros->const_data_ptr<uint8_t>() : nullptr;
+  args.format = w.format;
+  args.n = n;
+  args.k = k;
+  args.group_size = w.group_size;
+  args.groups = w.scales.size(-1);
+  std::copy(std::begin(kNf4), std::end(kNf4), args.nf4);
+  args.bias = data_or_null(shift);
+  args.y = y.mutable_data_ptr();
+  args.z = mutable_data_or_null(z);
+  args.dtype = dtype_of(y);
+  args.activation = activation;
+  args.parts = gemv_parts(args);
+  const auto partials =
+      args.parts > 1 ? at::empty({args.parts, rows, n}, w.scales.options()) : Tensor();
+  args.partials = static_cast<float*>(mutable_data_or_null(partials));
+  launch_gemv(args, device.stream());
+}
+
+QuantizedForward quantized_linear_forward(const Tensor& x, const Tensor& qweight,
+                                          const Tensor& scales, const OptionalTensor& zeros,
+                                          const OptionalTensor& bias, std::string_view format,
+                                          c10::SymInt out_features, c10::SymInt in_features,
+                                          int64_t group_size, std::string_view activation,
+                                          std::string_view input_format, std::string_view compute,
+                                          bool keep_z) {
+  if (x.scalar_type() == at::kDouble) {
+    return quantized_linear_forward_composite(x, qweight, scales, zeros, bias, format, out_features,
+                                              in_features, group_size, activation, input_format,
+                                              compute, keep_z);
+  }
+  if (gpu_way(rows_of(x), input_format, compute) != GpuWay::gemv) {
+    static const auto op =
+        handle<decltype(quantized_linear_outputs)>("fusedops::quantized_linear_tiles");
+    return op.call(x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
+                   activation, input_format, compute, keep_z);
+  }
+  const auto outputs =
+      quantized_linear_outputs(x, qweight, scales, zeros, bias, format, out_features, in_features,
+                               group_size, activation, input_format, compute, keep_z);
+  if (std::get<0>(outputs).numel() == 0) return outputs;
+  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
+                                group_size);
+  multiply(x, weight, bias, input_format == "int8", activation_of(activation), outputs);
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
+  m.impl("quantized_linear_forward", quantized_linear_forward);
+}
+
+}  // namespace fusedops::cuda

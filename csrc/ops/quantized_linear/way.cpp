@@ -1,0 +1,67 @@
+// Which kernel of a GPU multiplies how many rows: the one place that says so.
+//
+// The limits are reasoned, not measured: nothing here has run on a GPU. Each must be measured, for
+// every format, as the number of rows from which the next way is faster, at n and k of 4096 and
+// more. `python -m benchmarks quantized_linear` has rows on both sides of each.
+
+#include "csrc/ops/quantized_linear/quantized_linear.h"
+
+namespace fusedops {
+namespace {
+
+// Beyond, multiplications by rows in float32 take longer than the codes from memory: gemv against
+// split at 1, 2, 4 and 8 rows.
+constexpr int64_t kGemvRows = 4;
+// Beyond, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and 128 rows.
+// The launchers of fusedops/triton/quantized_linear/call.py have the same limit for their tiles.
+constexpr int64_t kSplitRows = 64;
+// Beyond, codes become numbers so often that once is cheaper, with a write and a read of 2 bytes an
+// element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
+constexpr int64_t kTileRows = 1024;
+
+}  // namespace
+
+GpuWay gpu_way(int64_t rows, std::string_view input_format, std::string_view compute) {
+  if (rows <= kGemvRows) return GpuWay::gemv;
+  if (rows <= kSplitRows) return GpuWay::split;
+  // Scratch is bfloat16, of which "exact" knows nothing; codes by codes need none.
+  const bool narrow = compute == "any" || compute == "bf16";
+  return rows <= kTileRows || !narrow || input_format != "none" ? GpuWay::tiles : GpuWay::scratch;
+}
+
+std::string quantized_linear_way(int64_t rows, std::string_view input_format,
+                                 std::string_view compute) {
+  switch (gpu_way(rows, input_format, compute)) {
+    case GpuWay::gemv: return "gemv";
+    case GpuWay::split: return "split";
+    case GpuWay::tiles: return "tiles";
+    default: return "scratch";
+  }
+}
+
+std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
+                                      int64_t group_size, int64_t rows,
+                                      std::string_view input_format, std::string_view compute) {
+  const auto way = gpu_way(rows, input_format, compute);
+  if (way == GpuWay::gemv) {
+    return "a CUDA C++ kernel, whose codes become float32 in registers, of at most " +
+           std::to_string(kGemvRows) + " rows of input";
+  }
+  if (way == GpuWay::scratch) {
+    return "the weight becomes bfloat16 in memory for each call, " +
+           std::to_string(n * k * 2 >> 20) + " MiB, and torch multiplies it, from " +
+           std::to_string(kTileRows + 1) + " rows of input on";
+  }
+  const bool integers = input_format == "int8" && format == "int8" && group_size >= k;
+  const std::string operand = integers                                  ? "int8"
+                              : compute == "exact" || compute == "int8" ? "float32"
+                                                                        : "bfloat16";
+  const std::string how = "a Triton kernel, whose tiles multiply " + operand;
+  if (way == GpuWay::split) {
+    return how + " and share their depth, of at most " + std::to_string(kSplitRows) +
+           " rows of input";
+  }
+  return how + ", from " + std::to_string(kSplitRows + 1) + " rows of input on";
+}
+
+}  // namespace fusedops

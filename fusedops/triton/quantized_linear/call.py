@@ -1,0 +1,166 @@
+"""What the launches of a call have in common: the weight's tensors, what its products are made of,
+and the tiles that they run.
+"""
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fusedops.extension import _C
+from fusedops.triton.tile import multiprocessors
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+NF4_BLOCK = 64
+FEWEST = 64  # rows of x that have the tiles of a few
+LEAST_COLUMNS = 32  # of a tile that has one scale a row: halves of fewer are no operand
+LEAST_TILES = 4  # of a part
+MOST_PARTS = 32
+MOST_INTEGERS = 65536  # products of 127 * 127 that fit 32 bits, twice
+# By what is multiplied: bfloat16, integers of 8 bits, or float32. Rows of the weight N, columns K,
+# warps, and stages of loads on their way. M rows of x: those that there are, or ROWS. On
+# sm_90 the fast products need 64 rows of the first operand, which is the weight: as such it may
+# come from registers, where the codes become numbers. No GPU was at hand to time any of this.
+FEW = {"narrow": (64, 64, 4, 4), "integer": (64, 128, 4, 4), "wide": (32, 32, 4, 1)}
+MANY = {"narrow": (128, 64, 8, 3), "integer": (128, 128, 8, 3), "wide": (32, 32, 4, 1)}
+ROWS = {"narrow": 128, "integer": 128, "wide": 16}
+# Backward: rows of dz M, at most; rows of the weight N, which are summed; columns K.
+GRADIENT = {"narrow": (128, 64, 64, 8, 3), "wide": (16, 32, 32, 4, 1)}
+FEW_GRADIENT = {"narrow": (64, 64, 64, 4, 3), "wide": (16, 32, 32, 4, 1)}
+# What kernels call the formats. A string that names a type, as "int8" does, would become that type
+# on its way there, and equal no string.
+NAMES = {"int8": "signed", "int4": "offset", "nf4": "table", "fp8": "e4m3"}
+INTERPRETED = (64, 128, 4, 1)  # a tile takes its time there whatever its size
+OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight's tensors, contiguous, and how to read them."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    format: str
+    n: int
+    k: int
+    group_size: int
+
+    @classmethod
+    def of(
+        cls,
+        qweight: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        format: str,
+        n: int,
+        k: int,
+        group_size: int,
+    ) -> "Weight":
+        codes = qweight.contiguous()
+        if format == "fp8":  # no GPU before sm_89 has it
+            codes = codes.view(torch.uint8)
+        zeros = None if zeros is None else zeros.contiguous()
+        return cls(codes, scales.contiguous(), zeros, format, n, k, group_size)
+
+    @property
+    def a_scale_a_row(self) -> bool:
+        """Which the sums take, or the gradient."""
+        return self.format in ("int8", "fp8") and self.scales.shape[1] == 1
+
+    @property
+    def factors(self) -> Tensor | None:
+        return self.scales if self.a_scale_a_row else None
+
+    @property
+    def form(self) -> str:
+        if self.format == "int4" or (self.format == "nf4" and self.k % 2 == 0):
+            return "halves"
+        return "flat" if self.format == "nf4" else "whole"
+
+    def columns(self, most: int) -> tuple[str, int]:
+        """SCALE, and the columns of a tile of at most so many."""
+        if self.a_scale_a_row:
+            return "row", most
+        group = self.group_size
+        if self.format == "nf4":
+            group = NF4_BLOCK if self.k % NF4_BLOCK == 0 else 1
+        elif self.scales.shape[1] <= 1:
+            group = most
+        within = min(group & -group, most)
+        if within >= LEAST_COLUMNS:
+            return "tile", within
+        return "each", most if INTERPRETING else LEAST_COLUMNS  # as many scales as numbers
+
+    def stages(self, most: int) -> int:
+        """Of loads on their way. Those of nf4's table would go along, one for each number."""
+        return 1 if self.format == "nf4" else most
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that all kernels have."""
+        return {
+            "codes": self.codes,
+            "scales": self.scales,
+            "zeros": self.zeros,
+            "table": nf4_table(self.codes.device) if self.format == "nf4" else None,
+            "n": self.n,
+            "k": self.k,
+            "row_bytes": (self.k + 1) // 2,
+            "groups": self.scales.shape[-1],
+            "group_size": self.group_size,
+            "FORMAT": NAMES[self.format],
+            "FORM": self.form,
+        }
+
+
+def operand_of(compute: str) -> str:
+    """What a product of floats takes. None is "bf16": the lowest that it may be, and the fastest.
+    "int8" comes here where scales of groups come between its integers."""
+    return "wide" if compute in ("exact", "int8") else "narrow"
+
+
+def multiplies_integers(w: Weight) -> bool:
+    """Whether codes by codes are a product of integers, which rounds nothing: any `compute` may
+    have it."""
+    return w.format == "int8" and w.a_scale_a_row and w.k <= MOST_INTEGERS
+
+
+def has_kernel(dtype: torch.dtype) -> bool:
+    return dtype != torch.float64
+
+
+def way_of(rows: int, input_format: str, compute: str) -> str:
+    """csrc/ops/quantized_linear/way.cpp."""
+    return _C.quantized_linear_way(rows, input_format, compute)
+
+
+def parts_of(programs: int, tiles: int, device: torch.device) -> int:
+    """Among how many programs the depth of a tile is split, so that they fill the GPU. As many
+    whatever the numbers, so the same bits each time."""
+    fill = 2 * multiprocessors(device) // max(programs, 1)
+    return max(1, min(fill, tiles // LEAST_TILES, MOST_PARTS))
+
+
+@functools.cache
+def nf4_table(device: torch.device) -> Tensor:
+    return torch.tensor(_C.nf4_table(), dtype=torch.float32, device=device)
+
+
+def as_rows(t: Tensor) -> Tensor:
+    """[rows, n], whose numbers are neighbours in a row."""
+    rows = t.reshape(-1, t.shape[-1]) if t.shape[-1] else t.new_empty(t.shape[:-1].numel(), 0)
+    return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def registers(rows: int) -> int | None:
+    """That a thread may have: of large tiles all, as ptxas spills some to keep to 128."""
+    return 255 if rows > FEWEST else None
+
+
+def padded(rows: int) -> int:
+    """A dot takes powers of two, of 16 at least."""
+    return max(triton.next_power_of_2(rows), 16)

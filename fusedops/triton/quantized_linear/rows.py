@@ -1,0 +1,58 @@
+"""Rows of x as codes of 8 bits: multiples of their largest / 127.
+
+A program has a row, and reads it twice: the second time mostly from a cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 4096  # of a row, at a time
+VECTOR = 16  # codes of a load
+
+
+def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [rows, k] int8, whose rows begin at whole vectors, and steps [rows] float32, of x
+    [rows, k]. A row that is not finite has a step of NaN."""
+    rows, k = x.shape
+    codes = x.new_empty((rows, -(-k // VECTOR) * VECTOR), dtype=torch.int8)[:, :k]
+    steps = x.new_empty(rows, dtype=torch.float32)
+    columns = min(triton.next_power_of_2(max(k, 1)), COLUMNS)
+    rows_kernel[(rows,)](
+        x,
+        codes,
+        steps,
+        k,
+        x.stride(0),
+        codes.stride(0),
+        COLUMNS=columns,
+        num_warps=max(1, min(columns // 512, 8)),
+        enable_fp_fusion=False,  # a product that is rounded by itself has the reference's codes
+    )
+    return codes, steps
+
+
+@triton.jit
+def rows_kernel(x, codes, steps, k, x_row, code_row, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_row
+    codes += row * code_row
+    most = tl.zeros([COLUMNS], tl.float32)
+    astray = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, k, COLUMNS):
+        col = start + tl.arange(0, COLUMNS)
+        v = tl.abs(tl.load(x + col, col < k, 0).to(tl.float32))
+        astray = tl.where(v < float("inf"), astray, 1.0)  # a maximum does not see a NaN
+        most = tl.maximum(most, tl.where(v < float("inf"), v, 0.0))
+    step = tl.max(most, 0) * 0.007874015748031496
+    inverse = tl.where(step < 1e-38, 0.0, tl.div_rn(1.0, tl.where(step < 1e-38, 1.0, step)))
+    for start in range(0, k, COLUMNS):
+        col = start + tl.arange(0, COLUMNS)
+        v = tl.load(x + col, col < k, 0).to(tl.float32) * inverse
+        v = tl.where(tl.abs(v) < 200, v, 0.0)  # of a row that is not finite
+        counted = v + 12582912.0  # 1.5 2^23, whose last bit counts ones: halves go to even
+        nearest = counted - 12582912.0
+        nearest = tl.minimum(tl.maximum(nearest, -127.0), 127.0)
+        tl.store(codes + col, nearest.to(tl.int8), col < k)
+    tl.store(steps + row, tl.where(tl.max(astray, 0) > 0, float("nan"), step))
