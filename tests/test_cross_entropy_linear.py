@@ -14,6 +14,7 @@ from cross_entropy_cases import (
     skip_what_does_not_run,
     targets,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from benchmarks.memory import profiled
@@ -256,6 +257,28 @@ def test_a_scaled_float16_loss(backend, trained):
 
     args = (x, target, w) if trained else (x, target)
     check(of(linear_cross_entropy), of(linear_cross_entropy_reference), args, backend)
+
+
+class Masks(TorchDispatchMode):
+    """Which gradients the forwards are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "linear_cross_entropy_forward":
+            self.seen.append(args[-1])
+        return func(*args, **kwargs or {})
+
+
+def test_gradients_that_nobody_wants_are_not_made():
+    x, w, b = head(6, 4, 10)
+    for wanted in ([True, False, False], [False, True, False], [True, False, True]):
+        x, w, b = (t.detach().requires_grad_(on) for t, on in zip((x, w, b), wanted, strict=True))
+        with Masks() as masks:
+            linear_cross_entropy(x, w, targets(6, 10), linear_bias=b)
+        assert masks.seen == [wanted]
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
