@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 import fusedops
 from benchmarks.timing import CPU, interleaved
@@ -144,13 +145,12 @@ def _steps(
         plain = make(QUICK if args.quick else LAYERS).to(dtype).train()
         model = contender.ready(plain, ids)
         steps[name] = _step(model, ids, contender.optimizer(plain.parameters()))
-        try:
-            steps[name]()
-        except Exception as error:
-            if name != COMPILED:
-                raise
-            skipped[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-            del steps[name]
+        if name == COMPILED:
+            try:
+                steps[name]()
+            except (RuntimeError, TorchDynamoException) as error:
+                skipped[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                del steps[name]
     return steps, skipped
 
 

@@ -15,7 +15,7 @@ from fusedops.patching.swap import has_hooks, original_class
 
 __all__ = ["RESIDUAL", "add_norm"]
 
-LEAVES = "leaves the layer: with the first norm of it, once a forward has shown that"
+LEAVES = "leaves the layer: without gradients, with the norm of it that a forward has shown"
 IN_PLACE = "residual: `{1}` leaves {0}.forward and is made in place: left"
 WITHOUT = "residual: no sum of its own was recognised in {}.forward"
 
@@ -71,8 +71,20 @@ def layer_sum(layer: nn.Module, left: Any, right: Any) -> Any:
     return sum_and_norm_ahead(layer, left, right, _fused_ahead)
 
 
-def _fused_ahead(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
-    return _fused_sum(norm, x, residual, 0.0) if _fusable(norm, x, residual) else None
+def _fused_ahead(norm: nn.Module, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor] | None:
+    one, other = (right, left) if _mixed(right, left) else (left, right)
+    if not _fusable(norm, one, other) or not _is_here(norm, left):
+        return None
+    return _fused_sum(norm, one, other, 0.0)
+
+
+def _is_here(norm: nn.Module, x: Tensor) -> bool:
+    """Whether what the norm takes is in memory as it is: no shard, and nothing still to come."""
+    recipe = recipe_of(norm)
+    own = [norm._parameters.get(name) for name in (recipe.weight, recipe.bias) if name]
+    return all(
+        type(p) is nn.Parameter and p.device == x.device and p.shape == x.shape[-1:] for p in own
+    )
 
 
 def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:

@@ -44,31 +44,35 @@ class Yardstick:
 
     def compare(self, model: nn.Module) -> None:
         """Raises RuntimeError, and unpatches, when the model is off by more than that."""
+        fused = self.results(model, self.batch)
+        off = self.off(fused, model)
         for _ in range(2):  # the second makes the norms ahead that the first has shown
-            fused = self.results(model, self.batch)
-            if off := self.off(fused, model):
-                for module in model.modules():
-                    restore(module)
-                raise RuntimeError(
-                    f"patch: verify found differences beyond rounding in {', '.join(off[:8])}"
-                    f" ({len(off)} of {len(fused)} results); the model is unpatched"
-                )
+            found = run(model, self.batch, gradients=False)
+            off += self.off(found, model, gradients=False)
+        if off := list(dict.fromkeys(off)):
+            for module in model.modules():
+                restore(module)
+            raise RuntimeError(
+                f"patch: verify found differences beyond rounding in {', '.join(off[:8])}"
+                f" ({len(off)} of {len(fused)} results); the model is unpatched"
+            )
 
-    def off(self, fused: dict[str, Tensor], model: nn.Module) -> list[str]:
-        """The results that are missing, or off by more than that.
+    def off(self, fused: dict[str, Tensor], model: nn.Module, gradients: bool = True) -> list[str]:
+        """The results that are missing, or off by more than that. gradients: they are among them.
 
         Where one is off, rounding is seen in more copies before it is said: a few of them may all
         be right by luck, of a loss of few tokens to the last bit.
         """
-        off = self._off(fused)
+        names = [n for n in self.exact if gradients or not n.startswith(GRADIENT)]
+        off = self._off(fused, names)
         if off and len(self.seen) <= MORE:
             with original(model):
                 self.seen += self._moved(model, range(MOVED, MOVED + MORE))
-            off = self._off(fused)
+            off = self._off(fused, names)
         return off
 
-    def _off(self, fused: dict[str, Tensor]) -> list[str]:
-        return [n for n in self.exact if n not in fused or not self.within(n, fused[n])]
+    def _off(self, fused: dict[str, Tensor], names: Iterable[str]) -> list[str]:
+        return [n for n in names if n not in fused or not self.within(n, fused[n])]
 
     def _moved(self, model: nn.Module, seeds: Iterable[int]) -> list[dict[str, Tensor]]:
         return [self.results(_moved(model, seed), self.batch) for seed in seeds]

@@ -32,7 +32,7 @@ class FusedOpsCallback(TrainerCallback):
             self._patch(model, state)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
-        if model is None or model is self._model:
+        if model is None or any(m is self._model for m in model.modules()):  # FSDP wraps it
             return
         if self.options.get("quantize") is not None:
             raise ValueError(
