@@ -1,5 +1,6 @@
 """quantized_linear: every backend through the same lines."""
 
+import dataclasses
 from itertools import product
 
 import pytest
@@ -193,6 +194,20 @@ ERRORS = [
     ({"compute": "fp16"}, ValueError, "compute must be .* got 'fp16'"),
     ({"compute": "int8"}, ValueError, "needs input_format='int8'"),
 ]
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_a_depth_of_many_vectors(kind, backend):
+    """GPUs split it among blocks, whose threads have whole vectors."""
+    skip_what_does_not_run(kind, backend, torch.float32, (1, 8192), 3)
+    weight = quantized(kind, random_weight(3, 8192))
+    compare(weight, backend, inputs((1, 8192), 3, torch.float32), compute="exact")
+
+
+def test_groups_of_int4_are_whole_bytes():
+    weight = dataclasses.replace(quantized("int4", random_weight(4, 8)), group_size=3)
+    with pytest.raises(RuntimeError, match="group_size of int4 must be even, .* got 3"):
+        quantized_linear(torch.zeros(3, 8), weight)
 
 
 @pytest.mark.parametrize("changed,error,message", ERRORS, ids=lambda e: str(e)[:20])

@@ -46,6 +46,7 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
   args.x = as_codes ? codes.const_data_ptr() : x_rows.data();
   args.x_stride = as_codes ? k : x_rows.stride;
   args.x_dtype = as_codes ? Dtype::float32 : dtype_of(x);
+  TORCH_INTERNAL_ASSERT(rows <= kGemvRows);
   args.rows = static_cast<int>(rows);
   args.steps = as_codes ? steps.const_data_ptr<float>() : nullptr;
   args.codes = static_cast<const uint8_t*>(w.qweight.const_data_ptr());

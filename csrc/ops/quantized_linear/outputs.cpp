@@ -47,6 +47,9 @@ void check_weight(const QuantizedTensors& w) {
               w.n, ", ", w.k, " and ", w.group_size);
   TORCH_CHECK(w.format != WeightFormat::nf4 || w.group_size == kNf4Block, kOp,
               ": group_size of nf4 must be ", kNf4Block, ", got ", w.group_size);
+  TORCH_CHECK(w.format != WeightFormat::int4 || w.group_size % 2 == 0, kOp,
+              ": group_size of int4 must be even, as two codes of a group are a byte, got ",
+              w.group_size);
   check_part(w.qweight, "qweight", code_dtype(w.format), code_shape(w), w.qweight);
   check_part(w.scales, "scales", at::kFloat, scale_shape(w), w.qweight);
   TORCH_CHECK(given(w.zeros) == (w.format == WeightFormat::int4), kOp,
