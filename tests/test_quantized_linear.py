@@ -206,7 +206,7 @@ def test_a_depth_of_many_vectors(kind, backend):
 
 def test_groups_of_int4_are_whole_bytes():
     weight = dataclasses.replace(quantized("int4", random_weight(4, 8)), group_size=3)
-    with pytest.raises(RuntimeError, match="group_size of int4 must be even, .* got 3"):
+    with pytest.raises(RuntimeError, match=r"group_size of int4 must be even, .* got 3"):
         quantized_linear(torch.zeros(3, 8), weight)
 
 
