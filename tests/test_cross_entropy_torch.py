@@ -206,11 +206,10 @@ def test_batched_gradients(op, made):
     leaves = [a.requires_grad_() for a in args]
     loss = of(ours, **how)(*leaves)
     cotangents = torch.randn(3)
-    found = torch.autograd.grad(loss, leaves, cotangents, retain_graph=True, is_grads_batched=True)
-    for i, cotangent in enumerate(cotangents):
-        once = torch.autograd.grad(loss, leaves, cotangent, retain_graph=True)
-        for batched, one in zip(found, once, strict=True):
-            torch.testing.assert_close(batched[i], one)
+    each = [torch.autograd.grad(loss, leaves, one, retain_graph=True) for one in cotangents]
+    found = torch.autograd.grad(loss, leaves, cotangents, is_grads_batched=True)
+    for batched, *ones in zip(found, *each, strict=True):
+        torch.testing.assert_close(batched, torch.stack(ones))
 
 
 @OPS
