@@ -250,7 +250,7 @@ def test_verify_of_a_model_that_is_patched_already(calls):
     patch(model, **ALONE)
     copied = model.config
     patch(model, verify=batch("llama", "left"), **ALONE)
-    assert len(calls) == 2
+    assert len(calls) == 6  # of two layers in three runs
     assert model.config is copied
 
 
