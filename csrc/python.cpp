@@ -204,6 +204,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   export_function(m, "quantized_linear_plan", cpu::quantized_linear_plan);
   export_function(m, "quantized_linear_gpu_plan", quantized_linear_gpu_plan);
   export_function(m, "quantized_linear_way", quantized_linear_way);
+  m.attr("most_integers") = kMostIntegers;
   m.def("nf4_table", [] { return std::vector<float>(std::begin(kNf4), std::end(kNf4)); });
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);

@@ -39,6 +39,11 @@ constexpr float kNf4[16] = {
 constexpr float kLargestInt8 = 127;       // codes are symmetric: -128 is not used
 constexpr float kSmallestScale = 1e-38f;  // below it codes are 0; its inverse is finite
 
+// On GPUs: rows of x for which the kernel of csrc/cuda has registers, and the depth to which
+// products of codes, of 127 * 127 at most, are summed in 32 bits.
+constexpr int kGemvRows = 4;
+constexpr int64_t kMostIntegers = 65536;
+
 // How many groups of a size cover a row. No group is of size 0, which only an empty row has.
 constexpr int64_t groups_of(int64_t k, int64_t group_size) {
   return k == 0 ? 0 : (k + group_size - 1) / group_size;

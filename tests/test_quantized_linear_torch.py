@@ -167,10 +167,11 @@ def test_scales_take_no_gradient():
 
 
 @FORCED
+@pytest.mark.parametrize("rows", [3, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(kind, backend, dtype):
+def test_opcheck(kind, backend, dtype, rows):
     q = quantized(kind, random_weight(30, 40)).to(device_of(backend))
-    x, bias = placed(inputs((6, 40), 30, dtype), device_of(backend))
+    x, bias = placed(inputs((rows, 40), 30, dtype), device_of(backend))
     parts = q.qweight, q.scales, q.zeros
     sizes = q.format, q.out_features, q.in_features, q.group_size
     ops = torch.ops.fusedops
@@ -186,7 +187,8 @@ def test_opcheck(kind, backend, dtype):
             opcheck(ops.quantized_linear, leaf, *parts, bias, *sizes, "gelu", None, "exact")
         how = "gelu", "none", "any"
         opcheck(ops.quantized_linear_forward, x, *parts, bias, *sizes, *how, True)
-        z, mask = torch.randn(6, 30).to(x), [True, True]
+        opcheck(ops.quantized_linear_tiles, x, *parts, bias, *sizes, *how, True)
+        z, mask = torch.randn(rows, 30).to(x), [True, True]
         opcheck(ops.quantized_linear_backward, z, *parts, z, *sizes, "gelu", "any", mask)
         opcheck(ops.dequantize_weight, *parts, *sizes, dtype)
 
@@ -202,7 +204,7 @@ def test_compile(kind, backend, dynamic):
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     with fusedops.backend(backend):
-        for rows in (6, 9):
+        for rows in (3, 6, 9):
             args = placed(inputs((rows, 40), 30, torch.float32), device_of(backend))
             expected = gradients(layer, args)
             for key, value in gradients(compiled, args).items():

@@ -146,7 +146,8 @@ def quantized_linear(
     first, in float32. The gradient passes through that as if it were not there. A row that is not
     finite gives NaN.
 
-    compute: what the product's operands are rounded to. Sums are float32 in any case.
+    compute: what the product's operands are rounded to. Sums are float32; on GPUs above 1024 rows
+    torch's own product of bfloat16 may add parts in bfloat16 (torch.backends.cuda.matmul).
         "exact"  to nothing: float32 products of x and w
         "bf16"   x and w (or its codes) to bfloat16; backward dy and w
         "int8"   codes as integers, or in float32 where scales of groups come between them: for

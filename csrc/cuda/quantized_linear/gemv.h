@@ -11,13 +11,11 @@ namespace fusedops::cuda {
 
 enum class GemvActivation : uint8_t { none, relu, gelu, gelu_tanh, silu };
 
-constexpr int kGemvRows = 4;  // of x, at most
-
 struct GemvArgs {
   const void* x;  // [rows, k], the rows x_stride elements apart
   int64_t x_stride;
   Dtype x_dtype;
-  int rows;
+  int rows;            // kGemvRows at most
   const float* steps;  // [rows], of an x of codes; or null
   const uint8_t* codes;
   const float* scales;

@@ -19,9 +19,10 @@ namespace fusedops {
 // A weight [n, k] as its tensors, and how to read them. Those that are checked are contiguous.
 //   int8  qweight int8 [n, k]                 scales [n, groups]    w = q s
 //   int4  qweight uint8 [n, (k + 1) / 2]      scales, zeros uint8   w = (q - z) s
-//   nf4   qweight uint8 [(n k + 1) / 2, 1]    scales [blocks]       w = kNf4[q] s, of the flat
-//   weight fp8   qweight float8_e4m3fn [n, k]        scales [n, 1]         w = q s
-// Scales are float32. Of two codes in a byte the first is the high half.
+//   nf4   qweight uint8 [(n k + 1) / 2, 1]    scales [blocks]       w = kNf4[q] s
+//   fp8   qweight float8_e4m3fn [n, k]        scales [n, 1]         w = q s
+// Scales are float32; nf4's blocks are of the flat weight. Of two codes in a byte the first is the
+// high half.
 struct QuantizedTensors {
   Tensor qweight, scales;
   OptionalTensor zeros;

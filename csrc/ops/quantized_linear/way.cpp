@@ -9,11 +9,9 @@
 namespace fusedops {
 namespace {
 
-// Beyond, multiplications by rows in float32 take longer than the codes from memory: gemv against
-// split at 1, 2, 4 and 8 rows.
-constexpr int64_t kGemvRows = 4;
+// Beyond kGemvRows, multiplications by rows in float32 take longer than the codes from memory: gemv
+// against split at 1, 2, 4 and 8 rows.
 // Beyond, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and 128 rows.
-// The launchers of fusedops/triton/quantized_linear/call.py have the same limit for their tiles.
 constexpr int64_t kSplitRows = 64;
 // Beyond, codes become numbers so often that once is cheaper, with a write and a read of 2 bytes an
 // element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
@@ -52,7 +50,8 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
            std::to_string(n * k * 2 >> 20) + " MiB, and torch multiplies it, from " +
            std::to_string(kTileRows + 1) + " rows of input on";
   }
-  const bool integers = input_format == "int8" && format == "int8" && group_size >= k;
+  const bool integers =
+      input_format == "int8" && format == "int8" && group_size >= k && k <= kMostIntegers;
   const std::string operand = integers                                  ? "int8"
                               : compute == "exact" || compute == "int8" ? "float32"
                                                                         : "bfloat16";

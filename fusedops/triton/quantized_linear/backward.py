@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fusedops.triton.quantized_linear.call import (
     FEW_GRADIENT,
-    FEWEST,
     GRADIENT,
     INTERPRETED,
     INTERPRETING,
     OPTIONS,
     Weight,
     as_rows,
+    few,
     has_kernel,
     operand_of,
     padded,
@@ -112,7 +112,7 @@ def run(dz: Tensor, w: Weight, dx: Tensor, compute: str) -> None:
 
 
 def tile_of(w: Weight, rows: int, made_of: str) -> dict[str, Any]:
-    m, n, k, warps, stages = (FEW_GRADIENT if rows <= FEWEST else GRADIENT)[made_of]
+    m, n, k, warps, stages = (FEW_GRADIENT if few(rows) else GRADIENT)[made_of]
     if INTERPRETING:
         m, n, warps, stages = INTERPRETED
         k = n

@@ -16,11 +16,9 @@ from fusedops.triton.tile import multiprocessors
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NF4_BLOCK = 64
-FEWEST = 64  # rows of x that have the tiles of a few
 LEAST_COLUMNS = 32  # of a tile that has one scale a row: halves of fewer are no operand
 LEAST_TILES = 4  # of a part
 MOST_PARTS = 32
-MOST_INTEGERS = 65536  # products of 127 * 127 that fit 32 bits, twice
 # By what is multiplied: bfloat16, integers of 8 bits, or float32. Rows of the weight N, columns K,
 # warps, and stages of loads on their way. M rows of x: those that there are, or ROWS. On
 # sm_90 the fast products need 64 rows of the first operand, which is the weight: as such it may
@@ -126,7 +124,7 @@ def operand_of(compute: str) -> str:
 def multiplies_integers(w: Weight) -> bool:
     """Whether codes by codes are a product of integers, which rounds nothing: any `compute` may
     have it."""
-    return w.format == "int8" and w.a_scale_a_row and w.k <= MOST_INTEGERS
+    return w.format == "int8" and w.a_scale_a_row and w.k <= _C.most_integers
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -136,6 +134,11 @@ def has_kernel(dtype: torch.dtype) -> bool:
 def way_of(rows: int, input_format: str, compute: str) -> str:
     """csrc/ops/quantized_linear/way.cpp."""
     return _C.quantized_linear_way(rows, input_format, compute)
+
+
+def few(rows: int) -> bool:
+    """Whether a depth is shared, and tiles are those of a few rows."""
+    return way_of(rows, "none", "exact") != "tiles"
 
 
 def parts_of(programs: int, tiles: int, device: torch.device) -> int:
@@ -158,7 +161,7 @@ def as_rows(t: Tensor) -> Tensor:
 
 def registers(rows: int) -> int | None:
     """That a thread may have: of large tiles all, as ptxas spills some to keep to 128."""
-    return 255 if rows > FEWEST else None
+    return None if few(rows) else 255
 
 
 def padded(rows: int) -> int:

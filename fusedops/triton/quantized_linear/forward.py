@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fusedops.triton.quantized_linear.call import (
     FEW,
-    FEWEST,
     INTERPRETED,
     INTERPRETING,
     MANY,
@@ -28,6 +27,7 @@ from fusedops.triton.quantized_linear.call import (
     ROWS,
     Weight,
     as_rows,
+    few,
     has_kernel,
     multiplies_integers,
     operand_of,
@@ -159,9 +159,7 @@ def multiply(
 
 
 def tile_of(w: Weight, rows: int, made_of: str) -> dict[str, Any]:
-    n, k, warps, stages = (
-        INTERPRETED if INTERPRETING else (FEW if rows <= FEWEST else MANY)[made_of]
-    )
+    n, k, warps, stages = INTERPRETED if INTERPRETING else (FEW if few(rows) else MANY)[made_of]
     scale, k = w.columns(k)
     m = min(padded(rows), INTERPRETED[0] if INTERPRETING else ROWS[made_of])
     return OPTIONS | {
