@@ -1,8 +1,8 @@
 """The calls that reach the tiles of the Triton kernels of quantized_linear.
 
-They may not spill, and products of 16 bits or of codes by codes run
-on the tensor cores that the architecture is known for, where the tile is as high as these take.
-Those of float32 run on none, as they are to be float32's.
+They may not spill, and products of 16 bits or of codes by codes run on the tensor cores that the
+architecture is known for, where the tile is as high as these take. Those of float32 run on none, as
+they are to be float32's.
 """
 
 from collections.abc import Callable, Iterator
