@@ -12,6 +12,7 @@ import pytest
 import torch
 from residual_cases import N, PreNorm, close, residual_sites
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -37,6 +38,15 @@ class Turned(PreNorm):
 
     def forward(self, hidden):
         return hidden + self.up(self.norm(hidden))
+
+
+class Sparse(PreNorm):
+    """Its sum has no memory of its own."""
+
+    def forward(self, hidden):
+        more = self.up(self.norm(hidden)).to_sparse()
+        hidden = hidden.to_sparse() + more
+        return hidden
 
 
 def same(hidden):
@@ -381,3 +391,72 @@ def test_compile():
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compare(plain, compiled, x)
+
+
+def dual(model, x):
+    with torch.autograd.forward_ad.dual_level():
+        y, *_ = model(torch.autograd.forward_ad.make_dual(x, x.cos()))
+        return tuple(torch.autograd.forward_ad.unpack_dual(y))
+
+
+TRANSFORMS = {
+    "vmap": lambda model, x: torch.vmap(model)(torch.stack([x, x + 1])),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x.cos(),))[1],
+    "functionalize": lambda model, x: torch.func.functionalize(model)(x),
+    "dual": dual,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms(transform, made):
+    plain, model, x = both()
+    with torch.no_grad():
+        for _ in range(2):
+            close(transform(model, x), transform(plain, x))
+    compare(plain, model, x)
+
+
+def test_a_transform_that_begins_at_the_norm(made):
+    """Its weights are another's; the sum is the same tensor."""
+    plain, model, x = both()
+    with torch.no_grad():
+        for one in (plain, model):
+            h, layer = one.layers[0](x), one.layers[1]
+            weights = torch.stack([layer.norm.weight, 2 * layer.norm.weight])
+            normed = torch.vmap(
+                lambda w, norm=layer.norm, h=h: torch.func.functional_call(norm, {"weight": w}, h)
+            )
+            one.found = normed(weights), layer.norm(h)
+    close(model.found, plain.found)
+
+
+def test_tensors_without_memory(made):
+    plain, model, x = both()
+    elsewhere = copy.deepcopy(model).to("meta")
+    with torch.no_grad():
+        for _ in range(2):
+            assert [y.shape for y in elsewhere(x.to("meta"))] == [y.shape for y in plain(x)]
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = mode.from_tensor(x)
+            for _ in range(2):
+                assert [y.shape for y in model(fake)] == [y.shape for y in plain(fake)]
+    compare(plain, model, x)
+
+
+def test_sparse_sums(made):
+    model = Stack(Sparse).eval()
+    model.between = torch.Tensor.to_dense
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, N)
+    assert "layers.0" in {site.path for site in residual_sites(patch(model).fused)}
+    with torch.no_grad():
+        for _ in range(3):
+            close(model(x), plain(x))
+
+
+def test_a_forward_kept_from_before_unpatch(made):
+    _, model, x = both()
+    kept = model.layers[1].norm.forward
+    with torch.no_grad():
+        h = model.layers[0](x)
+        unpatch(model)
+        assert torch.equal(kept(h), model.layers[1].norm(h))

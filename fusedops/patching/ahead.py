@@ -8,7 +8,7 @@ the one that is made ahead from then on, unless nobody takes it MISSES times.
 Only where there are no gradients: sum and norm made together are one node of a graph, and the
 gradient that a hook sees of the sum would lack the norm's part. Nor where what is done between the
 two is not seen: in inference mode, whose tensors do not count what is done to them, and where
-somebody traces the model.
+somebody traces or transforms the model.
 """
 
 import threading
@@ -88,7 +88,7 @@ def made_ahead(norm: nn.Module, x: Tensor) -> Tensor | None:
     waiting = _thread.waiting
     if waiting is None or is_compiling() or waiting.sum is None or waiting.sum() is not x:
         return None
-    if _is_traced():
+    if _is_transformed():
         return None
     link, layer = waiting.link, waiting.layer()
     if link is None:
@@ -105,14 +105,29 @@ def made_ahead(norm: nn.Module, x: Tensor) -> Tensor | None:
 def _may_wait(left: Any, right: Any) -> bool:
     return (
         not (is_compiling() or torch.is_grad_enabled())
-        and type(left) is type(right) is Tensor
-        and not (left.is_inference() or right.is_inference() or torch.is_inference_mode_enabled())
-        and not _is_traced()
+        and _is_plain(left)
+        and _is_plain(right)
+        and not torch.is_inference_mode_enabled()
+        and not _is_transformed()
     )
 
 
-def _is_traced() -> bool:
-    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+def _is_plain(x: Any) -> bool:
+    """Whether x is numbers in memory, and counts what is done to them."""
+    return (
+        type(x) is Tensor
+        and x.device.type in ("cpu", "cuda")
+        and x.layout is torch.strided
+        and not x.is_inference()
+    )
+
+
+def _is_transformed() -> bool:
+    return (
+        torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _facts(x: Tensor) -> tuple:
@@ -124,6 +139,9 @@ def _facts(x: Tensor) -> tuple:
 
 
 def _facts_of_norm(norm: Any) -> tuple:
+    regimes = getattr(norm, "_fusedops_regimes", None)
+    if not regimes:  # kept from before unpatch
+        return ()
     eps = getattr(norm, str(norm._fusedops_recipe.eps), None)
     own = [p for p in norm._parameters.values() if type(p) is nn.Parameter]
-    return eps, [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in own]
+    return regimes, eps, [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in own]
