@@ -19,4 +19,5 @@ OWN = {
     "generate": "benchmarks.generate",
     "sentences": "benchmarks.sentences",
     "step": "benchmarks.step",
+    "small": "benchmarks.small",
 }

@@ -29,7 +29,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.compile = args.compile and not args.quick
     args.allocator = args.allocator or (
         "default"
-        if args.suite in ("launch", "adamw", "adamw-loss", "generate", "sentences")
+        if args.suite in ("launch", "adamw", "adamw-loss", "generate", "sentences", "small")
         else "both"
     )
     return args

@@ -144,7 +144,7 @@ def _steps(
         torch.manual_seed(0)
         plain = make(QUICK if args.quick else LAYERS).to(dtype).train()
         model = contender.ready(plain, ids)
-        steps[name] = _step(model, ids, contender.optimizer(plain.parameters()))
+        steps[name] = step(model, ids, contender.optimizer(plain.parameters()))
         if name == COMPILED:
             try:
                 steps[name]()
@@ -154,13 +154,15 @@ def _steps(
     return steps, skipped
 
 
-def _step(model: nn.Module, ids: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    def step() -> None:
+def step(model: nn.Module, ids: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """One that can be taken again and again."""
+
+    def run() -> None:
         optimizer.zero_grad()
         model(**_batch(ids)).loss.backward()
         optimizer.step()
 
-    return step
+    return run
 
 
 def _row(title: str, name: str, seconds: dict[str, list[float]], tokens: int) -> dict:

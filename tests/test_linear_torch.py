@@ -116,7 +116,23 @@ def test_opcheck_kernels(backend, kind, mask):
             torch.library.opcheck(operators.linear_forward, (x, weight, bias, kind, keep_z))
         y, z = operators.linear_forward(x, weight, bias, kind, True)
         z = None if kind == "none" else z
-        torch.library.opcheck(operators.linear_backward, (y, x, weight, z, kind, mask))
+        for same in (weight, weight.t().contiguous().t()):
+            torch.library.opcheck(operators.linear_backward, (y, x, same, z, kind, mask))
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("rows", [10, 300])
+def test_gradients_lie_as_their_weight(kind, backend, rows):
+    """So that autograd need not copy them to add them to those of Conv1D's."""
+    x, weight, bias = placed(inputs((rows, 90), 110, torch.float32), device_of(backend))
+    found = []
+    for w in (weight, weight.t().contiguous().t()):
+        leaves = x.requires_grad_(), w.requires_grad_()
+        with fusedops.backend(backend):
+            found.append(torch.autograd.grad(linear(*leaves, bias, kind).cos().sum(), leaves))
+        assert found[-1][1].stride() == w.stride()
+    for along, across in zip(*found, strict=True):
+        torch.testing.assert_close(across.contiguous(), along)
 
 
 def test_kernels_refuse_to_be_differentiated():

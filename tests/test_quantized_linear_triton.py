@@ -16,7 +16,7 @@ if "triton" not in backends("quantized_linear"):
     pytest.skip("Triton cannot run here", allow_module_level=True)
 
 import fusedops.triton.quantized_linear as triton_family
-from fusedops.triton.quantized_linear import backward, call, forward, rows
+from fusedops.triton.quantized_linear import backward, call, finish, forward, rows
 from fusedops.triton.tile import multiprocessors
 
 DEVICE = device_of("triton")
@@ -71,6 +71,14 @@ def test_any_number_of_parts(kind, monkeypatch):
             compare(weight, "triton", inputs((6, 300), 9, torch.float32), activation="silu", **how)
 
 
+def test_parts_of_more_numbers_than_a_program_joins():
+    rows, n = 5, finish.TILE // 2
+    sums = torch.randn(2, rows, n, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    y = torch.empty(rows, n, device=DEVICE)
+    finish.join(sums, y)
+    assert torch.equal(y, sums[0] + sums[1])
+
+
 def test_parts_fill_the_gpu_and_are_worth_a_program():
     few = 2 * multiprocessors(DEVICE)
     assert call.parts_of(1, 1000, DEVICE) == min(few, call.MOST_PARTS)
@@ -83,8 +91,9 @@ def test_parts_fill_the_gpu_and_are_worth_a_program():
 @pytest.mark.parametrize("k", [1, 33, 5000])
 def test_rows_of_codes(dtype, k):
     """The reference's, one by one: halves go to even codes, and nothing is rounded twice."""
-    x = torch.randn(6, k, generator=torch.Generator().manual_seed(3)).to(dtype)
-    x[1], x[2] = 0, 1e-39
+    x = torch.randn(7, k, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[0, -1] = 9
+    x[1], x[2], x[6] = 0, 1e-39, 6e-37  # the last of a step that has an inverse
     x[3, -1], x[4, 0] = torch.nan, -torch.inf
     x[5] = torch.arange(k).remainder(255).sub(127) / 2
     x[5, -1] = 63.5
@@ -92,7 +101,7 @@ def test_rows_of_codes(dtype, k):
     expected = rounded_rows(x.float())
     found = (codes.float() * steps[:, None]).cpu()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    assert steps.isnan().tolist() == [False, False, False, True, True, False]
+    assert steps.isnan().tolist() == [False, False, False, True, True, False, False]
     assert codes.stride(0) % 16 == 0
 
 

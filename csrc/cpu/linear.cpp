@@ -198,7 +198,10 @@ LinearBackward linear_backward(const Tensor& dy, const OptionalTensor& input,
   auto& [dinput, dweight, dbias] = outputs;
   const auto dz = gradient_of_z(dy, z, activation_of(name));
   if (output_mask[0]) product(dz, *weight, as_rows(dinput));
-  if (output_mask[1]) product(dz.t(), as_rows(*input), dweight);
+  if (output_mask[1]) {
+    const auto x = as_rows(*input);
+    lies_across(weight) ? product(x.t(), dz, dweight.t()) : product(dz.t(), x, dweight);
+  }
   if (output_mask[2]) at::sum_out(dbias, dz, at::IntArrayRef{0});
   return outputs;
 }

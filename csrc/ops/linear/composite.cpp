@@ -39,7 +39,10 @@ LinearBackward linear_gradients(const Tensor& dz, const OptionalTensor& input,
   const auto rows = as_rows(dz);
   Tensor dinput, dweight, dbias;
   if (output_mask[0]) dinput = at::matmul(dz, *weight);
-  if (output_mask[1]) dweight = at::mm(rows.t(), as_rows(*input));
+  if (output_mask[1]) {
+    dweight = lies_across(weight) ? at::mm(as_rows(*input).t(), rows).t()
+                                  : at::mm(rows.t(), as_rows(*input));
+  }
   if (output_mask[2]) dbias = rows.sum(0);
   return {dinput, dweight, dbias};
 }
@@ -52,7 +55,9 @@ LinearBackward linear_backward_composite(const Tensor& dy, const OptionalTensor&
   const auto [dinput, dweight, dbias] =
       linear_gradients(activate_backward(dy, z, activation), input, weight, output_mask);
   const auto contiguous = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  return {contiguous(dinput), contiguous(dweight), contiguous(dbias)};
+  const auto across = dweight.defined() && lies_across(weight);
+  return {contiguous(dinput), across ? dweight.t().contiguous().t() : contiguous(dweight),
+          contiguous(dbias)};
 }
 
 }  // namespace fusedops

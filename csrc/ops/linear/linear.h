@@ -44,8 +44,13 @@ using LinearForward = std::tuple<Tensor, Tensor>;
 LinearForward linear_outputs(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              std::string_view activation, bool keep_z);
 
-// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]. What output_mask leaves out is
-// undefined; dinput needs weight, dweight needs input, an activation needs z.
+// Whether a weight lies transposed in memory, as Conv1D's does: a gradient that lies likewise is
+// accumulated without a copy.
+bool lies_across(const OptionalTensor& weight);
+
+// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]; dweight lies in memory as a
+// weight that is given. What output_mask leaves out is undefined; dinput needs weight, dweight
+// needs input, an activation needs z.
 using LinearBackward = std::tuple<Tensor, Tensor, Tensor>;
 LinearBackward linear_backward_outputs(const Tensor& dy, const OptionalTensor& input,
                                        const OptionalTensor& weight, const OptionalTensor& z,

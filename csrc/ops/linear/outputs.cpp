@@ -13,6 +13,11 @@ constexpr const char* kBackward = "linear_backward";
 
 }  // namespace
 
+bool lies_across(const OptionalTensor& weight) {
+  return given(weight) && weight->dim() == 2 && !weight->is_contiguous() &&
+         weight->t().is_contiguous();
+}
+
 void linear_check(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                   std::string_view activation) {
   check_activation(kForward, activation);
@@ -62,7 +67,8 @@ LinearBackward linear_backward_outputs(const Tensor& dy, const OptionalTensor& i
     check_like(kBackward, "input", *input, "dy", dy);
     const auto depth = input->sym_size(-1);
     check_shape(kBackward, "input", *input, with_last(dy, depth));
-    dweight = at::empty_symint({columns, depth}, dy.options());
+    dweight = lies_across(weight) ? at::empty_symint({depth, columns}, dy.options()).t()
+                                  : at::empty_symint({columns, depth}, dy.options());
   }
   if (output_mask[2]) dbias = at::empty_symint({columns}, dy.options());
   return {dinput, dweight, dbias};

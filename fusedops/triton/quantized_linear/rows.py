@@ -46,7 +46,7 @@ def rows_kernel(x, codes, steps, k, x_row, code_row, COLUMNS: tl.constexpr):
         astray = tl.where(v < float("inf"), astray, 1.0)  # a maximum does not see a NaN
         most = tl.maximum(most, tl.where(v < float("inf"), v, 0.0))
     step = tl.max(most, 0) * 0.007874015748031496
-    inverse = tl.where(step < 1e-38, 0.0, tl.div_rn(1.0, tl.where(step < 1e-38, 1.0, step)))
+    inverse = tl.div_rn(1.0, tl.where(step < 1e-38, 1.0, step))  # tiny numbers have codes of 0
     for start in range(0, k, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         v = tl.load(x + col, col < k, 0).to(tl.float32) * inverse

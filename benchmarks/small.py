@@ -1,0 +1,111 @@
+"""Patched models where overhead is the cost: `python -m benchmarks small`.
+
+One sequence of a few tokens, patched against unpatched: a forward without gradients, and a training
+step with torch.optim.AdamW(fused=True), eager and by torch.compile on both sides, of the models of
+`python -m benchmarks step` with fewer layers. And how long patch takes for a model of 7B parameters
+that has no memory.
+"""
+
+import json
+import resource
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+import fusedops
+from benchmarks.must_show import MS
+from benchmarks.step import EAGER, MODELS, OURS, step, words
+from benchmarks.timing import CPU, interleaved
+from fusedops.measure import environment, paired_ratio, spread
+
+LAYERS = 2
+TOKENS, QUICK_TOKENS = (8, 32, 128), (8,)
+AT_LEAST = 0.97
+PATCH_MS = 2000
+COMPILED = "torch.compile of "
+
+
+def measure(args: Namespace) -> int:
+    """Times every model and writes `args.json`. The exit status."""
+    rows, goals = [], [_patch_time()]
+    for name in MODELS:
+        for training in (False, True):
+            for tokens in QUICK_TOKENS if args.quick else TOKENS:
+                what = "training step" if training else "forward"
+                title = f"{what} of {name} float32 [1, {tokens}], {args.allocator} allocator"
+                calls = dict(_calls(name, training, words(1, tokens), args.compile))
+                timed = {one: (call, nullcontext) for one, call in calls.items()}
+                seconds = interleaved(timed, args.seconds)
+                print(title, flush=True)
+                for base, ours in _pairs(seconds):
+                    ratio = paired_ratio(seconds[base], seconds[ours])
+                    goal = {"title": title, "what": f"over {base}", "asked": AT_LEAST}
+                    goals.append(goal | {"measured": ratio, "met": ratio.median >= AT_LEAST})
+                    print(f"  {ours:<26} {ratio} over {base}", flush=True)
+                rows += [
+                    {"title": title, "contender": one, "median_s": spread(times).median}
+                    for one, times in seconds.items()
+                ]
+    document = {"environment": environment(args.threads, CPU.device), "rows": rows, "goals": goals}
+    Path(args.json).write_text(json.dumps(document))
+    return 0
+
+
+def _calls(
+    name: str, training: bool, ids: Tensor, compiled: bool
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    for compiles in (False, True)[: 1 + compiled]:
+        for patched in (False, True):
+            torch.manual_seed(0)
+            model = MODELS[name](LAYERS).train(training)
+            if patched:
+                fusedops.patch(model)
+            run = torch.compile(model) if compiles else model
+            title = OURS if patched else EAGER
+            yield COMPILED * compiles + title, _call(run, model, training, ids)
+
+
+def _call(run: nn.Module, model: nn.Module, training: bool, ids: Tensor) -> Callable[[], object]:
+    if training:
+        return step(run, ids, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    given = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = ids
+
+    def forward() -> object:
+        with torch.no_grad():
+            return run(**given)
+
+    return forward
+
+
+def _pairs(seconds: dict[str, list[float]]) -> Iterator[tuple[str, str]]:
+    for before in ("", COMPILED):
+        if before + OURS in seconds:
+            yield before + EAGER, before + OURS
+
+
+def _patch_time() -> dict:
+    """Of a Llama of 7B parameters that has no memory, and what the process grows by."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig())  # its sizes are Llama 2 7B's
+    before, start = _resident(), perf_counter()
+    fusedops.patch(model)
+    ms, memory = (perf_counter() - start) * 1e3, _resident() - before
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    title = f"patch of llama on the meta device, {billions:.2f}B parameters"
+    print(f"{title}: {ms:.0f} ms, {memory / 2**20:.0f} MiB", flush=True)
+    goal = {"title": title, "what": MS, "asked": PATCH_MS, "measured": ms, "met": ms <= PATCH_MS}
+    return goal | {"memory_bytes": memory}
+
+
+def _resident() -> int:
+    """The process's largest memory so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
