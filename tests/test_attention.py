@@ -28,12 +28,14 @@ from fusedops.functional.attention import attention_reference
 from fusedops.testing import poisoned
 
 # batch, q's heads, k's heads, queries, keys, width: odd, grouped, past a tile of the
-# kernels in each direction, more queries than keys, a few queries
+# kernels in each direction, more queries than keys, several tiles of a CPU's, of which causal lines
+# end within the last, a few queries
 SHAPES = [
     (2, 3, 3, 7, 11, 24),
     (1, 4, 2, 70, 70, 64),
     (1, 2, 1, 130, 300, 40),
     (2, 2, 2, 65, 17, 16),
+    (1, 2, 1, 70, 1060, 24),
     (1, 8, 2, 2, 530, 72),
 ]
 attention_and_lse = partial(attention, return_lse=True)
@@ -266,7 +268,7 @@ def test_masks_of_all_shapes(backend, queries):
 
 @ON
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("queries", [2, 40])
+@pytest.mark.parametrize("queries", [2, 40, 130])
 def test_nan_and_inf(backend, value, queries):
     """They stay in their rows, and reach what sees them."""
     q, k, v = heads(1, 2, 1, queries, 300 if queries == 2 else 50, 16)
@@ -283,11 +285,35 @@ def test_nan_and_inf(backend, value, queries):
 
 
 @ON
+@TILES
+def test_nan_stays_in_its_sequence(backend, dtype, products):
+    """Which is longer than the next, of no whole block of queries or keys."""
+    skip_what_does_not_run(backend, dtype)
+    of_q, of_k = torch.tensor([0, 40, 46]), torch.tensor([0, 60, 81])
+    q, k, v = (t[0].transpose(0, 1).clone() for t in heads(1, 2, 1, 81, 81, 24, dtype=dtype))
+    how = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+    cotangents = drawn(4, 46, 2, 24).to(dtype), drawn(5, 2, 46)
+    runs = []
+    for bad in (False, True):
+        args = [t.clone() for t in (q[:46], k, v)]
+        for t in args if bad else ():
+            t[20:36] = torch.nan
+        moved = on(backend, *args), on(backend, *cotangents)
+        given = dict(zip(how, on(backend, *how.values()), strict=True))
+        with fusedops.backend(backend), poisoned():
+            out, lse, dq, dk, dv = results(attention_and_lse, *moved, **given)
+        runs.append((out[40:], lse[:, 40:], dq[40:], dk[60:], dv[60:]))
+        assert out[:40].isnan().any() == bad
+    assert all(map(torch.equal, *runs))
+
+
+@ON
 def test_large_scores(backend):
     q, k, v = heads(1, 2, 1, 20, 300, 16)
     compare((q * 40, k * 5, v), backend)
     compare((q[:, :, :2] * 40, k * 5, v), backend)
     compare((-q.abs(), k.abs() + 40, v), backend)  # none above -300
+    compare((q * 40, k * 5, v), backend, scale=-0.25)
 
 
 @ON

@@ -29,6 +29,8 @@ HOW = {
     "bf16": (BF16, "none", "any"),
     "int8 inputs": (BF16, "int8", "any"),
     "fp32, exact": (FP32, "none", "exact"),
+    "fp32": (FP32, "none", "any"),
+    "fp16": (torch.float16, "none", "any"),
 }
 
 
@@ -42,9 +44,11 @@ def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
                 if how != "int8 inputs":
                     yield variant, case, partial(backward, kind, rows, how)
         yield f"quantized linear, {kind}", "bf16", partial(dequantize, kind)
-    odd = partial(forward, "nf4", 16, "bf16", K + 1)
-    yield "quantized linear, nf4, odd rows, bf16", "16 rows", odd
-    for how in list(HOW)[: 1 if quick else None]:
+    for kind in ("nf4",) if quick else ("nf4", "int8", "fp8"):
+        for rows in ROWS[:1] if quick else ROWS:
+            odd = partial(forward, kind, rows, "bf16", K + 1)
+            yield f"quantized linear, {kind}, odd rows, bf16", f"{rows} rows", odd
+    for how in list(HOW)[: 1 if quick else 3]:
         split = partial(forward, "int8", 16, how, K, FEW)
         yield f"quantized linear, int8, {how}, parts", "16 rows", split
     back = partial(backward, "int4", 16, "bf16", FEW)

@@ -46,7 +46,7 @@ from fusedops.triton.quantized_linear.codes import (
 )
 from fusedops.triton.quantized_linear.dequantize import dequantize
 from fusedops.triton.quantized_linear.finish import finish, join
-from fusedops.triton.quantized_linear.rows import quantized_rows
+from fusedops.triton.quantized_linear.rows import VECTOR, narrow_rows, quantized_rows
 from fusedops.triton.tile import composite, outputs_of
 
 GROUP = 8  # blocks of rows that share the weight's while it is in the L2 cache
@@ -113,7 +113,14 @@ def run(
     if input_format == "int8":
         x, steps = quantized_rows(x)
         made_of = "integer" if multiplies_integers(w) else made_of
+    elif made_of == "narrow" and not lies_well(x):
+        x = narrow_rows(x)
     multiply(x, steps, w, bias, y, z, activation, made_of)
+
+
+def lies_well(x: Tensor) -> bool:
+    """Whether tiles read x's rows by vectors and, where there are many, as what they multiply."""
+    return x.stride(0) % VECTOR == 0 and (x.dtype == torch.bfloat16 or few(x.shape[0]))
 
 
 def multiply(

@@ -1,6 +1,7 @@
-"""Rows of x as codes of 8 bits: multiples of their largest / 127.
+"""Rows of x as their products take them, which begin at whole vectors: in bfloat16, or as codes of
+8 bits, multiples of their largest / 127.
 
-A program has a row, and reads it twice: the second time mostly from a cache.
+A program that makes codes has a row, and reads it twice: the second time mostly from a cache.
 """
 
 import torch
@@ -9,14 +10,26 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 4096  # of a row, at a time
-VECTOR = 16  # codes of a load
+VECTOR = 16  # codes of a load, or numbers of two
+
+
+def narrow_rows(x: Tensor) -> Tensor:
+    """x [rows, k] in bfloat16. Else each of the tiles beside each other would round it again, and
+    need registers for what it rounds."""
+    return empty_rows(x, torch.bfloat16).copy_(x)
+
+
+def empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of x's shape [rows, k]."""
+    rows, k = x.shape
+    return x.new_empty((rows, -(-k // VECTOR) * VECTOR), dtype=dtype)[:, :k]
 
 
 def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [rows, k] int8, whose rows begin at whole vectors, and steps [rows] float32, of x
     [rows, k]. A row that is not finite has a step of NaN."""
     rows, k = x.shape
-    codes = x.new_empty((rows, -(-k // VECTOR) * VECTOR), dtype=torch.int8)[:, :k]
+    codes = empty_rows(x, torch.int8)
     steps = x.new_empty(rows, dtype=torch.float32)
     columns = min(triton.next_power_of_2(max(k, 1)), COLUMNS)
     rows_kernel[(rows,)](
