@@ -150,6 +150,7 @@ SHARED = {
         "report.py",
         "results",
         "sentences.py",
+        "small.py",
         "step.py",
         "suites.py",
         "timing.py",
