@@ -1,6 +1,8 @@
 """What only the Triton kernels of quantized_linear have: parts of a depth, a weight in scratch
 memory, rows of codes, a device that is never waited for."""
 
+import threading
+
 import pytest
 import torch
 from quantized_cases import FLOATS, FORMATS, compare, inputs, quantized, random_weight
@@ -107,6 +109,19 @@ def test_rows_of_codes(dtype, k):
 
 def test_the_table_of_nf4_is_the_references():
     assert _C.nf4_table() == torch.tensor(NF4).tolist()
+
+
+def test_the_table_of_nf4_is_made_in_another_thread(monkeypatch):
+    """A pool that this one allocates from, as a CUDA graph's, does not get it."""
+    made, make = [], torch.tensor
+
+    def tensor(*args, **how):
+        made.append(threading.get_ident())
+        return make(*args, **how)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    table = call.nf4_table.__wrapped__(DEVICE)
+    assert table.tolist() == _C.nf4_table() and threading.get_ident() not in made
 
 
 def test_no_word_is_the_name_of_a_type():

@@ -4,6 +4,7 @@ and the tiles that they run.
 
 import functools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +151,11 @@ def parts_of(programs: int, tiles: int, device: torch.device) -> int:
 
 @functools.cache
 def nf4_table(device: torch.device) -> Tensor:
-    return torch.tensor(_C.nf4_table(), dtype=torch.float32, device=device)
+    """Made once, in a thread of its own: while torch.compile warms a CUDA graph up, what this
+    thread allocates is the graph's, which would write over it."""
+    make = functools.partial(torch.tensor, _C.nf4_table(), dtype=torch.float32, device=device)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def as_rows(t: Tensor) -> Tensor:
