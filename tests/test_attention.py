@@ -308,6 +308,22 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
 
 
 @ON
+@TILES
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_mask_hides_nan(backend, dtype, products, queries):
+    """As what pads a batch may be."""
+    skip_what_does_not_run(backend, dtype)
+    q, k, v = heads(2, 2, 1, queries, 50, 16, dtype=dtype)
+    seen = (torch.arange(50) < torch.tensor([[30], [50]]))[:, None, None]
+    expected = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
+    k[0, :, 30:] = torch.nan
+    with fusedops.backend(backend):
+        found = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@ON
 def test_large_scores(backend):
     q, k, v = heads(1, 2, 1, 20, 300, 16)
     compare((q * 40, k * 5, v), backend)

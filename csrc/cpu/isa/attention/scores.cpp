@@ -30,6 +30,15 @@ void read_bias(const ScoreRow& row, float* to) {
   });
 }
 
+// Scores with a bias. What a boolean one hides is hidden even if it is NaN.
+inline __attribute__((always_inline)) Floats biased_by(const Floats& bias, BiasKind kind,
+                                                       const Floats& x) {
+  if (kind != BiasKind::boolean) return x + bias;
+  const Vec hidden(-kInfinity);
+  return {Vec::blendv(x.lo, hidden, bias.lo == hidden),
+          Vec::blendv(x.hi, hidden, bias.hi == hidden)};
+}
+
 // What probabilities [begin, end) of a row are multiplied by. They begin at to + begin.
 const float* dropout_of(const ScoreRow& row, float* to) {
   const int64_t first = row.key + row.begin, ahead = first % 4;
@@ -105,7 +114,7 @@ Scores make_scores(const ScoreRow& row, const ScoreMap& map, float* made) {
   each_step(row.end - row.begin, [&](int64_t i, auto part) {
     const int64_t j = row.begin + i;
     auto score = score_of<kCapped>(load(row.s + j, part), map).score;
-    if (biased) score = score + load(made + j, part);
+    if (biased) score = biased_by(load(made + j, part), row.kind, score);
     if (makes) store(made + j, score, part);
     most = largest(most, padded(score, part));
   });
