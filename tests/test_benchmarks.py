@@ -392,6 +392,17 @@ def test_generate_writes_times_tokens_and_what_ran(tmp_path):
     assert all(row["equal_tokens"] == row["new_tokens"] for row in base)
 
 
+def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
+    path = tmp_path / "out.json"
+    assert main(["small", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
+    document = json.loads(path.read_text())
+    assert {row["contender"] for row in document["rows"]} == {"eager", "fusedops"}
+    patch, *calls = document["goals"]
+    assert patch["measured"] > 0 and patch["memory_bytes"] >= 0
+    assert [goal["title"].partition(" of")[0] for goal in calls] == ["forward", "training step"]
+    assert all(goal["measured"][0] > 0 for goal in calls)
+
+
 def test_equal_tokens_end_at_the_first_that_differs():
     assert generate._equal([1, 2, 3, 4], [1, 2, 9, 4]) == 2
     assert generate._equal([1, 2], [1, 2]) == 2
