@@ -66,6 +66,7 @@ EXCUSES: tuple[Excuse, ...] = (
     Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_90", 73, ROWS_OF_512),
     Excuse("key_kernel, attention, bf16, bias, width = 512", "sm_90", 12, ROWS_OF_512),
     Excuse("product_kernel, quantized linear, nf4, *, 512 rows", "sm_80", 13, LOOKED_UP),
+    Excuse("product_kernel, quantized linear, nf4, fp32, 512 rows", "sm_80", 18, LOOKED_UP),
     Excuse("key_kernel, attention, fp32, sequences, width = 64", "sm_90", 16, FLOAT32),
 )
 

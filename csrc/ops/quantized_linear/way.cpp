@@ -57,8 +57,8 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
                                                                         : "bfloat16";
   const std::string how = "a Triton kernel, whose tiles multiply " + operand;
   if (way == GpuWay::split) {
-    return how + " and share their depth where there are few, of at most " + std::to_string(kSplitRows) +
-           " rows of input";
+    return how + " and share their depth where there are few, of at most " +
+           std::to_string(kSplitRows) + " rows of input";
   }
   return how + ", from " + std::to_string(kSplitRows + 1) + " rows of input on";
 }
