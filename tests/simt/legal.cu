@@ -72,6 +72,7 @@ __global__ void broadcast_then_write(int* out) {
 
 __global__ void warps_then_barrier(int* out) {
   FUSEDOPS_SHARED(int, word, 1);
+  out += blockIdx.x * blockDim.x;
   if (threadIdx.x == 0) *word = 3;
   __syncthreads();
   out[threadIdx.x] = *word;
@@ -289,7 +290,7 @@ const Toys kToys = {
     {"broadcast_then_write",
      [] { return all(run(broadcast_then_write, 1, 32, 32), [](int) { return 6; }); }},
     {"warps_then_barrier",
-     [] { return all(run(warps_then_barrier, 2, 96, 96), [](int) { return 7; }); }},
+     [] { return all(run(warps_then_barrier, 2, 96, 192), [](int) { return 7; }); }},
     {"neighbouring_halves",
      [] { return all(run(neighbouring_halves, 1, 64, 64, 128), [](int i) { return i; }); }},
     {"handed_over_in_halves",
