@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+import triton
+from packaging.version import Version
 
 from checks.machine_code.gates import Demand
 from checks.machine_code.launches import Launch
@@ -94,4 +96,6 @@ def demand(launch: Launch) -> Demand:
     if facts.get("OPERAND", "wide") == "wide":
         return Demand()
     high = facts["N" if launch.kernel.__name__ == "product_kernel" else "M"]
-    return Demand(dot=high >= 64)
+    # Before triton 3.7 integers do not reach the tensor cores that sm_100 came with.
+    known = facts["OPERAND"] != "integer" or Version(triton.__version__) >= Version("3.7")
+    return Demand(dot=high >= 64 and known)
