@@ -110,6 +110,16 @@ def test_opcheck(feature):
     torch.library.opcheck(torch.ops.fusedops.attention.default, tuple(qkv), how)
 
 
+def test_the_operator_of_the_kernels_takes_float64():
+    """Which has none: its ATen calls run."""
+    q, k, v = (drawn(i, 1, 2, n, 8).double() for i, n in enumerate((5, 9, 9)))
+    lengths, how = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
+    found = torch.ops.fusedops.attention_forward(q, k, v, None, None, *lengths, *how)
+    expected = attention_reference(q, k, v, scale=0.5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("feature", [None, "causal", "mask", "bias", "sinks", "dropout"])
 def test_compile(feature):
     qkv, how = arguments(names_of(feature))
