@@ -96,6 +96,10 @@ def demand(launch: Launch) -> Demand:
     if facts.get("OPERAND", "wide") == "wide":
         return Demand()
     high = facts["N" if launch.kernel.__name__ == "product_kernel" else "M"]
-    # Before triton 3.7 integers do not reach the tensor cores that sm_100 came with.
-    known = facts["OPERAND"] != "integer" or Version(triton.__version__) >= Version("3.7")
-    return Demand(dot=high >= 64 and known)
+    return Demand(dot=high >= 64 and (facts["OPERAND"] != "integer" or multiplies_integers()))
+
+
+def multiplies_integers() -> bool:
+    """On the tensor cores of this architecture: before triton 3.7 sm_100's get none."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return arch < 100 or Version(triton.__version__) >= Version("3.7")
