@@ -53,6 +53,15 @@ def sums():
         yield counted
 
 
+@pytest.fixture
+def operators_compile(monkeypatch):
+    """No site steps aside under torch.compile, however small its tensors."""
+    from fusedops.patching import compiling
+
+    monkeypatch.setattr(compiling, "LOOP", 0)
+    monkeypatch.setattr(compiling, "PRODUCT", 0)
+
+
 @pytest.fixture(params=[False, True], ids=["float32 products", "bfloat16 products"])
 def products(request):
     """Whether CPUs multiply bfloat16 as such; by itself (None) that is the faster of both."""

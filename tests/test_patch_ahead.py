@@ -386,6 +386,7 @@ def test_a_trace_that_begins_at_the_norm(made):
             close([traced(other)], [plain.layers[1](other)])
 
 
+@pytest.mark.usefixtures("operators_compile")
 def test_compile():
     plain, model, x = both()
     torch._dynamo.reset()

@@ -465,6 +465,7 @@ def test_a_forward_that_was_kept_runs_the_lines_after_unpatch(calls):
     assert not calls
 
 
+@pytest.mark.usefixtures("operators_compile")
 def test_compile_in_one_graph():
     model, x = build(Following), torch.randn(4, N)
     patch(model)

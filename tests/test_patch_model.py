@@ -213,6 +213,7 @@ def gemma3():
     return transformers.Gemma3ForCausalLM(config)
 
 
+@pytest.mark.usefixtures("operators_compile")
 @pytest.mark.parametrize(
     ("build", "backend"), [(llama, "aot_eager"), (bert, "eager"), (gemma3, "eager")]
 )

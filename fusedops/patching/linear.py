@@ -15,6 +15,7 @@ from fusedops.extension import _C
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
 from fusedops.patching.attributes import MISSING, changes_state, fixed
+from fusedops.patching.compiling import inductor_multiplies
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.specimen import F64, bare, quiet, undisturbed
 from fusedops.patching.swap import (
@@ -114,7 +115,8 @@ def _no_gain(module: nn.Module, form: Form) -> str:
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """What `linear` takes for the module now, None where its own code has to run."""
     form = given(module, "_fusedops_form")
-    return form and form.operands(module, x)
+    found = form and form.operands(module, x)
+    return None if found and inductor_multiplies(x) else found
 
 
 def _fused(original: type[nn.Module], form: Form) -> type:

@@ -30,6 +30,7 @@ from fusedops.patching.activation import (
     looks_like_an_activation,
     patch_activation,
 )
+from fusedops.patching.compiling import inductor_fuses
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.linear import is_linear
 from fusedops.patching.norm import row_major
@@ -196,7 +197,9 @@ def _lines(act: Any, gate: Tensor, up: Tensor, turned: bool) -> Tensor:
 
 def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor] | None:
     """The fused function for the activation, None where the lines have to run."""
-    known = activation_of(act, gate) if "mlp" in lines_of(layer) else None
+    if "mlp" not in lines_of(layer) or inductor_fuses(gate):
+        return None
+    known = activation_of(act, gate)
     return known.gated if known else None
 
 

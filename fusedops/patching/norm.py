@@ -10,6 +10,7 @@ from torch.amp import is_autocast_available
 
 from fusedops.patching.ahead import made_ahead
 from fusedops.patching.attributes import MISSING
+from fusedops.patching.compiling import inductor_fuses
 from fusedops.patching.probe import Recipe, eps_names, probe
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import Unswappable, original_class, subclass, swap
@@ -117,7 +118,7 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
     has_bias = recipe.formula.function == "layer_norm"
 
     def operands(self, x):
-        if type(x) is not Tensor:
+        if type(x) is not Tensor or inductor_fuses(x):
             return None
         weight = bias = of_weight = None
         if weight_name:

@@ -26,6 +26,7 @@ from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
 from fusedops.patching import flow
 from fusedops.patching.attributes import enclosed, reached
+from fusedops.patching.compiling import inductor_fuses
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.read import Names, Reader
 from fusedops.patching.report import Site
@@ -187,7 +188,8 @@ def rotated(
     layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
 ) -> tuple[Tensor, Tensor]:
     """What a rewritten forward calls: function(q, k, cos, sin)."""
-    known = _rotations.get(function) if "rotary" in lines_of(layer) else None
+    on = "rotary" in lines_of(layer) and not inductor_fuses(q)
+    known = _rotations.get(function) if on else None
     if known and _fusable(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
         return known(q, k, cos, sin, **how)
     return function(q, k, cos, sin, **how)
