@@ -1,0 +1,317 @@
+"""What is done with a model from day to day, with every kind of site on: nothing goes otherwise
+than without patch. Kinds alone, and what is theirs to break, have tests of their own.
+"""
+
+import copy
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from attention_models import TOKENS, batch, build
+from torch.testing import assert_close
+
+from fusedops import patch, patched, unpatch
+from fusedops.patching import interface, linear
+
+transformers = pytest.importorskip("transformers")
+CAUSAL = "llama", "gemma2", "gpt2", "gpt_oss"
+ALL = (*CAUSAL, "bert", "t5")
+NEAR = {"rtol": 2e-4, "atol": 2e-4}
+
+# generate's arguments, by the name of what they ask for
+SEARCHES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "beams that are drawn": {"num_beams": 3, "do_sample": True},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "without a cache": {"use_cache": False},
+    "a static cache": {"cache_implementation": "static", "disable_compile": True},
+    "words of the prompt": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch):
+    """Sites are fused whatever their size, on every machine."""
+    monkeypatch.setattr(linear, "_no_gain", lambda module, form: "")
+    monkeypatch.setattr(interface, "_pays", lambda query, key: True)
+
+
+def outputs(model, given, **how):
+    """Every tensor that a forward without gradients gives, flat."""
+    with torch.no_grad():
+        return list(tensors(model(**given, **how)))
+
+
+def tensors(found):
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, dict):
+        yield from tensors(tuple(found.values()))
+    elif isinstance(found, tuple | list):
+        for one in found:
+            yield from tensors(one)
+
+
+def step(model, given):
+    """The loss and the gradients of every parameter."""
+    model.zero_grad()
+    labels = given.get("decoder_input_ids", given["input_ids"])
+    if (shown := given.get("attention_mask")) is not None and shown.shape == labels.shape:
+        labels = labels.masked_fill(
+            shown * shown.roll(1, 1) == 0, -100
+        )  # nor what padding predicts
+    loss = model(**given, labels=labels).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def close(got, wanted, **near):
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert_close(one, other, **(near or NEAR))
+
+
+def generated(model, given, **how):
+    torch.manual_seed(3)
+    given = {k: v for k, v in given.items() if k != "decoder_input_ids"}
+    how = {"max_new_tokens": 6, "do_sample": False, **how}
+    return model.generate(**given, **how)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
+def test_generate(name, search):
+    side = None if "static" in search else "left"  # a mask says what causal would
+    model, given, how = build(name), batch(name, side), SEARCHES[search]
+    if "words" in search:  # of one sequence alone
+        given = {k: v[:1] for k, v in given.items()}
+    wanted = generated(model, given, **how)
+    with patched(model):
+        assert torch.equal(generated(model, given, **how), wanted)
+    assert torch.equal(generated(model, given, **how), wanted)
+
+
+@pytest.mark.parametrize("whom", ["model", "assistant", "both"])
+def test_assisted_generation(whom):
+    """A smaller model proposes tokens; as it is wrong most of the time, caches are cut back."""
+    model, given = build("llama"), {k: v[:1] for k, v in batch("llama").items()}
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    assistant = build("llama", config)
+    wanted = generated(model, given, assistant_model=assistant)
+    for one in {"model": [model], "assistant": [assistant], "both": [model, assistant]}[whom]:
+        patch(one)
+    assert torch.equal(generated(model, given, assistant_model=assistant), wanted)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ALL)
+def test_padding(name, side):
+    """Of padding, an output is what it may be: which tokens it sees is nobody's choice."""
+    model, given = build(name), batch(name, side)
+    shown = given["attention_mask"].bool() if name != "t5" else slice(None)
+    wanted, grads = model(**given).logits[shown], step(model, given)
+    patch(model)
+    close([model(**given).logits[shown]], [wanted])
+    close(step(model, given), grads)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_packed_sequences(name):
+    """Numbers of positions that begin anew are sequences that do not see one another."""
+    model, ids = build(name), batch(name)["input_ids"][:1]
+    given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])}
+    wanted, grads = outputs(model, given, use_cache=False), step(model, given)
+    alone = outputs(model, {"input_ids": ids[:, 4:7]}, use_cache=False)
+    close([wanted[0][:, 4:7]], alone)
+    patch(model)
+    close(outputs(model, given, use_cache=False), wanted)
+    close(step(model, given), grads)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"return_dict": False},
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+        {"use_cache": False},
+        {"logits_to_keep": 1},
+        {"logits_to_keep": torch.tensor([0, 3])},
+    ],
+    ids=lambda how: "-".join(map(str, [*how, type(*how.values()).__name__])),
+)
+def test_arguments(name, how):
+    if "logits_to_keep" in how and name not in CAUSAL:
+        pytest.skip("its forward has no logits_to_keep")
+    model, given = build(name), batch(name, "right")
+    wanted = outputs(model, given, **how)
+    patch(model)
+    close(outputs(model, given, **how), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "gpt_oss"])
+def test_to_another_dtype_and_back(name):
+    """Patched in float32. In bfloat16 it is as near to float64 as the model that is not patched."""
+    model, other, given = build(name), build(name), batch(name)
+    exact = outputs(build(name).double(), given)[0]
+    patch(model)
+    off = [(outputs(m.bfloat16(), given)[0] - exact).abs().max() for m in (model, other)]
+    assert off[0] <= 2 * off[1]
+    for dtype in (torch.float64, torch.float32):
+        close(outputs(model.to(dtype), given), outputs(other.to(dtype), given))
+
+
+@pytest.mark.parametrize("when", ["before patch", "after patch"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_new_embeddings(name, when):
+    model, given = build(name), batch(name)
+    other = copy.deepcopy(model)
+    other.resize_token_embeddings(71, mean_resizing=False)
+    if when == "after patch":
+        patch(model)
+    model.resize_token_embeddings(71, mean_resizing=False)
+    other.load_state_dict(model.state_dict())
+    if when == "before patch":
+        patch(model)
+    tied = [m.get_input_embeddings().weight is m.get_output_embeddings().weight
+            for m in (model, other)]  # fmt: skip
+    assert tied[0] == tied[1]
+    close(outputs(model, given), outputs(other, given))
+    close(step(model, given), step(other, given))
+
+
+@pytest.mark.parametrize("when", ["before patch", "after patch"])
+def test_layers_on_disk(when, tmp_path):
+    """accelerate's dispatch_model: parameters come for the length of a call."""
+    accelerate = pytest.importorskip("accelerate")
+    model, given = build("llama"), batch("llama", "left")
+    wanted, tokens = outputs(model, given), generated(model, given)
+    where = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
+    where |= {"model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    if when == "after patch":
+        patch(model)
+    model = accelerate.dispatch_model(model, where, main_device="cpu", offload_dir=tmp_path)
+    if when == "before patch":
+        patch(model)
+    assert model.model.layers[0].self_attn.q_proj.weight.is_meta
+    close(outputs(model, given), wanted)
+    assert torch.equal(generated(model, given), tokens)
+    unpatch(model)
+    close(outputs(model, given), wanted)
+
+
+@pytest.mark.parametrize("when", ["before patch", "after patch"])
+def test_lora(when):
+    """Trained, merged, unmerged, switched off and unloaded."""
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "down_proj", "lm_head"]
+    how = peft.LoraConfig(
+        r=2, target_modules=names, modules_to_save=["norm"], init_lora_weights=False
+    )
+    given = batch("llama", "right")
+
+    def made(patches):
+        model = build("llama")
+        if patches and when == "after patch":
+            patch(model)
+        torch.manual_seed(4)
+        model = peft.get_peft_model(model, how).eval()
+        if patches and when == "before patch":
+            patch(model)
+        return model
+
+    def life(model):
+        yield outputs(model, given)
+        yield step(model, given)
+        model.merge_adapter()
+        yield outputs(model, given)
+        model.unmerge_adapter()
+        yield outputs(model, given)
+        with model.disable_adapter():
+            yield outputs(model, given)
+        yield step(model, given)
+        model = model.merge_and_unload()
+        yield outputs(model, given)
+
+    for got, wanted in zip(life(made(True)), life(made(False)), strict=True):
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_dropout_comes_and_goes_with_training(name):
+    model, given = build(name), batch(name)
+    wanted = outputs(model, given)
+    patch(model)
+    model.train()
+    assert not torch.equal(outputs(model, given)[0], outputs(model, given)[0])
+    model.eval()
+    close(outputs(model, given), wanted)
+
+
+def test_models_that_share_a_config():
+    """One is patched, the other does not know."""
+    one = build("llama")
+    other = build("llama", one.config)
+    given, wanted = batch("llama"), outputs(one, batch("llama"))
+    classes = [type(module) for module in other.modules()]
+    assert one.config is other.config
+    patch(one)
+    assert classes == [type(module) for module in other.modules()]
+    assert other.config._attn_implementation == "sdpa"
+    assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), wanted, strict=True))
+    patch(other)
+    unpatch(one)
+    assert all(torch.equal(a, b) for a, b in zip(outputs(one, given), wanted, strict=True))
+    close(outputs(other, given), wanted)
+
+
+def test_threads():
+    """Models patched, run and unpatched at the same time, and one that all of them run."""
+    given = batch("llama")
+    shared, wanted = build("llama"), outputs(build("llama"), given)
+    grads = step(build("gpt2"), batch("gpt2"))
+    patch(shared)
+
+    def work(_):
+        own = copy.deepcopy(models)[0]
+        for _ in range(3):
+            patch(own)
+            close(step(own, batch("gpt2")), grads)
+            close(outputs(shared, given), wanted)
+            unpatch(own)
+        close(step(own, batch("gpt2")), grads)
+        return True
+
+    models = [build("gpt2")]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_a_patched_model_is_freed():
+    import weakref
+
+    model = build("llama")
+    patch(model)
+    step(model, batch("llama"))
+    outputs(model, batch("llama"))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_from_pretrained(tmp_path):
+    model, given = build("llama", tie_word_embeddings=True), batch("llama")
+    wanted = outputs(model, given)
+    patch(model)
+    model.save_pretrained(tmp_path)
+    other = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert other.config._attn_implementation == "sdpa"
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), wanted, strict=True))
+    assert TOKENS["vocab_size"] == other.config.vocab_size
