@@ -99,6 +99,11 @@ def backend(name: str) -> Iterator[None]:
         _override()
 
 
+def forced() -> str | None:
+    """The backend that is forced, None where devices decide."""
+    return _forced[-1] if _forced else None
+
+
 def env_report() -> str:
     """Versions, devices, instruction sets, and which backend each operator uses and why."""
     packages = ("torch", "triton", "transformers", "numpy")
@@ -108,7 +113,7 @@ def env_report() -> str:
         *(f"{name:13} {version_of(name) or 'not installed'}" for name in packages),
         f"cpu           {cpu_name()}, {torch.get_num_threads()} threads, runs {_C.cpu_isa()}",
         *_devices(),
-        f"forced        {_forced[-1] if _forced else 'nothing (FUSEDOPS_BACKEND)'}",
+        f"forced        {forced() or 'nothing (FUSEDOPS_BACKEND)'}",
         "",
         "operator          cpu tensors   cuda tensors   cannot run",
         *(_operator_line(op) for ops in FAMILIES.values() for op in ops),

@@ -9,6 +9,7 @@ import torch
 from quantized_cases import FORMATS, inputs, random_weight
 from torch import nn
 
+from fusedops.backends import backend, unavailable
 from fusedops.extension import _C
 from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
 from fusedops.nn import QuantizedLinear
@@ -311,6 +312,27 @@ def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):
     assert plain._plan("cuda", 1) == ""
     there["cuda"] = None
     assert "registers" in plain._plan("cuda", 1) and plain._plan("cuda", 5) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("triton", ["a Triton kernel", "share their depth"]),
+        ("simt", ["a CUDA C++ kernel", "registers"]),
+        ("cpu", ["codes become"]),
+        ("reference", ["ATen calls"]),
+    ],
+)
+def test_it_explains_a_forced_backend(name, words):
+    if reason := unavailable("quantized_linear", name):
+        pytest.skip(reason)
+    layer = QuantizedLinear(256, 64, format="nf4")
+    before = layer.explain(1)
+    with backend(name):
+        said = layer.explain(1)
+        assert f"backend {name!r} is forced" in said
+        assert all(word in said for word in words)
+    assert layer.explain(1) == before and "forced" not in before
 
 
 def test_wrong_arguments():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fusedops.backends import unavailable
+from fusedops.backends import forced, unavailable
 from fusedops.extension import _C
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import (
@@ -156,31 +156,32 @@ class QuantizedLinear(torch.nn.Linear):
     def explain(self, rows: int) -> str:
         """Which code runs for so many rows of input in `dtype`, and why."""
         format, n, k, _ = self._layout()
-        dtype, device = self.dtype, self.qweight.device.type
+        dtype, device, asked = self.dtype, self.qweight.device.type, forced()
         what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device}"
-        if dtype != torch.float64 and (plan := self._plan(device, rows)):
-            return f"{what}: {plan}"
+        why = f", as backend {asked!r} is forced" if asked else ""
+        if dtype != torch.float64 and (plan := self._plan(asked or device, rows)):
+            return f"{what}: {plan}{why}"
         wide = torch.promote_types(dtype, torch.float32)
         given = dtype if self.compute is None and self.input_format is None else wide
         operands = torch.bfloat16 if self.compute == "bf16" and wide == torch.float32 else given
         return (
-            f"{what}: ATen calls, as there is no kernel for these. Each call makes the weight in "
-            f"{_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and torch "
-            f"multiplies {_short(operands)}"
+            f"{what}: ATen calls{why or ', as there is no kernel for these'}. Each call makes the "
+            f"weight in {_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and "
+            f"torch multiplies {_short(operands)}"
         )
 
-    def _plan(self, device: str, rows: int) -> str:
-        """The kernel of a device in words; empty where it has none."""
+    def _plan(self, runner: str, rows: int) -> str:
+        """The kernel of a device or of a forced backend in words; empty where it has none."""
         how = self.input_format or "none", self.compute or "any"
-        if device == "cpu":
+        if runner == "cpu":
             return _C.quantized_linear_plan(*self._layout(), rows, *how)
-        if device != "cuda":
+        if runner not in ("cuda", "triton", "simt"):
             return ""
-        lacks = {name: unavailable("quantized_linear", name) for name in ("cuda", "triton")}
-        while _C.quantized_linear_way(rows, *how) == "gemv" and lacks["cuda"]:
+        has_gemv = runner != "triton" and not unavailable("quantized_linear", runner)
+        while _C.quantized_linear_way(rows, *how) == "gemv" and not has_gemv:
             rows += 1  # the next kernel takes these as well
-        way = _C.quantized_linear_way(rows, *how)
-        runs = not lacks["cuda" if way == "gemv" else "triton"]
+        gemv = _C.quantized_linear_way(rows, *how) == "gemv"
+        runs = gemv or not unavailable("quantized_linear", "triton")
         return _C.quantized_linear_gpu_plan(*self._layout(), rows, *how) if runs else ""
 
     def extra_repr(self) -> str:
