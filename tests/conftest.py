@@ -54,6 +54,14 @@ def sums():
 
 
 @pytest.fixture
+def ahead_of_any_size(monkeypatch):
+    """Norms are made ahead however small their sums."""
+    from fusedops.patching import ahead
+
+    monkeypatch.setattr(ahead, "_pays", lambda x: True)
+
+
+@pytest.fixture
 def operators_compile(monkeypatch):
     """No site steps aside under torch.compile, however small its tensors."""
     from fusedops.patching import compiling

@@ -19,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops.patching import ahead, patch, residual, unpatch
 
+pays = ahead._pays
+pytestmark = pytest.mark.usefixtures("ahead_of_any_size")
+
 
 class Parallel(nn.Module):
     """GPT-NeoX: all sums leave the layer."""
@@ -461,3 +464,18 @@ def test_a_forward_kept_from_before_unpatch(made):
         h = model.layers[0](x)
         unpatch(model)
         assert torch.equal(kept(h), model.layers[1].norm(h))
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 2**18), (torch.float32, 2**20)])
+def test_few_elements_are_added_as_written(dtype, least, made, monkeypatch):
+    """Their sum is in a cache when it is normed."""
+    monkeypatch.setattr(ahead, "_pays", pays)
+    _, model, _ = both()
+    model.to(dtype)
+    with torch.no_grad():
+        for rows, wanted in ((least // N - 1, 0), (least // N, 3)):
+            x = torch.randn(rows, N, dtype=dtype)
+            model(x)
+            made.clear()
+            model(x)
+            assert made["ahead"] == wanted

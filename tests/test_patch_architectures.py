@@ -259,6 +259,7 @@ def test_same_outputs_and_gradients(name, dtype):
         assert torch.equal(again, before.eager[result])
 
 
+@pytest.mark.usefixtures("ahead_of_any_size")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_norm_and_every_normed_sum_is_fused_or_explained(name, monkeypatch):
     model, batch = build(name)

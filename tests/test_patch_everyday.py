@@ -12,7 +12,7 @@ from attention_models import TOKENS, batch, build
 from torch.testing import assert_close
 
 from fusedops import patch, patched, unpatch
-from fusedops.patching import interface, linear
+from fusedops.patching import linear
 
 transformers = pytest.importorskip("transformers")
 CAUSAL = "llama", "gemma2", "gpt2", "gpt_oss"
@@ -33,10 +33,9 @@ SEARCHES = {
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
+def everywhere(monkeypatch, attention_of_any_size, ahead_of_any_size):
     """Sites are fused whatever their size, on every machine."""
     monkeypatch.setattr(linear, "_no_gain", lambda module, form: "")
-    monkeypatch.setattr(interface, "_pays", lambda query, key: True)
 
 
 def outputs(model, given, **how):

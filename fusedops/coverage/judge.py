@@ -17,7 +17,7 @@ from fusedops.coverage.families import auto_class
 from fusedops.coverage.inputs import batches
 from fusedops.coverage.media import unseen
 from fusedops.coverage.shrink import WAYS, Way, tiny
-from fusedops.patching import interface, linear, patch, unpatch
+from fusedops.patching import ahead, interface, linear, patch, unpatch
 from fusedops.patching.report import PatchReport
 from fusedops.patching.verify import Yardstick, run
 
@@ -56,7 +56,8 @@ def _every_kernel() -> Iterator[None]:
     """A tiny model runs what a large one does."""
     long = mock.patch.object(interface, "_pays", lambda query, key: True)
     wide = mock.patch.object(linear, "_no_gain", lambda module, form: "")
-    with long, wide:
+    much = mock.patch.object(ahead, "_pays", lambda x: True)
+    with long, wide, much:
         yield
 
 

@@ -77,10 +77,11 @@ def attention_forward(
     Returns [B, Sq, Hq, Dv] and no weights. Calls that `attention` does not take go to transformers'
     own function.
     """
-    reason = _obstacle(query, key, value, attention_mask, position_bias, kwargs)
     plain = softcap is None and s_aux is None and position_bias is None
-    if not reason and plain and not _pays(query, key):
+    if plain and query.dim() == 4 and not _pays(query, key):
         reason = "sdpa is not seen to be slower"
+    else:
+        reason = _obstacle(query, key, value, attention_mask, position_bias, kwargs)
     if reason:
         if not torch.compiler.is_compiling():
             log.debug("%s runs transformers' attention: %s", type(module).__name__, reason)
@@ -200,9 +201,9 @@ def _theirs(
 
     was = getattr(module, "config", None)
     was = getattr(getattr(was, "_attn_implementation", None), "was", "sdpa")
-    eager = eager_function(module)
     scores = kwargs["softcap"] is not None or kwargs["s_aux"] is not None
-    if eager is None or not (was == "eager" or scores):
+    eager = eager_function(module) if was == "eager" or scores else None
+    if eager is None:
         run = sdpa_attention_forward
     else:
         run, mask = eager, _as_numbers(module, query, key, mask, kwargs.pop("is_causal"))

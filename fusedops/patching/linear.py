@@ -55,7 +55,7 @@ class Form:
         plain = type(x) is Tensor and (bias is None or type(bias) in PLAIN) and not x.is_nested
         if weight is None or type(weight) not in PLAIN or not plain or "bias" not in held:
             return None  # a parameter that is missing is computed each time
-        if any(vars(module).get(name, MISSING) != value for name, value in self.fixed):
+        if self.fixed and any(vars(module).get(k, MISSING) != value for k, value in self.fixed):
             return None
         return (weight.t() if self.turned else weight), bias
 
@@ -122,8 +122,11 @@ def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | Non
 def _fused(original: type[nn.Module], form: Form) -> type:
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
-        found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
-        return linear(args[0], *found) if found else original.forward(self, *args, **kwargs)
+        if len(args) == 1 and not kwargs and (own := getattr(self, "_fusedops_form", None)):
+            x = args[0]
+            if (found := own.operands(self, x)) and not inductor_multiplies(x):
+                return linear(x, *found)
+        return original.forward(self, *args, **kwargs)
 
     def namespace() -> dict:
         return {
