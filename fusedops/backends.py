@@ -104,6 +104,11 @@ def forced() -> str | None:
     return _forced[-1] if _forced else None
 
 
+def takes(name: str, device: str) -> bool:
+    """Whether tensors on a device are for a backend."""
+    return name == "reference" or _runs_on(name) == device.upper()
+
+
 def env_report() -> str:
     """Versions, devices, instruction sets, and which backend each operator uses and why."""
     packages = ("torch", "triton", "transformers", "numpy")
@@ -185,16 +190,20 @@ def _force(library: torch.library.Library, family: str, name: str) -> None:
             library.impl(op, getattr(functional, f"{op}_reference"), key)
         return
     reason = unavailable(FAMILIES[family][0], name)
-    runs_on = {"cpu": ["CPU"], "cuda": ["CUDA"], "triton": ["CUDA"], "simt": ["CPU"]}[name]
-    if name == "triton" and _interpreting():
-        runs_on = ["CPU"]
-    for key in {"CPU", "CUDA"} - set([] if reason else runs_on):
+    runs_on = _runs_on(name)
+    for key in {"CPU", "CUDA"} - (set() if reason else {runs_on}):
         for op in FAMILIES[family]:
             library.impl(op, _refusal(op, name, reason or _is_elsewhere(op, name, key)), key)
     if name == "triton" and not reason:
-        _register_triton(library, family, runs_on[0])
+        _register_triton(library, family, runs_on)
     if name == "simt" and not reason:
         _register_simt(library, family)
+
+
+def _runs_on(name: str) -> str:
+    """The dispatch key of the tensors that a backend takes."""
+    on_cpu = name in ("cpu", "simt") or (name == "triton" and _interpreting())
+    return "CPU" if on_cpu else "CUDA"
 
 
 def _is_elsewhere(op: str, name: str, key: str) -> str:

@@ -58,7 +58,7 @@ def ahead_of_any_size(monkeypatch):
     """Norms are made ahead however small their sums."""
     from fusedops.patching import ahead
 
-    monkeypatch.setattr(ahead, "_pays", lambda x: True)
+    monkeypatch.setattr(ahead, "_pays", lambda left, right: True)
 
 
 @pytest.fixture

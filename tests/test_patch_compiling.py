@@ -1,14 +1,16 @@
 """Sites under torch.compile: of few elements, Inductor has the lines as they were written."""
 
+import copy
+
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.testing import assert_close
 
-from fusedops import patch, unpatch
+from fusedops import backend, patch
 from fusedops.patching.compiling import LOOP, PRODUCT
 
+transformers = pytest.importorskip("transformers")
 N = 64
 FUSED = {"rms_norm", "add_rms_norm", "rotary_embedding", "swiglu"}
 
@@ -60,10 +62,17 @@ def operators(model, x, **how):
 
 
 @pytest.fixture
-def model():
-    built = Llama().eval()
-    patch(built, linear=False, attention=False)
-    return built
+def plain():
+    torch.manual_seed(0)
+    return Llama().eval()
+
+
+@pytest.fixture
+def model(plain):
+    """With what decides by size, and no linears."""
+    model = copy.deepcopy(plain)
+    patch(model, linear=False, attention=False)
+    return model
 
 
 @pytest.fixture
@@ -95,19 +104,51 @@ def test_eager_calls_of_few_elements_are_ours(model, sums):
     assert sums.call_count == 1
 
 
-def test_sizes_that_are_symbols_make_no_guard(linears):
-    """A dimension that the caller has declared dynamic over all sizes."""
-    x = inputs(8 * N)
+def test_a_forced_backend_keeps_its_operators(model, linears):
+    with backend("reference"):
+        assert set(operators(model, inputs(8 * N))) == FUSED
+        assert operators(linears, inputs(8 * N)) == ["linear", "linear"]
+
+
+def test_sizes_that_are_symbols(plain):
+    """They make no guard: the dimension is one that the caller has declared to have any size. Of
+    what decides by size, products and attention are ours."""
+    patch(plain)
+    x = inputs(40 * N)
     torch._dynamo.mark_dynamic(x, 1, min=2, max=10**6)
-    assert operators(linears, x) == ["linear", "linear"]
+    assert set(operators(plain, x)) == {"linear", "attention"}
 
 
-def test_a_training_step(linears):
-    x = inputs(8 * N).requires_grad_()
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("length", [8, 40])
+def test_export_of_any_length(plain, length, strict):
+    """What is exported takes other lengths than the one that it was shown."""
+    model = copy.deepcopy(plain)
+    patch(model)
+    sizes = {"x": {1: torch.export.Dim("length", min=2, max=10**6)}}
+    with torch.no_grad():
+        shown = (inputs(length * N),)
+        run = torch.export.export(model, shown, strict=strict, dynamic_shapes=sizes).module()
+        for other in (5, 40, 300):
+            x = inputs(other * N)
+            assert_close(run(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+def test_training_by_inductor(plain):
+    """Steps of other lengths, the second of which makes sizes symbols."""
+    model = copy.deepcopy(plain)
+    patch(model)
     torch._dynamo.reset()
-    got = torch.compile(linears, backend="aot_eager", fullgraph=True)(x).square().sum()
-    found = torch.autograd.grad(got, [x, *linears.parameters()])
-    unpatch(linears)
-    wanted = torch.autograd.grad(linears(x).square().sum(), [x, *linears.parameters()])
-    assert_close(found, wanted)
+    compiled = torch.compile(model, fullgraph=True)
+    for length in (8, 24, 300):
+        x = inputs(length * N)
+        found, wanted = (gradients(run, of, x) for run, of in ((compiled, model), (plain, plain)))
+        assert_close(found, wanted, rtol=1e-3, atol=1e-4)
     torch._dynamo.reset()
+
+
+def gradients(run, model, x):
+    x = x.clone().requires_grad_()
+    loss = run(x).square().sum()
+    leaves = [x, *(p for name, p in model.named_parameters() if "embed_tokens" not in name)]
+    return torch.autograd.grad(loss, leaves)

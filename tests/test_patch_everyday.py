@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attention_models import TOKENS, batch, build
 from torch.testing import assert_close
 
-from fusedops import patch, patched, unpatch
+from fusedops import patch, patched, quantize, unpatch
 from fusedops.patching import linear
 
 transformers = pytest.importorskip("transformers")
+from attention_models import batch, build  # noqa: E402
+
 CAUSAL = "llama", "gemma2", "gpt2", "gpt_oss"
 ALL = (*CAUSAL, "bert", "t5")
 NEAR = {"rtol": 2e-4, "atol": 2e-4}
@@ -36,6 +37,17 @@ SEARCHES = {
 def everywhere(monkeypatch, attention_of_any_size, ahead_of_any_size):
     """Sites are fused whatever their size, on every machine."""
     monkeypatch.setattr(linear, "_no_gain", lambda module, form: "")
+
+
+@pytest.fixture(autouse=True)
+def ran(sums, calls):
+    """Every test runs fused code."""
+    yield
+    assert sums.call_count or calls
+
+
+def fuse(model, kinds=("norm", "residual", "linear", "attention")):
+    assert {*kinds} <= {site.kind for site in patch(model).fused}
 
 
 def outputs(model, given, **how):
@@ -95,14 +107,14 @@ def test_generate(name, search):
 
 @pytest.mark.parametrize("whom", ["model", "assistant", "both"])
 def test_assisted_generation(whom):
-    """A smaller model proposes tokens; as it is wrong most of the time, caches are cut back."""
+    """A smaller model proposes tokens; where it is wrong, caches are cut back."""
     model, given = build("llama"), {k: v[:1] for k, v in batch("llama").items()}
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
     assistant = build("llama", config)
     wanted = generated(model, given, assistant_model=assistant)
     for one in {"model": [model], "assistant": [assistant], "both": [model, assistant]}[whom]:
-        patch(one)
+        fuse(one)
     assert torch.equal(generated(model, given, assistant_model=assistant), wanted)
 
 
@@ -113,7 +125,7 @@ def test_padding(name, side):
     model, given = build(name), batch(name, side)
     shown = given["attention_mask"].bool() if name != "t5" else slice(None)
     wanted, grads = model(**given).logits[shown], step(model, given)
-    patch(model)
+    fuse(model)
     close([model(**given).logits[shown]], [wanted])
     close(step(model, given), grads)
 
@@ -126,7 +138,7 @@ def test_packed_sequences(name):
     wanted, grads = outputs(model, given, use_cache=False), step(model, given)
     alone = outputs(model, {"input_ids": ids[:, 4:7]}, use_cache=False)
     close([wanted[0][:, 4:7]], alone)
-    patch(model)
+    fuse(model)
     close(outputs(model, given, use_cache=False), wanted)
     close(step(model, given), grads)
 
@@ -139,18 +151,25 @@ def test_packed_sequences(name):
         {"output_hidden_states": True},
         {"output_attentions": True},
         {"use_cache": False},
-        {"logits_to_keep": 1},
-        {"logits_to_keep": torch.tensor([0, 3])},
     ],
-    ids=lambda how: "-".join(map(str, [*how, type(*how.values()).__name__])),
+    ids=lambda how: next(iter(how)),
 )
 def test_arguments(name, how):
-    if "logits_to_keep" in how and name not in CAUSAL:
-        pytest.skip("its forward has no logits_to_keep")
+    same_with(name, how)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("kept", [0, 1, torch.tensor([0, 3])], ids=str)
+def test_logits_to_keep(name, kept):
+    same_with(name, {"logits_to_keep": kept})
+
+
+def same_with(name, how):
     model, given = build(name), batch(name, "right")
     wanted = outputs(model, given, **how)
-    patch(model)
-    close(outputs(model, given, **how), wanted)
+    fuse(model)
+    for _ in range(2):  # the second makes norms ahead
+        close(outputs(model, given, **how), wanted)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "gpt_oss"])
@@ -158,7 +177,7 @@ def test_to_another_dtype_and_back(name):
     """Patched in float32. In bfloat16 it is as near to float64 as the model that is not patched."""
     model, other, given = build(name), build(name), batch(name)
     exact = outputs(build(name).double(), given)[0]
-    patch(model)
+    fuse(model)
     off = [(outputs(m.bfloat16(), given)[0] - exact).abs().max() for m in (model, other)]
     assert off[0] <= 2 * off[1]
     for dtype in (torch.float64, torch.float32):
@@ -172,11 +191,11 @@ def test_new_embeddings(name, when):
     other = copy.deepcopy(model)
     other.resize_token_embeddings(71, mean_resizing=False)
     if when == "after patch":
-        patch(model)
+        fuse(model)
     model.resize_token_embeddings(71, mean_resizing=False)
     other.load_state_dict(model.state_dict())
     if when == "before patch":
-        patch(model)
+        fuse(model)
     tied = [m.get_input_embeddings().weight is m.get_output_embeddings().weight
             for m in (model, other)]  # fmt: skip
     assert tied[0] == tied[1]
@@ -193,10 +212,10 @@ def test_layers_on_disk(when, tmp_path):
     where = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
     where |= {"model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"}
     if when == "after patch":
-        patch(model)
+        fuse(model)
     model = accelerate.dispatch_model(model, where, main_device="cpu", offload_dir=tmp_path)
     if when == "before patch":
-        patch(model)
+        fuse(model, ["attention"])  # all else has hooks
     assert model.model.layers[0].self_attn.q_proj.weight.is_meta
     close(outputs(model, given), wanted)
     assert torch.equal(generated(model, given), tokens)
@@ -217,11 +236,11 @@ def test_lora(when):
     def made(patches):
         model = build("llama")
         if patches and when == "after patch":
-            patch(model)
+            fuse(model)
         torch.manual_seed(4)
         model = peft.get_peft_model(model, how).eval()
         if patches and when == "before patch":
-            patch(model)
+            fuse(model)
         return model
 
     def life(model):
@@ -245,11 +264,43 @@ def test_lora(when):
 def test_dropout_comes_and_goes_with_training(name):
     model, given = build(name), batch(name)
     wanted = outputs(model, given)
-    patch(model)
+    fuse(model)
     model.train()
     assert not torch.equal(outputs(model, given)[0], outputs(model, given)[0])
     model.eval()
     close(outputs(model, given), wanted)
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_quantized(format):
+    """What patch adds around quantized layers changes nothing."""
+    model, other, given = build("llama"), build("llama"), batch("llama", "left")
+    quantize(other, format)
+    report = patch(model, quantize=format)
+    assert {"norm", "residual", "mlp", "rotary", "attention"} <= {s.kind for s in report.fused}
+    shown = given["attention_mask"].bool()
+    close(
+        [outputs(model, given)[0][shown]], [outputs(other, given)[0][shown]], rtol=0.02, atol=0.02
+    )
+    assert torch.equal(generated(model, given), generated(other, given))
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_cache_of_the_callers(name, kind):
+    """Filled in pieces, by the patched and by the unpatched model in turn."""
+    model, ids = build(name), batch(name)["input_ids"]
+    wanted = outputs(model, {"input_ids": ids}, use_cache=False)[0]
+    how = {"max_cache_len": 16} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, **how)
+    fuse(model)
+    found = []
+    for at, piece in enumerate(ids.split((4, 1, 3, 1), dim=1)):
+        if at == 2:
+            unpatch(model)
+        with torch.no_grad():
+            found.append(model(piece, past_key_values=cache).logits)
+    close([torch.cat(found, 1)], [wanted])
 
 
 def test_models_that_share_a_config():
@@ -259,11 +310,11 @@ def test_models_that_share_a_config():
     given, wanted = batch("llama"), outputs(one, batch("llama"))
     classes = [type(module) for module in other.modules()]
     assert one.config is other.config
-    patch(one)
+    fuse(one)
     assert classes == [type(module) for module in other.modules()]
     assert other.config._attn_implementation == "sdpa"
     assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), wanted, strict=True))
-    patch(other)
+    fuse(other)
     unpatch(one)
     assert all(torch.equal(a, b) for a, b in zip(outputs(one, given), wanted, strict=True))
     close(outputs(other, given), wanted)
@@ -274,12 +325,12 @@ def test_threads():
     given = batch("llama")
     shared, wanted = build("llama"), outputs(build("llama"), given)
     grads = step(build("gpt2"), batch("gpt2"))
-    patch(shared)
+    fuse(shared)
 
     def work(_):
         own = copy.deepcopy(models)[0]
         for _ in range(3):
-            patch(own)
+            fuse(own)
             close(step(own, batch("gpt2")), grads)
             close(outputs(shared, given), wanted)
             unpatch(own)
@@ -295,7 +346,7 @@ def test_a_patched_model_is_freed():
     import weakref
 
     model = build("llama")
-    patch(model)
+    fuse(model)
     step(model, batch("llama"))
     outputs(model, batch("llama"))
     gone = weakref.ref(model)
@@ -307,10 +358,11 @@ def test_a_patched_model_is_freed():
 def test_from_pretrained(tmp_path):
     model, given = build("llama", tie_word_embeddings=True), batch("llama")
     wanted = outputs(model, given)
-    patch(model)
+    fuse(model)
     model.save_pretrained(tmp_path)
     other = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert other.config._attn_implementation == "sdpa"
     assert other.lm_head.weight is other.model.embed_tokens.weight
     assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), wanted, strict=True))
-    assert TOKENS["vocab_size"] == other.config.vocab_size
+    fuse(other)
+    close(outputs(other, given), wanted)

@@ -56,7 +56,7 @@ def _every_kernel() -> Iterator[None]:
     """A tiny model runs what a large one does."""
     long = mock.patch.object(interface, "_pays", lambda query, key: True)
     wide = mock.patch.object(linear, "_no_gain", lambda module, form: "")
-    much = mock.patch.object(ahead, "_pays", lambda x: True)
+    much = mock.patch.object(ahead, "_pays", lambda left, right: True)
     with long, wide, much:
         yield
 

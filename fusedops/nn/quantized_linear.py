@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fusedops.backends import forced, unavailable
+from fusedops.backends import forced, takes, unavailable
 from fusedops.extension import _C
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import (
@@ -158,20 +158,23 @@ class QuantizedLinear(torch.nn.Linear):
         format, n, k, _ = self._layout()
         dtype, device, asked = self.dtype, self.qweight.device.type, forced()
         what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device}"
-        why = f", as backend {asked!r} is forced" if asked else ""
+        if asked:
+            what += f", where backend {asked!r} is forced"
+            if not takes(asked, device):
+                return f"{what}: an error, as that takes no tensors on {device}"
         if dtype != torch.float64 and (plan := self._plan(asked or device, rows)):
-            return f"{what}: {plan}{why}"
+            return f"{what}: {plan}"
         wide = torch.promote_types(dtype, torch.float32)
         given = dtype if self.compute is None and self.input_format is None else wide
         operands = torch.bfloat16 if self.compute == "bf16" and wide == torch.float32 else given
         return (
-            f"{what}: ATen calls{why or ', as there is no kernel for these'}. Each call makes the "
-            f"weight in {_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and "
-            f"torch multiplies {_short(operands)}"
+            f"{what}: ATen calls, as there is no kernel for these. Each call makes the weight in "
+            f"{_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and torch "
+            f"multiplies {_short(operands)}"
         )
 
     def _plan(self, runner: str, rows: int) -> str:
-        """The kernel of a device or of a forced backend in words; empty where it has none."""
+        """The kernel of a device or of a backend in words; empty where it has none."""
         how = self.input_format or "none", self.compute or "any"
         if runner == "cpu":
             return _C.quantized_linear_plan(*self._layout(), rows, *how)
@@ -181,7 +184,7 @@ class QuantizedLinear(torch.nn.Linear):
         while _C.quantized_linear_way(rows, *how) == "gemv" and not has_gemv:
             rows += 1  # the next kernel takes these as well
         gemv = _C.quantized_linear_way(rows, *how) == "gemv"
-        runs = gemv or not unavailable("quantized_linear", "triton")
+        runs = gemv or (runner != "simt" and not unavailable("quantized_linear", "triton"))
         return _C.quantized_linear_gpu_plan(*self._layout(), rows, *how) if runs else ""
 
     def extra_repr(self) -> str:

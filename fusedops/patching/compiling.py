@@ -1,29 +1,38 @@
-"""Where a site steps aside under torch.compile.
+"""Where a site steps aside under torch.compile, and strict torch.export, which traces alike.
 
-An operator is opaque to it: of small tensors, what Inductor would have fused costs more than the
-operator gains. Measured on CPUs, in elements of the site's input; on GPUs nobody measured.
+An operator is opaque to Inductor: of small tensors, what it would have fused costs more than the
+operator gains; of large ones loops are as fast as operators, and products of ours faster than the
+ones that it calls. Measured on CPUs, in elements of the site's input; on GPUs nobody measured.
 """
 
-from torch import Tensor
+from torch import SymBool, Tensor
 from torch.compiler import is_compiling
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["inductor_fuses", "inductor_multiplies"]
+from fusedops.backends import forced
+
+__all__ = ["inductor_fuses", "inductor_multiplies", "known"]
 
 LOOP = 2**18  # of a norm, a sum and its norm, a gated product, a rotation
 PRODUCT = 2**16  # of a linear
 
 
 def inductor_fuses(x: Tensor) -> bool:
-    """Whether Inductor's own loop over x is to run."""
-    return is_compiling() and _is_few(x, LOOP)
+    """Whether Inductor's own loop over x is to run: also of a size that is a symbol."""
+    return _may_compile(x) and not known(x.numel() >= LOOP)
 
 
 def inductor_multiplies(x: Tensor) -> bool:
     """Whether the product of x that Inductor calls is to run."""
-    return is_compiling() and _is_few(x, PRODUCT)
+    return _may_compile(x) and known(x.numel() < PRODUCT)
 
 
-def _is_few(x: Tensor, elements: int) -> bool:
-    """Without a guard: of sizes that are symbols it is not known."""
-    return x.device.type == "cpu" and statically_known_true(x.numel() < elements)
+def known(condition: bool | SymBool) -> bool:
+    """Whether a condition on sizes is true. A question about symbols would be a guard, for which a
+    graph is made again or an export refused: what is true of some sizes alone is not known.
+    """
+    return statically_known_true(condition)
+
+
+def _may_compile(x: Tensor) -> bool:
+    return is_compiling() and x.device.type == "cpu" and forced() is None

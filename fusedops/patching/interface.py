@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fusedops.functional import attention
 from fusedops.functional.attention import DEVICES
+from fusedops.patching.compiling import known
 from fusedops.patching.source import Unreadable, innermost
 from fusedops.patching.swap import original_class
 
@@ -77,11 +78,10 @@ def attention_forward(
     Returns [B, Sq, Hq, Dv] and no weights. Calls that `attention` does not take go to transformers'
     own function.
     """
+    reason = _obstacle(query, key, value, attention_mask, position_bias, kwargs)
     plain = softcap is None and s_aux is None and position_bias is None
-    if plain and query.dim() == 4 and not _pays(query, key):
+    if not reason and plain and not _pays(query, key):
         reason = "sdpa is not seen to be slower"
-    else:
-        reason = _obstacle(query, key, value, attention_mask, position_bias, kwargs)
     if reason:
         if not torch.compiler.is_compiling():
             log.debug("%s runs transformers' attention: %s", type(module).__name__, reason)
@@ -164,16 +164,17 @@ def _obstacle(
 
 def _pays(query: Tensor, key: Tensor) -> bool:
     """Whether `attention` takes no longer than sdpa: on CPUs as one thread was measured, of an AMD
-    EPYC (a step of generation) and of an Intel Xeon (forward and backward). False on GPUs, where
-    nobody measured.
+    EPYC (a step of generation) and of an Intel Xeon (forward and backward). True of sizes that are
+    symbols; False on GPUs, where nobody measured.
     """
     queries, keys = query.shape[2], key.shape[2]
     if query.device.type == "cuda":
         return False
-    if queries <= 16:
-        trains = torch.is_grad_enabled() and query.requires_grad
-        return keys >= 512 if trains else queries == 1 or keys >= 128
-    return queries * keys >= (256 * 256 if query.dtype == F32 else 128 * 128)
+    if known(queries > 16):
+        return not known(queries * keys < (256 * 256 if query.dtype == F32 else 128 * 128))
+    if torch.is_grad_enabled() and query.requires_grad:
+        return not known(keys < 512)
+    return known(queries == 1) or not known(keys < 128)
 
 
 def _bias(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:

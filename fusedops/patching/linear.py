@@ -122,11 +122,8 @@ def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | Non
 def _fused(original: type[nn.Module], form: Form) -> type:
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
-        if len(args) == 1 and not kwargs and (own := getattr(self, "_fusedops_form", None)):
-            x = args[0]
-            if (found := own.operands(self, x)) and not inductor_multiplies(x):
-                return linear(x, *found)
-        return original.forward(self, *args, **kwargs)
+        found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
+        return linear(args[0], *found) if found else original.forward(self, *args, **kwargs)
 
     def namespace() -> dict:
         return {

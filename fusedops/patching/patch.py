@@ -45,21 +45,21 @@ def patch(
     untouched. `unpatch(model)` takes everything back. Patching twice is patching once.
 
     norm: modules that compute layer_norm or rms_norm. residual: a sum and the norm of it, where
-    norm has fused the norm: in one forward, or, without gradients, the sum that a layer returns
-    and the norm of it in another module, which the first forward shows. mlp: an activation of
-    one tensor times another, in one pass; the linears around it are called as the modules that
-    they are. linear: linears, with the activation that follows in the same forward, where that
-    is faster on this machine. rotary: calls of a function of q, k, cos and sin, whose name has
-    "rotary" in it, which has no branches and was seen to rotate. loss: the loss function of a
-    model with a head, where it is one of transformers' own and was seen to be the cross entropy
-    of labels; of a plain head the loss is computed without the logits. attention: that of
-    models of transformers' which ask their config for the function; the model gets a copy of
-    its config. quantize: a format of `fusedops.quantize`, which comes first, with its defaults,
-    and which neither unpatch nor an error takes back. strict: raise RuntimeError with the
-    reasons, and leave the model as it was, when a site cannot be fused. verify: a batch (the
-    model's keyword arguments in a dict, or one tensor); runs it before and after, and unpatches
-    and raises RuntimeError when outputs, loss or gradients differ by more than rounding. That
-    takes memory for a float64 copy of the model.
+    norm has fused the norm: in one forward, or, without gradients and where it is large, the sum
+    that a layer returns and the norm of it in another module, which the first forward shows. mlp:
+    an activation of one tensor times another, in one pass; the linears around it are called as the
+    modules that they are. linear: linears, with the activation that follows in the same forward,
+    where that is faster on this machine. rotary: calls of a function of q, k, cos and sin, whose
+    name has "rotary" in it, which has no branches and was seen to rotate. loss: the loss function
+    of a model with a head, where it is one of transformers' own and was seen to be the cross
+    entropy of labels; of a plain head the loss is computed without the logits. attention: that of
+    models of transformers' which ask their config for the function; the model gets a copy of its
+    config. quantize: a format of `fusedops.quantize`, which comes first, with its defaults, and
+    which neither unpatch nor an error takes back. strict: raise RuntimeError with the reasons, and
+    leave the model as it was, when a site cannot be fused. verify: a batch (the model's keyword
+    arguments in a dict, or one tensor); runs it before and after, and unpatches and raises
+    RuntimeError when outputs, loss or gradients differ by more than rounding. That takes memory for
+    a float64 copy of the model.
 
     The class of a fused module is a subclass of its own with the same name: `type(m) is nn.Linear`
     is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after

@@ -49,7 +49,10 @@ RELIANCES = (
     Reliance(
         "attention",
         "integrations.sdpa_attention.sdpa_attention_forward",
-        takes=("module", "query", "key", "value", "attention_mask", "dropout", "scaling"),
+        takes=(
+            *("module", "query", "key", "value", "attention_mask", "dropout", "scaling"),
+            *("is_causal", "position_bias"),
+        ),
     ),
     # A model's loss is a property, which a subclass overrides; its functions are known by module.
     Reliance("loss", "modeling_utils.PreTrainedModel", has=("loss_function",)),

@@ -15,7 +15,7 @@ from fusedops.patching.swap import has_hooks, original_class
 
 __all__ = ["RESIDUAL", "add_norm"]
 
-LEAVES = "leaves the layer: without gradients, with the norm of it that a forward has shown"
+LEAVES = "leaves the layer: with the norm of it that a forward has shown, if large and no gradients"
 IN_PLACE = "residual: `{1}` leaves {0}.forward and is made in place: left"
 WITHOUT = "residual: no sum of its own was recognised in {}.forward"
 
