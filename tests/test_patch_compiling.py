@@ -29,6 +29,15 @@ class Llama(nn.Module):
         return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
 
 
+class Encoder(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(inputs_embeds=x).last_hidden_state
+
+
 class Up(nn.Module):
     """A linear, and one with the activation that follows it."""
 
@@ -96,6 +105,16 @@ def test_products_of_few_elements_are_inductors(linears):
 
 def test_products_of_many_elements_are_ours(linears):
     assert operators(linears, inputs(PRODUCT)) == ["linear", "linear"]
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(8, set()), (40, set()), (256, {"attention"})])
+def test_attention_with_a_bias(length, wanted):
+    """T5's: in eager calls it is ours of any size."""
+    torch.manual_seed(0)
+    sizes = {"d_model": N, "d_ff": N, "d_kv": N // 4, "num_heads": 4, "num_layers": 1}
+    model = transformers.T5EncoderModel(transformers.T5Config(**sizes, vocab_size=32)).eval()
+    patch(model, **dict.fromkeys(("norm", "residual", "mlp", "linear"), False))
+    assert set(operators(Encoder(model), inputs(length * N))) == wanted
 
 
 def test_eager_calls_of_few_elements_are_ours(model, sums):

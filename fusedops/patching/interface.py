@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fusedops.functional import attention
 from fusedops.functional.attention import DEVICES
-from fusedops.patching.compiling import known
+from fusedops.patching.compiling import inductor_fuses, known
 from fusedops.patching.source import Unreadable, innermost
 from fusedops.patching.swap import original_class
 
@@ -79,7 +79,8 @@ def attention_forward(
     own function.
     """
     reason = _obstacle(query, key, value, attention_mask, position_bias, kwargs)
-    plain = softcap is None and s_aux is None and position_bias is None
+    biased = position_bias is not None and not inductor_fuses(query)
+    plain = softcap is None and s_aux is None and not biased
     if not reason and plain and not _pays(query, key):
         reason = "sdpa is not seen to be slower"
     if reason:
