@@ -86,8 +86,8 @@ def sum_and_norm_ahead(layer: nn.Module, left: Any, right: Any, fused: Fused) ->
 
 def made_ahead(norm: nn.Module, x: Tensor) -> Tensor | None:
     """The norm of x, where it was made with x."""
-    waiting = _thread.waiting
-    if waiting is None or is_compiling() or waiting.sum is None or waiting.sum() is not x:
+    waiting = None if is_compiling() else _thread.waiting
+    if waiting is None or waiting.sum is None or waiting.sum() is not x:
         return None
     if _is_transformed():
         return None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fusedops.functional import linear
 from fusedops.patching import flow
 from fusedops.patching.activation import Named, activation_of, patch_activation
+from fusedops.patching.compiling import inductor_multiplies
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.linear import operands_of, patch_linear
 from fusedops.patching.read import Names, Reader
@@ -107,7 +108,8 @@ def unread(path: str, module: nn.Module, reason: str) -> None:
 
 def activated(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> Tensor:
     """What a rewritten forward calls: act(fc(x))."""
-    known = activation_of(act, x) if "epilogue" in lines_of(layer) else None
+    on = not inductor_multiplies(x) and "epilogue" in lines_of(layer)
+    known = activation_of(act, x) if on else None
     if known and known.of_linear and not has_hooks(fc) and (found := operands_of(fc, x)):
         return linear(x, *found, known.of_linear)
     return act(fc(x))

@@ -114,9 +114,10 @@ def _no_gain(module: nn.Module, form: Form) -> str:
 
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """What `linear` takes for the module now, None where its own code has to run."""
+    if inductor_multiplies(x):  # first, as torch.compile guards what is read
+        return None
     form = given(module, "_fusedops_form")
-    found = form and form.operands(module, x)
-    return None if found and inductor_multiplies(x) else found
+    return form and form.operands(module, x)
 
 
 def _fused(original: type[nn.Module], form: Form) -> type:

@@ -197,7 +197,7 @@ def _lines(act: Any, gate: Tensor, up: Tensor, turned: bool) -> Tensor:
 
 def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor] | None:
     """The fused function for the activation, None where the lines have to run."""
-    if "mlp" not in lines_of(layer) or inductor_fuses(gate):
+    if inductor_fuses(gate) or "mlp" not in lines_of(layer):
         return None
     known = activation_of(act, gate)
     return known.gated if known else None

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.patching.ahead import sum_and_norm_ahead
+from fusedops.patching.compiling import inductor_fuses
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.norm import recipe_of, row_major
 from fusedops.patching.report import Site
@@ -136,6 +137,8 @@ def _dropout(x: Tensor, dropout) -> tuple[Tensor, float]:
 
 
 def _fusable(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
+    if inductor_fuses(x):  # first, as torch.compile guards what is read
+        return False
     recipe = recipe_of(norm)
     return (
         recipe is not None

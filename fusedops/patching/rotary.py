@@ -188,7 +188,7 @@ def rotated(
     layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
 ) -> tuple[Tensor, Tensor]:
     """What a rewritten forward calls: function(q, k, cos, sin)."""
-    on = "rotary" in lines_of(layer) and not inductor_fuses(q)
+    on = not inductor_fuses(q) and "rotary" in lines_of(layer)
     known = _rotations.get(function) if on else None
     if known and _fusable(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
         return known(q, k, cos, sin, **how)
