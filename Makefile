@@ -5,7 +5,7 @@
 .PHONY: help build demo test check format bench qemu clean
 .PHONY: fuzz mutants asan simt-asan
 .PHONY: cuda-check coverage
-.PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench
+.PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
 
 # Where pip finds a torch without CUDA; empty for PyPI alone.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -43,7 +43,7 @@ help:
 	@echo "make cuda-check  what the GPU kernels compile to, into docs/machine_code.md; needs nvcc"
 	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
 	@echo "make gpu      on a GPU machine: build, test, compute-sanitizer, benchmarks; results in OUT"
-	@echo "              gpu-build, gpu-test, gpu-sanitize and gpu-bench do one of these"
+	@echo "              gpu-build, gpu-test, gpu-sanitize, gpu-bench and gpu-train do one"
 	@echo "make clean    remove what was built; .venv stays"
 
 build: $(BUILT)
@@ -136,7 +136,7 @@ CUDA_PATH = $${CUDA_HOME:-/usr/local/cuda}/bin$(addprefix :,$(patsubst %/,%,$(di
 
 gpu:
 	$(MAKE) gpu-build
-	$(MAKE) -j1 --keep-going gpu-test gpu-sanitize gpu-bench
+	$(MAKE) -j1 --keep-going gpu-test gpu-sanitize gpu-bench gpu-train
 
 # In the tree itself: an interpreter that the system manages takes no packages. What `make build`
 # left there is overwritten, so that the next one must build again.
@@ -178,6 +178,12 @@ gpu-bench:
 	timeout 470 $(PY) -m benchmarks gpu $(FAMILIES) --out $(OUT) $(ARGS) \
 	  > $(OUT)/benchmarks.log 2>&1; \
 	  status=$$?; tail -n 120 $(OUT)/benchmarks.log; exit $$status
+
+gpu-train:
+	mkdir -p $(OUT)
+	$(PY) -m benchmarks.cuda
+	timeout 470 $(PY) -m benchmarks train --json $(OUT)/train.json > $(OUT)/train.log 2>&1; \
+	  status=$$?; tail -n 40 $(OUT)/train.log; exit $$status
 
 clean:
 	rm -rf build *.egg-info demo fusedops/_C*.so fusedops/_build_info.json

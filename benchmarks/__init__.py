@@ -20,4 +20,5 @@ OWN = {
     "sentences": "benchmarks.sentences",
     "step": "benchmarks.step",
     "small": "benchmarks.small",
+    "train": "benchmarks.train",
 }

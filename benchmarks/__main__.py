@@ -18,7 +18,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     suites = parser.add_subparsers(dest="suite", required=True)
     for name in (*FAMILIES, "launch", "must-show", *OWN):
-        _cpu_options(suites.add_parser(name, help="on a CPU"))
+        where = "on a GPU" if name == "train" else "on a CPU"
+        _cpu_options(suites.add_parser(name, help=where))
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
     tables = suites.add_parser("readme", help="writes the README's GPU figures from the results")
     tables.add_argument("--check", action="store_true", help="fail if that would change it")
@@ -28,9 +29,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.seconds = args.seconds or (0.2 if args.quick else 2.0)
     args.compile = args.compile and not args.quick
     args.allocator = args.allocator or (
-        "default"
-        if args.suite in ("launch", "adamw", "adamw-loss", "generate", "sentences", "small")
-        else "both"
+        "default" if args.suite in ("launch", *OWN) and args.suite != "step" else "both"
     )
     return args
 

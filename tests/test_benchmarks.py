@@ -403,6 +403,21 @@ def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
     assert all(goal["measured"][0] > 0 for goal in calls)
 
 
+def test_train_times_every_contender(tmp_path):
+    """A tiny model, where there is no GPU; where there is one it is what is measured."""
+    if torch.cuda.is_available():
+        pytest.skip("a billion parameters: `make gpu-train`")
+    path = tmp_path / "out.json"
+    assert main(["train", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
+    document = json.loads(path.read_text())
+    rows = [row for row in document["rows"] if "skipped" not in row]
+    assert [row["contender"] for row in rows] == ["eager", "fusedops", "fusedops and its AdamW"] * 2
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    skipped = [row for row in document["rows"] if "skipped" in row]
+    assert {row["skipped"] for row in skipped} == {"Skip: its kernels need a GPU"}
+    assert [goal["what"] for goal in document["goals"]] == ["over eager"]
+
+
 def test_equal_tokens_end_at_the_first_that_differs():
     assert generate._equal([1, 2, 3, 4], [1, 2, 9, 4]) == 2
     assert generate._equal([1, 2], [1, 2]) == 2

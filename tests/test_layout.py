@@ -154,6 +154,7 @@ SHARED = {
         "step.py",
         "suites.py",
         "timing.py",
+        "train.py",
         "worker.py",
     },
 }

@@ -1,0 +1,139 @@
+"""A training step of a Llama of a billion parameters: `python -m benchmarks train`.
+
+On a GPU in bfloat16, 2048 tokens a sequence, of the standard library's source, one sequence and
+eight; forward, loss, backward and torch.optim.AdamW(fused=True), which keeps its state in the
+parameters' dtype, on all sides. Beside the unpatched model: Liger's kernels, torch.compile, and
+ours with fusedops' AdamW. Each in a process of its own, as Liger replaces functions that all models
+share, and as what is left in memory is then its own. What has no memory is skipped. Without a GPU
+the model is a tiny one, to see that all of this runs.
+"""
+
+import json
+import multiprocessing
+from argparse import Namespace
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+
+import fusedops
+from benchmarks.case import Skip, find
+from benchmarks.step import COMPILED, EAGER, OURS, WHOLE, step, words
+from fusedops.measure import environment, spread
+
+LIGER = "liger"
+BATCHES, SEQUENCE, VOCABULARY = (1, 8), 2048, 128256
+STEPS = 2, 12  # that are not timed, and that are
+BILLION = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def measure(args: Namespace) -> int:
+    """Times every batch and writes `args.json`: 1 when a goal was missed."""
+    rows, goals = [], []
+    for batch in BATCHES:
+        found = [_apart(name, batch, args.threads) for name in _contenders(args.compile)]
+        rows += found
+        if batch == 1:
+            goals += _goals(found)
+        for row in found:
+            print(json.dumps(row), flush=True)
+    document = {"environment": environment(args.threads, _device()), "rows": rows, "goals": goals}
+    Path(args.json).write_text(json.dumps(document))
+    return int(any(not goal["met"] for goal in goals))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _apart(name: str, batch: int, threads: int) -> dict:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        return child.submit(_row, name, batch, threads).result()
+
+
+def _row(name: str, batch: int, threads: int) -> dict:
+    """A contender's times and memory, or why it was skipped."""
+    torch.set_num_threads(threads)
+    device = _device()
+    ids = words(batch, SEQUENCE if device.type == "cuda" else 16).to(device)
+    row: dict[str, Any] = {"title": f"training step of llama bfloat16 {list(ids.shape)}"}
+    row["contender"] = name
+    try:
+        run = _step(_contenders(True)[name], ids)
+        seconds = [_timed(run) for _ in range(sum(STEPS))][STEPS[0] :]
+    except (Skip, RuntimeError, TorchDynamoException) as error:
+        return row | {"skipped": f"{type(error).__name__}: {error}".partition("\n")[0]}
+    found = spread(seconds)
+    row |= {"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90}
+    row["tokens_per_s"] = ids.numel() / found.median
+    return row | ({"peak_bytes": torch.cuda.max_memory_allocated()} if ids.is_cuda else {})
+
+
+def _timed(run: Callable[[], None]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def _contenders(compiled: bool) -> dict[str, Callable[[nn.Module], Any]]:
+    """Each makes a model ready, and gives what is called and the optimizer's class."""
+    usual = partial(torch.optim.AdamW, fused=True)
+    found: dict[str, Callable[[nn.Module], Any]] = {
+        EAGER: lambda model: (model, usual),
+        OURS: lambda model: (_patched(model), usual),
+        WHOLE: lambda model: (_patched(model), fusedops.optim.AdamW),
+        LIGER: lambda model: (_with_liger(model), usual),
+    }
+    return found | ({COMPILED: lambda model: (torch.compile(model), usual)} if compiled else {})
+
+
+def _patched(model: nn.Module) -> nn.Module:
+    fusedops.patch(model)
+    return model
+
+
+def _with_liger(model: nn.Module) -> nn.Module:
+    if not torch.cuda.is_available():
+        raise Skip("its kernels need a GPU")
+    find("liger_kernel.transformers", "apply_liger_kernel_to_llama")(model=model)
+    return model
+
+
+def _step(ready: Callable[[nn.Module], Any], ids: Tensor) -> Callable[[], None]:
+    """One that ends when the device has done it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    on_gpu = ids.is_cuda
+    sizes = BILLION | HEADS if on_gpu else TINY | TINY_HEADS
+    torch.manual_seed(0)
+    with ids.device:
+        plain = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY if on_gpu else 8192, **sizes))
+    model, optimizer = ready(plain.bfloat16().train())
+    run = step(model, ids, optimizer(plain.parameters(), lr=1e-4))
+
+    def whole() -> None:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    return whole
+
+
+def _goals(rows: list[dict]) -> list[dict]:
+    """With one sequence ours is ahead of every other."""
+    tokens = {row["contender"]: row["tokens_per_s"] for row in rows if "skipped" not in row}
+    return [
+        {"title": rows[0]["title"], "what": f"over {name}", "asked": 1}
+        | {"measured": tokens[OURS] / theirs, "met": tokens[OURS] > theirs}
+        for name, theirs in tokens.items()
+        if OURS in tokens and name not in (OURS, WHOLE)
+    ]
