@@ -62,6 +62,14 @@ def ahead_of_any_size(monkeypatch):
 
 
 @pytest.fixture
+def lazy_logits_of_any_size(monkeypatch):
+    """No logits are made for a loss in bfloat16 either, however few."""
+    from fusedops.patching.loss import head
+
+    monkeypatch.setattr(head, "FEW_BYTES", -1)
+
+
+@pytest.fixture
 def operators_compile(monkeypatch):
     """No site steps aside under torch.compile, however small its tensors."""
     from fusedops.patching import compiling

@@ -37,6 +37,8 @@ from fusedops.patching.loss import function as functions
 from fusedops.patching.loss import head as heads
 from fusedops.patching.loss.function import loss_like
 
+pytestmark = pytest.mark.usefixtures("lazy_logits_of_any_size")
+
 transformers = pytest.importorskip("transformers")
 
 SHIFTED = torch.where(torch.arange(8) < 2, -100, IDS.flip(1))

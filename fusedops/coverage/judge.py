@@ -18,6 +18,7 @@ from fusedops.coverage.inputs import batches
 from fusedops.coverage.media import unseen
 from fusedops.coverage.shrink import WAYS, Way, tiny
 from fusedops.patching import ahead, interface, linear, patch, unpatch
+from fusedops.patching.loss import head
 from fusedops.patching.report import PatchReport
 from fusedops.patching.verify import Yardstick, run
 
@@ -57,7 +58,8 @@ def _every_kernel() -> Iterator[None]:
     long = mock.patch.object(interface, "_pays", lambda query, key: True)
     wide = mock.patch.object(linear, "_no_gain", lambda module, form: "")
     much = mock.patch.object(ahead, "_pays", lambda left, right: True)
-    with long, wide, much:
+    few = mock.patch.object(head, "FEW_BYTES", -1)
+    with long, wide, much, few:
         yield
 
 
