@@ -479,3 +479,10 @@ def test_few_elements_are_added_as_written(dtype, least, made, monkeypatch):
             made.clear()
             model(x)
             assert made["ahead"] == wanted
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_sum_of_two_dtypes_is_as_large_as_it_becomes(turned):
+    x = torch.empty(2**20)
+    left, right = (x, x.bfloat16())[:: -1 if turned else 1]
+    assert pays(left, right) and not pays(left[1:], right[1:])

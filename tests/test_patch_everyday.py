@@ -5,6 +5,7 @@ than without patch. Kinds alone, and what is theirs to break, have tests of thei
 import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
 
 import pytest
 import torch
@@ -71,9 +72,8 @@ def step(model, given):
     model.zero_grad()
     labels = given.get("decoder_input_ids", given["input_ids"])
     if (shown := given.get("attention_mask")) is not None and shown.shape == labels.shape:
-        labels = labels.masked_fill(
-            shown * shown.roll(1, 1) == 0, -100
-        )  # nor what padding predicts
+        judged = shown * shown.roll(1, 1)  # not what padding predicts either
+        labels = labels.masked_fill(judged == 0, -100)
     loss = model(**given, labels=labels).loss
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
@@ -279,9 +279,8 @@ def test_quantized(format):
     report = patch(model, quantize=format)
     assert {"norm", "residual", "mlp", "rotary", "attention"} <= {s.kind for s in report.fused}
     shown = given["attention_mask"].bool()
-    close(
-        [outputs(model, given)[0][shown]], [outputs(other, given)[0][shown]], rtol=0.02, atol=0.02
-    )
+    got, wanted = (outputs(m, given)[0][shown] for m in (model, other))
+    close([got], [wanted], rtol=0.02, atol=0.02)
     assert torch.equal(generated(model, given), generated(other, given))
 
 
@@ -343,13 +342,11 @@ def test_threads():
 
 
 def test_a_patched_model_is_freed():
-    import weakref
-
     model = build("llama")
     fuse(model)
     step(model, batch("llama"))
     outputs(model, batch("llama"))
-    gone = weakref.ref(model)
+    gone = ref(model)
     del model
     gc.collect()
     assert gone() is None

@@ -322,17 +322,26 @@ def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):
         ("simt", 5, "ATen calls"),
         ("cpu", 1, "codes become"),
         ("reference", 1, "ATen calls"),
-        ("cuda", 1, "an error"),
     ],
 )
 def test_it_explains_a_forced_backend(name, rows, words):
     if reason := unavailable("quantized_linear", name):
         pytest.skip(reason)
-    layer = QuantizedLinear(256, 64, format="nf4")
+    layer, meta = (QuantizedLinear(256, 64, format="nf4", device=d) for d in ("cpu", "meta"))
     with backend(name):
-        said = layer.explain(rows)
+        said, of_meta = (one.explain(rows) for one in (layer, meta))
     assert f"on cpu, where backend {name!r} is forced: {words}" in said
+    assert "forced" not in of_meta
     assert "forced" not in layer.explain(rows)
+
+
+def test_it_explains_a_backend_of_another_device(monkeypatch):
+    """A call would raise."""
+    monkeypatch.setattr(f"{QuantizedLinear.__module__}.forced", lambda: "cuda")
+    said = QuantizedLinear(256, 64, format="nf4").explain(1)
+    assert said.endswith(
+        "where backend 'cuda' is forced: an error, as that takes no tensors on cpu"
+    )
 
 
 def test_wrong_arguments():

@@ -156,7 +156,8 @@ class QuantizedLinear(torch.nn.Linear):
     def explain(self, rows: int) -> str:
         """Which code runs for so many rows of input in `dtype`, and why."""
         format, n, k, _ = self._layout()
-        dtype, device, asked = self.dtype, self.qweight.device.type, forced()
+        dtype, device = self.dtype, self.qweight.device.type
+        asked = forced() if device in ("cpu", "cuda") else None
         what = f"{rows} rows of {_short(dtype)} by {format} [{n}, {k}] on {device}"
         if asked:
             what += f", where backend {asked!r} is forced"

@@ -52,14 +52,14 @@ def patch(
     where that is faster on this machine. rotary: calls of a function of q, k, cos and sin, whose
     name has "rotary" in it, which has no branches and was seen to rotate. loss: the loss function
     of a model with a head, where it is one of transformers' own and was seen to be the cross
-    entropy of labels; of a plain head the loss is computed without the logits. attention: that of
-    models of transformers' which ask their config for the function; the model gets a copy of its
-    config. quantize: a format of `fusedops.quantize`, which comes first, with its defaults, and
-    which neither unpatch nor an error takes back. strict: raise RuntimeError with the reasons, and
-    leave the model as it was, when a site cannot be fused. verify: a batch (the model's keyword
-    arguments in a dict, or one tensor); runs it before and after, and unpatches and raises
-    RuntimeError when outputs, loss or gradients differ by more than rounding. That takes memory for
-    a float64 copy of the model.
+    entropy of labels; of a plain head the loss is computed without the logits, unless they are few,
+    in bfloat16 and on a CPU. attention: that of models of transformers' which ask their config for
+    the function; the model gets a copy of its config. quantize: a format of `fusedops.quantize`,
+    which comes first, with its defaults, and which neither unpatch nor an error takes back. strict:
+    raise RuntimeError with the reasons, and leave the model as it was, when a site cannot be fused.
+    verify: a batch (the model's keyword arguments in a dict, or one tensor); runs it before and
+    after, and unpatches and raises RuntimeError when outputs, loss or gradients differ by more than
+    rounding. That takes memory for a float64 copy of the model.
 
     The class of a fused module is a subclass of its own with the same name: `type(m) is nn.Linear`
     is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after
