@@ -349,6 +349,8 @@ def test_wrong_arguments():
         QuantizedLinear(4, 4, format="int3")
     with pytest.raises(ValueError, match="activation must be one of"):
         QuantizedLinear(4, 4, activation="tanh")
+    with pytest.raises(ValueError, match="rows must be 0 or more, got -1"):
+        QuantizedLinear(4, 4).explain(-1)
 
 
 @pytest.mark.parametrize("compressed", [False, True])

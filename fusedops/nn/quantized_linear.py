@@ -154,7 +154,11 @@ class QuantizedLinear(torch.nn.Linear):
         self._before.clear()
 
     def explain(self, rows: int) -> str:
-        """Which code runs for so many rows of input in `dtype`, and why."""
+        """Which code runs for so many rows of input in `dtype`, and why. Raises ValueError for
+        fewer than none.
+        """
+        if rows < 0:
+            raise ValueError(f"QuantizedLinear.explain: rows must be 0 or more, got {rows}")
         format, n, k, _ = self._layout()
         dtype, device = self.dtype, self.qweight.device.type
         asked = forced() if device in ("cpu", "cuda") else None
