@@ -38,7 +38,7 @@ inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& ter
   return total;
 }
 
-// What a step of x is multiplied by: 1, or the dropout's scales, made a block at a time.
+// What a step of x is multiplied by: the dropout's scales, made a block at a time.
 class DropoutRow {
  public:
   DropoutRow(const Dropout& dropout, int64_t row, int64_t n)
@@ -46,7 +46,6 @@ class DropoutRow {
 
   template <class Part>
   Floats apply(const Floats& x, int64_t i, Part part) {
-    if (dropout_.seed == nullptr) return x;
     const int64_t j = i % kBlock;
     if (j == 0) dropout_scales(dropout_, row_, i, std::min(kBlock, n_ - i), scales_);
     return x * load(scales_ + j, part);
@@ -56,6 +55,14 @@ class DropoutRow {
   const Dropout& dropout_;
   const int64_t row_, n_;
   float scales_[kBlock];
+};
+
+// Without dropout. A type of its own: asked at each step, a loop kept its vectors on the stack.
+struct WholeRow {
+  template <class Part>
+  Floats apply(const Floats& x, int64_t, Part) const {
+    return x;
+  }
 };
 
 template <class T>
@@ -88,8 +95,8 @@ inline Floats scaled(const Floats& c, const Split& rstd) {
 }
 
 // h = residual + dropout(x), stored. Returns the sum over the row of moment(h).
-template <class X, class H, class Moment>
-double add_row(const X* x, const H* residual, H* h, int64_t n, DropoutRow dropout,
+template <class X, class H, class Dropped, class Moment>
+double add_row(const X* x, const H* residual, H* h, int64_t n, Dropped dropout,
                const Moment& moment) {
   return sum_over(n, [&](int64_t i, auto part) {
     const auto a = dropout.apply(load(x + i, part), i, part);
@@ -145,7 +152,9 @@ void forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) {
     if (args.residual != nullptr) {
       const H* const residual = static_cast<const H*>(args.residual) + row * args.residual_stride;
       H* const out = static_cast<H*>(args.h) + row * n;
-      total = add_row(x, residual, out, n, DropoutRow(args.dropout, row, n), moment);
+      total = args.dropout.seed == nullptr
+                  ? add_row(x, residual, out, n, WholeRow{}, moment)
+                  : add_row(x, residual, out, n, DropoutRow(args.dropout, row, n), moment);
       h = out;
     } else {
       total = sum_over(n, [=](int64_t i, auto part) { return moment(load(h + i, part)); });
@@ -231,18 +240,20 @@ void backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end, flo
     const H* const dh = at_row(static_cast<const H*>(args.dh), row * args.dh_stride);
     H* const dresidual = at_row(static_cast<H*>(args.dresidual), row * n);
     H* const dx = at_row(static_cast<H*>(args.dx), row * n);
-    DropoutRow dropout(args.dropout, row, n);
-    each_step(n, [&](int64_t i, auto part) {
-      prefetch(dy + args.dy_stride + i);
-      prefetch(h + args.h_stride + i);
-      if (dh != nullptr) prefetch(dh + args.dh_stride + i);
-      const auto g = weighted(load(dy + i, part), i, part);
-      const auto c = centred<kLayer, H>(load(h + i, part), mean);
-      auto d = scaled<H>(fma(c, slope, centred<kLayer, H>(g, mean_g)), scale);
-      if (dh != nullptr) d = d + load(dh + i, part);
-      if (dresidual != nullptr) store(dresidual + i, d, part);
-      if (dx != nullptr) store(dx + i, dropout.apply(d, i, part), part);
-    });
+    const auto write = [&](auto dropout) {
+      each_step(n, [&](int64_t i, auto part) {
+        prefetch(dy + args.dy_stride + i);
+        prefetch(h + args.h_stride + i);
+        if (dh != nullptr) prefetch(dh + args.dh_stride + i);
+        const auto g = weighted(load(dy + i, part), i, part);
+        const auto c = centred<kLayer, H>(load(h + i, part), mean);
+        auto d = scaled<H>(fma(c, slope, centred<kLayer, H>(g, mean_g)), scale);
+        if (dh != nullptr) d = d + load(dh + i, part);
+        if (dresidual != nullptr) store(dresidual + i, d, part);
+        if (dx != nullptr) store(dx + i, dropout.apply(d, i, part), part);
+      });
+    };
+    args.dropout.seed == nullptr ? write(WholeRow{}) : write(DropoutRow(args.dropout, row, n));
   }
 }
 
