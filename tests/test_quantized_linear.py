@@ -10,6 +10,7 @@ from quantized_cases import (
     BACKENDS,
     CASES,
     FLOATS,
+    FORMATS,
     PRECISIONS,
     compare,
     functions,
@@ -39,7 +40,7 @@ SHAPES = [
     ((16, 256), 96),
     ((70, 192), 33),
     ((1, 384), 130),
-    ((3, 256), 20),
+    ((3, 256), 33),
     ((4, 128), 7),
     ((2, 2200), 9),
     ((17, 2200), 135),
@@ -110,7 +111,9 @@ def test_strided_output_gradients(kind, backend):
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("shape,features", [((0, 8), 4), ((3, 0), 4), ((3, 8), 0), ((2, 0, 4), 3)])
+@pytest.mark.parametrize(
+    "shape,features", [((0, 8), 4), ((3, 0), 4), ((3, 0), 129), ((3, 8), 0), ((2, 0, 4), 3)]
+)
 def test_empty(kind, backend, shape, features):
     weight = quantized(kind, random_weight(features, shape[-1]))
     for input_format, compute in PRECISIONS:
@@ -125,11 +128,31 @@ def test_empty(kind, backend, shape, features):
 @pytest.mark.parametrize("kind,backend", CASES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
-    weight = quantized(kind, random_weight(33, 70))
-    for rows, (input_format, compute) in product((20, 3), PRECISIONS):
-        args = inputs((rows, 70), 33, torch.float32)
-        args[0][2, 5] = bad
-        compare(weight, backend, args, input_format=input_format, compute=compute)
+    for k in (70, 256):  # of which a few rows take 4 bits straight from registers
+        weight = quantized(kind, random_weight(33, k))
+        for rows, (input_format, compute) in product((20, 3), PRECISIONS):
+            args = inputs((rows, k), 33, torch.float32)
+            args[0][2, 5] = bad
+            compare(weight, backend, args, input_format=input_format, compute=compute)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind.startswith("int4")])
+def test_sums_that_fit_though_those_of_codes_do_not(kind):
+    """15 times x is past float32's range; times a code less its zero and a scale it is not."""
+    x = torch.zeros(2, 128)
+    x[:, :8] = 5e37
+    compare(quantized(kind, random_weight(5, 128)), "cpu", (x, torch.zeros(5)))
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_a_weight_that_is_nan_stays_in_its_column(kind, backend):
+    """Of more depth than a piece, so that what a scratch held before lies behind the last one."""
+    weight = random_weight(40, 1100)
+    weight[3, :600] = float("nan")
+    for rows, compute in product((20, 40, 3), (None, "exact")):
+        args = inputs((rows, 1100), 40, torch.float32)
+        skip_what_does_not_run(kind, backend, torch.float32, (rows, 1100), 40)
+        compare(quantized(kind, weight), backend, args, compute=compute)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -167,6 +167,14 @@ def test_kernels_make_the_bytes_of_the_reference(kind, shape):
         assert same(quantized(kind, weight.cuda()).to("cpu"), expected)
 
 
+def test_kernels_make_the_bytes_of_zeros_between_two():
+    """Each share rounds such a zero its own way: the zero is that of the share that is taken."""
+    size = torch.arange(1, 257)[:, None] / 37
+    weight = size * (torch.rand(256, 64, generator=torch.Generator().manual_seed(3)) * 15 - 5.5)
+    weight[:, :1], weight[:, 1:2] = -5.5 * size, 9.5 * size
+    assert same(quantized("int4", weight), quantized_by_reference("int4", weight))
+
+
 @KINDS
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-39])
 def test_groups_of_zeros_and_of_tiny_numbers(kind, size):

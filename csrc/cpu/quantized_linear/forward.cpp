@@ -11,6 +11,8 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "csrc/cpu/activation.h"
@@ -34,7 +36,7 @@ constexpr int64_t kGrain = 1 << 18;  // products of a task, about
 // Where sums of products of 8 bits fit 32 bits, 255 * 127 each.
 bool multiplies_integers(const Codes& w) {
   return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
-         w.k <= 65536;
+         w.k <= kMostIntegers;
 }
 
 // x [rows, k] as a product takes it, its rows padded with zeros.
@@ -146,6 +148,8 @@ class Block {
       case Way::registers:
         few_.sums = sums_.data();
         add_few_rows_for_isa()(w_, few_, begin, begin + columns);
+        // There a zero's share is subtracted from sums: of x past float32's range it leaves NaN.
+        if (w_.zeros != nullptr && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
         break;
       case Way::tiles: add_tiles(row, rows, begin, columns); break;
       default: add_pieces(row, rows, begin, columns);
@@ -155,6 +159,15 @@ class Block {
   }
 
  private:
+  bool finite(int64_t rows, int64_t columns) const {
+    for (int64_t i = 0; i < rows; ++i) {
+      const float* const sums = sums_.data() + i * kColumns;
+      if (!std::all_of(sums, sums + columns, [](float v) { return std::isfinite(v); }))
+        return false;
+    }
+    return true;
+  }
+
   void add_tiles(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     auto* const tile = reinterpret_cast<BFloat16*>(codes_.data());
     for (int64_t k = 0; k < w_.k; k += kTileDepth) {

@@ -23,7 +23,7 @@ struct Codes {
     }
   }
   bool of_bytes() const { return format == WeightFormat::int8 || format == WeightFormat::fp8; }
-  bool a_scale_a_row() const { return of_bytes() && group_size >= k; }
+  bool a_scale_a_row() const { return of_bytes() && group_size >= k && k > 0; }  // no k, no scale
 };
 
 // What the numbers of a product's operands are. Those of integers are int8, codes themselves.
