@@ -1,6 +1,7 @@
 """fusedops.quantize and patch(quantize=...): which linears are replaced, and which are left."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -103,6 +104,23 @@ def test_an_activation_stays():
     assert (model(x) - expected).norm() < 0.05 * expected.norm()
 
 
+def test_one_layer_in_floats_at_a_time(monkeypatch):
+    """Weights that are codes are gone: those that are alive are of layers to come."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    floats = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+    quantized = QuantizedLinear._quantized
+
+    def look(layer, weight):
+        if not weight.is_meta:
+            alive.append(sum(f() is not None for f in floats))
+        return quantized(layer, weight)
+
+    monkeypatch.setattr(QuantizedLinear, "_quantized", look)
+    quantize(model, "int8")
+    assert alive == [4, 3, 2, 1]
+
+
 def test_the_state_dict_comes_back():
     model = Net()
     other = copy.deepcopy(model)
@@ -125,6 +143,11 @@ def test_wrong_arguments():
         quantize(model, "int4", group_size=48)
     with pytest.raises(ValueError, match="input_format must be None or 'int8', got 'int4'"):
         quantize(model, "int4", input_format="int4")
+    with pytest.raises(ValueError, match="group_size of fp8 must be None, the rows', got 64"):
+        quantize(model, "fp8", group_size=64)
+    for skip in ("lm_head", None):
+        with pytest.raises(TypeError, match=f"skip must be a list of names, got {skip!r}"):
+            quantize(model, "int8", skip=skip)
     assert type(model.wo) is nn.Linear
 
 
@@ -262,6 +285,15 @@ def test_dora_merges_and_is_not_taken_back_bit_for_bit():
     assert (model(input_ids=IDS).logits - beside).norm() < 0.02 * beside.norm()
     model.unmerge_adapter()
     assert 0 < (model(input_ids=IDS).logits - beside).norm() < 0.02 * beside.norm()
+
+
+def test_dora_compiles():
+    """It reads the weight, where LoRA asks what it is."""
+    torch.compiler.reset()
+    model = with_lora("nf4", use_dora=True)
+    compiled = torch.compile(model, backend="aot_eager")
+    expected, found = (m(input_ids=IDS).logits for m in (model, compiled))
+    torch.testing.assert_close(found, expected)
 
 
 def test_an_adapter_is_saved_and_loaded(tmp_path):

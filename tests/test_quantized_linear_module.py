@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from quantized_cases import FORMATS, inputs, random_weight
 from torch import nn
 
+import fusedops
 from fusedops.backends import backend, unavailable
 from fusedops.extension import _C
 from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
@@ -75,6 +77,39 @@ def test_in_a_model_and_through_safetensors(kind, tmp_path):
     assert torch.equal(other(x), model(x))
     other.load_state_dict(nn.Sequential(linear, nn.ReLU()).state_dict(), assign=True)
     assert same(other[0], module)
+
+
+@KINDS
+def test_a_float_checkpoint_is_assigned_to_a_layer_on_meta(kind):
+    _, linear, x = layer(kind)
+    format, options = FORMATS[kind]
+    other = QuantizedLinear(70, 33, bias=False, device="meta", format=format, **options)
+    state = {"weight": linear.weight.detach().bfloat16()}
+    other.load_state_dict(state, assign=True)
+    assert other.dtype == torch.bfloat16 and other.qweight.device.type == "cpu"
+    expected = quantize_weight(state["weight"], format, **options)
+    assert torch.equal(other(x.bfloat16()), quantized_linear(x.bfloat16(), expected))
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(70, 33), (33, 69), (33, 70, 1), (66, 35)], ids=str)
+def test_floats_of_another_shape_are_refused_and_leave_the_codes(kind, shape):
+    module = nn.Sequential(layer(kind)[0])
+    before = copy.deepcopy(module)
+    state = {"0.weight": torch.randn(shape), "0.bias": module[0].bias}
+    wanted = re.escape(f"0.weight must be [33, 70], got {list(shape)}")
+    with pytest.raises(RuntimeError, match=wanted):
+        module.load_state_dict(state)
+    assert same(module, before)
+
+
+@pytest.mark.parametrize("mine,other", [("int8", "fp8"), ("fp8", "int8"), ("int4", "nf4")])
+def test_codes_of_another_format_are_refused(mine, other):
+    module, given = layer(mine)[0], layer(other)[0]
+    before = copy.deepcopy(module)
+    with pytest.raises(RuntimeError, match="qweight"):
+        module.load_state_dict(given.state_dict(), strict=False)
+    assert torch.equal(module.weight + 0, before.weight + 0)
 
 
 @KINDS
@@ -204,8 +239,37 @@ def test_a_weight_that_is_assigned_is_quantized():
     module, linear, _ = layer("int4")
     module.weight = torch.zeros(33, 70)
     assert not module.weight.count_nonzero()
-    module.weight = linear.weight.detach()
+    module.weight = linear.weight
     assert same(module, QuantizedLinear.from_linear(linear, "int4"))
+    assert "weight" not in dict(module.named_parameters())
+
+
+@KINDS
+def test_a_call_with_another_weight_gives_the_codes_back(kind):
+    module, _, x = layer(kind)
+    before = copy.deepcopy(module)
+    zeros = {"weight": torch.zeros(33, 70)}
+    found = torch.func.functional_call(module, zeros, (x,))
+    assert torch.equal(found, module.bias.expand(5, -1)) and same(module, before)
+
+
+def test_writes_that_are_no_sums():
+    module, _, _ = layer("nf4")
+    before = module.weight + 0
+    module.weight.data += 1.0
+    torch.testing.assert_close(module.weight + 0, before + 1, rtol=0.1, atol=0.1)
+    module.weight.data[3] = 0
+    assert not module.weight[3].any() and module.weight[4].any()
+    with pytest.raises(RuntimeError, match="weight is a view to be read"):
+        module.weight[0] = 0
+
+
+def test_numbers_of_a_weight_leave_it():
+    weight = layer("int4")[0].weight
+    numbers = weight + 0
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert type(copied) is torch.Tensor and torch.equal(copied, numbers)
+    assert (weight.numpy() == numbers.numpy()).all() and weight.tolist() == numbers.tolist()
 
 
 def test_reading_what_a_weight_is_makes_no_numbers(monkeypatch):
@@ -214,7 +278,9 @@ def test_reading_what_a_weight_is_makes_no_numbers(monkeypatch):
     def refuse(*_):
         raise AssertionError("dequantized")
 
-    monkeypatch.setattr("fusedops.nn.quantized_linear.dequantize_weight", refuse)
+    for file in ("module", "weight"):
+        name = f"fusedops.nn.quantized_linear.{file}.dequantize_weight"
+        monkeypatch.setattr(name, refuse)
     weight = module.weight
     assert weight.dtype.is_floating_point and weight.device == module.qweight.device
     assert weight.numel() == 33 * 70 and weight.dim() == 2 and weight.data.dtype == weight.dtype
@@ -248,6 +314,35 @@ def test_compile_and_export(kind, dynamic):
     torch.testing.assert_close(exported.module()(x), module(x))
 
 
+class Reader(nn.Module):
+    """What forwards do with the weight of a layer: they ask for its dtype, and multiply by it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        x = x.to(self.inner.weight.dtype)
+        return self.inner(x) + x @ self.inner.weight.T
+
+
+@KINDS
+def test_a_weight_is_read_under_compile_and_export(kind):
+    torch.compiler.reset()
+    module, x = Reader(layer(kind)[0]), torch.randn(5, 70)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
+    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
+
+
+def test_a_layer_of_ours_keeps_its_activation():
+    linear = fusedops.nn.Linear(8, 8, activation="gelu")
+    once = QuantizedLinear.from_linear(linear, "int8")
+    twice = QuantizedLinear.from_linear(once, "fp8")
+    assert once.activation == twice.activation == "gelu"
+    assert QuantizedLinear.from_linear(linear, "int8", activation="silu").activation == "silu"
+
+
 def test_a_layer_is_made_with_torchs_numbers():
     torch.manual_seed(0)
     plain = nn.Linear(70, 33)
@@ -262,7 +357,7 @@ def test_what_it_is_says_its_repr():
     module, _, _ = layer("int4", activation="silu", compute="bf16")
     assert repr(module) == (
         "QuantizedLinear(in_features=70, out_features=33, bias=True, format='int4', "
-        "group_size=64, activation='silu', compute='bf16')"
+        "group_size=64, scale='mse', activation='silu', compute='bf16')"
     )
 
 
@@ -349,6 +444,16 @@ def test_wrong_arguments():
         QuantizedLinear(4, 4, format="int3")
     with pytest.raises(ValueError, match="activation must be one of"):
         QuantizedLinear(4, 4, activation="tanh")
+    with pytest.raises(ValueError, match="input_format must be None or 'int8', got 'int4'"):
+        QuantizedLinear(4, 4, input_format="int4")
+    with pytest.raises(ValueError, match=r"compute must be None, .* got 'fast'"):
+        QuantizedLinear(4, 4, compute="fast")
+    with pytest.raises(ValueError, match="it needs input_format='int8'"):
+        QuantizedLinear(4, 4, compute="int8")
+    with pytest.raises(TypeError, match=r"linear must be a torch.nn.Linear, got Conv1d"):
+        QuantizedLinear.from_linear(nn.Conv1d(4, 4, 1), "int8")
+    with pytest.raises(TypeError, match="rows must be an int, got float"):
+        QuantizedLinear(4, 4).explain(1.5)
     with pytest.raises(ValueError, match="rows must be 0 or more, got -1"):
         QuantizedLinear(4, 4).explain(-1)
 

@@ -174,6 +174,28 @@ def test_routers_and_what_stays_float32(tmp_path):
     assert not any("wo" in path or "gate" in path for path in paths(t5) | paths(mixtral))
 
 
+@pytest.mark.parametrize(
+    "name,router",
+    [
+        ("SwitchTransformersForConditionalGeneration", "router.classifier"),
+        ("NllbMoeForConditionalGeneration", "router.classifier"),
+        ("JetMoeForCausalLM", "router.layer"),
+        ("LongcatFlashForCausalLM", "router.classifier"),
+    ],
+)
+def test_linears_of_routers_stay(name, router):
+    """Those in a module of this name, whatever theirs is."""
+    kind = getattr(transformers, name)
+    depth = {"num_layers": 2} if "Longcat" in name or "Switch" in name else {}
+    config = kind.config_class(num_hidden_layers=2, **depth)
+    with torch.device("meta"):
+        model = kind(config)
+    report = fusedops.quantize(model, "int8")
+    left = {site.path for site in report.skipped if site.reason == "it chooses experts"}
+    assert left and all(path.endswith(router) for path in left)
+    assert not any("router" in site.path for site in report.fused)
+
+
 def test_a_head_that_the_checkpoint_lacks_stays_in_floats(tmp_path):
     llama(tmp_path / "floats")
     kind = transformers.LlamaForSequenceClassification

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from fusedops.functional.quantized_linear import check_format
@@ -39,24 +38,28 @@ def quantize(
     the model's output embeddings too. Left as well are weights that another module shares, linears
     that choose experts, what transformers keeps in float32, modules with hooks, and subclasses of
     nn.Linear, which may do more. The report says so of each.
-    Raises TypeError when model is not a module and ValueError for a format or option that there is
-    not. Warns when nothing was quantized.
+    Raises TypeError when model is not a module or skip no list of names, and ValueError for a
+    format or option that there is not. Warns when nothing was quantized.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize: model must be a torch.nn.Module, got {type(model).__name__}")
     options = {"group_size": group_size, "scale": scale}
     options |= {"input_format": input_format, "compute": compute}
     check_options(format, options)
-    report, done = PatchReport(), {}
-    for path, module, reason in list(sites(model, skip)):
-        was = original_class(module).__name__
+    if isinstance(skip, str) or not isinstance(skip, Collection):
+        raise TypeError(f"quantize: skip must be a list of names, got {skip!r}")
+    report = PatchReport()
+    made: dict[int, QuantizedLinear] = {}  # by the id of a linear, which is kept by the model alone
+    for path, linear, was, reason in [
+        (path, id(module), original_class(module).__name__, reason)
+        for path, module, reason in sites(model, skip)
+    ]:
         if reason:
             report.skipped.append(Site(path, "quantize", was, reason=reason))
             continue
-        if module not in done:
-            done[module] = quantized_layer(path, module, format, options)
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, done[module])
+        if linear not in made:
+            made[linear] = quantized_layer(path, model.get_submodule(path), format, options)
+        model.set_submodule(path, made[linear])
         report.fused.append(Site(path, "quantize", was, f"QuantizedLinear, {format}"))
     if not report.fused:
         warnings.warn(f"quantize: nothing was quantized\n{report}", stacklevel=2)
@@ -65,10 +68,11 @@ def quantize(
 
 def check_options(format: str, options: dict[str, Any]) -> None:
     """Raises ValueError where no layer could have them."""
-    size = options["group_size"]
-    check_format(format, 1, None if format == "fp8" else size, options["scale"])
-    with torch.device("meta"):
-        QuantizedLinear(64, 1, format=format, **options | {"group_size": None})(torch.empty(1, 64))
+    if format == "fp8" and options["group_size"] is not None:
+        got = options["group_size"]
+        raise ValueError(f"quantize: group_size of fp8 must be None, the rows', got {got}")
+    check_format(format, 1, options["group_size"], options["scale"])
+    QuantizedLinear(64, 1, device="meta", format=format, **options | {"group_size": None})
 
 
 def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Linear, str]]:
@@ -80,8 +84,7 @@ def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Lin
 
 
 def quantized_layer(path: str, module: Any, format: str, options: dict) -> QuantizedLinear:
-    activation = module.activation if original_class(module) is Linear else None
-    layer = QuantizedLinear.from_linear(module, format, activation=activation, **options)
+    layer = QuantizedLinear.from_linear(module, format, **options)
     layer.path = path
     return layer
 
@@ -112,7 +115,8 @@ class Left:
             return "its weight is tied to another module's"
         if named := _named(path, self.float32):
             return f"the model keeps {named!r} in float32"
-        if path.rpartition(".")[2] in ("router", "gate") and module.out_features in self.experts:
+        parts = path.split(".")
+        if "router" in parts or (parts[-1] == "gate" and module.out_features in self.experts):
             return "it chooses experts"
         return "it has hooks" if has_hooks(module) else ""
 

@@ -4,17 +4,18 @@ import copy
 import json
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from fusedops.backends import forced, takes, unavailable
 from fusedops.extension import _C
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import (
     NF4_BLOCK,
+    SHARES,
     QuantizedWeight,
     check_format,
     dequantize_weight,
@@ -22,6 +23,8 @@ from fusedops.functional.quantized_linear import (
     quantize_weight,
     scales_name,
 )
+from fusedops.nn.linear import Linear
+from fusedops.nn.quantized_linear.weight import DequantizedWeight
 
 __all__ = ["QuantizedLinear"]
 
@@ -76,8 +79,11 @@ class QuantizedLinear(torch.nn.Linear):
         self._before: list[QuantizedWeight] = []  # the last is what the last write replaced
         empty = torch.empty(out_features, in_features, device="meta")
         # Shapes alone: "mse" has the same ones and takes many times as long.
-        tensors = quantize_weight(empty, format, group_size=group_size, scale="absmax").tensors()
-        for name, t in tensors.items():
+        made = quantize_weight(empty, format, group_size=group_size, scale="absmax")
+        # Of no rows: the operator says what is wrong with the options.
+        operands = made.qweight, made.scales, made.zeros
+        product(empty[:0], operands, None, self._layout(), activation, input_format, compute)
+        for name, t in made.tensors().items():
             self.register_buffer(name, torch.empty(t.shape, dtype=t.dtype, device=device))
         own = torch.empty(out_features, device=device, dtype=dtype)
         self.dtype = own.dtype
@@ -96,7 +102,16 @@ class QuantizedLinear(torch.nn.Linear):
         input_format: str | None = None,
         compute: str | None = None,
     ) -> "QuantizedLinear":
-        """The same layer with its weight quantized. Its bias is the same parameter."""
+        """The same layer with its weight quantized. Its bias is the same parameter. A Linear of
+        ours keeps its activation where none is given. Raises TypeError for another layer.
+        """
+        if not isinstance(linear, torch.nn.Linear):
+            got = type(linear).__name__
+            raise TypeError(
+                f"QuantizedLinear.from_linear: linear must be a torch.nn.Linear, got {got}"
+            )
+        if activation is None and isinstance(linear, Linear | QuantizedLinear):
+            activation = linear.activation
         new = cls(
             linear.in_features,
             linear.out_features,
@@ -141,22 +156,36 @@ class QuantizedLinear(torch.nn.Linear):
         """The weight [N, K] in `dtype`, to be read. Its numbers are made by what asks for them;
         dtype, shape and device cost nothing. Its `data` can be written to.
         """
+        if torch.compiler.is_compiling():  # which drops the numbers where nobody asks for them
+            return dequantize_weight(self.quantized_weight, self.dtype)
         return DequantizedWeight(self)
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        if not (isinstance(value, DequantizedWeight) and value._layer is self):
+        if isinstance(value, DequantizedWeight) and value._layer is self:
+            self._set(value._quantized)
+        else:
+            self._set(copy.deepcopy(self.quantized_weight))  # who has read it may put it back
             self._write(value)
         self.forget()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":  # or torch would register a Parameter beside the property
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def forget(self) -> None:
         """Frees the codes that writes to `weight.data` replaced: there is no unmerge after that."""
         self._before.clear()
 
     def explain(self, rows: int) -> str:
-        """Which code runs for so many rows of input in `dtype`, and why. Raises ValueError for
-        fewer than none.
+        """Which code runs for so many rows of input in `dtype`, and why. Raises TypeError when rows
+        is no int, and ValueError for fewer than none.
         """
+        if not isinstance(rows, int):
+            got = type(rows).__name__
+            raise TypeError(f"QuantizedLinear.explain: rows must be an int, got {got}")
         if rows < 0:
             raise ValueError(f"QuantizedLinear.explain: rows must be 0 or more, got {rows}")
         format, n, k, _ = self._layout()
@@ -194,8 +223,8 @@ class QuantizedLinear(torch.nn.Linear):
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"
-        options = ("activation", "input_format", "compute")
-        given = ((name, getattr(self, name)) for name in options)
+        options = ("scale", "activation", "input_format", "compute")
+        given = ((name, getattr(self, name)) for name in options[self.format not in SHARES :])
         return text + "".join(f", {name}={value!r}" for name, value in given if value is not None)
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -280,21 +309,53 @@ class QuantizedLinear(torch.nn.Linear):
                 held[name] = held[name].view(t.dtype).view(t.shape)
         return self
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is not None and weight.is_floating_point():
-            del state_dict[f"{prefix}weight"]
-            tensors = self._quantized(weight.to(self.qweight.device)).tensors()
-            state_dict.update({f"{prefix}{name}": t for name, t in tensors.items()})
-        elif self.format == "nf4" and _is_bitsandbytes(state_dict, f"{prefix}weight"):
-            state_dict[f"{prefix}qweight"] = state_dict.pop(f"{prefix}weight")
-            state_dict[f"{prefix}absmax"] = state_dict.pop(f"{prefix}weight.absmax")
-            for name in (QUANT_STATE, "quant_map"):
-                del state_dict[f"{prefix}weight.{name}"]
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        own = self.quantized_weight
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        if problem := self._take_weight(state_dict, f"{prefix}weight", assign):
+            error_msgs.append(f"QuantizedLinear: {prefix}weight {problem}")
+        codes = state_dict.get(f"{prefix}qweight", own.qweight)
+        if codes.dtype != own.qweight.dtype:
+            wanted, got = _short(own.qweight.dtype), _short(codes.dtype)
+            error_msgs.append(f"QuantizedLinear: {prefix}qweight must be {wanted}, got {got}")
+            problem = "is of another format"
+        if problem:
+            state_dict.update({f"{prefix}{name}": t for name, t in own.tensors().items()})
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         self.forget()
         if self.bias is not None:  # with assign=True it may be another one
             self.dtype = self.bias.dtype
+
+    def _take_weight(self, state_dict: dict[str, Any], name: str, assign: bool) -> str:
+        """Puts codes in the place of floats, or under our names those of bitsandbytes. What is
+        wrong with the weight, empty where nothing is.
+        """
+        prefix, weight = name.removesuffix("weight"), state_dict.get(name)
+        if weight is not None and weight.is_floating_point():
+            del state_dict[name]
+            if problem := self._misfit(weight.shape):
+                return problem
+            if assign:
+                self.dtype = weight.dtype
+            else:
+                weight = weight.to(self.qweight.device)
+            tensors = self._quantized(weight).tensors()
+            state_dict.update({f"{prefix}{part}": t for part, t in tensors.items()})
+        elif self.format == "nf4" and (state := _of_bitsandbytes(state_dict, name)):
+            state_dict[f"{prefix}qweight"] = state_dict.pop(name)
+            state_dict[f"{prefix}absmax"] = state_dict.pop(f"{name}.absmax")
+            for part in (QUANT_STATE, "quant_map"):
+                del state_dict[f"{name}.{part}"]
+            return self._misfit(state["shape"])
+        return ""
+
+    def _misfit(self, shape: Sequence[int]) -> str:
+        wanted, got = [self.out_features, self.in_features], list(shape)
+        return "" if got == wanted else f"must be {wanted}, got {got}"
 
 
 MOST_BEFORE = 8  # adapters that are merged into one layer
@@ -305,80 +366,13 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_bitsandbytes(state_dict: dict[str, Tensor], name: str) -> bool:
-    """Whether these are the tensors of a Linear4bit that has our blocks and plain absmax."""
+def _of_bitsandbytes(state_dict: dict[str, Tensor], name: str) -> dict[str, Any]:
+    """The state of a Linear4bit that has our blocks and plain absmax; empty where it is none."""
     if not {f"{name}.absmax", f"{name}.quant_map", f"{name}.{QUANT_STATE}"} <= state_dict.keys():
-        return False
+        return {}
     state = json.loads(bytes(state_dict[f"{name}.{QUANT_STATE}"].tolist()))
-    return state["blocksize"] == NF4_BLOCK and state_dict[f"{name}.absmax"].is_floating_point()
-
-
-class DequantizedWeight(Tensor):
-    """A quantized weight to who reads it: an operation on it gets the dequantized numbers, which
-    are made each time. Only its `data` can be written to, as a whole: that is quantized anew.
-    """
-
-    _layer: QuantizedLinear
-    _quantized: QuantizedWeight
-    _written: bool  # whether it is `data`
-
-    @staticmethod
-    def __new__(cls, layer: QuantizedLinear, written: bool = False) -> "DequantizedWeight":
-        weight = layer.quantized_weight
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        view = make(cls, weight.shape, dtype=layer.dtype, device=weight.qweight.device)
-        # What others noted on the codes: transformers, that they are loaded and not to be drawn.
-        view.__dict__.update(weight.qweight.__dict__)
-        view._layer, view._quantized, view._written = layer, weight, written
-        return view
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property
-    def data(self) -> "DequantizedWeight":  # type: ignore[override]
-        return DequantizedWeight(self._layer, written=True)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if not (isinstance(value, DequantizedWeight) and value._layer is self._layer):
-            self._layer._write(value)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        kwargs = kwargs or {}
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        views = [given[name] for name in changed if isinstance(given.get(name), cls)]
-        if views:
-            return views[0]._changed(func, args, kwargs)
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0]._layer)
-        args, kwargs = tree_map_only(cls, _numbers, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _changed(self, func, args, kwargs) -> "DequantizedWeight":
-        """An operation in place, on the numbers in float32 where it is a sum."""
-        if not self._written or args[0] is not self:
-            raise RuntimeError(
-                "QuantizedLinear: weight is a view to be read, its numbers are codes; "
-                "load_state_dict quantizes a float weight, and so do writes to weight.data"
-            )
-        others, kwargs = tree_map_only(DequantizedWeight, _numbers, (args[1:], kwargs))
-        sign = {torch.ops.aten.add_.Tensor: 1, torch.ops.aten.sub_.Tensor: -1}.get(func)
-        if sign and not kwargs and others[0].shape == self.shape:
-            self._layer._add(others[0], sign)
-        else:
-            numbers = self._layer._numbers()
-            func(numbers, *others, **kwargs)
-            self._layer._write(numbers)
-        return self
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"DequantizedWeight({self._quantized.format}, {_numbers(self)})"
-
-
-def _numbers(view: DequantizedWeight) -> Tensor:
-    return dequantize_weight(view._quantized, view.dtype)
+    plain = state_dict[f"{name}.absmax"].is_floating_point()
+    return state if plain and state["blocksize"] == NF4_BLOCK else {}
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""The weight of a QuantizedLinear to who reads it, and how it is written to."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fusedops.functional.quantized_linear import QuantizedWeight, dequantize_weight
+
+if TYPE_CHECKING:
+    from fusedops.nn.quantized_linear.module import QuantizedLinear
+
+READ_ONLY = (
+    "QuantizedLinear: weight is a view to be read, its numbers are codes; load_state_dict "
+    "quantizes a float weight, and so do writes to weight.data"
+)
+
+
+class DequantizedWeight(Tensor):
+    """A quantized weight to who reads it: an operation on it gets the dequantized numbers, which
+    are made each time. Only its `data` can be written to, as a whole or by an index, and is
+    quantized anew; what is viewed of it, or copied, is numbers of its own.
+    """
+
+    _layer: "QuantizedLinear"
+    _quantized: QuantizedWeight
+    _written: bool  # whether it is `data`
+
+    @staticmethod
+    def __new__(cls, layer: "QuantizedLinear", written: bool = False) -> "DequantizedWeight":
+        weight = layer.quantized_weight
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        view = make(cls, weight.shape, dtype=layer.dtype, device=weight.qweight.device)
+        # What others noted on the codes: transformers, that they are loaded and not to be drawn.
+        view.__dict__.update(weight.qweight.__dict__)
+        view._layer, view._quantized, view._written = layer, weight, written
+        return view
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> "DequantizedWeight":  # type: ignore[override]
+        return DequantizedWeight(self._layer, written=True)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not (isinstance(value, DequantizedWeight) and value._layer is self._layer):
+            self._layer._write(value)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        views = [given[name] for name in changed if isinstance(given.get(name), cls)]
+        if views:
+            return views[0]._changed(func, args, kwargs)
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0]._layer)
+        args, kwargs = tree_map_only(cls, _numbers, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _changed(self, func, args, kwargs) -> "DequantizedWeight":
+        """An operation in place, on the numbers in float32 where it is a sum."""
+        if args[0] is not self:
+            raise RuntimeError(READ_ONLY)
+        self._check_written()
+        others, kwargs = tree_map_only(DequantizedWeight, _numbers, (args[1:], kwargs))
+        sign = {torch.ops.aten.add_.Tensor: 1, torch.ops.aten.sub_.Tensor: -1}.get(func)
+        if sign and not kwargs and isinstance(others[0], Tensor) and others[0].shape == self.shape:
+            self._layer._add(others[0], sign)
+        else:
+            numbers = self._layer._numbers()
+            func(numbers, *others, **kwargs)
+            self._layer._write(numbers)
+        return self
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._check_written()
+        numbers = self._layer._numbers()
+        numbers[index] = value
+        self._layer._write(numbers)
+
+    def _check_written(self) -> None:
+        if not self._written:
+            raise RuntimeError(READ_ONLY)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return _numbers(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _numbers(self).__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return _numbers(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        return _numbers(self).tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DequantizedWeight({self._quantized.format}, {_numbers(self)})"
+
+
+def _numbers(view: DequantizedWeight) -> Tensor:
+    return dequantize_weight(view._quantized, view.dtype)
