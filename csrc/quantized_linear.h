@@ -13,6 +13,9 @@ enum class WeightFormat : uint8_t { int8, int4, nf4, fp8 };
 // What a product's operands are rounded to at least. Sums are float32 or, of int8, int32.
 enum class Compute : uint8_t { any, exact, bf16, int8 };
 
+// What rows of x are rounded to, each by the largest of its numbers. none: to nothing.
+enum class InputFormat : uint8_t { none, int8, fp8 };
+
 constexpr int64_t kNf4Block = 64;  // elements of the flattened weight that share an absmax
 
 // Quantiles of a normal distribution, of which 0 and both ends are exact. Dettmers et al.,
@@ -36,13 +39,18 @@ constexpr float kNf4[16] = {
     1.0f,
 };
 
-constexpr float kLargestInt8 = 127;       // codes are symmetric: -128 is not used
+constexpr float kLargestInt8 = 127;  // codes are symmetric: -128 is not used
+constexpr float kLargestE4m3 = 448;
 constexpr float kSmallestScale = 1e-38f;  // below it codes are 0; its inverse is finite
 
 // On GPUs: rows of x for which the kernel of csrc/cuda has registers, and the depth to which
 // products of codes, of 127 * 127 at most, are summed in 32 bits.
 constexpr int kGemvRows = 4;
 constexpr int64_t kMostIntegers = 65536;
+
+constexpr float largest_code(InputFormat format) {
+  return format == InputFormat::fp8 ? kLargestE4m3 : kLargestInt8;
+}
 
 // How many groups of a size cover a row. No group is of size 0, which only an empty row has.
 constexpr int64_t groups_of(int64_t k, int64_t group_size) {

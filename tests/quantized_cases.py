@@ -29,6 +29,7 @@ CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]
 
 # (input_format, compute) that every format has.
 PRECISIONS = [(None, None), (None, "exact"), (None, "bf16"), ("int8", None), ("int8", "exact")]
+PRECISIONS += [("fp8", None), ("fp8", "exact")]
 
 
 def interpreted(backend):

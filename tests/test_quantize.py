@@ -141,7 +141,7 @@ def test_wrong_arguments():
         quantize(model, "int3")
     with pytest.raises(ValueError, match="group_size of int4"):
         quantize(model, "int4", group_size=48)
-    with pytest.raises(ValueError, match="input_format must be None or 'int8', got 'int4'"):
+    with pytest.raises(ValueError, match="input_format must be None, 'int8' or 'fp8', got 'int4'"):
         quantize(model, "int4", input_format="int4")
     with pytest.raises(ValueError, match="group_size of fp8 must be None, the rows', got 64"):
         quantize(model, "fp8", group_size=64)

@@ -24,7 +24,7 @@ from quantized_cases import (
 import fusedops
 from fusedops.functional import QuantizedWeight, dequantize_weight, quantized_linear
 from fusedops.functional.linear import ACTIVATIONS
-from fusedops.functional.quantized_linear import dequantize_weight_reference
+from fusedops.functional.quantized_linear import dequantize_weight_reference, rounded_rows
 from fusedops.testing import check, device_of, gradients, placed, poisoned
 
 # x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups;
@@ -153,6 +153,27 @@ def test_a_weight_that_is_nan_stays_in_its_column(kind, backend):
         args = inputs((rows, 1100), 40, torch.float32)
         skip_what_does_not_run(kind, backend, torch.float32, (rows, 1100), 40)
         compare(quantized(kind, weight), backend, args, compute=compute)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("input_format", ["int8", "fp8"])
+@pytest.mark.parametrize("rows", [4, 20, 40])
+def test_inputs_have_the_codes_of_the_reference(backend, input_format, rows):
+    """A weight of ones in its diagonal gives them back, times a row's step: halves go to even, and
+    of fp8 what lies below its normal numbers."""
+    k = 96
+    weight = QuantizedWeight("int8", k, k, k, torch.eye(k, dtype=torch.int8), torch.ones(k, 1))
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(5)) ** 3
+    x[1] = torch.arange(k) + 0.5
+    x[1, 0], x[2, 0] = 127, 448
+    x[2, 1:] = 2.0 ** -torch.arange(k - 1).div(6).floor() * (1 + torch.arange(k - 1) % 6 / 16)
+    x[3], x[3, 7] = 1e-39, 0
+    device = device_of(backend)
+    with fusedops.backend(backend):
+        found = quantized_linear(
+            x.to(device), weight.to(device), input_format=input_format, compute="exact"
+        )
+    torch.testing.assert_close(found.cpu(), rounded_rows(x, input_format), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

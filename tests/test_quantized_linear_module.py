@@ -444,7 +444,7 @@ def test_wrong_arguments():
         QuantizedLinear(4, 4, format="int3")
     with pytest.raises(ValueError, match="activation must be one of"):
         QuantizedLinear(4, 4, activation="tanh")
-    with pytest.raises(ValueError, match="input_format must be None or 'int8', got 'int4'"):
+    with pytest.raises(ValueError, match="input_format must be None, 'int8' or 'fp8', got 'int4'"):
         QuantizedLinear(4, 4, input_format="int4")
     with pytest.raises(ValueError, match=r"compute must be None, .* got 'fast'"):
         QuantizedLinear(4, 4, compute="fast")

@@ -69,7 +69,7 @@ def test_any_number_of_parts(kind, monkeypatch):
     weight = quantized(kind, random_weight(9, 300))
     for parts in (2, 3, 7):
         monkeypatch.setattr(forward, "parts_of", lambda *_, parts=parts: parts)
-        for how in ({}, {"input_format": "int8"}):
+        for how in ({}, {"input_format": "int8"}, {"input_format": "fp8"}):
             compare(weight, "triton", inputs((6, 300), 9, torch.float32), activation="silu", **how)
 
 
@@ -91,7 +91,8 @@ def test_parts_fill_the_gpu_and_are_worth_a_program():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("k", [1, 33, 5000])
-def test_rows_of_codes(dtype, k):
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_rows_of_codes(dtype, k, format):
     """The reference's, one by one: halves go to even codes, and nothing is rounded twice."""
     x = torch.randn(7, k, generator=torch.Generator().manual_seed(3)).to(dtype)
     x[0, -1] = 9
@@ -99,8 +100,8 @@ def test_rows_of_codes(dtype, k):
     x[3, -1], x[4, 0] = torch.nan, -torch.inf
     x[5] = torch.arange(k).remainder(255).sub(127) / 2
     x[5, -1] = 63.5
-    codes, steps = rows.quantized_rows(x.to(DEVICE))
-    expected = rounded_rows(x.float())
+    codes, steps = rows.quantized_rows(x.to(DEVICE), format)
+    expected = rounded_rows(x.float(), format)
     found = (codes.float() * steps[:, None]).cpu()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert steps.isnan().tolist() == [False, False, False, True, True, False, False]

@@ -5,7 +5,16 @@ import torch
 from benchmarks.case import FORWARD, Case
 from benchmarks.must_show import Ask
 from benchmarks.quantized_linear import peers
-from benchmarks.quantized_linear.operations import DYNAMIC, FP8, INT4, INT8, NF4, Kind, served
+from benchmarks.quantized_linear.operations import (
+    DYNAMIC,
+    DYNAMIC_FP8,
+    FP8,
+    INT4,
+    INT8,
+    NF4,
+    Kind,
+    served,
+)
 
 BF16, WIDE = torch.bfloat16, 8192
 FEW = {INT8: {1: 1.75}, INT4: {1: 3.0, 16: 2.8}}
@@ -14,11 +23,11 @@ MANY = {64: 0.6, 512: 0.6, 4096: 0.95}
 ASKED = [
     *((kind, rows, ratio) for kind, asked in FEW.items() for rows, ratio in asked.items()),
     *((kind, rows, ratio) for kind in (INT8, INT4, NF4) for rows, ratio in MANY.items()),
-    *((DYNAMIC, rows, 0.95) for rows in (1, 16, 64, 512, 4096)),
+    *((kind, rows, 0.95) for kind in (DYNAMIC, DYNAMIC_FP8) for rows in (1, 16, 64, 512, 4096)),
 ]
 # On both sides of each limit of csrc/ops/quantized_linear/way.cpp, which these are to set.
 LIMITS = (4, 8, 128, 1024, 2048)
-SERVED = {kind: served(kind) for kind in (INT8, DYNAMIC, INT4, NF4, FP8)}
+SERVED = {kind: served(kind) for kind in (INT8, DYNAMIC, DYNAMIC_FP8, INT4, NF4, FP8)}
 
 
 def row(kind: Kind, rows: int) -> Case:

@@ -41,7 +41,11 @@ class Kind:
 
     @property
     def name(self) -> str:
-        return self.format if self.input_format is None else f"{self.format}, int8 inputs"
+        return (
+            self.format
+            if self.input_format is None
+            else f"{self.format}, {self.input_format} inputs"
+        )
 
     def layout(self, weight: Tensor) -> tuple[str, int, int, int]:
         n, k = weight.shape
@@ -55,7 +59,7 @@ class Kind:
         weight = torch.randn(features, depth, device=device) / depth**0.5
         codes = ours.quantize_weight(weight, self.format)
         x, bias = torch.randn(rows, depth, device=device), torch.randn(features, device=device)
-        x = rounded_rows(x) if self.input_format else x
+        x = rounded_rows(x, self.input_format) if self.input_format else x
         held = ours.dequantize_weight(codes, dtype), bias.to(dtype), *codes.tensors().values()
         return x.to(dtype).requires_grad_(), *held
 
@@ -170,7 +174,7 @@ def small(kind: Kind) -> Operation:
 
 
 INT8, INT4, NF4, FP8 = Kind("int8"), Kind("int4"), Kind("nf4"), Kind("fp8")
-DYNAMIC = Kind("int8", "int8")
+DYNAMIC, DYNAMIC_FP8 = Kind("int8", "int8"), Kind("fp8", "fp8")
 KINDS = (INT8, DYNAMIC, INT4, NF4, FP8)
 
 

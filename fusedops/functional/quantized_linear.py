@@ -142,9 +142,9 @@ def quantized_linear(
     [..., N], in x's dtype; z is rounded to it before the activation. Gradients are those of x and
     bias, from the same codes; a QuantizedWeight has none.
 
-    input_format: "int8" rounds each row of x to multiples of its largest absolute value / 127
-    first, in float32. The gradient passes through that as if it were not there. A row that is not
-    finite gives NaN.
+    input_format: rounds each row of x first, in float32, to codes times a step: "int8" to multiples
+    of its largest absolute value / 127, "fp8" to float8_e4m3fn, in which that value is 448. The
+    gradient passes through that as if it were not there. A row that is not finite gives NaN.
 
     compute: what the product's operands are rounded to. Sums are float32; on GPUs above 1024 rows
     torch's own product of bfloat16 may add parts in bfloat16 (torch.backends.cuda.matmul).
@@ -297,10 +297,10 @@ def operands_reference(
 
 def product_reference(x, weight, factors, bias, activation, input_format, compute):
     """Of operands_reference's, whose dtype is x's or wider. None as "bf16", the lowest that it may
-    be; float64 is rounded to nothing but int8 inputs.
+    be; float64 is rounded to nothing but inputs of 8 bits.
     """
     wide = weight.dtype
-    a = rounded_rows(x).to(wide) if input_format == "int8" else x.to(wide)
+    a = (rounded_rows(x, input_format) if input_format else x).to(wide)
     rounds = wide == torch.float32 and compute in (None, "bf16")
     rounds_backward = wide == torch.float32 and compute != "exact"
     z = _Product.apply(a, weight, rounds, rounds and input_format is None, rounds_backward)
@@ -309,12 +309,15 @@ def product_reference(x, weight, factors, bias, activation, input_format, comput
     return ACTIVATIONS[activation](z.to(wide)).to(x.dtype)
 
 
-def rounded_rows(x):
-    """Rows of x as multiples of their largest / 127; the gradient passes through."""
+def rounded_rows(x, input_format):
+    """Rows of x as codes, the largest of its largest number; the gradient passes through."""
     wide = x.detach().to(torch.float32)
     largest = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.sum(-1, keepdim=True)
-    step = _finite_or_nan(largest) * (1 / LARGEST["int8"])
-    codes = (wide * _inverse(step)).round().clamp(-LARGEST["int8"], LARGEST["int8"])
+    most = LARGEST[input_format]
+    step = _finite_or_nan(largest) * (1 / most)
+    codes = wide * _inverse(step)
+    codes = (codes.round() if input_format == "int8" else codes).clamp(-most, most)
+    codes = codes if input_format == "int8" else codes.to(CODES["fp8"])
     acc = x.to(torch.promote_types(x.dtype, torch.float32))
     return acc + (codes.to(acc.dtype) * step - acc.detach())
 

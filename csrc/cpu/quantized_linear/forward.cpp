@@ -47,20 +47,20 @@ struct Input {
   std::vector<float> steps;  // of codes; empty where x is multiplied as it is
   std::vector<int32_t> sums;
 
-  Input(const Tensor& x, Operand operand, bool as_codes)
+  Input(const Tensor& x, Operand operand, InputFormat rounds)
       : operand(operand),
         rows(x.size(0)),
         ld(padded(x.size(1) * size_of(operand), kLanes) / size_of(operand)),
         numbers(at::empty({padded(rows) * ld * size_of(operand)}, x.options().dtype(at::kByte))),
-        steps(as_codes ? rows : 0),
+        steps(rounds == InputFormat::none ? 0 : rows),
         sums(steps.size()) {
     const int64_t k = x.size(1);
     at::parallel_for(0, rows, kGrain / (k + 1) + 1, [&](int64_t begin, int64_t end) {
       const auto* const data = static_cast<const char*>(x.const_data_ptr());
       for (int64_t i = begin; i < end; ++i) {
         read_input_for_isa()({data + i * k * x.element_size(), k, ld, dtype_of(x), at(i, 0),
-                              operand, nullptr, as_codes ? &steps[i] : nullptr,
-                              as_codes ? &sums[i] : nullptr});
+                              operand, nullptr, rounds, steps.empty() ? nullptr : &steps[i],
+                              sums.empty() ? nullptr : &sums[i]});
       }
     });
   }
@@ -77,8 +77,9 @@ struct Plan {
   Operand operand;
   Way way;
 
-  Plan(const Codes& w, int64_t rows, bool as_codes, Compute compute)
-      : operand(as_codes && multiplies_integers(w) ? Operand::integer : floating_operand(compute)),
+  Plan(const Codes& w, int64_t rows, InputFormat rounds, Compute compute)
+      : operand(rounds == InputFormat::int8 && multiplies_integers(w) ? Operand::integer
+                                                                      : floating_operand(compute)),
         way(operand == Operand::integer ? of_integers(w)
             : rows <= kFewRows          ? of_few(w, operand)
             : rows <= kMany             ? Way::rows
@@ -290,10 +291,10 @@ QuantizedForward quantized_linear_forward(const Tensor& x, const Tensor& qweight
   const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
                                 group_size);
   const auto w = codes_of(weight);
-  const bool as_codes = input_format == "int8";
+  const auto rounds = input_format_of(input_format);
   const auto rows = as_rows(x).contiguous();
-  const Plan plan(w, rows.size(0), as_codes, compute_of(compute));
-  const Input input(rows, plan.operand, as_codes);
+  const Plan plan(w, rows.size(0), rounds, compute_of(compute));
+  const Input input(rows, plan.operand, rounds);
   multiply(w, input, plan.way,
            {as_rows(y), z.defined() ? as_rows(z) : z, activation_of(activation),
             given(bias) ? bias->contiguous() : Tensor()});
@@ -307,7 +308,7 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
                                   std::string_view compute) {
   if (isa() == Isa::none) return "";
   const Codes w{nullptr, nullptr, nullptr, weight_format(format), n, k, group_size};
-  const Plan plan(w, rows, input_format == "int8", compute_of(compute));
+  const Plan plan(w, rows, input_format_of(input_format), compute_of(compute));
   const std::string operand = plan.operand == Operand::integer    ? "int8"
                               : plan.operand == Operand::bfloat16 ? "bfloat16"
                                                                   : "float32";

@@ -28,6 +28,12 @@ __device__ __forceinline__ float float_of(uint32_t bits) {
   return f;
 }
 
+__device__ __forceinline__ uint32_t bits_of(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, sizeof(bits));
+  return bits;
+}
+
 constexpr bool two_a_byte(WeightFormat format) {
   return format == WeightFormat::int4 || format == WeightFormat::nf4;
 }
@@ -227,6 +233,14 @@ __global__ void __launch_bounds__(kThreads) gemv_join(const GemvArgs a) {
   finish(a, sum, static_cast<int>(at / a.n), at % a.n);
 }
 
+// The nearest number of float8_e4m3fn, by bits, where no product becomes part of a sum: multiples
+// of 2^-9 below 2^-6, else 3 bits behind the first. v is not past the largest.
+__device__ __forceinline__ float nearest_e4m3(float v) {
+  if (fabsf(v) < 0x1p-6f) return rintf(v * 0x1p9f) * 0x1p-9f;
+  const uint32_t bits = bits_of(v);
+  return float_of((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
+}
+
 // One block a row. A maximum does not see a NaN, which is looked for beside it.
 __global__ void __launch_bounds__(kThreads) quantize_rows(const QuantizeRows a) {
   FUSEDOPS_SHARED(float, of_warps, kWarps);
@@ -248,11 +262,12 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(const QuantizeRows a) 
   if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = all ? largest : INFINITY;
   __syncthreads();
   for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, of_warps[w]);
-  const float step = largest < INFINITY ? largest * (1 / kLargestInt8) : NAN;
+  const float most = largest_code(a.format);
+  const float step = largest < INFINITY ? largest * (1 / most) : NAN;
   const float inverse = step < kSmallestScale ? 0 : 1 / step;
   for (int64_t k = threadIdx.x; k < a.k; k += kThreads) {
-    const float code = rintf(x(k) * inverse);
-    a.codes[row * a.k + k] = fminf(fmaxf(code, -kLargestInt8), kLargestInt8);
+    const float v = fminf(fmaxf(x(k) * inverse, -most), most);
+    a.codes[row * a.k + k] = a.format == InputFormat::int8 ? rintf(v) : nearest_e4m3(v);
   }
   if (threadIdx.x == 0) a.steps[row] = step;
 }

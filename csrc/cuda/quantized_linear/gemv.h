@@ -36,12 +36,14 @@ int gemv_parts(const GemvArgs& args);
 
 void launch_gemv(const GemvArgs& args, CUstream_st* stream);
 
-// Rows of x as codes, in float32 [rows, k], and their steps: multiples of their largest / 127.
+// Rows of x as codes, in float32 [rows, k], and their steps, by which a row's largest number has
+// the largest code.
 struct QuantizeRows {
   const void* x;
   int64_t x_stride;
   Dtype x_dtype;
   int64_t rows, k;
+  InputFormat format;  // not none
   float *codes, *steps;
 };
 

@@ -24,23 +24,25 @@ int64_t rows_of(const Tensor& x) {
 }
 
 // x [rows, k] as codes in float32, and their steps.
-std::pair<Tensor, Tensor> quantized(const Rows& x, int64_t rows, int64_t k, CUstream_st* stream) {
+std::pair<Tensor, Tensor> quantized(const Rows& x, int64_t rows, int64_t k, InputFormat format,
+                                    CUstream_st* stream) {
   const auto options = x.tensor.options().dtype(at::kFloat);
   const auto codes = at::empty({rows, k}, options), steps = at::empty({rows}, options);
-  launch_quantize_rows({x.data(), x.stride, dtype_of(x.tensor), rows, k,
+  launch_quantize_rows({x.data(), x.stride, dtype_of(x.tensor), rows, k, format,
                         codes.mutable_data_ptr<float>(), steps.mutable_data_ptr<float>()},
                        stream);
   return {codes, steps};
 }
 
-void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& bias, bool as_codes,
-              GemvActivation activation, const QuantizedForward& outputs) {
+void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& bias,
+              InputFormat rounds, GemvActivation activation, const QuantizedForward& outputs) {
   const auto& [y, z] = outputs;
   const OnDeviceOf device(x);
   const int64_t n = w.n.expect_int(), k = w.k.expect_int(), rows = y.numel() / n;
   const Rows x_rows(x, k);
+  const bool as_codes = rounds != InputFormat::none;
   const auto [codes, steps] =
-      as_codes ? quantized(x_rows, rows, k, device.stream()) : std::pair<Tensor, Tensor>();
+      as_codes ? quantized(x_rows, rows, k, rounds, device.stream()) : std::pair<Tensor, Tensor>();
   const auto shift = given(bias) ? bias->contiguous() : Tensor();
   GemvArgs args{};
   args.x = as_codes ? codes.const_data_ptr() : x_rows.data();
@@ -94,7 +96,7 @@ QuantizedForward quantized_linear_forward(const Tensor& x, const Tensor& qweight
   if (std::get<0>(outputs).numel() == 0) return outputs;
   const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
                                 group_size);
-  multiply(x, weight, bias, input_format == "int8", activation_of(activation), outputs);
+  multiply(x, weight, bias, input_format_of(input_format), activation_of(activation), outputs);
   return outputs;
 }
 

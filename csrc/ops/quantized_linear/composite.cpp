@@ -71,14 +71,18 @@ c10::ScalarType operand_dtype(c10::ScalarType dtype, Compute compute) {
   return compute == Compute::any ? dtype : at::kFloat;
 }
 
-// Each row of x as multiples of its largest / 127, in float32. What is not finite makes its row
-// NaN. The gradient passes through as if nothing were rounded.
-Tensor rounded_rows(const Tensor& x) {
+// Each row of x as codes, of which the largest is its largest number's, times a step, in float32.
+// What is not finite makes its row NaN. The gradient passes through as if nothing were rounded.
+Tensor rounded_rows(const Tensor& x, InputFormat format) {
+  const float most = largest_code(format);
   const auto wide = x.detach().to(at::kFloat);
   const auto largest = x.sym_size(-1) == 0 ? wide.sum(-1, true) : wide.abs().amax(-1, true);
-  const auto step = at::where(largest.isfinite(), largest * (1 / kLargestInt8), NAN);
+  const auto step = at::where(largest.isfinite(), largest * (1 / most), NAN);
   const auto inverse = at::where(step < kSmallestScale, 0, step.reciprocal());
-  const auto codes = at::round(wide * inverse).clamp(-kLargestInt8, kLargestInt8);
+  const bool integers = format == InputFormat::int8;
+  auto codes = integers ? at::round(wide * inverse) : wide * inverse;
+  codes = codes.clamp(-most, most);
+  if (!integers) codes = codes.to(at::kFloat8_e4m3fn);
   const auto acc = x.to(accumulation_dtype(x.scalar_type()));
   return acc + (codes.to(acc.scalar_type()) * step - acc.detach());
 }
@@ -105,10 +109,18 @@ Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
   if (operand == dtype && input_format == "none") {
     return at::linear(x, dequantized(weight, dtype), bias);
   }
-  const auto w = rounded_to(wide_weight(weight, wide), operand);
-  // Codes are bfloat16 numbers themselves, so that nothing rounds them further.
-  const auto a = input_format == "none" ? rounded_to(x, operand) : rounded_rows(x);
-  return at::linear(a, w, given(bias) ? OptionalTensor(bias->to(wide)) : bias).to(dtype);
+  // Codes are bfloat16 numbers themselves: nothing rounds them, and a row's scale waits for its
+  // sum.
+  const bool bytes = weight.format == WeightFormat::int8 || weight.format == WeightFormat::fp8;
+  const bool a_scale_a_row = bytes && weight.scales.sym_size(1) == 1;
+  const auto w =
+      a_scale_a_row ? weight.qweight.to(wide) : rounded_to(wide_weight(weight, wide), operand);
+  const auto a = input_format == "none" ? rounded_to(x, operand)
+                                        : rounded_rows(x, input_format_of(input_format));
+  auto z = at::linear(a, w);
+  if (a_scale_a_row) z = z * weight.scales.flatten().to(wide);
+  if (given(bias)) z = z + bias->to(wide);
+  return z.to(dtype);
 }
 
 QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,

@@ -89,6 +89,14 @@ Compute compute_of(std::string_view name) {
   return Compute::int8;
 }
 
+InputFormat input_format_of(std::string_view name) {
+  if (name == "none") return InputFormat::none;
+  if (name == "int8") return InputFormat::int8;
+  TORCH_CHECK_VALUE(name == "fp8", kOp, ": input_format must be None, 'int8' or 'fp8', got '", name,
+                    "'");
+  return InputFormat::fp8;
+}
+
 QuantizedTensors::QuantizedTensors(const Tensor& qweight, const Tensor& scales,
                                    const OptionalTensor& zeros, std::string_view format,
                                    c10::SymInt out_features, c10::SymInt in_features,
@@ -105,10 +113,9 @@ QuantizedTensors::QuantizedTensors(const Tensor& qweight, const Tensor& scales,
 
 void check_quantized_input(const QuantizedTensors& weight, std::string_view input_format,
                            Compute compute) {
-  TORCH_CHECK_VALUE(input_format == "none" || input_format == "int8", kOp,
-                    ": input_format must be None or 'int8', got '", input_format, "'");
+  const auto rounds = input_format_of(input_format);
   if (compute != Compute::int8) return;
-  TORCH_CHECK_VALUE(input_format == "int8", kOp,
+  TORCH_CHECK_VALUE(rounds == InputFormat::int8, kOp,
                     ": compute='int8' multiplies codes: it needs input_format='int8'");
   TORCH_CHECK_VALUE(weight.format == WeightFormat::int8 || weight.format == WeightFormat::int4, kOp,
                     ": compute='int8' needs a weight of integers, int8 or int4");

@@ -48,6 +48,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
 
 WeightFormat weight_format(std::string_view name);
 Compute compute_of(std::string_view name);
+InputFormat input_format_of(std::string_view name);
 
 // Integer products need integers on both sides.
 void check_quantized_input(const QuantizedTensors& weight, std::string_view input_format,

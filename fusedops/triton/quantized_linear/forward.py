@@ -110,9 +110,10 @@ def run(
         return
     steps = None
     made_of = operand_of(compute)
-    if input_format == "int8":
-        x, steps = quantized_rows(x)
-        made_of = "integer" if multiplies_integers(w) else made_of
+    if input_format != "none":
+        x, steps = quantized_rows(x, input_format)
+        integers = input_format == "int8" and multiplies_integers(w)
+        made_of = "integer" if integers else made_of
     elif made_of == "narrow" and not lies_well(x):
         x = narrow_rows(x)
     multiply(x, steps, w, bias, y, z, activation, made_of)

@@ -1,5 +1,5 @@
 """Rows of x as their products take them, which begin at whole vectors: in bfloat16, or as codes of
-8 bits, multiples of their largest / 127.
+8 bits, of which the largest is their largest number's.
 
 A program that makes codes has a row, and reads it twice: the second time mostly from a cache.
 """
@@ -25,11 +25,12 @@ def empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((rows, -(-k // VECTOR) * VECTOR), dtype=dtype)[:, :k]
 
 
-def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [rows, k] int8, whose rows begin at whole vectors, and steps [rows] float32, of x
-    [rows, k]. A row that is not finite has a step of NaN."""
+def quantized_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Codes [rows, k], whose rows begin at whole vectors, and steps [rows] float32, of x [rows, k]:
+    int8, or of fp8 in bfloat16, whose numbers they are on every GPU. A row that is not finite has a
+    step of NaN."""
     rows, k = x.shape
-    codes = empty_rows(x, torch.int8)
+    codes = empty_rows(x, torch.int8 if format == "int8" else torch.bfloat16)
     steps = x.new_empty(rows, dtype=torch.float32)
     columns = min(triton.next_power_of_2(max(k, 1)), COLUMNS)
     rows_kernel[(rows,)](
@@ -39,6 +40,7 @@ def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         k,
         x.stride(0),
         codes.stride(0),
+        INTEGERS=format == "int8",
         COLUMNS=columns,
         num_warps=max(1, min(columns // 512, 8)),
         enable_fp_fusion=False,  # a product that is rounded by itself has the reference's codes
@@ -47,7 +49,7 @@ def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def rows_kernel(x, codes, steps, k, x_row, code_row, COLUMNS: tl.constexpr):
+def rows_kernel(x, codes, steps, k, x_row, code_row, INTEGERS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
     codes += row * code_row
@@ -58,14 +60,20 @@ def rows_kernel(x, codes, steps, k, x_row, code_row, COLUMNS: tl.constexpr):
         v = tl.abs(tl.load(x + col, col < k, 0).to(tl.float32))
         astray = tl.where(v < float("inf"), astray, 1.0)  # a maximum does not see a NaN
         most = tl.maximum(most, tl.where(v < float("inf"), v, 0.0))
-    step = tl.max(most, 0) * 0.007874015748031496
+    step = tl.max(most, 0) * (0.007874015748031496 if INTEGERS else 0.002232142857142857)
     inverse = tl.div_rn(1.0, tl.where(step < 1e-38, 1.0, step))  # tiny numbers have codes of 0
     for start in range(0, k, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         v = tl.load(x + col, col < k, 0).to(tl.float32) * inverse
-        v = tl.where(tl.abs(v) < 200, v, 0.0)  # of a row that is not finite
-        counted = v + 12582912.0  # 1.5 2^23, whose last bit counts ones: halves go to even
-        nearest = counted - 12582912.0
-        nearest = tl.minimum(tl.maximum(nearest, -127.0), 127.0)
-        tl.store(codes + col, nearest.to(tl.int8), col < k)
+        v = tl.where(tl.abs(v) < 500, v, 0.0)  # of a row that is not finite
+        # A number whose last bit is a code's: what is added and taken away again goes to the
+        # nearest, halves to even. Integers' is 1.5 2^23, of e4m3 it has 20 more in the exponent.
+        large = tl.full([COLUMNS], 12582912.0, tl.float32)
+        if not INTEGERS:
+            exponent = tl.maximum(v.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)
+            large = (exponent + 0x0A400000).to(tl.float32, bitcast=True)
+        nearest = (v + large) - large
+        if INTEGERS:
+            nearest = tl.minimum(tl.maximum(nearest, -127.0), 127.0)
+        tl.store(codes + col, nearest.to(codes.dtype.element_ty), col < k)
     tl.store(steps + row, tl.where(tl.max(astray, 0) > 0, float("nan"), step))

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "csrc/cpu/exp.h"
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
 #include "csrc/cpu/with_type.h"
 
@@ -167,6 +168,28 @@ float largest_of(const T* x, int64_t n) {
   return largest(most);
 }
 
+// The nearest numbers of float8_e4m3fn to v, of which none is past its largest. A number that
+// large is added and taken away again that no smaller step than theirs is left: of 2^-9 at least,
+// and of 3 bits behind the first.
+inline Vec nearest_e4m3(Vec v) {
+  using Ints = at::vec::Vectorized<int32_t>;
+  const Ints exponent = at::vec::cast<int32_t>(v) & Ints(0x7f800000), least(0x3c800000);
+  const Ints twenty_more_and_a_half = at::vec::maximum(exponent, least) + Ints(0x0a400000);
+  const Vec large = at::vec::cast<float>(twenty_more_and_a_half);
+  return (v + large) - large;
+}
+
+template <class T, class Out>
+void e4m3_of(const T* x, int64_t n, float inverse, Out* out) {
+  const Vec times(inverse);
+  each_step(n, [&](int64_t j, auto part) {
+    const auto v = load(x + j, part);
+    store(out + j,
+          Floats{nearest_e4m3(as_rounded(v.lo * times)), nearest_e4m3(as_rounded(v.hi * times))},
+          part);
+  });
+}
+
 // The codes of a row, as numbers, and their sum.
 template <class T, class Out>
 int32_t codes_of(const T* x, int64_t n, float inverse, Out* out) {
@@ -195,7 +218,7 @@ void read_row(const ReadInput& args) {
   const auto* const x = static_cast<const T*>(args.x);
   auto* const out = static_cast<Out*>(args.out);
   std::fill(out + args.k, out + args.padded, Out(0));
-  if (args.step == nullptr) {
+  if (args.rounds == InputFormat::none) {
     if constexpr (!std::is_same_v<Out, int8_t>) {
       each_step(args.k, [&](int64_t j, auto part) {
         auto v = load(x + j, part);
@@ -207,9 +230,15 @@ void read_row(const ReadInput& args) {
   }
   const float most = largest_of(x, args.k);
   const bool finite = std::isfinite(most);
-  const float step = most * (1 / kLargestInt8);
+  const float step = most * (1 / largest_code(args.rounds));
+  const float inverse = finite && step >= kSmallestScale ? 1 / step : 0;
   *args.step = finite ? step : NAN;
-  *args.sum = codes_of(x, args.k, finite && step >= kSmallestScale ? 1 / step : 0, out);
+  *args.sum = 0;
+  if (args.rounds == InputFormat::int8) {
+    *args.sum = codes_of(x, args.k, inverse, out);
+  } else if constexpr (!std::is_same_v<Out, int8_t>) {
+    e4m3_of(x, args.k, inverse, out);
+  }
 }
 
 }  // namespace

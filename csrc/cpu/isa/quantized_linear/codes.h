@@ -44,9 +44,9 @@ struct ReadCodes {
 };
 FUSEDOPS_ISA_FUNCTION(read_codes, const Codes& weight, const ReadCodes& args)
 
-// A row x [k], times `factors` where they are not null, with zeros behind it to `padded`. step:
-// where it is not null, x becomes codes, which times *step are x; a row that is not finite has a
-// step of NaN. sum: of the codes.
+// A row x [k], times `factors` where they are not null, with zeros behind it to `padded`. rounds:
+// where it is not none, x becomes codes, which times *step are x; a row that is not finite has a
+// step of NaN. sum: of integers.
 struct ReadInput {
   const void* x;
   int64_t k, padded;
@@ -54,6 +54,7 @@ struct ReadInput {
   void* out;
   Operand operand;
   const float* factors = nullptr;
+  InputFormat rounds = InputFormat::none;
   float* step = nullptr;
   int32_t* sum = nullptr;
 };
