@@ -399,6 +399,8 @@ def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):
     assert "multiply int8" in integers._plan("cuda", 5000)
     deep = QuantizedLinear(65537, 4, format="int8", device="meta", input_format="int8")
     assert "multiply bfloat16" in deep._plan("cuda", 100)  # integers would not fit 32 bits
+    eight = QuantizedLinear(256, 64, format="fp8", device="meta", input_format="fp8")
+    assert "multiply float8_e4m3fn" in eight._plan("cuda", 100)
     exact = QuantizedLinear(256, 64, format="int8", device="meta", compute="exact")
     assert "multiply float32" in exact._plan("cuda", 5000)
     there["cuda"] = "a build without nvcc"

@@ -17,6 +17,9 @@ from fusedops.testing import backends, device_of
 if "triton" not in backends("quantized_linear"):
     pytest.skip("Triton cannot run here", allow_module_level=True)
 
+import triton
+from triton.backends.compiler import GPUTarget
+
 import fusedops.triton.quantized_linear as triton_family
 from fusedops.triton.quantized_linear import backward, call, finish, forward, rows
 from fusedops.triton.tile import multiprocessors
@@ -95,17 +98,41 @@ def test_parts_fill_the_gpu_and_are_worth_a_program():
 def test_rows_of_codes(dtype, k, format):
     """The reference's, one by one: halves go to even codes, and nothing is rounded twice."""
     x = torch.randn(7, k, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[0] *= 2.0 ** -(torch.arange(k) % 14)  # to below fp8's normal numbers
     x[0, -1] = 9
     x[1], x[2], x[6] = 0, 1e-39, 6e-37  # the last of a step that has an inverse
     x[3, -1], x[4, 0] = torch.nan, -torch.inf
     x[5] = torch.arange(k).remainder(255).sub(127) / 2
     x[5, -1] = 63.5
-    codes, steps = rows.quantized_rows(x.to(DEVICE), format)
+    dtypes = (torch.int8,) if format == "int8" else (torch.bfloat16, torch.float8_e4m3fn)
+    for dtype in dtypes:
+        compare_codes(x, *rows.quantized_rows(x.to(DEVICE), format, dtype), format)
+
+
+def compare_codes(x, codes, steps, format):
     expected = rounded_rows(x.float(), format)
     found = (codes.float() * steps[:, None]).cpu()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert steps.isnan().tolist() == [False, False, False, True, True, False, False]
     assert codes.stride(0) % 16 == 0
+
+
+@pytest.mark.parametrize("arch,has", [(80, False), (89, True), (90, True), (100, True)])
+def test_which_products_are_of_fp8(arch, has, monkeypatch):
+    """fp8 by fp8 where the GPU has it, but for float32's sums."""
+
+    class Driver:
+        def get_current_target(self):
+            return GPUTarget("cuda", arch, 32)
+
+    monkeypatch.setattr(call, "INTERPRETING", False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    for kind in ("fp8", "int8"):
+        parts = quantized(kind, random_weight(9, 64))
+        w = call.Weight.of(parts.qweight, parts.scales, None, kind, 9, 64, 64)
+        for compute in ("any", "bf16", "exact"):
+            expected = has and kind == "fp8" and compute != "exact"
+            assert call.multiplies_e4m3(w, compute) == expected
 
 
 def test_the_table_of_nf4_is_the_references():

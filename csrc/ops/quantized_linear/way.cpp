@@ -52,7 +52,9 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
   }
   const bool integers =
       input_format == "int8" && format == "int8" && group_size >= k && k <= kMostIntegers;
-  const std::string operand = integers                                  ? "int8"
+  const bool e4m3 = input_format == "fp8" && format == "fp8" && compute != "exact";
+  const std::string operand = integers ? "int8"
+                              : e4m3   ? "float8_e4m3fn (before sm_89 bfloat16)"
                               : compute == "exact" || compute == "int8" ? "float32"
                                                                         : "bfloat16";
   const std::string how = "a Triton kernel, whose tiles multiply " + operand;

@@ -20,13 +20,15 @@ NF4_BLOCK = 64
 LEAST_COLUMNS = 32  # of a tile that has one scale a row: halves of fewer are no operand
 LEAST_TILES = 4  # of a part
 MOST_PARTS = 32
-# By what is multiplied: bfloat16, integers of 8 bits, or float32. Rows of the weight N, columns K,
-# warps, and stages of loads on their way. M rows of x: those that there are, or ROWS. On
-# sm_90 the fast products need 64 rows of the first operand, which is the weight: as such it may
+# By what is multiplied: bfloat16, integers of 8 bits, float8_e4m3fn, or float32. Rows of the weight
+# N, columns K, warps, and stages of loads on their way. M rows of x: those that there are, or ROWS.
+# On sm_90 the fast products need 64 rows of the first operand, which is the weight: as such it may
 # come from registers, where the codes become numbers. No GPU was at hand to time any of this.
-FEW = {"narrow": (64, 64, 4, 4), "integer": (64, 128, 4, 4), "wide": (32, 32, 4, 1)}
-MANY = {"narrow": (128, 64, 8, 3), "integer": (128, 128, 8, 3), "wide": (32, 32, 4, 1)}
-ROWS = {"narrow": 128, "integer": 128, "wide": 16}
+FEW = {"narrow": (64, 64, 4, 4), "wide": (32, 32, 4, 1)}
+FEW |= dict.fromkeys(("integer", "e4m3"), (64, 128, 4, 4))
+MANY = {"narrow": (128, 64, 8, 3), "wide": (32, 32, 4, 1)}
+MANY |= dict.fromkeys(("integer", "e4m3"), (128, 128, 8, 3))
+ROWS = {"narrow": 128, "integer": 128, "e4m3": 128, "wide": 16}
 # Backward: rows of dz M, at most; rows of the weight N, which are summed; columns K.
 GRADIENT = {"narrow": (128, 64, 64, 8, 3), "wide": (16, 32, 32, 4, 1)}
 FEW_GRADIENT = {"narrow": (64, 64, 64, 4, 3), "wide": (16, 32, 32, 4, 1)}
@@ -126,6 +128,13 @@ def multiplies_integers(w: Weight) -> bool:
     """Whether codes by codes are a product of integers, which rounds nothing: any `compute` may
     have it."""
     return w.format == "int8" and w.a_scale_a_row and w.k <= _C.most_integers
+
+
+def multiplies_e4m3(w: Weight, compute: str) -> bool:
+    """Whether codes by codes are a product of float8_e4m3fn, whose sums are not quite float32's."""
+    if w.format != "fp8" or compute == "exact":
+        return False
+    return INTERPRETING or triton.runtime.driver.active.get_current_target().arch >= 89
 
 
 def has_kernel(dtype: torch.dtype) -> bool:

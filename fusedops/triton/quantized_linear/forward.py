@@ -29,6 +29,7 @@ from fusedops.triton.quantized_linear.call import (
     as_rows,
     few,
     has_kernel,
+    multiplies_e4m3,
     multiplies_integers,
     operand_of,
     padded,
@@ -49,6 +50,8 @@ from fusedops.triton.quantized_linear.finish import finish, join
 from fusedops.triton.quantized_linear.rows import VECTOR, narrow_rows, quantized_rows
 from fusedops.triton.tile import composite, outputs_of
 
+# Products of e4m3 that a GPU adds before it rounds their sum to float32: sm_90's cores lose digits.
+PROMOTED = tl.constexpr(128)
 GROUP = 8  # blocks of rows that share the weight's while it is in the L2 cache
 ATEN = {
     "none": lambda z: z,
@@ -111,9 +114,13 @@ def run(
     steps = None
     made_of = operand_of(compute)
     if input_format != "none":
-        x, steps = quantized_rows(x, input_format)
-        integers = input_format == "int8" and multiplies_integers(w)
-        made_of = "integer" if integers else made_of
+        dtype = torch.int8 if input_format == "int8" else torch.bfloat16
+        if input_format == "int8" and multiplies_integers(w):
+            made_of = "integer"
+        elif input_format == "fp8" and multiplies_e4m3(w, compute):
+            made_of, dtype = "e4m3", torch.float8_e4m3fn
+        x, steps = quantized_rows(x, input_format, dtype)
+        x = x.view(torch.uint8) if made_of == "e4m3" else x  # bytes, as those of the weight
     elif made_of == "narrow" and not lies_well(x):
         x = narrow_rows(x)
     multiply(x, steps, w, bias, y, z, activation, made_of)
@@ -253,6 +260,9 @@ def product_kernel(
         q = load_codes(w, row, start, FORM, K)
         if INTEGERS:
             sums = product(q, tl.trans(a), sums)
+        elif OPERAND == "e4m3":
+            a, q = a.to(tl.float8e4nv, bitcast=True), q.to(tl.float8e4nv, bitcast=True)
+            sums = tl.dot(q, tl.trans(a), sums, max_num_imprecise_acc=PROMOTED)
         else:
             sums = add_tile(sums, a, q, w, row, start, FORMAT, FORM, SCALE, OPERAND, K)
 

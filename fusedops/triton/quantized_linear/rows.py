@@ -25,12 +25,12 @@ def empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((rows, -(-k // VECTOR) * VECTOR), dtype=dtype)[:, :k]
 
 
-def quantized_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Codes [rows, k], whose rows begin at whole vectors, and steps [rows] float32, of x [rows, k]:
-    int8, or of fp8 in bfloat16, whose numbers they are on every GPU. A row that is not finite has a
-    step of NaN."""
+def quantized_rows(x: Tensor, format: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes [rows, k], whose rows begin at whole vectors, and steps [rows] float32, of x [rows, k].
+    A row that is not finite has a step of NaN. dtype: of the codes. Those of fp8 are bfloat16
+    numbers too, which every GPU has."""
     rows, k = x.shape
-    codes = empty_rows(x, torch.int8 if format == "int8" else torch.bfloat16)
+    codes = empty_rows(x, dtype)
     steps = x.new_empty(rows, dtype=torch.float32)
     columns = min(triton.next_power_of_2(max(k, 1)), COLUMNS)
     rows_kernel[(rows,)](
