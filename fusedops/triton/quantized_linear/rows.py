@@ -66,8 +66,8 @@ def rows_kernel(x, codes, steps, k, x_row, code_row, INTEGERS: tl.constexpr, COL
         col = start + tl.arange(0, COLUMNS)
         v = tl.load(x + col, col < k, 0).to(tl.float32) * inverse
         v = tl.where(tl.abs(v) < 500, v, 0.0)  # of a row that is not finite
-        # A number whose last bit is a code's: what is added and taken away again goes to the
-        # nearest, halves to even. Integers' is 1.5 2^23, of e4m3 it has 20 more in the exponent.
+        # Beside 1.5 2^23 integers are left of v, halves at even ones. Beside 1.5 2^20 times v's
+        # power of two, 3 bits behind the first are: of e4m3, whose steps are 2^-9 below 2^-6.
         large = tl.full([COLUMNS], 12582912.0, tl.float32)
         if not INTEGERS:
             exponent = tl.maximum(v.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)

@@ -168,14 +168,14 @@ float largest_of(const T* x, int64_t n) {
   return largest(most);
 }
 
-// The nearest numbers of float8_e4m3fn to v, of which none is past its largest. A number that
-// large is added and taken away again that no smaller step than theirs is left: of 2^-9 at least,
-// and of 3 bits behind the first.
+// The nearest numbers of float8_e4m3fn to v, none of which is past its largest. Beside 1.5 2^20
+// times v's power of two, 3 bits behind the first are left of v. The power is 2^-6 at least, below
+// which steps stay 2^-9.
 inline Vec nearest_e4m3(Vec v) {
   using Ints = at::vec::Vectorized<int32_t>;
-  const Ints exponent = at::vec::cast<int32_t>(v) & Ints(0x7f800000), least(0x3c800000);
-  const Ints twenty_more_and_a_half = at::vec::maximum(exponent, least) + Ints(0x0a400000);
-  const Vec large = at::vec::cast<float>(twenty_more_and_a_half);
+  const Ints exponent = at::vec::cast<int32_t>(v) & Ints(0x7f800000);
+  const Ints power = at::vec::maximum(exponent, Ints(0x3c800000));
+  const Vec large = at::vec::cast<float>(power + Ints(0x0a400000));
   return (v + large) - large;
 }
 
