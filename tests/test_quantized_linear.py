@@ -1,6 +1,8 @@
 """quantized_linear: every backend through the same lines."""
 
+import ctypes
 import dataclasses
+import mmap
 from itertools import product
 
 import pytest
@@ -153,6 +155,33 @@ def test_a_weight_that_is_nan_stays_in_its_column(kind, backend):
         args = inputs((rows, 1100), 40, torch.float32)
         skip_what_does_not_run(kind, backend, torch.float32, (rows, 1100), 40)
         compare(quantized(kind, weight), backend, args, compute=compute)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("k,features", [(70, 33), (256, 48), (128, 5), (2200, 40)])
+def test_cpus_read_nothing_past_the_end_of_a_weight(kind, k, features):
+    """Whose tensors end where memory does: a byte more, and the process dies."""
+    weight = quantized(kind, random_weight(features, k))
+    moved = {name: at_the_end_of_memory(t) for name, t in weight.tensors().items()}
+    moved = {"scales" if name == "absmax" else name: t for name, t in moved.items()}
+    ending = dataclasses.replace(weight, **moved)
+    for rows, (input_format, compute) in product((1, 4, 20, 40), PRECISIONS):
+        x = inputs((rows, k), features, torch.float32)[0].requires_grad_()
+        how = {"input_format": input_format, "compute": compute}
+        found = quantized_linear(x, ending, **how)
+        found.sum().backward()
+        assert torch.equal(found, quantized_linear(x, weight, **how))
+
+
+def at_the_end_of_memory(t):
+    """The same numbers before a page that may not be read."""
+    size = -(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    held = mmap.mmap(-1, size + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(held))
+    closed = ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0)
+    assert closed == 0
+    moved = torch.frombuffer(held, dtype=torch.uint8, count=t.nbytes, offset=size - t.nbytes)
+    return moved.copy_(t.view(-1).view(torch.uint8)).view(t.dtype).view(t.shape)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
