@@ -1,8 +1,5 @@
 """attention as torch sees it: operators, transforms, compilers, autocast, errors."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 from itertools import pairwise
 
@@ -10,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import FEATURES, drawn, heads, options, orders
+from growth import peaks
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
@@ -195,39 +193,22 @@ def test_dropout_follows_the_seed():
     assert not attention(*qkv, dropout_p=1.0).count_nonzero()
 
 
-# Prints the bytes by which the process grows, for these numbers of tokens.
 GROWTH = """
-import sys, torch
 from fusedops.functional import attention
-
-def status(name):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 for tokens in map(int, sys.argv[1:]):
     qkv = [torch.ones(1, 2, tokens, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # VmHWM begins anew
-    attention(*qkv, causal=True).sum().backward()
-    print(status("VmHWM") - before)
+    grow(lambda: attention(*qkv, causal=True).sum().backward())
 """
 
 
 def test_memory_is_that_of_the_tokens():
-    """No scores: twice the tokens take twice the memory, not four times.
-
-    Of a process, as torch does not see what the kernels take. At 8192 tokens torch's own lines
-    take 1.5 GiB.
+    """No scores: twice the tokens take twice the memory, not four times. At 8192 tokens torch's own
+    lines take 1.5 GiB.
     """
-    at_once = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}
-    at_once["OMP_NUM_THREADS"] = "1"  # each thread has a head's
-    run = [sys.executable, "-c", GROWTH, "512", "2048", "4096", "8192"]
-    printed = subprocess.run(
-        run, env=os.environ | at_once, capture_output=True, text=True, check=True
-    ).stdout
-    _, *peaks = map(int, printed.split())
-    assert all(more <= 2.2 * less for less, more in pairwise(peaks)), peaks
-    assert peaks[-1] < 32 * 2**20
+    grown = peaks(GROWTH, "512", "2048", "4096", "8192")
+    assert all(more <= 2.2 * less for less, more in pairwise(grown)), grown
+    assert len(grown) == 3 and grown[-1] < 32 * 2**20
 
 
 def test_torchs_arguments():

@@ -1,11 +1,8 @@
 """quantized_linear with the rest of torch: autograd, functorch, compile, export, autocast."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from growth import peaks
 from quantized_cases import (
     BACKENDS,
     CASES,
@@ -163,36 +160,20 @@ def test_nothing_of_x_is_kept():
     assert not any(t.data_ptr() == x.data_ptr() for t in saved)
 
 
-# Prints the bytes by which the process grows in a forward and backward, for each format.
 GROWTH = """
-import sys, torch
 from fusedops.nn import QuantizedLinear
 
-def status(name):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-torch.set_num_threads(1)
 for format in sys.argv[1:]:
     layer = QuantizedLinear(4096, 4096, format=format)
     x = torch.randn(64, 4096).requires_grad_()
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # VmHWM begins anew
-    layer(x).sum().backward()
-    print(status("VmHWM") - before)
+    grow(lambda: layer(x).sum().backward())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process takes")
 def test_no_copy_of_the_weight_is_made():
     """In float32 it is 64 MiB, in bfloat16 32. x, y and their gradients are 1 MiB each."""
-    at_once = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}
-    run = [sys.executable, "-c", GROWTH, "int8", "int8", "int4", "nf4", "fp8"]
-    printed = subprocess.run(
-        run, env=os.environ | at_once, capture_output=True, text=True, check=True
-    ).stdout
-    _, *grown = map(int, printed.split())  # the first loads code too
-    assert max(grown) < 12 * 2**20, grown
+    grown = peaks(GROWTH, "int8", "int8", "int4", "nf4", "fp8")
+    assert len(grown) == 4 and max(grown) < 12 * 2**20, grown
 
 
 def test_scales_take_no_gradient():
