@@ -100,3 +100,22 @@ def compare_forward(run, reference, args):
 
 def _accelerators():
     return ("cuda",) if torch.cuda.is_available() else ()
+
+
+def layer(kind, k=70, n=33, **how):
+    """A QuantizedLinear, the Linear that it was made from, and x."""
+    format, options = FORMATS[kind]
+    linear = torch.nn.Linear(k, n)
+    with torch.no_grad():
+        linear.weight.copy_(random_weight(n, k))
+    module = fusedops.nn.QuantizedLinear.from_linear(linear, format, **options, **how)
+    return module, linear, torch.randn(5, k)
+
+
+def tensors(module):
+    return {name: t.reshape(-1).view(torch.uint8) for name, t in module.state_dict().items()}
+
+
+def same(a, b):
+    a, b = tensors(a), tensors(b)
+    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
