@@ -17,6 +17,7 @@ __all__ = [
     "gradients",
     "placed",
     "poisoned",
+    "threads",
     "within",
     "yardstick",
 ]
@@ -156,6 +157,17 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many threads within an operator, and afterwards as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _placed(a: Tensor, device: torch.device) -> Tensor:

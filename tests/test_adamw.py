@@ -19,7 +19,7 @@ from fusedops.functional.adamw import (
     encoded,
     stochastic,
 )
-from fusedops.testing import backends, device_of
+from fusedops.testing import backends, device_of, threads
 
 BACKENDS = backends("adamw_step")
 # one element, odd, a vector and one more, whole blocks and a rest, two dimensions, none
@@ -271,13 +271,9 @@ def test_same_bits_in_any_company(backend):
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "steps", "scales"):
         getattr(with_others, name)[:0] = getattr(others, name)
     with_others.kinds[:0] = others.kinds
-    threads = torch.get_num_threads()
     found = alone.run(backend)
-    try:
-        torch.set_num_threads(2)
+    with threads(2):
         beside = with_others.run(backend)
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(found.params[0], beside.params[-1])
     assert torch.equal(found.exp_avgs[0], beside.exp_avgs[-1])
     assert torch.equal(found.exp_avg_sqs[0], beside.exp_avg_sqs[-1])

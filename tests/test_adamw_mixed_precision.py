@@ -10,6 +10,7 @@ from torch import nn
 import fusedops
 from fusedops.functional.adamw import with_remainder
 from fusedops.optim import AdamW, AdamW8bit
+from fusedops.testing import threads
 
 
 class TestSixteenBits:
@@ -40,16 +41,11 @@ class TestSixteenBits:
         assert torch.equal(with_remainder(narrow, state["remainder"]), wide)
 
     def test_replicas_stay_alike(self):
-        def make(threads):
-            torch.set_num_threads(threads)
-            optimizer = AdamW8bit(parameters(torch.bfloat16, [(100000,), (300,)]))
-            return train(optimizer)
+        def make(number):
+            with threads(number):
+                return train(AdamW8bit(parameters(torch.bfloat16, [(100000,), (300,)])))
 
-        before = torch.get_num_threads()
-        try:
-            assert all(map(torch.equal, make(1), make(2)))
-        finally:
-            torch.set_num_threads(before)
+        assert all(map(torch.equal, make(1), make(2)))
 
     def test_seeds_differ(self):
         one, other = (train(AdamW(parameters(torch.bfloat16), seed=s)) for s in (1, 2))

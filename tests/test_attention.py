@@ -25,7 +25,7 @@ from attention_cases import (
 import fusedops
 from fusedops.functional import attention, scaled_dot_product_attention
 from fusedops.functional.attention import attention_reference
-from fusedops.testing import poisoned
+from fusedops.testing import poisoned, threads
 
 # batch, q's heads, k's heads, queries, keys, width: odd, grouped, past a tile of the
 # kernels in each direction, more queries than keys, several tiles of a CPU's, of which causal lines
@@ -371,11 +371,10 @@ def test_as_torchs(backend, causal, queries, keys):
 def test_threads_do_not_change_the_bits():
     qkv = heads(2, 4, 2, 150, 300, 32)
     cotangents = drawn(4, 2, 4, 150, 32), drawn(5, 2, 4, 150)
-    before, found = torch.get_num_threads(), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        found.append(results(attention_and_lse, qkv, cotangents, causal=True))
-    torch.set_num_threads(before)
+    found = []
+    for number in (1, 2, 3):
+        with threads(number):
+            found.append(results(attention_and_lse, qkv, cotangents, causal=True))
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
@@ -383,12 +382,10 @@ def test_threads_do_not_change_the_bits():
 def test_keys_split_among_threads():
     """The parts of a long cache, joined: with a window, a sink, a part that nobody sees."""
     q, k, v = heads(1, 2, 1, 2, 5000, 32)
-    before = torch.get_num_threads()
     for how in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}):
         alone = attention(q, k, v, **how)
-        torch.set_num_threads(4)
-        split = attention(q, k, v, **how)
-        torch.set_num_threads(before)
+        with threads(4):
+            split = attention(q, k, v, **how)
         assert torch.equal(split, alone)
         torch.testing.assert_close(split, attention_reference(q, k, v, **how)[0])
 

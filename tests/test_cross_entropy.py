@@ -19,7 +19,7 @@ from cross_entropy_cases import (
 import fusedops
 from fusedops.functional import cross_entropy
 from fusedops.functional.cross_entropy import cross_entropy_reference
-from fusedops.testing import check, device_of, placed, poisoned, yardstick
+from fusedops.testing import check, device_of, placed, poisoned, threads, yardstick
 
 # one element, odd, past a block of the kernels, many short rows, a vocabulary
 SHAPES = [(1, 1), (31, 33), (9, 1024), (7, 2051), (130, 5), (9, 32000)]
@@ -263,13 +263,11 @@ def test_a_target_that_is_no_class():
 
 def test_threads_do_not_change_the_bits():
     x, target = logits(300, 700).requires_grad_(), targets(300, 700)
-    before = torch.get_num_threads()
     found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        loss = cross_entropy(x, target)
-        found.append((loss.detach(), *torch.autograd.grad(loss, x)))
-    torch.set_num_threads(before)
+    for number in (1, 2, 3):
+        with threads(number):
+            loss = cross_entropy(x, target)
+            found.append((loss.detach(), *torch.autograd.grad(loss, x)))
     assert all(
         torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
     )

@@ -6,7 +6,7 @@ from gated_cases import BACKENDS, CASES, FLOATS, GPT_OSS, KINDS, compare, inputs
 
 import fusedops
 from fusedops.functional import gated_activation, geglu, swiglu
-from fusedops.testing import check, device_of, gradients, placed
+from fusedops.testing import check, device_of, gradients, placed, threads
 
 # one element, odd, 3-D, past a power of two, many short rows, one long row, no dimension
 SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001)]
@@ -209,15 +209,11 @@ def test_only_one_gradient(kind, backend, which):
 def test_same_bits_each_time_and_whatever_the_rows(kind, backend, dtype, n):
     function, _, how = KINDS[kind]
     args = placed(inputs((300, n), dtype), device_of(backend))
-    threads = torch.get_num_threads()
     with fusedops.backend(backend):
         first = gradients(function, args, **how)
         packed = function(torch.cat(args, -1), **how)
-        try:
-            torch.set_num_threads(2 if threads == 1 else 1)
+        with threads(3):
             threaded = gradients(function, args, **how)
-        finally:
-            torch.set_num_threads(threads)
         few = function(*(a[3:10] for a in args), **how)
     assert all(torch.equal(value, threaded[key]) for key, value in first.items())
     assert torch.equal(few, first["output 0"][3:10])

@@ -7,7 +7,7 @@ from linear_cases import BACKENDS, CASES, FLOATS, KINDS, LAYOUTS, compare, input
 import fusedops
 from fusedops.functional import linear
 from fusedops.functional.linear import linear_reference
-from fusedops.testing import check, device_of, gradients, placed, poisoned, yardstick
+from fusedops.testing import check, device_of, gradients, placed, poisoned, threads, yardstick
 
 # input, features. One element; odd; a vector; past a tile, a panel and a block, each way. Of rows
 # that are longer than 64, which the yardstick looks at one by one, but not by much, the largest
@@ -150,15 +150,11 @@ def test_only_some_gradients(kind, backend, wanted):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
     args = placed(inputs((200, 520), 500, dtype), device_of(backend))
-    threads = torch.get_num_threads()
     with fusedops.backend(backend):
         first = gradients(linear, args, activation=kind)
         again = gradients(linear, args, activation=kind)
-        try:
-            torch.set_num_threads(2 if threads == 1 else 1)
+        with threads(3):
             threaded = gradients(linear, args, activation=kind)
-        finally:
-            torch.set_num_threads(threads)
     for key, value in first.items():
         assert torch.equal(value, again[key])
         if dtype == torch.float32:  # 16-bit products are torch's

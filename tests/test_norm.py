@@ -15,7 +15,7 @@ from norm_cases import (
 )
 
 import fusedops
-from fusedops.testing import check, device_of, gradients, placed
+from fusedops.testing import check, device_of, gradients, placed, threads
 
 # one element, odd, 3-D, past a power of two, many short rows, one long row
 SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001)]
@@ -264,14 +264,10 @@ def test_same_bits_each_time_and_whatever_the_rows(op, backend, dtype, n):
     function, _ = FUNCTIONS[op]
     rows = 20 if interpreted(backend) else 300
     args = placed(inputs(op, (rows, n), dtype), device_of(backend))
-    threads = torch.get_num_threads()
     with fusedops.backend(backend):
         first, again = gradients(function, args), gradients(function, args)
-        try:
-            torch.set_num_threads(2 if threads == 1 else 1)
+        with threads(3):
             threaded = gradients(function, args)
-        finally:
-            torch.set_num_threads(threads)
         few = tuple(a[:7] if isinstance(a, torch.Tensor) and a.dim() == 2 else a for a in args)
         few = gradients(function, few)
     for key, value in first.items():

@@ -8,6 +8,7 @@ import torch
 from quantized_cases import FORMATS, quantized, random_weight
 
 from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
+from fusedops.testing import threads
 
 family = importlib.import_module("fusedops.functional.quantized_linear")
 KINDS = pytest.mark.parametrize("kind", FORMATS)
@@ -165,6 +166,17 @@ def test_kernels_make_the_bytes_of_the_reference(kind, shape):
     assert same(quantized(kind, weight), expected)
     if torch.cuda.is_available():
         assert same(quantized(kind, weight.cuda()).to("cpu"), expected)
+
+
+@KINDS
+def test_threads_make_the_same_bytes_and_numbers(kind):
+    weight = random_weight(301, 520)
+    expected = quantized_by_reference(kind, weight)
+    with threads(3):
+        found = quantized(kind, weight)
+        numbers = [dequantize_weight(found, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert same(found, expected)
+    assert all(torch.equal(a, dequantize_weight(found, a.dtype)) for a in numbers)
 
 
 def test_kernels_make_the_bytes_of_zeros_between_two():
