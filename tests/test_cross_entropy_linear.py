@@ -20,7 +20,7 @@ import fusedops
 from benchmarks.memory import profiled
 from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.functional.cross_entropy import linear_cross_entropy_reference
-from fusedops.testing import check, device_of, placed, poisoned, yardstick
+from fusedops.testing import check, device_of, placed, poisoned, threads, yardstick
 
 # rows, features, classes: one element, odd, past a tile of the kernels in each direction
 SHAPES = [(1, 1, 1), (40, 33, 19), (40, 64, 1025), (1030, 16, 2100)]
@@ -161,6 +161,22 @@ def test_the_backward_may_run_again(backend):
         third = torch.autograd.grad(loss, leaves)
     for one, two, three in zip(kept, second, third, strict=True):
         assert torch.equal(one * 2, two) and torch.equal(one, three)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_threads_do_not_change_the_bits(dtype, reduction):
+    leaves = [t.requires_grad_() for t in head(1030, 96, 2100, dtype)]
+    target = targets(1030, 2100)
+
+    def run():
+        x, w, b = leaves
+        loss = linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction)
+        return loss.detach(), *torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+
+    alone = run()
+    with threads(3):
+        assert all(map(torch.equal, alone, run()))
 
 
 @ON

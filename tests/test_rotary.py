@@ -7,7 +7,7 @@ from rotary_cases import BACKENDS, FLOATS, LAYOUTS, compare, inputs, with_table
 import fusedops
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
-from fusedops.testing import check, device_of, gradients, placed
+from fusedops.testing import check, device_of, gradients, placed, threads
 
 PAIRS = pytest.mark.parametrize("interleaved", LAYOUTS, ids=["halves", "interleaved"])
 
@@ -280,16 +280,12 @@ def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interl
     """Threads, positions, heads and strides change nothing."""
     args = placed(inputs((4, 2), 150, width, dtype=dtype), device_of(backend))
     q, k, cos, sin = args
-    threads = torch.get_num_threads()
     with fusedops.backend(backend):
         run = with_table(rotary_embedding, cos, sin, interleaved=interleaved)
         first = gradients(run, (q, k))
         inside = run(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)))
-        try:
-            torch.set_num_threads(2 if threads == 1 else 1)
+        with threads(3):
             threaded = gradients(run, (q, k))
-        finally:
-            torch.set_num_threads(threads)
         at = slice(70, 81)
         few = rotary_embedding(
             q[:, 1:2, at], k[:, :, at], cos[:, at], sin[:, at], interleaved=interleaved
