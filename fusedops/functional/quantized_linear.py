@@ -108,7 +108,7 @@ def quantize_weight(
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
-    kernel = format in SHARES and weight.is_cpu and _C.cpu_isa() != "none" and not traced(weight)
+    kernel = weight.is_cpu and _C.cpu_isa() != "none" and not traced(weight)
     run = torch.ops.fusedops.quantize_groups if kernel else quantize_groups_reference
     with torch.no_grad():
         tensors = _in_groups(run, weight, format, size, scale)

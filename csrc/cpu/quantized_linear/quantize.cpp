@@ -1,15 +1,32 @@
-// Weights to codes of 4 bits on CPUs: threads take groups, which know nothing of each other.
+// Weights to codes on CPUs: threads take groups, which know nothing of each other. Of 8 bits a
+// group is rounded as a row of inputs is.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include "csrc/cpu/isa/quantized_linear/codes.h"
 #include "csrc/cpu/isa/quantized_linear/quantize.h"
 #include "csrc/ops/quantized_linear/quantized_linear.h"
 
 namespace fusedops::cpu {
 namespace {
 
-constexpr int64_t kGrain = 512;  // groups of a task
+constexpr int64_t kGrain = 32768;  // elements of a task, about
+
+void quantize_bytes(const Tensor& w, const Tensor& codes, const Tensor& scales,
+                    InputFormat format) {
+  const int64_t size = w.size(1);
+  const auto* const from = w.const_data_ptr<float>();
+  auto* const to = static_cast<int8_t*>(codes.mutable_data_ptr());
+  auto* const steps = scales.mutable_data_ptr<float>();
+  at::parallel_for(0, w.size(0), kGrain / size + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      int32_t sum;
+      read_input_for_isa()({from + i * size, size, size, Dtype::float32, to + i * size,
+                            Operand::integer, nullptr, format, steps + i, &sum});
+    }
+  });
+}
 
 QuantizedGroups quantize_groups(const Tensor& groups, std::string_view format,
                                 at::ArrayRef<double> shares) {
@@ -18,6 +35,12 @@ QuantizedGroups quantize_groups(const Tensor& groups, std::string_view format,
   TORCH_CHECK(run != nullptr, "quantize_groups: this CPU has no AVX2");
   const auto& [codes, scales, zeros] = outputs;
   const auto w = groups.contiguous();
+  const auto kind = weight_format(format);
+  if (kind == WeightFormat::int8 || kind == WeightFormat::fp8) {
+    quantize_bytes(w, codes, scales,
+                   kind == WeightFormat::int8 ? InputFormat::int8 : InputFormat::fp8);
+    return outputs;
+  }
   const QuantizeGroups args{w.const_data_ptr<float>(),
                             codes.mutable_data_ptr<uint8_t>(),
                             scales.mutable_data_ptr<float>(),
@@ -25,8 +48,8 @@ QuantizedGroups quantize_groups(const Tensor& groups, std::string_view format,
                             w.size(1),
                             shares.data(),
                             static_cast<int64_t>(shares.size()),
-                            weight_format(format) == WeightFormat::nf4};
-  at::parallel_for(0, w.size(0), kGrain,
+                            kind == WeightFormat::nf4};
+  at::parallel_for(0, w.size(0), kGrain / w.size(1),
                    [&](int64_t begin, int64_t end) { run(args, begin, end); });
   return outputs;
 }

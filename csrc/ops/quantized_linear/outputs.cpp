@@ -175,17 +175,21 @@ QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view f
                                         at::ArrayRef<double> shares) {
   constexpr const char* op = "quantize_groups";
   const auto kind = weight_format(format);
-  TORCH_CHECK(kind == WeightFormat::int4 || kind == WeightFormat::nf4, op,
-              ": format must be 'int4' or 'nf4', got '", format, "'");
+  const bool halves = kind == WeightFormat::int4 || kind == WeightFormat::nf4;
   TORCH_CHECK(groups.scalar_type() == at::kFloat && groups.dim() == 2, op,
               ": groups must be float32 [groups, size], got ", describe(groups));
   const auto size = groups.sym_size(1);
-  TORCH_CHECK(size == 32 || size == 64 || size == 128, op, ": size must be 32, 64 or 128, got ",
-              size);
+  TORCH_CHECK(!halves || size == 32 || size == 64 || size == 128, op,
+              ": size must be 32, 64 or 128, got ", size);
+  TORCH_CHECK(size > 0, op, ": size must be 1 or more, got ", size);
   TORCH_CHECK(!shares.empty(), op, ": shares must not be empty");
   const auto count = groups.sym_size(0);
   const auto bytes = groups.options().dtype(at::kByte);
-  return {at::empty_symint({count, size / 2}, bytes), at::empty_symint({count}, groups.options()),
+  const auto codes = groups.options().dtype(kind == WeightFormat::int8  ? at::kChar
+                                            : kind == WeightFormat::fp8 ? at::kFloat8_e4m3fn
+                                                                        : at::kByte);
+  return {at::empty_symint({count, halves ? size / 2 : size}, codes),
+          at::empty_symint({count}, groups.options()),
           kind == WeightFormat::int4 ? at::empty_symint({count}, bytes) : Tensor()};
 }
 

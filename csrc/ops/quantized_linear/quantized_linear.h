@@ -82,9 +82,10 @@ Tensor dequantize_weight_outputs(const Tensor& qweight, const Tensor& scales,
                                  c10::SymInt out_features, c10::SymInt in_features,
                                  int64_t group_size, c10::ScalarType dtype);
 
-// Codes uint8 [groups, size / 2], scales [groups] and, of int4, zeros uint8 [groups] of float32
-// groups [groups, size]. shares: of the scale that covers a group, those that are tried. Has a
-// kernel on CPUs alone: elsewhere the reference makes the same bytes.
+// Codes, scales [groups] and, of int4, zeros uint8 [groups] of float32 groups [groups, size]. Codes
+// are int8 or float8_e4m3fn [groups, size], of 4 bits uint8 [groups, size / 2]. shares: of the
+// scale that covers a group, those that are tried in 4 bits. Has a kernel on CPUs alone: elsewhere
+// the reference makes the same bytes.
 using QuantizedGroups = std::tuple<Tensor, Tensor, Tensor>;
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares);

@@ -74,5 +74,40 @@ inline Floats load(const uint8_t* p, Tail tail) {
   return load(bytes, Full());
 }
 
+using Ints = at::vec::Vectorized<int32_t>;
+
+template <class Byte, class Part>
+inline void store_bytes(Byte* p, Ints lo, Ints hi, Part part) {
+  alignas(64) int32_t wide[kStep];
+  lo.store(wide);
+  hi.store(wide + Ints::size());
+  for (int i = 0; i < part.count; ++i) p[i] = static_cast<Byte>(wide[i]);
+}
+
+// The code of a number that has one.
+inline Ints to_e4m3(Vec number) {
+  const Vec magnitude = number.abs();
+  const Ints bits = at::vec::cast<int32_t>(magnitude);
+  const Ints normal = (bits >> Ints(20)) - Ints(120 << 3);
+  const Ints small = at::vec::convert_to_int_of_same_size(magnitude * Vec(0x1p9f));
+  const Ints sign = (at::vec::cast<int32_t>(number) >> Ints(24)) & Ints(128);
+  return Ints::blendv(normal, small, bits < Ints(121 << 23)) | sign;
+}
+
+// To 8 bits, of numbers that these are.
+template <class Part>
+inline void store_codes(int8_t* p, const Floats& v, Part part) {
+  using at::vec::convert_to_int_of_same_size;
+  store_bytes(p, convert_to_int_of_same_size(v.lo), convert_to_int_of_same_size(v.hi), part);
+}
+template <class Part>
+inline void store_codes(uint8_t* p, const Floats& v, Part part) {
+  store_bytes(p, to_e4m3(v.lo), to_e4m3(v.hi), part);
+}
+template <class T, class Part>
+inline void store_codes(T* p, const Floats& v, Part part) {
+  store(p, v, part);
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace fusedops::cpu

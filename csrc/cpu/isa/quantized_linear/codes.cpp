@@ -170,13 +170,12 @@ float largest_of(const T* x, int64_t n) {
 
 // The nearest numbers of float8_e4m3fn to v, none of which is past its largest. Beside 1.5 2^20
 // times v's power of two, 3 bits behind the first are left of v. The power is 2^-6 at least, below
-// which steps stay 2^-9.
+// which steps stay 2^-9. A zero keeps v's sign.
 inline Vec nearest_e4m3(Vec v) {
-  using Ints = at::vec::Vectorized<int32_t>;
   const Ints exponent = at::vec::cast<int32_t>(v) & Ints(0x7f800000);
   const Ints power = at::vec::maximum(exponent, Ints(0x3c800000));
   const Vec large = at::vec::cast<float>(power + Ints(0x0a400000));
-  return (v + large) - large;
+  return ((v + large) - large) | (v & Vec(-0.f));
 }
 
 template <class T, class Out>
@@ -184,33 +183,27 @@ void e4m3_of(const T* x, int64_t n, float inverse, Out* out) {
   const Vec times(inverse);
   each_step(n, [&](int64_t j, auto part) {
     const auto v = load(x + j, part);
-    store(out + j,
-          Floats{nearest_e4m3(as_rounded(v.lo * times)), nearest_e4m3(as_rounded(v.hi * times))},
-          part);
+    store_codes(out + j,
+                {nearest_e4m3(as_rounded(v.lo * times)), nearest_e4m3(as_rounded(v.hi * times))},
+                part);
   });
 }
 
-// The codes of a row, as numbers, and their sum.
+// The codes of a row, and of integers their sum.
 template <class T, class Out>
 int32_t codes_of(const T* x, int64_t n, float inverse, Out* out) {
   const Vec times(inverse), most(kLargestInt8), least(-kLargestInt8);
-  int32_t total = 0;
+  Ints sums(0);
   each_step(n, [&](int64_t j, auto part) {
     const auto v = load(x + j, part);
     const Floats codes{at::vec::clamp((v.lo * times).round(), least, most),
                        at::vec::clamp((v.hi * times).round(), least, most)};
+    store_codes(out + j, codes, part);
     if constexpr (std::is_same_v<Out, int8_t>) {
-      alignas(64) float numbers[kStep];
-      store(numbers, codes, Full());
-      for (int i = 0; i < part.count; ++i) {
-        out[j + i] = static_cast<int8_t>(numbers[i]);
-        total += out[j + i];
-      }
-    } else {
-      store(out + j, codes, part);
+      sums = sums + at::vec::convert_to_int_of_same_size(codes.lo + codes.hi);
     }
   });
-  return total;
+  return at::vec::vec_reduce_all([](Ints a, Ints b) { return a + b; }, sums);
 }
 
 template <class T, class Out>
@@ -231,12 +224,16 @@ void read_row(const ReadInput& args) {
   const float most = largest_of(x, args.k);
   const bool finite = std::isfinite(most);
   const float step = most * (1 / largest_code(args.rounds));
-  const float inverse = finite && step >= kSmallestScale ? 1 / step : 0;
+  const float inverse = step >= kSmallestScale ? 1 / step : 0;
   *args.step = finite ? step : NAN;
   *args.sum = 0;
-  if (args.rounds == InputFormat::int8) {
+  if (!finite) {
+    std::fill_n(out, args.k, Out(0));
+  } else if (args.rounds == InputFormat::int8) {
     *args.sum = codes_of(x, args.k, inverse, out);
-  } else if constexpr (!std::is_same_v<Out, int8_t>) {
+  } else if constexpr (std::is_same_v<Out, int8_t>) {
+    e4m3_of(x, args.k, inverse, reinterpret_cast<uint8_t*>(out));
+  } else {
     e4m3_of(x, args.k, inverse, out);
   }
 }

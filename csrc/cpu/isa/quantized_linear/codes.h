@@ -26,7 +26,7 @@ struct Codes {
   bool a_scale_a_row() const { return of_bytes() && group_size >= k && k > 0; }  // no k, no scale
 };
 
-// What the numbers of a product's operands are. Those of integers are int8, codes themselves.
+// What the numbers of a product's operands are. Those of integers are bytes, codes themselves.
 enum class Operand : uint8_t { float32, bfloat16, integer };
 
 constexpr int64_t size_of(Operand operand) {
@@ -46,7 +46,7 @@ FUSEDOPS_ISA_FUNCTION(read_codes, const Codes& weight, const ReadCodes& args)
 
 // A row x [k], times `factors` where they are not null, with zeros behind it to `padded`. rounds:
 // where it is not none, x becomes codes, which times *step are x; a row that is not finite has a
-// step of NaN. sum: of integers.
+// step of NaN and codes of 0. sum: of codes of int8.
 struct ReadInput {
   const void* x;
   int64_t k, padded;
