@@ -21,7 +21,7 @@ class Goal:
     """`fusedops` is to be at_least[allocator] times as fast as `over`, and reach `of_copy`.
 
     of_memory: the most of `over`'s peak memory that it may take. The allocator makes no difference
-    to that: it is asked under the default one.
+    to that: it is asked under the default one. ms: how long a call may take.
     """
 
     operation: Operation
@@ -32,6 +32,7 @@ class Goal:
     at_least: dict[str, float]
     of_copy: float | None = None
     of_memory: float | None = None
+    ms: float | None = None
 
     def case(self) -> Case:
         return Case(self.operation, self.mode, self.dtype, self.shape, only=(self.over, OURS))
@@ -48,6 +49,8 @@ class Goal:
             share = result.memory[OURS].peak / result.memory[self.over].peak if both else None
             what = f"memory, of {self.over}'s"
             verdicts.append(_limit(title, what, self.of_memory, share, operator.le))
+        if self.ms is not None:
+            verdicts.append(_limit(title, MS, self.ms, _milliseconds(result), operator.le))
         return verdicts
 
 
@@ -80,15 +83,19 @@ class Ask:
 
     def _limits(self, result: Result) -> list[tuple]:
         """what, asked, measured, and how measured must stand to asked."""
-        times, memory = result.seconds.get(OURS), result.memory.get(OURS)
-        seconds = spread(times).median if times else None
-        reached = result.flops / seconds / 1e12 if result.flops and seconds else None
+        ms, memory = _milliseconds(result), result.memory.get(OURS)
+        reached = result.flops / ms / 1e9 if result.flops and ms else None
         return [
             (LAUNCHES, self.launches, result.launches.get(OURS), operator.le),
-            (MS, self.ms, seconds and seconds * 1e3, operator.le),
+            (MS, self.ms, ms, operator.le),
             (TFLOP_PER_S, self.tflop_per_s, reached, operator.ge),
             (BESIDE, self.beside, memory and memory.beside, operator.le),
         ]
+
+
+def _milliseconds(result: Result) -> float | None:
+    times = result.seconds.get(OURS)
+    return spread(times).median * 1e3 if times else None
 
 
 def _verdict(title: str, what: str, asked: float, measured: Ratio | None) -> dict:

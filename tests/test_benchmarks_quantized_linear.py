@@ -8,8 +8,9 @@ import torch
 
 from benchmarks import quantized_linear
 from benchmarks.case import FORWARD, TRAINING, Case, Contender, Skip
-from benchmarks.harness import run_case
+from benchmarks.harness import Result, run_case
 from benchmarks.quantized_linear import operations, peers
+from benchmarks.quantized_linear.quantize import quantize
 from benchmarks.timing import CPU
 
 BUDGET_S = 0.05
@@ -92,6 +93,40 @@ def test_a_peer_that_is_not_installed_says_so(monkeypatch):
         (name,) = peers.of(kind.name)
         result = run(operation, only=("eager", name))
         assert "no module" in result.skipped[name]
+
+
+FORMATS = ("int8", "int4", "nf4", "fp8")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantizing_is_held_against_the_bytes(format):
+    """bitsandbytes makes the same ones, where it is installed."""
+    operation = quantize(operations.Kind(format))
+    case = Case(operation, FORWARD, torch.float32, (24, 128))
+    result = run_case(case, BUDGET_S, CPU)
+    assert {"eager", "fusedops"} <= set(result.seconds) and not result.refused | result.inexact
+    ours = operation.contenders["fusedops"]
+
+    def another_code(weight):
+        def lines(weight):
+            codes, *scales = ours.prepare(weight)()
+            codes.view(torch.uint8).view(-1)[5] ^= 0x40
+            return codes, *scales
+
+        return partial(lines, weight)
+
+    rows = operation.contenders | {"fusedops": replace(ours, prepare=another_code)}
+    wrong = run_case(replace(case, operation=replace(operation, contenders=rows)), BUDGET_S, CPU)
+    assert "output 0" in wrong.refused["fusedops"]
+
+
+def test_a_goal_in_milliseconds():
+    (goal,) = (goal for goal in quantized_linear.MUST_SHOW if goal.ms is not None)
+    assert goal.operation.name == "quantize_weight nf4" and goal.shape == (4096, 4096)
+    result = Result(goal.case(), 0, seconds={"eager": [0.5], "fusedops": [0.05]})
+    over, ms = goal.verdicts(result, "default")
+    assert over["met"] and not ms["met"]
+    assert (ms["asked"], ms["measured"]) == (40, 50)
 
 
 def test_every_goal_is_over_eager():

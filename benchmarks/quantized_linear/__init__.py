@@ -13,6 +13,7 @@ from benchmarks.must_show import Goal
 from benchmarks.quantized_linear.gpu import GPU_MUST_SHOW, GPU_ROWS
 from benchmarks.quantized_linear.operations import (
     DYNAMIC,
+    FP8,
     INT4,
     INT8,
     KINDS,
@@ -21,6 +22,7 @@ from benchmarks.quantized_linear.operations import (
     served,
     small,
 )
+from benchmarks.quantized_linear.quantize import quantize
 
 __all__ = ["GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 
@@ -50,11 +52,13 @@ SMALL = {kind: small(kind) for kind in KINDS}
 BERT = [(384, 384), (384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768)]
 CHOSEN = [(1, 384, 384), (1, 3072, 768), (8, 768, 768), (32, 384, 1536), (128, 768, 3072)]
 CHOSEN += [(512, 1536, 384), (512, 384, 384)]
+QUANTIZE = [Case(quantize(kind), FORWARD, F32, (WIDE, WIDE)) for kind in (INT8, INT4, NF4, FP8)]
 MUST_SHOW = LARGE + [
     Goal(SMALL[kind], FORWARD, F32, shape, EAGER, {"default": 1.0})
     for kind in KINDS
     for shape in CHOSEN
 ]
+MUST_SHOW += [Goal(quantize(NF4), FORWARD, F32, (WIDE, WIDE), EAGER, {"default": 1.0}, ms=40)]
 ROWS = [
     Case(SERVED[kind], FORWARD, dtype, (rows, WIDE, WIDE))
     for kind, mode, dtype, asked in ASKED
@@ -70,4 +74,5 @@ ROWS += [
     for layer in BERT
     for rows in (1, 8, 32, 128, 512)
 ]
+ROWS += QUANTIZE
 QUICK_ROWS = [Case(SMALL[kind], FORWARD, F32, (8, 384, 384)) for kind in KINDS]
