@@ -13,13 +13,15 @@ from pathlib import Path
 
 from benchmarks import FAMILIES, ON_GPU, OWN, cuda, gpu, must_show, readme, worker
 
+MATCH = "only the rows whose title contains this"
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     suites = parser.add_subparsers(dest="suite", required=True)
     for name in (*FAMILIES, "launch", "must-show", *OWN):
         where = "on a GPU" if name == "train" else "on a CPU"
-        _cpu_options(suites.add_parser(name, help=where))
+        _cpu_options(suites.add_parser(name, help=where), match=name not in OWN)
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
     tables = suites.add_parser("readme", help="writes the README's GPU figures from the results")
     tables.add_argument("--check", action="store_true", help="fail if that would change it")
@@ -34,7 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _cpu_options(parser: argparse.ArgumentParser) -> None:
+def _cpu_options(parser: argparse.ArgumentParser, match: bool) -> None:
     add = parser.add_argument
     add("--threads", type=int, default=1)
     add("--json", help="write the rows there")
@@ -43,6 +45,8 @@ def _cpu_options(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="few shapes, little time, no torch.compile")
     add("--full", action="store_true", help="float16 too")
     add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    if match:
+        add("--match", default="", help=MATCH)
     add("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -51,7 +55,7 @@ def _gpu_options(parser: argparse.ArgumentParser) -> None:
     add("families", nargs="*", default=list(ON_GPU), metavar="family", help="default: all")
     add("--out", default=str(readme.RESULTS), help="write <device>/<family>.json there")
     add("--seconds", type=float, default=0.5, help="time for a row")
-    add("--match", default="", help="only the rows whose title contains this")
+    add("--match", default="", help=MATCH)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,6 +76,8 @@ def _both_settings(args: argparse.Namespace, argv: list[str]) -> int:
     document = {"environment": runs[0][1]["environment"]}
     document |= {key: [one for _, run in runs for one in run[key]] for key in ("rows", "goals")}
     document |= {key: run[key] for _, run in runs for key in run if key not in document}
+    if args.suite not in OWN and not document["rows"]:
+        raise SystemExit(f"no row of {args.suite} has {args.match!r} in its title")
     if document["goals"]:
         print(must_show.table(document["goals"]))
     if args.json:

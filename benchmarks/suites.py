@@ -22,15 +22,17 @@ def family(name: str) -> ModuleType:
 
 
 def cases(args: Namespace) -> list[Case]:
-    """The rows of `args.suite` that `args.allocator` can make a difference to."""
+    """The rows of `args.suite` whose title contains `args.match` and that `args.allocator` can make
+    a difference to.
+    """
     if args.suite == "launch":
-        return launch(args.quick)
-    rows = (
-        [goal.case() for goal in goals(args.allocator)]
-        if args.suite == "must-show"
-        else table(args)
-    )
-    return rows if args.allocator == "default" else [case for case in rows if large(case)]
+        rows = launch(args.quick)
+    elif args.suite == "must-show":
+        rows = [goal.case() for goal in goals(args.allocator)]
+    else:
+        rows = table(args)
+    alike = args.suite == "launch" or args.allocator == "default"
+    return [case for case in rows if args.match in case.title and (alike or large(case))]
 
 
 def large(case: Case) -> bool:

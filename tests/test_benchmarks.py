@@ -423,6 +423,11 @@ def test_equal_tokens_end_at_the_first_that_differs():
     assert generate._equal([1, 2], [1, 2]) == 2
 
 
+def test_command_without_a_row():
+    with pytest.raises(SystemExit, match="no row of norm has 'nothing' in its title"):
+        main(["norm", "--quick", "--allocator", "default", "--match", "nothing"])
+
+
 def test_command_writes_both_allocators(tmp_path):
     path = tmp_path / "out.json"
     status = main(["norm", "--quick", "--seconds", "0.01", "--json", str(path)])

@@ -24,6 +24,8 @@ def test_family_with_rows_of_its_own():
     rows = suites.cases(parse(["cross_entropy", "--allocator", "default"]))
     assert any("compile(huggingface)" in row.contenders() for row in rows)
     full = suites.cases(parse(["cross_entropy", "--allocator", "default", "--full"]))
+    some = suites.cases(parse(["cross_entropy", "--allocator", "default", "--match", "linear_"]))
+    assert some == [row for row in rows if row.operation.name.startswith("linear_")]
     assert {row.dtype for row in full[len(rows) :]} == {torch.float16}
     assert {row.title for row in full[: len(rows)]} == {row.title for row in rows}
     assert len({row.title for row in full}) == len(full)
