@@ -58,19 +58,18 @@ class Excuse:
         return named and one.resources.spills <= self.spills
 
 
-ROWS_OF_512 = "16 rows are the least that 16-bit products take, and each warp has all their numbers"
 FLOAT32 = "products of float32 are unrolled multiplications, with all operands in registers"
 LOOKED_UP = "numbers of nf4 are looked up, and those of a tile arrive in registers"
 BYTES = "codes of rows that begin anywhere come one by one; under triton 3.6 alone"
 EXCUSES: tuple[Excuse, ...] = (
-    Excuse("query_kernel, attention, bf16, bias, width = 512", "sm_90", 33, ROWS_OF_512),
-    Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_90", 73, ROWS_OF_512),
-    Excuse("key_kernel, attention, bf16, bias, width = 512", "sm_90", 12, ROWS_OF_512),
     Excuse("product_kernel, quantized linear, nf4, *, 512 rows", "sm_80", 13, LOOKED_UP),
     Excuse("product_kernel, quantized linear, nf4, fp32, 512 rows", "sm_80", 18, LOOKED_UP),
     Excuse("product_kernel, quantized linear, *8, odd rows, bf16, 16 rows", "sm_80", 14, BYTES),
     Excuse("product_kernel, quantized linear, *8, odd rows, bf16, 16 rows", "sm_90", 16, BYTES),
-    Excuse("key_kernel, attention, fp32, sequences, width = 64", "sm_90", 16, FLOAT32),
+    Excuse("product_kernel, quantized linear, nf4, fp8 inputs, 64 rows", "sm_80", 2, LOOKED_UP),
+    Excuse("key_kernel, attention, fp32, *, width = 64", "sm_*", 16, FLOAT32),
+    Excuse("query_kernel, attention, fp32, *, width = 64", "sm_*", 9, FLOAT32),
+    Excuse("forward_kernel, attention, fp32, sequences, width = 128", "sm_100", 10, FLOAT32),
 )
 
 

@@ -34,6 +34,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """90 of sm_90. device: the current one."""
+    return triton.runtime.driver.active.get_current_target().arch
+
+
 def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:
     """(seed, threshold, scale) of the kernels; without dropout they compile without a seed."""
     if p == 0:

@@ -7,60 +7,63 @@ Loads go through plain pointers, which take any strides and any place in memory 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from fusedops.triton.tile import dropout_arguments
+from fusedops.triton.tile import architecture, dropout_arguments
 
 WIDEST = 512
 LOG2E = 1.4426950408889634
-# M queries by N keys, warps, and stages of loads on their way, by the padded width: of plain calls
-# in 16 bits, then of those with a bias, a dropout or a softcap, which take registers of their own.
-# As large as they are without spilling (checks/machine_code/attention.py). On sm_90 the fast
-# products of 16 bits need 64 rows for four warps.
-FORWARD = {
-    64: ((128, 128, 8, 2), (128, 64, 8, 2)),
-    128: ((128, 64, 8, 2), (64, 64, 8, 2)),
-    256: ((128, 32, 8, 1), (32, 32, 8, 2)),
-    512: ((32, 32, 8, 1), (32, 32, 8, 1)),
-}
-QUERIES = {
-    64: ((128, 64, 8, 2), (64, 32, 8, 2)),
-    128: ((128, 64, 8, 2), (64, 16, 4, 2)),
-    256: ((32, 32, 8, 1), (16, 16, 8, 1)),
-    512: ((32, 16, 8, 1), (16, 16, 8, 1)),
-}
-KEYS = {
-    64: ((128, 64, 8, 1), (32, 32, 4, 1)),
-    128: ((128, 32, 8, 1), (32, 32, 4, 1)),
-    256: ((32, 32, 8, 1), (16, 16, 8, 1)),
-    512: ((32, 16, 8, 1), (16, 16, 8, 1)),
-}
-# Of float32, for all calls, with the registers that a thread may have: what multiplies it has all
-# operands of a product there. Left to itself ptxas spills some to keep to 128 or 80; small tiles
-# spill where it may have all.
-FORWARD32 = {
-    128: (32, 16, 8, 1, None),
-    256: (32, 16, 8, 1, 255),
-    512: (16, 16, 8, 1, 255),
-}
-QUERIES32 = {
-    64: (16, 16, 4, 1, None),
-    128: (16, 16, 4, 1, 255),
-    256: (16, 16, 8, 1, 255),
-    512: (8, 16, 8, 1, 255),
-}
-KEYS32 = {
-    64: (16, 16, 8, 1, None),
-    128: (16, 16, 4, 1, 255),
-    256: (16, 16, 8, 1, 255),
-    512: (16, 8, 8, 1, 255),
-}
+
+
+class Tiles(NamedTuple):
+    """By the padded width: M queries by N keys, warps, stages of loads on their way and, where that
+    is not 255, the registers that a thread may have. As large as they are without spilling
+    (checks/machine_code/attention.py)."""
+
+    plain: dict[int, tuple]  # calls in 16 bits
+    rich: dict[int, tuple]  # those with a bias, a dropout or a softcap, which take registers too
+    # Plain calls on sm_90, whose fast products read shared memory, and need 64 rows for four warps;
+    # those of sm_80 hold their operands in registers.
+    hopper: dict[int, tuple]
+    # All calls in float32: what multiplies it has all operands of a product in registers. Left to
+    # itself ptxas spills some to keep to 128 or 80; small tiles spill where it may have all.
+    float32: dict[int, tuple]
+
+
+FORWARD = Tiles(
+    plain={64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (32, 32, 8, 1)},
+    rich={64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 32, 8, 1)},
+    hopper={64: (128, 128, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 16, 1)},
+    float32={128: (32, 16, 8, 1, None), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
+)
+QUERIES = Tiles(
+    plain={64: (128, 32, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+    rich={64: (64, 32, 8, 2), 128: (64, 16, 8, 2), 256: (16, 16, 8, 1), 512: (16, 32, 16, 1)},
+    hopper={64: (128, 64, 8, 2), 128: (128, 64, 8, 2)},
+    float32={
+        64: (16, 16, 8, 1, None),
+        128: (16, 16, 4, 1),
+        256: (16, 16, 8, 1),
+        512: (8, 16, 8, 1),
+    },
+)
+KEYS = Tiles(
+    plain={64: (64, 32, 4, 1), 128: (64, 64, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+    rich={64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 16, 1)},
+    hopper={64: (128, 64, 8, 1), 128: (128, 16, 8, 1)},
+    float32={
+        64: (16, 16, 8, 1, None),
+        128: (16, 16, 4, 1),
+        256: (16, 16, 8, 1),
+        512: (16, 8, 8, 1),
+    },
+)
 # In the interpreter a tile takes its time whatever its size, and numpy rounds by shapes.
-INTERPRETED = {512: (64, 64, 4, 1)}
+INTERPRETED = (64, 64, 4, 1)
 WHOLE = 64  # the widest of which a program has both sums, of dk and of dv
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
@@ -200,32 +203,42 @@ class Call:
 
 def forward_tile(call: Call, rows: int) -> dict[str, Any]:
     """rows: of a packed block, where a product has 16 rows at least; 0 for others."""
-    tile = chosen(call, FORWARD, FORWARD32)
+    tile = chosen(call, FORWARD)
     if not rows:
         return tile
     warps = 4 if call.width <= 256 else 8
-    return tile | {"M": min(padded(rows), tile["M"]), "N": min(32, tile["N"]), "num_warps": warps}
+    few = {"M": min(padded(rows), tile["M"]), "N": min(32, tile["N"])}
+    return tile | few | {"num_warps": warps, "maxnreg": 255}
 
 
 def query_tile(call: Call) -> dict[str, Any]:
-    return chosen(call, QUERIES, QUERIES32)
+    return chosen(call, QUERIES)
 
 
 def key_launches(call: Call, dk: Tensor | None, dv: Tensor | None) -> list[dict[str, Any]]:
     """Their tile, and the gradients that each launch makes."""
-    tile = chosen(call, KEYS, KEYS32)
+    tile = chosen(call, KEYS)
     both = [(None, dv), (dk, None)] if call.width > WHOLE else [(dk, dv)]
     return [tile | {"dk": k, "dv": v} for k, v in both if k is not None or v is not None]
 
 
-def chosen(call: Call, halves: dict, floats: dict) -> dict[str, Any]:
-    is_float32 = call.q.dtype.itemsize == 4
-    table: dict[int, Any] = INTERPRETED if INTERPRETING else floats if is_float32 else halves
-    entry = next(table[width] for width in table if call.width <= width)
-    tile = entry[call.rich] if table is halves else entry
+def chosen(call: Call, tiles: Tiles) -> dict[str, Any]:
+    tile = INTERPRETED if INTERPRETING else _tile(call, tiles)
     if len(tile) == 4:
         tile = *tile, 255
     return dict(zip(("M", "N", "num_warps", "num_stages", "maxnreg"), tile, strict=True)) | OPTIONS
+
+
+def _tile(call: Call, tiles: Tiles) -> tuple:
+    if call.q.dtype.itemsize == 4:
+        table = tiles.float32
+    elif call.rich:
+        table = tiles.rich
+    elif architecture(call.q.device) // 10 == 9:
+        table = tiles.plain | tiles.hopper
+    else:
+        table = tiles.plain
+    return next(table[width] for width in table if call.width <= width)
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:

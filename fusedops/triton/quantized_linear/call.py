@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from fusedops.extension import _C
-from fusedops.triton.tile import multiprocessors
+from fusedops.triton.tile import architecture, multiprocessors
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NF4_BLOCK = 64
@@ -134,7 +134,7 @@ def multiplies_e4m3(w: Weight, compute: str) -> bool:
     """Whether codes by codes are a product of float8_e4m3fn, whose sums are not quite float32's."""
     if w.format != "fp8" or compute == "exact":
         return False
-    return INTERPRETING or triton.runtime.driver.active.get_current_target().arch >= 89
+    return INTERPRETING or architecture(w.codes.device) >= 89
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
