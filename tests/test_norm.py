@@ -264,7 +264,7 @@ def test_same_bits_each_time_and_whatever_the_rows(op, backend, dtype, n):
     function, _ = FUNCTIONS[op]
     rows = 20 if interpreted(backend) else 300
     args = placed(inputs(op, (rows, n), dtype), device_of(backend))
-    with fusedops.backend(backend):
+    with fusedops.backend(backend), threads(1):
         first, again = gradients(function, args), gradients(function, args)
         with threads(3):
             threaded = gradients(function, args)

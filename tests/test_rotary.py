@@ -280,7 +280,7 @@ def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interl
     """Threads, positions, heads and strides change nothing."""
     args = placed(inputs((4, 2), 150, width, dtype=dtype), device_of(backend))
     q, k, cos, sin = args
-    with fusedops.backend(backend):
+    with fusedops.backend(backend), threads(1):
         run = with_table(rotary_embedding, cos, sin, interleaved=interleaved)
         first = gradients(run, (q, k))
         inside = run(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)))

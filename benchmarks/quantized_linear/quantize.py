@@ -1,7 +1,8 @@
 """quantize_weight against its reference's lines, and against bitsandbytes of the same bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +15,13 @@ from fusedops.functional.quantized_linear import check_format, quantize_weight_r
 Tensors = tuple[Tensor, ...]
 
 
-def quantize(kind: Kind, scale: str | None = None) -> Operation:
+def quantize(kind: Kind) -> Operation:
     """Of a weight [features, depth]; the results are its codes, scales and zeros."""
     contenders = {
-        "eager": Contender(partial(_run, by_reference, kind.format, scale)),
-        "fusedops": Contender(partial(_run, fused, kind.format, scale)),
+        "eager": Contender(partial(_run, by_reference, kind.format)),
+        "fusedops": Contender(partial(_run, fused, kind.format)),
     }
-    if kind.format == "nf4" and scale != "mse":
+    if kind.format == "nf4":
         contenders["bitsandbytes"] = Contender(bitsandbytes)
 
     def bytes_moved(mode: str, weight: Tensor) -> int:
@@ -28,9 +29,9 @@ def quantize(kind: Kind, scale: str | None = None) -> Operation:
         return weight.nbytes + weight.numel() * BITS[kind.format] // 8
 
     return Operation(
-        f"quantize_weight {kind.name}" + (f", {scale}" if scale else ""),
+        f"quantize_weight {kind.name}",
         inputs,
-        partial(by_reference, format=kind.format, scale=scale),
+        partial(by_reference, format=kind.format),
         bytes_moved,
         contenders,
         rows=torch.Tensor.float,
@@ -41,23 +42,24 @@ def inputs(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return (torch.randn(*shape, device=device).to(dtype),)
 
 
-def by_reference(weight: Tensor, format: str, scale: str | None) -> Tensors:
-    size, scale = check_format(format, weight.shape[1], None, scale)
+def by_reference(weight: Tensor, format: str) -> Tensors:
+    size, scale = check_format(format, weight.shape[1], None, None)
     return tuple(t for t in quantize_weight_reference(weight, format, size, scale) if t is not None)
 
 
-def fused(weight: Tensor, format: str, scale: str | None) -> Tensors:
-    return tuple(ours.quantize_weight(weight, format, scale=scale).tensors().values())
+def fused(weight: Tensor, format: str) -> Tensors:
+    return tuple(ours.quantize_weight(weight, format).tensors().values())
 
 
-def _run(lines, format: str, scale: str | None, weight: Tensor) -> Run:
-    return partial(lines, weight, format, scale)
+def _run(lines: Callable[[Tensor, str], Tensors], format: str, weight: Tensor) -> Run:
+    return partial(lines, weight, format)
 
 
 def bitsandbytes(weight: Tensor) -> Run:
     return partial(_bitsandbytes, find("bitsandbytes.functional", "quantize_4bit"), weight)
 
 
-def _bitsandbytes(quantize_4bit, weight: Tensor) -> Tensors:
-    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
+def _bitsandbytes(quantize_4bit: Callable[..., Any], weight: Tensor) -> Tensors:
+    form = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": False}
+    packed, state = quantize_4bit(weight, **form)
     return packed, state.absmax

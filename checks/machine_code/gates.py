@@ -15,6 +15,8 @@ TENSOR_CORES = {
     "sm_100": {"UTCHMMA", "UTCIMMA", "UTCQMMA"},
 }
 
+REGISTERS = 65536  # of a multiprocessor, on every architecture
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -38,6 +40,7 @@ class Compiled:
     arch: str
     resources: Resources
     demand: Demand = Demand()
+    warps: int | None = None  # of a block, where the compiler is told
 
     @property
     def name(self) -> str:
@@ -58,17 +61,28 @@ class Excuse:
         return named and one.resources.spills <= self.spills
 
 
+ROWS_OF_512 = "16 rows are the least that 16-bit products take, and each warp has all their numbers"
+SEQUENCES = "sums of 64 rows by 256, and places of 64 bits beside them; under triton 3.6 alone"
 FLOAT32 = "products of float32 are unrolled multiplications, with all operands in registers"
 LOOKED_UP = "numbers of nf4 are looked up, and those of a tile arrive in registers"
 BYTES = "codes of rows that begin anywhere come one by one; under triton 3.6 alone"
 EXCUSES: tuple[Excuse, ...] = (
+    Excuse("forward_kernel, attention, bf16, sequences, width = 256", "sm_90", 26, SEQUENCES),
+    Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_80", 8, ROWS_OF_512),
+    Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_90", 22, ROWS_OF_512),
+    Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_100", 63, ROWS_OF_512),
+    Excuse("key_kernel, attention, bf16, bias, width = 512", "sm_90", 12, ROWS_OF_512),
+    Excuse("key_kernel, attention, bf16, bias, width = 512", "sm_100", 12, ROWS_OF_512),
     Excuse("product_kernel, quantized linear, nf4, *, 512 rows", "sm_80", 13, LOOKED_UP),
     Excuse("product_kernel, quantized linear, nf4, fp32, 512 rows", "sm_80", 18, LOOKED_UP),
     Excuse("product_kernel, quantized linear, *8, odd rows, bf16, 16 rows", "sm_80", 14, BYTES),
     Excuse("product_kernel, quantized linear, *8, odd rows, bf16, 16 rows", "sm_90", 16, BYTES),
     Excuse("product_kernel, quantized linear, nf4, fp8 inputs, 64 rows", "sm_80", 2, LOOKED_UP),
-    Excuse("key_kernel, attention, fp32, *, width = 64", "sm_*", 16, FLOAT32),
-    Excuse("query_kernel, attention, fp32, *, width = 64", "sm_*", 9, FLOAT32),
+    Excuse("key_kernel, attention, fp32, bias, width = 64", "sm_90", 14, FLOAT32),
+    Excuse("key_kernel, attention, fp32, sequences, width = 64", "sm_90", 16, FLOAT32),
+    Excuse("key_kernel, attention, fp32, sequences, width = 64", "sm_100", 16, FLOAT32),
+    Excuse("query_kernel, attention, fp32, bias, width = 64", "sm_100", 9, FLOAT32),
+    Excuse("query_kernel, attention, fp32, sequences, width = 64", "sm_80", 7, FLOAT32),
     Excuse("forward_kernel, attention, fp32, sequences, width = 128", "sm_100", 10, FLOAT32),
 )
 
@@ -78,7 +92,7 @@ def failures(kernels: Iterable[Compiled], excuses: Sequence[Excuse] = EXCUSES) -
     return [
         f"{one.name} on {one.arch}, {one.compiler}: {wrong}"
         for one in kernels
-        for wrong in [*_local_memory(one, excuses), *_missing(one)]
+        for wrong in [*_local_memory(one, excuses), *_too_large(one), *_missing(one)]
     ]
 
 
@@ -101,6 +115,13 @@ def _local_memory(one: Compiled, excuses: Sequence[Excuse]) -> Iterator[str]:
         yield f"{one.resources.spills} loads and stores of local memory"
     if one.resources.local:
         yield f"{one.resources.local} bytes of local memory a thread"
+
+
+def _too_large(one: Compiled) -> Iterator[str]:
+    """A block whose registers are more than there are is not launched; they come by eights."""
+    registers = -(-one.resources.registers // 8) * 8
+    if one.warps is not None and registers * 32 * one.warps > REGISTERS:
+        yield f"{one.resources.registers} registers in {one.warps} warps, of {REGISTERS}"
 
 
 def _missing(one: Compiled) -> Iterator[str]:

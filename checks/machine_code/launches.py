@@ -112,8 +112,8 @@ def compile_family(family: Any, arch: int, quick: bool) -> Iterator[Compiled]:
     version = f"triton {triton.__version__}"
     for variant, case, launch in recorded(family.calls(quick)):
         resources, name = compile_launch(launch), launch.kernel.__name__
-        demand = family.demand(launch)
-        yield Compiled(version, name, variant, case, f"sm_{arch}", resources, demand)
+        told = version, name, variant, case, f"sm_{arch}"
+        yield Compiled(*told, resources, family.demand(launch), launch.num_warps)
 
 
 def compiled(

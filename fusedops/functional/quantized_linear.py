@@ -103,8 +103,9 @@ def quantize_weight(
     that just covers the group, as bitsandbytes does; it is the only one of int8 and fp8, and nf4's
     default. "mse" tries some around it and keeps that of the least squared error; it is int4's
     default. In nf4 that is still bitsandbytes' format, with other numbers in it.
-    Raises TypeError when weight is no floating matrix and ValueError for another format, group_size
-    or scale. Has no gradient. Dettmers et al., arXiv:2208.07339 and arXiv:2305.14314.
+    Raises TypeError when weight is no floating matrix, or a DTensor, and ValueError for another
+    format, group_size or scale. Has no gradient. Dettmers et al., arXiv:2208.07339 and
+    arXiv:2305.14314.
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
@@ -196,6 +197,8 @@ def check_weight(weight: Tensor) -> None:
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight)
         raise TypeError(f"quantize_weight: weight must be a floating matrix [N, K], got {got}")
+    if hasattr(weight, "full_tensor"):
+        raise TypeError("quantize_weight: weight must be whole (full_tensor()), got a DTensor")
 
 
 def check_format(

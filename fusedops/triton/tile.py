@@ -34,12 +34,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-def architecture(device: torch.device) -> int:
-    """90 of sm_90. device: the current one."""
-    return triton.runtime.driver.active.get_current_target().arch
-
-
 def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:
     """(seed, threshold, scale) of the kernels; without dropout they compile without a seed."""
     if p == 0:
@@ -93,3 +87,12 @@ def tanh(x, EXACT: tl.constexpr = False):
     else:
         large = 1 - 2 / (1 + tl.exp2(size * (2 * LOG2E)))
     return tl.where(size < 0.55, tl.fma(x, square * p, x), tl.where(x < 0, -large, large))
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """90 of sm_90. Of a CPU's tensors that which is compiled for."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    return triton.runtime.driver.active.get_current_target().arch

@@ -71,11 +71,11 @@ Tensor empty_rows(const Tensor& like, const c10::SymInt& n) {
 
 }  // namespace
 
-WeightFormat weight_format(std::string_view name) {
+WeightFormat weight_format(std::string_view name, const char* op) {
   if (name == "int8") return WeightFormat::int8;
   if (name == "int4") return WeightFormat::int4;
   if (name == "nf4") return WeightFormat::nf4;
-  TORCH_CHECK_VALUE(name == "fp8", kOp, ": format must be 'int8', 'int4', 'nf4' or 'fp8', got '",
+  TORCH_CHECK_VALUE(name == "fp8", op, ": format must be 'int8', 'int4', 'nf4' or 'fp8', got '",
                     name, "'");
   return WeightFormat::fp8;
 }
@@ -174,21 +174,19 @@ Tensor dequantize_weight_outputs(const Tensor& qweight, const Tensor& scales,
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares) {
   constexpr const char* op = "quantize_groups";
-  const auto kind = weight_format(format);
-  const bool halves = kind == WeightFormat::int4 || kind == WeightFormat::nf4;
+  const auto kind = weight_format(format, op);
+  const bool four_bits = kind == WeightFormat::int4 || kind == WeightFormat::nf4;
   TORCH_CHECK(groups.scalar_type() == at::kFloat && groups.dim() == 2, op,
               ": groups must be float32 [groups, size], got ", describe(groups));
   const auto size = groups.sym_size(1);
-  TORCH_CHECK(!halves || size == 32 || size == 64 || size == 128, op,
+  TORCH_CHECK(!four_bits || size == 32 || size == 64 || size == 128, op,
               ": size must be 32, 64 or 128, got ", size);
   TORCH_CHECK(size > 0, op, ": size must be 1 or more, got ", size);
   TORCH_CHECK(!shares.empty(), op, ": shares must not be empty");
   const auto count = groups.sym_size(0);
   const auto bytes = groups.options().dtype(at::kByte);
-  const auto codes = groups.options().dtype(kind == WeightFormat::int8  ? at::kChar
-                                            : kind == WeightFormat::fp8 ? at::kFloat8_e4m3fn
-                                                                        : at::kByte);
-  return {at::empty_symint({count, halves ? size / 2 : size}, codes),
+  const auto codes = groups.options().dtype(code_dtype(kind));
+  return {at::empty_symint({count, four_bits ? size / 2 : size}, codes),
           at::empty_symint({count}, groups.options()),
           kind == WeightFormat::int4 ? at::empty_symint({count}, bytes) : Tensor()};
 }

@@ -46,7 +46,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
 
-WeightFormat weight_format(std::string_view name);
+WeightFormat weight_format(std::string_view name, const char* op = "quantized_linear");
 Compute compute_of(std::string_view name);
 InputFormat input_format_of(std::string_view name);
 

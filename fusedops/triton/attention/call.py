@@ -21,8 +21,8 @@ LOG2E = 1.4426950408889634
 
 class Tiles(NamedTuple):
     """By the padded width: M queries by N keys, warps, stages of loads on their way and, where that
-    is not 255, the registers that a thread may have. As large as they are without spilling
-    (checks/machine_code/attention.py)."""
+    is not 255, the registers that a thread may have. As large as they are without spilling, but for
+    the excuses of checks/machine_code/gates.py."""
 
     plain: dict[int, tuple]  # calls in 16 bits
     rich: dict[int, tuple]  # those with a bias, a dropout or a softcap, which take registers too
@@ -37,12 +37,12 @@ class Tiles(NamedTuple):
 FORWARD = Tiles(
     plain={64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (32, 32, 8, 1)},
     rich={64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 32, 8, 1)},
-    hopper={64: (128, 128, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 16, 1)},
+    hopper={64: (128, 128, 8, 2), 128: (128, 64, 8, 2)},
     float32={128: (32, 16, 8, 1, None), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 )
 QUERIES = Tiles(
     plain={64: (128, 32, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
-    rich={64: (64, 32, 8, 2), 128: (64, 16, 8, 2), 256: (16, 16, 8, 1), 512: (16, 32, 16, 1)},
+    rich={64: (64, 32, 8, 2), 128: (64, 16, 8, 2), 256: (16, 16, 8, 1), 512: (16, 32, 8, 1)},
     hopper={64: (128, 64, 8, 2), 128: (128, 64, 8, 2)},
     float32={
         64: (16, 16, 8, 1, None),
@@ -53,7 +53,7 @@ QUERIES = Tiles(
 )
 KEYS = Tiles(
     plain={64: (64, 32, 4, 1), 128: (64, 64, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
-    rich={64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 16, 1)},
+    rich={64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)},
     hopper={64: (128, 64, 8, 1), 128: (128, 16, 8, 1)},
     float32={
         64: (16, 16, 8, 1, None),

@@ -1,0 +1,60 @@
+"""Which tiles attention's Triton launchers choose; that they compile is `make cuda-check`'s."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedops.triton.attention import call
+
+TILES = {"forward": call.FORWARD, "queries": call.QUERIES, "keys": call.KEYS}
+NAMES = ("M", "N", "num_warps", "num_stages")
+
+
+def a_call(width, dtype, rich, q_width=None):
+    q, k, v = (torch.empty(1, 2, 8, w, dtype=dtype) for w in (q_width or width, width, width))
+    bias = torch.empty(1, 1, 8, 8, dtype=dtype) if rich else None
+    how = (0.125, 0.0, 0.0)
+    return call.Call.of(q, k, v, bias, None, None, None, None, how, (-1, -1), False)
+
+
+def chosen(name, arch, a, monkeypatch):
+    monkeypatch.setattr(call, "INTERPRETING", False)
+    monkeypatch.setattr(call, "architecture", lambda device: arch)
+    tile = call.chosen(a, TILES[name])
+    return tuple(tile[key] for key in NAMES), tile["maxnreg"]
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120])
+def test_by_architecture_and_call(name, arch, monkeypatch):
+    """sm_90 has tiles of its own for plain calls in 16 bits, of some widths."""
+    tiles = TILES[name]
+    for width in (64, 128, 256, 512):
+        for dtype in (torch.bfloat16, torch.float16):
+            plain = chosen(name, arch, a_call(width, dtype, False), monkeypatch)
+            own = arch == 90 and width in tiles.hopper
+            assert plain == ((tiles.hopper if own else tiles.plain)[width], 255)
+            rich = chosen(name, arch, a_call(width, dtype, True), monkeypatch)
+            assert rich == (tiles.rich[width], 255)
+        wide = next(w for w in tiles.float32 if width <= w)
+        for rich in (False, True):
+            found, registers = chosen(name, arch, a_call(width, torch.float32, rich), monkeypatch)
+            assert (*found, registers)[: len(tiles.float32[wide])] == tiles.float32[wide]
+    assert set(tiles.hopper) <= set(tiles.plain)
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("q_width,width,padded", [(1, 1, 64), (65, 65, 128), (64, 80, 128)])
+def test_by_the_wider_of_the_padded_widths(name, q_width, width, padded, monkeypatch):
+    a = a_call(width, torch.bfloat16, False, q_width)
+    assert chosen(name, 80, a, monkeypatch) == (TILES[name].plain[padded], 255)
+
+
+def test_a_block_has_the_registers_that_it_may_use(monkeypatch):
+    """65536 of a multiprocessor: nothing is launched with more."""
+    for tiles in TILES.values():
+        for table in tiles:
+            for _, _, warps, _, *registers in table.values():
+                most = (registers or [255])[0]
+                assert most is None or (most + 1) * 32 * warps <= 65536
