@@ -118,7 +118,7 @@ inline __m512i widen_e4m3(__m256i codes, __m512i tiny) {
   return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_xor_si512(wide, size), 8));
 }
 
-// Two sums a row: one would wait for itself.
+// Two sums a row: one would wait for itself, and one chosen by j would lie in memory.
 template <int kRows>
 void add_e4m3(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   uint16_t tiny[32] = {};
@@ -127,19 +127,30 @@ void add_e4m3(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   const auto* const x = static_cast<const uint16_t*>(args.x);
   for (int64_t n = begin; n < end; ++n) {
     const uint8_t* const codes = w.at(n, 0);
-    __m512 sums[kRows][2] = {};
-    for (int64_t j = 0; j < w.k; j += 32) {
-      const __mmask32 some = w.k - j < 32 ? (1u << (w.k - j)) - 1 : ~0u;
-      const __m512i numbers = widen_e4m3(_mm256_maskz_loadu_epi8(some, codes + j), table);
+    __m512 sums[2][kRows] = {};
+    const auto add = [&](int64_t j, __m256i some, __m512* to) {
+      const __m512i numbers = widen_e4m3(some, table);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         const __m512i row = _mm512_loadu_si512(x + r * args.ld + j);
-        auto& sum = sums[r][j / 32 % 2];
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)numbers);
+        to[r] = _mm512_dpbf16_ps(to[r], (__m512bh)row, (__m512bh)numbers);
       }
+    };
+    const auto whole = [&](int64_t j) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + j));
+    };
+    const auto rest = [&](int64_t j) {
+      return _mm256_maskz_loadu_epi8(w.k - j < 32 ? (1u << (w.k - j)) - 1 : ~0u, codes + j);
+    };
+    int64_t j = 0;
+    for (; j + 64 <= w.k; j += 64) {
+      add(j, whole(j), sums[0]);
+      add(j + 32, whole(j + 32), sums[1]);
     }
+    if (j < w.k) add(j, rest(j), sums[0]);
+    if (j + 32 < w.k) add(j + 32, rest(j + 32), sums[1]);
     for (int r = 0; r < kRows; ++r) {
-      args.sums[r * args.ld_sums + n - begin] = _mm512_reduce_add_ps(sums[r][0] + sums[r][1]);
+      args.sums[r * args.ld_sums + n - begin] = _mm512_reduce_add_ps(sums[0][r] + sums[1][r]);
     }
   }
 }
