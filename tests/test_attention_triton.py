@@ -51,7 +51,7 @@ def test_by_the_wider_of_the_padded_widths(name, q_width, width, padded, monkeyp
     assert chosen(name, 80, a, monkeypatch) == (TILES[name].plain[padded], 255)
 
 
-def test_a_block_has_the_registers_that_it_may_use(monkeypatch):
+def test_a_block_has_the_registers_that_it_may_use():
     """65536 of a multiprocessor: nothing is launched with more."""
     for tiles in TILES.values():
         for table in tiles:
