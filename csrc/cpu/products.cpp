@@ -70,7 +70,7 @@ bool multiplies_bfloat16(c10::ScalarType dtype) {
   return dtype == at::kBFloat16 && found && fast_bfloat16_products();
 }
 
-Products::~Products() {
+BrgemmScope::~BrgemmScope() {
   if (fast_bfloat16_products()) at::native::cpublas::brgemm_release();
 }
 

@@ -29,9 +29,9 @@ void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t ld_a, c
 // Whether tensors of this dtype are multiplied as they are; else they become float32.
 bool multiplies_bfloat16(c10::ScalarType dtype);
 
-// Ends what a thread's products hold of the processor.
-struct Products {
-  ~Products();
+// At its end the thread gives up what brgemm holds of the processor (the tiles of AMX).
+struct BrgemmScope {
+  ~BrgemmScope();
 };
 
 // out [padded, ld] = rows, with zeros below and beside them.

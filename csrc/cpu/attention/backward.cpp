@@ -240,7 +240,7 @@ void backward(const Problem& problem, const Heads& grad, const Tensor& delta,
   const int64_t heads = problem.k.heads(), tasks = heads * problem.sequences.size();
   auto* const deltas = delta.mutable_data_ptr<double>();
   at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    const Products products;
+    const BrgemmScope scope;
     KeyHead<T> head(problem, grad, deltas, gradients);
     for (int64_t i = begin; i < end; ++i) head.run(problem.sequences[i / heads], i % heads);
   });
@@ -288,7 +288,7 @@ AttentionGradients attention_backward(const Tensor& grad, const OptionalTensor& 
   if (dbias.defined()) dbias.copy_(gradients.scores.sum_to_size(dbias.sizes()));
   if (dsinks.defined()) {
     const auto of_sink = at::exp(problem.sinks.unsqueeze(-1) - rows) * delta;
-    dsinks.copy_(-at::where(rows.eq(-kInfinity), 0, of_sink).sum({0, 2}));
+    dsinks.copy_(-at::where(rows.eq(-kInfinity), 0, of_sink).sum(at::IntArrayRef({0, 2})));
   }
   return outputs;
 }

@@ -109,7 +109,7 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
   };
   if (pairs >= at::get_num_threads()) {
     at::parallel_for(0, pairs, 1, [&](int64_t begin, int64_t end) {
-      const Products products;
+      const BrgemmScope scope;
       Block<T> block(problem);
       PackedPair<T> packed(problem);
       for (int64_t i = begin; i < end; ++i) {
@@ -135,7 +135,7 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
     for (int64_t i = begin; i < end; ++i) packed[i].pack(problem.sequences[i / heads], i % heads);
   });
   at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
-    const Products products;
+    const BrgemmScope scope;
     Block<T> block(problem);
     for (int64_t i = begin; i < end; ++i) {
       const auto& [pair, head, from] = tasks[i];

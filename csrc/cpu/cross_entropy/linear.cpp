@@ -156,7 +156,7 @@ struct Gradients {
   std::vector<float> targets;  // of each row's target's logit
 
   // All but what the targets' logits give to the input and the weight.
-  void add(const Products& products, const Problem& problem, const Tile& tile,
+  void add(const LogitProducts& products, const Problem& problem, const Tile& tile,
            const Tensor& weight) {
     const auto& g = tile.logits;
     const int64_t n = g.size(0), classes = g.size(1);
@@ -206,7 +206,7 @@ Tensor float_zeros(const Tensor& gradient, at::IntArrayRef sizes) {
 
 // Calls f for the tiles, stripe of classes by stripe, and of_stripe after each.
 template <class Function, class OfStripe>
-void each_tile(const Problem& problem, const Products& products, const Function& f,
+void each_tile(const Problem& problem, const LogitProducts& products, const Function& f,
                const OfStripe& of_stripe) {
   const auto buffer =
       at::empty({std::min(kRows, problem.rows), std::min(kClasses, problem.classes)},
@@ -244,7 +244,7 @@ int64_t whole_rows(const Problem& problem) {
 }
 
 // Losses, lse and gradients, a few whole rows at a time.
-void make_whole_rows(const Problem& problem, const Products& products, Gradients gradients,
+void make_whole_rows(const Problem& problem, const LogitProducts& products, Gradients gradients,
                      std::vector<double>& losses, double* lse) {
   const RowGradients ones(problem.options, problem.targets.total());
   const int64_t step = whole_rows(problem);
@@ -289,7 +289,7 @@ LinearLoss linear_cross_entropy_forward(const Tensor& input, const Tensor& linea
   const auto& [loss, lse, total, dinput, dlinear_weight, dlinear_bias] = outputs;
   const Problem problem(input, linear_weight, target, linear_bias, weight,
                         {ignore_index, reduction, how});
-  const Products products(problem.input, linear_weight, problem.linear_bias);
+  const LogitProducts products(problem.input, linear_weight, problem.linear_bias);
   std::vector<double> losses(problem.rows);
   const auto row_lse = problem.live.defined() ? at::empty({problem.rows}, lse.options()) : lse;
   auto* const lses = row_lse.mutable_data_ptr<double>();
@@ -335,7 +335,7 @@ LinearGradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& 
   const auto& [dinput, dlinear_weight, dlinear_bias] = outputs;
   const Problem problem(input, linear_weight, target, linear_bias, weight,
                         {ignore_index, reduction, how});
-  const Products products(problem.input, linear_weight, problem.linear_bias);
+  const LogitProducts products(problem.input, linear_weight, problem.linear_bias);
   const RowGradients row_gradients(problem.of_live(grad), problem.options, total.item<double>());
   const auto row_lse = problem.of_live(lse).contiguous();
   const auto* const lses = row_lse.const_data_ptr<double>();

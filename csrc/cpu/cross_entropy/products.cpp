@@ -18,16 +18,18 @@ Tensor as(const Tensor& t, c10::ScalarType dtype) {
 
 }  // namespace
 
-Products::Products(const Tensor& input_, const Tensor& linear_weight, const Tensor& linear_bias)
+LogitProducts::LogitProducts(const Tensor& input_, const Tensor& linear_weight,
+                             const Tensor& linear_bias)
     : input(as(input_, product_dtype(input_.scalar_type()))),
       linear_weight_(linear_weight),
       linear_bias_(as(linear_bias, input.scalar_type())) {}
 
-Tensor Products::weight(int64_t first, int64_t n) const {
+Tensor LogitProducts::weight(int64_t first, int64_t n) const {
   return as(part_of(linear_weight_, first, n), input.scalar_type());
 }
 
-void Products::make(const Tensor& logits, int64_t from, int64_t first, const Tensor& weight) const {
+void LogitProducts::make(const Tensor& logits, int64_t from, int64_t first,
+                         const Tensor& weight) const {
   auto out = logits;
   const auto rows = part_of(input, from, logits.size(0));
   if (!linear_bias_.defined()) {
@@ -37,7 +39,7 @@ void Products::make(const Tensor& logits, int64_t from, int64_t first, const Ten
   }
 }
 
-void Products::add(const Tensor& into, const Tensor& a, const Tensor& b) {
+void LogitProducts::add(const Tensor& into, const Tensor& a, const Tensor& b) {
   if (a.scalar_type() == at::kFloat) {
     into.addmm_(a, b);
   } else {

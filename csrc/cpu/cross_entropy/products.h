@@ -11,10 +11,10 @@ inline Tensor part_of(const Tensor& t, int64_t from, int64_t n) {
   return n == t.size(0) ? t : t.narrow(0, from, n);
 }
 
-class Products {
+class LogitProducts {
  public:
   // input [rows, features], linear_weight [classes, features], linear_bias [classes] or undefined.
-  Products(const Tensor& input, const Tensor& linear_weight, const Tensor& linear_bias);
+  LogitProducts(const Tensor& input, const Tensor& linear_weight, const Tensor& linear_bias);
 
   Tensor input;  // in the products' dtype
 

@@ -97,7 +97,7 @@ void multiply(const Tensor& dz, const Codes& w, const Tensor& dx) {
   const int64_t rows = dz.size(0), across = at::divup(w.k, kWidth),
                 tasks = at::divup(rows, kRows) * across;
   at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
-    const Products products;
+    const BrgemmScope scope;
     Block<T> block(w, gradient, dx);
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / across * kRows, begin = i % across * kWidth;

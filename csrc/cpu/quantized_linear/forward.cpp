@@ -262,7 +262,7 @@ void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
   if (turns) few.x = w.of_bytes() ? static_cast<const void*>(few.lanes) : turned.halves.data();
   const int64_t grain = kGrain / (std::min(x.rows, kRows) * kColumns * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
-    const Products products;
+    const BrgemmScope scope;
     Block block(w, x, way, few, out);
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / across * kRows, begin = i % across * kColumns;
