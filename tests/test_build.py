@@ -112,6 +112,99 @@ def isa_of(path):
     return Path(path).stem.rpartition(".")[2]
 
 
+def mixed_symbols(objects):
+    """Symbols that are strong in one object and weak in another: two things of one name.
+
+    The linker keeps the strong one without a word, for both.
+    """
+    strong, weak = set(), set()
+    for compiled in objects:
+        listing = subprocess.check_output(["nm", "--defined-only", compiled], text=True)
+        for *_, kind, name in (line.split() for line in listing.splitlines() if line):
+            if kind in "TDBR":
+                strong.add(name)
+            elif kind in "WVu":
+                weak.add(name)
+    return strong & weak
+
+
+def test_no_symbol_is_strong_here_and_weak_there():
+    objects = {
+        source: path for path in (ROOT / "build").rglob("*.o") if (source := source_of(path))
+    }
+    assert len(objects) > 60, "make build leaves its objects in build/temp"
+    assert mixed_symbols(objects.values()) == set()
+
+
+def source_of(compiled):
+    """The source file behind an object of the tree's own build; None for all others."""
+    built = compiled.relative_to(ROOT / "build").as_posix()
+    name = built.removeprefix("temp/").removeprefix("objects/").removesuffix(".o")
+    if name.count("/") == 0:  # csrc.cpu.isa.norm.cpp.AVX2
+        name = name.replace(".", "/").replace("/cpp/", ".cpp/").replace("/cu/", ".cu/")
+        return name if (ROOT / name.rpartition("/")[0]).is_file() else None
+    return name if (ROOT / f"{name}.cpp").is_file() else None
+
+
+GUARD = "namespace a {{ struct Guard {{ {} }}; {} }}"
+
+
+def test_two_destructors_of_one_name_are_seen(tmp_path):
+    sources = {
+        "declared": GUARD.format("~Guard();", "Guard::~Guard() {}"),
+        "implicit": "#include <string>\n"
+        + GUARD.format("std::string text;", "void use() { Guard guard{std::string(99, 'x')}; }"),
+    }
+    objects = [tmp_path / f"{name}.o" for name in sources]
+    for compiled, code in zip(objects, sources.values(), strict=True):
+        compiled.with_suffix(".cpp").write_text(code)
+        compile_to(compiled, "-O0")
+    assert mixed_symbols(objects) == {"_ZN1a5GuardD1Ev", "_ZN1a5GuardD2Ev"}
+
+
+TOKEN = re.compile(
+    r"namespace\s*(?P<namespace>[\w:]*)\s*\{"
+    r"|\b(?:class|struct|union|enum(?:\s+class)?)\s+(?P<type>\w+(?:<[^;{}()]*>)?)\s*(?:final\s*)?(?::[^;{}()]*)?\{"
+    r"|(?P<brace>[{}])"
+)
+NOT_CODE = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\])+\'|^\s*#(?:\\\n|[^\n])*', re.S | re.M
+)
+
+
+def types_in(code):
+    """The qualified names of the types that a source defines for other files to see."""
+    scopes = []  # of each open brace: a name, "" where it is a block or an unnamed namespace
+    for token in TOKEN.finditer(NOT_CODE.sub(" ", code)):
+        if token["brace"] == "}":
+            scopes.pop()
+            continue
+        scopes.append(token["namespace"] or token["type"] or "")
+        if token["type"] and all(scopes):
+            yield "::".join(scopes)
+
+
+def test_no_two_files_define_a_type_of_one_name():
+    found = {}
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
+            for name in types_in(path.read_text()):
+                found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    assert len(found) > 50
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_types_are_found_in_the_scopes_that_others_see():
+    code = """
+        #define OPENS {
+        namespace a::b { class One : public Base<int> { struct Inner { }; };
+        namespace { struct Hidden { }; }  // struct Comment { };
+        template <class T> void f() { struct Local { }; }
+        enum class Kind { one, two }; }
+    """
+    assert list(types_in(code)) == ["a::b::One", "a::b::One::Inner", "a::b::Kind"]
+
+
 SHARED = "inline __attribute__((noinline)) float twice(float x) { return 2 * x; }"
 USE = "float use(float x) { return twice(x); }"
 
@@ -129,6 +222,12 @@ USE = "float use(float x) { return twice(x); }"
 def test_a_leak_is_seen(tmp_path, code, leaking):
     source, compiled = tmp_path / "leak.cpp", tmp_path / "leak.o"
     source.write_text(code)
-    compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, "-O2", "-c", source, "-o", compiled], check=True)
+    compile_to(compiled, "-O2")
     assert leaks(compiled, "AVX512") == leaking
+
+
+def compile_to(compiled, *flags):
+    """The object of the .cpp file beside it."""
+    compiler = os.environ.get("CXX", "g++")
+    command = [compiler, *flags, "-c", compiled.with_suffix(".cpp"), "-o", compiled]
+    subprocess.run(command, check=True)
