@@ -112,7 +112,15 @@ FAMILIES = {
 
 # What lies on a floor beside the families.
 SHARED = {
-    "csrc/ops": {"autograd.h", "bfloat16.cpp", "bfloat16.h", "checks.h", "dropout.h"},
+    "csrc/ops": {
+        "autograd.h",
+        "bfloat16.cpp",
+        "bfloat16.h",
+        "checks.h",
+        "dropout.h",
+        "nested.cpp",
+        "node.h",
+    },
     "csrc/cpu": {
         "activation.h",
         "dropout.h",
@@ -130,7 +138,7 @@ SHARED = {
     "csrc/cpu/isa": {"operands.cpp", "operands.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
-    "fusedops/functional": {"__init__.py"},
+    "fusedops/functional": {"__init__.py", "jagged.py"},
     "fusedops/nn": {"__init__.py"},
     "fusedops/optim": {"__init__.py"},
     "benchmarks": {

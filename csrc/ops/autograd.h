@@ -1,15 +1,13 @@
-// What the operators' autograd shares: nodes, and the choice between kernels and ATen calls.
+// What the operators' autograd shares: the choice between kernels and ATen calls.
 #pragma once
 
+#include <ATen/TracerMode.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 #include <initializer_list>
-#include <memory>
-#include <type_traits>
 
 #include "csrc/common.h"
+#include "csrc/ops/node.h"
 
 namespace fusedops {
 
@@ -17,22 +15,13 @@ inline OptionalTensor optional(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
 
-// torch 2.11 counts references to nodes in a shared_ptr, 2.13 in an intrusive_ptr.
-template <class T>
-auto make_node() {
-  using Pointer = decltype(torch::autograd::Edge::function);
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<T>();
-  }
-}
-
-// functorch's transforms and forward-mode gradients see through ATen calls, not through the node.
+// functorch's transforms and forward-mode gradients see through ATen calls, not through the node;
+// so does an export to ONNX, which csrc/python.cpp sends here with tracing switched on.
 inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
   using c10::DispatchKey;
   const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
   if (keys.has(DispatchKey::FuncTorchDynamicLayerBackMode)) return true;
+  if (at::tracer::impl::is_dispatch_enabled()) return true;
   for (const auto& t : tensors) {
     if (given(t) && (t->scalar_type() == at::kDouble || t->_fw_grad(0).defined())) return true;
   }

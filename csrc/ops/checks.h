@@ -1,4 +1,4 @@
-// What the operators of products check alike.
+// What several operators check alike.
 #pragma once
 
 #include <string_view>
@@ -26,6 +26,15 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
                         const std::vector<c10::SymInt>& shape) {
   TORCH_CHECK(t.sym_sizes().equals(shape), op, ": ", name, " must have shape ",
               c10::SymIntArrayRef(shape), ", got ", describe(t));
+}
+
+// Whether a tensor has numbers in memory: not where a graph is traced, or vmap hides a batch in it.
+inline bool has_numbers(const Tensor& t) {
+  using c10::DispatchKey;
+  const c10::DispatchKeySet wrapped({DispatchKey::Python, DispatchKey::Functionalize,
+                                     DispatchKey::FuncTorchBatched, DispatchKey::Batched});
+  return !t.is_meta() && !t.key_set().has_any(wrapped) &&
+         !c10::impl::tls_is_dispatch_key_included(DispatchKey::Python);
 }
 
 // x's shape with another last dimension

@@ -14,9 +14,6 @@
 namespace fusedops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 // The arguments of a call that stay the same for its backward.
 struct Call {
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seed;
@@ -33,57 +30,59 @@ OutAndLse forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
                  call.max_k, how, window, call.options.bottom_right);
 }
 
-// Written out, as the norms' is. Keeps no scores: the backward computes them again.
-struct AttentionBackwardNode : torch::autograd::Node {
-  Call call;
-  SavedVariable q, k, v, bias, sinks, out, lse;
+// Keeps no scores: the backward computes them again.
+struct AttentionBackward {
+  static constexpr const char* kName = "FusedAttentionBackward";
+  static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks, which are the first of the saved
+  enum : size_t { kOut = kInputs, kLse, kCuSeqlensQ, kCuSeqlensK, kSeed, kSaved };
 
-  std::string name() const override { return "FusedAttentionBackward"; }
+  c10::SymInt max_q, max_k;
+  AttentionOptions options;
 
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&q, &k, &v, &bias, &sinks, &out, &lse}) saved->reset_data();
+  static auto fields(auto& self) {
+    auto& o = self.options;
+    return std::tie(self.max_q, self.max_k, o.scale, o.softcap, o.dropout_p, o.left, o.right,
+                    o.bottom_right);
   }
 
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(5);
-    std::array<bool, 5> mask;
-    for (size_t i = 0; i < mask.size(); ++i) mask[i] = task_should_compute_output(i);
-    const variable_list leaves{q.unpack(), k.unpack(), v.unpack(), bias.unpack(), sinks.unpack()};
-    if (at::GradMode::is_enabled()) return again(leaves, grads, mask);
-    const auto node = getptr();
-    const auto out_ = out.unpack(node), lse_ = lse.unpack(node);
-    const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(out_);
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 5> wanted) const {
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(kInputs);
+    variable_list leaves;
+    for (size_t i = 0; i < kInputs; ++i) leaves.push_back(saved[i]);
+    if (at::GradMode::is_enabled()) return again(saved, leaves, grads, wanted);
+    const auto out = saved[kOut], lse = saved[kLse];
+    const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(out);
     static const auto op =
         handle<decltype(attention_backward_outputs)>("fusedops::attention_backward");
-    const auto how = call.options.how();
-    const auto window = call.options.window();
+    const auto how = options.how();
+    const auto window = options.window();
     const auto [dq, dk, dv, dbias, dsinks] =
         op.call(grad, optional(grads[1]), leaves[0], leaves[1], leaves[2], optional(leaves[3]),
-                optional(leaves[4]), call.cu_seqlens_q, call.cu_seqlens_k, call.seed, out_, lse_,
-                call.max_q, call.max_k, how, window, call.options.bottom_right, mask);
+                optional(leaves[4]), optional(saved[kCuSeqlensQ]), optional(saved[kCuSeqlensK]),
+                optional(saved[kSeed]), out, lse, max_q, max_k, how, window, options.bottom_right,
+                wanted);
     return {dq, dk, dv, dbias, dsinks};
   }
 
   // Double backward: the formula's gradients, differentiable.
-  variable_list again(const variable_list& leaves, const variable_list& grads,
-                      const std::array<bool, 5>& mask) const {
-    const auto [out_, lse_] =
+  variable_list again(const Saved& saved, const variable_list& leaves, const variable_list& grads,
+                      const std::array<bool, 5>& wanted) const {
+    const auto [out, lse] =
         attention_formula(leaves[0], leaves[1], leaves[2], optional(leaves[3]), optional(leaves[4]),
-                          call.cu_seqlens_q, call.cu_seqlens_k, call.seed, call.options);
-    variable_list results, cotangents, wanted, found(leaves.size());
-    const variable_list both{out_, lse_};
+                          optional(saved[kCuSeqlensQ]), optional(saved[kCuSeqlensK]),
+                          optional(saved[kSeed]), options);
+    variable_list results, cotangents, inputs, found(kInputs);
+    const variable_list both{out, lse};
     for (size_t i = 0; i < both.size(); ++i) {
       if (grads[i].defined()) results.push_back(both[i]), cotangents.push_back(grads[i]);
     }
-    for (size_t i = 0; i < leaves.size(); ++i) {
-      if (mask[i]) wanted.push_back(leaves[i]);
+    for (size_t i = 0; i < kInputs; ++i) {
+      if (wanted[i]) inputs.push_back(leaves[i]);
     }
     const auto gradients =
-        torch::autograd::grad(results, wanted, cotangents, std::nullopt, true, true);
-    for (size_t i = 0, n = 0; i < leaves.size(); ++i) {
-      if (mask[i]) found[i] = gradients[n++];
+        torch::autograd::grad(results, inputs, cotangents, std::nullopt, true, true);
+    for (size_t i = 0, n = 0; i < kInputs; ++i) {
+      if (wanted[i]) found[i] = gradients[n++];
     }
     return found;
   }
@@ -91,7 +90,7 @@ struct AttentionBackwardNode : torch::autograd::Node {
 
 OutAndLse with_gradient(const Tensor& q, const Tensor& k, const Tensor& v,
                         const OptionalTensor& bias, const OptionalTensor& sinks, const Call& call) {
-  const auto node = make_node<AttentionBackwardNode>();
+  const auto node = make_node<FusedNode<AttentionBackward>>();
   const auto bias_ = value_or_undefined(bias), sinks_ = value_or_undefined(sinks);
   node->set_next_edges(torch::autograd::collect_next_edges(q, k, v, bias_, sinks_));
   const auto outputs = [&] {
@@ -100,14 +99,20 @@ OutAndLse with_gradient(const Tensor& q, const Tensor& k, const Tensor& v,
   }();
   const auto& [out, lse] = outputs;
   torch::autograd::set_history(variable_list{out, lse}, node);
-  node->call = call;
-  node->q = SavedVariable(q, false);
-  node->k = SavedVariable(k, false);
-  node->v = SavedVariable(v, false);
-  node->bias = SavedVariable(bias_, false);
-  node->sinks = SavedVariable(sinks_, false);
-  node->out = SavedVariable(out, true);
-  node->lse = SavedVariable(lse, true);
+  node->backward = {call.max_q, call.max_k, call.options};
+  const auto saved = [](const OptionalTensor& t) {
+    return SavedVariable(value_or_undefined(t), false);
+  };
+  node->saved = {saved(q),
+                 saved(k),
+                 saved(v),
+                 saved(bias),
+                 saved(sinks),
+                 SavedVariable(out, true),
+                 SavedVariable(lse, true),
+                 saved(call.cu_seqlens_q),
+                 saved(call.cu_seqlens_k),
+                 saved(call.seed)};
   return outputs;
 }
 

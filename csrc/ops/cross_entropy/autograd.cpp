@@ -14,9 +14,6 @@
 namespace fusedops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 Loss forward(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
              const CrossEntropyOptions& options, c10::ScalarType dtype, bool with_gradient) {
   static const auto op = handle<decltype(cross_entropy_outputs)>("fusedops::cross_entropy_forward");
@@ -24,41 +21,40 @@ Loss forward(const Tensor& input, const Tensor& target, const OptionalTensor& we
                  dtype, with_gradient);
 }
 
-// Written out, as the norms' is. Keeps the logits, or the gradient that the forward has made.
-struct CrossEntropyBackwardNode : torch::autograd::Node {
+// Keeps the logits, or the gradient that the forward has made.
+struct CrossEntropyBackward {
+  static constexpr const char* kName = "FusedCrossEntropyBackward";
+  static constexpr size_t kInputs = 1;
+  enum : size_t { kInput, kTarget, kWeight, kLse, kTotal, kSaved };
+
   CrossEntropyOptions options;
-  bool made;  // `input` is its gradient
-  SavedVariable input, target, weight, lse, total;
+  bool made;  // the saved input is its gradient
 
-  std::string name() const override { return "FusedCrossEntropyBackward"; }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&input, &target, &weight, &lse, &total}) saved->reset_data();
+  static auto fields(auto& self) {
+    return std::tuple_cat(CrossEntropyOptions::fields(self.options), std::tie(self.made));
   }
 
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 1>) const {
     if (!grads[0].defined()) return variable_list(1);
-    return {run(grads[0])};
+    return {gradient(saved, grads[0])};
   }
 
-  Tensor run(const Tensor& grad) {
+  Tensor gradient(const Saved& saved, const Tensor& grad) const {
     if (made) {
       TORCH_CHECK(!at::GradMode::is_enabled(),
                   "cross_entropy: grad_in_forward=True keeps no logits, so it has no double "
                   "backward");
-      return scaled_gradient(input.unpack(), grad);
+      return scaled_gradient(saved[kInput], grad);
     }
-    const auto input_ = input.unpack(), target_ = target.unpack();
-    const auto weight_ = optional(weight.unpack());
+    const auto input = saved[kInput], target = saved[kTarget];
+    const auto weight = optional(saved[kWeight]);
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      return cross_entropy_gradient(grad, input_, target_, weight_, options);
+      return cross_entropy_gradient(grad, input, target, weight, options);
     }
     static const auto op =
         handle<decltype(cross_entropy_backward_outputs)>("fusedops::cross_entropy_backward");
-    return op.call(grad, input_, target_, weight_, lse.unpack(), total.unpack(),
-                   options.ignore_index, options.reduction, options.how());
+    return op.call(grad, input, target, weight, saved[kLse], saved[kTotal], options.ignore_index,
+                   options.reduction, options.how());
   }
 };
 
@@ -66,21 +62,20 @@ Tensor with_gradient(const Tensor& input, const Tensor& target, const OptionalTe
                      const CrossEntropyOptions& options, c10::ScalarType dtype,
                      bool grad_in_forward) {
   const bool made = grad_in_forward && may_make_gradient(input.scalar_type());
-  const auto node = make_node<CrossEntropyBackwardNode>();
+  const auto node = make_node<FusedNode<CrossEntropyBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(input));
   const auto [loss, lse, total, dinput] = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
     return forward(input, target, weight, options, dtype, made);
   }();
   torch::autograd::set_history(loss, node);
-  node->options = options;
-  node->made = made;
-  node->input = SavedVariable(made ? dinput : input, false);
+  node->backward = {options, made};
+  node->saved[CrossEntropyBackward::kInput] = SavedVariable(made ? dinput : input, false);
   if (made) return loss;
-  node->target = SavedVariable(target, false);
-  node->weight = SavedVariable(value_or_undefined(weight), false);
-  node->lse = SavedVariable(lse, false);
-  node->total = SavedVariable(total, false);
+  node->saved[CrossEntropyBackward::kTarget] = SavedVariable(target, false);
+  node->saved[CrossEntropyBackward::kWeight] = SavedVariable(value_or_undefined(weight), false);
+  node->saved[CrossEntropyBackward::kLse] = SavedVariable(lse, false);
+  node->saved[CrossEntropyBackward::kTotal] = SavedVariable(total, false);
   return loss;
 }
 

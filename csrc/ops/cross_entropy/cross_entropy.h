@@ -40,6 +40,10 @@ struct CrossEntropyOptions {
         z_loss(how.at(1)),
         map{how.at(2), how.at(3)} {}
 
+  static auto fields(auto& self) {
+    return std::tie(self.ignore_index, self.reduction, self.label_smoothing, self.z_loss,
+                    self.map.scale, self.map.softcap);
+  }
   bool is(Reduction r) const { return reduction == static_cast<int64_t>(r); }
   std::array<double, 4> how() const { return {label_smoothing, z_loss, map.scale, map.softcap}; }
 };

@@ -11,9 +11,6 @@
 namespace fusedops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 LinearLoss forward(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
                    const OptionalTensor& linear_bias, const OptionalTensor& weight,
                    const CrossEntropyOptions& options, c10::ScalarType dtype,
@@ -24,49 +21,47 @@ LinearLoss forward(const Tensor& input, const Tensor& linear_weight, const Tenso
                  options.reduction, options.how(), dtype, gradients);
 }
 
-// Written out, as the norms' is. Keeps no logits: either the forward has made the gradients, or the
-// backward computes the logits again.
-struct LinearCrossEntropyBackwardNode : torch::autograd::Node {
+// Keeps no logits: either the forward has made the gradients, or the backward computes the logits
+// again.
+struct LinearCrossEntropyBackward {
+  static constexpr const char* kName = "FusedLinearCrossEntropyBackward";
+  static constexpr size_t kInputs = 3;  // input, linear_weight, linear_bias
+  enum : size_t { kInput, kLinearWeight, kLinearBias, kTarget, kWeight, kLse, kTotal, kMade };
+  static constexpr size_t kSaved = kMade + kInputs;  // from kMade on: the inputs' gradients
+
   CrossEntropyOptions options;
   bool made;
-  SavedVariable input, linear_weight, linear_bias, target, weight, lse, total;
-  SavedVariable dinput, dlinear_weight, dlinear_bias;
 
-  std::string name() const override { return "FusedLinearCrossEntropyBackward"; }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&input, &linear_weight, &linear_bias, &target, &weight, &lse, &total,
-                        &dinput, &dlinear_weight, &dlinear_bias}) {
-      saved->reset_data();
-    }
+  static auto fields(auto& self) {
+    return std::tuple_cat(CrossEntropyOptions::fields(self.options), std::tie(self.made));
   }
 
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!grads[0].defined()) return variable_list(3);
-    const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
-                                   task_should_compute_output(2)};
-    const auto [dx, dw, db] = run(grads[0], mask);
-    return {dx, dw, db};
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> wanted) const {
+    variable_list found(kInputs);
+    if (!grads[0].defined()) return found;
+    if (!made || at::GradMode::is_enabled()) {
+      const auto [dinput, dlinear_weight, dlinear_bias] = gradients(saved, grads[0], wanted);
+      return {dinput, dlinear_weight, dlinear_bias};
+    }
+    for (size_t i = 0; i < kInputs; ++i) {
+      if (wanted[i]) found[i] = scaled_gradient(saved[kMade + i], grads[0]);
+    }
+    return found;
   }
 
-  LinearGradients run(const Tensor& grad, std::array<bool, 3> mask) {
-    if (made && !at::GradMode::is_enabled()) {
-      const auto of = [&](bool wanted, const SavedVariable& saved) {
-        return wanted ? scaled_gradient(saved.unpack(), grad) : Tensor();
-      };
-      return {of(mask[0], dinput), of(mask[1], dlinear_weight), of(mask[2], dlinear_bias)};
-    }
-    const auto x = input.unpack(), w = linear_weight.unpack(), t = target.unpack();
-    const auto b = optional(linear_bias.unpack()), class_weight = optional(weight.unpack());
+  LinearGradients gradients(const Saved& saved, const Tensor& grad,
+                            std::array<bool, 3> wanted) const {
+    const auto input = saved[kInput], linear_weight = saved[kLinearWeight];
+    const auto target = saved[kTarget];
+    const auto linear_bias = optional(saved[kLinearBias]), weight = optional(saved[kWeight]);
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      return linear_cross_entropy_gradients(grad, x, w, t, b, class_weight, options, mask);
+      return linear_cross_entropy_gradients(grad, input, linear_weight, target, linear_bias, weight,
+                                            options, wanted);
     }
     static const auto op = handle<decltype(linear_cross_entropy_backward_outputs)>(
         "fusedops::linear_cross_entropy_backward");
-    return op.call(grad, x, w, t, b, class_weight, lse.unpack(), total.unpack(),
-                   options.ignore_index, options.reduction, options.how(), mask);
+    return op.call(grad, input, linear_weight, target, linear_bias, weight, saved[kLse],
+                   saved[kTotal], options.ignore_index, options.reduction, options.how(), wanted);
   }
 };
 
@@ -84,27 +79,20 @@ Tensor with_gradient(const Tensor& input, const Tensor& linear_weight, const Ten
                      const OptionalTensor& linear_bias, const OptionalTensor& weight,
                      const CrossEntropyOptions& options, c10::ScalarType dtype) {
   const auto bias = value_or_undefined(linear_bias);
-  const auto node = make_node<LinearCrossEntropyBackwardNode>();
+  const auto node = make_node<FusedNode<LinearCrossEntropyBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(input, linear_weight, bias));
-  node->options = options;
-  node->made = makes_gradients(linear_weight, options);
-  const auto wanted = [&](const Tensor& t) { return node->made && needs_gradient({t}); };
+  const bool made = makes_gradients(linear_weight, options);
+  node->backward = {options, made};
+  const auto wanted = [&](const Tensor& t) { return made && needs_gradient({t}); };
   const auto [loss, lse, total, dinput, dlinear_weight, dlinear_bias] = [&] {
     const std::array<bool, 3> gradients{wanted(input), wanted(linear_weight), wanted(bias)};
     at::AutoDispatchBelowADInplaceOrView below;
     return forward(input, linear_weight, target, linear_bias, weight, options, dtype, gradients);
   }();
   torch::autograd::set_history(loss, node);
-  node->input = SavedVariable(input, false);
-  node->linear_weight = SavedVariable(linear_weight, false);
-  node->linear_bias = SavedVariable(bias, false);
-  node->target = SavedVariable(target, false);
-  node->weight = SavedVariable(value_or_undefined(weight), false);
-  node->lse = SavedVariable(lse, false);
-  node->total = SavedVariable(total, false);
-  node->dinput = SavedVariable(dinput, false);
-  node->dlinear_weight = SavedVariable(dlinear_weight, false);
-  node->dlinear_bias = SavedVariable(dlinear_bias, false);
+  const Tensor kept[] = {input, linear_weight, bias,   target,         value_or_undefined(weight),
+                         lse,   total,         dinput, dlinear_weight, dlinear_bias};
+  for (size_t i = 0; i < std::size(kept); ++i) node->saved[i] = SavedVariable(kept[i], false);
   return loss;
 }
 

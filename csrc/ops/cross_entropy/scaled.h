@@ -5,18 +5,9 @@
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "csrc/common.h"
+#include "csrc/ops/checks.h"
 
 namespace fusedops {
-
-// Whether a tensor is numbers in memory: not where a graph is traced, or a batch is hidden in it.
-inline bool plain(const Tensor& t) {
-  using c10::DispatchKey;
-  const c10::DispatchKeySet wrapped({DispatchKey::Python, DispatchKey::Functionalize,
-                                     DispatchKey::FuncTorchBatched, DispatchKey::Batched});
-  return !t.key_set().has_any(wrapped) &&
-         !c10::impl::tls_is_dispatch_key_included(DispatchKey::Python);
-}
 
 // Whether the forward may make gradients of this dtype. In float16 those of a mean are zeros before
 // a GradScaler's factor comes.
@@ -26,7 +17,7 @@ inline bool may_make_gradient(c10::ScalarType dtype) { return dtype != at::kHalf
 inline Tensor scaled_gradient(const Tensor& made, const Tensor& grad) {
   if (!made.defined()) return made;
   const bool one = grad.dim() == 0,
-             given_away = plain(grad) && !torch::autograd::get_current_graph_task_keep_graph();
+             given_away = has_numbers(grad) && !torch::autograd::get_current_graph_task_keep_graph();
   if (given_away && one && grad.is_cpu() && grad.item<double>() == 1) return made;
   // A GPU's kernels round a tensor of no dimensions to the other's dtype.
   const auto g = !one ? grad.unsqueeze(-1) : grad.is_cpu() ? grad : grad.unsqueeze(0);

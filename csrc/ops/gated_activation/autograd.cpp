@@ -11,9 +11,6 @@
 namespace fusedops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 Tensor gated_activation_forward(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
                                 std::optional<double> limit, double alpha, double up_offset) {
   static const auto op =
@@ -21,58 +18,49 @@ Tensor gated_activation_forward(const Tensor& gate, const OptionalTensor& up, st
   return op.call(gate, up, kind, limit, alpha, up_offset);
 }
 
-// Written out, as the norms' is. It keeps gate and up alone: the backward computes the rest again.
-struct GatedActivationBackwardNode : torch::autograd::Node {
+// Keeps gate and up alone: the backward computes the rest again.
+struct GatedActivationBackward {
+  static constexpr const char* kName = "FusedGatedActivationBackward";
+  static constexpr size_t kInputs = 2;  // gate, up
+  enum : size_t { kGate, kUp, kSaved };
+
   std::string kind;
   std::optional<double> limit;
   double alpha, up_offset;
-  SavedVariable gate, up;
 
-  std::string name() const override { return "FusedGatedActivationBackward"; }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    gate.reset_data();
-    up.reset_data();
+  static auto fields(auto& self) {
+    return std::tie(self.kind, self.limit, self.alpha, self.up_offset);
   }
 
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
     if (!grads[0].defined()) return variable_list(2);
-    const auto gate_ = gate.unpack();
-    const auto up_ = optional(up.unpack());
-    const std::array<bool, 2> mask{task_should_compute_output(0), task_should_compute_output(1)};
-    const auto [dgate, dup] = run(grads[0], gate_, up_, mask);
+    const auto [dgate, dup] = gradients(grads[0], saved[kGate], optional(saved[kUp]), wanted);
     return {dgate, dup};
   }
 
-  GatedGradients run(const Tensor& dy, const Tensor& gate_, const OptionalTensor& up_,
-                     std::array<bool, 2> mask) const {
+  GatedGradients gradients(const Tensor& dy, const Tensor& gate, const OptionalTensor& up,
+                           std::array<bool, 2> wanted) const {
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      return gated_activation_backward_composite(dy, gate_, up_, kind, limit, alpha, up_offset,
-                                                 mask);
+      return gated_activation_backward_composite(dy, gate, up, kind, limit, alpha, up_offset,
+                                                 wanted);
     }
     static const auto op =
         handle<decltype(gated_activation_backward_outputs)>("fusedops::gated_activation_backward");
-    return op.call(dy, gate_, up_, kind, limit, alpha, up_offset, mask);
+    return op.call(dy, gate, up, kind, limit, alpha, up_offset, wanted);
   }
 };
 
 Tensor with_gradient(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
                      std::optional<double> limit, double alpha, double up_offset) {
-  const auto node = make_node<GatedActivationBackwardNode>();
+  const auto node = make_node<FusedNode<GatedActivationBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(gate, value_or_undefined(up)));
   const auto y = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
     return gated_activation_forward(gate, up, kind, limit, alpha, up_offset);
   }();
   torch::autograd::set_history(y, node);
-  node->kind = kind;
-  node->limit = limit;
-  node->alpha = alpha;
-  node->up_offset = up_offset;
-  node->gate = SavedVariable(gate, false);
-  node->up = SavedVariable(value_or_undefined(up), false);
+  node->backward = {std::string(kind), limit, alpha, up_offset};
+  node->saved = {SavedVariable(gate, false), SavedVariable(value_or_undefined(up), false)};
   return y;
 }
 

@@ -13,47 +13,39 @@
 namespace fusedops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 LinearForward linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              std::string_view activation, bool keep_z) {
   static const auto op = handle<decltype(linear_outputs)>("fusedops::linear_forward");
   return op.call(input, weight, bias, activation, keep_z);
 }
 
-// Written out, as the norms' is. Keeps what torch's nodes keep: input for dweight, weight for
-// dinput, z for the activation. z is an output of the node that nobody sees but its own double
-// backward, which so needs no second product.
-struct LinearBackwardNode : torch::autograd::Node {
+// Keeps what torch's nodes keep: input for dweight, weight for dinput, z for the activation. z is
+// an output of the node that nobody sees but its own double backward, which so needs no second
+// product.
+struct LinearBackward {
+  static constexpr const char* kName = "FusedLinearBackward";
+  static constexpr size_t kInputs = 3;  // input, weight, bias
+  enum : size_t { kInput, kWeight, kZ, kSaved };
+
   std::string activation;
-  SavedVariable input, weight, z;
 
-  std::string name() const override { return "FusedLinearBackward"; }
+  static auto fields(auto& self) { return std::tie(self.activation); }
 
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&input, &weight, &z}) saved->reset_data();
-  }
-
-  // grads: of y and, in a double backward, of z. Returns those of input, weight and bias.
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+  // grads: of y and, in a double backward, of z.
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> wanted) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(3);
-    const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
-                                   task_should_compute_output(2)};
-    const auto input_ = optional(input.unpack()), weight_ = optional(weight.unpack());
-    const auto z_ = optional(z.unpack(getptr()));
+    const auto input = optional(saved[kInput]), weight = optional(saved[kWeight]);
+    const auto z = optional(saved[kZ]);
     const auto [dinput, dweight, dbias] = [&] {
       if (!through_z && !at::GradMode::is_enabled()) {
         static const auto op =
             handle<decltype(linear_backward_outputs)>("fusedops::linear_backward");
-        return op.call(grads[0], input_, weight_, z_, activation, mask);
+        return op.call(grads[0], input, weight, z, activation, wanted);
       }
-      auto dz = grads[0].defined() ? activate_backward(grads[0], z_, activation) : grads[1];
+      auto dz = grads[0].defined() ? activate_backward(grads[0], z, activation) : grads[1];
       if (grads[0].defined() && through_z) dz = dz + grads[1];
-      return linear_gradients(dz, input_, weight_, mask);
+      return linear_gradients(dz, input, weight, wanted);
     }();
     return {dinput, dweight, dbias};
   }
@@ -61,7 +53,7 @@ struct LinearBackwardNode : torch::autograd::Node {
 
 Tensor with_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                      std::string_view activation) {
-  const auto node = make_node<LinearBackwardNode>();
+  const auto node = make_node<FusedNode<LinearBackward>>();
   node->set_next_edges(
       torch::autograd::collect_next_edges(input, weight, value_or_undefined(bias)));
   const auto [y, z] = [&] {
@@ -70,10 +62,10 @@ Tensor with_gradient(const Tensor& input, const Tensor& weight, const OptionalTe
   }();
   torch::autograd::set_history(y, node);
   if (z.defined()) torch::autograd::set_history(z, node);
-  node->activation = activation;
-  node->input = SavedVariable(weight.requires_grad() ? input : Tensor(), false);
-  node->weight = SavedVariable(input.requires_grad() ? weight : Tensor(), false);
-  node->z = SavedVariable(z, true);
+  node->backward = {std::string(activation)};
+  node->saved = {SavedVariable(weight.requires_grad() ? input : Tensor(), false),
+                 SavedVariable(input.requires_grad() ? weight : Tensor(), false),
+                 SavedVariable(z, true)};
   return y;
 }
 

@@ -12,9 +12,6 @@
 namespace fusedops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
                          const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
                          double eps, std::string_view kind, double offset, double dropout_p,
@@ -23,52 +20,48 @@ NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
   return op.call(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed);
 }
 
-// Written out, as torch's own nodes are: torch::autograd::Function costs 3 us more a step, which
-// on small batches is a tenth of it.
-struct NormBackwardNode : torch::autograd::Node {
+struct NormBackward {
+  static constexpr const char* kName = "FusedNormBackward";
+  static constexpr size_t kInputs = 4;                          // x, residual, weight, bias
+  enum : size_t { kH, kWeight, kBias, kStats, kSeed, kSaved };  // h: x, where there is no residual
+
   int64_t dims;
   double eps;
   std::string kind;
   double offset, dropout_p;
   bool add;
-  SavedVariable h, weight, bias, stats, seed;  // h: the input, where there is no residual
 
-  std::string name() const override { return "FusedNormBackward"; }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&h, &weight, &bias, &stats, &seed}) saved->reset_data();
+  static auto fields(auto& self) {
+    return std::tie(self.dims, self.eps, self.kind, self.offset, self.dropout_p, self.add);
   }
 
-  // grads: of y and, with a residual, of h. Returns those of x, residual, weight and bias.
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto wanted = [this](size_t i) { return task_should_compute_output(i); };
+  // grads: of y and, with a residual, of h.
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 4> wanted) const {
     const auto dh = add ? optional(grads[1]) : std::nullopt;
     const bool drops = dropout_p > 0, through = grads[0].defined();
     if (!through && !drops) return {dh.value_or(Tensor()), dh.value_or(Tensor()), {}, {}};
     if (!through && !dh) return variable_list(4);
 
-    const auto h_ = h.unpack(getptr());
-    const auto weight_ = optional(weight.unpack()), bias_ = optional(bias.unpack());
-    const auto seed_ = optional(seed.unpack());
+    const auto h = saved[kH];
+    const auto weight = optional(saved[kWeight]), bias = optional(saved[kBias]);
+    const auto seed = optional(saved[kSeed]);
     const auto dy = through ? grads[0] : at::zeros_like(*dh);  // the kernel knows the mask
-    const std::array<bool, 4> mask{(add && wanted(1)) || (!drops && wanted(0)), drops && wanted(0),
-                                   through && wanted(2), through && wanted(3)};
+    const std::array<bool, 4> mask{(add && wanted[1]) || (!drops && wanted[0]), drops && wanted[0],
+                                   through && wanted[2], through && wanted[3]};
     NormGradients d;
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      const auto acc = norm_accumulator(h_);
+      const auto acc = norm_accumulator(h);
       const auto [mean, rstd] = norm_statistics(acc, dims, eps, norm_kind(kind));
-      d = norm_gradients(dy, dh, acc, h_.scalar_type(), weight_, bias_, mean, rstd, dims, offset,
-                         dropout_p, seed_, mask);
+      d = norm_gradients(dy, dh, acc, h.scalar_type(), weight, bias, mean, rstd, dims, offset,
+                         dropout_p, seed, mask);
     } else {
       static const auto op = handle<decltype(norm_backward_outputs)>("fusedops::norm_backward");
       std::tie(d.dresidual, d.dx, d.dweight, d.dbias) =
-          op.call(dy, dh, h_, weight_, bias_, stats.unpack(), dims, kind, offset, dropout_p, seed_,
+          op.call(dy, dh, h, weight, bias, saved[kStats], dims, kind, offset, dropout_p, seed,
                   mask);
     }
-    return {wanted(0) ? (drops ? d.dx : d.dresidual) : Tensor(),
-            add && wanted(1) ? d.dresidual : Tensor(), d.dweight, d.dbias};
+    return {wanted[0] ? (drops ? d.dx : d.dresidual) : Tensor(),
+            add && wanted[1] ? d.dresidual : Tensor(), d.dweight, d.dbias};
   }
 };
 
@@ -77,7 +70,7 @@ std::tuple<Tensor, Tensor> with_gradient(const Tensor& x, const OptionalTensor& 
                                          int64_t dims, double eps, std::string_view kind,
                                          double offset, double dropout_p,
                                          const OptionalTensor& seed) {
-  const auto node = make_node<NormBackwardNode>();
+  const auto node = make_node<FusedNode<NormBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, value_or_undefined(residual),
                                                            value_or_undefined(weight),
                                                            value_or_undefined(bias)));
@@ -89,17 +82,11 @@ std::tuple<Tensor, Tensor> with_gradient(const Tensor& x, const OptionalTensor& 
   const bool add = given(residual);
   const bool through_h = add && (x.requires_grad() || residual->requires_grad());
   if (through_h) torch::autograd::set_history(h, node);
-  node->dims = dims;
-  node->eps = eps;
-  node->kind = kind;
-  node->offset = offset;
-  node->dropout_p = dropout_p;
-  node->add = through_h;
-  node->h = SavedVariable(add ? h : x, through_h);
-  node->weight = SavedVariable(value_or_undefined(weight), false);
-  node->bias = SavedVariable(value_or_undefined(bias), false);
-  node->stats = SavedVariable(stats, false);
-  node->seed = SavedVariable(value_or_undefined(seed), false);
+  node->backward = {dims, eps, std::string(kind), offset, dropout_p, through_h};
+  node->saved = {SavedVariable(add ? h : x, through_h),
+                 SavedVariable(value_or_undefined(weight), false),
+                 SavedVariable(value_or_undefined(bias), false), SavedVariable(stats, false),
+                 SavedVariable(value_or_undefined(seed), false)};
   return {y, h};
 }
 

@@ -14,9 +14,6 @@
 namespace fusedops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 // The options of a call, as the kernel operators take them.
 struct How {
   std::string_view format;
@@ -34,40 +31,38 @@ QuantizedForward forward(const Tensor& x, const Tensor& qweight, const Tensor& s
                  how.activation, how.input_format, how.compute, keep_z);
 }
 
-// Written out, as the norms' is. Keeps the codes and, for the activation, z, which is an output of
-// the node that nobody sees but its own double backward. x is not kept: codes have no gradient.
-struct QuantizedBackwardNode : torch::autograd::Node {
+// Keeps the codes and, for the activation, z, which is an output of the node that nobody sees but
+// its own double backward. x is not kept: codes have no gradient.
+struct QuantizedLinearBackward {
+  static constexpr const char* kName = "FusedQuantizedLinearBackward";
+  static constexpr size_t kInputs = 2;  // x, bias
+  enum : size_t { kCodes, kScales, kZeros, kZ, kSaved };
+
   std::string format, activation, compute;
   c10::SymInt n, k;
   int64_t group_size = 0;
-  SavedVariable qweight, scales, zeros, z;
 
-  std::string name() const override { return "FusedQuantizedLinearBackward"; }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&qweight, &scales, &zeros, &z}) saved->reset_data();
+  static auto fields(auto& self) {
+    return std::tie(self.format, self.activation, self.compute, self.n, self.k, self.group_size);
   }
 
-  // grads: of y and, in a double backward, of z. Returns those of x and bias.
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+  // grads: of y and, in a double backward, of z.
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(2);
-    const std::array<bool, 2> mask{task_should_compute_output(0), task_should_compute_output(1)};
-    const auto codes = qweight.unpack(), steps = scales.unpack();
-    const auto zeros_ = optional(zeros.unpack()), z_ = optional(z.unpack(getptr()));
+    const auto codes = saved[kCodes], scales = saved[kScales];
+    const auto zeros = optional(saved[kZeros]), z = optional(saved[kZ]);
     const auto [dx, dbias] = [&] {
       if (!through_z && !at::GradMode::is_enabled()) {
         static const auto op = handle<decltype(quantized_linear_backward_outputs)>(
             "fusedops::quantized_linear_backward");
-        return op.call(grads[0], codes, steps, zeros_, z_, format, n, k, group_size, activation,
-                       compute, mask);
+        return op.call(grads[0], codes, scales, zeros, z, format, n, k, group_size, activation,
+                       compute, wanted);
       }
-      auto dz = grads[0].defined() ? activate_backward(grads[0], z_, activation) : grads[1];
+      auto dz = grads[0].defined() ? activate_backward(grads[0], z, activation) : grads[1];
       if (grads[0].defined() && through_z) dz = dz + grads[1];
-      return quantized_gradients(dz, {codes, steps, zeros_, format, n, k, group_size},
-                                 compute_of(compute), mask);
+      return quantized_gradients(dz, {codes, scales, zeros, format, n, k, group_size},
+                                 compute_of(compute), wanted);
     }();
     return {dx, dbias};
   }
@@ -75,7 +70,7 @@ struct QuantizedBackwardNode : torch::autograd::Node {
 
 Tensor with_gradient(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                      const OptionalTensor& zeros, const OptionalTensor& bias, const How& how) {
-  const auto node = make_node<QuantizedBackwardNode>();
+  const auto node = make_node<FusedNode<QuantizedLinearBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, value_or_undefined(bias)));
   const auto [y, z] = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -83,16 +78,11 @@ Tensor with_gradient(const Tensor& x, const Tensor& qweight, const Tensor& scale
   }();
   torch::autograd::set_history(y, node);
   if (z.defined()) torch::autograd::set_history(z, node);
-  node->format = how.format;
-  node->activation = how.activation;
-  node->compute = how.compute;
-  node->n = how.n;
-  node->k = how.k;
-  node->group_size = how.group_size;
-  node->qweight = SavedVariable(qweight, false);
-  node->scales = SavedVariable(scales, false);
-  node->zeros = SavedVariable(value_or_undefined(zeros), false);
-  node->z = SavedVariable(z, true);
+  node->backward = {
+      std::string(how.format), std::string(how.activation), std::string(how.compute), how.n, how.k,
+      how.group_size};
+  node->saved = {SavedVariable(qweight, false), SavedVariable(scales, false),
+                 SavedVariable(value_or_undefined(zeros), false), SavedVariable(z, true)};
   return y;
 }
 

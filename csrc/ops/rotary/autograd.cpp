@@ -9,54 +9,47 @@
 namespace fusedops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 RotaryPair rotary_forward(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                           int64_t unsqueeze_dim, bool interleaved) {
   static const auto op = handle<decltype(rotary_outputs)>("fusedops::rotary_forward");
   return op.call(q, k, cos, sin, unsqueeze_dim, interleaved);
 }
 
-// Written out, as the norms' is. It keeps cos and sin alone: the rotation is linear in q and k.
-struct RotaryBackwardNode : torch::autograd::Node {
+// Keeps cos and sin alone: the rotation is linear in q and k.
+struct RotaryBackward {
+  static constexpr const char* kName = "FusedRotaryBackward";
+  static constexpr size_t kInputs = 2;  // q, k
+  enum : size_t { kCos, kSin, kSaved };
+
   int64_t unsqueeze_dim;
   bool interleaved;
   c10::ScalarType dtype;  // of q and k
-  SavedVariable cos, sin;
 
-  std::string name() const override { return "FusedRotaryBackward"; }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    cos.reset_data();
-    sin.reset_data();
+  static auto fields(auto& self) {
+    return std::tie(self.unsqueeze_dim, self.interleaved, self.dtype);
   }
 
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto wanted = [&](size_t i) {
-      return task_should_compute_output(i) ? optional(grads[i]) : std::nullopt;
-    };
-    const auto dq = wanted(0), dk = wanted(1);
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
+    const auto dq = wanted[0] ? optional(grads[0]) : std::nullopt;
+    const auto dk = wanted[1] ? optional(grads[1]) : std::nullopt;
     if (!dq && !dk) return variable_list(2);
-    const auto [q, k] = run(dq, dk, cos.unpack(), sin.unpack());
+    const auto [q, k] = gradients(dq, dk, saved[kCos], saved[kSin]);
     return {q, k};
   }
 
-  RotaryPair run(const OptionalTensor& dq, const OptionalTensor& dk, const Tensor& cos_,
-                 const Tensor& sin_) const {
+  RotaryPair gradients(const OptionalTensor& dq, const OptionalTensor& dk, const Tensor& cos,
+                       const Tensor& sin) const {
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      return rotary_backward_formula(dq, dk, cos_, sin_, unsqueeze_dim, interleaved, dtype);
+      return rotary_backward_formula(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype);
     }
     static const auto op = handle<decltype(rotary_backward_outputs)>("fusedops::rotary_backward");
-    return op.call(dq, dk, cos_, sin_, unsqueeze_dim, interleaved, dtype);
+    return op.call(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype);
   }
 };
 
 RotaryPair with_gradient(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                          int64_t unsqueeze_dim, bool interleaved) {
-  const auto node = make_node<RotaryBackwardNode>();
+  const auto node = make_node<FusedNode<RotaryBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(q, k));
   const auto [q_out, k_out] = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -65,11 +58,8 @@ RotaryPair with_gradient(const Tensor& q, const Tensor& k, const Tensor& cos, co
   const variable_list outputs{q.requires_grad() ? q_out : Tensor(),
                               k.requires_grad() ? k_out : Tensor()};
   torch::autograd::set_history(outputs, node);
-  node->unsqueeze_dim = unsqueeze_dim;
-  node->interleaved = interleaved;
-  node->dtype = q.scalar_type();
-  node->cos = SavedVariable(cos, false);
-  node->sin = SavedVariable(sin, false);
+  node->backward = {unsqueeze_dim, interleaved, q.scalar_type()};
+  node->saved = {SavedVariable(cos, false), SavedVariable(sin, false)};
   return {q_out, k_out};
 }
 

@@ -1,0 +1,199 @@
+"""Compiled autograd over eager forwards: it puts every family's node into its graph."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
+
+import fusedops
+from fusedops import functional as ff
+from fusedops.backends import FAMILIES
+
+
+def leaf(*shape):
+    return torch.randn(*shape).requires_grad_()
+
+
+def table(*shape):
+    return torch.randn(*shape)
+
+
+TARGETS = torch.randint(10, (6,), generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([0, 3, 11])
+HEADS = (1, 4, 20, 16), (1, 2, 20, 16), (1, 2, 20, 16)
+QUANTIZED = {
+    format: ff.quantize_weight(torch.linspace(-1, 1, 16 * 64).view(16, 64), format)
+    for format in ("int8", "nf4")
+}
+
+# Family: (function, its inputs). Each option that a node keeps has another value somewhere.
+CASES = {
+    "norm": [
+        (lambda x, w, b: ff.layer_norm(x, (32,), w, b), lambda: [leaf(4, 32), leaf(32), leaf(32)]),
+        (lambda x: ff.rms_norm(x, (32,)), lambda: [leaf(4, 32)]),
+        (lambda x, w: ff.rms_norm(x, (4, 8), w, offset=1.0), lambda: [leaf(3, 4, 8), leaf(4, 8)]),
+        (lambda x, r, w: ff.add_rms_norm(x, r, w), lambda: [leaf(4, 32), leaf(4, 32), leaf(32)]),
+        (
+            lambda x, r, w: ff.add_layer_norm(x, r, w, dropout_p=0.3),
+            lambda: [leaf(4, 32), leaf(4, 32), leaf(32)],
+        ),
+    ],
+    "gated_activation": [
+        (lambda x, y: ff.swiglu(x, y), lambda: [leaf(4, 32), leaf(4, 32)]),
+        (lambda x: ff.swiglu(x, limit=1.0, alpha=1.3, up_offset=1.0), lambda: [leaf(4, 32)]),
+        (lambda x, y: ff.geglu(x, y), lambda: [leaf(4, 32), leaf(4, 32)]),
+    ],
+    "linear": [
+        (lambda x, w: ff.linear(x, w), lambda: [leaf(4, 32), leaf(16, 32)]),
+        (
+            lambda x, w, b: ff.linear(x, w, b, "gelu"),
+            lambda: [leaf(4, 32), leaf(16, 32), leaf(16)],
+        ),
+    ],
+    "quantized_linear": [
+        (lambda x: ff.quantized_linear(x, QUANTIZED["int8"]), lambda: [leaf(4, 64)]),
+        (
+            lambda x, b: ff.quantized_linear(x, QUANTIZED["nf4"], b, activation="silu"),
+            lambda: [leaf(4, 64), leaf(16)],
+        ),
+    ],
+    "rotary": [
+        (
+            lambda q, k, cos, sin: ff.rotary_embedding(q, k, cos, sin),
+            lambda: [leaf(1, 2, 5, 8), leaf(1, 2, 5, 8), table(1, 5, 8), table(1, 5, 8)],
+        ),
+        (
+            lambda q, k, cos, sin: ff.rotary_embedding(q, k, cos, sin, interleaved=True),
+            lambda: [leaf(1, 2, 5, 8), table(1, 2, 5, 8), table(1, 5, 4), table(1, 5, 4)],
+        ),
+    ],
+    "cross_entropy": [
+        (lambda x: ff.cross_entropy(x, TARGETS), lambda: [leaf(6, 10)]),
+        (lambda x: ff.cross_entropy(x, TARGETS, reduction="none"), lambda: [leaf(6, 10)]),
+        (lambda x: ff.cross_entropy(x, TARGETS, grad_in_forward=True), lambda: [leaf(6, 10)]),
+        (
+            lambda x, w, b: ff.linear_cross_entropy(x, w, TARGETS, linear_bias=b),
+            lambda: [leaf(6, 32), leaf(10, 32), leaf(10)],
+        ),
+        (
+            lambda x, w: ff.linear_cross_entropy(x, w, TARGETS, reduction="none", softcap=5.0),
+            lambda: [leaf(6, 32), leaf(10, 32)],
+        ),
+    ],
+    "attention": [
+        (lambda q, k, v: ff.attention(q, k, v, causal=True), lambda: [leaf(*s) for s in HEADS]),
+        (lambda q, k, v: ff.attention(q, k, v, dropout_p=0.2), lambda: [leaf(*s) for s in HEADS]),
+        (
+            lambda q, k, v, bias, sinks: ff.attention(
+                q, k, v, bias=bias, sinks=sinks, window=(3, 2), softcap=4.0, return_lse=True
+            ),
+            lambda: [*(leaf(*s) for s in HEADS), leaf(1, 1, 20, 20), leaf(4)],
+        ),
+        (
+            lambda q, k, v: ff.attention(q, k, v, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS),
+            lambda: [leaf(11, 4, 16), leaf(11, 2, 16), leaf(11, 2, 16)],
+        ),
+    ],
+}
+PAIRS = [
+    pytest.param(*case, id=f"{family}-{i}")
+    for family, cases in CASES.items()
+    for i, case in enumerate(cases)
+]
+
+
+def test_every_family_with_a_backward_is_here():
+    assert CASES.keys() == FAMILIES.keys() - {"adamw"}
+
+
+@pytest.fixture
+def captures():
+    """How often compiled autograd has made a graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield lambda: counters["compiled_autograd"]["captures"]
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def every_size():
+    """Not torch's own lines for small linears."""
+    with fusedops.backend("cpu"):
+        yield
+
+
+def gradients(function, inputs, compiled):
+    """What a backward leaves in the inputs. The same inputs give the same dropout."""
+    inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    torch.manual_seed(1)
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in outputs)
+    if compiled:
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            loss.backward()
+    else:
+        loss.backward()
+    return [t.grad for t in inputs if t.requires_grad]
+
+
+def check(function, inputs):
+    """Whether both engines leave the same bits."""
+    wanted = gradients(function, inputs, compiled=False)
+    for got, want in zip(gradients(function, inputs, compiled=True), wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("function,inputs", PAIRS)
+def test_gradients_are_those_of_the_eager_engine(function, inputs, captures):
+    for _ in range(2):  # the second runs the graph of the first, on other numbers
+        check(function, inputs())
+    assert captures() == 1
+
+
+def test_another_option_is_another_graph(captures):
+    for offset in (0.0, 1.0):
+        check(partial(ff.rms_norm, normalized_shape=(32,), offset=offset), [leaf(4, 32)])
+    assert captures() == 2
+
+
+def test_sizes_become_symbols(captures):
+    for rows in (3, 4, 5, 6):
+        check(partial(ff.quantized_linear, qweight=QUANTIZED["int8"]), [leaf(rows, 64)])
+    assert captures() <= 2
+
+
+def test_saved_tensors_pass_through_hooks(captures):
+    def offloaded(x, w):
+        with torch.autograd.graph.save_on_cpu():
+            return ff.rms_norm(x, (32,), w)
+
+    check(offloaded, [leaf(4, 32), leaf(32)])
+    assert captures() == 1
+
+
+def test_frozen_inputs_have_no_gradient(captures):
+    check(lambda x, w: ff.rms_norm(x, (32,), w), [leaf(4, 32), table(32)])
+
+
+def test_a_patched_model_with_graph_breaks_around_it(captures):
+    """What `torch._dynamo.config.compiled_autograd` does to a training step."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(64, (2, 16))
+    fusedops.patch(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    assert captures() == 1
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, wanted[name]), name
