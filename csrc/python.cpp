@@ -18,55 +18,63 @@
 namespace fusedops {
 namespace {
 
-using SymInts = c10::SymIntArrayRef;
+// Whether torch.onnx.export(dynamo=False) is tracing: ONNX has none of our operators.
+bool exports_onnx() {
+  if (!at::tracer::impl::is_dispatch_enabled()) return false;
+  const py::gil_scoped_acquire gil;
+  return py::module_::import("torch.onnx").attr("is_in_onnx_export")().cast<bool>();
+}
+
+// Calls an operator by its handle in the dispatcher. Into ONNX goes what the operator is composed
+// of.
+template <auto kOperator, class... Args>
+auto call(const char* name, Args&&... args) {
+  static const auto op = handle<std::remove_pointer_t<decltype(kOperator)>>(name);
+  return exports_onnx() ? kOperator(args...) : op.call(args...);
+}
 
 Tensor layer_norm(const Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  static const auto op =
-      handle<Tensor(const Tensor&, SymInts, const OptionalTensor&, const OptionalTensor&, double)>(
-          "fusedops::layer_norm");
-  return op.call(input, normalized_shape, weight, bias, eps);
+  return call<&fusedops::layer_norm>("fusedops::layer_norm", input,
+                                     c10::SymIntArrayRef(normalized_shape), weight, bias, eps);
 }
 
 Tensor rms_norm(const Tensor& input, const std::vector<c10::SymInt>& normalized_shape,
                 const OptionalTensor& weight, std::optional<double> eps, std::string_view rounding,
                 double offset) {
-  static const auto op =
-      handle<Tensor(const Tensor&, SymInts, const OptionalTensor&, std::optional<double>,
-                    std::string_view, double)>("fusedops::rms_norm");
-  return op.call(input, normalized_shape, weight, eps, rounding, offset);
+  return call<&fusedops::rms_norm>("fusedops::rms_norm", input,
+                                   c10::SymIntArrayRef(normalized_shape), weight, eps, rounding,
+                                   offset);
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
                                           const OptionalTensor& weight, const OptionalTensor& bias,
                                           double eps, double dropout_p) {
-  static const auto op =
-      handle<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
-                                        const OptionalTensor&, double, double)>(
-          "fusedops::add_layer_norm");
-  return op.call(x, residual, weight, bias, eps, dropout_p);
+  return call<&fusedops::add_layer_norm>("fusedops::add_layer_norm", x, residual, weight, bias, eps,
+                                         dropout_p);
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const OptionalTensor& weight, std::optional<double> eps,
                                         std::string_view rounding, double offset,
                                         double dropout_p) {
-  static const auto op =
-      handle<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
-                                        std::optional<double>, std::string_view, double, double)>(
-          "fusedops::add_rms_norm");
-  return op.call(x, residual, weight, eps, rounding, offset, dropout_p);
+  return call<&fusedops::add_rms_norm>("fusedops::add_rms_norm", x, residual, weight, eps, rounding,
+                                       offset, dropout_p);
 }
 
 Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double> limit,
               double alpha, double up_offset) {
-  static const auto op = handle<decltype(fusedops::swiglu)>("fusedops::swiglu");
-  return op.call(gate, up, limit, alpha, up_offset);
+  return call<&fusedops::swiglu>("fusedops::swiglu", gate, up, limit, alpha, up_offset);
 }
 
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate) {
-  static const auto op = handle<decltype(fusedops::geglu)>("fusedops::geglu");
-  return op.call(gate, up, approximate);
+  return call<&fusedops::geglu>("fusedops::geglu", gate, up, approximate);
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+              std::optional<std::string_view> activation) {
+  return exports_onnx() ? fusedops::linear(input, weight, bias, activation)
+                        : linear_short(input, weight, bias, activation);
 }
 
 Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
@@ -75,24 +83,24 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                         int64_t group_size, std::optional<std::string_view> activation,
                         std::optional<std::string_view> input_format,
                         std::optional<std::string_view> compute) {
-  static const auto op = handle<decltype(fusedops::quantized_linear)>("fusedops::quantized_linear");
-  return op.call(x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
-                 activation, input_format, compute);
+  return call<&fusedops::quantized_linear>("fusedops::quantized_linear", x, qweight, scales, zeros,
+                                           bias, format, out_features, in_features, group_size,
+                                           activation, input_format, compute);
 }
 
 RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                             int64_t unsqueeze_dim, bool interleaved) {
-  static const auto op = handle<decltype(fusedops::rotary_embedding)>("fusedops::rotary_embedding");
-  return op.call(q, k, cos, sin, unsqueeze_dim, interleaved);
+  return call<&fusedops::rotary_embedding>("fusedops::rotary_embedding", q, k, cos, sin,
+                                           unsqueeze_dim, interleaved);
 }
 
 Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
                      int64_t ignore_index, std::string_view reduction, double label_smoothing,
                      double z_loss, std::optional<double> softcap, std::optional<double> scale,
                      bool grad_in_forward, std::optional<c10::ScalarType> dtype) {
-  static const auto op = handle<decltype(fusedops::cross_entropy)>("fusedops::cross_entropy");
-  return op.call(input, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
-                 scale, grad_in_forward, dtype);
+  return call<&fusedops::cross_entropy>("fusedops::cross_entropy", input, target, weight,
+                                        ignore_index, reduction, label_smoothing, z_loss, softcap,
+                                        scale, grad_in_forward, dtype);
 }
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
@@ -100,10 +108,10 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                             int64_t ignore_index, std::string_view reduction,
                             double label_smoothing, double z_loss, std::optional<double> softcap,
                             std::optional<double> scale, std::optional<c10::ScalarType> dtype) {
-  static const auto op =
-      handle<decltype(fusedops::linear_cross_entropy)>("fusedops::linear_cross_entropy");
-  return op.call(input, linear_weight, target, linear_bias, weight, ignore_index, reduction,
-                 label_smoothing, z_loss, softcap, scale, dtype);
+  return call<&fusedops::linear_cross_entropy>("fusedops::linear_cross_entropy", input,
+                                               linear_weight, target, linear_bias, weight,
+                                               ignore_index, reduction, label_smoothing, z_loss,
+                                               softcap, scale, dtype);
 }
 
 OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
@@ -113,14 +121,14 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
                     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                     std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k,
                     bool top_left) {
-  static const auto op = handle<decltype(fusedops::attention)>("fusedops::attention");
   const auto sym = [](std::optional<int64_t> n) {
     return n ? std::optional<c10::SymInt>(*n) : std::nullopt;
   };
   at::OptionalIntArrayRef sides;
   if (window) sides = at::IntArrayRef(*window);
-  return op.call(q, k, v, causal, sides, softcap, sinks, bias, scale, dropout_p, cu_seqlens_q,
-                 cu_seqlens_k, sym(max_seqlen_q), sym(max_seqlen_k), top_left);
+  return call<&fusedops::attention>("fusedops::attention", q, k, v, causal, sides, softcap, sinks,
+                                    bias, scale, dropout_p, cu_seqlens_q, cu_seqlens_k,
+                                    sym(max_seqlen_q), sym(max_seqlen_k), top_left);
 }
 
 std::unique_ptr<AdamWBucket> adamw_bucket(const py::list& params, const py::list& states,
@@ -178,7 +186,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   arg("limit") = none(), arg("alpha") = 1.0, arg("up_offset") = 0.0);
   export_function(m, "geglu", geglu, arg("gate"), arg("up") = none(), kw_only(),
                   arg("approximate") = "none");
-  export_function(m, "linear", linear_short, arg("input"), arg("weight"), arg("bias") = none(),
+  export_function(m, "linear", linear, arg("input"), arg("weight"), arg("bias") = none(),
                   arg("activation") = none());
   export_function(m, "quantized_linear", quantized_linear, arg("x"), arg("qweight"), arg("scales"),
                   arg("zeros"), arg("bias"), arg("format"), arg("out_features"), arg("in_features"),
