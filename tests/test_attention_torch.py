@@ -1,5 +1,6 @@
 """attention as torch sees it: operators, transforms, compilers, autocast, errors."""
 
+import re
 from functools import partial
 from itertools import pairwise
 
@@ -255,21 +256,42 @@ def test_errors_name_argument_wanted_and_got():
         with pytest.raises(ValueError, match=message):
             attention(q, k, v, **how)
     rows = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
-    for cu_q, message in (
-        (torch.tensor([0, 7]), "cu_seqlens must grow .* at most 6 queries"),
-        (torch.tensor([0, 3, 6]), "must come together and count the same"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            attention(*rows, cu_seqlens_q=cu_q, cu_seqlens_k=torch.tensor([0, 9]))
+    with pytest.raises(RuntimeError, match="must come together and count the same"):
+        cu_q = torch.tensor([0, 3, 6])
+        attention(*rows, cu_seqlens_q=cu_q, cu_seqlens_k=torch.tensor([0, 9]))
     with pytest.raises(RuntimeError, match="attn_mask must be None with is_causal=True"):
         scaled_dot_product_attention(q, k, v, torch.zeros(6, 9), is_causal=True)
-    with pytest.raises(RuntimeError, match="heads unless enable_gqa=True, 4, got 2"):
+    with pytest.raises(
+        RuntimeError, match=r"must broadcast, got \[2, 4, 6, 8\], .* \(enable_gqa=True lets key"
+    ):
         scaled_dot_product_attention(q, k, v)
     for no_bool in (1.5, 1, None):  # torch's takes none of them either
         with pytest.raises(TypeError, match="is_causal must be a bool"):
             scaled_dot_product_attention(q, q, q, is_causal=no_bool)
         with pytest.raises(TypeError, match=r"attention\(\)"):
             attention(q, k, v, causal=no_bool)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "starts,got",
+    [
+        ([1, 6], "1 at index 0"),
+        ([-1, 6], "-1 at index 0"),
+        ([0, 7], "7 at index 1 after 0"),
+        ([0, 4, 3, 6], "3 at index 2 after 4"),
+        ([2], "2 at index 0"),
+    ],
+    ids=str,
+)
+def test_cu_seqlens_grow_from_0_to_the_tokens(starts, got, dtype, name):
+    x = torch.randn(6, 2, 8, dtype=dtype)
+    fine = torch.tensor([0] * (len(starts) - 1) + [0 if len(starts) == 1 else 6])
+    lengths = {"cu_seqlens_q": fine, "cu_seqlens_k": fine} | {name: torch.tensor(starts)}
+    message = f"attention: {name} must grow from 0 to at most 6, the number of tokens, got {got}"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        attention(x, x, x, **lengths)
 
 
 def test_a_kernel_is_what_runs():

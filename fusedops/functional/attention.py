@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
@@ -90,9 +91,11 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, by `attention`.
 
-    query: [..., Hq, L, E]. key: [..., H, S, E]. value: [..., H, S, Ev]. is_causal: the first query
-    is at the first key, as torch has it. Raises RuntimeError as torch's does: for heads that differ
-    without enable_gqa, for is_causal beside attn_mask.
+    query: [..., Hq, L, E]. key: [..., H, S, E]. value: [..., H, S, Ev]. Batch dimensions broadcast;
+    so do heads, unless enable_gqa gives each head of key and value to several of query. is_causal:
+    the first query is at the first key, as torch has it. torch's own function takes nested tensors.
+    Raises RuntimeError as torch's does: for shapes that do not broadcast, for is_causal beside
+    attn_mask.
     """
     if not isinstance(is_causal, bool):
         raise TypeError(
@@ -108,28 +111,16 @@ def scaled_dot_product_attention(
             raise TypeError(
                 f"scaled_dot_product_attention: {name} must be a tensor, got {type(t).__name__}"
             )
-    if query.dim() < 2 or key.dim() != query.dim() or value.dim() != query.dim():
-        raise RuntimeError(
-            "scaled_dot_product_attention: query, key and value must be [..., length, width] of as "
-            f"many dimensions, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+    if query.is_nested:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if query.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
-        raise RuntimeError(
-            "scaled_dot_product_attention: key must have query's heads unless enable_gqa=True, "
-            f"{query.shape[-3]}, got {key.shape[-3]}"
-        )
-    shape = query.shape
-    if len(shape) != 4:
-        whole = *shape[:-1], key.shape[-2]
-        query, key, value = map(_in_four, (query, key, value))
+    shape, of_key, batch = query.shape, key.shape, -3 if enable_gqa else -2
+    if len(shape) != 4 or of_key[:batch] != shape[:batch] or of_key[:-2] != value.shape[:-2]:
+        shape = _scores(query, key, value, batch)
+        query, key, value = (_in_four(t, shape, batch) for t in (query, key, value))
         if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
-            try:
-                attn_mask = _in_four(attn_mask.expand(whole))
-            except RuntimeError:
-                raise RuntimeError(
-                    "scaled_dot_product_attention: attn_mask must broadcast to the scores "
-                    f"{list(whole)}, got {list(attn_mask.shape)}"
-                ) from None
+            attn_mask = _mask_in_four(attn_mask, shape)
     out, _ = _attention(
         query, key, value, is_causal, None, None, None, attn_mask, scale, dropout_p, None, None,
         None, None, True,
@@ -137,11 +128,43 @@ def scaled_dot_product_attention(
     return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
 
 
-def _in_four(t: Tensor) -> Tensor:
-    """[..., heads, length, width] or [length, width] as [batch, heads, length, width]."""
+def _scores(query: Tensor, key: Tensor, value: Tensor, batch: int) -> tuple[int, ...]:
+    """The shape of the scores, [..., heads, L, S]. The dimensions before `batch` broadcast."""
+    shapes = [list(t.shape) for t in (query, key, value)]
+    found = f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+    if min(map(len, shapes)) < -batch:
+        least = "[..., length, width]" if batch == -2 else "[..., heads, length, width]"
+        raise RuntimeError(
+            f"scaled_dot_product_attention: query, key and value must be {least}, {found}"
+        )
+    try:
+        wide = torch.broadcast_shapes(*(shape[:batch] for shape in shapes))
+    except RuntimeError:
+        hint = " (enable_gqa=True lets key and value have fewer heads)" if batch == -2 else ""
+        raise RuntimeError(
+            "scaled_dot_product_attention: the batch and head dimensions of query, key and value "
+            f"must broadcast, {found}{hint}"
+        ) from None
+    return *wide, *query.shape[batch:-2], query.shape[-2], key.shape[-2]
+
+
+def _in_four(t: Tensor, scores: tuple[int, ...], batch: int) -> Tensor:
+    """[batch, heads, length, width] of query, key or value, expanded to the scores' batch."""
+    t = t.expand(*scores[:batch], *t.shape[batch:])
     if t.dim() > 4:
         return t.flatten(0, -4)
-    return t[None] if t.dim() == 3 else t[None, None]
+    return t.reshape(*[1] * (4 - t.dim()), *t.shape)
+
+
+def _mask_in_four(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
+    try:
+        whole = mask.expand(scores)
+    except RuntimeError:
+        raise RuntimeError(
+            "scaled_dot_product_attention: attn_mask must broadcast to the scores "
+            f"{list(scores)}, got {list(mask.shape)}"
+        ) from None
+    return whole.flatten(0, -4) if whole.dim() > 4 else whole
 
 
 def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths_and_side):

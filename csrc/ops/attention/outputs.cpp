@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 
 #include "csrc/ops/attention/attention.h"
+#include "csrc/ops/checks.h"
 
 namespace fusedops {
 namespace {
@@ -52,6 +53,21 @@ void check_cu_seqlens(const char* name, const OptionalTensor& cu, const Tensor& 
               kOp, ": ", name, " must be int32 or int64 [sequences + 1], got ", describe(*cu));
 }
 
+// Each sequence starts where the last one ends, the first at 0. Checked on CPUs only: on a GPU the
+// check would wait for the device.
+void check_sequences(const char* name, const Tensor& cu_seqlens, const c10::SymInt& tokens) {
+  if (!cu_seqlens.is_cpu() || !has_numbers(cu_seqlens)) return;
+  const auto cu = cu_seqlens.to(at::kLong).contiguous();
+  const auto* const starts = cu.const_data_ptr<int64_t>();
+  int64_t before = 0;
+  for (int64_t i = 0; i < cu.numel(); before = starts[i++]) {
+    const bool fits = i == 0 ? starts[i] == 0 : before <= starts[i] && starts[i] <= tokens;
+    TORCH_CHECK(fits, kOp, ": ", name, " must grow from 0 to at most ", tokens,
+                ", the number of tokens, got ", starts[i], " at index ", i, i == 0 ? "" : " after ",
+                i == 0 ? "" : std::to_string(before));
+  }
+}
+
 }  // namespace
 
 void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
@@ -81,6 +97,8 @@ void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                   cu_seqlens_q->sym_numel() == cu_seqlens_k->sym_numel(),
               kOp,
               ": cu_seqlens_q and cu_seqlens_k must come together and count the same sequences");
+  check_sequences("cu_seqlens_q", *cu_seqlens_q, q.sym_size(2));
+  check_sequences("cu_seqlens_k", *cu_seqlens_k, k.sym_size(2));
   TORCH_CHECK(!given(bias), kOp, ": bias does not go with cu_seqlens, got ", describe(*bias));
 }
 
