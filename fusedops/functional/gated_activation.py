@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedops.extension import _C, traced
+from fusedops.functional.jagged import operator
 
 __all__ = ["geglu", "swiglu"]
 
@@ -35,7 +36,7 @@ def swiglu(
     for float64) and rounded once. Raises RuntimeError when a shape or a dtype does not fit,
     ValueError for a limit below 0. Shazeer, arXiv:2002.05202; gpt-oss, arXiv:2508.10925.
     """
-    run = torch.ops.fusedops.swiglu if traced(gate, up) else _C.swiglu
+    run = operator("swiglu", gate, up) if traced(gate, up) else _C.swiglu
     return run(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
 
 
@@ -47,7 +48,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     Shapes, dtypes and the packed form as in `swiglu`. Raises RuntimeError when a shape or a dtype
     does not fit, ValueError for another `approximate`. Shazeer, arXiv:2002.05202.
     """
-    run = torch.ops.fusedops.geglu if traced(gate, up) else _C.geglu
+    run = operator("geglu", gate, up) if traced(gate, up) else _C.geglu
     return run(gate, up, approximate=approximate)
 
 

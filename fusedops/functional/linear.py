@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
+from fusedops.functional.jagged import operator
 
 __all__ = ["linear"]
 
@@ -29,7 +30,8 @@ def linear(
     they run. Raises what `F.linear` raises, and ValueError for another activation. Hendrycks and
     Gimpel, arXiv:1606.08415; Elfwing et al., arXiv:1702.03118.
     """
-    run = torch.ops.fusedops.linear if traced(input, weight, bias) else _C.linear
+    tensors = input, weight, bias
+    run = operator("linear", *tensors) if traced(*tensors) else _C.linear
     return run(input, weight, bias, activation)
 
 

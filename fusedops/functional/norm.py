@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedops.extension import _C, traced
+from fusedops.functional.jagged import operator
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -31,7 +32,8 @@ def layer_norm(
     input. Statistics are float32 (float64 for float64). Raises RuntimeError when a shape or a
     dtype does not fit. Ba et al., arXiv:1607.06450.
     """
-    run = torch.ops.fusedops.layer_norm if traced(input, weight, bias) else _C.layer_norm
+    tensors = input, weight, bias
+    run = operator("layer_norm", *tensors) if traced(*tensors) else _C.layer_norm
     return run(input, normalized_shape, weight, bias, eps)
 
 
@@ -58,7 +60,7 @@ def rms_norm(
     another `rounding`.
     Zhang and Sennrich, arXiv:1910.07467.
     """
-    run = torch.ops.fusedops.rms_norm if traced(input, weight) else _C.rms_norm
+    run = operator("rms_norm", input, weight) if traced(input, weight) else _C.rms_norm
     return run(input, normalized_shape, weight, eps, rounding=rounding, offset=offset)
 
 
@@ -85,11 +87,8 @@ def add_layer_norm(
     Raises RuntimeError when a shape, a dtype or dropout_p does not fit. Ba et al.,
     arXiv:1607.06450.
     """
-    run = (
-        torch.ops.fusedops.add_layer_norm
-        if traced(x, residual, weight, bias)
-        else _C.add_layer_norm
-    )
+    tensors = x, residual, weight, bias
+    run = operator("add_layer_norm", *tensors) if traced(*tensors) else _C.add_layer_norm
     return run(x, residual, weight, bias, eps, dropout_p=dropout_p)
 
 
@@ -112,7 +111,8 @@ def add_rms_norm(
     Returns (y, h), both contiguous. Raises RuntimeError when a shape, a dtype or dropout_p does
     not fit, ValueError for another `rounding`. Zhang and Sennrich, arXiv:1910.07467.
     """
-    run = torch.ops.fusedops.add_rms_norm if traced(x, residual, weight) else _C.add_rms_norm
+    tensors = x, residual, weight
+    run = operator("add_rms_norm", *tensors) if traced(*tensors) else _C.add_rms_norm
     return run(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
 
 

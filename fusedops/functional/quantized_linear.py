@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
+from fusedops.functional.jagged import operator
 from fusedops.functional.linear import ACTIVATIONS
 
 __all__ = ["QuantizedWeight", "dequantize_weight", "quantize_weight", "quantized_linear"]
@@ -173,9 +174,8 @@ def product(
     *how: str | None,
 ) -> Tensor:
     """quantized_linear of a weight that is not gathered in a QuantizedWeight."""
-    run = torch.ops.fusedops.quantized_linear
-    if not traced(x, bias, *operands):
-        run = _C.quantized_linear
+    is_traced = traced(x, bias, *operands)
+    run = operator("quantized_linear", x) if is_traced else _C.quantized_linear
     return run(x, *operands, bias, *layout, *how)
 
 
