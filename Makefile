@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
 .PHONY: fuzz mutants asan simt-asan
-.PHONY: cuda-check coverage
+.PHONY: cuda-check torch-check coverage
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
 
 # Where pip finds a torch without CUDA; empty for PyPI alone.
@@ -41,6 +41,7 @@ help:
 	@echo "make mutants  one-line bugs, each of which must turn a test red"
 	@echo "make asan     the tests under AddressSanitizer and UBSan; simt-asan: the emulated kernels"
 	@echo "make cuda-check  what the GPU kernels compile to, into docs/machine_code.md; needs nvcc"
+	@echo "make torch-check  compiles every source against each supported torch's headers"
 	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
 	@echo "make gpu      on a GPU machine: build, test, compute-sanitizer, benchmarks; results in OUT"
 	@echo "              gpu-build, gpu-test, gpu-sanitize, gpu-bench and gpu-train do one"
@@ -120,6 +121,10 @@ build/triton36/.installed: .ci/triton36.txt
 	rm -rf $(@D)
 	$(PY) -m pip install --no-deps --target $(@D) -r $<
 	touch $@
+
+# Every source against the headers of several torches, into docs/compatibility.json.
+torch-check: $(BUILT)
+	$(PY) -m checks torches $(ARGS)
 
 # On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
 # the first. They write into OUT, and one that fails does not keep the others from running.

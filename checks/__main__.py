@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from checks import sanitize
+from checks import sanitize, torches
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
 
@@ -21,6 +21,9 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("sanitize", help="the tests under AddressSanitizer and UBSan")
     sanitize.add_arguments(add)
     add.set_defaults(run=sanitize.run)
+    add = commands.add_parser("torches", help="every source against the headers of several torches")
+    torches.add_arguments(add)
+    add.set_defaults(run=torches.run)
     args = parser.parse_args(argv)
     return args.run(args)
 

@@ -38,6 +38,7 @@ DEMANDS = dict.fromkeys(
     Demand(wide=True),
 )
 DEMANDS["gemv<*, true, *>"] = Demand(reads=True)  # what it writes is a few numbers
+PARSE = ("-std=c++20", "-Xcompiler", "-fsyntax-only", "-c")
 SHORT = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
 KINDS = ("swiglu", "swiglu limited", "geglu", "geglu tanh")  # csrc/gated_activation.h
 FORMATS = ("int8", "int4", "nf4", "fp8")  # csrc/quantized_linear.h
@@ -70,7 +71,7 @@ def object_of(source: Path, architectures: Sequence[str]) -> bytes:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}.o")
-        if _nvcc(source, unfinished, *flags(), "-t", "2", *arguments):
+        if _nvcc(source, unfinished, *flags(), "-c", "-t", "2", *arguments):
             raise SystemExit(f"nvcc does not compile {source}")
         unfinished.rename(path)
     return path.read_bytes()
@@ -81,7 +82,7 @@ def parses(source: Path) -> bool:
     path = BUILD / "nvcc" / f"{source.stem}-{_key(source, [])}.parsed"
     if path.exists():
         return True
-    fine = not _nvcc(source, path.with_suffix(".o"), "-std=c++20", "-Xcompiler", "-fsyntax-only")
+    fine = not _nvcc(source, path.with_suffix(".o"), *PARSE)
     if fine:
         write(path, b"")
     return fine
@@ -130,13 +131,13 @@ def version() -> str:
 
 
 def _nvcc(source: Path, target: Path, *arguments: str) -> int:
-    includes = [ROOT, _stub(), *cpp_extension.include_paths()]
-    run = [str(find()), "-c", str(source), "-o", str(target), *arguments]
+    includes = [ROOT, stub(), *cpp_extension.include_paths()]
+    run = [str(find()), str(source), "-o", str(target), *arguments]
     return subprocess.run([*run, *(f"-I{path}" for path in includes)], check=False).returncode
 
 
-def _stub() -> Path:
-    """A torch without CUDA lacks one header that its others include; it would be empty."""
+def stub() -> Path:
+    """A folder of headers: a torch without CUDA lacks one header that its others include; it would be empty."""
     header = BUILD / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
     write(header, b"#pragma once\n")
     return BUILD / "include"

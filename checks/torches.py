@@ -1,0 +1,146 @@
+"""`python -m checks torches`: compiles every source against the headers of several torches.
+
+The commands are those of the last build, with another torch's headers and -fsyntax-only; nvcc
+compiles csrc/cuda besides. Wheels come from PyPI without their dependencies, and only their headers
+stay, under build/. docs/compatibility.json has the result.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checks.machine_code import nvcc
+from checks.tree import ROOT
+
+VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+INSTALLED = torch.__version__.partition("+")[0]
+HEADERS = ROOT / "build" / "torches"
+RESULTS = ROOT / "docs" / "compatibility.json"
+API = Path("torch") / "csrc" / "api" / "include"
+# What a command says of its output; the headers that it names are replaced.
+OUTPUT = re.compile(r"-MMD|-MF \S+|-o \S+|-c ")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A source as one compiler takes it, with one set of flags."""
+
+    name: str
+    command: list[str]
+
+    def error(self) -> str:
+        """The compiler's first error, empty where it takes the unit."""
+        run = subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True)
+        if run.returncode == 0:
+            return ""
+        found = re.search(r"(?:fatal )?error: .*", run.stderr)
+        return found[0] if found else run.stderr.strip()[-200:]
+
+
+def headers(version: str) -> Path:
+    """The include folder of a torch: of the installed one, or of a wheel that pip downloads."""
+    if version == INSTALLED:
+        return Path(torch.__file__).parent / "include"
+    folder = HEADERS / version
+    if not (folder / "complete").exists():
+        with tempfile.TemporaryDirectory(dir=ROOT / "build") as made:
+            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+            subprocess.run([*pip, "--quiet", "--dest", made, f"torch=={version}"], check=True)
+            with zipfile.ZipFile(next(Path(made).glob("torch-*.whl"))) as wheel:
+                members = (n for n in wheel.namelist() if n.startswith("torch/include/"))
+                wheel.extractall(folder, members)
+        (folder / "complete").touch()
+    return folder / "torch" / "include"
+
+
+def units(include: Path) -> Iterator[Unit]:
+    """Every source: by the build's own commands, and csrc/cuda by nvcc where that is installed."""
+    built = ROOT / "build" / "temp"
+    for folder in (built, built / "objects"):
+        listing = subprocess.check_output(["ninja", "-C", str(folder), "-t", "compdb"], text=True)
+        for entry in json.loads(listing):
+            words = shlex.split(OUTPUT.sub("", entry["command"]))
+            words = [word for word in words if not _is_torchs(word)]
+            more = ["-fsyntax-only", f"-I{include}", f"-I{include / API}"]
+            yield Unit(_name(entry), [*words, *more])
+    if nvcc.find() is not None:
+        yield from _of_nvcc(include)
+
+
+def _is_torchs(word: str) -> bool:
+    return word.startswith("-I") and f"{os.sep}torch{os.sep}include" in word
+
+
+def _name(entry: dict[str, str]) -> str:
+    source = Path(entry["file"]).relative_to(ROOT).as_posix()
+    isa = Path(entry["output"]).stem.rpartition(".")[2]
+    return f"{source} {isa}" if f"{source.replace('/', '.')}." in entry["output"] else source
+
+
+def _of_nvcc(include: Path) -> Iterator[Unit]:
+    for suffix, flags in ((".cu", [*nvcc.flags(), "-arch=sm_90", "-ptx"]), (".cpp", nvcc.PARSE)):
+        for source in nvcc.sources(suffix):
+            paths = [f"-I{path}" for path in (ROOT, nvcc.stub(), include, include / API)]
+            command = [str(nvcc.find()), *flags, *paths, "-o", os.devnull, str(source)]
+            yield Unit(f"{source.relative_to(ROOT)} nvcc", command)
+
+
+def check(version: str, jobs: int) -> dict[str, object]:
+    """What docs/compatibility.json says of a torch."""
+    found = list(units(headers(version)))
+    with ThreadPoolExecutor(jobs) as pool:
+        errors = dict(zip((u.name for u in found), pool.map(Unit.error, found), strict=True))
+    return {
+        "date": datetime.date.today().isoformat(),
+        "compilers": [_gcc(), nvcc.version()] if nvcc.find() else [_gcc()],
+        "units": len(found),
+        "failed": {name: error for name, error in errors.items() if error},
+    }
+
+
+def _gcc() -> str:
+    compiler = os.environ.get("CXX", "g++")
+    return "g++ " + subprocess.check_output([compiler, "-dumpfullversion"], text=True).strip()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("versions", nargs="*", default=VERSIONS, help="such as 2.11.0")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 1 where a torch refuses a unit."""
+    return int(any([_report(version, args.jobs) for version in args.versions]))
+
+
+def _report(version: str, jobs: int) -> bool:
+    """Checks a torch, writes and prints what was found. Returns whether a unit failed."""
+    found = check(version, jobs)
+    write(version, found)
+    failed: dict[str, str] = found["failed"]  # type: ignore[assignment]
+    print(f"torch {version}: {found['units']} units, {len(failed)} failed", flush=True)
+    for name, error in failed.items():
+        print(f"  {name}: {error}")
+    return bool(failed)
+
+
+def write(version: str, found: dict[str, object], path: Path = RESULTS) -> None:
+    """Replaces what the file says of one torch."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    compiled = known.get("compiled", {}) | {version: found}
+    order: Sequence[str] = sorted(compiled, key=lambda v: [int(n) for n in v.split(".")])
+    known["compiled"] = {version: compiled[version] for version in order}
+    path.write_text(json.dumps(known, indent=2) + "\n")
