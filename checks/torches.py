@@ -123,7 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 1 where a torch refuses a unit."""
-    return int(any([_report(version, args.jobs) for version in args.versions]))
+    failures = [_report(version, args.jobs) for version in args.versions]  # each is reported
+    return int(any(failures))
 
 
 def _report(version: str, jobs: int) -> bool:

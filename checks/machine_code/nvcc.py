@@ -137,7 +137,7 @@ def _nvcc(source: Path, target: Path, *arguments: str) -> int:
 
 
 def stub() -> Path:
-    """A folder of headers: a torch without CUDA lacks one header that its others include; it would be empty."""
+    """A folder with the header that others include and a torch without CUDA lacks; it is empty."""
     header = BUILD / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
     write(header, b"#pragma once\n")
     return BUILD / "include"

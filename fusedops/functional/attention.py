@@ -115,7 +115,8 @@ def scaled_dot_product_attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    shape, of_key, batch = query.shape, key.shape, -3 if enable_gqa else -2
+    shape: tuple[int, ...] = query.shape
+    of_key, batch = key.shape, -3 if enable_gqa else -2
     if len(shape) != 4 or of_key[:batch] != shape[:batch] or of_key[:-2] != value.shape[:-2]:
         shape = _scores(query, key, value, batch)
         query, key, value = (_in_four(t, shape, batch) for t in (query, key, value))

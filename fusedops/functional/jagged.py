@@ -34,7 +34,7 @@ def _on_values(run: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(wrapped) if isinstance(result, tuple) else next(wrapped)
 
 
-def _values(run: Any, name: str, value: Any, first: Tensor) -> Any:
+def _values(run: Any, name: str, value: Any, first: Any) -> Any:
     if not _is_jagged(value):
         return value
     if value.shape[: value._ragged_idx + 1] != first.shape[: first._ragged_idx + 1]:
