@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
+from torch.overrides import _get_current_function_mode_stack, has_torch_function_variadic
+from torch.utils._device import DeviceContext
 
 
 def _rebuild() -> str:
@@ -40,4 +41,16 @@ _C, BUILD = _load()
 
 def traced(*tensors: Tensor | None) -> bool:
     """Whether torch.compile, a tensor subclass or a mode has to see the operator itself."""
-    return torch.compiler.is_compiling() or has_torch_function_variadic(*tensors)
+    return torch.compiler.is_compiling() or overridden(*tensors)
+
+
+def overridden(*tensors: Tensor | None) -> bool:
+    """Whether a tensor subclass or a mode overrides torch functions of these tensors.
+
+    `torch.set_default_device` does not count: its mode changes functions that create tensors.
+    """
+    if not has_torch_function_variadic(*tensors):
+        return False
+    plain = all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    modes = _get_current_function_mode_stack()
+    return not (plain and all(isinstance(mode, DeviceContext) for mode in modes))

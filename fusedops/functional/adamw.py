@@ -144,7 +144,7 @@ def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
         most.copy_(under_root)
     if scale:
         for tensor, value in zip((m, v, *scale), _encoded(new_m, new_v, draw), strict=True):
-            tensor.copy_(value)
+            tensor.copy_(value.reshape(tensor.shape))  # scales may be [rows, blocks of a row]
     else:
         m.copy_(new_m)
         v.copy_(stochastic(new_v, draw.halves(SQUARE16), v.dtype))
@@ -217,7 +217,7 @@ def _encoded(m: Tensor, v: Tensor, draw: "Random") -> tuple[Tensor, Tensor, Tens
         return t / torch.where(largest < tiny, torch.inf, largest)[:, None]
 
     c = (relative(wide_m.abs(), m_scale).sqrt() * 127).round() * wide_m.sign()
-    chance = (draw.bytes().to(m.device) + 0.5) / 256 - 1
+    chance = (draw.bytes().to(m.device, torch.float32) + 0.5) / 256 - 1
     d = (relative(root, most).sqrt() * 256 + chance).floor().clamp(0, 255)
     m_codes, v_codes = (unblocked(t, m, draw.row) for t in (c.to(torch.int8), d.byte()))
     return m_codes, v_codes, m_scale.float(), most.sqrt().float()
@@ -236,9 +236,10 @@ def stochastic(t: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.where(t.isnan(), t.float(), bits.view(torch.float32)).to(dtype)
     # in units of the last place, which are 2^-24 at the least
     exponent = torch.frexp(t.float().abs()).exponent
-    unit = torch.ldexp(torch.ones_like(t, dtype=torch.float32), exponent.clamp(min=-13) - 11)
+    one, last = torch.ones_like(t, dtype=torch.float32), exponent.clamp(min=-13) - 11
+    unit = torch.ldexp(one, last.float())  # of an int, ldexp computes in the default dtype
     bits = torch.where(exponent < -13, random, random >> 3 << 3)
-    rounded = (t.float().abs() / unit + bits / 65536).floor() * unit
+    rounded = (t.float().abs() / unit + bits.float() / 65536).floor() * unit
     return torch.copysign(torch.where(t.isfinite(), rounded, t.float().abs()), t).to(dtype)
 
 
@@ -289,11 +290,13 @@ class Random:
         row = self.row or self.numel
         number = self.numel // row * -(-row // BLOCK) if self.numel else 0
         keys = [mixed((self.key + self.first + block) & _MASK) for block in range(number)]
-        low = torch.tensor([k & 0xFFFFFFFF for k in keys], dtype=torch.int64)[:, None]
-        high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64)[:, None]
-        x = torch.arange(begin, begin + count) ^ low
+        low, high = (
+            torch.tensor([k >> shift & 0xFFFFFFFF for k in keys], dtype=torch.int64, device="cpu")
+            for shift in (0, 32)
+        )
+        x = torch.arange(begin, begin + count, device="cpu") ^ low[:, None]
         x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-        x = x ^ high
+        x = x ^ high[:, None]
         x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
         return x ^ (x >> 16)
 
@@ -306,7 +309,8 @@ class Random:
         """int32 [numel]: 16 bits of each element."""
         words = self.words(begin, BLOCK // 2)
         halves = torch.stack([words & 0xFFFF, words >> 16], -1).flatten(1)
-        return unblocked(halves, torch.empty(self.numel), self.row).to(torch.int32)
+        like = torch.empty(self.numel, dtype=torch.int32, device="meta")
+        return unblocked(halves, like, self.row).to(torch.int32)
 
 
 def rounding_of(p: Tensor, group: dict) -> int:

@@ -378,7 +378,7 @@ def _quantize_groups(w, format, shares):
 
 def _nf4_candidates(w, shares):
     """Codes, absmax, zeros and squared error of each share of the largest."""
-    table = torch.tensor(NF4, device=w.device)
+    table = torch.tensor(NF4, dtype=torch.float32, device=w.device)
     middles = (table[1:] + table[:-1]) / 2
     largest = _finite_or_nan(w.abs().amax(-1))
     for share in shares:

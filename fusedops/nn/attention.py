@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import has_torch_function_variadic
 
+from fusedops.extension import overridden
 from fusedops.functional import scaled_dot_product_attention
 from fusedops.functional.attention import DEVICES
 
@@ -126,7 +126,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> bool:
         """Whether the arguments are those that torch documents, and plain tensors."""
         given = [t for t in (query, key, value, key_padding_mask, attn_mask) if t is not None]
-        if has_torch_function_variadic(*given) or any(t.is_nested for t in given):
+        if overridden(*given) or any(t.is_nested for t in given):
             return False
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
             return False

@@ -238,8 +238,8 @@ def _same(module: nn.Module, run: Any) -> bool:
     sinks = more.get("s_aux")
     heads = groups * 2 if sinks is None else len(sinks)
     shapes = (2, heads, 5, 8), (2, heads // groups, 5, 8), (2, heads // groups, 5, 8)
-    q, k, v = (3 * torch.randn(shape, generator=draw).to(device) for shape in shapes)
-    seen = torch.rand(2, 1, 5, 5, generator=draw).to(device) < 0.6
+    q, k, v = (3 * _drawn(draw, *shape).to(device) for shape in shapes)
+    seen = torch.rand(2, 1, 5, 5, generator=draw, dtype=F32, device="cpu").to(device) < 0.6
     seen |= torch.eye(5, dtype=torch.bool, device=device)
     numbers = torch.zeros_like(seen, dtype=F32).masked_fill(~seen, torch.finfo(F32).min)
     for theirs, ours, length in ((numbers, seen, 5), (numbers[:, :, -1:], seen[:, :, -1:], 1)):
@@ -251,6 +251,10 @@ def _same(module: nn.Module, run: Any) -> bool:
         if want.shape != got.shape or not _near(got, want):
             return False
     return True
+
+
+def _drawn(draw: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=draw, dtype=F32, device="cpu")
 
 
 def _near(got: Tensor, want: Tensor) -> bool:
@@ -269,7 +273,7 @@ def _passed(module: nn.Module, draw: torch.Generator) -> dict[str, Any]:
     for name, source in _keywords(innermost(original_class(module))).items():
         if name == "position_bias":
             heads = 2 * getattr(module, "num_key_value_groups", 1)
-            values[name] = torch.randn(1, heads, 5, 5, generator=draw).to(device_of(module))
+            values[name] = _drawn(draw, 1, heads, 5, 5).to(device_of(module))
         elif OWN.fullmatch(source):
             value = attrgetter(source.removeprefix("self."))(module)
             values[name] = value.detach() if isinstance(value, Tensor) else value

@@ -77,7 +77,7 @@ class QuantizedLinear(torch.nn.Linear):
             )
         self.activation, self.input_format, self.compute = activation, input_format, compute
         self._before: list[QuantizedWeight] = []  # the last is what the last write replaced
-        empty = torch.empty(out_features, in_features, device="meta")
+        empty = torch.empty(out_features, in_features, dtype=torch.float32, device="meta")
         # Shapes alone: "mse" has the same ones and takes many times as long.
         made = quantize_weight(empty, format, group_size=group_size, scale="absmax")
         # Of no rows: the operator says what is wrong with the options.
@@ -135,7 +135,8 @@ class QuantizedLinear(torch.nn.Linear):
         device = self.qweight.device
         if device.type == "meta":
             return
-        weight = torch.empty(self.out_features, self.in_features, device=device)
+        shape = self.out_features, self.in_features
+        weight = torch.empty(shape, dtype=self.dtype, device=device)
         if weight.numel():
             torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         self._set(self._quantized(weight))

@@ -46,7 +46,7 @@ def empty_state(p: Tensor, group: Group) -> State:
     dtype = moments_dtype(p, group)
     layout = torch.contiguous_format if dtype == torch.int8 else torch.preserve_format
     state: State = {
-        STEP: torch.zeros((), device=p.device),
+        STEP: torch.zeros((), dtype=torch.float32, device=p.device),
         "exp_avg": _zeros(p, dtype, layout),
         "exp_avg_sq": _zeros(p, CODES.get(dtype, dtype), layout),
     }
@@ -54,7 +54,9 @@ def empty_state(p: Tensor, group: Group) -> State:
         shape = scales_shape(p)
         part = local(p)
         count = part.shape[0] * shape[1] if len(shape) > 1 else shape[0]
-        state |= {n: distributed(p, torch.zeros(count, device=p.device), shape) for n in SCALES}
+        for name in SCALES:
+            scales = torch.zeros(count, dtype=torch.float32, device=p.device)
+            state[name] = distributed(p, scales, shape)
     complete(state, p, group)
     return state
 

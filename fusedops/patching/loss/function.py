@@ -153,15 +153,15 @@ def _cases() -> Iterator[tuple[Tensor, dict]]:
 
 def _calls() -> Iterator[tuple[Tensor, dict]]:
     draw = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(2, 5, 7, generator=draw)
-    labels, other = torch.randint(7, (2, 2, 5), generator=draw)
+    logits = 3 * torch.randn(2, 5, 7, generator=draw, dtype=torch.float32, device="cpu")
+    labels, other = torch.randint(7, (2, 2, 5), generator=draw, device="cpu")
     labels[0, 2] = other[1, 1] = -100
     call = {"labels": labels, "vocab_size": 7}
     yield logits, call
     yield logits, {**call, "labels": torch.full_like(labels, -100)}
     for more in (
         {"num_items_in_batch": 3},
-        {"num_items_in_batch": torch.tensor(5)},
+        {"num_items_in_batch": torch.tensor(5, dtype=torch.int64, device="cpu")},
         {"ignore_index": int(labels[1, 3]), "labels": labels.clamp(min=0)},
         {"shift_labels": other},
         {"shift_labels": other, "num_items_in_batch": 4},
