@@ -182,6 +182,30 @@ def copies(folder: Path) -> None:
     )
 
 
+def plain(folder: Path) -> None:
+    """A state dict of whole tensors: cut as the parameters are, and refused where one is wrong."""
+    made = sharded()
+    optimizer = AdamW8bit(made.parameters(), lr=1e-2, min_8bit_size=1000)
+    train(made, optimizer, 3)
+    before = [full(t).clone() for t in _moments(optimizer)]
+    whole = optimizer.state_dict()
+    whole |= {"state": {i: {k: full(v) for k, v in s.items()} for i, s in whole["state"].items()}}
+    optimizer.load_state_dict(copy.deepcopy(whole))
+    assert all(torch.equal(full(t), b) for t, b in zip(_moments(optimizer), before, strict=True))
+    assert isinstance(next(iter(optimizer.state.values()))["exp_avg_scale"], DTensor)
+    for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale"):
+        wrong = copy.deepcopy(whole)
+        wrong["state"][0][name] = wrong["state"][0][name][:-1]
+        try:
+            optimizer.load_state_dict(wrong)
+        except ValueError as error:
+            assert f"parameter 0: {name} must be" in str(error), error
+        else:
+            raise AssertionError(f"a truncated {name} was loaded")
+    assert all(torch.equal(full(t), b) for t, b in zip(_moments(optimizer), before, strict=True))
+    train(made, optimizer, 2, first=3)
+
+
 def main(rank: str, ranks: str, file: str, cases: str, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=int(rank), world_size=int(ranks)

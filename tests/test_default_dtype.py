@@ -179,6 +179,21 @@ def test_steps_of_adamw_keep_their_bits(backend, state_dtype, dtype, options, na
 
 
 @ON
+def test_what_torch_has_stepped_goes_on_in_the_kernels(name):
+    """Under a default of float64 torch counts steps in it."""
+    with default(**DEFAULTS[name] | {"device": None}):
+        p = torch.ones(5000, dtype=F32).requires_grad_()
+        p.grad = torch.ones_like(p)
+        optimizer = AdamW([p], differentiable=True)
+        p.requires_grad_(False)
+        optimizer.step()
+        p.requires_grad_()
+        optimizer.param_groups[0]["differentiable"] = False
+        optimizer.step()
+    assert optimizer.state[p]["step"].dtype == F32 and optimizer.state[p]["step"] == 2
+
+
+@ON
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_clipping_keeps_its_bits(dtype, name):
     grads = [torch.randn(s, device="cpu").to(dtype) for s in SHAPES]

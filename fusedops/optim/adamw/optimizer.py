@@ -5,18 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
+from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from fusedops.functional.adamw import BLOCK, FLOATS
-from fusedops.optim.adamw.offload import home
+from fusedops.optim.adamw.loading import Prepared, prepare
+from fusedops.optim.adamw.options import OURS, check_options
 from fusedops.optim.adamw.plan import Plan
 from fusedops.optim.adamw.shard import distributed
-from fusedops.optim.adamw.state import DTYPES, STEP, flat, formatted, wide_moments
-
-# The options that a state's format follows from: the constructor's hold, whatever is loaded.
-FORMAT = ("state_dtype", "block_size", "min_8bit_size", "stochastic_rounding", "master_weights")
-SAME = ("max_grad_norm", "offload", "seed")  # in all groups
-OURS = (*FORMAT, *SAME)
+from fusedops.optim.adamw.state import STEP, wide_moments
 
 
 class AdamW(torch.optim.AdamW):
@@ -89,7 +85,7 @@ class AdamW(torch.optim.AdamW):
             "offload": offload,
             "seed": seed,
         }
-        _check(self._ours, self._ours)
+        check_options(self._ours, self._ours)
         super().__init__(
             params,
             lr,
@@ -110,7 +106,7 @@ class AdamW(torch.optim.AdamW):
         if isinstance(param_group, dict):
             for name, value in self._ours.items():
                 param_group.setdefault(name, value)
-            _check({name: param_group[name] for name in self._ours}, self._ours)
+            check_options(param_group, self._ours)
         super().add_param_group(param_group)
 
     @_use_grad_for_differentiable
@@ -130,6 +126,10 @@ class AdamW(torch.optim.AdamW):
         return super().__getstate__() | {"_ours": self._ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        states = state["state"]
+        for p, loaded in states.items():
+            if isinstance(loaded, Prepared):
+                states[p] = loaded.state
         super().__setstate__(state)
         self._plan = None
         self._step_supports_amp_scaling = True
@@ -138,18 +138,16 @@ class AdamW(torch.optim.AdamW):
         """Loads a state dict of ours or torch.optim.AdamW's, or states of bitsandbytes or torchao.
 
         Moments come into the format that the constructor asked for; those that have it keep their
-        bits. As 8-bit codes, moments that are not finite start anew. torch's own loading would
-        give every state the parameter's dtype.
+        bits. As 8-bit codes, moments that are not finite start anew, and so do blocks of codes
+        whose scale is not finite. torch's own loading would give every state the parameter's dtype.
+        Raises ValueError with the parameter, the entry, what it must be and what came; then nothing
+        has changed, and the next step is the one that it would have been.
         """
-        handles = [
-            self.register_load_state_dict_pre_hook(_wrap),
-            self.register_load_state_dict_post_hook(_unwrap, prepend=True),
-        ]
+        handle = self.register_load_state_dict_pre_hook(prepare)
         try:
             super().load_state_dict(state_dict)
         finally:
-            for handle in handles:
-                handle.remove()
+            handle.remove()
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state dict as torch.optim.AdamW has it: moments in float32, and its options alone."""
@@ -172,76 +170,7 @@ class AdamW8bit(AdamW):
         super().__init__(params, *args, state_dtype=state_dtype, **kwargs)
 
 
-class _Kept:
-    """A tensor of a state, out of reach of torch's loading."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _wrap(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    state = {
-        i: {k: _Kept(v) if isinstance(v, Tensor) and k != STEP else v for k, v in flat(s).items()}
-        for i, s in state_dict["state"].items()
-    }
-    groups = [
-        saved | {name: own[name] for name in OURS if name != "seed" or name not in saved}
-        for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=False)
-    ]
-    missing = state_dict["param_groups"][len(groups) :]
-    return state_dict | {"state": state, "param_groups": [*groups, *missing]}
-
-
-def _unwrap(optimizer: Optimizer) -> None:
-    index = 0
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if optimizer.state.get(p):
-                state = {
-                    k: v.tensor if isinstance(v, _Kept) else v
-                    for k, v in optimizer.state[p].items()
-                }
-                optimizer.state[p] = formatted(state, home(p, group), group, index)
-            index += 1
-
-
 def _wide(state: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
     m, v = (distributed(p, t, tuple(p.shape)) for t in wide_moments(state, p))
     rest = {k: state[k] for k in ("max_exp_avg_sq",) if k in state}
     return {"exp_avg": m, "exp_avg_sq": v, **rest}
-
-
-def _check(options: dict[str, Any], of_all: dict[str, Any]) -> None:
-    """Raises ValueError where an option of ours is not one that AdamW's docstring has, or where
-    one that is of all groups differs in one."""
-    seed, limit = options["seed"], options["max_grad_norm"]
-    wanted = {
-        "state_dtype": (options["state_dtype"] in DTYPES, f"one of {', '.join(DTYPES)}"),
-        "block_size": (options["block_size"] == BLOCK, f"{BLOCK}"),
-        "min_8bit_size": (_whole(options["min_8bit_size"]), "an int of 0 or more"),
-        "stochastic_rounding": (
-            options["stochastic_rounding"] is None
-            or isinstance(options["stochastic_rounding"], bool),
-            "None, True or False",
-        ),
-        "master_weights": (options["master_weights"] in (None, "remainder"), "None or 'remainder'"),
-        "max_grad_norm": (
-            limit is None or (isinstance(limit, float | int) and limit > 0),
-            "None or a number above 0",
-        ),
-        "offload": (options["offload"] in (None, "cpu"), "None or 'cpu'"),
-        "seed": (_whole(seed) and seed < 2**63, "an int from 0 to 2^63 - 1"),
-    }
-    for name, (fine, what) in wanted.items():
-        if not fine:
-            raise ValueError(f"AdamW: {name} must be {what}, got {options[name]!r}")
-    for name in SAME:
-        if options[name] != of_all[name]:
-            raise ValueError(
-                f"AdamW: {name} must be the same in all groups, {of_all[name]!r}, "
-                f"got {options[name]!r}"
-            )
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -28,7 +28,9 @@ from fusedops.optim.adamw.offload import (
 )
 from fusedops.optim.adamw.shard import local, reduced, rows_of, sharded_dims
 from fusedops.optim.adamw.state import (
+    STEP,
     Group,
+    State,
     as_torchs,
     complete,
     empty_state,
@@ -162,7 +164,7 @@ def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
         refuse_capture(p.device)
     if not state:
         state.update(empty_state(like, group))
-    elif not _fits(state["exp_avg"], like, group):
+    elif not _fits(state, like, group):
         wanted = formatted(state, like, group, index)
         state.clear()
         state.update(wanted)
@@ -170,9 +172,14 @@ def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
     return state if like is p else hosted(state, p.device)
 
 
-def _fits(exp_avg: Tensor, like: Tensor, group: Group) -> bool:
-    """Not where torch's step had the state before, or it lay on another device."""
-    return exp_avg.dtype == moments_dtype(like, group) and exp_avg.device == like.device
+def _fits(state: State, like: Tensor, group: Group) -> bool:
+    """Not where torch's step had the state before, or it was on another device."""
+    wanted = {"exp_avg": moments_dtype(like, group), STEP: torch.float32}
+    found = {name: state.get(name) for name in wanted}
+    return all(
+        isinstance(t, Tensor) and t.dtype == wanted[name] and t.device == like.device
+        for name, t in found.items()
+    )
 
 
 def _rows(p: Tensor, group: Group) -> tuple[int, int]:

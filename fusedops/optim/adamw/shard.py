@@ -42,6 +42,13 @@ def rows_of(p: Tensor) -> tuple[int, int]:
     return row, offset[0] * -(-row // BLOCK)
 
 
+def scales_count(p: Tensor) -> int:
+    """Blocks of this rank, each of which has a scale."""
+    count = local(p).numel()
+    row = rows_of(p)[0] or count
+    return count // row * -(-row // BLOCK) if count else 0
+
+
 def scales_shape(p: Tensor) -> tuple[int, ...]:
     """Of all ranks' scales together: of whole rows of blocks, a row for each slice."""
     row = p.shape[1:].numel() if p.dim() > 1 else 0

@@ -16,11 +16,22 @@ from fusedops.functional.adamw import (
     FLOATS,
     REMAINDER,
     adamw_key,
+    blocks,
     decoded,
     encoded,
     rounding_of,
+    unblocked,
 )
-from fusedops.optim.adamw.shard import distributed, local, rows_of, scales_shape, takes_codes
+from fusedops.optim.adamw.check import MISSING, check_entry, check_numbers, check_step
+from fusedops.optim.adamw.peers import decoded_peers, flat
+from fusedops.optim.adamw.shard import (
+    distributed,
+    local,
+    rows_of,
+    scales_count,
+    scales_shape,
+    takes_codes,
+)
 
 State = dict[str, Any]
 Group = dict[str, Any]
@@ -30,7 +41,6 @@ CODES = {torch.int8: torch.uint8}  # exp_avg's dtype to exp_avg_sq's, where they
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 STEP, MAXIMUM, REST = "step", "max_exp_avg_sq", "remainder"
-HIDDEN = "__bnb_optimizer_quant_state__"  # bitsandbytes'
 
 
 def moments_dtype(p: Tensor, group: Group) -> torch.dtype:
@@ -51,12 +61,9 @@ def empty_state(p: Tensor, group: Group) -> State:
         "exp_avg_sq": _zeros(p, CODES.get(dtype, dtype), layout),
     }
     if dtype == torch.int8:
-        shape = scales_shape(p)
-        part = local(p)
-        count = part.shape[0] * shape[1] if len(shape) > 1 else shape[0]
         for name in SCALES:
-            scales = torch.zeros(count, dtype=torch.float32, device=p.device)
-            state[name] = distributed(p, scales, shape)
+            scales = torch.zeros(scales_count(p), dtype=torch.float32, device=p.device)
+            state[name] = distributed(p, scales, scales_shape(p))
     complete(state, p, group)
     return state
 
@@ -77,17 +84,20 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     """A state of any format, of ours or torch's, in the one that the group asks for.
 
     What has the format already keeps its bits. Else the moments are decoded and encoded again.
+    Codes whose scales no step writes (NaN, infinite, negative) start anew, by blocks of both
+    moments. Leaves `state` as it is. Raises Misfit where an entry is not what a state has.
     """
-    if STEP not in state:
-        return state
-    if p.dtype not in FLOATS:  # torch's own step has its states in the parameter's dtype
-        state = _renamed(state)
-        as_torchs(state, p)
-        return state
-    step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
-    found = {k: _placed(v, p) for k, v in _renamed(state).items() if k != STEP}
+    state = decoded_peers(flat(state), p)
+    check_step(state.get(STEP, MISSING), p)
+    if p.dtype not in FLOATS:
+        return _torchs(state, p, group)
     wanted = empty_state(p, group)
+    found = {k: _placed(v, p, wanted.get(k, p)) for k, v in state.items() if k != STEP}
+    _check(found, p, wanted)
+    step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
     kept = {k: found[k].to(wanted[k].dtype) for k in (MAXIMUM, REST) if k in wanted and k in found}
+    if found["exp_avg"].dtype == torch.int8:
+        found |= _without_bad_blocks(found, p)
     names = [*MOMENTS, *SCALES] if "exp_avg_scale" in wanted else [*MOMENTS]
     if all(_alike(found.get(name), wanted[name]) for name in names):
         moments = {name: found[name] for name in names}
@@ -96,6 +106,45 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
         moments = _encoded(*wide_moments(found, p), p, wanted, key)
     own = {k: v for k, v in found.items() if k not in (*MOMENTS, *SCALES, MAXIMUM, REST)}
     return own | wanted | moments | kept | {STEP: step}
+
+
+def _torchs(state: State, p: Tensor, group: Group) -> State:
+    """The same for torch's own step, whose moments have the parameter's dtype."""
+    _check(state, p, {MAXIMUM: None} if group["amsgrad"] else {})
+    as_torchs(state, p)
+    return state
+
+
+def _check(found: State, p: Tensor, wanted: State) -> None:
+    """Raises Misfit where what a step needs is missing or wrong."""
+    floats = "complex" if p.is_complex() else "floating-point"
+    m, v = (found.get(name, MISSING) for name in MOMENTS)
+    check_entry("exp_avg", m, p, floats, "int8")
+    codes = m.dtype == torch.int8
+    check_entry("exp_avg_sq", v, p, "uint8" if codes else floats)
+    for name in SCALES if codes else ():
+        check_numbers(name, found.get(name, MISSING), p, scales_count(p), "float32")
+    for name, kind in ((MAXIMUM, floats), (REST, "int16")):
+        if name in wanted and name in found:
+            check_entry(name, found[name], p, kind)
+
+
+def _without_bad_blocks(found: State, p: Tensor) -> State:
+    """The entries of 8-bit moments, those of a block as a first step finds them where one of its
+    scales is none that a step writes."""
+    scales = [local(found[name]) for name in SCALES]
+    m, v = (s.reshape(-1) for s in scales)
+    sound = (m >= 0) & (m < torch.inf) & (v >= 0) & (v**4 < torch.inf)
+    if m.is_meta or sound.all():
+        return {}
+    row = rows_of(p)[0]
+    codes = (local(found[name]) for name in MOMENTS)
+    cleared = (unblocked(blocks(c, row) * sound[:, None], c, row) for c in codes)
+    renewed = {n: distributed(p, c, tuple(p.shape)) for n, c in zip(MOMENTS, cleared, strict=True)}
+    for name, scale in zip(SCALES, scales, strict=True):
+        zero = scale.masked_fill(~sound.view(scale.shape), 0)
+        renewed[name] = distributed(p, zero, scales_shape(p))
+    return renewed
 
 
 def as_torchs(state: State | None, p: Tensor) -> None:
@@ -133,58 +182,15 @@ def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State, key: int) -> State:
     return {name: wanted[name] for name in (*MOMENTS, *SCALES) if name in wanted}
 
 
-def _placed(value: Any, p: Tensor) -> Any:
-    """A loaded tensor where the parameter is, and cut as it is."""
-    if not isinstance(value, Tensor):
+def _placed(value: Any, p: Tensor, like: Any) -> Any:
+    """A loaded tensor where the parameter is, and cut as `like` is."""
+    if not isinstance(value, Tensor) or value.is_meta:
         return value
     value = value.to(p.device)
-    if isinstance(p, DTensor) and not isinstance(value, DTensor) and value.shape == p.shape:
-        return distribute_tensor(value, p.device_mesh, p.placements)
+    if isinstance(like, DTensor) and not isinstance(value, DTensor) and value.shape == like.shape:
+        return distribute_tensor(value, like.device_mesh, like.placements)
     return value
 
 
 def _alike(found: Tensor | None, wanted: Tensor) -> bool:
     return found is not None and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-
-
-def flat(state: State) -> State:
-    """A state without the dict in which bitsandbytes hides its tensors from FSDP."""
-    rest = {name: value for name, value in state.items() if name != HIDDEN}
-    return rest | state.get(HIDDEN, {})
-
-
-def _renamed(state: State) -> State:
-    """bitsandbytes' and torchao's states as ours, their moments in float32."""
-    state = flat(state)
-    if "state1" in state:
-        return _of_bitsandbytes(state)
-    return {name: _dequantized(value) for name, value in state.items()}
-
-
-def _dequantized(value: Any) -> Any:
-    """What torchao keeps as codes, in float32; on each rank its part of a DTensor."""
-    if isinstance(value, DTensor) and hasattr(value.to_local(), "codes"):
-        return DTensor.from_local(
-            _dequantized(value.to_local()),
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
-    return value.dequantize() if hasattr(value, "codes") and hasattr(value, "scale") else value
-
-
-def _of_bitsandbytes(state: State) -> State:
-    found = {STEP: state[STEP]}
-    for i, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
-        moments = state[f"state{i}"]
-        if f"absmax{i}" in state:
-            values = state[f"qmap{i}"].float()[moments.reshape(-1).long()]
-            absmax = state[f"absmax{i}"].float()
-            block = -(-moments.numel() // absmax.numel())
-            block = 1 << (block - 1).bit_length()  # its blocks are powers of two
-            scales = absmax.repeat_interleave(block)[: moments.numel()]
-            moments = (values * scales).view(moments.shape)
-        found[name] = moments
-    return found

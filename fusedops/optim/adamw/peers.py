@@ -1,0 +1,89 @@
+"""States that bitsandbytes and torchao wrote, with torch's names and moments in float32."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fusedops.optim.adamw.check import MISSING, Misfit, check_entry, check_numbers
+from fusedops.optim.adamw.shard import local
+
+__all__ = ["decoded_peers", "flat"]
+
+State = dict[str, Any]
+
+HIDDEN = "__bnb_optimizer_quant_state__"  # bitsandbytes hides its tensors in it from FSDP
+MAP = 256  # numbers that bitsandbytes' codes stand for
+
+
+def flat(state: Mapping[str, Any]) -> State:
+    """A state with the entries that bitsandbytes keeps in a dict of their own."""
+    hidden = state.get(HIDDEN, {})
+    if not isinstance(hidden, Mapping):
+        raise Misfit(HIDDEN, "a dict", hidden)
+    return {name: value for name, value in state.items() if name != HIDDEN} | dict(hidden)
+
+
+def decoded_peers(state: State, p: Tensor) -> State:
+    """A state with torch's names and without codes of others: what they stand for, in float32.
+
+    Where a scale of theirs is not finite, both moments are zeros. Raises Misfit.
+    """
+    if "state1" in state:
+        names = {"state1": "exp_avg", "state2": "exp_avg_sq"}
+        found = {names[name]: _of_bitsandbytes(state, name, p) for name in names}
+        found |= {"step": state["step"]} if "step" in state else {}
+        coded = "absmax1" in state
+    else:
+        found = {name: _dequantized(value) for name, value in state.items()}
+        coded = any(found[name] is not state[name] for name in state)
+    if coded:
+        _start_anew(found.get("exp_avg"), found.get("exp_avg_sq"))
+    return found
+
+
+def _start_anew(*moments: Tensor | None) -> None:
+    """Writes zeros where one of two decoded moments is not finite, in place."""
+    parts = [local(t) for t in moments if isinstance(t, Tensor)]
+    if len(parts) == 2 and parts[0].shape == parts[1].shape:
+        finite = parts[0].isfinite() & parts[1].isfinite()
+        for part in parts:
+            part.masked_fill_(~finite, 0)
+
+
+def _dequantized(value: Any) -> Any:
+    """What torchao keeps as codes, in float32; on each rank its part of a DTensor."""
+    if isinstance(value, DTensor) and hasattr(value.to_local(), "codes"):
+        return DTensor.from_local(
+            _dequantized(value.to_local()),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value.dequantize() if hasattr(value, "codes") and hasattr(value, "scale") else value
+
+
+def _of_bitsandbytes(state: State, name: str, p: Tensor) -> Tensor:
+    """state1 or state2: as it is, or decoded by its map and the largest number of each block."""
+    number = name.removeprefix("state")
+    codes, most, numbers = (
+        state.get(f"{part}{number}", MISSING) for part in ("state", "absmax", "qmap")
+    )
+    check_entry(name, codes, p, "floating-point", "uint8")
+    if codes.is_floating_point():
+        return codes
+    check_numbers(f"qmap{number}", numbers, p, MAP, "floating-point")
+    count = codes.numel()
+    block = _block(count, most.numel() if isinstance(most, Tensor) else 0)
+    check_numbers(f"absmax{number}", most, p, -(-count // block), "floating-point")
+    values = numbers.float()[codes.reshape(-1).long()]
+    scales = most.float().reshape(-1).repeat_interleave(block)[:count]
+    return (values * scales).view(codes.shape)
+
+
+def _block(count: int, blocks: int) -> int:
+    """Elements of a block of bitsandbytes, a power of two."""
+    return 1 << (-(-count // max(blocks, 1)) - 1).bit_length()
