@@ -80,6 +80,18 @@ class TestClipping:
         torch.testing.assert_close(found, wanted, check_dtype=False, rtol=1e-2, atol=0)
         assert_close((p.grad for p in ours), (p.grad for p in theirs), rtol=2e-2)
 
+    @pytest.mark.parametrize("bit", ["negative", "conjugate"])
+    def test_gradients_whose_numbers_are_not_those_in_memory(self, bit):
+        draw = torch.Generator().manual_seed(0)
+        whole = torch.randn(500, dtype=torch.complex64, generator=draw).conj()
+        grad = whole.imag if bit == "negative" else whole
+        assert grad.is_neg() or grad.is_conj()
+        p, q = (torch.zeros_like(grad).requires_grad_() for _ in range(2))
+        p.grad, q.grad = grad, grad.resolve_neg().resolve_conj()
+        norms = fusedops.clip_grad_norm_([p], 0.7), nn.utils.clip_grad_norm_([q], 0.7)
+        torch.testing.assert_close(*norms)
+        torch.testing.assert_close(p.grad, q.grad)
+
     def test_not_finite(self):
         p = parameters(shapes=[(10,)])[0]
         p.grad = torch.full((10,), math.nan)

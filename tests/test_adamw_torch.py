@@ -255,6 +255,33 @@ class TestWhatTheKernelsDoNotCover:
         wanted = torch.full((8,), 0.1 * 1j / math.sqrt(8))
         torch.testing.assert_close(optimizer.state[p]["exp_avg"], wanted.to(torch.complex64))
 
+    @pytest.mark.parametrize("state_dtype", FORMATS)
+    @pytest.mark.parametrize("foreach", [None, True])
+    def test_a_parameter_with_the_negative_bit(self, foreach, state_dtype):
+        def make(kind, **options):
+            p = torch.randn(5000, dtype=torch.complex64, generator=_seeded()).conj().imag
+            assert p.is_neg() and p.is_leaf
+            return train(kind([p.requires_grad_(), *parameters(shapes=[(50,)])], **options))
+
+        theirs = make(torch.optim.AdamW)
+        ours = make(AdamW, foreach=foreach, state_dtype=state_dtype, min_8bit_size=100)
+        assert ours[0].is_neg()
+        assert torch.equal(ours[0], theirs[0])
+
+    def test_a_gradient_with_the_conjugate_bit(self):
+        def make(resolved, **options):
+            p = torch.randn(50, dtype=torch.complex64, generator=_seeded()).requires_grad_()
+            grad = torch.randn(50, dtype=torch.complex64, generator=_seeded()).conj()
+            assert grad.is_conj()
+            p.grad = grad.resolve_conj() if resolved else grad
+            kind = torch.optim.AdamW if resolved and not options else AdamW
+            kind([p], lr=0.1, **options).step()
+            return p
+
+        assert torch.equal(make(False), make(True))
+        clipped = {"max_grad_norm": 0.5}
+        assert torch.equal(make(False, **clipped), make(True, **clipped))
+
     def test_sparse_gradients_are_refused_as_by_torch(self):
         p = parameters(shapes=[(10, 3)])[0]
         p.grad = torch.sparse_coo_tensor([[1]], [[1.0, 2.0, 3.0]], (10, 3))
@@ -275,6 +302,41 @@ class TestWhatTheKernelsDoNotCover:
         betas = torch.tensor(0.8), torch.tensor(0.9)
         ours, theirs = (kind(parameters(), betas=betas) for kind in (AdamW, torch.optim.AdamW))
         assert_close(train(ours), train(theirs))
+
+
+def _seeded():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"state_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("name", [b for b in backends("adamw_step") if b != "cuda"])
+def test_a_gradient_with_the_negative_bit(name, options):
+    def make(negative):
+        params = parameters(shapes=[(5000,), (33, 7)])
+        optimizer = AdamW(params, **options)
+        for _ in range(3):
+            for p in params:
+                grad = torch.randn(p.shape, dtype=torch.complex64, generator=_seeded()).conj().imag
+                assert grad.is_neg()
+                p.grad = grad if negative else grad.resolve_neg()
+            optimizer.step()
+        return params
+
+    with fusedops.backend(name):
+        for ours, wanted in zip(make(True), make(False), strict=True):
+            assert torch.equal(ours, wanted)
+
+
+def test_a_gradient_that_autograd_leaves_with_the_negative_bit():
+    def make(kind):
+        p = parameters(shapes=[(50,)])[0]
+        optimizer = kind([p])
+        z = torch.complex(torch.zeros(50), p) * torch.complex(torch.ones(50), torch.ones(50))
+        (z.conj().imag * torch.arange(50)).sum().backward()
+        optimizer.step()
+        return p
+
+    assert_close([make(AdamW)], [make(torch.optim.AdamW)])
 
 
 def test_other_threads_go_on_during_a_step():

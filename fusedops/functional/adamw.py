@@ -51,6 +51,8 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     if norm_type != 2 or not grads or not _have_kernels(grads):
+        if foreach is None and any(g.is_neg() or g.is_conj() for g in grads):
+            foreach = False  # torch's foreach functions refuse to write to such tensors
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     squares = torch.ops.fusedops.adamw_squares(grads)
     norm = squares.sum().sqrt().float()
@@ -70,6 +72,7 @@ def _have_kernels(grads: list[Tensor]) -> bool:
         type(g) is Tensor
         and g.dtype in FLOATS
         and g.layout == torch.strided
+        and not g.is_neg()
         and g.device == device
         and (g.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(g))
         for g in grads
@@ -158,7 +161,7 @@ def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
 
 
 def adamw_squares_reference(grads):
-    wide = (torch.view_as_real(g) if g.is_complex() else g for g in grads)
+    wide = (torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in grads)
     total = torch.stack([g.double().square().sum() for g in wide]).sum(0, keepdim=True)
     return torch.nn.functional.pad(total, (0, SQUARE_PARTS - 1))
 

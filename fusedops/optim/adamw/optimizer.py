@@ -24,8 +24,8 @@ class AdamW(torch.optim.AdamW):
 
     The arguments before state_dtype are torch's, in torch's order. float32, float16 and bfloat16
     parameters have kernels, with any strides; what these do not cover (sparse, complex, float64,
-    differentiable, tensor betas, tensor subclasses) is stepped by torch's own lines. `foreach` and
-    `fused` are accepted and make no difference where there are kernels.
+    differentiable, tensor betas, tensor subclasses, the negative bit) is stepped by torch's own
+    lines. `foreach` and `fused` are accepted and make no difference where there are kernels.
 
     state_dtype: "float32", "bfloat16" or "int8" (a byte for each moment, and two float32 scales for
         256 elements). Tensors of fewer than min_8bit_size elements keep float32. Whatever was

@@ -142,10 +142,12 @@ class Plan:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             with_grad, grads, exp_avgs, exp_avg_sqs, most, steps = lists
             chosen = group | {"params": params, "fused": None}
+            if any(local(p).is_neg() for p in params):
+                chosen["foreach"] = False  # which writes to no such tensor
             has_complex = optimizer._init_group(chosen, *lists)
             adam(
                 with_grad,
-                grads if factor == 1 else [grad * factor for grad in grads],
+                [_scaled(grad.resolve_conj(), factor) for grad in grads],
                 exp_avgs,
                 exp_avg_sqs,
                 most,
@@ -156,6 +158,10 @@ class Plan:
                 decoupled_weight_decay=True,
                 **{name: chosen[name] for name in _OF_TORCH},
             )
+
+
+def _scaled(grad: Tensor, factor: float) -> Tensor:
+    return grad if factor == 1 else grad * factor
 
 
 def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
@@ -234,6 +240,7 @@ def covered(p: Tensor, group: Group) -> bool:
         and p.dtype in FLOATS
         and p.device.type in ("cpu", "cuda")
         and p.layout == torch.strided
+        and not local(p).is_neg()
         and not group["differentiable"]
         and not any(isinstance(beta, Tensor) for beta in group["betas"])
         and (p.grad is None or _plain(p.grad, p))
