@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import re
 
 import pytest
@@ -309,6 +310,45 @@ def test_a_checkpoint_of_bitsandbytes(compressed):
         return
     module.load_state_dict(quantized.state_dict(), strict=True)
     assert same(module, QuantizedLinear.from_linear(linear, "nf4"))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_load_warns_of_scales_that_are_not_finite(kind, value, assign):
+    module, _, x = layer(kind)
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": module})})
+    name = "absmax" if "nf4" in kind else "scales"
+    state_dict = {key: t.clone() for key, t in model.state_dict().items()}
+    scales = state_dict[f"mlp.up_proj.{name}"]
+    scales.view(-1)[1] = value
+    words = rf"QuantizedLinear: mlp.up_proj.{name} has 1 of {scales.numel()} scales that are NaN"
+    with pytest.warns(UserWarning, match=words):
+        model.load_state_dict(state_dict, assign=assign)
+    assert not module(x).isfinite().all()
+    with pytest.warns(UserWarning, match=rf"QuantizedLinear: {name} has 1 of"):
+        module.load_state_dict(module.state_dict())
+    module.path = "model.up_proj"
+    with pytest.warns(UserWarning, match=rf"QuantizedLinear: model.up_proj.{name} has 1 of"):
+        module.load_state_dict(module.state_dict())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_load_of_finite_scales_or_of_none_warns_of_nothing():
+    module, linear, _ = layer("int4")
+    module.load_state_dict(module.state_dict())
+    module.load_state_dict(linear.state_dict())
+    module.load_state_dict({"bias": module.bias}, strict=False)
+    meta = QuantizedLinear(70, 33, format="int4", device="meta")
+    meta.load_state_dict(meta.state_dict())
+
+
+def test_a_load_of_a_float_weight_warns_where_its_scales_are_not_finite():
+    module, linear, _ = layer("int8")
+    with torch.no_grad():
+        linear.weight[3, 5] = math.inf
+    with pytest.warns(UserWarning, match="scales has 1 of 33 scales that are NaN or infinite"):
+        module.load_state_dict(linear.state_dict())
 
 
 def test_rows_of_inputs():

@@ -268,6 +268,16 @@ def test_an_adapter_over_a_loaded_model(tmp_path):
     assert torch.equal(load(tmp_path / "merged")(IDS).logits, merged(IDS).logits)
 
 
+def test_scales_that_are_not_finite_are_warned_of(tmp_path):
+    llama(tmp_path)
+    model = load(tmp_path, "nf4")
+    model.model.layers[1].mlp.up_proj.absmax[0] = torch.nan
+    folder = tmp_path / "codes"
+    model.save_pretrained(folder)
+    with pytest.warns(UserWarning, match=r"model.layers.1.mlp.up_proj.absmax has 1 of 96 scales"):
+        load(folder)
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"format must be one of .* got 'int3'"):
         config("int3")

@@ -17,7 +17,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fusedops.functional import dequantize_weight
+from fusedops.functional.quantized_linear import scales_name
 from fusedops.nn import QuantizedLinear
+from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.patching.quantize import HEAD, check_options, quantized_layer, sites
 
 __all__ = ["QuantizationConfig", "Quantizer"]
@@ -121,6 +123,8 @@ class Quantizer(HfQuantizer):
         self.layers, self.left = {}, []
         for path, layer in _quantized_layers(model):
             _check_loaded(path, layer)
+            name = scales_name(layer.format)
+            warn_of_scales(f"{path}.{name}", getattr(layer, name))
         return model
 
     def _dequantize(self, model, dtype=None):

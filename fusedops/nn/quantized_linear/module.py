@@ -24,6 +24,7 @@ from fusedops.functional.quantized_linear import (
     scales_name,
 )
 from fusedops.nn.linear import Linear
+from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.nn.quantized_linear.weight import DequantizedWeight
 
 __all__ = ["QuantizedLinear"]
@@ -36,7 +37,8 @@ class QuantizedLinear(torch.nn.Linear):
 
     The state dict holds them as plain tensors: qweight, scales (of nf4 absmax), zeros (of int4),
     and bias. A checkpoint with a float `weight` is quantized as it is loaded, and one of
-    bitsandbytes' Linear4bit is taken as it is by nf4, unless its absmax are quantized as well.
+    bitsandbytes' Linear4bit is taken as it is by nf4, unless its absmax are quantized as well. A
+    load warns of scales that are not finite.
     Moves take the codes along, casts leave them: `dtype`, the bias and what `weight` looks like
     follow. There is no gradient of the weight; the input and the bias have theirs, in train and in
     eval. The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear.
@@ -324,6 +326,9 @@ class QuantizedLinear(torch.nn.Linear):
             problem = "is of another format"
         if problem:
             state_dict.update({f"{prefix}{name}": t for name, t in own.tensors().items()})
+        place = prefix or (self.path and f"{self.path}.")
+        name = scales_name(self.format)
+        warn_of_scales(f"{place}{name}", state_dict.get(f"{prefix}{name}"))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
