@@ -51,7 +51,7 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     if norm_type != 2 or not grads or not _have_kernels(grads):
-        if foreach is None and any(g.is_neg() or g.is_conj() for g in grads):
+        if foreach is None and any(map(_is_lazy, grads)):
             foreach = False  # torch's foreach functions refuse to write to such tensors
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     squares = torch.ops.fusedops.adamw_squares(grads)
@@ -72,11 +72,19 @@ def _have_kernels(grads: list[Tensor]) -> bool:
         type(g) is Tensor
         and g.dtype in FLOATS
         and g.layout == torch.strided
-        and not g.is_neg()
+        and not _is_lazy(g)
         and g.device == device
         and (g.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(g))
         for g in grads
     )
+
+
+def _is_lazy(t: Tensor) -> bool:
+    """Whether its numbers are the negatives or conjugates of those in memory.
+
+    Dynamo cannot trace the question.
+    """
+    return not torch.compiler.is_compiling() and (t.is_neg() or t.is_conj())
 
 
 # References: plain PyTorch. With float64 tensors the step is exact.

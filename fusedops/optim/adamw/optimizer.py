@@ -117,10 +117,16 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.compiler.is_compiling():
+            _graph_break(self)
+        else:
+            self._update()
+        return loss
+
+    def _update(self) -> None:
         if self._plan is None or not self._plan.holds(self):
             self._plan = Plan(self)
         self._plan.run(self, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        return loss
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_ours": self._ours}
@@ -168,6 +174,12 @@ class AdamW8bit(AdamW):
 
     def __init__(self, params: ParamsT, *args: Any, state_dtype: str = "int8", **kwargs: Any):
         super().__init__(params, *args, state_dtype=state_dtype, **kwargs)
+
+
+@torch.compiler.disable(reason="fusedops.optim.AdamW steps all parameters in one kernel")
+def _graph_break(optimizer: AdamW) -> None:
+    """A step outside of the graph: under torch.compile too it is one launch."""
+    optimizer._update()
 
 
 def _wide(state: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
