@@ -41,16 +41,18 @@ _C, BUILD = _load()
 
 def traced(*tensors: Tensor | None) -> bool:
     """Whether torch.compile, a tensor subclass or a mode has to see the operator itself."""
-    return torch.compiler.is_compiling() or overridden(*tensors)
+    return torch.compiler.is_compiling() or (
+        has_torch_function_variadic(*tensors) and not _only_a_default_device(tensors)
+    )
 
 
 def overridden(*tensors: Tensor | None) -> bool:
-    """Whether a tensor subclass or a mode overrides torch functions of these tensors.
+    """Whether a tensor subclass or a mode overrides torch functions of these tensors."""
+    return has_torch_function_variadic(*tensors) and not _only_a_default_device(tensors)
 
-    `torch.set_default_device` does not count: its mode changes functions that create tensors.
-    """
-    if not has_torch_function_variadic(*tensors):
-        return False
+
+def _only_a_default_device(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether plain tensors meet no mode but `torch.set_default_device`, which creates tensors."""
     plain = all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
     modes = _get_current_function_mode_stack()
-    return not (plain and all(isinstance(mode, DeviceContext) for mode in modes))
+    return plain and all(isinstance(mode, DeviceContext) for mode in modes)

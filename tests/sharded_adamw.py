@@ -203,7 +203,15 @@ def plain(folder: Path) -> None:
         else:
             raise AssertionError(f"a truncated {name} was loaded")
     assert all(torch.equal(full(t), b) for t, b in zip(_moments(optimizer), before, strict=True))
+    bad = copy.deepcopy(whole)
+    bad["state"][0]["exp_avg_sq_scale"][7] = torch.nan
+    optimizer.load_state_dict(bad)
+    m, v = (full(optimizer.state[next(made.parameters())][n]) for n in ("exp_avg", "exp_avg_sq"))
+    others = torch.arange(len(m)) != 7
+    assert not m[7].any() and not v[7].any()
+    assert torch.equal(m[others], before[0][others]) and torch.equal(v[others], before[1][others])
     train(made, optimizer, 2, first=3)
+    assert all(full(p).isfinite().all() for p in made.parameters())
 
 
 def main(rank: str, ranks: str, file: str, cases: str, folder: str) -> None:

@@ -146,8 +146,8 @@ def test_codes_load_into_floats_with_their_scales():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e30])
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_block_whose_scale_no_step_writes_starts_anew(kind, name, value):
-    """1e30 is finite, but as a fourth root not."""
+def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
+    """1e30 is finite, but its fourth power is not."""
     if (name, value) == ("exp_avg_scale", 1e30):
         value = -math.inf
     trained, optimizer = optimizer_of("int8"), optimizer_of(kind)
@@ -173,9 +173,23 @@ def test_a_block_whose_scale_no_step_writes_starts_anew(kind, name, value):
     assert all(p.isfinite().all() for p in params_of(optimizer))
 
 
+def test_a_block_with_a_bad_scale_restarts_in_torchs_own_step():
+    optimizer = optimizer_of("float64")
+    state_dict = copy.deepcopy(optimizer_of("int8").state_dict())
+    state_dict["state"][0]["exp_avg_scale"][3] = math.nan
+    optimizer.load_state_dict(state_dict)
+    p = params_of(optimizer)[0]
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = optimizer.state[p][name]
+        assert moment.dtype == torch.float64 and moment.isfinite().all()
+        assert not moment[768:1024].any() and moment[:768].any()
+    train(optimizer, 1, first=4)
+    assert p.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", ["absmax1", "absmax2"])
-def test_a_block_of_bitsandbytes_without_a_finite_scale_starts_anew(name, kind):
+def test_a_block_of_bitsandbytes_with_a_bad_scale_restarts_from_zeros(name, kind):
     optimizer = optimizer_of(kind)
     state = {"step": 3}
     for i in "12":

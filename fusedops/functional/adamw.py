@@ -52,7 +52,7 @@ def clip_grad_norm_(
     grads = [p.grad for p in parameters if p.grad is not None]
     if norm_type != 2 or not grads or not _have_kernels(grads):
         if foreach is None and any(map(_is_lazy, grads)):
-            foreach = False  # torch's foreach functions refuse to write to such tensors
+            foreach = False  # torch's foreach functions cannot write to these
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     squares = torch.ops.fusedops.adamw_squares(grads)
     norm = squares.sum().sqrt().float()
@@ -80,10 +80,7 @@ def _have_kernels(grads: list[Tensor]) -> bool:
 
 
 def _is_lazy(t: Tensor) -> bool:
-    """Whether its numbers are the negatives or conjugates of those in memory.
-
-    Dynamo cannot trace the question.
-    """
+    """Whether t has the negative or the conjugate bit. Dynamo cannot ask: there it is False."""
     return not torch.compiler.is_compiling() and (t.is_neg() or t.is_conj())
 
 

@@ -1,4 +1,4 @@
-"""What each entry of a loaded state must be, and the error that says so."""
+"""Checks of a loaded state's entries, and the error that names what was wanted and what came."""
 
 import math
 from numbers import Real
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fusedops.optim.adamw.shard import local
 
-__all__ = ["MISSING", "Misfit", "check_entry", "check_step"]
+__all__ = ["MISSING", "Misfit", "check_entry", "check_numbers", "check_step"]
 
 MISSING = object()  # stands for an entry that a state lacks
 
@@ -33,7 +33,7 @@ def check_entry(entry: str, value: Any, p: Tensor, *kinds: str) -> None:
 
 
 def check_numbers(entry: str, value: Any, p: Tensor, count: int, kind: str) -> None:
-    """Raises Misfit unless value is a dense tensor of `count` numbers on this rank, for p."""
+    """Raises Misfit unless value is a dense tensor with `count` elements on this rank."""
     if not _is_dense(value, p) or local(value).numel() != count or not _is_kind(value, kind):
         raise Misfit(entry, f"{kind} [{count}]", value)
 
@@ -59,7 +59,7 @@ def _is_dense(value: Any, p: Tensor) -> bool:
 
 
 def _shape(value: Tensor, p: Tensor) -> torch.Size | None:
-    """Of a DTensor only where it is cut as p is: torch's checkpoints cut anew, a load does not."""
+    """Its shape; None for a DTensor that is cut unlike p, as a load does not redistribute."""
     if isinstance(value, DTensor) and value.to_local().shape != local(p).shape:
         return None
     return value.shape

@@ -1,8 +1,7 @@
-"""load_state_dict's work before anything changes: every state checked, and in its final format.
+"""Checks and converts every loaded state before `load_state_dict` changes anything.
 
-torch's `load_state_dict` casts every state to its parameter's dtype, and stops at a wrong one when
-it has replaced some. `prepare` runs as its last pre-hook, and gives it states that it passes on as
-they are, to be committed in one assignment.
+torch's `load_state_dict` would cast every state to its parameter's dtype. `prepare` is its last
+pre-hook. It gives torch finished states that torch does not look into, and commits all at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,17 +20,17 @@ __all__ = ["Prepared", "prepare"]
 
 
 class Prepared:
-    """A parameter's new state, which torch's loading takes for a value that it need not cast."""
+    """A parameter's finished state. torch's loading passes on an object of an unknown class."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
 
 def prepare(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with this optimizer's format, and `Prepared` states. Changes nothing.
+    """The state dict in this optimizer's format, with `Prepared` states. Changes nothing.
 
-    Raises ValueError with the parameter, the entry, what it must be and what came. Where groups are
-    not the optimizer's it leaves the error to torch.
+    Raises ValueError with the parameter, the entry, what it must be and what came. Where the groups
+    do not match the optimizer's, torch raises its own error.
     """
     saved, own = state_dict["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
@@ -49,7 +48,7 @@ def prepare(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(saved: Group, own: Group) -> Group:
-    """A loaded group, whose states have the format that the constructor asked for."""
+    """A loaded group with the options of format that the constructor asked for."""
     return saved | {name: own[name] for name in OURS if name != "seed" or name not in saved}
 
 

@@ -144,10 +144,10 @@ class AdamW(torch.optim.AdamW):
         """Loads a state dict of ours or torch.optim.AdamW's, or states of bitsandbytes or torchao.
 
         Moments come into the format that the constructor asked for; those that have it keep their
-        bits. As 8-bit codes, moments that are not finite start anew, and so do blocks of codes
-        whose scale is not finite. torch's own loading would give every state the parameter's dtype.
-        Raises ValueError with the parameter, the entry, what it must be and what came; then nothing
-        has changed, and the next step is the one that it would have been.
+        bits. As 8-bit codes, moments that are not finite restart from zeros, and so do blocks of
+        codes whose scale is not finite. torch's own loading would give every state the parameter's
+        dtype. Raises ValueError with the parameter, the entry, what it must be and what came; then
+        nothing has changed, and the next step is the one that it would have been.
         """
         handle = self.register_load_state_dict_pre_hook(prepare)
         try:
@@ -178,7 +178,7 @@ class AdamW8bit(AdamW):
 
 @torch.compiler.disable(reason="fusedops.optim.AdamW steps all parameters in one kernel")
 def _graph_break(optimizer: AdamW) -> None:
-    """A step outside of the graph: under torch.compile too it is one launch."""
+    """A step that Dynamo does not trace, so that it is one launch under torch.compile too."""
     optimizer._update()
 
 

@@ -14,6 +14,7 @@ __all__ = ["decoded_peers", "flat"]
 State = dict[str, Any]
 
 HIDDEN = "__bnb_optimizer_quant_state__"  # bitsandbytes hides its tensors in it from FSDP
+NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and torch's
 MAP = 256  # numbers that bitsandbytes' codes stand for
 
 
@@ -26,30 +27,28 @@ def flat(state: Mapping[str, Any]) -> State:
 
 
 def decoded_peers(state: State, p: Tensor) -> State:
-    """A state with torch's names and without codes of others: what they stand for, in float32.
+    """A state with torch's names, in which codes of bitsandbytes and torchao are decoded.
 
-    Where a scale of theirs is not finite, both moments are zeros. Raises Misfit.
+    Where their scales are not finite, both moments are zeros. Raises Misfit.
     """
     if "state1" in state:
-        names = {"state1": "exp_avg", "state2": "exp_avg_sq"}
-        found = {names[name]: _of_bitsandbytes(state, name, p) for name in names}
+        found = {NAMES[name]: _of_bitsandbytes(state, name, p) for name in NAMES}
         found |= {"step": state["step"]} if "step" in state else {}
-        coded = "absmax1" in state
     else:
         found = {name: _dequantized(value) for name, value in state.items()}
-        coded = any(found[name] is not state[name] for name in state)
-    if coded:
-        _start_anew(found.get("exp_avg"), found.get("exp_avg_sq"))
+    given = [id(value) for value in state.values()]
+    decoded = [t for name, t in found.items() if name in NAMES.values() and id(t) not in given]
+    if len(decoded) == 2:
+        _zero_unless_finite(*map(local, decoded))
     return found
 
 
-def _start_anew(*moments: Tensor | None) -> None:
+def _zero_unless_finite(m: Tensor, v: Tensor) -> None:
     """Writes zeros where one of two decoded moments is not finite, in place."""
-    parts = [local(t) for t in moments if isinstance(t, Tensor)]
-    if len(parts) == 2 and parts[0].shape == parts[1].shape:
-        finite = parts[0].isfinite() & parts[1].isfinite()
-        for part in parts:
-            part.masked_fill_(~finite, 0)
+    if m.shape == v.shape:
+        finite = m.isfinite() & v.isfinite()
+        for t in (m, v):
+            t.masked_fill_(~finite, 0)
 
 
 def _dequantized(value: Any) -> Any:

@@ -143,7 +143,7 @@ class Plan:
             with_grad, grads, exp_avgs, exp_avg_sqs, most, steps = lists
             chosen = group | {"params": params, "fused": None}
             if any(local(p).is_neg() for p in params):
-                chosen["foreach"] = False  # which writes to no such tensor
+                chosen["foreach"] = False  # torch's foreach functions cannot write to these
             has_complex = optimizer._init_group(chosen, *lists)
             adam(
                 with_grad,

@@ -84,8 +84,8 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     """A state of any format, of ours or torch's, in the one that the group asks for.
 
     What has the format already keeps its bits. Else the moments are decoded and encoded again.
-    Codes whose scales no step writes (NaN, infinite, negative) start anew, by blocks of both
-    moments. Leaves `state` as it is. Raises Misfit where an entry is not what a state has.
+    Blocks of codes with a scale that is NaN, infinite or negative restart from zeros, both moments.
+    Leaves `state` as it is. Raises Misfit where an entry cannot be loaded.
     """
     state = decoded_peers(flat(state), p)
     check_step(state.get(STEP, MISSING), p)
@@ -94,10 +94,9 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     wanted = empty_state(p, group)
     found = {k: _placed(v, p, wanted.get(k, p)) for k, v in state.items() if k != STEP}
     _check(found, p, wanted)
+    found |= _without_bad_blocks(found, p)
     step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
     kept = {k: found[k].to(wanted[k].dtype) for k in (MAXIMUM, REST) if k in wanted and k in found}
-    if found["exp_avg"].dtype == torch.int8:
-        found |= _without_bad_blocks(found, p)
     names = [*MOMENTS, *SCALES] if "exp_avg_scale" in wanted else [*MOMENTS]
     if all(_alike(found.get(name), wanted[name]) for name in names):
         moments = {name: found[name] for name in names}
@@ -109,8 +108,9 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
 
 
 def _torchs(state: State, p: Tensor, group: Group) -> State:
-    """The same for torch's own step, whose moments have the parameter's dtype."""
+    """`formatted` for torch's own step, whose moments have the parameter's dtype."""
     _check(state, p, {MAXIMUM: None} if group["amsgrad"] else {})
+    state |= _without_bad_blocks(state, p)
     as_torchs(state, p)
     return state
 
@@ -130,21 +130,26 @@ def _check(found: State, p: Tensor, wanted: State) -> None:
 
 
 def _without_bad_blocks(found: State, p: Tensor) -> State:
-    """The entries of 8-bit moments, those of a block as a first step finds them where one of its
-    scales is none that a step writes."""
-    scales = [local(found[name]) for name in SCALES]
-    m, v = (s.reshape(-1) for s in scales)
-    sound = (m >= 0) & (m < torch.inf) & (v >= 0) & (v**4 < torch.inf)
-    if m.is_meta or sound.all():
+    """The entries of 8-bit moments, with zeros in blocks that have a scale no step would write.
+
+    The fourth power of exp_avg_sq's scale bounds its moments. Empty where every scale is sound, and
+    of moments that are not codes.
+    """
+    if found["exp_avg"].dtype != torch.int8 or found["exp_avg"].is_meta:
         return {}
-    row = rows_of(p)[0]
-    codes = (local(found[name]) for name in MOMENTS)
-    cleared = (unblocked(blocks(c, row) * sound[:, None], c, row) for c in codes)
-    renewed = {n: distributed(p, c, tuple(p.shape)) for n, c in zip(MOMENTS, cleared, strict=True)}
-    for name, scale in zip(SCALES, scales, strict=True):
-        zero = scale.masked_fill(~sound.view(scale.shape), 0)
-        renewed[name] = distributed(p, zero, scales_shape(p))
-    return renewed
+    m, v = (local(found[name]).reshape(-1) for name in SCALES)
+    sound = (m >= 0) & (m < torch.inf) & (v >= 0) & (v**4 < torch.inf)
+    if sound.all():
+        return {}
+    row, cleared = rows_of(p)[0], {}
+    for name in (*MOMENTS, *SCALES):
+        part = local(found[name])
+        by_block = blocks(part, row) if name in MOMENTS else part.reshape(-1, 1)
+        kept = torch.where(sound[:, None], by_block, 0)
+        kept = unblocked(kept, part, row) if name in MOMENTS else kept.view(part.shape)
+        is_cut = isinstance(found[name], DTensor)
+        cleared[name] = distributed(p, kept, tuple(found[name].shape)) if is_cut else kept
+    return cleared
 
 
 def as_torchs(state: State | None, p: Tensor) -> None:
