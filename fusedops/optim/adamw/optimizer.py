@@ -132,7 +132,7 @@ class AdamW(torch.optim.AdamW):
         return super().__getstate__() | {"_ours": self._ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        states = state["state"]
+        states = state.get("state", {})
         for p, loaded in states.items():
             if isinstance(loaded, Prepared):
                 states[p] = loaded.state
