@@ -10,6 +10,7 @@ from fusedops.memory import keep_freed_memory
 from fusedops.patching import (
     PatchReport,
     Site,
+    fuse_always,
     patch,
     patched,
     quantize,
@@ -30,6 +31,7 @@ __all__ = [
     "clip_grad_norm_",
     "env_report",
     "functional",
+    "fuse_always",
     "keep_freed_memory",
     "nn",
     "optim",

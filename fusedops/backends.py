@@ -55,6 +55,7 @@ SIMT_KEY = "PrivateUse1"  # where csrc/cuda/stream.h registers the emulated kern
 
 _forced: list[str] = []  # the backends that are forced, the innermost last
 _overrides: list[torch.library.Library] = []  # what forces the last of them
+_any_size = False  # of `linear`
 
 
 def unavailable(op: str, backend: str) -> str | None:
@@ -172,7 +173,7 @@ def _interpreting() -> bool:
 
 def _override() -> None:
     """Makes the dispatcher follow the innermost forced backend, and no other."""
-    _C.linear_always(bool(_forced))  # also where torch's own lines are faster
+    _follow_linear()
     while _overrides:
         _overrides.pop()._destroy()
     if _forced:
@@ -180,6 +181,22 @@ def _override() -> None:
         with _no_override_warning():
             for family in FAMILIES:
                 _force(_overrides[0], family, _forced[-1])
+
+
+def linear_of_any_size(asked: bool) -> None:
+    """Whether `linear` runs its kernel also where torch's own lines are faster, for fuse_always."""
+    global _any_size
+    _any_size = asked
+    _follow_linear()
+
+
+def _follow_linear() -> None:
+    """A backend that is asked for by name runs every size of `linear` as well."""
+    while True:  # until no other thread has changed it meanwhile
+        wanted = bool(_forced) or _any_size
+        _C.linear_always(wanted)
+        if wanted == (bool(_forced) or _any_size):
+            return
 
 
 def _force(library: torch.library.Library, family: str, name: str) -> None:

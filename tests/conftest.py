@@ -54,28 +54,12 @@ def sums():
 
 
 @pytest.fixture
-def ahead_of_any_size(monkeypatch):
-    """Norms are made ahead however small their sums."""
-    from fusedops.patching import ahead
+def any_size():
+    """Tiny models run what large ones do."""
+    from fusedops import fuse_always
 
-    monkeypatch.setattr(ahead, "_pays", lambda left, right: True)
-
-
-@pytest.fixture
-def lazy_logits_of_any_size(monkeypatch):
-    """No logits are made for a loss in bfloat16 either, however few."""
-    from fusedops.patching.loss import head
-
-    monkeypatch.setattr(head, "FEW_BYTES", -1)
-
-
-@pytest.fixture
-def operators_compile(monkeypatch):
-    """No site steps aside under torch.compile, however small its tensors."""
-    from fusedops.patching import compiling
-
-    monkeypatch.setattr(compiling, "LOOP", 0)
-    monkeypatch.setattr(compiling, "PRODUCT", 0)
+    with fuse_always():
+        yield
 
 
 @pytest.fixture(params=[False, True], ids=["float32 products", "bfloat16 products"])
@@ -86,14 +70,6 @@ def products(request):
     _C.bfloat16_products(request.param)
     yield request.param
     _C.bfloat16_products(None)
-
-
-@pytest.fixture
-def attention_of_any_size(monkeypatch):
-    """Models of a few tokens run what long ones do."""
-    from fusedops.patching import interface
-
-    monkeypatch.setattr(interface, "_pays", lambda query, key: True)
 
 
 @pytest.fixture

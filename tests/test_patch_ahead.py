@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops.patching import ahead, patch, residual, unpatch
 
-pays = ahead._pays
-pytestmark = pytest.mark.usefixtures("ahead_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 
 
 class Parallel(nn.Module):
@@ -389,7 +388,6 @@ def test_a_trace_that_begins_at_the_norm(made):
             close([traced(other)], [plain.layers[1](other)])
 
 
-@pytest.mark.usefixtures("operators_compile")
 def test_compile():
     plain, model, x = both()
     torch._dynamo.reset()
@@ -464,25 +462,3 @@ def test_a_forward_kept_from_before_unpatch(made):
         h = model.layers[0](x)
         unpatch(model)
         assert torch.equal(kept(h), model.layers[1].norm(h))
-
-
-@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 2**18), (torch.float32, 2**20)])
-def test_few_elements_are_added_as_written(dtype, least, made, monkeypatch):
-    """Their sum is in a cache when it is normed."""
-    monkeypatch.setattr(ahead, "_pays", pays)
-    _, model, _ = both()
-    model.to(dtype)
-    with torch.no_grad():
-        for rows, wanted in ((least // N - 1, 0), (least // N, 3)):
-            x = torch.randn(rows, N, dtype=dtype)
-            model(x)
-            made.clear()
-            model(x)
-            assert made["ahead"] == wanted
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_sum_of_two_dtypes_is_as_large_as_it_becomes(turned):
-    x = torch.empty(2**20)
-    left, right = (x, x.bfloat16())[:: -1 if turned else 1]
-    assert pays(left, right) and not pays(left[1:], right[1:])

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
 DECODERS = "llama", "gemma2", "gpt_oss", "gpt2"
 TWO = "t5", "whisper"  # encoder and decoder
-pytestmark = pytest.mark.usefixtures("attention_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 
 
 def outputs(model, name, side=None, **more):

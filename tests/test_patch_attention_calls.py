@@ -12,11 +12,9 @@ transformers = pytest.importorskip("transformers")
 from attention_models import MODELS, batch, build  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.models.gemma2 import modeling_gemma2  # noqa: E402
-from transformers.models.llama import modeling_llama  # noqa: E402
 
 ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
-pays = interface._pays
-pytestmark = pytest.mark.usefixtures("attention_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 
 
 class Layer(torch.nn.Module):
@@ -108,29 +106,6 @@ def test_what_it_does_not_know_is_transformers(name, calls, caplog):
         same(heads(), SEEN, **more)
     assert not calls
     assert messages(caplog) == [f"Layer runs transformers' attention: {reason}"]
-
-
-@pytest.mark.parametrize(
-    "queries,keys,dtype,trains,taken",
-    [
-        (1, 1, torch.bfloat16, False, True),
-        (16, 127, torch.float32, False, False),
-        (16, 128, torch.float32, False, True),
-        (1, 511, torch.float32, True, False),
-        (1, 512, torch.float32, True, True),
-        (100, 100, torch.bfloat16, False, False),
-        (128, 128, torch.bfloat16, True, True),
-        (128, 128, torch.float32, False, False),
-        (256, 256, torch.float32, True, True),
-    ],
-)
-def test_few_numbers_are_sdpas(queries, keys, dtype, trains, taken, calls, monkeypatch):
-    monkeypatch.setattr(interface, "_pays", pays)
-    q, k, v = (t.detach().requires_grad_(trains) for t in heads(queries, keys, dtype))
-    attention_forward(Layer(False), q, k, v, None)
-    assert len(calls) == taken
-    attention_forward(Layer(False), q, k, v, None, softcap=3.0)
-    assert len(calls) == taken + 1  # sdpa has none
 
 
 def test_a_device_without_a_kernel_is_transformers(calls, caplog, monkeypatch):
@@ -335,15 +310,6 @@ eager = modeling_gemma2.eager_attention_forward
 def test_eager_code_that_gives_something_else(other, monkeypatch):
     monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", other)
     assert left(build("gemma2")) == "its eager attention gives something else"
-
-
-def test_eager_code_of_a_plain_attention_that_gives_something_else(monkeypatch):
-    """Also where the probe's few queries would be left to the code itself."""
-    monkeypatch.setattr(interface, "_pays", pays)
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", of_the_module)
-    model = build("llama")
-    model.config._attn_implementation_internal = "eager"
-    assert left(model) == "its eager attention gives something else"
 
 
 def test_sdpa_of_the_models_own(monkeypatch):

@@ -1,16 +1,19 @@
-"""Sites under torch.compile: of few elements, Inductor has the lines as they were written."""
+"""Sites in graphs: under torch.compile, of few elements, Inductor has the lines as written."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from fusedops import backend, patch
-from fusedops.patching.compiling import LOOP, PRODUCT
+from fusedops import backend, fuse_always, patch
+from fusedops.patching.thresholds import LOOP, PRODUCT
 
 transformers = pytest.importorskip("transformers")
+from attention_models import batch, build  # noqa: E402
+
 N = 64
 FUSED = {"rms_norm", "add_rms_norm", "rotary_embedding", "swiglu"}
 
@@ -87,7 +90,8 @@ def model(plain):
 @pytest.fixture
 def linears():
     built = Up()
-    patch(built)
+    with fuse_always():  # on every machine
+        patch(built)
     return built
 
 
@@ -132,7 +136,8 @@ def test_a_forced_backend_keeps_its_operators(model, linears):
 def test_sizes_that_are_symbols(plain):
     """They make no guard: the dimension is one that the caller has declared to have any size. Of
     what decides by size, products and attention are ours."""
-    patch(plain)
+    with fuse_always():  # chooses linears on every machine
+        patch(plain)
     x = inputs(40 * N)
     torch._dynamo.mark_dynamic(x, 1, min=2, max=10**6)
     assert set(operators(plain, x)) == {"linear", "attention"}
@@ -171,3 +176,29 @@ def gradients(run, model, x):
     loss = run(x).square().sum()
     leaves = [x, *(p for name, p in model.named_parameters() if "embed_tokens" not in name)]
     return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("always", [False, True], ids=["by size", "any size"])
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gemma2"])
+def test_jit_trace(name, side, always):
+    """Sizes are tensors then."""
+    model, given = build(name), batch(name, side)
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, *tensors):
+            return self.model(**dict(zip(given, tensors, strict=True)), use_cache=False).logits
+
+    with fuse_always() if always else nullcontext(), torch.no_grad():
+        patch(model)
+        run, tensors = Logits(), tuple(given.values())
+        wanted = run(*tensors)
+        traced = torch.jit.trace(run, tensors)
+        assert_close(traced(*tensors), wanted, rtol=1e-4, atol=1e-5)
+    kinds = [node.kind() for node in traced.inlined_graph.nodes()]
+    assert kinds.count("fusedops::attention") == 2  # of sizes that nothing is known about

@@ -12,7 +12,6 @@ import torch
 from torch.testing import assert_close
 
 from fusedops import patch, patched, quantize, unpatch
-from fusedops.patching import linear
 
 transformers = pytest.importorskip("transformers")
 from attention_models import batch, build  # noqa: E402
@@ -35,13 +34,7 @@ SEARCHES = {
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch, attention_of_any_size, ahead_of_any_size):
-    """Sites are fused whatever their size, on every machine."""
-    monkeypatch.setattr(linear, "_no_gain", lambda module, form: "")
-
-
-@pytest.fixture(autouse=True)
-def ran(sums, calls):
+def ran(any_size, sums, calls):
     """Every test runs fused code."""
     yield
     assert sums.call_count or calls

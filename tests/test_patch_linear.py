@@ -121,9 +121,8 @@ def calls(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
+def everywhere(any_size):
     """Linears are fused on every machine, also where torch's are as fast."""
-    monkeypatch.setattr(linears, "_no_gain", lambda module, form: "")
 
 
 def build(cls, *args):
@@ -248,7 +247,7 @@ def test_instance_forward_is_left_alone():
 
 def test_a_machine_on_which_torch_is_as_fast(monkeypatch, calls):
     """Then only the linears with an activation are fused, and that is no failure."""
-    monkeypatch.setattr(linears, "_no_gain", lambda module, form: "torch's is as fast")
+    monkeypatch.setattr(linears, "linear_loses", lambda *_: "torch's is as fast")
     model = build(Inline)
     report = patch(model, strict=True)
     assert {(s.path, s.now) for s in report.fused} == {("0.fc1", "linear(activation='gelu')")}
@@ -465,20 +464,11 @@ def test_a_forward_that_was_kept_runs_the_lines_after_unpatch(calls):
     assert not calls
 
 
-@pytest.mark.usefixtures("operators_compile")
 def test_compile_in_one_graph():
     model, x = build(Following), torch.randn(4, N)
     patch(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_without_a_kernel_the_product_is_torchs(dtype, monkeypatch):
-    monkeypatch.undo()
-    report = patch(build(Inline).to(dtype))
-    assert not [site for site in report.fused if site.now == "linear"]
-    assert any(str(dtype).removeprefix("torch.") in note for note in report.notes)
 
 
 def test_switched_off(calls):

@@ -27,11 +27,11 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from fusedops.patching import linear, patch, unpatch
+from fusedops.patching import patch, unpatch
 from fusedops.patching.loss import function as functions
 from fusedops.patching.loss import head as heads
 
-pytestmark = pytest.mark.usefixtures("lazy_logits_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 
 transformers = pytest.importorskip("transformers")
 
@@ -338,8 +338,7 @@ def test_unpatch_between_the_forward_and_the_read():
     assert torch.equal(outputs.logits, model(IDS).logits)
 
 
-def test_patching_twice_is_patching_once(monkeypatch):
-    monkeypatch.setattr(linear, "_no_gain", lambda module, form: "")  # the head is two sites
+def test_patching_twice_is_patching_once():
     model = llama()
     first = patch(model)
     classes = [type(m) for m in model.modules()]

@@ -6,7 +6,7 @@ from loss_cases import IDS, in_float64, judge, loss_site, made, results, several
 
 from fusedops.patching import unpatch
 
-pytestmark = pytest.mark.usefixtures("lazy_logits_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -14,11 +14,9 @@ from loss_cases import IDS, LABELS, biased, cohere, gemma2, gradients, llama, ma
 from torch import nn
 
 from fusedops.optim import AdamW
-from fusedops.patching.loss import head as heads
 from fusedops.patching.loss.logits import SCOPE, LazyLogits, formula, read
 
-few_bytes = heads.FEW_BYTES
-pytestmark = pytest.mark.usefixtures("lazy_logits_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 
 CHANGED = "weight of the head or its input has changed since the forward"
 
@@ -472,28 +470,3 @@ def test_they_keep_no_other_logits():
     assert [f.overloadpacket.__name__ for f, *_ in steps] == ["div", "tanh", "mul"]
     outputs.loss.backward()
     assert not made(outputs)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bytes_", "wanted"),
-    [
-        (torch.bfloat16, few_bytes, True),
-        (torch.bfloat16, 2 * IDS.numel() * 64, True),
-        (torch.bfloat16, 2 * IDS.numel() * 64 - 1, False),
-        (torch.float32, few_bytes, False),
-    ],
-)
-def test_few_logits_are_made_in_bfloat16(dtype, bytes_, wanted, monkeypatch):
-    """A product that is made once is faster than one that the backward makes again."""
-    monkeypatch.setattr(heads, "FEW_BYTES", bytes_)
-    model = llama().to(dtype)
-    plain = model(IDS, labels=LABELS)
-    plain.loss.backward()
-    before = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    outputs = patched(model)(IDS, labels=LABELS)
-    outputs.loss.backward()
-    assert made(outputs) == wanted
-    near = {"rtol": 0.05, "atol": 0.02} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(outputs.loss.float(), plain.loss.float(), **near)
-    torch.testing.assert_close([p.grad for p in model.parameters()], before, **near)

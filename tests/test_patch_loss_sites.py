@@ -23,7 +23,7 @@ from fusedops.patching import patch
 from fusedops.patching.loss import function as functions
 from fusedops.patching.loss.function import loss_like
 
-pytestmark = pytest.mark.usefixtures("lazy_logits_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ from loss_cases import IDS, LABELS, gemma2, gradients, llama, loss_site, made, p
 
 from fusedops.patching import unpatch
 
-pytestmark = pytest.mark.usefixtures("lazy_logits_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -337,7 +337,7 @@ def test_instance_forward_is_left_alone(calls):
     assert type(model[0]) is Llama
 
 
-@pytest.mark.usefixtures("operators_compile")
+@pytest.mark.usefixtures("any_size")
 def test_compile_in_one_graph(calls):
     model, x = build(Packed), torch.randn(4, N)
     patch(model)

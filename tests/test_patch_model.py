@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedops.patching import PatchReport, Site, linear, patch, patched, residual, unpatch
+from fusedops.patching import PatchReport, Site, patch, patched, residual, unpatch
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -48,9 +48,8 @@ def classes(model):
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
-    """Linears of any size are fused, on every machine."""
-    monkeypatch.setattr(linear, "_no_gain", lambda module, form: "")
+def everywhere(any_size):
+    """Sites of any size are fused, on every machine."""
 
 
 @pytest.fixture
@@ -213,7 +212,6 @@ def gemma3():
     return transformers.Gemma3ForCausalLM(config)
 
 
-@pytest.mark.usefixtures("operators_compile")
 @pytest.mark.parametrize(
     ("build", "backend"), [(llama, "aot_eager"), (bert, "eager"), (gemma3, "eager")]
 )

@@ -408,7 +408,7 @@ def test_autocast(calls):
     torch.testing.assert_close(after, before, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.usefixtures("operators_compile")
+@pytest.mark.usefixtures("any_size")
 def test_compile():
     model, args = build(), inputs()
     patched_sites(model)

@@ -5,7 +5,8 @@ module that norms exactly this tensor, unchanged, which then takes what waits. W
 a forward shows: the first sum of each layer waits without a norm, and the first fused norm of it is
 the one that is made ahead from then on, unless nobody takes it MISSES times.
 
-Only of so many elements that the second pass over the sum costs more than the looking up (`_pays`).
+Only of so many elements that the second pass over the sum costs more than the looking up
+(`sum_pays`).
 Only where there are no gradients: sum and norm made together are one node of a graph, and the
 gradient that a hook sees of the sum would lack the norm's part. Nor where what is done between the
 two is not seen: in inference mode, whose tensors do not count what is done to them, and where
@@ -21,6 +22,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+
+from fusedops.patching.thresholds import sum_pays
+from fusedops.patching.tracing import is_transformed
 
 __all__ = ["made_ahead", "sum_and_norm_ahead"]
 
@@ -89,7 +93,7 @@ def made_ahead(norm: nn.Module, x: Tensor) -> Tensor | None:
     waiting = None if is_compiling() else _thread.waiting
     if waiting is None or waiting.sum is None or waiting.sum() is not x:
         return None
-    if _is_transformed():
+    if is_transformed():
         return None
     link, layer = waiting.link, waiting.layer()
     if link is None:
@@ -103,37 +107,21 @@ def made_ahead(norm: nn.Module, x: Tensor) -> Tensor | None:
     return waiting.y
 
 
-def _pays(left: Tensor, right: Tensor) -> bool:
-    """Whether one pass over a sum is faster than two, the second of which finds it in a cache: on
-    CPUs as one core of an AMD EPYC was measured; on GPUs, where nobody measured, always.
-    """
-    wide = max(left.element_size(), right.element_size()) > 2
-    return not left.is_cpu or left.numel() >= (2**20 if wide else 2**18)
-
-
 def _may_wait(left: Any, right: Any) -> bool:
     return (
         not (is_compiling() or torch.is_grad_enabled())
         and type(left) is type(right) is Tensor
-        and _pays(left, right)
+        and sum_pays(left, right)
         and _is_plain(left)
         and _is_plain(right)
         and not torch.is_inference_mode_enabled()
-        and not _is_transformed()
+        and not is_transformed()
     )
 
 
 def _is_plain(x: Tensor) -> bool:
     """Whether x is numbers in memory, and counts what is done to them."""
     return x.device.type in ("cpu", "cuda") and x.layout is torch.strided and not x.is_inference()
-
-
-def _is_transformed() -> bool:
-    return (
-        torch.jit.is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def _facts(x: Tensor) -> tuple:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from fusedops.functional import linear
 from fusedops.patching import flow
 from fusedops.patching.activation import Named, activation_of, patch_activation
-from fusedops.patching.compiling import inductor_multiplies
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.linear import operands_of, patch_linear
 from fusedops.patching.read import Names, Reader
 from fusedops.patching.report import Site
 from fusedops.patching.swap import has_hooks, original_class
+from fusedops.patching.thresholds import inductor_multiplies
 
 __all__ = ["EPILOGUE"]
 

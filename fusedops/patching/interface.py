@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fusedops.functional import attention
 from fusedops.functional.attention import DEVICES
-from fusedops.patching.compiling import inductor_fuses, known
 from fusedops.patching.source import Unreadable, innermost
 from fusedops.patching.swap import original_class
+from fusedops.patching.thresholds import attention_pays, inductor_fuses
 
 __all__ = ["NAME", "attend", "attention_forward", "eager_function", "register_attention"]
 
@@ -81,7 +81,7 @@ def attention_forward(
     reason = _obstacle(query, key, value, attention_mask, position_bias, kwargs)
     biased = position_bias is not None and not inductor_fuses(query)
     plain = softcap is None and s_aux is None and not biased
-    if not reason and plain and not _pays(query, key):
+    if not reason and plain and not attention_pays(query, key):
         reason = "sdpa is not seen to be slower"
     if reason:
         if not torch.compiler.is_compiling():
@@ -108,7 +108,7 @@ def attend(
 ) -> Tensor:
     """A call of attention_forward by `attention`, whatever its size and device."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    causal = bool(causal) and attention_mask is None and bool(query.shape[2] > 1)
     if causal and key.shape[2] > query.shape[2]:  # a static cache that was empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         if position_bias is not None:
@@ -161,21 +161,6 @@ def _obstacle(
         ):
             return f"{name} does not broadcast to the scores"
     return ""
-
-
-def _pays(query: Tensor, key: Tensor) -> bool:
-    """Whether `attention` takes no longer than sdpa: on CPUs as one thread was measured, of an AMD
-    EPYC (a step of generation) and of an Intel Xeon (forward and backward). True of sizes that are
-    symbols; False on GPUs, where nobody measured.
-    """
-    queries, keys = query.shape[2], key.shape[2]
-    if query.device.type == "cuda":
-        return False
-    if known(queries > 16):
-        return not known(queries * keys < (256 * 256 if query.dtype == F32 else 128 * 128))
-    if torch.is_grad_enabled() and query.requires_grad:
-        return not known(keys < 512)
-    return known(queries == 1) or not known(keys < 128)
 
 
 def _bias(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from fusedops.extension import _C
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
 from fusedops.patching.attributes import MISSING, changes_state, fixed
-from fusedops.patching.compiling import inductor_multiplies
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.specimen import F64, bare, quiet, undisturbed
 from fusedops.patching.swap import (
@@ -27,12 +25,12 @@ from fusedops.patching.swap import (
     swap,
     version,
 )
+from fusedops.patching.thresholds import inductor_multiplies, linear_loses
 
 __all__ = ["Form", "form_of", "is_linear", "operands_of", "patch_linear", "patch_linears"]
 
 PLAIN = nn.Parameter, Tensor
 FORWARD = nn.Linear.forward  # as torch has it
-ROWS = 1024  # tokens of a training step
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
             continue  # has kernels of its own
         if path in done or (form is None and not isinstance(module, nn.Linear)):
             continue
-        if form is not None and (slower := _no_gain(module, form)):
+        if form is not None and (slower := linear_loses(module.weight, form.turned)):
             left[slower] += 1
         elif reason := patch_linear(module):
             report.skipped.append(Site(path, "linear", was, reason=reason))
@@ -98,18 +96,6 @@ def patch_linear(module: nn.Module) -> str:
     except Unswappable as why:
         return str(why)
     return "" if given(module, "_fusedops_form") else "another library's class is on top of it"
-
-
-def _no_gain(module: nn.Module, form: Form) -> str:
-    """Why the fused linear without an activation would be no faster here, empty where it is."""
-    weight: Any = module.weight
-    dtype, device = str(weight.dtype).removeprefix("torch."), weight.device.type
-    if device not in ("cpu", "meta") or weight.dtype != torch.float32:
-        return f"in {dtype} on {device} the product alone is torch's"
-    columns, depth = weight.shape[::-1] if form.turned else weight.shape
-    if _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
-        return ""
-    return "torch's product of their size is as fast here"
 
 
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:

@@ -30,13 +30,13 @@ from fusedops.patching.activation import (
     looks_like_an_activation,
     patch_activation,
 )
-from fusedops.patching.compiling import inductor_fuses
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.linear import is_linear
 from fusedops.patching.norm import row_major
 from fusedops.patching.read import Names, Reader
 from fusedops.patching.report import Site
 from fusedops.patching.swap import original_class
+from fusedops.patching.thresholds import inductor_fuses
 
 __all__ = ["MLP"]
 

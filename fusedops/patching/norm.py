@@ -10,10 +10,10 @@ from torch.amp import is_autocast_available
 
 from fusedops.patching.ahead import made_ahead
 from fusedops.patching.attributes import MISSING
-from fusedops.patching.compiling import inductor_fuses
 from fusedops.patching.probe import Recipe, eps_names, probe
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import Unswappable, original_class, subclass, swap
+from fusedops.patching.thresholds import inductor_fuses
 
 __all__ = ["looks_like_a_norm", "patch_norms", "recipe_of", "row_major"]
 

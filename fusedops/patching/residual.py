@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.patching.ahead import sum_and_norm_ahead
-from fusedops.patching.compiling import inductor_fuses
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.norm import recipe_of, row_major
 from fusedops.patching.report import Site
 from fusedops.patching.rewrite import HELPER, LEAVING, Found, rewrite
 from fusedops.patching.swap import has_hooks, original_class
+from fusedops.patching.thresholds import inductor_fuses
 
 __all__ = ["RESIDUAL", "add_norm"]
 

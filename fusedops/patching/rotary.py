@@ -26,12 +26,12 @@ from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
 from fusedops.patching import flow
 from fusedops.patching.attributes import enclosed, reached
-from fusedops.patching.compiling import inductor_fuses
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.read import Names, Reader
 from fusedops.patching.report import Site
 from fusedops.patching.specimen import BF16, F16, F32, F64, quiet, undisturbed
 from fusedops.patching.swap import ANY, original_class
+from fusedops.patching.thresholds import inductor_fuses
 
 __all__ = ["ROTARY"]
 

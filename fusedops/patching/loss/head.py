@@ -29,6 +29,8 @@ from fusedops.patching.loss.logits import (
     version,
 )
 from fusedops.patching.swap import Unswappable, given, overlay, stacked
+from fusedops.patching.thresholds import logits_pay
+from fusedops.patching.tracing import is_transformed
 
 __all__ = ["heads_of", "loss_of", "patch_head", "untraceable"]
 
@@ -39,7 +41,6 @@ NODES = {
     *("AliasBackward0", "CloneBackward0", "DivBackward0", "MulBackward0", "TanhBackward0"),
     *("ToCopyBackward0", "ViewBackward0"),
 }
-FEW_BYTES = 2**25  # of logits
 SAMPLES = 8  # rows and columns of the weight that tell whether it has changed
 
 
@@ -106,13 +107,7 @@ def _head_class(original: type[nn.Module], below: type[Any] | None, form: Form) 
 
 def untraceable() -> bool:
     """Whether a mode or a transform has to see the logits."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
+    return bool(torch.compiler.is_compiling() or is_transformed() or forward_ad._current_level >= 0)
 
 
 def _answer(question: Question, head: nn.Module, x: Tensor) -> Tensor | None:
@@ -137,7 +132,7 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
         return None
     if x.shape[-1] != weight.shape[-1] or x.device != weight.device or x.device.type == "meta":
         return None
-    if not _pays(x, weight, cast or x.dtype):
+    if logits_pay(x, weight, cast or x.dtype):
         return None
     if x.is_inference():  # it counts no versions: whoever writes into it may not change logits
         x = x.clone()
@@ -145,15 +140,6 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
     versions = tuple((t, version(t)) for t in (x, weight, bias) if t is not None)
     origin = Origin(head, x, values, cast or x.dtype, versions)
     return _Linear.apply(x, weight, bias, origin)
-
-
-def _pays(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a loss without logits takes no longer than `cross_entropy` of logits. In bfloat16 on
-    CPUs it does, as backward makes the product again: measured on an AMD EPYC of 8192 columns, 1.4
-    times as long for 1024 rows and twice for 16. So logits are made where they are few.
-    """
-    few = len(weight) * (x.numel() // x.shape[-1]) * dtype.itemsize <= FEW_BYTES
-    return not (x.is_cpu and dtype == torch.bfloat16 and few)
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
