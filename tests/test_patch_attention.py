@@ -1,4 +1,4 @@
-"""patch(attention=True): transformers' models whose config names `attention`."""
+"""patch(attention=True): transformers' models whose attentions call `attention`."""
 
 import copy
 import io
@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
 DECODERS = "llama", "gemma2", "gpt_oss", "gpt2"
+EAGER = "gemma2", "gpt_oss"  # unless told otherwise
 TWO = "t5", "whisper"  # encoder and decoder
 pytestmark = pytest.mark.usefixtures("any_size")
 
@@ -36,26 +37,30 @@ def outputs(model, name, side=None, **more):
 @pytest.mark.parametrize("name", MODELS)
 def test_report_and_unpatch(name):
     model = build(name)
-    config, was = model.config, model.config._attn_implementation
-    before, wanted = set(map(id, configs(model))), outputs(model, name)
+    was, wanted = model.config._attn_implementation, outputs(model, name)
+    held, said = configs(model), [copy.deepcopy(vars(config)) for config in configs(model)]
     report = patch(model, **ALONE)
     sites = MODELS[name][3]
     assert report.coverage == {"attention": (sites, sites)}
     assert {site.now for site in report.fused} == {"attention"}
     assert {site.was.split("/")[1] for site in report.fused} == {was}
-    assert model.config is not config
-    assert {c._attn_implementation for c in configs(model)} == {"fusedops"}
-    assert config._attn_implementation == was
     assert patch(model, **ALONE) == report
+    changed = [new for new, old in zip(configs(model), held, strict=True) if new is not old]
+    assert [config._attn_implementation for config in changed] == ["fusedops"] * sites
+    assert [vars(config) for config in held] == said
     unpatch(model)
-    assert model.config is config
-    assert set(map(id, configs(model))) == before
+    assert all(new is old for new, old in zip(configs(model), held, strict=True))
     assert torch.equal(outputs(model, name), wanted)
 
 
 def configs(model):
     base = transformers.PreTrainedConfig
     return [v for m in model.modules() for v in vars(m).values() if isinstance(v, base)]
+
+
+def names(model):
+    """What the modules read as the implementation."""
+    return {config._attn_implementation for config in configs(model)}
 
 
 def test_a_site_says_what_was_and_is():
@@ -100,7 +105,7 @@ def test_verify_sees(bug, monkeypatch):
     monkeypatch.setattr(interface, "attention", lambda *a, **k: run(*a, **{**k, **wrong}))
     with pytest.raises(RuntimeError, match="verify found differences"):
         patch(model, verify=batch(name, side), **ALONE)
-    assert model.config is config
+    assert model.config is config and names(model) == {"eager" if name in EAGER else "sdpa"}
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -156,12 +161,11 @@ def test_only_this_model_is_told():
     later = build("llama", config)
     for model in (other, later):
         assert model.config is config
-        assert {c._attn_implementation for c in configs(model)} == {"sdpa"}
-    one.config.use_cache = False
-    assert config.use_cache
+        assert names(model) == {"sdpa"}
+    one.model.layers[0].self_attn.config.use_cache = False
+    assert not config.use_cache
     unpatch(one)
-    assert one.config is config
-    assert not config.use_cache  # what the user has set stays
+    assert one.config is config and names(one) == {"sdpa"}
 
 
 def test_sub_configs():
@@ -174,14 +178,11 @@ def test_sub_configs():
     want = model(**given).logits_per_image
     report = patch(model, **ALONE)
     assert report.coverage == {"attention": (4, 4)}
-    assert model.config.text_config is model.text_model.config
-    names = [c._attn_implementation for c in (model.config, *parts(model.config))]
-    assert names == ["fusedops"] * 3
-    assert {c._attn_implementation for c in parts(config)} == {"sdpa"}
+    assert model.config is config and config.text_config is model.text_model.config
+    assert {c._attn_implementation for c in (config, *parts(config))} == {"sdpa"}
     torch.testing.assert_close(model(**given).logits_per_image, want)
     unpatch(model)
-    assert model.config is config
-    assert model.text_model.config is config.text_config
+    assert names(model) == {"sdpa"}
 
 
 def parts(config):
@@ -202,7 +203,7 @@ def test_files_load_without_fusedops(how):
         text = file.getvalue()
         new = torch.load(io.BytesIO(text), weights_only=False)
     assert b"fusedops" not in text
-    assert {c._attn_implementation for c in configs(new)} == {"eager"}
+    assert names(new) == {"eager"} and len(set(map(id, configs(new)))) == 1
     torch.testing.assert_close(outputs(new, "gemma2"), want)
 
 
@@ -226,13 +227,13 @@ def test_deepcopy_stays_patched_and_is_a_model_of_its_own(calls):
     assert new.config is not model.config
     outputs(new, "llama")
     assert len(calls) == 2
+    new.config.use_cache = False
+    assert not new.model.layers[0].self_attn.config.use_cache and config.use_cache
     unpatch(new)
-    assert new.config._attn_implementation == "sdpa"
-    assert new.config is not config
-    assert new.config is new.model.layers[0].self_attn.config
-    assert model.config._attn_implementation == "fusedops"
-    original = copy.deepcopy(build("llama").config).to_dict()
-    assert new.config.to_dict() == original
+    assert new.config is new.model.layers[0].self_attn.config and names(new) == {"sdpa"}
+    assert names(model) == {"sdpa", "fusedops"}
+    new.config.use_cache = True
+    assert new.config.to_dict() == build("llama").config.to_dict()
 
 
 def test_strict_and_failure_leave_the_config(monkeypatch):
@@ -241,17 +242,16 @@ def test_strict_and_failure_leave_the_config(monkeypatch):
     monkeypatch.setattr(sys.modules["fusedops.patching.patch"], "_judge", raises)
     with pytest.raises(RuntimeError, match="later"):
         patch(model, **ALONE)
-    assert model.config is config
+    assert model.config is config and names(model) == {"sdpa"}
 
 
 def test_verify_of_a_model_that_is_patched_already(calls):
-    """It is judged against what the model is without patch, and keeps its copy."""
+    """It is judged against what the model is without patch, and stays patched."""
     model = build("llama")
     patch(model, **ALONE)
-    copied = model.config
     patch(model, verify=batch("llama", "left"), **ALONE)
     assert len(calls) == 6  # of two layers in three runs
-    assert model.config is copied
+    assert names(model) == {"sdpa", "fusedops"}
 
 
 def raises(*_):
@@ -261,15 +261,14 @@ def raises(*_):
 def test_patched_puts_back_what_was_not_patched_before(calls):
     model = build("llama")
     patch(model, attention=False)
-    config = model.config
     with patched(model):
-        assert model.config is not config
-    assert model.config is config
+        assert names(model) == {"sdpa", "fusedops"}
+    assert names(model) == {"sdpa"}
     patch(model)
-    copied = model.config
-    with patched(model):
-        assert model.config is copied
-    assert model.config is copied
+    for _ in range(2):
+        assert names(model) == {"sdpa", "fusedops"}
+        with patched(model):
+            unpatch(model)
 
 
 def test_set_attn_implementation_by_the_user(calls):

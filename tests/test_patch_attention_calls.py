@@ -1,5 +1,6 @@
 """attention_forward, what transformers' models call; and which models are left, and why."""
 
+import importlib
 import logging
 
 import pytest
@@ -116,6 +117,26 @@ def test_a_device_without_a_kernel_is_transformers(calls, caplog, monkeypatch):
     assert messages(caplog)[0].endswith("there is no kernel for cpu")
 
 
+def test_another_scaled_dot_product_attention_is_called(calls, caplog, monkeypatch):
+    """torch's context parallelism puts one there, as do libraries of attention kernels."""
+    sdpa, made = torch.nn.functional.scaled_dot_product_attention, []
+
+    def other(*args, **kwargs):
+        made.append(args)
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
+    with caplog.at_level(logging.DEBUG, "fusedops"):
+        attention_forward(Layer(), *heads(), None)
+    assert len(made) == 1 and not calls
+    assert messages(caplog)[0].endswith("scaled_dot_product_attention has been replaced")
+    model = build("gemma2")  # eager's attention never called it
+    patch(model, **ALONE)
+    calls.clear()
+    model(**batch("gemma2"))
+    assert len(calls) == 2 and len(made) == 1
+
+
 def test_tensors_that_do_not_fit_are_transformers(calls, caplog):
     q, k, v = heads()
     with caplog.at_level(logging.DEBUG, "fusedops"):
@@ -132,6 +153,16 @@ def test_tensors_that_do_not_fit_are_transformers(calls, caplog):
         "attention_mask does not broadcast to the scores",
     ]
     assert len(calls) == 1
+
+
+def test_bools_that_eager_code_adds(calls):
+    model, given = build("llama"), batch("llama")
+    model.set_attn_implementation("eager")
+    given["attention_mask"] = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    want = model(**given).logits
+    patch(model, **ALONE)
+    calls.clear()
+    assert torch.equal(model(**given).logits, want) and not calls
 
 
 def test_what_says_nothing_of_the_scores_is_passed_over(calls):
@@ -277,7 +308,7 @@ def test_eager_is_replaced_where_it_computes_the_same(calls):
 def test_code_that_asks_for_a_name():
     model = build("gpt2")
     model.set_attn_implementation("eager")
-    assert left(model) == "its file asks whether the implementation is eager"
+    assert left(model) == "its code asks whether the implementation is eager"
 
 
 def test_masks_by_top_k_stay_with_the_names_that_make_them():
@@ -286,6 +317,36 @@ def test_masks_by_top_k_stay_with_the_names_that_make_them():
 
     assert "eager,sdpa" in attention._asked(modeling_deepseek_v32.DeepseekV32Attention)
     assert not attention._asked(modeling_gemma2.Gemma2Attention)
+
+
+ASKING = """
+from torch import nn
+
+class Attention(nn.Module):
+    pass
+
+class Model(nn.Module):
+    def forward(self, x):
+        return x if self.config._attn_implementation == "sdpa" else -x
+
+class Derived(Model):
+    pass
+
+"""
+FUNCTION = """
+def run(module, x):
+    return x if module.config._attn_implementation == "eager" else -x
+"""
+
+
+def test_whose_code_asks_for_a_name(tmp_path, monkeypatch):
+    """An attention reads its view, a model the config itself. A function may be given either."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, more, wanted in (("asks_alone", "", set()), ("asks", FUNCTION, {"eager"})):
+        (tmp_path / f"{name}.py").write_text(ASKING + more)
+        home = importlib.import_module(name)
+        assert attention._asked(home.Attention) == wanted
+        assert attention._asked(home.Model) == attention._asked(home.Derived) == {"sdpa", *wanted}
 
 
 def test_a_model_that_says_no(monkeypatch):
@@ -321,26 +382,30 @@ def test_sdpa_of_the_models_own(monkeypatch):
     assert left(model) == "its file has another function for sdpa"
 
 
-def test_a_config_is_for_all_that_read_it(monkeypatch):
-    model = build("gemma2")
+@pytest.mark.parametrize("side", [None, "left"])
+def test_one_eager_attention_is_fused_beside_another_that_is_left(side, monkeypatch, calls):
+    """All get the masks of numbers that the model makes."""
+    model, given = build("gemma2"), batch("gemma2", side)
     second = model.model.layers[1].self_attn
     same = attention._same
     monkeypatch.setattr(attention, "_same", lambda m, run: m is not second and same(m, run))
-    with pytest.warns(UserWarning, match="nothing was fused"):
-        report = patch(model, **ALONE)
-    reasons = [site.reason for site in report.skipped]
-    assert reasons == ["its eager attention gives something else"] * 2
-    assert model.config._attn_implementation == "eager"
+    shown = given.get("attention_mask", torch.ones(2, 9)).bool()
+    want = model(**given).logits[shown]
+    report = patch(model, **ALONE)
+    assert [site.reason for site in report.skipped] == ["its eager attention gives something else"]
+    calls.clear()
+    torch.testing.assert_close(model(**given).logits[shown], want)
+    assert len(calls) == 1
 
 
-def test_one_attention_that_is_left_keeps_eagers_masks():
-    """A mask of bools is none for code that adds it."""
+def test_one_eager_attention_beside_another_that_goes_its_own_way(calls):
     model = build("gemma2")
+    want = model(**batch("gemma2")).logits
     model.model.pool = transformers.models.bloom.modeling_bloom.BloomAttention(BLOOM, layer_idx=0)
-    with pytest.warns(UserWarning, match="nothing was fused"):
-        report = patch(model, **ALONE)
-    assert [site.reason for site in report.skipped] == [*[attention.ALONE] * 2, attention.ASIDE]
-    assert model.config._attn_implementation == "eager"
+    report = patch(model, **ALONE)
+    assert report.coverage == {"attention": (2, 3)}
+    assert [site.reason for site in report.skipped] == [attention.ASIDE]
+    torch.testing.assert_close(model(**batch("gemma2")).logits, want)
 
 
 def test_one_that_goes_another_way_keeps_no_sdpa(calls):

@@ -183,7 +183,7 @@ def gradients(run, model, x):
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma2"])
 def test_jit_trace(name, side, always):
-    """Sizes are tensors then."""
+    """Sizes are tensors then. Gemma 2's attention is eager's, with a mask of numbers."""
     model, given = build(name), batch(name, side)
 
     class Logits(nn.Module):
@@ -202,3 +202,26 @@ def test_jit_trace(name, side, always):
         assert_close(traced(*tensors), wanted, rtol=1e-4, atol=1e-5)
     kinds = [node.kind() for node in traced.inlined_graph.nodes()]
     assert kinds.count("fusedops::attention") == 2  # of sizes that nothing is known about
+
+
+@pytest.mark.parametrize(
+    ("name", "was"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")]
+)
+def test_attention_is_ours_in_a_graph(name, was, any_size):
+    """Its view of the config is read by torch.compile too."""
+    model, found = build(name), []
+    model.set_attn_implementation(was)
+    assert patch(model, linear=False, loss=False).coverage["attention"] == (2, 2)
+
+    def collect(graph, example):
+        found.extend(n for n in graph.graph.nodes if "fusedops.attention" in str(n.target))
+        return graph
+
+    for implementation, wanted in ((was, 2), ("eager" if was == "sdpa" else "sdpa", 0)):
+        found.clear()
+        torch._dynamo.reset()
+        model.config._attn_implementation = implementation
+        if name == "llama" or wanted:  # Gemma 2 has no sdpa
+            torch.compile(model, backend=collect, fullgraph=True)(**batch(name), use_cache=False)
+            assert len(found) == wanted
+    torch._dynamo.reset()

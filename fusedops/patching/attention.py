@@ -1,15 +1,15 @@
 """Attention sites: modules that call the function that their config names.
 
-A transformers model asks `ALL_ATTENTION_FUNCTIONS` for the function at each call. The model gets a
-config of its own, which names `attention`; the code of the modules stays as it is.
+A transformers model asks `ALL_ATTENTION_FUNCTIONS` for the function at each call. Each attention
+that is fused gets a view of its config, which names `attention`; its code stays as it is.
 """
 
 import ast
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -17,13 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.config import ATTENTION, configs_in, implementation, own
-from fusedops.patching.interface import (
-    NAME,
-    attend,
-    eager_function,
-    register_attention,
-)
+from fusedops.patching.config import NAME, config_of, fit_view, implementation
+from fusedops.patching.interface import attend, eager_function, register_attention
 from fusedops.patching.reliance import moved
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.source import Unreadable, innermost, parse
@@ -35,83 +30,47 @@ __all__ = ["attends", "patch_attention"]
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 ASIDE = "its code does not go through transformers' AttentionInterface"
 OWN = re.compile(r"self(\.\w+)+")
-MASKED = "sdpa", "flash_attn"  # a mask may be None, where `is_causal` says the rest
+WEIGHTLESS = "sdpa", "flash_attn"  # of a model whose code does without attention's weights
 SCORES = "position_bias", "softcap", "s_aux"  # what changes them
-ALONE = "another attention of the model is left, and takes eager's masks"
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """An attention of a model of transformers'. reason: why it is left, empty where it is not."""
-
-    path: str
-    module: nn.Module
-    owner: Any
-    reason: str
-
-    @property
-    def config(self) -> Any:
-        return _config(self.module) or self.owner.config
-
-    @property
-    def was(self) -> str | None:
-        return implementation(self.config)
 
 
 def patch_attention(model: nn.Module, report: PatchReport) -> None:
-    """Has the configs of the model name `attention` where every module that reads them can."""
+    """Has every attention that `attention` can stand for call it."""
     if gone := moved("attention"):
         report.skipped += _left(model, gone)
         return
-    found = _found(model)
-    for f in found:
-        name = original_class(f.module).__name__
-        site = partial(Site, f.path, "attention", f"{name}/{f.was}" if f.was else name)
-        if f.reason:
-            report.skipped.append(site(reason=f.reason))
+    for path, module, owner in _attentions(model):
+        was = implementation(config_of(module) or owner.config)
+        name = original_class(module).__name__
+        site = Site(path, "attention", f"{name}/{was}" if was else name)
+        if reason := _obstacle(module, owner) or _fuse(module, was):
+            report.skipped.append(replace(site, reason=reason))
         else:
-            report.fused.append(site("attention"))
-    on = {id(f.config) for f in found if not f.reason}
-    if on:
-        register_attention()
-        used = {id(f.config) for f in found}
-        all_on = not any(f.reason for f in found)
-        own(model, lambda config: NAME if _named(config, on, used, all_on) else None)
+            report.fused.append(replace(site, now="attention"))
+
+
+def _fuse(module: nn.Module, was: str | None) -> str:
+    """Has the attention call ours. Returns why it cannot, empty where it does."""
+    register_attention()
+    if was == NAME:  # the user has said so
+        return ""
+    try:
+        fit_view(module)
+    except ANY as error:  # a config's class may be anybody's
+        return f"there is no view of its config: {said(error)}"
+    return ""
 
 
 def attends(module: nn.Module) -> bool:
     """Whether it is an attention whose config names ours."""
-    config = _config(module)
-    return getattr(config, ATTENTION, None) == NAME and _asks(original_class(module))
+    config = vars(module).get("config")
+    return getattr(config, "_attn_implementation", None) == NAME and _asks(original_class(module))
 
 
 def _left(model: nn.Module, reason: str) -> Iterator[Site]:
     for path, module in model.named_modules():
         if _is_attention(module) and not any(map(_is_attention, _inner(module))):
             yield Site(path, "attention", original_class(module).__name__, reason=reason)
-
-
-def _found(model: nn.Module) -> list[Found]:
-    """The attentions, those left that could be fused alone included.
-
-    A config is for all that read it. Masks of bools are none for code that adds what it takes for
-    eager's, and any config of the model may have made them.
-    """
-    found = [Found(*one, _obstacle(*one[1:])) for one in _attentions(model)]
-    read = {id(f.config): f.reason for f in found if f.reason and f.reason != ASIDE}
-    eager = any(f.reason and f.was == "eager" for f in found)
-    reasons = (
-        f.reason or read.get(id(f.config), "") or (ALONE if eager and f.was == "eager" else "")
-        for f in found
-    )
-    return [replace(f, reason=reason) for f, reason in zip(found, reasons, strict=True)]
-
-
-def _named(config: Any, on: set[int], used: set[int], all_on: bool) -> bool:
-    """Whether a config is to name ours. One that no attention reads follows the others."""
-    if id(config) in used:
-        return id(config) in on
-    return all_on and implementation(config) in ("sdpa", "eager")
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -150,52 +109,58 @@ def _asks(cls: type[nn.Module]) -> bool:
         return False
 
 
-def _config(module: nn.Module) -> Any:
-    """The config that the module reads, None where it has none."""
-    return configs_in(module).get("config")
-
-
 def _obstacle(module: nn.Module, owner: Any) -> str:
     """Why the attention of a module is left, empty where it is not."""
-    cls = original_class(module)
-    was = implementation(_config(module))
+    cls, config = original_class(module), config_of(module)
+    was = implementation(config)
     if not _asks(cls) or was is None:
         return ASIDE
     if was not in ("sdpa", "eager", NAME):
         return f"{was} was chosen"
-    if getattr(_config(module), "output_attentions", False):
+    if getattr(config, "output_attentions", False):
         return "output_attentions is set: weights are wanted"
-    supported = MASKED if was == "eager" else (*MASKED, "attention_backend")
+    supported = WEIGHTLESS if was == "eager" else (*WEIGHTLESS, "attention_backend")
     if not any(getattr(owner, f"_supports_{what}", False) for what in supported):
         return f"{original_class(owner).__name__} says that it supports neither sdpa nor flash"
-    for asked in sorted(_asked(cls) | _asked(original_class(owner))):
+    for asked in sorted(_asked(cls)):
         names = asked.split(",")
         if (was in names) != (NAME in names):
-            return f"its file asks whether the implementation is {' or '.join(names)}"
+            return f"its code asks whether the implementation is {' or '.join(names)}"
     return _unlike(module, was)
 
 
 def _asked(cls: type) -> frozenset[str]:
-    """The names, joined, that the file of a class compares the implementation with."""
-    home = sys.modules.get(cls.__module__)
-    return (
-        _compared(home.__file__ or "") if home and getattr(home, "__file__", None) else frozenset()
-    )
+    """The names, joined, that the code of a class compares the implementation with: that of its
+    bases, and functions beside them, which may be given the module.
+    """
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    files = ((getattr(sys.modules.get(b.__module__), "__file__", None), b.__name__) for b in bases)
+    found = (_compared(file).get(place) for file, name in files if file for place in (name, ""))
+    return frozenset().union(*filter(None, found))
 
 
 @cache
-def _compared(file: str) -> frozenset[str]:
+def _compared(file: str) -> dict[str, frozenset[str]]:
+    """What `_asked` looks up in a file: by class, and of all functions under an empty name."""
     try:
         with open(file, encoding="utf-8") as source:
             tree = ast.parse(source.read())
     except (OSError, SyntaxError, UnicodeDecodeError):
-        return frozenset()
-    found = set()
+        return {}
+    found: dict[str, frozenset[str]] = {}
+    for top in tree.body:
+        place = top.name if isinstance(top, ast.ClassDef) else ""
+        found[place] = found.get(place, frozenset()) | frozenset(_names_asked(top))
+    return found
+
+
+def _names_asked(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and _is_implementation(node.left):
-            names = [c.value for c in ast.walk(node.comparators[0]) if isinstance(c, ast.Constant)]
-            found.add(",".join(name for name in names if isinstance(name, str)))
-    return frozenset(found - {""})
+            constants = (c for c in ast.walk(node.comparators[0]) if isinstance(c, ast.Constant))
+            names = ",".join(c.value for c in constants if isinstance(c.value, str))
+            if names:
+                yield names
 
 
 def _is_implementation(node: ast.expr) -> bool:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from fusedops.patching.linear import form_of
 from fusedops.patching.norm import recipe_of
 from fusedops.patching.patch import patched
 from fusedops.patching.swap import fused_modules, original, original_class
+from fusedops.patching.undo import afterwards
 from fusedops.patching.verify import GRADIENT, Batch, Yardstick, fresh, run
 
 __all__ = ["Deviation", "VerifyReport", "verify"]
@@ -149,17 +151,21 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
 @contextmanager
 def _watched(wanted: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
     """`seen` is told of each call: path, module, (args, kwargs)."""
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda m, *given, path=path: seen(path, m, given), with_kwargs=True
-        )
-        for path, module in wanted.items()
-    ]
-    try:
-        yield
-    finally:
+    hooks: list[Any] = []
+
+    def remove() -> None:
         for hook in hooks:
             hook.remove()
+
+    with afterwards(remove), afterwards(remove):
+        for path, module in wanted.items():
+            told = partial(_tell, seen, path)
+            hooks.append(module.register_forward_pre_hook(told, with_kwargs=True))
+        yield
+
+
+def _tell(seen: Callable, path: str, module: nn.Module, *given: Any) -> None:
+    seen(path, module, given)
 
 
 def _of_call(path: str, module: nn.Module, call: _Call) -> Deviation | None:

@@ -1,50 +1,95 @@
-"""A model's own copy of its transformers config, and the original back.
+"""Views of transformers configs: how one attention of a model reads another implementation.
 
-Models that are built from one config share the object, so what is set in it is set for all.
+Models that are built from one config share the object, and transformers compares, copies and saves
+what it says. So patch leaves configs alone. The attention that it fuses holds a view instead, which
+shares the config's attributes and names our implementation.
 """
 
 import copy
+import operator
 import sys
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
-import torch
 from torch import nn
+from torch.compiler import is_compiling
 
-from fusedops.patching.attributes import MISSING
+__all__ = ["NAME", "config_of", "fit_view", "implementation", "is_config", "set_view", "view_of"]
 
-__all__ = ["ATTENTION", "Chosen", "configs_in", "give_back", "implementation", "is_config", "own"]
-
+NAME = "fusedops"
 ATTENTION = "_attn_implementation_internal"
+WEIGHTS = "_output_attentions"
 
 
-class Chosen(str):
-    """The name of an implementation, in a config that patch has copied.
+class View:
+    """Mixed in before a config's class: the same attributes, and attention by our name.
 
-    was: what was set. original: the config that was there. before: its attributes at that time.
-    Pickle writes what was set, so that the file loads without fusedops.
+    The name is ours for as long as the config's own is the one of patch's time and no weights are
+    asked for. So `set_attn_implementation` and `output_attentions` do what they do unpatched.
     """
 
-    was: str
-    original: Any
-    before: dict[str, Any]
+    __slots__ = ("_fusedops_config",)
+    _fusedops_config: Any
+    _fusedops_was: str  # on the subclass
 
-    def __new__(cls, name: str, was: str, original: Any, before: dict[str, Any]) -> "Chosen":
-        new = super().__new__(cls, name)
-        new.was, new.original, new.before = was, original, before
-        return new
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Not transformers': it would make the view's class a dataclass of its own."""
 
-    def __reduce_ex__(self, protocol):
-        return str, (self.was,)
+    @property
+    def _attn_implementation(self) -> str | None:
+        held = _attributes(self)
+        now = held.get(ATTENTION)
+        return NAME if now == type(self)._fusedops_was and not held.get(WEIGHTS) else now
 
-    def __deepcopy__(self, memo):
-        if torch.compiler.is_compiling():  # of a cache's constructor, which reads it
-            return self
-        new = Chosen(str(self), self.was, None, {})
-        memo[id(self)] = new  # the original may lead back here
-        new.original = copy.deepcopy(self.original, memo)
-        new.before = copy.deepcopy(self.before, memo)
-        return new
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """`type(view)()` is a config."""
+        return cls.__mro__[2](*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return self._fusedops_config == getattr(other, "_fusedops_config", other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a config's
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._fusedops_config, name, value)  # whose setters read the config's own name
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._fusedops_config, name)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._fusedops_config)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return _view(copy.deepcopy(self._fusedops_config, memo), type(self)._fusedops_was)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Pickle writes the config, so that the file loads without fusedops."""
+        return operator.getitem, ([self._fusedops_config], 0)
+
+
+# (config class, name) -> the class of its views, for as long as there is one
+_classes: "WeakValueDictionary[tuple[type, str], type]" = WeakValueDictionary()
+
+
+def _view(config: Any, was: str) -> Any:
+    new: Any = object.__new__(_class_of(type(config), was))
+    object.__setattr__(new, "__dict__", vars(config))
+    object.__setattr__(new, "_fusedops_config", config)
+    return new
+
+
+def _class_of(cls: type, was: str) -> type:
+    made = _classes.get((cls, was))
+    if made is None:
+        named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        own = {**named, "__slots__": (), "_fusedops_was": was}
+        made = _classes[cls, was] = cast(Any, type(cls))(cls.__name__, (View, cls), own)
+    return made
+
+
+def _attributes(config: Any) -> dict[str, Any]:
+    """vars(config), without its own __getattribute__: of a microsecond, and in Python."""
+    return vars(config) if is_compiling() else object.__getattribute__(config, "__dict__")
 
 
 def is_config(value: object) -> bool:
@@ -53,65 +98,34 @@ def is_config(value: object) -> bool:
     return home is not None and isinstance(value, home.PreTrainedConfig)
 
 
-def configs_in(module: nn.Module) -> dict[str, Any]:
-    """The configs that a module holds, by attribute."""
-    if "transformers.configuration_utils" not in sys.modules:
-        return {}
-    return {name: value for name, value in vars(module).items() if is_config(value)}
+def config_of(module: nn.Module) -> Any:
+    """The config that a module holds, also where it has a view of it; None where it has none."""
+    held = vars(module).get("config")
+    if isinstance(held, View):
+        return held._fusedops_config
+    return held if is_config(held) else None
+
+
+def view_of(module: nn.Module) -> Any:
+    """The view that patch gave the module; None where it has none."""
+    held = vars(module).get("config")
+    return held if isinstance(held, View) else None
 
 
 def implementation(config: Any) -> str | None:
-    """The attention that is set, or was before patch."""
-    now = getattr(config, ATTENTION, None)
-    return now.was if isinstance(now, Chosen) else now
+    """The attention that is set in a config, also by its view; None in what is no config."""
+    return _attributes(config).get(ATTENTION) if hasattr(config, "__dict__") else None
 
 
-def own(model: nn.Module, name: Callable[[Any], str | None]) -> None:
-    """Gives the modules copies of their configs, in which attention is `name(original config)`."""
-    memo: dict[int, Any] = {}
-    kept = []  # deepcopy's memo goes by id
-    for module in model.modules():
-        for attribute, config in configs_in(module).items():
-            now = getattr(config, ATTENTION, None)
-            if now is None or isinstance(now, Chosen):
-                continue
-            new = copy.deepcopy(config, memo)
-            kept.append(config)
-            for one, original in zip(_with_parts(new), _with_parts(config), strict=True):
-                _choose(one, original, name(original))
-            vars(module)[attribute] = new
+def fit_view(module: nn.Module) -> None:
+    """Gives the module a view of its config, in which its attention is ours."""
+    config = config_of(module)
+    vars(module)["config"] = _view(config, implementation(config) or "")
 
 
-def _choose(new: Any, original: Any, name: str | None) -> None:
-    was = getattr(original, ATTENTION, None)
-    if was is not None and not isinstance(was, Chosen):
-        before = {k: v for k, v in vars(original).items() if k != ATTENTION and not is_config(v)}
-        vars(new)[ATTENTION] = Chosen(name or was, was, original, copy.deepcopy(before))
-
-
-def _with_parts(config: Any) -> Iterator[Any]:
-    yield config
-    for value in list(vars(config).values()):
-        if is_config(value):
-            yield from _with_parts(value)
-
-
-def give_back(module: nn.Module, but: Collection[Any] = ()) -> None:
-    """The module holds its original configs again; what was changed in a copy since, is in them.
-
-    but: copies that stay.
-    """
-    for attribute, config in configs_in(module).items():
-        chosen = getattr(config, ATTENTION, None)
-        if isinstance(chosen, Chosen) and not any(config is one for one in but):
-            for one in _with_parts(config):
-                _carry(one)
-            vars(module)[attribute] = chosen.original
-
-
-def _carry(config: Any) -> None:
-    chosen = getattr(config, ATTENTION, None)
-    if isinstance(chosen, Chosen):
-        own = {k: v for k, v in vars(config).items() if k != ATTENTION and not is_config(v)}
-        changed = {k: v for k, v in own.items() if (v == chosen.before.get(k, MISSING)) is not True}
-        vars(chosen.original).update(changed)
+def set_view(module: nn.Module, view: Any) -> None:
+    """Has the module hold the view, if it is one of its config, or else the config itself."""
+    config = config_of(module)
+    if config is not None:
+        fits = view is not None and view._fusedops_config is config
+        vars(module)["config"] = view if fits else config

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fusedops.functional import attention
 from fusedops.functional.attention import DEVICES
+from fusedops.patching.config import NAME, implementation
+from fusedops.patching.masks import simplest
 from fusedops.patching.source import Unreadable, innermost
 from fusedops.patching.swap import original_class
 from fusedops.patching.thresholds import attention_pays, inductor_fuses
 
-__all__ = ["NAME", "attend", "attention_forward", "eager_function", "register_attention"]
+__all__ = ["attend", "attention_forward", "eager_function", "register_attention"]
 
-NAME = "fusedops"
 F32 = torch.float32
+SDPA = torch._C._nn.scaled_dot_product_attention
 log = logging.getLogger(__name__)
 
 # What models pass on that says nothing of the scores: sdpa reads none of them either.
@@ -74,11 +77,13 @@ def attention_forward(
 
     query: [B, Hq, Sq, D]. key, value: [B, Hkv, Sk, D or Dv]. attention_mask: as sdpa_mask makes it,
     True is seen, or numbers to add; None: causal where the module or the argument says so and there
-    is more than one query. position_bias: numbers to add beside the mask. s_aux: the sinks, [Hq].
+    is more than one query. Where the module's config says eager, a mask is eager_mask's: numbers,
+    and None hides nothing. position_bias: numbers to add beside the mask. s_aux: the sinks, [Hq].
     Returns [B, Sq, Hq, Dv] and no weights. Calls that `attention` does not take go to transformers'
     own function.
     """
-    reason = _obstacle(query, key, value, attention_mask, position_bias, kwargs)
+    eager = _is_eager(module)
+    reason = _obstacle(eager, query, key, value, attention_mask, position_bias, kwargs)
     biased = position_bias is not None and not inductor_fuses(query)
     plain = softcap is None and s_aux is None and not biased
     if not reason and plain and not attention_pays(query, key):
@@ -89,6 +94,8 @@ def attention_forward(
         kwargs |= {"is_causal": is_causal, "position_bias": position_bias}
         kwargs |= {"softcap": softcap, "s_aux": s_aux}
         return _theirs(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    if eager:
+        attention_mask, is_causal = simplest(attention_mask)
     given = query, key, value, attention_mask, dropout, scaling, is_causal
     return attend(module, *given, position_bias, softcap, s_aux), None
 
@@ -128,6 +135,7 @@ def attend(
 
 
 def _obstacle(
+    eager: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,7 +143,9 @@ def _obstacle(
     position_bias: Tensor | None,
     kwargs: dict[str, Any],
 ) -> str:
-    """Why `attention` does not take the call, empty where it does."""
+    """Why `attention` does not take the call, empty where it does. eager: that is set."""
+    if not eager and F.scaled_dot_product_attention is not SDPA:  # for context parallelism
+        return "torch's scaled_dot_product_attention has been replaced"
     for name, given in kwargs.items():
         if not (name in IGNORED or given is None or given is False):
             return f"{name} is given"
@@ -160,6 +170,8 @@ def _obstacle(
             n not in (1, size) for n, size in zip(added.shape, whole, strict=True)
         ):
             return f"{name} does not broadcast to the scores"
+    if eager and mask is not None and mask.dtype == torch.bool:
+        return "attention_mask is bool, and eager code adds it"
     return ""
 
 
@@ -181,21 +193,24 @@ def _theirs(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """The call by the function that the model would have run: eager's where that was set, or where
+    """The call by the function that the model would have run: eager's where that is set, or where
     sdpa's knows no such scores.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    was = getattr(module, "config", None)
-    was = getattr(getattr(was, "_attn_implementation", None), "was", "sdpa")
     scores = kwargs["softcap"] is not None or kwargs["s_aux"] is not None
-    eager = eager_function(module) if was == "eager" or scores else None
-    if eager is None:
+    run = eager_function(module) if _is_eager(module) or scores else None
+    if run is None:
         run = sdpa_attention_forward
-    else:
-        run, mask = eager, _as_numbers(module, query, key, mask, kwargs.pop("is_causal"))
+    elif not _is_eager(module):
+        mask = _as_numbers(module, query, key, mask, kwargs.pop("is_causal"))
     given = {k: v for k, v in kwargs.items() if v is not None}
     return run(module, query, key, value, mask, dropout=dropout, scaling=scaling, **given)
+
+
+def _is_eager(module: nn.Module) -> bool:
+    """Whether its attention is eager's without us, and its masks are."""
+    return implementation(getattr(module, "config", None)) == "eager"
 
 
 def eager_function(module: nn.Module) -> Callable | None:

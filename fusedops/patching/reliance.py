@@ -32,12 +32,13 @@ class Reliance:
 
 
 RELIANCES = (
-    # Models and configs are known by their bases; a model's config names its attention.
-    Reliance("attention", "modeling_utils.PreTrainedModel", has=("set_attn_implementation",)),
+    # Models and configs are known by their bases. A config names the attention in a property, of
+    # which a view has another, and says whether weights are wanted.
+    Reliance("attention", "modeling_utils.PreTrainedModel"),
     Reliance(
         "attention",
         "configuration_utils.PreTrainedConfig",
-        has=("_attn_implementation_internal",),
+        has=("_attn_implementation", "_attn_implementation_internal", "_output_attentions"),
         made=True,
     ),
     # A function is entered in two tables, of functions and of what makes their masks.

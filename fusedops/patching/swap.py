@@ -8,13 +8,15 @@ goes into no module namespace: a second model built from the original class is u
 import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
-from fusedops.patching.config import configs_in, give_back
+from fusedops.patching.config import set_view, view_of
+from fusedops.patching.undo import afterwards
 
 __all__ = [
     "ANY",
@@ -29,6 +31,7 @@ __all__ = [
     "overlay",
     "put_back",
     "restore",
+    "restore_all",
     "said",
     "stacked",
     "states",
@@ -108,8 +111,11 @@ def said(error: Exception) -> str:
 
 def fused_class(module: nn.Module) -> type[Any] | None:
     """The class that patch gave the module, also from below another library's subclass of it."""
-    mro = type(module).__mro__
-    return next((cls for cls in mro if "_fusedops_original" in vars(cls)), None)
+    return _fused_in(type(module))
+
+
+def _fused_in(cls: type) -> type[Any] | None:
+    return next((base for base in cls.__mro__ if "_fusedops_original" in vars(base)), None)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -172,17 +178,23 @@ def stacked(
 def restore(module: nn.Module) -> None:
     """Puts the original class back, or switches our forward off below another library's class.
 
-    The module's configs are its original ones again.
+    The module holds its config itself again. May be repeated.
     """
-    give_back(module)
+    set_view(module, None)
     fused = fused_class(module)
     if fused is None:
         return
     if type(module) is fused:
-        module.__class__ = original_class(module)
         _switch_on(module, fused)
+        module.__class__ = original_class(module)
     else:
         vars(module).update(fused._fusedops_aside)
+
+
+def restore_all(model: nn.Module) -> None:
+    """Puts back the classes and configs of all modules. May be repeated."""
+    for module in model.modules():
+        restore(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -200,57 +212,46 @@ def has_hooks(module: nn.Module) -> bool:
 @contextmanager
 def original(model: nn.Module) -> Iterator[None]:
     """The model as it is without patch, for the length of a block."""
-    on = {module: fused_class(module) for module in fused_modules(model)}
-    configs = {module: configs_in(module) for module in model.modules()}
-    for module in configs:
-        give_back(module)
-    for module in on:
-        restore(module)
-    try:
+    as_it_was = partial(put_back, model, states(model))
+    with afterwards(as_it_was), afterwards(as_it_was):
+        restore_all(model)
         yield
-    finally:
-        for module, held in configs.items():
-            vars(module).update(held)
-        for module, fused in on.items():
-            _put_back(module, fused)
 
 
-def _put_back(module: nn.Module, fused: Any) -> None:
-    swap(module, lambda _: fused)
+State = tuple[type, dict[str, Any], Any]
 
 
-def states(model: nn.Module) -> dict[nn.Module, tuple[type, dict, dict]]:
-    """What `put_back` needs: the class of every module, what is switched off in it, its configs."""
-    return {
-        module: (
-            type(module),
-            {k: v for k, v in vars(module).items() if k.startswith(OWN)},
-            configs_in(module),
-        )
-        for module in model.modules()
-    }
+def states(model: nn.Module) -> dict[nn.Module, State]:
+    """What `put_back` needs: the class of every module, what is switched off in it, and its view of
+    its config.
+    """
+    return {module: (type(module), _own(module), view_of(module)) for module in model.modules()}
 
 
-def put_back(model: nn.Module, before: dict[nn.Module, tuple[type, dict, dict]]) -> None:
-    """Every module fused as it was in `before`, those that are new not at all."""
+def put_back(model: nn.Module, before: dict[nn.Module, State]) -> None:
+    """Every module fused as it was in `before`, those that are new not at all. May be repeated."""
     for module in set(model.modules()):
-        was, own, configs = before.get(module, (original_class(module), {}, {}))
-        give_back(module, configs.values())
-        fused = fused_class(module)
-        if fused is None or (type(module) is was and not _own(module) and not own):
-            continue
-        if type(module) is fused:
-            module.__class__ = was
-        elif "_fusedops_original" not in {name for cls in was.__mro__ for name in vars(cls)}:
-            restore(module)
-            continue
-        for name in _own(module):
-            del vars(module)[name]
-        vars(module).update(own)
+        was, own, view = before.get(module, (original_class(module), {}, None))
+        set_view(module, view)
+        _put_back(module, was, own)
 
 
-def _own(module: nn.Module) -> list[str]:
-    return [name for name in vars(module) if name.startswith(OWN)]
+def _put_back(module: nn.Module, was: type, own: dict[str, Any]) -> None:
+    now, fused, before = type(module), fused_class(module), _fused_in(was)
+    refuses = before is was and now is before._fusedops_original
+    if now is not was and (now is fused or refuses):
+        module.__class__ = was
+    elif now is not was and (fused is None or before is None):  # another library's class
+        restore(module)
+        return
+    for name in _own(module):
+        del vars(module)[name]
+    vars(module).update(own)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """What patch has put into the instance."""
+    return {name: value for name, value in vars(module).items() if name.startswith(OWN)}
 
 
 def _switch_on(module: nn.Module, fused: type[Any]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.swap import original, restore
+from fusedops.patching.swap import original
+from fusedops.patching.undo import afterwards
 
 __all__ = ["GRADIENT", "Batch", "Yardstick", "fresh", "run"]
 
@@ -43,18 +44,16 @@ class Yardstick:
         self.typical = (squares / max(1, sum(t.numel() for t in gradients))) ** 0.5
 
     def compare(self, model: nn.Module) -> None:
-        """Raises RuntimeError, and unpatches, when the model is off by more than that."""
+        """Raises RuntimeError when the model is off by more than that."""
         fused = self.results(model, self.batch)
         off = self.off(fused, model)
         for _ in range(2):  # the second makes the norms ahead that the first has shown
             found = run(model, self.batch, gradients=False)
             off += self.off(found, model, gradients=False)
         if off := list(dict.fromkeys(off)):
-            for module in model.modules():
-                restore(module)
             raise RuntimeError(
                 f"patch: verify found differences beyond rounding in {', '.join(off[:8])}"
-                f" ({len(off)} of {len(fused)} results); the model is unpatched"
+                f" ({len(off)} of {len(fused)} results); the model is as it was"
             )
 
     def off(self, fused: dict[str, Tensor], model: nn.Module, gradients: bool = True) -> list[str]:
@@ -194,12 +193,14 @@ def _double_if_floating(value):
 @contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for module, mode in modes.items():
             module.training = mode
+
+    with afterwards(put_back), afterwards(put_back):
+        model.eval()
+        yield
 
 
 def _infinities(t: Tensor) -> Tensor:
