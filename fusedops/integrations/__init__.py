@@ -1,16 +1,19 @@
-"""What other packages are told of this one, each in its own module, once they are imported."""
+"""What other packages learn of this one, each in its own module, once they are imported."""
 
 import importlib
 import importlib.abc
 import sys
 import warnings
 
-# A module of another package, and ours that is run as soon as that one is there.
-TELLS = {"transformers.quantizers.auto": "fusedops.integrations.transformers.quantization"}
+# A module of another package, and ours that is imported as soon as that one is there.
+TELLS = {
+    "torch.utils.flop_counter": "fusedops.integrations.flops",
+    "transformers.quantizers.auto": "fusedops.integrations.transformers.quantization",
+}
 
 
-class Teller(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a module of TELLS as ever, and ours after it. It imports none of them itself."""
+class Teller(importlib.abc.MetaPathFinder):
+    """Finds the modules of TELLS where the other finders find them. It imports none itself."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in TELLS:
@@ -21,8 +24,18 @@ class Teller(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 break
         if found is None or found.loader is None:
             return None
-        self.loader, found.loader = found.loader, self
+        found.loader = Telling(found.loader)
         return found
+
+
+class Telling(importlib.abc.Loader):
+    """Imports one module of TELLS by its own loader, then ours."""
+
+    def __init__(self, loader) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name):  # the source and the file, for who asks the spec alone
+        return getattr(self.loader, name)
 
     def create_module(self, spec):
         return self.loader.create_module(spec)
@@ -34,11 +47,15 @@ class Teller(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def tell() -> None:
-    """Runs what is to be run of the modules that are there, and sees to it for those to come."""
+    """Imports ours for the modules of TELLS that are there, and installs the finder for the others.
+
+    In the place of an older one: two would ask each other without end.
+    """
     for theirs in TELLS:
         if theirs in sys.modules:
             _tell(theirs)
-    sys.meta_path.insert(0, Teller())
+    others = [finder for finder in sys.meta_path if type(finder).__module__ != __name__]
+    sys.meta_path[:] = [Teller(), *others]
 
 
 def _tell(theirs: str) -> None:

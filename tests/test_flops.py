@@ -1,0 +1,311 @@
+"""What torch's flop counter counts of our operators and of patched models."""
+
+import subprocess
+import sys
+from math import prod
+
+import pytest
+import torch
+import transformers
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import fusedops
+from fusedops.backends import FAMILIES, _kernels
+from fusedops.functional import attention, linear, linear_cross_entropy, quantize_weight
+from fusedops.functional import quantized_linear as by_codes
+
+transformers.logging.set_verbosity_error()
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+IDS = torch.randint(3, 512, (2, 256), generator=torch.Generator().manual_seed(0))
+TEXT = {"input_ids": IDS}
+IMAGES = {"pixel_values": torch.ones(2, 3, 64, 64)}  # 257 tokens
+
+
+def llama(**more):
+    sizes = SIZES | {"num_key_value_heads": 2, "vocab_size": 512}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | more)), TEXT, IDS
+
+
+def bert():
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, vocab_size=512))
+    return model, TEXT, IDS
+
+
+def t5():
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=512, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config), TEXT | {"decoder_input_ids": IDS}, IDS
+
+
+def gpt2():
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens)), TEXT, IDS
+
+
+def vit():
+    config = transformers.ViTConfig(**SIZES, image_size=64, patch_size=4)
+    return transformers.ViTForImageClassification(config), IMAGES, torch.tensor([0, 1])
+
+
+def gemma2():
+    """Eager attention, with a softcap, which torch has no fused kernel for."""
+    own = {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
+    config = transformers.Gemma2Config(**SIZES | own, vocab_size=512)
+    return transformers.Gemma2ForCausalLM(config), TEXT, IDS
+
+
+def counted(run):
+    """(operators by module, what run returned)"""
+    with FlopCounterMode(display=False) as counter:
+        returned = run()
+    return counter.get_flop_counts(), returned
+
+
+def total(run):
+    return sum(counted(run)[0].get("Global", {}).values())
+
+
+def step(model, inputs, labels):
+    dtype = next(model.parameters()).dtype
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    outputs = model(**inputs, **({} if labels is None else {"labels": labels}))
+    loss = outputs.logits.float().square().mean() if labels is None else outputs.loss
+    loss.backward()
+
+
+def by_module(model, counts):
+    """Those of modules with weights, which alone have products.
+
+    torch credits an activation between two linears with whatever runs in the backward from its
+    gradient to that of its input, which depends on the order of the lines around it.
+    """
+    root = type(model).__name__
+    names = {root, *(f"{root}.{n}" for n, m in model.named_modules() if [*m.parameters()])}
+    return {name: sum(ops.values()) for name, ops in counts.items() if name in {"Global", *names}}
+
+
+def agree(ours, theirs):
+    assert theirs["Global"] and ours.keys() == theirs.keys()
+    for name, wanted in theirs.items():
+        assert ours[name] == pytest.approx(wanted, rel=0.01), name
+
+
+@pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("build", [llama, bert, t5, gpt2, vit])
+def test_a_patched_model_counts_what_it_counted(build, dtype, train, labels):
+    """Dropout (train) sends torch's attention on CPUs to separate products."""
+    model, inputs, targets = build()
+    model.to(dtype).train(train)
+    run = model, inputs, targets if labels else None
+    wanted, _ = counted(lambda: step(*run))
+    report = fusedops.patch(model)
+    step(*run)  # the first forward shows where norms may be made ahead
+    found, _ = counted(lambda: step(*run))
+    agree(by_module(model, found), by_module(model, wanted))
+    ran = {str(operator) for operator in found["Global"]}
+    assert {"fusedops.attention_forward", "fusedops.attention_backward"} <= ran
+    activated = any(site.kind == "linear" and site.now != "linear" for site in report.fused)
+    assert not activated or {"fusedops.linear_forward", "fusedops.linear_backward"} <= ran
+
+
+def test_a_softcap_counts_as_eager_attention_does():
+    """As a whole: torch does not see the backward of a module enter that returns its weights too,
+    of which nothing was used.
+    """
+    model, inputs, labels = gemma2()
+    wanted = total(lambda: step(model, inputs, labels))
+    assert fusedops.patch(model).coverage["attention"] == (2, 2)
+    assert total(lambda: step(model, inputs, labels)) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+@pytest.mark.parametrize("fused", [True, False], ids=["patched", "not patched"])
+def test_a_quantized_model_counts_what_frozen_weights_do(fused, format, dtype):
+    model, inputs, labels = llama()
+    model.to(dtype)
+    places = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    for name in set(places) - {"lm_head"}:
+        model.get_submodule(name).requires_grad_(False)
+    wanted, _ = counted(lambda: step(model, inputs, labels))
+    fusedops.quantize(model, format)
+    if fused:
+        fusedops.patch(model)
+    found, _ = counted(lambda: step(model, inputs, labels))
+    names = by_module(model, found).keys() | {f"LlamaForCausalLM.{name}" for name in places}
+    sums = [{n: sum(c[n].values()) for n in names if n in c} for c in (found, wanted)]
+    agree(*sums)
+    ran = {str(operator) for operator in found["Global"]}
+    assert {"fusedops.quantized_linear_forward", "fusedops.quantized_linear_backward"} <= ran
+
+
+def test_generation_counts_what_it_counted():
+    model, inputs, _ = llama(max_position_embeddings=512)
+    model.eval()
+
+    def run():
+        return model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+    wanted, tokens = counted(run)
+    fusedops.patch(model)
+    found, same = counted(run)
+    assert torch.equal(tokens, same)
+    agree(by_module(model, found), by_module(model, wanted))
+
+
+def test_inference_mode_counts_too():
+    x, weight = torch.randn(3, 5), torch.randn(7, 5)
+    with torch.inference_mode():
+        assert total(lambda: linear(x, weight, activation="gelu")) == 2 * 3 * 5 * 7
+
+
+def test_a_loss_without_logits_counts_the_head_once():
+    """The mode has patched heads make logits, so the operator is called by itself."""
+    wanted = 3 * 2 * 12 * 8 * 33  # forward, and the gradients of the input and of the weight
+    targets = torch.arange(12).view(3, 4)
+    for dtype in (torch.float32, torch.bfloat16):  # made in the forward, and in the backward
+        x = torch.randn(3, 4, 8, dtype=dtype, requires_grad=True)
+        weight = torch.randn(33, 8, dtype=dtype, requires_grad=True)
+        found, _ = counted(lambda: linear_cross_entropy(x, weight, targets).backward())  # noqa: B023
+        assert sum(found["Global"].values()) == wanted
+        assert any("linear_cross_entropy_forward" in str(op) for op in found["Global"])
+        frozen = weight.detach()
+        assert total(lambda: linear_cross_entropy(x, frozen, targets).backward()) == wanted * 2 / 3  # noqa: B023
+        with torch.no_grad():
+            assert total(lambda: linear_cross_entropy(x, weight, targets)) == wanted / 3  # noqa: B023
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("trained", ["all", "input", "weight", "bias"])
+def test_linear_counts_the_products_that_run(trained, activation):
+    held = {"input": torch.randn(2, 3, 5), "weight": torch.randn(7, 5), "bias": torch.randn(7)}
+    for name, tensor in held.items():
+        tensor.requires_grad_(trained in (name, "all"))
+    product = 2 * 2 * 3 * 5 * 7
+    wanted = {"all": 3, "input": 2, "weight": 2, "bias": 1}[trained] * product
+    assert total(lambda: linear(*held.values(), activation).sum().backward()) == wanted
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "nf4"])
+def test_quantized_linear_counts_its_product_and_that_of_its_input(format, rows):
+    x, q = torch.randn(rows, 64, requires_grad=True), quantize_weight(torch.randn(48, 64), format)
+    product = 2 * rows * 48 * 64
+    assert total(lambda: by_codes(x, q).sum().backward()) == 2 * product
+    bias = torch.randn(48, requires_grad=True)
+    assert total(lambda: by_codes(x.detach(), q, bias).sum().backward()) == product
+    args = q.qweight, q.scales, q.zeros, None, format, 48, 64, q.group_size
+    with torch.no_grad():
+        tiles = torch.ops.fusedops.quantized_linear_tiles
+        assert total(lambda: tiles(x, *args, "none", "none", "any", False)) == product
+
+
+def test_attention_counts_grouped_heads_and_widths_of_values():
+    q, k, v = (torch.randn(shape) for shape in ((2, 6, 9, 8), (2, 3, 11, 8), (2, 3, 11, 5)))
+    heads = 2 * 2 * 6 * 9 * 11  # multiply-adds of a column of all heads
+    for options in ({}, {"causal": True}, {"window": (2, 2)}, {"softcap": 4.0}):
+        assert total(lambda: attention(q, k, v, **options)) == heads * (8 + 5)  # noqa: B023
+    for leaf, wanted in {"q": 5 + 8, "k": 5 + 8, "v": 5}.items():
+        held = {"q": q, "k": k, "v": v}
+        held[leaf] = held[leaf].clone().requires_grad_()
+        found = total(lambda: attention(*held.values()).sum().backward())  # noqa: B023
+        assert found == heads * (8 + 5 + wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}, {"bias": True}], ids=str)
+def test_attention_counts_what_torchs_counts(options):
+    shapes = (2, 4, 40, 16), (2, 2, 40, 16), (2, 2, 40, 16)
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    bias = torch.randn(1, 4, 40, 40, requires_grad=True) if options.get("bias") else None
+    p = options.get("dropout_p", 0.0)
+    theirs = total(
+        lambda: F.scaled_dot_product_attention(q, k, v, bias, p, enable_gqa=True).sum().backward()
+    )
+    ours = total(lambda: attention(q, k, v, bias=bias, dropout_p=p).sum().backward())
+    assert ours == theirs == 2 * prod((2, 4, 40, 40, 16)) * (6 if options else 7)
+
+
+def packed(lengths, fake=False, **longest):
+    """What a forward and backward of sequences of these lengths counts."""
+    tokens = sum(lengths) + 2  # some are padding
+    q = torch.randn(tokens, 4, 8, requires_grad=True)
+    k, v = (torch.randn(tokens, 2, 8, requires_grad=True) for _ in range(2))
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    call = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, **longest}
+    if not fake:
+        return total(lambda: attention(q, k, v, **call).sum().backward())
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(t) for t in (q, k, v))
+        call = {n: mode.from_tensor(t) if n.startswith("cu") else t for n, t in call.items()}
+        return total(lambda: attention(q, k, v, **call).sum().backward())
+
+
+def test_sequences_count_by_their_lengths():
+    assert packed([3, 5, 1]) == 7 * 2 * 4 * 8 * (9 + 25 + 1)
+
+
+def test_sequences_without_values_count_as_the_longest():
+    longest = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+    assert packed([3, 5, 1], fake=True, **longest) == 7 * 2 * 4 * 8 * 3 * 25
+
+
+def test_every_kernel_with_a_product_has_a_formula():
+    """The others are elementwise or row by row, and torch's counter has none for such."""
+    rowwise = {"norm", "gated_activation", "rotary", "adamw"}
+    without = {"cross_entropy_forward", "cross_entropy_backward", "dequantize_weight"}
+    for family in FAMILIES:
+        for name in _kernels(family):
+            known = getattr(torch.ops.fusedops, name) in flop_registry
+            assert known == (family not in rowwise and name not in without), name
+
+
+@pytest.mark.parametrize("first", ["fusedops", "torch.utils.flop_counter"])
+def test_the_import_is_enough_and_imports_no_flop_counter(first):
+    """torch's imports triton and takes longer than all of ours."""
+    lines = f"""
+import importlib, sys
+importlib.import_module({first!r})
+assert {first != "fusedops"} or not {{"torch.utils.flop_counter", "triton"}} & sys.modules.keys()
+import fusedops, torch
+from torch.utils import flop_counter
+assert torch.ops.fusedops.linear_forward in flop_counter.flop_registry
+assert flop_counter.__spec__.loader is flop_counter.__loader__
+"""
+    subprocess.run([sys.executable, "-c", lines], check=True)
+
+
+def test_formulas_of_others_stay():
+    """Of a torch that counts its attention on CPUs, or of a program that taught it to."""
+    lines = """
+import torch
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)(
+    lambda *args, **kwargs: 7)
+import fusedops
+q = torch.randn(1, 1, 4, 8)
+with FlopCounterMode(display=False) as counter:
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+assert counter.get_total_flops() == 7
+"""
+    subprocess.run([sys.executable, "-c", lines], check=True)
+
+
+def test_a_second_import_finds_no_formula_twice():
+    lines = """
+import sys
+import fusedops
+import torch.utils.flop_counter
+del sys.modules["fusedops.integrations.flops"]
+import fusedops.integrations.flops
+"""
+    subprocess.run([sys.executable, "-c", lines], check=True)
