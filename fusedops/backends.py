@@ -11,9 +11,11 @@ import itertools
 import os
 import platform
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -53,8 +55,16 @@ KERNELS = {
 
 SIMT_KEY = "PrivateUse1"  # where csrc/cuda/stream.h registers the emulated kernels
 
-_forced: list[str] = []  # the backends that are forced, the innermost last
+
+@dataclass(eq=False)  # a block is itself, whatever other blocks force
+class _Block:
+    name: str
+
+
+_blocks: list[_Block] = []  # in the order in which they were entered, by any thread
 _overrides: list[torch.library.Library] = []  # what forces the last of them
+_followed: list[str | None] = [None]  # the backend that the dispatcher follows; empty: in between
+_lock = threading.RLock()  # of the three
 _any_size = False  # of `linear`
 
 
@@ -83,7 +93,9 @@ def unavailable(op: str, backend: str) -> str | None:
 def backend(name: str) -> Iterator[None]:
     """Run every operator on one backend: "cpu", "cuda", "triton", "simt" or "reference".
 
-    Process-wide until the block ends; for tests, and to find out which kernel is wrong. What
+    Process-wide until the block ends; for tests, and to find out which kernel is wrong. Of blocks
+    that overlap, in whichever threads, the one that was entered last decides. torch's dispatcher
+    changes as a block begins and ends: no other thread may run an operator at that moment. What
     torch.compile has compiled before keeps its kernels. The environment variable FUSEDOPS_BACKEND
     does the same for a whole process. Raises ValueError for an unknown name and RuntimeError when
     no operator can run on it, with the reason.
@@ -91,18 +103,34 @@ def backend(name: str) -> Iterator[None]:
     reasons = {op: unavailable(op, name) for ops in FAMILIES.values() for op in ops}
     if all(reasons.values()):
         raise RuntimeError(f"backend {name!r} cannot run: {next(iter(reasons.values()))}")
-    _forced.append(name)
-    _override()
+    block = _Block(name)
     try:
-        yield
+        try:
+            _enter(block)
+            yield
+        finally:
+            _leave(block)
     finally:
-        _forced.remove(name)
-        _override()
+        _leave(block)  # a KeyboardInterrupt may have ended the first before it was done
+
+
+def _enter(block: _Block) -> None:
+    with _lock:
+        _blocks.append(block)
+        _follow()
+
+
+def _leave(block: _Block) -> None:
+    """Does nothing for a block that has been left."""
+    with _lock:
+        if block in _blocks:
+            _blocks.remove(block)
+        _follow()
 
 
 def forced() -> str | None:
     """The backend that is forced, None where devices decide."""
-    return _forced[-1] if _forced else None
+    return next((block.name for block in reversed(_blocks)), None)
 
 
 def takes(name: str, device: str) -> bool:
@@ -132,8 +160,8 @@ def _operator_line(op: str) -> str:
     why = "; ".join(f"{name}: {reason}" for name, reason in cannot.items() if reason)
     on_cpu = "composite" if cannot["cpu"] else "cpu"
     on_cuda = next((name for name in ("cuda", "triton") if not cannot[name]), "composite")
-    if _forced:
-        on_cpu = on_cuda = _forced[-1]
+    if name := forced():
+        on_cpu = on_cuda = name
     return f"{op:17} {on_cpu:13} {on_cuda if torch.cuda.is_available() else '-':14} {why}"
 
 
@@ -171,16 +199,25 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _override() -> None:
-    """Makes the dispatcher follow the innermost forced backend, and no other."""
+def _follow() -> None:
+    """Makes the dispatcher follow the innermost forced backend, and no other.
+
+    Interrupted at any line, the next call completes it.
+    """
+    name = forced()
+    if _followed == [name]:
+        return
+    _followed.clear()
     _follow_linear()
     while _overrides:
-        _overrides.pop()._destroy()
-    if _forced:
+        _overrides[-1]._destroy()
+        _overrides.pop()
+    if name is not None:
         _overrides.append(torch.library.Library("fusedops", "IMPL"))
         with _no_override_warning():
             for family in FAMILIES:
-                _force(_overrides[0], family, _forced[-1])
+                _force(_overrides[0], family, name)
+    _followed.append(name)
 
 
 def linear_of_any_size(asked: bool) -> None:
@@ -193,9 +230,9 @@ def linear_of_any_size(asked: bool) -> None:
 def _follow_linear() -> None:
     """A backend that is asked for by name runs every size of `linear` as well."""
     while True:  # until no other thread has changed it meanwhile
-        wanted = bool(_forced) or _any_size
+        wanted = bool(_blocks) or _any_size
         _C.linear_always(wanted)
-        if wanted == (bool(_forced) or _any_size):
+        if wanted == (bool(_blocks) or _any_size):
             return
 
 

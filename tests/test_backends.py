@@ -1,13 +1,20 @@
 """Forcing a backend, the report of what runs, and the command line around them."""
 
+import contextlib
+import inspect
+import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import fusedops
+from fusedops import backends
 from fusedops.backends import BACKENDS, FAMILIES, unavailable
 from fusedops.functional import layer_norm
 
@@ -85,3 +92,135 @@ def test_environment_forces_a_backend():
     assert fused != reference
     said, succeeded = run("-c", code, FUSEDOPS_BACKEND="nonsense")
     assert not succeeded and "backend must be one of" in said
+
+
+def kernel():
+    """Which kernel layer_norm runs on a CPU."""
+    x = torch.ones(3, 8, requires_grad=True)
+    return type(layer_norm(x, (8,)).grad_fn).__name__
+
+
+def is_default():
+    with fusedops.backend("reference"):
+        forced = kernel()
+    return backends.forced() is None and kernel() == DEFAULT != forced
+
+
+DEFAULT = kernel()
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+def test_blocks_may_end_in_any_order(order):
+    """As blocks of several threads do; two of them force the same backend."""
+    names = ["reference", "cpu", "reference"]
+    blocks = {at: fusedops.backend(name) for at, name in enumerate(names)}
+    for block in blocks.values():
+        block.__enter__()
+    for at in order:
+        innermost = names[max(blocks)]
+        assert backends.forced() == innermost
+        assert (kernel() == DEFAULT) == (innermost == "cpu")
+        blocks.pop(at).__exit__(None, None, None)
+    assert is_default()
+
+
+@pytest.mark.parametrize("last", ["first", "second"])
+def test_two_threads_that_overlap(last):
+    """The first enters, the second enters, and either leaves before the other."""
+    entered, may_leave = threading.Event(), threading.Event()
+    seen = []
+
+    def hold():
+        with fusedops.backend("reference"):
+            entered.set()
+            may_leave.wait(60)
+            seen.append(backends.forced())
+
+    other = threading.Thread(target=hold)
+    with fusedops.backend("cpu"):
+        other.start()
+        entered.wait(60)
+        assert backends.forced() == "reference" and kernel() != DEFAULT
+        if last == "first":
+            may_leave.set()
+            other.join()
+            assert backends.forced() == "cpu" and kernel() == DEFAULT
+    may_leave.set()
+    other.join()
+    assert seen == ["reference"] and is_default()
+
+
+def test_threads_that_enter_and_leave_at_once():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def enter(names):
+        for name in names:
+            with fusedops.backend(name):
+                time.sleep(0)
+
+    turns = [("reference", "cpu") * 20, ("cpu", "reference") * 20, ("reference",) * 40]
+    with ThreadPoolExecutor(len(turns)) as threads:
+        list(threads.map(enter, turns))
+    sys.setswitchinterval(interval)
+    assert is_default()
+
+
+def interrupted(at, run):
+    """Runs with a KeyboardInterrupt before the line that is `at` lines from the start.
+
+    Of what backend() runs in, torch's Library included. Returns whether there was such a line.
+    """
+    files = {inspect.getsourcefile(of) for of in (backends, contextlib, torch.library)}
+    lines = itertools.count()
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and next(lines) == at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:  # not contextlib's suppress, which would be interrupted too
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return next(lines) > at
+
+
+def enter_and_leave():
+    with fusedops.backend("cpu"):
+        pass
+
+
+# One in a finalizer, as torch's Library has, is swallowed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("outer", [None, "reference"])
+def test_an_interrupt_at_any_line_leaves_what_was(outer):
+    at = 0
+    with fusedops.backend(outer) if outer else contextlib.nullcontext():
+        while interrupted(at, enter_and_leave):
+            assert backends.forced() == outer, at
+            assert (kernel() == DEFAULT) == (outer is None), at
+            at += 1
+    assert at > 200 and is_default()
+
+
+def test_a_backend_that_fails_on_the_way_is_not_forced(monkeypatch):
+    def fail(library, family, name):
+        if (family, name) == ("linear", "cpu"):
+            raise OSError("no memory")
+        return force(library, family, name)
+
+    force = backends._force
+    monkeypatch.setattr(backends, "_force", fail)
+    with fusedops.backend("reference"):
+        with pytest.raises(OSError, match="no memory"), fusedops.backend("cpu"):
+            pass
+        assert backends.forced() == "reference" and kernel() != DEFAULT
+    assert is_default()
