@@ -109,7 +109,7 @@ def is_default():
 DEFAULT = kernel()
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
 def test_blocks_may_end_in_any_order(order):
     """As blocks of several threads do; two of them force the same backend."""
     names = ["reference", "cpu", "reference"]

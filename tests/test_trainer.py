@@ -1,6 +1,9 @@
 """A patched model in what trains it: transformers' Trainer, accelerate, and a loop of one's own."""
 
 import inspect
+import logging
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -67,28 +70,52 @@ SETTINGS = {
 
 @pytest.mark.parametrize("optimizer", [None, ADAMW], ids=["torch", "fusedops"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_trainer(setting, optimizer, tmp_path, capsys):
+def test_trainer(setting, optimizer, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "fusedops")
     callback = FusedOpsCallback()
     ours = trainer(tmp_path, [callback], optimizer, llama(), **SETTINGS[setting])
-    assert capsys.readouterr().out.count("fusedops.patch  norm: 5 of 5 fused") == 1
+    assert caplog.messages == [str(callback.report)]
     theirs = trainer(tmp_path, (), optimizer, llama(), **SETTINGS[setting])
     near = 2e-2 if setting == "bfloat16" else 2e-4  # losses are logged with four digits
     torch.testing.assert_close(losses(ours), losses(theirs), rtol=near, atol=near)
-    assert "fusedops.patch" not in capsys.readouterr().out
-    assert callback.report.coverage["attention"] == (2, 2)
+    assert caplog.messages == [str(callback.report)]  # accelerate's wrappers change nothing
+    kinds = {"norm": (5, 5), "attention": (2, 2), "loss": (1, 1)}
+    assert kinds.items() <= callback.report.coverage.items()
     found, wanted = (run.evaluate()["eval_loss"] for run in (ours, theirs))
     assert found == pytest.approx(wanted, rel=10 * near)
 
 
-def test_a_model_that_the_trainer_makes(tmp_path, capsys):
+def test_a_model_that_the_trainer_makes(tmp_path, caplog):
     """One when the Trainer is made, another when its training begins."""
+    caplog.set_level(logging.INFO, "fusedops")
     callback = FusedOpsCallback(loss=False)
     ours = trainer(tmp_path, [callback])
     first = ours.model
     found = losses(ours)
     assert ours.model is not first and "loss" not in callback.report.coverage
-    assert capsys.readouterr().out.count("fusedops.patch  norm: 5 of 5 fused") == 2
+    assert [m.count("fusedops.patch  norm: 5 of 5 fused") for m in caplog.messages] == [1, 1]
     torch.testing.assert_close(found, losses(trainer(tmp_path)), rtol=2e-4, atol=2e-4)
+
+
+def test_the_report_is_shown_where_the_log_shows_its_level():
+    """A program that set up no log shows warnings alone."""
+    lines = """
+import logging, sys, torch
+from fusedops.integrations.transformers import FusedOpsCallback
+from types import SimpleNamespace
+for setup in (logging.getLogger, lambda: logging.basicConfig(level=logging.INFO)):
+    setup()
+    print("after", setup, file=sys.stderr)
+    for level in (logging.INFO, logging.WARNING):
+        for first in (True, False):
+            state = SimpleNamespace(is_world_process_zero=first)
+            norm = torch.nn.LayerNorm(4)
+            FusedOpsCallback(log_level=level).on_init_end(None, state, None, model=norm)
+"""
+    command = [sys.executable, "-c", lines]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    shown = [part.count("norm: 1 of 1 fused") for part in done.stderr.split("after")]
+    assert shown == [0, 1, 2] and not done.stdout
 
 
 def test_what_is_saved_is_what_would_be_saved_without(tmp_path):

@@ -15,6 +15,7 @@ __all__ = [
     "fixed",
     "known_to",
     "names_in",
+    "names_of",
     "plain",
     "reached",
 ]
@@ -69,6 +70,11 @@ def _inherited(name: str) -> bool:
 def names_in(cls: type) -> set[str]:
     """The names in the code of the forward and of what it may call."""
     return {name for code in _codes(cls) for name in _read(code)}
+
+
+def names_of(function: FunctionType) -> set[str]:
+    """The names in the code of a function alone."""
+    return _read(function.__code__)
 
 
 def known_to(function: FunctionType) -> set[str]:

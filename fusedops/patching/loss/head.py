@@ -32,7 +32,7 @@ from fusedops.patching.swap import Unswappable, given, overlay, stacked
 from fusedops.patching.thresholds import logits_pay
 from fusedops.patching.tracing import is_transformed
 
-__all__ = ["heads_of", "loss_of", "patch_head", "untraceable"]
+__all__ = ["heads_of", "is_watched", "loss_of", "patch_head", "untraceable"]
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 BITS = {4: torch.int32, 2: torch.int16}
@@ -120,7 +120,7 @@ def _answer(question: Question, head: nn.Module, x: Tensor) -> Tensor | None:
 def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
     """Lazy logits of x, None where they have to be made."""
     form = given(head, "_fusedops_head")
-    found = form and not untraceable() and not _is_watched(head) and form.operands(head, x)
+    found = form and not untraceable() and not is_watched(head) and form.operands(head, x)
     if not found:
         return None
     weight, bias = found
@@ -147,7 +147,7 @@ def _autocast(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _is_watched(head: nn.Module) -> bool:
+def is_watched(head: nn.Module) -> bool:
     """Whether a hook wants to see the logits: all but those that gather weights do."""
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     return (

@@ -2,20 +2,24 @@
 
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fusedops.patching.attributes import names_in
+from fusedops.patching.instance import instead
 from fusedops.patching.loss.function import Loss, loss_like
-from fusedops.patching.loss.head import heads_of, patch_head
+from fusedops.patching.loss.head import heads_of, is_watched, patch_head
 from fusedops.patching.loss.logits import SCOPE
 from fusedops.patching.reliance import moved
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import ANY, Unswappable, given, original_class, overlay, stacked
 
-__all__ = ["patch_losses"]
+__all__ = ["loss_now", "patch_losses"]
+
+LINEAR, OF_LOGITS = "linear_cross_entropy", "cross_entropy"
 
 
 def patch_losses(model: nn.Module, report: PatchReport) -> None:
@@ -48,10 +52,36 @@ def _labels_at(original: type[nn.Module]) -> int | None:
     return names.index("labels") - 1 if "labels" in names else None
 
 
-def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
+def loss_now(model: nn.Module, site: Site) -> Site:
+    """A loss that patch has fused, as it is computed by now."""
+    for path, module in model.named_modules():
+        head = _head(module)
+        if head is None or _where(path, module, head) != site.path:
+            continue
+        if reason := _alone(module, site.path):
+            return replace(site, now="", reason=reason)
+        if site.now == LINEAR and any(map(is_watched, heads_of(module))):
+            return replace(site, now=OF_LOGITS, reason="of logits: something watches the head")
+    return site
+
+
+def _where(path: str, model: nn.Module, head: nn.Module) -> str:
     name = next((n for n, m in model.named_modules() if m is head), "")
-    where = ".".join(filter(None, (path, name)))
+    return ".".join(filter(None, (path, name)))
+
+
+def _alone(model: nn.Module, where: str) -> str:
+    """Whose head runs instead of the model's; empty where its forward runs."""
+    name = where.rpartition(".")[2]
+    found = instead(model, {"get_output_embeddings", name} - {""})
+    return found and f"{found}, with a head of its own"
+
+
+def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
+    where = _where(path, model, head)
     original: Any = original_class(model)
+    if reason := _alone(model, where):
+        return Site(where, "loss", original.__name__, reason=reason)
     if gone := moved("loss"):
         return Site(where, "loss", original.__name__, reason=gone)
     own = inspect.getattr_static(original, "loss_function", None)
@@ -69,7 +99,7 @@ def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
         made = "the model carries its own forward"
     else:
         made = next((why for one in heads_of(model) if (why := patch_head(one))), "")
-    now = "cross_entropy" if made else "linear_cross_entropy"
+    now = OF_LOGITS if made else LINEAR
     return Site(where, "loss", was, now, made and f"of logits: {made}")
 
 
