@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from loss_cases import SIZES, gradients, made, patched
+from loss_cases import OTHERS, SIZES, gradients, made, patched
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -161,6 +161,20 @@ def stepped(rank):
         assert "has changed since the forward" in str(error)
     else:
         raise AssertionError("they were read")
+
+
+def stepped_and_kept(rank):
+    """Those that the forward computed, of a head that is gathered alone and with the model."""
+    for head in (False, True):
+        model = build()
+        patch(model, **OTHERS, loss="keep_logits")
+        model = shard(model, head, reshard_after_forward=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outputs, loss = step(model, rank)
+        loss.backward()
+        check(model, rank)
+        optimizer.step()
+        torch.testing.assert_close(outputs.logits.detach(), build()(batch(rank)).logits.detach())
 
 
 def collectives(rank):

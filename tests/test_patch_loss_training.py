@@ -293,8 +293,8 @@ def test_two_ranks_with_every_kind_of_site(tmp_path):
 
 
 def test_two_ranks_fsdp2(tmp_path):
-    cases = ["fsdp", "fsdp_tied", "fsdp_then_patch", "fsdp_in_bfloat16", "fsdp_eval", "stepped"]
-    ranks(cases, tmp_path)
+    cases = ["fsdp", "fsdp_tied", "fsdp_then_patch", "fsdp_in_bfloat16", "fsdp_eval"]
+    ranks([*cases, "stepped", "stepped_and_kept"], tmp_path)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not there")

@@ -146,6 +146,7 @@ def test_the_report_says_what_ran(case, bf16, tmp_path, caplog):
         assert left.reason == f"{whose}, with a head of its own"
         first, then = caplog.messages
         assert "loss: 1 of 1 fused" in first and "loss: 0 of 1 fused" in then
+        assert "keep_logits" in first and "keep_logits" not in then
         assert then == f"as training begins: {callback.report}"
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from fusedops.patching.instance import instead
-from fusedops.patching.loss.site import loss_now
+from fusedops.patching.loss.site import LATE, LINEAR, loss_now
 from fusedops.patching.report import PatchReport, Site
 
 __all__ = ["look_again"]
@@ -21,6 +21,8 @@ def look_again(model: nn.Module, report: PatchReport) -> bool:
     changed = now != report.fused
     report.fused[:] = [site for site in now if site.now]
     report.skipped += [site for site in now if not site.now]
+    if not any(site.now == LINEAR for site in report.fused):
+        report.notes[:] = [note for note in report.notes if note != LATE]
     return changed
 
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from fusedops.patching.attention import patch_attention
 from fusedops.patching.epilogue import EPILOGUE
 from fusedops.patching.layer import patch_layers
 from fusedops.patching.linear import patch_linears
-from fusedops.patching.loss import patch_losses
+from fusedops.patching.loss import KEEP, patch_losses
 from fusedops.patching.mlp import MLP
 from fusedops.patching.norm import patch_norms
 from fusedops.patching.quantize import quantize as quantize_linears
@@ -34,7 +35,7 @@ def patch(
     mlp: bool = True,
     rotary: bool = True,
     linear: bool = True,
-    loss: bool = True,
+    loss: bool | Literal["keep_logits"] = True,
     quantize: str | None = None,
     strict: bool = False,
     verify: Mapping[str, object] | Tensor | None = None,
@@ -55,13 +56,15 @@ def patch(
     name has "rotary" in it, which has no branches and was seen to rotate. loss: the loss function
     of a model with a head, where it is one of transformers' own and was seen to be the cross
     entropy of labels; of a plain head the loss is computed without the logits, unless they are few,
-    in bfloat16 and on a CPU. attention: that of models of transformers' which ask their config for
-    the function; each gets a view of the config. quantize: a format of `fusedops.quantize`, which
-    comes first, with its defaults, and which neither unpatch nor an error takes back. strict: raise
-    RuntimeError with the reasons when a site cannot be fused. verify: a batch (the model's keyword
-    arguments in a dict, or one tensor); runs it before and after, and raises RuntimeError when
-    outputs, loss or gradients differ by more than rounding. That takes memory for a float64 copy of
-    the model. Whatever error or interrupt ends the call, the model is as it was.
+    in bfloat16 and on a CPU. loss="keep_logits": the forward computes the logits' values as well,
+    for those who read `outputs.logits` after the optimizer's step. attention: that of models of
+    transformers' which ask their config for the function; each gets a view of the config. quantize:
+    a format of `fusedops.quantize`, which comes first, with its defaults, and which neither unpatch
+    nor an error takes back. strict: raise RuntimeError with the reasons when a site cannot be fused.
+    verify: a batch (the model's keyword arguments in a dict, or one tensor); runs it before and
+    after, and raises RuntimeError when outputs, loss or gradients differ by more than rounding. That
+    takes memory for a float64 copy of the model. Whatever error or interrupt ends the call, the
+    model is as it was.
 
     Calls on few tokens, where torch's own lines were measured to be as fast, run those, unless
     `fuse_always` says otherwise.
@@ -89,11 +92,13 @@ def patch(
     which costs a product with the head's weight. Read them before that weight is stepped:
     afterwards a RuntimeError says so. Where the weight is sharded, every rank has to read. The loss
     has no gradient by them; what is computed from them has all gradients. LoRA or hooks on the
-    head, torch.compile and other tracers get logits as ever.
-    Raises TypeError when model is not a module, ValueError for a format of `quantize` that there is
-    not. Warns when no site was fused.
+    head, torch.compile and other tracers get logits as ever. With loss="keep_logits" the
+    values are computed in each forward with labels and stay in its outputs, at the cost of that
+    product and of the logits' memory; all gradients are as with loss=True.
+    Raises TypeError when model is not a module, ValueError for another `loss` and for a format of
+    `quantize` that there is not. Warns when no site was fused.
     """
-    _check(model)
+    _check(model, loss)
     report = PatchReport() if quantize is None else quantize_linears(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
     wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
@@ -106,7 +111,7 @@ def patch(
         if linear:
             patch_linears(model, report)
         if loss:
-            patch_losses(model, report)
+            patch_losses(model, report, keeps=loss == KEEP)
         if attention:
             patch_attention(model, report)
         _judge(report, strict)
@@ -123,9 +128,11 @@ def _judge(report: PatchReport, strict: bool) -> None:
         warnings.warn(f"patch: nothing was fused\n{report}", stacklevel=3)
 
 
-def _check(model: nn.Module) -> None:
+def _check(model: nn.Module, loss: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(loss, bool) and not (isinstance(loss, str) and loss == KEEP):
+        raise ValueError(f"patch: loss must be True, False or {KEEP!r}, got {loss!r}")
 
 
 def unpatch(model: nn.Module) -> None:

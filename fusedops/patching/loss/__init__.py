@@ -5,6 +5,6 @@ function calls the head a second time, for the loss: what hangs on the head's ca
 FSDP and ZeRO that gather its weight) hangs on that too.
 """
 
-from fusedops.patching.loss.site import patch_losses
+from fusedops.patching.loss.site import KEEP, patch_losses
 
-__all__ = ["patch_losses"]
+__all__ = ["KEEP", "patch_losses"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "CHANGED",
@@ -23,6 +23,7 @@ __all__ = [
     "State",
     "formula",
     "is_there",
+    "keep",
     "read",
     "version",
 ]
@@ -34,7 +35,8 @@ SCOPE: ContextVar[tuple[nn.Module, ...]] = ContextVar("heads of a forward with l
 
 CHANGED = (
     "logits: the weight of the head or its input has changed since the forward, and the logits "
-    "were not read before; read outputs.logits earlier, or patch with loss=False"
+    'were not read before; read outputs.logits earlier, or patch with loss="keep_logits", which '
+    "computes them in the forward, or with loss=False"
 )
 SCALED = {aten.mul.Tensor: lambda by: by, aten.div.Tensor: lambda by: 1 / by}
 SAME = aten.detach.default, aten.alias.default, aten.view.default  # the same memory
@@ -165,6 +167,15 @@ class _Read(torch.autograd.Function):
 def read(logits: Any) -> Any:
     """Lazy logits as a plain tensor, with their place in the graph. Anything else as it is."""
     return _Read.apply(logits) if isinstance(logits, LazyLogits) else logits
+
+
+def keep(outputs: Any) -> None:
+    """Computes the values of the lazy logits in a model's outputs, whose places in the graph stay:
+    what is computed from them has the gradients that it has without.
+    """
+    for logits in tree_leaves(outputs):
+        if isinstance(logits, LazyLogits):
+            logits.state.values()
 
 
 def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:

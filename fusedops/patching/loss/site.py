@@ -12,22 +12,31 @@ from fusedops.patching.attributes import names_in
 from fusedops.patching.instance import instead
 from fusedops.patching.loss.function import Loss, loss_like
 from fusedops.patching.loss.head import heads_of, is_watched, patch_head
-from fusedops.patching.loss.logits import SCOPE
+from fusedops.patching.loss.logits import SCOPE, keep
 from fusedops.patching.reliance import moved
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import ANY, Unswappable, given, original_class, overlay, stacked
 
-__all__ = ["loss_now", "patch_losses"]
+__all__ = ["KEEP", "LATE", "loss_now", "patch_losses"]
 
 LINEAR, OF_LOGITS = "linear_cross_entropy", "cross_entropy"
+KEEP = "keep_logits"
+LATE = f'loss: read outputs.logits before optimizer.step(), or patch with loss="{KEEP}"'
 
 
-def patch_losses(model: nn.Module, report: PatchReport) -> None:
-    """Swaps every causal model in `model`, and the heads that can do without their logits."""
+def patch_losses(model: nn.Module, report: PatchReport, keeps: bool = False) -> None:
+    """Swaps every causal model in `model`, and the heads that can do without their logits.
+
+    keeps: the forward computes the logits' values too, beside a loss without them.
+    """
+    sites = []
     for path, module in list(model.named_modules()):
         if head := _head(module):
-            site = _patch(path, module, head)
-            (report.fused if site.now else report.skipped).append(site)
+            sites.append(_patch(path, module, head, keeps))
+    for site in sites:
+        (report.fused if site.now else report.skipped).append(site)
+    if not keeps and any(site.now == LINEAR for site in sites):
+        report.notes.append(LATE)
 
 
 def _head(module: nn.Module) -> nn.Module | None:
@@ -77,7 +86,7 @@ def _alone(model: nn.Module, where: str) -> str:
     return found and f"{found}, with a head of its own"
 
 
-def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
+def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
     where = _where(path, model, head)
     original: Any = original_class(model)
     if reason := _alone(model, where):
@@ -92,27 +101,31 @@ def _patch(path: str, model: nn.Module, head: nn.Module) -> Site:
     theirs = own.fget(model)  # type: ignore[misc]
     was = getattr(theirs, "__name__", type(theirs).__name__)
     loss = loss_like(theirs)
-    reason = loss if isinstance(loss, str) else _swap(model, loss)
+    reason = loss if isinstance(loss, str) else _swap(model, loss, keeps)
     if reason:
         return Site(where, "loss", was, reason=reason)
     if "forward" in vars(model):
         made = "the model carries its own forward"
     else:
         made = next((why for one in heads_of(model) if (why := patch_head(one))), "")
-    now = OF_LOGITS if made else LINEAR
-    return Site(where, "loss", was, now, made and f"of logits: {made}")
+    if made:
+        return Site(where, "loss", was, OF_LOGITS, f"of logits: {made}")
+    kept = f"{KEEP}: the forward computes the logits too" if keeps else ""
+    return Site(where, "loss", was, LINEAR, kept)
 
 
-def _swap(model: nn.Module, loss: Loss) -> str:
+def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
     """Gives the model its loss function. Returns why it cannot, empty where it has."""
     try:
-        overlay(model, functools.partial(_model_class, loss=loss))
+        overlay(model, functools.partial(_model_class, loss=loss, keeps=keeps))
     except Unswappable as why:
         return str(why)
     return "" if given(model, "_fusedops_loss") else "another library's class is on top of it"
 
 
-def _model_class(original: type[nn.Module], below: type[Any] | None, loss: Loss) -> type:
+def _model_class(
+    original: type[nn.Module], below: type[Any] | None, loss: Loss, keeps: bool
+) -> type:
     run: Any = (below or original).forward
     at: Any = _labels_at(original)
     own: Any = inspect.getattr_static(original, "loss_function")
@@ -127,7 +140,10 @@ def _model_class(original: type[nn.Module], below: type[Any] | None, loss: Loss)
             return run(self, *args, **kwargs)
         before = SCOPE.set(heads)
         try:
-            return run(self, *args, **kwargs)
+            outputs = run(self, *args, **kwargs)
+            if keeps:
+                keep(outputs)
+            return outputs
         finally:
             SCOPE.reset(before)
 
@@ -144,4 +160,4 @@ def _model_class(original: type[nn.Module], below: type[Any] | None, loss: Loss)
         "loss_function": property(loss_function, own.fset, own.fdel, own.__doc__),
         "_fusedops_loss": loss,
     }
-    return stacked(original, below, ("loss", loss), more)
+    return stacked(original, below, ("loss", loss, keeps), more)
