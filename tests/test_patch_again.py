@@ -10,9 +10,10 @@ from loss_cases import IDS, LABELS, llama
 from torch import nn
 
 import fusedops
-from fusedops.functional import linear_cross_entropy
+from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.patching.again import look_again
 from fusedops.patching.instance import instead
+from fusedops.patching.loss import function as losses
 from fusedops.patching.loss import head as heads
 
 
@@ -121,10 +122,29 @@ def test_a_forward_with_a_head_of_its_own_is_named_when_patched_too():
     assert (site.path, site.reason) == ("lm_head", reason)
 
 
+def test_a_forward_that_asks_the_model_for_its_loss_has_ours_of_logits():
+    """When patched, and when looked at again."""
+
+    def forward(self, ids, labels):
+        logits = self.lm_head(self.model(ids).last_hidden_state)
+        return self.loss_function(logits=logits, labels=labels, vocab_size=64)
+
+    model, again = llama(), llama()
+    method(model, forward)
+    report, before = fusedops.patch(model), fusedops.patch(again)
+    method(again, forward)
+    assert look_again(again, before)
+    for one, of in ((model, report), (again, before)):
+        (site,) = (site for site in of.fused if site.kind == "loss")
+        assert site.now == "cross_entropy" and site.reason.startswith("of logits: ")
+        assert count(losses, cross_entropy, lambda: one(IDS, LABELS)) == 1  # noqa: B023
+        assert "keep_logits" not in str(of)
+
+
 def test_what_is_no_python_function_is_named_by_its_type():
     module = nn.Identity()
     module.forward = torch.relu
-    assert instead(module) == "a builtin_function_or_method runs instead of its forward"
+    assert str(instead(module)) == "a builtin_function_or_method runs instead of its forward"
 
 
 def test_a_site_that_moved_stays_as_it_was():

@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+import weakref
 
 import numpy as np
 import pytest
@@ -196,6 +197,17 @@ def test_adapters(which, order):
         return outputs.loss.detach(), outputs.logits.detach(), [*model.parameters()]
 
     torch.testing.assert_close(run(True), run(False))
+
+
+def test_the_logits_are_freed_with_the_outputs():
+    """Nothing of the model or of the graph holds them."""
+    model = keeping(llama())
+    outputs = model(IDS, labels=LABELS)
+    (values,) = outputs.logits.state.cell
+    kept, loss = weakref.ref(values), outputs.loss
+    del values, outputs
+    assert kept() is None
+    loss.backward()
 
 
 def test_modes_replace_each_other():

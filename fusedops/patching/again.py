@@ -33,5 +33,5 @@ def _now(model: nn.Module, site: Site) -> Site:
         module = model.get_submodule(site.path)
     except AttributeError:  # another library has put the module elsewhere
         return site
-    reason = instead(module)
-    return replace(site, now="", reason=reason) if reason else site
+    other = instead(module)
+    return replace(site, now="", reason=str(other)) if other else site

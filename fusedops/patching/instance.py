@@ -6,6 +6,7 @@ forward; TRL one that calls it only without a fused head of its own; Liger one t
 
 import functools
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -13,28 +14,39 @@ from torch import nn
 
 from fusedops.patching.attributes import enclosed, names_of
 
-__all__ = ["instead"]
+__all__ = ["Other", "instead"]
 
 
-def instead(module: nn.Module, does_without: Collection[str] = ()) -> str:
-    """Which function runs instead of the class's forward, in words; empty where that one runs.
+@dataclass(frozen=True)
+class Other:
+    """A function that runs instead of a class's forward. reads: the names in its code."""
+
+    name: str
+    reads: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.name} runs instead of its forward"
+
+
+def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | None:
+    """Which function runs instead of the class's forward; None where that one runs.
 
     A wrapper is followed through its closure and attributes to the class's forward. does_without:
     names of attributes; a function whose code reads one does the forward's work by itself.
     """
     if "forward" not in vars(module):
-        return ""
+        return None
     own = {vars(cls).get("forward") for cls in type(module).__mro__}
     found = list(_behind(module, own))
     foreign = [function for function in found if function not in own]
     alone = [f for f in foreign if not names_of(f).isdisjoint(does_without)]
     if len(foreign) < len(found) and not alone:
-        return ""
+        return None
     if not foreign:
-        return f"a {type(vars(module)['forward']).__name__} runs instead of its forward"
+        return Other(f"a {type(vars(module)['forward']).__name__}")
     function = (alone or foreign)[0]
     home = function.__globals__.get("__name__", "")
-    return f"{function.__code__.co_name} of {home} runs instead of its forward"
+    return Other(f"{function.__code__.co_name} of {home}", frozenset(names_of(function)))
 
 
 def _behind(module: nn.Module, own: Collection[Any]) -> Iterator[FunctionType]:

@@ -32,7 +32,7 @@ class PatchReport:
     """Every site that patch looked at. `print(report)` shows a table.
 
     fused: the sites that run a fused function. skipped: the sites left alone, with the reason.
-    notes: what this version of patch does not look for.
+    notes: remarks on more than one site: what patch does not look for, and how to read logits.
     """
 
     fused: list[Site] = field(default_factory=list)

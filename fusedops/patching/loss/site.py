@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fusedops.patching.attributes import names_in
-from fusedops.patching.instance import instead
+from fusedops.patching.instance import Other, instead
 from fusedops.patching.loss.function import Loss, loss_like
 from fusedops.patching.loss.head import heads_of, is_watched, patch_head
 from fusedops.patching.loss.logits import SCOPE, keep
@@ -21,6 +21,7 @@ __all__ = ["KEEP", "LATE", "loss_now", "patch_losses"]
 
 LINEAR, OF_LOGITS = "linear_cross_entropy", "cross_entropy"
 KEEP = "keep_logits"
+FUNCTION = "loss_function"
 LATE = f'loss: read outputs.logits before optimizer.step(), or patch with loss="{KEEP}"'
 
 
@@ -46,7 +47,7 @@ def _head(module: nn.Module) -> nn.Module | None:
     original: Any = original_class(module)
     if not hasattr(original, "get_output_embeddings"):
         return None
-    if _labels_at(original) is None and "loss_function" not in names_in(original):
+    if _labels_at(original) is None and FUNCTION not in names_in(original):
         return None
     try:
         head = module.get_output_embeddings()  # type: ignore[operator]
@@ -67,10 +68,13 @@ def loss_now(model: nn.Module, site: Site) -> Site:
         head = _head(module)
         if head is None or _where(path, module, head) != site.path:
             continue
-        if reason := _alone(module, site.path):
-            return replace(site, now="", reason=reason)
-        if site.now == LINEAR and any(map(is_watched, heads_of(module))):
-            return replace(site, now=OF_LOGITS, reason="of logits: something watches the head")
+        other = _other_head(module, site.path)
+        if other and FUNCTION not in other.reads:
+            return replace(site, now="", reason=f"{other}, with a head of its own")
+        watched = any(map(is_watched, heads_of(module)))
+        if site.now == LINEAR and (other or watched):
+            by = other or "something watches the head"
+            return replace(site, now=OF_LOGITS, reason=f"of logits: {by}")
     return site
 
 
@@ -79,22 +83,26 @@ def _where(path: str, model: nn.Module, head: nn.Module) -> str:
     return ".".join(filter(None, (path, name)))
 
 
-def _alone(model: nn.Module, where: str) -> str:
-    """Whose head runs instead of the model's; empty where its forward runs."""
+def _other_head(model: nn.Module, where: str) -> Other | None:
+    """The function that calls the head in place of the model's forward, None where there is none.
+
+    One that asks the model for its loss function has ours, of logits.
+    """
     name = where.rpartition(".")[2]
-    found = instead(model, {"get_output_embeddings", name} - {""})
-    return found and f"{found}, with a head of its own"
+    return instead(model, {"get_output_embeddings", name} - {""})
 
 
 def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
     where = _where(path, model, head)
     original: Any = original_class(model)
-    if reason := _alone(model, where):
+    other = _other_head(model, where)
+    if other and FUNCTION not in other.reads:
+        reason = f"{other}, with a head of its own"
         return Site(where, "loss", original.__name__, reason=reason)
     if gone := moved("loss"):
         return Site(where, "loss", original.__name__, reason=gone)
-    own = inspect.getattr_static(original, "loss_function", None)
-    if not isinstance(own, property) or "loss_function" not in names_in(original):
+    own = inspect.getattr_static(original, FUNCTION, None)
+    if not isinstance(own, property) or FUNCTION not in names_in(original):
         return Site(where, "loss", original.__name__, reason="its forward has its own loss code")
     if _labels_at(original) is None:
         return Site(where, "loss", original.__name__, reason="its forward names no argument labels")
@@ -128,7 +136,7 @@ def _model_class(
 ) -> type:
     run: Any = (below or original).forward
     at: Any = _labels_at(original)
-    own: Any = inspect.getattr_static(original, "loss_function")
+    own: Any = inspect.getattr_static(original, FUNCTION)
 
     @functools.wraps(run)
     def forward(self, *args, **kwargs):
