@@ -23,7 +23,7 @@ from loss_cases import (
 
 import fusedops
 from fusedops.optim import AdamW
-from fusedops.patching import patch, patched, unpatch
+from fusedops.patching import patch, patched, thresholds, unpatch
 from fusedops.patching.loss import head as heads
 from fusedops.patching.loss.logits import LazyLogits
 
@@ -268,7 +268,7 @@ def test_other_values_are_refused(loss):
 
 def test_few_logits_are_made_once(monkeypatch):
     """In bfloat16 on a CPU the loss is that of logits anyhow."""
-    monkeypatch.setattr(heads, "FEW_BYTES", 2**25)
+    monkeypatch.setattr(thresholds, "LOGITS", 2**25)
     outputs = stepped(keeping(llama().bfloat16()))
     assert made(outputs) and type(outputs.logits) is torch.Tensor
 

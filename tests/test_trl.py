@@ -23,7 +23,7 @@ datasets.disable_progress_bars()
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("attention_of_any_size"),
+    pytest.mark.usefixtures("any_size"),
 ]
 LINES = [line.strip() for line in inspect.getsource(textwrap).splitlines() if len(line) > 30][:16]
 PAIRS = [

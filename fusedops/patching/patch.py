@@ -60,11 +60,11 @@ def patch(
     for those who read `outputs.logits` after the optimizer's step. attention: that of models of
     transformers' which ask their config for the function; each gets a view of the config. quantize:
     a format of `fusedops.quantize`, which comes first, with its defaults, and which neither unpatch
-    nor an error takes back. strict: raise RuntimeError with the reasons when a site cannot be fused.
-    verify: a batch (the model's keyword arguments in a dict, or one tensor); runs it before and
-    after, and raises RuntimeError when outputs, loss or gradients differ by more than rounding. That
-    takes memory for a float64 copy of the model. Whatever error or interrupt ends the call, the
-    model is as it was.
+    nor an error takes back. strict: raise RuntimeError with the reasons when a site cannot be
+    fused. verify: a batch (the model's keyword arguments in a dict, or one tensor); runs it before
+    and after, and raises RuntimeError when outputs, loss or gradients differ by more than rounding.
+    That takes memory for a float64 copy of the model. Whatever error or interrupt ends the call,
+    the model is as it was.
 
     Calls on few tokens, where torch's own lines were measured to be as fast, run those, unless
     `fuse_always` says otherwise.
@@ -150,7 +150,7 @@ def patched(model: nn.Module, **kwargs) -> Iterator[PatchReport]:
 
     Takes patch's arguments and gives its report.
     """
-    _check(model)
+    _check(model, kwargs.get("loss", True))
     undo = partial(put_back, model, states(model))
     with afterwards(undo), afterwards(undo):
         yield patch(model, **kwargs)
