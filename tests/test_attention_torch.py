@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import FEATURES, drawn, heads, options, orders
-from growth import peaks
+from growth.peaks import peaks
 from torch.utils.checkpoint import checkpoint
 
 import fusedops

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from growth import peaks
+from growth.peaks import peaks
 from quantized_cases import (
     BACKENDS,
     CASES,

@@ -1,0 +1,108 @@
+"""Measures what repeated calls leave behind: memory, live tensors and Python objects."""
+
+import contextlib
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+WARM, CALLS = 100, 300  # caches fill during the first calls; the others are measured
+LIMITS = {"bytes": 0.05 * 2**20, "tensors": 0, "watched": 0, "objects": 50}  # per 100 calls
+
+
+class _Mallinfo2(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
+    """glibc's function since 2.33; None with another C library."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo2
+    return function
+
+
+mallinfo2 = _mallinfo2()
+
+
+def allocated() -> int:
+    """Bytes in use in the arenas of all threads, plus the large blocks that malloc maps.
+
+    CPU tensors come from malloc. Python objects of up to 512 bytes do not.
+    """
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+class Watch:
+    """Counts how many of the tensors that it was given are still alive."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref] = {}
+
+    def __call__(self, *tensors: object) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                reference = weakref.ref(tensor, self._dead)
+                self._alive[id(reference)] = reference
+
+    def _dead(self, reference: weakref.ref) -> None:
+        self._alive.pop(id(reference), None)
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the process holds. objects: those that the garbage collector tracks."""
+
+    bytes: int
+    tensors: int
+    watched: int
+    objects: int
+
+
+def held(watch: Watch) -> Held:
+    gc.collect()
+    found = gc.get_objects()
+    tensors = sum(issubclass(type(one), torch.Tensor) for one in found)
+    return Held(allocated(), tensors, len(watch), len(found))
+
+
+@contextlib.contextmanager
+def only_new_objects() -> Iterator[None]:
+    """Hide older objects from the garbage collector: half a million take half a second."""
+    gc.collect()
+    gc.collect()  # what finalizers of the first pass let go
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def growth(
+    call: Callable[[], None], watch: Watch, warm: int = WARM, calls: int = CALLS
+) -> dict[str, float]:
+    """What 100 calls leave behind, after the first `warm` of `calls`. Keys are those of LIMITS."""
+    gc.collect()
+    found = []
+    for first, end in pairwise((0, warm, calls)):
+        for _ in range(first, end):
+            call()
+        found.append(held(watch))
+    before, after = found
+    share = 100 / (calls - warm)
+    return {name: (getattr(after, name) - getattr(before, name)) * share for name in LIMITS}
+
+
+def complaints(grown: dict[str, float]) -> list[str]:
+    """What grew beyond its limit, in words."""
+    over = {name: grown[name] for name, limit in LIMITS.items() if grown[name] > limit}
+    return [f"{value:.0f} {name} in 100 calls" for name, value in over.items()]
