@@ -3,7 +3,7 @@
 # nothing but this package is installed.
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
-.PHONY: fuzz mutants asan simt-asan
+.PHONY: fuzz growth mutants asan simt-asan
 .PHONY: cuda-check torch-check coverage
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
 
@@ -38,8 +38,10 @@ help:
 	@echo "make format   format Python and C++"
 	@echo "make qemu     a selection of the tests on an emulated CPU without AVX-512"
 	@echo "make fuzz     random calls, against the originals; SEED=n repeats a run"
+	@echo "make growth   300 calls of everything in every way: memory and live tensors stay flat"
 	@echo "make mutants  one-line bugs, each of which must turn a test red"
-	@echo "make asan     the tests under AddressSanitizer and UBSan; simt-asan: the emulated kernels"
+	@echo "make asan     the tests under AddressSanitizer, LeakSanitizer and UBSan"
+	@echo "make simt-asan  the same for the emulated kernels"
 	@echo "make cuda-check  what the GPU kernels compile to, into docs/machine_code.md; needs nvcc"
 	@echo "make torch-check  compiles every source against each supported torch's headers"
 	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
@@ -95,6 +97,12 @@ fuzz: export HYPOTHESIS_PROFILE := fuzz
 fuzz: $(BUILT)
 	@seed=$(SEED); seed=$${seed:-$$($(PY) -c 'import random; print(random.randrange(10**6))')}; \
 	  echo make fuzz SEED=$$seed; $(PY) -m pytest tests/test_fuzz*.py --hypothesis-seed=$$seed $(ARGS)
+
+# `make test` does the same in four ways of calling.
+growth: export OMP_NUM_THREADS ?= 1
+growth: export FUSEDOPS_GROWTH := every
+growth: $(BUILT)
+	$(PY) -m pytest tests/test_growth.py $(shell $(PY) -c 'import xdist; print("-n 2")' 2>/dev/null) $(ARGS)
 
 # Both build in copies of the tree under build/, where the next run compiles what has changed.
 mutants: $(BUILT)

@@ -1,12 +1,24 @@
-"""`python -m checks sanitize`: the C++ under AddressSanitizer and UBSan, over tests and fuzz."""
+"""`python -m checks sanitize`: the C++ under AddressSanitizer, LeakSanitizer and UBSan.
+
+It runs the kernels' tests, the fuzz, and the growth tests of plain training. When the process ends,
+LeakSanitizer reports memory that nothing points to. Python's garbage collector points to every
+tensor that Python has seen, so a leak of such a tensor shows in tests/test_growth.py alone. ODR
+detection compares global variables of different libraries and no classes: tests/test_build.py
+compares those.
+"""
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from checks.mutants.mutant import Mutant
 from checks.tree import ROOT, Tree
+
+DETECTED = "detect_leaks=1:detect_odr_violation=2"
+SUPPRESSIONS = ROOT / "checks" / "leaks.supp"
 
 # Those that call kernels, which is where bounds are. Compiled graphs are C++ of another's making.
 # Without -s the report of the process that it ends would be lost with what pytest has captured.
@@ -16,31 +28,62 @@ NAMES += ("test_linear.py", "test_linear_torch.py", "test_rotary.py", "test_rota
 NAMES += ("test_cross_entropy.py", "test_cross_entropy_linear.py", "test_cross_entropy_torch.py")
 NAMES += ("test_attention.py", "test_attention_torch.py")
 NAMES += ("test_adamw.py", "test_adamw_torch.py", "test_adamw_mixed_precision.py", "test_fuzz*.py")
+NAMES += ("test_growth.py",)
 FILES = sorted(path for name in NAMES for path in ROOT.glob(f"tests/{name}"))
 TESTS = f"-s -W ignore {' '.join(str(path.relative_to(ROOT)) for path in FILES)} -k '{{}}'"
-KERNELS = "not (triton or interpreted or compile or opcheck or export)"
+KERNELS = "not (triton or interpreted or compile or opcheck or export or growth)"
+GROWTH = "growth and test_calls and training"
 
-# What the sanitizers must see, or they see nothing.
-PLANTED = (
+# What the sanitizers must see, or they see nothing, and what they say of it.
+BOUNDS, LEAK = "ERROR: AddressSanitizer: ", "ERROR: LeakSanitizer: detected memory leaks"
+ODR = "ERROR: AddressSanitizer: odr-violation"
+PLANTED = {
     Mutant(
         "csrc/cpu/vec.h",
         TESTS.format("cpu and test_forward_and_gradients and 33"),
         "reads past the row's end",
         "at::vec::Vectorized<T>::loadu(p, tail.count)",
         "at::vec::Vectorized<T>::loadu(p)",
-    ),
+    ): BOUNDS,
     Mutant(
         "csrc/cuda/norm/row.cuh",
         TESTS.format("simt and test_roundings"),
         "a vector more than the row has",
         "if (col < n) body(i, col);",
         "if (col <= n) body(i, col);",
-    ),
-)
+    ): BOUNDS,
+    Mutant(
+        "csrc/cpu/norm.cpp",
+        TESTS.format("cpu and test_roundings"),
+        "a reference that is never released",
+        "auto* const run = norm_forward_rows_for_isa();",
+        "auto* const run = norm_forward_rows_for_isa();"
+        "(void)Tensor(std::get<2>(outputs)).unsafeReleaseTensorImpl();",
+    ): LEAK,
+    Mutant(
+        "csrc/cpu/cross_entropy/products.h",
+        TESTS.format("cpu and float32 and test_a_float32_loss"),
+        "two classes of one name, of which the linker keeps the destructor that releases nothing",
+        "class LogitProducts {\n public:",
+        "#define LogitProducts BrgemmScope\nclass LogitProducts {\n public:\n"
+        "[[gnu::noinline]] ~LogitProducts() {}",  # inlined, it would be the right one
+    ): LEAK,
+    Mutant(
+        "csrc/cpu/cross_entropy/products.cpp",
+        TESTS.format("cpu and test_a_float32_loss"),
+        "a variable that another library has as well",
+        "namespace fusedops::cpu {",
+        '[[gnu::visibility("default")]] char planted[4] = {1};\nnamespace fusedops::cpu {',
+    ): ODR,
+}
+# The other library. Within one library g++ and the linker leave no such violation to see.
+TWIN = "char planted[64] = {1};"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default=KERNELS, help="another selection, as pytest's -k")
+    parser.add_argument(
+        "--only", default=f"{KERNELS} or {GROWTH}", help="another selection, as pytest's -k"
+    )
     parser.add_argument("--planted", action="store_true", help="see that planted bugs are seen")
 
 
@@ -60,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
 
 def sanitized() -> Tree:
     """The copy that is built with the sanitizers: their first error ends the process."""
-    # Python never frees all that it has, and torch's libraries share symbols
-    options = "detect_leaks=0:detect_odr_violation=0"
     return Tree(
         ROOT / "build" / "asan" / "tree",
         [library("libasan.so"), library("libubsan.so")],
         FUSEDOPS_SANITIZE="address,undefined",
-        ASAN_OPTIONS=options,
+        ASAN_OPTIONS=f"{DETECTED}:{os.environ.get('ASAN_OPTIONS', '')}",
+        LSAN_OPTIONS=f"suppressions={SUPPRESSIONS}:print_suppressions=0",
+        PYTHONMALLOC="malloc",  # memory of Python's own may hold all that points to a tensor
     )
 
 
@@ -76,16 +119,25 @@ def library(name: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def twin(folder: Path) -> str:
+    """TWIN, compiled into `folder`."""
+    made = str(folder / "twin.so")
+    command = ["g++", "-fPIC", "-shared", "-fsanitize=address", "-xc++", "-", "-o", made]
+    subprocess.run(command, check=True, text=True, input=TWIN)
+    return made
+
+
 def overlooked(tree: Tree) -> Iterator[str]:
     """The planted bugs that no sanitizer reports."""
-    for mutant in PLANTED:
+    tree.preload = [*tree.preload, twin(tree.folder / "build")]
+    for mutant, report in PLANTED.items():
         path = tree.folder / mutant.file
         right = path.read_text()
         assert right.count(mutant.find) == 1, mutant
         path.write_text(right.replace(mutant.find, mutant.replace))
         try:
             tree.rebuild()
-            if "ERROR: AddressSanitizer" not in tree.pytest(mutant.tests).stdout:
+            if report not in tree.pytest(mutant.tests).stdout:
                 yield f"{mutant.file}: {mutant.why}: not seen"
         finally:
             path.write_text(right)

@@ -1,0 +1,27 @@
+"""`make asan`: planted bugs fit the sources, options are on, suppressions are narrow."""
+
+import pytest
+
+from checks.sanitize import FILES, PLANTED, SUPPRESSIONS, sanitized
+from checks.tree import ROOT
+
+
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: mutant.why)
+def test_each_planted_bug_has_one_place(mutant):
+    assert (ROOT / mutant.file).read_text().count(mutant.find) == 1
+
+
+def test_leaks_and_odr_violations_are_looked_for():
+    environment = sanitized().environment
+    assert environment["ASAN_OPTIONS"].startswith("detect_leaks=1:detect_odr_violation=2:")
+    assert str(SUPPRESSIONS) in environment["LSAN_OPTIONS"]
+    assert ROOT / "tests" / "test_growth.py" in FILES
+
+
+def test_suppressions_hide_no_caller_of_ours():
+    """A suppression hides a leak that has its name in any frame of the allocation's stack."""
+    lines = [line for line in SUPPRESSIONS.read_text().splitlines() if line[:1] not in ("", "#")]
+    assert lines and all(line.startswith("leak:") for line in lines)
+    names = [line.removeprefix("leak:") for line in lines]
+    everywhere = "fusedops", "torch", "c10", "at::", "operator new", "malloc", "python"
+    assert not [name for name in names if any(part in name for part in everywhere)]
