@@ -30,13 +30,7 @@ ROUTINES = OPTIMIZERS | LIVES | (LONG_LIVES if EVERY else {})
 
 pytestmark = [
     pytest.mark.skipif(mallinfo2 is None, reason="glibc alone says what is allocated"),
-    pytest.mark.usefixtures(
-        "attention_of_any_size",
-        "ahead_of_any_size",
-        "lazy_logits_of_any_size",
-        "operators_compile",
-        "nothing_recorded",
-    ),
+    pytest.mark.usefixtures("any_size", "nothing_recorded"),
 ]
 
 

@@ -30,7 +30,7 @@ from fusedops.patching.loss.logits import LazyLogits
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.usefixtures("lazy_logits_of_any_size")
+pytestmark = pytest.mark.usefixtures("any_size")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NOTE = 'loss: read outputs.logits before optimizer.step(), or patch with loss="keep_logits"'
 BUILDS = [llama, biased, gemma2, cohere]
@@ -268,7 +268,7 @@ def test_other_values_are_refused(loss):
 
 def test_few_logits_are_made_once(monkeypatch):
     """In bfloat16 on a CPU the loss is that of logits anyhow."""
-    monkeypatch.setattr(thresholds, "LOGITS", 2**25)
+    monkeypatch.setattr(thresholds, "_always", False)
     outputs = stepped(keeping(llama().bfloat16()))
     assert made(outputs) and type(outputs.logits) is torch.Tensor
 
