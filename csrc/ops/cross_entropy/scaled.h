@@ -17,7 +17,8 @@ inline bool may_make_gradient(c10::ScalarType dtype) { return dtype != at::kHalf
 inline Tensor scaled_gradient(const Tensor& made, const Tensor& grad) {
   if (!made.defined()) return made;
   const bool one = grad.dim() == 0,
-             given_away = has_numbers(grad) && !torch::autograd::get_current_graph_task_keep_graph();
+             given_away =
+                 has_numbers(grad) && !torch::autograd::get_current_graph_task_keep_graph();
   if (given_away && one && grad.is_cpu() && grad.item<double>() == 1) return made;
   // A GPU's kernels round a tensor of no dimensions to the other's dtype.
   const auto g = !one ? grad.unsqueeze(-1) : grad.is_cpu() ? grad : grad.unsqueeze(0);
