@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import FORWARD, TRAINING, Run, bind, grad_mode
-from fusedops.testing import yardstick
+from fusedops.testing import Errors, errors, has_rows, mean
 
 Outputs = tuple[Tensor, ...]
+Judged = dict[str, "list[Errors | str]"]
 
 
 class Answers:
@@ -36,15 +37,18 @@ class Answers:
 
     def fault(self, run: Run) -> str | None:
         """What is wrong with the results of `run` (`fusedops.testing.yardstick`), or None."""
+        return fault([self.errors(run)])
+
+    def errors(self, run: Run) -> Judged:
+        """The errors of each result of `run`, or what else is wrong with it."""
         results = self._results(run, self.leaves, self.grads)
         if len(results) != len(self.exact):
-            return f"{len(results)} results instead of {len(self.exact)}"
+            return {"outputs": [f"{len(results)} results instead of {len(self.exact)}"]}
         names = [f"output {i}" for i in range(len(self.grads))]
         names += [f"gradient {i}" for i in range(len(self.leaves))]
         # forward has no gradients
         judged = zip(names, results, self.eager, self.exact, strict=False)
-        faults = ((name, fault(*three, self.rows)) for name, *three in judged)
-        return next((f"{name}: {found}" for name, found in faults if found), None)
+        return {name: _errors(*three, self.rows) for name, *three in judged}
 
     def _results(self, run: Run, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Outputs:
         with grad_mode(self.mode):
@@ -54,10 +58,26 @@ class Answers:
         return tuple(t.detach() for t in results)
 
 
-def fault(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> str | None:
+def fault(draws: Sequence[Judged]) -> str | None:
+    """What is wrong in the mean over draws of the inputs, or None."""
+    for name, *found in zip(draws[0], *(draw.values() for draw in draws), strict=False):
+        for same in zip(*found, strict=False):
+            wrong = [one for one in same if isinstance(one, str)]
+            complaint = wrong[0] if wrong else mean(same).complaint()
+            if complaint:
+                return f"{name}: {complaint}"
+    return None
+
+
+def _errors(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> list[Errors | str]:
+    """Over the whole tensor and, where it has rows, over each of them."""
     if (result.shape, result.dtype) != (eager.shape, eager.dtype):
-        return f"{result.dtype} {list(result.shape)}, not {eager.dtype} {list(eager.shape)}"
-    return yardstick(rows(result), rows(eager), rows(exact))
+        return [f"{result.dtype} {list(result.shape)}, not {eager.dtype} {list(eager.shape)}"]
+    if exact.numel() == 0:
+        return []
+    three = rows(result), rows(eager), rows(exact)
+    ways = (False, True) if has_rows(three[-1]) else (False,)
+    return [errors(*three, rows=way) for way in ways]
 
 
 def _cotangent(output: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,9 +1,9 @@
 """What the tests and the benchmarks share: which backends can run, and the error yardstick."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +11,14 @@ from torch import Tensor
 from fusedops.backends import BACKENDS, backend, unavailable
 
 __all__ = [
+    "Errors",
     "backends",
     "check",
     "device_of",
+    "errors",
     "gradients",
+    "has_rows",
+    "mean",
     "placed",
     "poisoned",
     "threads",
@@ -113,16 +117,53 @@ def yardstick(kernel: Tensor, eager: Tensor, exact: Tensor) -> str | None:
     in max norm and in RMS norm, over the whole tensor and over each of its rows longer than 64.
     """
     complaint = within(kernel, eager, exact, rows=False)
-    if complaint is None and exact.dim() > 1 and exact.shape[-1] > 64:
+    if complaint is None and has_rows(exact):
         complaint = within(kernel, eager, exact, rows=True)
     return complaint
+
+
+def has_rows(exact: Tensor) -> bool:
+    """Whether the yardstick judges each row."""
+    return exact.dim() > 1 and exact.shape[-1] > 64
 
 
 def within(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> str | None:
     """`yardstick` over each row (the last dimension) or over the whole tensor."""
     if exact.numel() == 0:
         return None
-    half_ulp = torch.finfo(kernel.dtype).eps / 2
+    found = errors(kernel, eager, exact, rows=rows)
+    return found if isinstance(found, str) else found.complaint()
+
+
+class Errors(NamedTuple):
+    """Norms over each row, max and RMS, [2, rows]: of a kernel's error, eager's, the result."""
+
+    kernel: Tensor
+    eager: Tensor
+    result: Tensor
+    half_ulp: Tensor  # relative
+
+    def complaint(self) -> str | None:
+        """What is beyond the yardstick, or None."""
+        for name, error, allowed, size in zip(("max", "RMS"), *self[:3], strict=True):
+            beyond = error - 2 * allowed - self.half_ulp * size
+            if (beyond > 0).any():
+                i, bad = int(beyond.argmax()), int((beyond > 0).sum())
+                return (
+                    f"{name} norm of the error is {error[i]:.3e}, eager's is {allowed[i]:.3e}, "
+                    f"of the result {size[i]:.3e} ({bad} of {len(beyond)} rows)"
+                )
+        return None
+
+
+def mean(draws: Sequence[Errors]) -> Errors:
+    """Of several draws of the inputs: the largest error of a row is luck, its mean is not."""
+    return Errors(*(torch.stack(norms).mean(0) for norms in zip(*draws, strict=True)))
+
+
+def errors(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> Errors | str:
+    """The norms of `within`; in words, what is NaN or infinite and should not be."""
+    half_ulp = torch.tensor(torch.finfo(kernel.dtype).eps / 2, dtype=torch.float64)
     kernel, eager, exact = (
         t.double().reshape(-1, t.shape[-1] if rows else t.numel()) for t in (kernel, eager, exact)
     )
@@ -134,19 +175,12 @@ def within(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> str |
         return (
             f"infinite where it should not be, or finite where it should not: {astray.sum()} times"
         )
-    for norm, name in ((torch.inf, "max"), (2, "RMS")):
-        error, allowed, size = (
-            torch.linalg.vector_norm(t.nan_to_num(0, 0, 0), norm, -1)
-            for t in (kernel - exact, eager - exact, exact)
-        )
-        bad = error > 2 * allowed + half_ulp * size
-        if bad.any():
-            i = int((error - 2 * allowed - half_ulp * size).argmax())
-            return (
-                f"{name} norm of the error is {error[i]:.3e}, eager's is {allowed[i]:.3e}, "
-                f"of the result {size[i]:.3e} ({int(bad.sum())} of {len(bad)} rows)"
-            )
-    return None
+    parts = [t.nan_to_num(0, 0, 0) for t in (kernel - exact, eager - exact, exact)]
+    error, allowed, size = (
+        torch.stack([torch.linalg.vector_norm(t, norm, -1) for norm in (torch.inf, 2)])
+        for t in parts
+    )
+    return Errors(error, allowed, size, half_ulp.to(exact.device))
 
 
 @contextmanager

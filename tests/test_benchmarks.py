@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import generate, memory, report, suites, timing
+from benchmarks import generate, memory, report, suites, timing, worker
 from benchmarks.__main__ import main, parse
+from benchmarks.answers import Answers
 from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, Skip
 from benchmarks.harness import COPY, Result, copy_of, run_case
 from benchmarks.must_show import Goal, table
@@ -182,6 +183,78 @@ def test_one_wrong_row_among_large_ones_is_refused():
     operation = toy(eager=lambda x: x * scale, fusedops=lambda x: x * scale * wrong)
     operation = replace(operation, reference=lambda x: x * scale.to(x.dtype))
     assert "of 64 rows" in run(operation).refused["fusedops"]
+
+
+def product(grad, x, chains):
+    """grad.T @ x in float32, each term added to one of so many chains, and these at the end."""
+    sums = []
+    for first in range(chains):
+        total = torch.zeros(grad.shape[1], x.shape[1], dtype=x.dtype)
+        for g, row in zip(grad[first::chains], x[first::chains], strict=True):
+            total = torch.addr(total.double(), g.double(), row.double()).to(x.dtype)  # one rounding
+        sums.append(total)
+    return sum(sums[1:], sums[0])
+
+
+def products(spoil=lambda result: result):
+    """A kernel of one chain and `spoil`, beside lines of two."""
+
+    def inputs(shape, dtype, device):
+        return tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+
+    def one_chain(grad, x):
+        return spoil(product(grad, x, 1))
+
+    contenders = {"eager": Contender(lambda *t: partial(product, *t, 2))}
+    contenders["fusedops"] = Contender(lambda *t: partial(one_chain, *t))
+    return Operation("product", inputs, partial(product, chains=2), lambda *_: 8, contenders)
+
+
+def judged(operation):
+    """What one draw says, and what a run says."""
+    torch.manual_seed(0)
+    inputs = operation.inputs((64, 512), torch.float32, CPU.device)
+    answers = Answers(operation.reference, FORWARD, inputs)
+    once = answers.fault(operation.contenders["fusedops"].prepare(*inputs))
+    return once, run(operation, shape=(64, 512)).refused.get("fusedops")
+
+
+def test_another_order_of_sums_is_luck_in_one_draw_and_right_in_the_mean():
+    once, said = judged(products())
+    assert "max norm of the error" in once and "of 512 rows" in once and said is None
+
+
+def test_what_errs_too_much_in_each_draw_is_refused():
+    """A row whose error is twice what it should be, and an element of the first draw alone."""
+
+    def doubled(result):
+        exact = result.double()
+        result[7] += (exact[7].abs().max() * 1e-6).to(result)
+        return result
+
+    calls = []
+
+    def first(result):
+        calls.append(1)
+        if len(calls) <= 2:  # the calls of both judges on their first draw
+            result[3, 4] += 1
+        return result
+
+    for spoil in (doubled, first):
+        assert "norm of the error" in judged(products(spoil))[1]
+
+
+def test_a_refused_row_does_not_end_the_run(monkeypatch, tmp_path):
+    """The others are timed and written, and the exit status is 1."""
+    operations = [toy(eager=double, fusedops=kernel) for kernel in (skip_an_element, double)]
+    rows = [Case(operation, FORWARD, torch.float32, (8, 128)) for operation in operations]
+    monkeypatch.setattr(suites, "launch", lambda quick: rows)
+    path = tmp_path / "rows.json"
+    args = parse(["launch", "--quick", "--worker", "--seconds", "0.02", "--json", str(path)])
+    assert worker.measure(args) == 1
+    found = [(row["contender"], row["status"]) for row in json.loads(path.read_text())["rows"]]
+    timed = [("eager", "timed"), ("fusedops", "timed")]
+    assert found == [("eager", "timed"), ("fusedops", "refused"), *timed]
 
 
 def test_inexact_peer_is_timed_and_named():
