@@ -163,11 +163,26 @@ def test_the_backward_may_run_again(backend):
         assert torch.equal(one * 2, two) and torch.equal(one, three)
 
 
+def same_for_threads(x, w, b):
+    """Whether MKL sums the products of a tile in one order, as on AMD's CPUs and under MKL_CBWR."""
+
+    def products():
+        logits = torch.addmm(b, x, w.t())
+        return logits, logits @ w, logits.t() @ x
+
+    with threads(1):
+        alone = products()
+    with threads(3):
+        return all(map(torch.equal, alone, products()))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_threads_do_not_change_the_bits(dtype, reduction):
     leaves = [t.requires_grad_() for t in head(1030, 96, 2100, dtype)]
     target = targets(1030, 2100)
+    if not same_for_threads(*head(1024, 96, 1024, torch.float32)):
+        pytest.skip("torch's own float32 product of this CPU has other bits on more threads")
 
     def run():
         x, w, b = leaves

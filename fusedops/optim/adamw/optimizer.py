@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from fusedops.functional.adamw import BLOCK, FLOATS
@@ -176,7 +177,7 @@ class AdamW8bit(AdamW):
         super().__init__(params, *args, state_dtype=state_dtype, **kwargs)
 
 
-@torch.compiler.disable(reason="fusedops.optim.AdamW steps all parameters in one kernel")
+@_disable_dynamo  # torch.compiler.disable would import Dynamo, which takes a second
 def _graph_break(optimizer: AdamW) -> None:
     """A step that Dynamo does not trace, so that it is one launch under torch.compile too."""
     optimizer._update()
