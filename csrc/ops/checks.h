@@ -28,12 +28,12 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
               c10::SymIntArrayRef(shape), ", got ", describe(t));
 }
 
-// Whether a tensor has numbers in memory: not where a graph is traced, or vmap hides a batch in it.
+// Whether a tensor has numbers in memory: not where a graph is traced or torch.func wraps it.
 inline bool has_numbers(const Tensor& t) {
   using c10::DispatchKey;
   const c10::DispatchKeySet wrapped({DispatchKey::Python, DispatchKey::Functionalize,
                                      DispatchKey::FuncTorchBatched, DispatchKey::Batched});
-  return !t.is_meta() && !t.key_set().has_any(wrapped) &&
+  return t.has_storage() && !t.is_meta() && !t.key_set().has_any(wrapped) &&
          !c10::impl::tls_is_dispatch_key_included(DispatchKey::Python);
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/TracerMode.h>
 
 #include <cmath>
 
@@ -42,9 +43,15 @@ struct Gate {
   Tensor value, slope;
 };
 
+// How much of the normal distribution is below g. ONNX, for which torch traces, has no erfc.
+Tensor normal_below(const Tensor& g) {
+  if (at::tracer::impl::is_dispatch_enabled()) return (at::erf(g * std::sqrt(0.5)) + 1) * 0.5;
+  return at::erfc(g * -std::sqrt(0.5)) * 0.5;
+}
+
 Tensor value_of(const Tensor& g, GatedKind kind, double alpha) {
   switch (kind) {
-    case GatedKind::geglu: return at::erfc(g * -std::sqrt(0.5)) * 0.5;
+    case GatedKind::geglu: return normal_below(g);
     case GatedKind::geglu_tanh: return (g * (1 + kTanhCubic * g.square()) * kTanhSlope).sigmoid();
     default: return (alpha * g).sigmoid();
   }
