@@ -9,7 +9,7 @@ from benchmarks.case import FORWARD, TRAINING, Run, bind, grad_mode
 from fusedops.testing import Errors, errors, has_rows, mean
 
 Outputs = tuple[Tensor, ...]
-Judged = dict[str, "list[Errors | str]"]
+Judged = dict[str, "list[Errors] | str"]  # of each result
 
 
 class Answers:
@@ -43,7 +43,7 @@ class Answers:
         """The errors of each result of `run`, or what else is wrong with it."""
         results = self._results(run, self.leaves, self.grads)
         if len(results) != len(self.exact):
-            return {"outputs": [f"{len(results)} results instead of {len(self.exact)}"]}
+            return {"outputs": f"{len(results)} results instead of {len(self.exact)}"}
         names = [f"output {i}" for i in range(len(self.grads))]
         names += [f"gradient {i}" for i in range(len(self.leaves))]
         # forward has no gradients
@@ -58,26 +58,30 @@ class Answers:
         return tuple(t.detach() for t in results)
 
 
-def fault(draws: Sequence[Judged]) -> str | None:
-    """What is wrong in the mean over draws of the inputs, or None."""
-    for name, *found in zip(draws[0], *(draw.values() for draw in draws), strict=False):
-        for same in zip(*found, strict=False):
-            wrong = [one for one in same if isinstance(one, str)]
-            complaint = wrong[0] if wrong else mean(same).complaint()
+def fault(draws: Sequence[Judged], times: float = 2) -> str | None:
+    """The first result that errs too much in the mean over draws of the inputs, or None."""
+    for name, found in (pair for draw in draws for pair in draw.items()):
+        if isinstance(found, str):
+            return f"{name}: {found}"
+    for name in draws[0]:
+        for same in zip(*(draw[name] for draw in draws), strict=True):
+            complaint = mean(same).complaint(times)
             if complaint:
                 return f"{name}: {complaint}"
     return None
 
 
-def _errors(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> list[Errors | str]:
-    """Over the whole tensor and, where it has rows, over each of them."""
+def _errors(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> list[Errors] | str:
+    """Over the whole tensor and, where it has rows, over each of them; or another fault."""
     if (result.shape, result.dtype) != (eager.shape, eager.dtype):
-        return [f"{result.dtype} {list(result.shape)}, not {eager.dtype} {list(eager.shape)}"]
+        return f"{result.dtype} {list(result.shape)}, not {eager.dtype} {list(eager.shape)}"
     if exact.numel() == 0:
         return []
     three = rows(result), rows(eager), rows(exact)
     ways = (False, True) if has_rows(three[-1]) else (False,)
-    return [errors(*three, rows=way) for way in ways]
+    found = [errors(*three, rows=way) for way in ways]
+    wrong = [one for one in found if isinstance(one, str)]
+    return wrong[0] if wrong else [one for one in found if isinstance(one, Errors)]
 
 
 def _cotangent(output: Tensor, generator: torch.Generator) -> Tensor:

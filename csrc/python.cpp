@@ -25,8 +25,7 @@ bool exports_onnx() {
   return py::module_::import("torch.onnx").attr("is_in_onnx_export")().cast<bool>();
 }
 
-// Calls an operator by its handle in the dispatcher. Into ONNX goes what the operator is composed
-// of.
+// Calls an operator by its handle in the dispatcher. An export to ONNX traces its ATen calls.
 template <auto kOperator, class... Args>
 auto call(const char* name, Args&&... args) {
   static const auto op = handle<std::remove_pointer_t<decltype(kOperator)>>(name);

@@ -143,10 +143,10 @@ class Errors(NamedTuple):
     result: Tensor
     half_ulp: Tensor  # relative
 
-    def complaint(self) -> str | None:
-        """What is beyond the yardstick, or None."""
+    def complaint(self, times: float = 2) -> str | None:
+        """The first norm in which the kernel errs more than `times` as much as eager, or None."""
         for name, error, allowed, size in zip(("max", "RMS"), *self[:3], strict=True):
-            beyond = error - 2 * allowed - self.half_ulp * size
+            beyond = error - times * allowed - self.half_ulp * size
             if (beyond > 0).any():
                 i, bad = int(beyond.argmax()), int((beyond > 0).sum())
                 return (

@@ -1,11 +1,13 @@
 """Compiled autograd over eager forwards: it puts every family's node into its graph."""
 
+import contextlib
 from functools import partial
 
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 
 import fusedops
 from fusedops import functional as ff
@@ -124,19 +126,41 @@ def every_size():
         yield
 
 
-def gradients(function, inputs, compiled):
-    """What a backward leaves in the inputs. The same inputs give the same dropout."""
+def engine(compiled):
+    if not compiled:
+        return contextlib.nullcontext()
+    return compiled_autograd._enable(torch.compile(backend="aot_eager"))
+
+
+def loss_of(function, inputs):
+    """A loss of fresh copies of the inputs, and the copies that have gradients. The same inputs
+    give the same dropout."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     torch.manual_seed(1)
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     loss = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in outputs)
-    if compiled:
-        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
-            loss.backward()
-    else:
+    return loss, [t for t in inputs if t.requires_grad]
+
+
+def gradients(function, inputs, compiled):
+    """What a backward leaves in the inputs."""
+    loss, leaves = loss_of(function, inputs)
+    with engine(compiled):
         loss.backward()
-    return [t.grad for t in inputs if t.requires_grad]
+    return [t.grad for t in leaves]
+
+
+def penalty_gradients(function, inputs, compiled):
+    """What a loss of gradients leaves in the inputs."""
+    loss, leaves = loss_of(
+        lambda *given: torch.cat([t.sin().flatten() for t in tree_leaves(function(*given))]), inputs
+    )
+    with engine(compiled):
+        found = torch.autograd.grad(loss, leaves, create_graph=True)
+    assert all(g.requires_grad for g in found)
+    sum(g.square().sum() for g in found).backward()
+    return [t.grad for t in leaves]
 
 
 def check(function, inputs):
@@ -150,6 +174,16 @@ def check(function, inputs):
 def test_gradients_are_those_of_the_eager_engine(function, inputs, captures):
     for _ in range(2):  # the second runs the graph of the first, on other numbers
         check(function, inputs())
+    assert captures() == 1
+
+
+@pytest.mark.parametrize("function,inputs", PAIRS)
+def test_gradients_have_gradients(function, inputs, captures):
+    """create_graph=True, as for a gradient penalty."""
+    drawn = inputs()
+    wanted = penalty_gradients(function, drawn, compiled=False)
+    found = penalty_gradients(function, drawn, compiled=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert captures() == 1
 
 

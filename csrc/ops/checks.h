@@ -1,4 +1,4 @@
-// What several operators check alike.
+// Checks that several operators share.
 #pragma once
 
 #include <string_view>

@@ -1,6 +1,6 @@
-// Nested tensors: the operators that have no original in torch refuse them, by the argument's name.
-// The others hand them to torch's own functions. fusedops/functional/jagged.py runs functions of
-// rows on the values of jagged tensors, which then never come here.
+// Nested tensors: operators that have no original in torch raise a TypeError with the argument's
+// name. The others hand them to torch's own functions. fusedops/functional/jagged.py runs functions
+// of rows on the values of jagged tensors, which then never come here.
 
 #include <ATen/core/stack.h>
 #include <torch/library.h>

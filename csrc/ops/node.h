@@ -1,8 +1,8 @@
 // The autograd node of every operator: saved tensors, options, and a backward that is a function of
 // both, so that compiled autograd can put that function into its graph.
 //
-// Written out, as torch's own nodes are: torch::autograd::Function costs 3 us more a step, which on
-// small batches is a tenth of it.
+// A Node of its own, as torch::autograd::Function costs 3 us more a step, which on small batches is
+// a tenth of it.
 #pragma once
 
 #include <torch/csrc/autograd/functions/utils.h>
@@ -14,7 +14,6 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -83,8 +82,8 @@ struct FusedNode : torch::autograd::Node {
     for (const auto& one : saved) args.collect(one, true);
   }
 
-  // Puts a call of `compiled` into the graph that compiled autograd makes. `swap` stands proxies
-  // in for the saved tensors and symbolic sizes meanwhile.
+  // Puts a call of `compiled` into the graph that compiled autograd makes. While the arguments are
+  // packed, `swap` replaces saved tensors and symbolic sizes by proxies.
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::autograd::SwapSavedVariables& swap) override {
     namespace compiled_autograd = torch::dynamo::autograd;
@@ -127,9 +126,9 @@ struct FusedNode : torch::autograd::Node {
     return arguments.vec();
   }
 
-  // The backward of packed arguments. Compiled autograd refuses double backwards.
+  // The backward of packed arguments. With create_graph=True gradients are on, and `run` returns
+  // what can be differentiated again.
   static variable_list compiled(const variable_list& grads, const std::vector<at::IValue>& packed) {
-    const at::AutoGradMode first_order(false);
     torch::dynamo::autograd::PackedArgs arguments(packed);
     Backward backward;
     const auto unpack = [&](auto& field) {

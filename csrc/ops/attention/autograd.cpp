@@ -103,6 +103,9 @@ OutAndLse with_gradient(const Tensor& q, const Tensor& k, const Tensor& v,
   const auto saved = [](const OptionalTensor& t) {
     return SavedVariable(value_or_undefined(t), false);
   };
+  const auto offsets = [&saved](const OptionalTensor& t) {
+    return saved(given(t) && t->is_inference() ? t->clone() : t);
+  };
   node->saved = {saved(q),
                  saved(k),
                  saved(v),
@@ -110,8 +113,8 @@ OutAndLse with_gradient(const Tensor& q, const Tensor& k, const Tensor& v,
                  saved(sinks),
                  SavedVariable(out, true),
                  SavedVariable(lse, true),
-                 saved(call.cu_seqlens_q),
-                 saved(call.cu_seqlens_k),
+                 offsets(call.cu_seqlens_q),
+                 offsets(call.cu_seqlens_k),
                  saved(call.seed)};
   return outputs;
 }
@@ -146,9 +149,10 @@ OutAndLse attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, 
   const auto to = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(to, t, device); };
   const bool additive = given(bias) && bias->scalar_type() != at::kBool;
-  return attention(cast(q), cast(k), cast(v), causal, window, softcap, sinks,
-                   additive ? OptionalTensor(cast(*bias)) : bias, scale, dropout_p, cu_seqlens_q,
-                   cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k), top_left);
+  static const auto op = handle<decltype(attention)>("fusedops::attention");
+  return op.call(cast(q), cast(k), cast(v), causal, window, softcap, sinks,
+                 additive ? OptionalTensor(cast(*bias)) : bias, scale, dropout_p, cu_seqlens_q,
+                 cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k), top_left);
 }
 
 }  // namespace

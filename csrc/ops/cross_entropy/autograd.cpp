@@ -114,8 +114,9 @@ Tensor cross_entropy_autocast(const Tensor& input, const Tensor& target,
                               std::optional<double> softcap, std::optional<double> scale,
                               bool grad_in_forward, std::optional<c10::ScalarType> dtype) {
   const c10::impl::ExcludeDispatchKeyGuard off(c10::autocast_dispatch_keyset);
-  return cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing, z_loss,
-                       softcap, scale, grad_in_forward, autocast_dtype(input, dtype));
+  static const auto op = handle<decltype(cross_entropy)>("fusedops::cross_entropy");
+  return op.call(input, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
+                 scale, grad_in_forward, autocast_dtype(input, dtype));
 }
 
 }  // namespace

@@ -142,8 +142,9 @@ Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& linear_w
   const auto bias = given(linear_bias) ? OptionalTensor(cast(*linear_bias)) : std::nullopt;
   const auto x = cast(input);
   const auto wide = dtype.value_or(accumulation_dtype(x.scalar_type()));
-  return linear_cross_entropy(x, cast(linear_weight), target, bias, weight, ignore_index, reduction,
-                              label_smoothing, z_loss, softcap, scale, wide);
+  static const auto op = handle<decltype(linear_cross_entropy)>("fusedops::linear_cross_entropy");
+  return op.call(x, cast(linear_weight), target, bias, weight, ignore_index, reduction,
+                 label_smoothing, z_loss, softcap, scale, wide);
 }
 
 }  // namespace

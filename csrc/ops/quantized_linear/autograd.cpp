@@ -98,10 +98,10 @@ Tensor quantized_linear_autocast(const Tensor& x, const Tensor& qweight, const T
   const c10::impl::ExcludeDispatchKeyGuard off(kKey);
   const auto dtype = at::autocast::get_autocast_dtype(kDevice);
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, kDevice); };
-  return quantized_linear(cast(x), qweight, scales, zeros,
-                          given(bias) ? OptionalTensor(cast(*bias)) : bias, format,
-                          std::move(out_features), std::move(in_features), group_size, activation,
-                          input_format, compute);
+  static const auto op = handle<decltype(quantized_linear)>("fusedops::quantized_linear");
+  return op.call(cast(x), qweight, scales, zeros, given(bias) ? OptionalTensor(cast(*bias)) : bias,
+                 format, std::move(out_features), std::move(in_features), group_size, activation,
+                 input_format, compute);
 }
 
 }  // namespace
