@@ -177,7 +177,18 @@ def test_gradients_are_those_of_the_eager_engine(function, inputs, captures):
     assert captures() == 1
 
 
-@pytest.mark.parametrize("function,inputs", PAIRS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_has_no_double_backward_says_so(compiled, captures):
+    """Under compiled autograd too, where silence would leave a gradient without its own."""
+
+    def without_logits(x):
+        return ff.cross_entropy(x, TARGETS, grad_in_forward=True)
+
+    with pytest.raises(RuntimeError, match="grad_in_forward=True keeps no logits"):
+        penalty_gradients(without_logits, [leaf(6, 10)], compiled)
+
+
+@pytest.mark.parametrize("function,inputs", [p for p in PAIRS if p.id != "cross_entropy-2"])
 def test_gradients_have_gradients(function, inputs, captures):
     """create_graph=True, as for a gradient penalty."""
     drawn = inputs()

@@ -88,6 +88,14 @@ OutAndLse attention_formula(const Tensor& q, const Tensor& k, const Tensor& v,
                             const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                             const OptionalTensor& seed, const AttentionOptions& options);
 
+AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor& grad_lse,
+                                       const Tensor& q, const Tensor& k, const Tensor& v,
+                                       const OptionalTensor& bias, const OptionalTensor& sinks,
+                                       const OptionalTensor& cu_seqlens_q,
+                                       const OptionalTensor& cu_seqlens_k,
+                                       const OptionalTensor& seed, const AttentionOptions& options,
+                                       std::array<bool, 5> output_mask);
+
 // As the kernel operators.
 OutAndLse attention_composite(const Tensor& q, const Tensor& k, const Tensor& v,
                               const OptionalTensor& bias, const OptionalTensor& sinks,

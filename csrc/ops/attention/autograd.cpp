@@ -2,7 +2,6 @@
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -49,42 +48,26 @@ struct AttentionBackward {
     if (!grads[0].defined() && !grads[1].defined()) return variable_list(kInputs);
     variable_list leaves;
     for (size_t i = 0; i < kInputs; ++i) leaves.push_back(saved[i]);
-    if (at::GradMode::is_enabled()) return again(saved, leaves, grads, wanted);
-    const auto out = saved[kOut], lse = saved[kLse];
-    const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(out);
+    const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(saved[kOut]);
+    const auto bias = optional(leaves[3]), sinks = optional(leaves[4]);
+    const auto cu_seqlens_q = optional(saved[kCuSeqlensQ]),
+               cu_seqlens_k = optional(saved[kCuSeqlensK]);
+    if (at::GradMode::is_enabled()) {  // in ATen calls, which have gradients themselves
+      const auto [dq, dk, dv, dbias, dsinks] =
+          attention_gradients(grad, optional(grads[1]), leaves[0], leaves[1], leaves[2], bias,
+                              sinks, cu_seqlens_q, cu_seqlens_k, optional(saved[kSeed]), options,
+                              wanted);
+      return {dq, dk, dv, dbias, dsinks};
+    }
     static const auto op =
         handle<decltype(attention_backward_outputs)>("fusedops::attention_backward");
     const auto how = options.how();
     const auto window = options.window();
     const auto [dq, dk, dv, dbias, dsinks] =
-        op.call(grad, optional(grads[1]), leaves[0], leaves[1], leaves[2], optional(leaves[3]),
-                optional(leaves[4]), optional(saved[kCuSeqlensQ]), optional(saved[kCuSeqlensK]),
-                optional(saved[kSeed]), out, lse, max_q, max_k, how, window, options.bottom_right,
-                wanted);
+        op.call(grad, optional(grads[1]), leaves[0], leaves[1], leaves[2], bias, sinks,
+                cu_seqlens_q, cu_seqlens_k, optional(saved[kSeed]), saved[kOut], saved[kLse], max_q,
+                max_k, how, window, options.bottom_right, wanted);
     return {dq, dk, dv, dbias, dsinks};
-  }
-
-  // Double backward: the formula's gradients, differentiable.
-  variable_list again(const Saved& saved, const variable_list& leaves, const variable_list& grads,
-                      const std::array<bool, 5>& wanted) const {
-    const auto [out, lse] =
-        attention_formula(leaves[0], leaves[1], leaves[2], optional(leaves[3]), optional(leaves[4]),
-                          optional(saved[kCuSeqlensQ]), optional(saved[kCuSeqlensK]),
-                          optional(saved[kSeed]), options);
-    variable_list results, cotangents, inputs, found(kInputs);
-    const variable_list both{out, lse};
-    for (size_t i = 0; i < both.size(); ++i) {
-      if (grads[i].defined()) results.push_back(both[i]), cotangents.push_back(grads[i]);
-    }
-    for (size_t i = 0; i < kInputs; ++i) {
-      if (wanted[i]) inputs.push_back(leaves[i]);
-    }
-    const auto gradients =
-        torch::autograd::grad(results, inputs, cotangents, std::nullopt, true, true);
-    for (size_t i = 0, n = 0; i < kInputs; ++i) {
-      if (wanted[i]) found[i] = gradients[n++];
-    }
-    return found;
   }
 };
 

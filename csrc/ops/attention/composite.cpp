@@ -145,19 +145,15 @@ OutAndLse attention_composite(const Tensor& q, const Tensor& k, const Tensor& v,
   return outputs;
 }
 
-AttentionGradients attention_backward_composite(
-    const Tensor& grad, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const OptionalTensor& bias, const OptionalTensor& sinks,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seed, const Tensor& out, const Tensor& lse, c10::SymInt max_q,
-    c10::SymInt max_k, Numbers how, at::IntArrayRef window, bool bottom_right,
-    std::array<bool, 5> output_mask) {
-  auto outputs = attention_backward_outputs(grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q,
-                                            cu_seqlens_k, seed, out, lse, max_q, max_k, how, window,
-                                            bottom_right, output_mask);
-  const AttentionOptions options(how, window, bottom_right);
+AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor& grad_lse,
+                                       const Tensor& q, const Tensor& k, const Tensor& v,
+                                       const OptionalTensor& bias, const OptionalTensor& sinks,
+                                       const OptionalTensor& cu_seqlens_q,
+                                       const OptionalTensor& cu_seqlens_k,
+                                       const OptionalTensor& seed, const AttentionOptions& options,
+                                       std::array<bool, 5> output_mask) {
   const auto wide = accumulation_dtype(q.scalar_type());
-  const auto queries = q.to(wide), g = grad.to(wide), row_lse = lse.unsqueeze(-1);
+  const auto queries = q.to(wide), g = grad.to(wide);
   const auto keys = repeated(k.to(wide), q.sym_size(1));
   const auto values = repeated(v.to(wide), q.sym_size(1));
   const Scores scores(queries, keys, bias, visible(q, k, cu_seqlens_q, cu_seqlens_k, options),
@@ -166,24 +162,51 @@ AttentionGradients attention_backward_composite(
   const auto dp = dropped(at::matmul(g, values.transpose(-2, -1)), seed, options.dropout_p);
   auto delta = (dp * p).sum(-1, true);
   if (given(grad_lse)) delta = delta - grad_lse->to(wide).unsqueeze(-1);
-  const auto ds = p * (dp - delta);
+  const auto ds = at::where(scores.dead, 0, p * (dp - delta));  // grad_lse may be NaN there
   const auto da = (scores.slope.defined() ? ds * scores.slope : ds) * options.scale;
   // Of k's and v's heads, from those of q's.
-  const auto put = [](const Tensor& into, const Tensor& of) {
-    if (into.sym_size(1) == of.sym_size(1)) return into.copy_(of);
-    return into.copy_(of.unflatten_symint(1, {into.sym_size(1), -1}).sum(2));
+  const auto of_heads = [](const Tensor& t, const Tensor& like) {
+    const auto heads = like.sym_size(1);
+    const bool grouped = heads != t.sym_size(1);
+    return (grouped ? t.unflatten_symint(1, {heads, -1}).sum(2) : t).to(like.scalar_type());
   };
-  const auto& [dq, dk, dv, dbias, dsinks] = outputs;
-  if (dq.defined()) dq.copy_(at::matmul(da, keys));
-  if (dk.defined()) put(dk, at::matmul(da.transpose(-2, -1), queries));
-  if (dv.defined()) {
-    put(dv, at::matmul(dropped(p, seed, options.dropout_p).transpose(-2, -1), g));
+  Tensor dq, dk, dv, dbias, dsinks;
+  if (output_mask[0]) dq = at::matmul(da, keys).to(q.scalar_type());
+  if (output_mask[1]) dk = of_heads(at::matmul(da.transpose(-2, -1), queries), k);
+  if (output_mask[2]) {
+    dv = of_heads(at::matmul(dropped(p, seed, options.dropout_p).transpose(-2, -1), g), v);
   }
-  if (dbias.defined()) dbias.copy_(ds.sum_to_size_symint(dbias.sym_sizes()));
-  if (dsinks.defined()) {
-    const auto of_sink = at::exp(sinks->to(wide).view({-1, 1, 1}) - row_lse);
-    dsinks.copy_(-(of_sink * delta).sum({0, 2, 3}));
+  if (output_mask[3] && given(bias)) {
+    dbias = ds.sum_to_size_symint(bias->sym_sizes()).to(bias->scalar_type());
   }
+  if (output_mask[4] && given(sinks)) {
+    const auto of_sink = at::exp(sinks->to(wide).view({-1, 1, 1}) - scores.lse(sinks));
+    dsinks = -(of_sink * delta).sum(at::IntArrayRef({0, 2, 3})).to(sinks->scalar_type());
+  }
+  return {dq, dk, dv, dbias, dsinks};
+}
+
+AttentionGradients attention_backward_composite(
+    const Tensor& grad, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const OptionalTensor& bias, const OptionalTensor& sinks,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, const Tensor& out, const Tensor& lse, c10::SymInt max_q,
+    c10::SymInt max_k, Numbers how, at::IntArrayRef window, bool bottom_right,
+    std::array<bool, 5> output_mask) {
+  const auto outputs = attention_backward_outputs(grad, grad_lse, q, k, v, bias, sinks,
+                                                  cu_seqlens_q, cu_seqlens_k, seed, out, lse, max_q,
+                                                  max_k, how, window, bottom_right, output_mask);
+  const auto found =
+      attention_gradients(grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
+                          {how, window, bottom_right}, output_mask);
+  const auto put = [](const Tensor& into, const Tensor& of) {
+    if (into.defined()) into.copy_(of);
+  };
+  put(std::get<0>(outputs), std::get<0>(found));
+  put(std::get<1>(outputs), std::get<1>(found));
+  put(std::get<2>(outputs), std::get<2>(found));
+  put(std::get<3>(outputs), std::get<3>(found));
+  put(std::get<4>(outputs), std::get<4>(found));
   return outputs;
 }
 
