@@ -298,3 +298,16 @@ def test_a_kernel_is_what_runs():
     assert fusedops.env_report().count("\nattention ") == 1
     graph = attention(*arguments()[0]).grad_fn
     assert graph.name() == "FusedAttentionBackward"
+
+
+def test_lengths_that_were_made_in_inference_mode():
+    """They may be kept for the backward, as a collator's are."""
+    with torch.inference_mode():
+        lengths = torch.tensor([0, 3, 5])
+    q, k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(3))
+    attention(q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths).square().sum().backward()
+    found = [t.grad for t in (q, k, v)]
+    lengths = torch.tensor([0, 3, 5])
+    again = [t.detach().requires_grad_() for t in (q, k, v)]
+    attention(*again, cu_seqlens_q=lengths, cu_seqlens_k=lengths).square().sum().backward()
+    assert all(torch.equal(one, t.grad) for one, t in zip(found, again, strict=True))

@@ -164,7 +164,9 @@ def test_two_destructors_of_one_name_are_seen(tmp_path):
 
 TOKEN = re.compile(
     r"namespace\s*(?P<namespace>[\w:]*)\s*\{"
-    r"|\b(?:class|struct|union|enum(?:\s+class)?)\s+(?P<type>\w+(?:<[^;{}()]*>)?)\s*(?:final\s*)?(?::[^;{}()]*)?\{"
+    r"|\b(?P<extern>extern)\s*\{"
+    r"|\b(?:class|struct|union|enum(?:\s+class)?)\s+(?:alignas\([^)]*\)\s*)?"
+    r"(?P<type>\w+(?:<[^;{}()]*>)?)\s*(?:final\s*)?(?::[^;{}]*)?\{"
     r"|(?P<brace>[{}])"
 )
 NOT_CODE = re.compile(
@@ -179,7 +181,7 @@ def types_in(code):
         if token["brace"] == "}":
             scopes.pop()
             continue
-        scopes.append(token["namespace"] or token["type"] or "")
+        scopes.append(token["namespace"] or token["extern"] or token["type"] or "")
         if token["type"] and all(scopes):
             yield "::".join(scopes)
 
@@ -200,9 +202,12 @@ def test_types_are_found_in_the_scopes_that_others_see():
         namespace a::b { class One : public Base<int> { struct Inner { }; };
         namespace { struct Hidden { }; }  // struct Comment { };
         template <class T> void f() { struct Local { }; }
-        enum class Kind { one, two }; }
+        enum class Kind { one, two };
+        struct alignas(16) Wide : Base<decltype(f<int>())> { }; }
+        extern "C" { struct Plain { }; }
     """
-    assert list(types_in(code)) == ["a::b::One", "a::b::One::Inner", "a::b::Kind"]
+    found = ["a::b::One", "a::b::One::Inner", "a::b::Kind", "a::b::Wide", "extern::Plain"]
+    assert list(types_in(code)) == found
 
 
 SHARED = "inline __attribute__((noinline)) float twice(float x) { return 2 * x; }"
