@@ -59,11 +59,17 @@ def without_scales(state_dict):
         del state_dict["state"][0][name]
 
 
-def option(group, name, make):
+def option(group, name, value, **others):
+    """A corruption: other values of a group's options."""
+
     def corrupt(state_dict):
-        state_dict["param_groups"][group][name] = make
+        state_dict["param_groups"][group] |= {name: value, **others}
 
     return corrupt
+
+
+def nested(t, layout):
+    return torch.nested.nested_tensor([t], layout=layout)
 
 
 def gone(_):
@@ -71,6 +77,9 @@ def gone(_):
 
 
 FLOATS = r"floating-point or int8 \[5000\]"
+NUMBER = "must be a finite number of 0 or more"
+BETAS = "must be two numbers of 0 or more and below 1"
+FLAG = "must be True or False"
 # Name: the optimizer, what is done to its state dict, and what the error says of parameter 0, of
 # the last one, or of a group.
 CORRUPTED = {
@@ -244,16 +253,124 @@ CORRUPTED = {
         "complex", entry(0, "exp_avg", lambda t: t.real),
         r"exp_avg must be complex or int8 \[5000\], got float32 \[5000\]",
     ),
+    "a strided nested moment": (
+        "float32", entry(0, "exp_avg", lambda t: nested(t, torch.strided)),
+        rf"exp_avg must be {FLOATS}, got nested float32",
+    ),
+    "a jagged nested maximum": (
+        "float32", entry(0, "max_exp_avg_sq", lambda t: nested(t, torch.jagged)),
+        r"max_exp_avg_sq must be floating-point \[5000\], got nested float32",
+    ),
+    "a nested scale": (
+        "int8", entry(0, "exp_avg_scale", lambda t: nested(t, torch.strided)),
+        r"exp_avg_scale must be float32 \[20\], got nested float32",
+    ),
+    "a nested step": (
+        "float32", entry(2, "step", lambda t: nested(t.reshape(1), torch.strided)),
+        r"2 \(deep.weight\): step must be .*, got nested float32",
+    ),
+    "torch's own step: nested": (
+        "float64", entry(0, "exp_avg_sq", lambda t: nested(t, torch.strided)),
+        r"exp_avg_sq must be floating-point \[5000\], got nested float64",
+    ),
+    "a list of states": (
+        "float32", lambda s: s.update(state=[]), r"state must be a dict, got list",
+    ),
     "a group without betas": (
         "float32", lambda s: s["param_groups"][1].pop("betas"),
-        r"group 1: betas must be two numbers, got nothing",
+        rf"group 1: betas {BETAS}, got nothing",
     ),
-    "one beta": (
-        "float32", option(0, "betas", (0.9,)), r"group 0: betas must be two numbers, got \(0.9,\)",
+    "one beta": ("float32", option(0, "betas", (0.9,)), rf"group 0: betas {BETAS}, got \(0.9,\)"),
+    "a beta of 2": (
+        "float32", option(1, "betas", (0.9, 2.0)), rf"group 1: betas {BETAS}, got \(0.9, 2.0\)",
+    ),
+    "a beta of 1": ("int8", option(0, "betas", (1.0, 0.9)), rf"group 0: betas {BETAS}, got \(1.0,"),
+    "a beta below 0": ("int8", option(0, "betas", (0.9, -0.1)), rf"group 0: betas {BETAS}, got"),
+    "a beta that is NaN": (
+        "float32", option(0, "betas", (math.nan, 0.9)), rf"betas {BETAS}, got \(nan, 0.9\)",
+    ),
+    "a beta of two elements": (
+        "float32", option(0, "betas", [torch.tensor([0.9, 0.1]), 0.9]),
+        rf"group 0: betas {BETAS}, got \[tensor\(\[0.9000, 0.1000\]\), 0.9\]",
+    ),
+    "a complex beta": (
+        "float64", option(0, "betas", (torch.tensor(0.9 + 0j), torch.tensor(0.9))),
+        rf"group 0: betas {BETAS}, got \(tensor",
+    ),
+    "betas in one tensor": (
+        "float32", option(0, "betas", torch.tensor([0.9, 0.99])),
+        rf"group 0: betas {BETAS}, got float32 \[2\]",
     ),
     "a learning rate in words": (
-        "float32", option(1, "lr", "fast"), r"group 1: lr must be a number, got 'fast'",
+        "float32", option(1, "lr", "fast"), rf"group 1: lr {NUMBER}, got 'fast'",
     ),
-    "another seed in one group": ("float32", option(1, "seed", 5), r"seed must be the same"),
-    "a seed in words": ("float32", option(0, "seed", "5"), r"seed must be an int .*, got '5'"),
+    "a learning rate of None": ("float32", option(1, "lr", None), rf"lr {NUMBER}, got None"),
+    "a learning rate that is NaN": (
+        "int8", option(1, "lr", math.nan), rf"group 1: lr {NUMBER}, got nan",
+    ),
+    "a learning rate that is infinite": (
+        "int8", option(1, "lr", math.inf), rf"group 1: lr {NUMBER}, got inf",
+    ),
+    "a learning rate below 0": ("int8", option(0, "lr", -0.1), rf"group 0: lr {NUMBER}, got -0.1"),
+    "a learning rate of NaN in a tensor": (
+        "float32", option(0, "lr", torch.tensor(math.nan)),
+        rf"group 0: lr {NUMBER}, got float32 \[\] of nan",
+    ),
+    "two learning rates": (
+        "float32", option(0, "lr", torch.tensor([1.0, 2.0])),
+        rf"group 0: lr {NUMBER}, got float32 \[2\]",
+    ),
+    "no learning rate in a tensor": (
+        "float32", option(0, "lr", torch.empty(0)), rf"group 0: lr {NUMBER}, got float32 \[0\]",
+    ),
+    "a complex learning rate": (
+        "float32", option(0, "lr", torch.ones(1, dtype=torch.complex64)),
+        rf"group 0: lr {NUMBER}, got complex64 \[1\] of",
+    ),
+    "a learning rate on meta": (
+        "float32", option(0, "lr", torch.tensor(0.1, device="meta")),
+        rf"group 0: lr {NUMBER}, got float32 \[\] on meta",
+    ),
+    "an eps of two elements": (
+        "bfloat16", option(1, "eps", torch.tensor([1e-8, 1.0])),
+        rf"group 1: eps {NUMBER}, got float32 \[2\]",
+    ),
+    "an eps below 0": ("float32", option(1, "eps", -1.0), rf"group 1: eps {NUMBER}, got -1.0"),
+    "a weight decay below 0": (
+        "float32", option(0, "weight_decay", -0.1), rf"weight_decay {NUMBER}, got -0.1",
+    ),
+    "a weight decay of None": (
+        "float32", option(0, "weight_decay", None), rf"weight_decay {NUMBER}, got None",
+    ),
+    "amsgrad in words": (
+        "float32", option(1, "amsgrad", "yes"), rf"group 1: amsgrad {FLAG}, got 'yes'",
+    ),
+    "amsgrad of None": ("int8", option(0, "amsgrad", None), rf"group 0: amsgrad {FLAG}, got None"),
+    "amsgrad of 2": ("int8", option(0, "amsgrad", 2), rf"group 0: amsgrad {FLAG}, got 2"),
+    "maximize in words": (
+        "float32", option(1, "maximize", "x"), rf"group 1: maximize {FLAG}, got 'x'",
+    ),
+    "maximize of None": (
+        "float64", option(0, "maximize", None), rf"group 0: maximize {FLAG}, got None",
+    ),
+    "maximize in a list": (
+        "int8", option(0, "maximize", [True]), rf"group 0: maximize {FLAG}, got \[True\]",
+    ),
+    "foreach in words": (
+        "float64", option(0, "foreach", "q"),
+        r"group 0: foreach must be None, True or False, got 'q'",
+    ),
+    "foreach with a tensor": (
+        "float64", option(1, "foreach", True, lr=torch.tensor(0.1)),
+        r"group 1: foreach must be None or False, .*, got True",
+    ),
+    "another seed in one group": (
+        "float32", option(1, "seed", 5), r"group 1: seed must be the same in all groups, 0, got 5",
+    ),
+    "a seed in words": (
+        "float32", option(0, "seed", "5"), r"group 0: seed must be an int .*, got '5'",
+    ),
+    "a seed below 0": (
+        "float32", option(1, "seed", -1), r"group 1: seed must be an int .*, got -1",
+    ),
 }  # fmt: skip

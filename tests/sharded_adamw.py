@@ -214,6 +214,40 @@ def plain(folder: Path) -> None:
     assert all(full(p).isfinite().all() for p in made.parameters())
 
 
+def memory(folder: Path) -> None:
+    """Parts of DTensors with gaps, negative, or of one memory step as from clean copies."""
+
+    def negative(t):
+        return torch.complex(torch.zeros_like(t), -t).conj().imag
+
+    def gaps(t):
+        return torch.stack([t, t], -1)[..., 0]
+
+    def changed(state: dict, name: str, make) -> None:
+        t = state[name]
+        state[name] = DTensor(make(t.to_local()), t._spec, requires_grad=False)
+
+    def trained(state_dtype: str, clean: bool) -> list[torch.Tensor]:
+        made = sharded()
+        optimizer = AdamW(made.parameters(), state_dtype=state_dtype, min_8bit_size=1000)
+        train(made, optimizer, 2)
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        for state in state_dict["state"].values():
+            if state["exp_avg"].dtype == torch.int8:
+                changed(state, "exp_avg_scale", torch.clone if clean else gaps)
+                changed(state, "exp_avg_sq_scale", torch.clone if clean else negative)
+            else:
+                shared = state["exp_avg_sq"].to_local()
+                changed(state, "exp_avg", lambda _, t=shared: t.clone() if clean else t)
+        optimizer.load_state_dict(state_dict)
+        train(made, optimizer, 2, first=2)
+        return [*made.parameters(), *_moments(optimizer)]
+
+    for state_dtype in ("float32", "int8"):
+        for t, other in zip(trained(state_dtype, False), trained(state_dtype, True), strict=True):
+            assert isinstance(t, DTensor) and torch.equal(full(t), full(other))
+
+
 def main(rank: str, ranks: str, file: str, cases: str, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=int(rank), world_size=int(ranks)

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from adamw_corrupted import CORRUPTED, entry, optimizer_of
-from adamw_training import FORMATS, equal_states, params_of, train
+from adamw_training import FORMATS, assert_close, equal_states, params_of, train
 
+from fusedops.optim import AdamW
 from fusedops.optim.adamw.state import SCALES, wide_moments
 
 
@@ -49,7 +50,7 @@ def test_a_corrupted_state_dict_changes_nothing(of):
     state_dict = copy.deepcopy(optimizer_of(kind).state_dict())
     corrupt(state_dict)
     given = bits_of_what_has_some(state_dict)
-    refused(optimizer, state_dict, f"AdamW: .*{match}")
+    refused(optimizer, state_dict, f"AdamW: load_state_dict: .*{match}")
     assert bits_of_what_has_some(state_dict) == given  # nor does it change what it was given
 
 
@@ -57,7 +58,11 @@ def bits_of_what_has_some(value):
     """`bits` of a state dict in which anything may be."""
     if isinstance(value, dict):
         return {key: bits_of_what_has_some(one) for key, one in value.items()}
-    strange = isinstance(value, torch.Tensor) and (value.is_meta or value.is_sparse)
+    if isinstance(value, list | tuple):
+        return [bits_of_what_has_some(one) for one in value]
+    strange = isinstance(value, torch.Tensor) and (
+        value.is_meta or value.is_sparse or value.is_nested
+    )
     return repr(value) if strange else repr(bits(value))
 
 
@@ -129,6 +134,67 @@ def test_states_of_no_parameter_stay_as_they_are(kind):
     train(other, 1, first=4)
     for p, q in zip(params_of(optimizer), params_of(other), strict=True):
         assert torch.equal(p, q)
+
+
+ACCEPTED = [
+    {"lr": torch.tensor(1e-2), "fused": True},
+    {"lr": torch.full((1,), 1e-3, dtype=torch.float64), "capturable": False},
+    {"lr": 0, "eps": torch.tensor(1e-6), "weight_decay": 1},
+    {"lr": torch.tensor(1), "betas": [0, 0.5]},
+    {"betas": (torch.tensor(0.8), torch.tensor(0.9)), "foreach": False},
+    {"amsgrad": 1, "maximize": 0},
+    {"amsgrad": True, "maximize": True, "foreach": True},
+    {"foreach": None, "fused": None, "capturable": None, "differentiable": None},
+]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("options", ACCEPTED, ids=str)
+def test_options_that_torch_steps_with_are_loaded(options, kind):
+    optimizer, theirs = optimizer_of(kind), optimizer_of(kind)
+    theirs = torch.optim.AdamW([{"params": group["params"]} for group in theirs.param_groups])
+    state_dict = copy.deepcopy(optimizer.torch_state_dict())
+    for group in state_dict["param_groups"]:
+        group |= options
+    theirs.load_state_dict(copy.deepcopy(state_dict))
+    optimizer.load_state_dict(state_dict)
+    train(optimizer, 2, first=4)
+    train(theirs, 2, first=4)
+    assert_close(params_of(optimizer), params_of(theirs))
+
+
+def test_options_of_a_capturable_optimizer_are_loaded():
+    """torch steps such parameters on GPUs alone."""
+    optimizer = optimizer_of("float32")
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for group in state_dict["param_groups"]:
+        group |= {"lr": torch.tensor(1e-3), "foreach": True, "capturable": True}
+    optimizer.load_state_dict(state_dict)
+    train(optimizer, 1, first=4)
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize", "foreach", "fused", "differentiable"])
+def test_flags_that_an_old_state_dict_lacks_have_torchs_defaults(name):
+    optimizer = optimizer_of("float32")
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for group in state_dict["param_groups"]:
+        del group[name]
+    optimizer.load_state_dict(state_dict)
+    assert all(not group[name] for group in optimizer.param_groups)
+    train(optimizer, 1, first=4)
+
+
+def test_a_learning_rate_that_a_schedule_ended_below_0_is_loaded():
+    """torch's LinearLR to 0 ends a rounding error below it."""
+    theirs = torch.optim.AdamW([torch.ones(3, requires_grad=True)])
+    schedule = torch.optim.lr_scheduler.LinearLR(theirs, 0.7, 0.0, total_iters=3)
+    for _ in range(3):
+        theirs.step()
+        schedule.step()
+    assert -1e-15 < theirs.param_groups[0]["lr"] < 0
+    ours = AdamW([torch.ones(3, requires_grad=True)])
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
 
 
 def test_codes_load_into_floats_with_their_scales():

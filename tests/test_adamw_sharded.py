@@ -26,7 +26,11 @@ def run(cases: list[str], ranks: int, folder: Path) -> None:
 
 
 def test_two_ranks(tmp_path):
-    run(["fsdp", "fsdp_8bit", "clipping", "specs", "ddp", "zero", "copies", "plain"], 2, tmp_path)
+    run(
+        ["fsdp", "fsdp_8bit", "clipping", "specs", "ddp", "zero", "copies", "plain", "memory"],
+        2,
+        tmp_path,
+    )
 
 
 def test_four_ranks(tmp_path):

@@ -1,4 +1,4 @@
-"""Checks of a loaded state's entries, and the error that names what was wanted and what came."""
+"""Checks of a loaded state's entries, and the error for an entry that does not fit."""
 
 import math
 from numbers import Real
@@ -10,16 +10,24 @@ from torch.distributed.tensor import DTensor
 
 from fusedops.optim.adamw.shard import local
 
-__all__ = ["MISSING", "Misfit", "check_entry", "check_numbers", "check_step"]
+__all__ = [
+    "MISSING",
+    "Misfit",
+    "check_entry",
+    "check_numbers",
+    "check_step",
+    "described",
+    "number_of",
+]
 
 MISSING = object()  # stands for an entry that a state lacks
 
 
 class Misfit(ValueError):
-    """An entry of a state that cannot be loaded."""
+    """A state's entry does not fit. The message has its name, the requirement and the value."""
 
     def __init__(self, entry: str, wanted: str, got: object) -> None:
-        super().__init__(f"{entry} must be {wanted}, got {_described(got)}")
+        super().__init__(f"{entry} must be {wanted}, got {described(got)}")
 
 
 def check_entry(entry: str, value: Any, p: Tensor, *kinds: str) -> None:
@@ -27,35 +35,47 @@ def check_entry(entry: str, value: Any, p: Tensor, *kinds: str) -> None:
 
     kinds: names of dtypes; "floating-point" and "complex" stand for all such dtypes.
     """
-    fits = _is_dense(value, p) and _shape(value, p) in (p.shape, local(p).shape)
+    fits = _is_dense(value, p.is_meta) and _shape(value, p) in (p.shape, local(p).shape)
     if not fits or not any(_is_kind(value, kind) for kind in kinds):
         raise Misfit(entry, f"{' or '.join(kinds)} {list(p.shape)}", value)
 
 
 def check_numbers(entry: str, value: Any, p: Tensor, count: int, kind: str) -> None:
     """Raises Misfit unless value is a dense tensor with `count` elements on this rank."""
-    if not _is_dense(value, p) or local(value).numel() != count or not _is_kind(value, kind):
+    if (
+        not _is_dense(value, p.is_meta)
+        or local(value).numel() != count
+        or not _is_kind(value, kind)
+    ):
         raise Misfit(entry, f"{kind} [{count}]", value)
 
 
 def check_step(step: Any, p: Tensor) -> None:
     """Raises Misfit unless the step is a number of 0 or more, or a tensor with one."""
-    number = step
-    if isinstance(step, Tensor):
-        number = _only_number(step) if _is_dense(step, p) and step.numel() == 1 else None
-    real = isinstance(number, Real) and not isinstance(number, bool)
-    if not (real and 0 <= number < math.inf):
+    number = number_of(step, p.is_meta)
+    if isinstance(number, bool) or not 0 <= number < math.inf:
         raise Misfit("step", "a finite number of 0 or more", step)
+
+
+def number_of(value: Any, on_meta: bool) -> Any:
+    """A real number, or the one in a tensor; NaN for any other value.
+
+    on_meta: whether a tensor on meta is accepted; its number is 0.
+    """
+    if isinstance(value, Tensor):
+        single = _is_dense(value, on_meta) and value.numel() == 1
+        value = _only_number(value) if single else None
+    return value if isinstance(value, Real) else math.nan
 
 
 def _only_number(t: Tensor) -> Any:
     return 0 if t.is_meta else local(t).item()
 
 
-def _is_dense(value: Any, p: Tensor) -> bool:
-    """Whether a value is a dense tensor, and has numbers where p has."""
-    dense = isinstance(value, Tensor) and value.layout == torch.strided
-    return dense and (p.is_meta or not value.is_meta)
+def _is_dense(value: Any, on_meta: bool) -> bool:
+    """Whether a value is a dense tensor, with numbers unless it may be on meta."""
+    dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+    return dense and (on_meta or not value.is_meta)
 
 
 def _shape(value: Tensor, p: Tensor) -> torch.Size | None:
@@ -71,12 +91,15 @@ def _is_kind(t: Tensor, kind: str) -> bool:
     return t.is_complex() if kind == "complex" else _short(t.dtype) == kind
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
+    """A value in an error message: a tensor by dtype and shape, another object by its type."""
     if value is MISSING:
         return "nothing"
     if not isinstance(value, Tensor):
         plain = value is None or isinstance(value, str | bool | int | float | complex)
         return repr(value)[:80] if plain else type(value).__name__
+    if value.is_nested:  # its shape is not a list of ints
+        return f"nested {_short(value.dtype)}"
     text = f"{_short(value.dtype)} {list(value.shape)}"
     if isinstance(value, DTensor):
         text += f" with {list(value.to_local().shape)} on this rank"

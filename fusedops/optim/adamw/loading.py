@@ -5,18 +5,21 @@ pre-hook. It gives torch finished states that torch does not look into, and comm
 """
 
 from collections.abc import Iterator, Mapping
-from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedops.optim.adamw.check import Misfit
+from fusedops.optim.adamw.memory import Claims, separate
 from fusedops.optim.adamw.offload import home
-from fusedops.optim.adamw.options import OURS, check_options
-from fusedops.optim.adamw.state import Group, State, formatted
+from fusedops.optim.adamw.options import OURS, check_options, check_torchs_options
+from fusedops.optim.adamw.state import WRITTEN, Group, State, formatted
 
 __all__ = ["Prepared", "prepare"]
+
+OPERATOR = "AdamW: load_state_dict"
 
 
 class Prepared:
@@ -26,24 +29,30 @@ class Prepared:
         self.state = state
 
 
+@torch.no_grad()
 def prepare(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict in this optimizer's format, with `Prepared` states. Changes nothing.
 
-    Raises ValueError with the parameter, the entry, what it must be and what came. Where the groups
-    do not match the optimizer's, torch raises its own error.
+    Raises ValueError with the parameter or group, the entry, the requirement and the value. If the
+    groups do not match the optimizer's, torch raises its own error.
     """
     saved, own = state_dict["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
         return state_dict
     groups = [_merged(*pair) for pair in zip(saved, own, strict=True)]
-    for number, group in enumerate(groups):
-        _check_group(group, groups[0], number)
+    for number, (group, mine) in enumerate(zip(groups, own, strict=True)):
+        where = f"{OPERATOR}: group {number}"
+        check_options(group, groups[0], where)
+        check_torchs_options(group, all(p.is_meta for p in mine["params"]), where)
     found = state_dict["state"]
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{OPERATOR}: {Misfit('state', 'a dict', found)}")
     prepared = {
         key: Prepared(_loaded(found[key], p, group, index, name))
         for index, (key, p, group, name) in enumerate(_parameters(groups, own))
         if key in found
     }
+    _separate([one.state for one in prepared.values()], own)
     return state_dict | {"state": {**found, **prepared}, "param_groups": groups}
 
 
@@ -52,18 +61,16 @@ def _merged(saved: Group, own: Group) -> Group:
     return saved | {name: own[name] for name in OURS if name != "seed" or name not in saved}
 
 
-def _check_group(group: Group, first: Group, number: int) -> None:
-    """Raises ValueError where a step could not read the group."""
-    check_options(group, first)
-    for name, count in (("lr", 1), ("betas", 2), ("eps", 1), ("weight_decay", 1)):
-        value = group.get(name)
-        numbers = value if count == 2 and isinstance(value, tuple | list) else [value]
-        if len(numbers) != count or not all(isinstance(n, Real | Tensor) for n in numbers):
-            wanted = "a number" if count == 1 else "two numbers"
-            got = repr(value) if name in group else "nothing"
-            raise ValueError(
-                f"AdamW: load_state_dict: group {number}: {name} must be {wanted}, got {got}"
-            )
+def _separate(states: list[State], own: list[Group]) -> None:
+    """Copies tensors that share memory with a parameter or an earlier tensor of the states."""
+    claims = Claims()
+    for group in own:
+        for p in group["params"]:
+            claims.claim(p)
+    for state in states:
+        for name in WRITTEN:
+            if isinstance(state.get(name), Tensor):
+                state[name] = separate(state[name], claims)
 
 
 def _parameters(groups: list[Group], own: list[Group]) -> Iterator[tuple[Any, Tensor, Group, str]]:
@@ -81,7 +88,7 @@ def _loaded(state: Any, p: Tensor, group: Group, index: int, name: str) -> State
             raise Misfit("its state", "a dict", state)
         return formatted(dict(state), home(p, group), group, index) if state else {}
     except Misfit as misfit:
-        raise ValueError(f"AdamW: load_state_dict: {parameter}: {misfit}") from None
+        raise ValueError(f"{OPERATOR}: {parameter}: {misfit}") from None
     except Exception as error:
-        error.add_note(f"AdamW: load_state_dict: {parameter}")
+        error.add_note(f"{OPERATOR}: {parameter}")
         raise

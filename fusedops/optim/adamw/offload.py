@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from fusedops.extension import _C
 from fusedops.functional.adamw import BLOCK, FLOATS, KINDS
-from fusedops.optim.adamw.shard import local
-from fusedops.optim.adamw.state import MAXIMUM, MOMENTS, REST, SCALES, STEP, Group, State
+from fusedops.optim.adamw.shard import local, with_local
+from fusedops.optim.adamw.state import MAXIMUM, MOMENTS, REST, SCALES, STEP, WRITTEN, Group, State
 
 DEVICES = ("cuda",)  # whose parameters can have their states elsewhere
 CHUNK = 32 << 20  # bytes of parameters and gradients: about a millisecond of the bus
@@ -54,7 +54,7 @@ def home(p: Tensor, group: Group) -> Tensor:
 
 def hosted(state: State, device: torch.device) -> State:
     """The state, its tensors contiguous on the host, and pinned for a GPU's parameters."""
-    for name in (STEP, *MOMENTS, *SCALES, MAXIMUM, REST):
+    for name in WRITTEN:
         if name in state:
             state[name] = _hosted(state[name], pins(device))
     return state
@@ -63,9 +63,7 @@ def hosted(state: State, device: torch.device) -> State:
 def _hosted(t: Tensor, pinned: bool) -> Tensor:
     part = local(t).cpu().contiguous()
     part = part.pin_memory() if pinned else part
-    if part is local(t):
-        return t
-    return DTensor(part, t._spec, requires_grad=False) if isinstance(t, DTensor) else part
+    return t if part is local(t) else with_local(t, part)
 
 
 def pins(device: torch.device) -> bool:

@@ -24,9 +24,9 @@ class AdamW(torch.optim.AdamW):
         p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     The arguments before state_dtype are torch's, in torch's order. float32, float16 and bfloat16
-    parameters have kernels, with any strides; what these do not cover (sparse, complex, float64,
-    differentiable, tensor betas, tensor subclasses, the negative bit) is stepped by torch's own
-    lines. `foreach` and `fused` are accepted and make no difference where there are kernels.
+    parameters have kernels, with any strides. torch's own code steps all others (sparse, complex,
+    float64, differentiable, tensor betas, tensor subclasses, the negative bit). `foreach` and
+    `fused` are accepted and make no difference where there are kernels.
 
     state_dtype: "float32", "bfloat16" or "int8" (a byte for each moment, and two float32 scales for
         256 elements). Tensors of fewer than min_8bit_size elements keep float32. Whatever was
@@ -36,13 +36,13 @@ class AdamW(torch.optim.AdamW):
         the parameter's number and the element: the same on every device and every replica.
     master_weights: "remainder" keeps the 16 bits that a bfloat16 parameter lacks, so that it is
         trained as float32 is. Then nothing is rounded by chance.
-    max_grad_norm: clips the norm of all gradients as `clip_grad_norm_` does, within the step; what
-        lies in p.grad stays. A norm that is not finite skips the step.
+    max_grad_norm: clips the norm of all gradients as `clip_grad_norm_` does, within the step, and
+        leaves p.grad unchanged. A norm that is not finite skips the step.
     offload: "cpu" keeps the state of a GPU's parameters in pinned memory of the host, also in state
-        dicts. The CPU's kernel steps them in chunks, of which some are copied meanwhile. A step
-        returns when the CPU is done and the copies back are queued, which the current stream waits
-        for. Parameters are read from the GPU at each step. A CUDA graph cannot capture that:
-        RuntimeError. The state of parameters on a CPU lies there in any case.
+        dicts. The CPU's kernel steps them in chunks, while other chunks are copied. A step returns
+        when the CPU is done and the copies back are queued; the current stream waits for these.
+        Each step reads the parameters from the GPU. Raises RuntimeError in a CUDA graph's capture.
+        The state of a CPU's parameters stays on the CPU.
     seed: of the random bits; in the state dict.
 
     GradScaler's scale and found_inf are applied within the step. Without it, an element whose g^2
@@ -112,7 +112,7 @@ class AdamW(torch.optim.AdamW):
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of all parameters that have gradients; returns what the closure returns."""
+        """Steps all parameters that have gradients; returns the closure's result."""
         self._accelerator_graph_capture_health_check()
         loss = None
         if closure is not None:
@@ -144,11 +144,12 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of ours or torch.optim.AdamW's, or states of bitsandbytes or torchao.
 
-        Moments come into the format that the constructor asked for; those that have it keep their
-        bits. As 8-bit codes, moments that are not finite restart from zeros, and so do blocks of
-        codes whose scale is not finite. torch's own loading would give every state the parameter's
-        dtype. Raises ValueError with the parameter, the entry, what it must be and what came; then
-        nothing has changed, and the next step is the one that it would have been.
+        Converts moments to the format that the constructor asked for, and keeps the bits of those
+        that have it. As 8-bit codes, moments that are not finite restart from zeros, and so do
+        blocks of codes whose scale is not finite. Like torch's, keeps the dict's tensors where it
+        can. It copies those that share memory with one another or with a parameter.
+        Raises ValueError with the parameter or group, the entry, the requirement and the value;
+        then nothing has changed.
         """
         handle = self.register_load_state_dict_pre_hook(prepare)
         try:

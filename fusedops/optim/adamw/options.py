@@ -1,19 +1,29 @@
-"""The options that AdamW has beyond torch's, and what each may be."""
+"""Checks of AdamW's options: its own on construction and load, torch's on load."""
 
+import math
 from typing import Any
 
+from torch import Tensor
+
 from fusedops.functional.adamw import BLOCK
+from fusedops.optim.adamw.check import described, number_of
 from fusedops.optim.adamw.state import DTYPES
 
-__all__ = ["OURS", "check_options"]
+__all__ = ["OURS", "check_options", "check_torchs_options"]
 
 # The options that a state's format follows from: the constructor's hold, whatever is loaded.
 FORMAT = ("state_dtype", "block_size", "min_8bit_size", "stochastic_rounding", "master_weights")
 SAME = ("max_grad_norm", "offload", "seed")  # in all groups
 OURS = (*FORMAT, *SAME)
 
+LEAST_LR = -1e-12  # torch's LinearLR ends at -1e-20 instead of 0, by a rounding error
+FLAGS = ("amsgrad", "maximize")
+FLAGS_OR_NONE = ("foreach", "capturable", "differentiable", "fused")
 
-def check_options(options: dict[str, Any], of_all: dict[str, Any]) -> None:
+Options = dict[str, Any]
+
+
+def check_options(options: Options, of_all: Options, operator: str = "AdamW") -> None:
     """Raises ValueError where an option of ours is not one that AdamW's docstring has, or where
     one that is of all groups differs in one."""
     seed, limit = options["seed"], options["max_grad_norm"]
@@ -34,15 +44,49 @@ def check_options(options: dict[str, Any], of_all: dict[str, Any]) -> None:
         "offload": (options["offload"] in (None, "cpu"), "None or 'cpu'"),
         "seed": (_whole(seed) and seed < 2**63, "an int from 0 to 2^63 - 1"),
     }
-    for name, (fine, what) in wanted.items():
-        if not fine:
-            raise ValueError(f"AdamW: {name} must be {what}, got {options[name]!r}")
+    for name, (fits, what) in wanted.items():
+        _require(fits, options, name, what, operator)
     for name in SAME:
-        if options[name] != of_all[name]:
-            raise ValueError(
-                f"AdamW: {name} must be the same in all groups, {of_all[name]!r}, "
-                f"got {options[name]!r}"
-            )
+        what = f"the same in all groups, {of_all[name]!r}"
+        _require(options[name] == of_all[name], options, name, what, operator)
+
+
+def check_torchs_options(group: Options, on_meta: bool, operator: str) -> None:
+    """Raises ValueError where a step could not use one of torch's options in a loaded group.
+
+    A missing flag is fine, as torch then sets its default. on_meta: whether numbers may be
+    tensors on meta.
+    """
+    for name, least in (("lr", LEAST_LR), ("eps", 0.0), ("weight_decay", 0.0)):
+        fits = least <= number_of(group.get(name), on_meta) < math.inf
+        _require(fits, group, name, "a finite number of 0 or more", operator)
+    betas = group.get("betas")
+    fits = isinstance(betas, tuple | list) and len(betas) == 2
+    fits = fits and all(0 <= number_of(beta, on_meta) < 1 for beta in betas or ())
+    _require(fits, group, "betas", "two numbers of 0 or more and below 1", operator)
+    for name in (*FLAGS, *FLAGS_OR_NONE):
+        optional = name in FLAGS_OR_NONE
+        fits = name not in group or _is_flag(group[name]) or (optional and group[name] is None)
+        _require(fits, group, name, f"{'None, ' * optional}True or False", operator)
+    tensors = any(isinstance(number, Tensor) for number in (group["lr"], *group["betas"]))
+    fits = not (tensors and group.get("foreach") and not group.get("capturable"))
+    what = "None or False, as lr or betas are tensors and capturable is off"
+    _require(fits, group, "foreach", what, operator)
+
+
+def _require(fits: bool, options: Options, name: str, what: str, operator: str) -> None:
+    if fits:
+        return
+    value = options.get(name)
+    shown = described(value) if isinstance(value, Tensor) else repr(value)[:80]
+    got = shown if name in options else "nothing"
+    raise ValueError(f"{operator}: {name} must be {what}, got {got}")
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether a value is True or False, or equals one, as 0, 1 and NumPy's do."""
+    scalar = not isinstance(value, Tensor) and getattr(value, "ndim", 0) == 0
+    return scalar and value in (True, False)
 
 
 def _whole(value: Any) -> bool:

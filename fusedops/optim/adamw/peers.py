@@ -1,4 +1,4 @@
-"""States that bitsandbytes and torchao wrote, with torch's names and moments in float32."""
+"""Conversion of bitsandbytes' and torchao's states to torch's names and float32 moments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ __all__ = ["decoded_peers", "flat"]
 State = dict[str, Any]
 
 HIDDEN = "__bnb_optimizer_quant_state__"  # bitsandbytes hides its tensors in it from FSDP
-NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and torch's
-MAP = 256  # numbers that bitsandbytes' codes stand for
+NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' names: torch's
+MAP = 256  # bitsandbytes' codes index a map of as many numbers
 
 
 def flat(state: Mapping[str, Any]) -> State:
-    """A state with the entries that bitsandbytes keeps in a dict of their own."""
+    """Moves the entries of bitsandbytes' nested dict into the state."""
     hidden = state.get(HIDDEN, {})
     if not isinstance(hidden, Mapping):
         raise Misfit(HIDDEN, "a dict", hidden)
@@ -27,9 +27,9 @@ def flat(state: Mapping[str, Any]) -> State:
 
 
 def decoded_peers(state: State, p: Tensor) -> State:
-    """A state with torch's names, in which codes of bitsandbytes and torchao are decoded.
+    """Renames entries to torch's names and dequantizes bitsandbytes' and torchao's codes.
 
-    Where their scales are not finite, both moments are zeros. Raises Misfit.
+    Both moments are zeros where a scale is not finite. Raises Misfit.
     """
     if "state1" in state:
         found = {NAMES[name]: _of_bitsandbytes(state, name, p) for name in NAMES}
@@ -52,7 +52,7 @@ def _zero_unless_finite(m: Tensor, v: Tensor) -> None:
 
 
 def _dequantized(value: Any) -> Any:
-    """What torchao keeps as codes, in float32; on each rank its part of a DTensor."""
+    """Dequantizes torchao's codes to float32, and a DTensor's on each rank."""
     if isinstance(value, DTensor) and hasattr(value.to_local(), "codes"):
         return DTensor.from_local(
             _dequantized(value.to_local()),
@@ -66,7 +66,7 @@ def _dequantized(value: Any) -> Any:
 
 
 def _of_bitsandbytes(state: State, name: str, p: Tensor) -> Tensor:
-    """state1 or state2: as it is, or decoded by its map and the largest number of each block."""
+    """Dequantizes state1 or state2 by its map and block maxima; returns floats as they are."""
     number = name.removeprefix("state")
     codes, most, numbers = (
         state.get(f"{part}{number}", MISSING) for part in ("state", "absmax", "qmap")

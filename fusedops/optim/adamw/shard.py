@@ -15,8 +15,13 @@ LEAST_ROW = 64  # elements of a slice: below, its scale would be a tenth of its 
 
 
 def local(t: Tensor) -> Tensor:
-    """What lies on this rank."""
+    """The part of t on this rank: t itself unless it is a DTensor."""
     return t.to_local() if isinstance(t, DTensor) else t
+
+
+def with_local(t: Tensor, part: Tensor) -> Tensor:
+    """The tensor like t that has another part on this rank."""
+    return DTensor(part, t._spec, requires_grad=False) if isinstance(t, DTensor) else part
 
 
 def sharded_dims(p: Tensor) -> set[int]:

@@ -23,6 +23,7 @@ from fusedops.functional.adamw import (
     unblocked,
 )
 from fusedops.optim.adamw.check import MISSING, check_entry, check_numbers, check_step
+from fusedops.optim.adamw.memory import writable
 from fusedops.optim.adamw.peers import decoded_peers, flat
 from fusedops.optim.adamw.shard import (
     distributed,
@@ -41,6 +42,7 @@ CODES = {torch.int8: torch.uint8}  # exp_avg's dtype to exp_avg_sq's, where they
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 STEP, MAXIMUM, REST = "step", "max_exp_avg_sq", "remainder"
+WRITTEN = (STEP, *MOMENTS, *SCALES, MAXIMUM, REST)  # by a step, in place
 
 
 def moments_dtype(p: Tensor, group: Group) -> torch.dtype:
@@ -89,11 +91,13 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     """
     state = decoded_peers(flat(state), p)
     check_step(state.get(STEP, MISSING), p)
+    if isinstance(state[STEP], Tensor):
+        state[STEP] = writable(state[STEP])
     if p.dtype not in FLOATS:
         return _torchs(state, p, group)
     wanted = empty_state(p, group)
     found = {k: _placed(v, p, wanted.get(k, p)) for k, v in state.items() if k != STEP}
-    _check(found, p, wanted)
+    found |= _checked(found, p, wanted)
     found |= _without_bad_blocks(found, p)
     step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
     kept = {k: found[k].to(wanted[k].dtype) for k in (MAXIMUM, REST) if k in wanted and k in found}
@@ -109,24 +113,27 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
 
 def _torchs(state: State, p: Tensor, group: Group) -> State:
     """`formatted` for torch's own step, whose moments have the parameter's dtype."""
-    _check(state, p, {MAXIMUM: None} if group["amsgrad"] else {})
+    state |= _checked(state, p, {MAXIMUM: None} if group["amsgrad"] else {})
     state |= _without_bad_blocks(state, p)
     as_torchs(state, p)
     return state
 
 
-def _check(found: State, p: Tensor, wanted: State) -> None:
-    """Raises Misfit where what a step needs is missing or wrong."""
+def _checked(found: State, p: Tensor, wanted: State) -> State:
+    """The tensors that a step needs, writable. Raises Misfit if one is missing or wrong."""
     floats = "complex" if p.is_complex() else "floating-point"
     m, v = (found.get(name, MISSING) for name in MOMENTS)
     check_entry("exp_avg", m, p, floats, "int8")
     codes = m.dtype == torch.int8
     check_entry("exp_avg_sq", v, p, "uint8" if codes else floats)
-    for name in SCALES if codes else ():
+    names = [*MOMENTS, *SCALES] if codes else [*MOMENTS]
+    for name in names[len(MOMENTS) :]:
         check_numbers(name, found.get(name, MISSING), p, scales_count(p), "float32")
     for name, kind in ((MAXIMUM, floats), (REST, "int16")):
         if name in wanted and name in found:
             check_entry(name, found[name], p, kind)
+            names.append(name)
+    return {name: writable(found[name], contiguous=name in SCALES) for name in names}
 
 
 def _without_bad_blocks(found: State, p: Tensor) -> State:
@@ -189,7 +196,7 @@ def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State, key: int) -> State:
 
 def _placed(value: Any, p: Tensor, like: Any) -> Any:
     """A loaded tensor where the parameter is, and cut as `like` is."""
-    if not isinstance(value, Tensor) or value.is_meta:
+    if not isinstance(value, Tensor) or value.is_meta or value.is_nested:
         return value
     value = value.to(p.device)
     if isinstance(like, DTensor) and not isinstance(value, DTensor) and value.shape == like.shape:
