@@ -193,15 +193,17 @@ def plain(folder: Path) -> None:
     optimizer.load_state_dict(copy.deepcopy(whole))
     assert all(torch.equal(full(t), b) for t, b in zip(_moments(optimizer), before, strict=True))
     assert isinstance(next(iter(optimizer.state.values()))["exp_avg_scale"], DTensor)
+    corruptions = (lambda t: t[:-1], lambda t: torch.nested.as_nested_tensor([*t.float()]))
     for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale"):
-        wrong = copy.deepcopy(whole)
-        wrong["state"][0][name] = wrong["state"][0][name][:-1]
-        try:
-            optimizer.load_state_dict(wrong)
-        except ValueError as error:
-            assert f"parameter 0: {name} must be" in str(error), error
-        else:
-            raise AssertionError(f"a truncated {name} was loaded")
+        for corrupt in corruptions:
+            wrong = copy.deepcopy(whole)
+            wrong["state"][0][name] = corrupt(wrong["state"][0][name])
+            try:
+                optimizer.load_state_dict(wrong)
+            except ValueError as error:
+                assert f"parameter 0: {name} must be" in str(error), error
+            else:
+                raise AssertionError(f"a truncated or nested {name} was loaded")
     assert all(torch.equal(full(t), b) for t, b in zip(_moments(optimizer), before, strict=True))
     bad = copy.deepcopy(whole)
     bad["state"][0]["exp_avg_sq_scale"][7] = torch.nan

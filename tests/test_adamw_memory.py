@@ -67,6 +67,7 @@ def shared_by_parameters(state_dict):
 LOADS = {
     "scales with gaps": ("int8", entry(0, "exp_avg_scale", with_gaps)),
     "other scales with gaps": ("int8", entry(2, "exp_avg_sq_scale", with_gaps)),
+    "scales of columns": ("int8", entry(2, "exp_avg_scale", lambda t: t.t().contiguous().t())),
     "expanded scales": ("int8", entry(0, "exp_avg_sq_scale", expanded)),
     "codes with gaps": ("int8", entry(2, "exp_avg", with_gaps)),
     "codes of columns": ("int8", entry(2, "exp_avg_sq", lambda t: t.t().contiguous().t())),
