@@ -1,7 +1,8 @@
-"""torch's own samples of its operators, given to their twins."""
+"""torch's own samples of its operators, given to their twins, and calls that the samples lack."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 
 from fusedops import functional as ff
@@ -61,3 +62,93 @@ def near(value, eager):
 @pytest.mark.parametrize("name", NAMES)
 def test_there_are_samples(name):
     assert len(list(samples(OPERATORS[name], torch.float32))) >= 6
+
+
+def heads(count, length, batch=(2,)):
+    return torch.randn(*batch, count, length, 8)
+
+
+def agrees_with_torch(*args, **kwargs):
+    """Output and gradients of scaled_dot_product_attention."""
+    ours, torchs = (
+        gradients(f, args, **kwargs)
+        for f in (ff.scaled_dot_product_attention, F.scaled_dot_product_attention)
+    )
+    assert ours.keys() == torchs.keys()
+    for name, got in ours.items():
+        torch.testing.assert_close(got, torchs[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("counts", [(8, 2, 4), (4, 4, 2), (4, 1, 4), (12, 4, 6), (4, 2, 2)])
+def test_key_and_value_may_have_different_head_counts(counts, batch):
+    q, k, v = (heads(n, length, batch) for n, length in zip(counts, (5, 7, 7), strict=True))
+    agrees_with_torch(q, k, v, enable_gqa=True)
+    agrees_with_torch(q, k, v, attn_mask=torch.randn(5, 7), enable_gqa=True)
+
+
+@pytest.mark.parametrize("counts", [(4, 0, 0), (4, 4, 0), (3, 2, 0), (0, 4, 0), (0, 2, 4)])
+def test_no_heads_give_what_torch_gives(counts):
+    q, k, v = (heads(n, length) for n, length in zip(counts, (5, 7, 7), strict=True))
+    got = ff.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.equal(got, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+
+
+@pytest.mark.parametrize(
+    "counts, wrong",
+    [
+        ((4, 3, 4), "key"),
+        ((4, 4, 3), "value"),
+        ((4, 2, 8), "value"),
+        ((4, 0, 4), "key"),  # torch divides by 0 and the process ends
+    ],
+)
+def test_head_counts_must_divide_those_of_query(counts, wrong):
+    q, k, v = (heads(n, length) for n, length in zip(counts, (5, 7, 7), strict=True))
+    count = counts[["query", "key", "value"].index(wrong)]
+    message = (
+        f"scaled_dot_product_attention: {wrong} must have a number of heads that divides "
+        f"query's, 4, got {count}"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        ff.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def result_or_error(function, *args, **kwargs):
+    try:
+        return function(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_beside_is_causal_does_what_torch_does(kind, needs_gradient):
+    """torch adds both in its kernel for CPUs, and raises where its plain lines run."""
+    q, k, v = (heads(4, n) for n in (5, 7, 7))
+    mask = torch.randn(5, 7)
+    mask = mask > 0 if kind == "bool" else mask.requires_grad_(needs_gradient)
+    for args in ((q, k, v), (q[0], k[0], v[0])):
+        ours, torchs = (
+            result_or_error(f, *args, attn_mask=mask, is_causal=True)
+            for f in (ff.scaled_dot_product_attention, F.scaled_dot_product_attention)
+        )
+        if isinstance(torchs, torch.Tensor):
+            assert torch.equal(ours, torchs)
+        else:
+            assert ours == torchs
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("nested", ["key", "value", "key value", "query"])
+def test_nested_beside_dense_tensors_does_what_torch_does(nested, layout):
+    rows = [torch.randn(n, 2, 8) for n in (3, 1, 5)]
+    sequences = torch.nested.nested_tensor(rows, layout=layout).transpose(1, 2)
+    dense = torch.randn(3, 2, 5, 8)
+    args = [sequences if name in nested.split() else dense for name in ("query", "key", "value")]
+    ours, torchs = (
+        result_or_error(f, *args)
+        for f in (ff.scaled_dot_product_attention, F.scaled_dot_product_attention)
+    )
+    assert ours == torchs
+    assert isinstance(torchs, tuple)  # torch refuses them

@@ -92,36 +92,37 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention`, by `attention`.
 
     query: [..., Hq, L, E]. key: [..., H, S, E]. value: [..., H, S, Ev]. Batch dimensions broadcast;
-    so do heads, unless enable_gqa gives each head of key and value to several of query. is_causal:
-    the first query is at the first key, as torch has it. torch's own function takes nested tensors.
-    Raises RuntimeError as torch's does: for shapes that do not broadcast, for is_causal beside
-    attn_mask.
+    so do heads, unless enable_gqa gives each head of key and value to several of query; key and
+    value may then have different head counts. is_causal: the first query is at the first key, as
+    torch has it. torch's own function takes or refuses nested tensors, and is_causal beside
+    attn_mask: on CPUs, torch 2.13 applies both in its flash kernel and raises where that does not
+    run. Raises RuntimeError when shapes do not broadcast or head counts do not divide.
     """
     if not isinstance(is_causal, bool):
         raise TypeError(
             "scaled_dot_product_attention: is_causal must be a bool, got "
             f"{type(is_causal).__name__}"
         )
-    if is_causal and attn_mask is not None:
-        raise RuntimeError(
-            "scaled_dot_product_attention: attn_mask must be None with is_causal=True, got a tensor"
-        )
     for name, t in {"query": query, "key": key, "value": value}.items():
         if not isinstance(t, Tensor):
             raise TypeError(
                 f"scaled_dot_product_attention: {name} must be a tensor, got {type(t).__name__}"
             )
-    if query.is_nested:
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if nested or (is_causal and attn_mask is not None) or (enable_gqa and _no_heads(value)):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     shape: tuple[int, ...] = query.shape
-    of_key, batch = key.shape, -3 if enable_gqa else -2
-    if len(shape) != 4 or of_key[:batch] != shape[:batch] or of_key[:-2] != value.shape[:-2]:
-        shape = _scores(query, key, value, batch)
-        query, key, value = (_in_four(t, shape, batch) for t in (query, key, value))
+    key_shape, batch_end = key.shape, -3 if enable_gqa else -2
+    batch_differs = key_shape[:batch_end] != shape[:batch_end]
+    if len(shape) != 4 or batch_differs or key_shape[:-2] != value.shape[:-2]:
+        shape = _scores_shape(query, key, value, batch_end)
+        if enable_gqa:
+            key, value = _with_equal_heads(query, key, value)
+        query, key, value = (_as_four_dims(t, shape, batch_end) for t in (query, key, value))
         if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
-            attn_mask = _mask_in_four(attn_mask, shape)
+            attn_mask = _mask_as_four_dims(attn_mask, shape)
     out, _ = _attention(
         query, key, value, is_causal, None, None, None, attn_mask, scale, dropout_p, None, None,
         None, None, True,
@@ -129,41 +130,62 @@ def scaled_dot_product_attention(
     return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
 
 
-def _scores(query: Tensor, key: Tensor, value: Tensor, batch: int) -> tuple[int, ...]:
-    """The shape of the scores, [..., heads, L, S]. The dimensions before `batch` broadcast."""
+def _no_heads(value: Tensor) -> bool:
+    """Whether value is [..., 0, length, width]: torch then returns zeros for any key."""
+    return value.dim() > 2 and value.shape[-3] == 0
+
+
+def _scores_shape(query: Tensor, key: Tensor, value: Tensor, batch_end: int) -> tuple[int, ...]:
+    """[*batch, heads, L, S]. The dimensions before `batch_end` broadcast."""
     shapes = [list(t.shape) for t in (query, key, value)]
-    found = f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
-    if min(map(len, shapes)) < -batch:
-        least = "[..., length, width]" if batch == -2 else "[..., heads, length, width]"
+    got = f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+    if min(map(len, shapes)) < -batch_end:
+        least = "[..., length, width]" if batch_end == -2 else "[..., heads, length, width]"
         raise RuntimeError(
-            f"scaled_dot_product_attention: query, key and value must be {least}, {found}"
+            f"scaled_dot_product_attention: query, key and value must be {least}, {got}"
         )
     try:
-        wide = torch.broadcast_shapes(*(shape[:batch] for shape in shapes))
+        batch_shape = torch.broadcast_shapes(*(shape[:batch_end] for shape in shapes))
     except RuntimeError:
-        hint = " (enable_gqa=True lets key and value have fewer heads)" if batch == -2 else ""
+        hint = " (enable_gqa=True lets key and value have fewer heads)" if batch_end == -2 else ""
         raise RuntimeError(
             "scaled_dot_product_attention: the batch and head dimensions of query, key and value "
-            f"must broadcast, {found}{hint}"
+            f"must broadcast, {got}{hint}"
         ) from None
-    return *wide, *query.shape[batch:-2], query.shape[-2], key.shape[-2]
+    return *batch_shape, *query.shape[batch_end:-2], query.shape[-2], key.shape[-2]
 
 
-def _in_four(t: Tensor, scores: tuple[int, ...], batch: int) -> Tensor:
+def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """key and value with their heads repeated to the least count that both divide."""
+    heads, counts = query.shape[-3], (key.shape[-3], value.shape[-3])
+    if counts[0] == counts[1]:
+        return key, value
+    for name, count in zip(("key", "value"), counts, strict=True):
+        if not count or heads % count:
+            raise RuntimeError(
+                f"scaled_dot_product_attention: {name} must have a number of heads that divides "
+                f"query's, {heads}, got {count}"
+            )
+    common = math.lcm(*counts)
+    key = key.repeat_interleave(common // counts[0], -3)
+    return key, value.repeat_interleave(common // counts[1], -3)
+
+
+def _as_four_dims(t: Tensor, scores_shape: tuple[int, ...], batch_end: int) -> Tensor:
     """[batch, heads, length, width] of query, key or value, expanded to the scores' batch."""
-    t = t.expand(*scores[:batch], *t.shape[batch:])
+    t = t.expand(*scores_shape[:batch_end], *t.shape[batch_end:])
     if t.dim() > 4:
         return t.flatten(0, -4)
     return t.reshape(*[1] * (4 - t.dim()), *t.shape)
 
 
-def _mask_in_four(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
+def _mask_as_four_dims(mask: Tensor, scores_shape: tuple[int, ...]) -> Tensor:
     try:
-        whole = mask.expand(scores)
+        whole = mask.expand(scores_shape)
     except RuntimeError:
         raise RuntimeError(
             "scaled_dot_product_attention: attn_mask must broadcast to the scores "
-            f"{list(scores)}, got {list(mask.shape)}"
+            f"{list(scores_shape)}, got {list(mask.shape)}"
         ) from None
     return whole.flatten(0, -4) if whole.dim() > 4 else whole
 
@@ -176,22 +198,10 @@ def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, 
         )
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
     return torch.ops.fusedops.attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-        dropout_p=dropout_p,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        top_left=top_left,
-    )
+        q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias, scale=scale,
+        dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, top_left=top_left,
+    )  # fmt: skip
 
 
 # The reference: plain PyTorch that follows the input's dtype. With float64 inputs it is exact. It
