@@ -73,14 +73,110 @@ def test_pairs_of_the_same_sequences(name):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_other_sequences_are_an_error(name):
-    second = {"add_layer_norm": "residual", "add_rms_norm": "residual"}.get(name, "up")
-    with pytest.raises(RuntimeError, match=f"{name}: {second} must have the sequences of the"):
+    first, second = ("gate", "up") if name in ("swiglu", "geglu") else ("x", "residual")
+    with pytest.raises(RuntimeError, match=f"{name}: {second} must have the sequences of {first}"):
         PAIRS[name](jagged(3, 1, 5), jagged(4, 2, 3))
 
 
-def test_a_dense_argument_beside_a_jagged_one_is_an_error():
-    with pytest.raises(RuntimeError, match=r"add_rms_norm: residual must be .* like x"):
-        ff.add_rms_norm(jagged(3, 1, 5), torch.randn(3, 5, 8))
+TWO_EACH = torch.tensor([2, 2])
+
+
+def two_each(*starts):
+    """Two sequences of two rows each, which start in the values at `starts`."""
+    values, offsets = torch.randn(12, 8), torch.tensor([*starts, 8])
+    return torch.nested.nested_tensor_from_jagged(values, offsets, TWO_EACH)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_other_offsets_of_the_same_lengths_are_an_error(name):
+    x, y = two_each(0, 4), two_each(0, 2)
+    assert x.shape == y.shape  # the lengths alone are in it
+    with pytest.raises(RuntimeError, match=f"^{name}: .* must have the offsets of .*, got"):
+        PAIRS[name](x, y)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_equal_offsets_in_two_tensors(name):
+    x, y = two_each(0, 4), two_each(0, 4)
+    for got, *rows in zip(*(t.unbind() for t in (PAIRS[name](x, y), x, y)), strict=True):
+        torch.testing.assert_close(got, PAIRS[name](*rows))
+
+
+def dense_beside_jagged():
+    """A call, and its error."""
+    x, dense = jagged(3, 1, 5).detach(), torch.randn(9, 8)
+    strided = torch.nested.nested_tensor([torch.randn(n, 8) for n in LENGTHS])
+    tokens = r"float32 \[9, 8\]"
+    yield partial(ff.swiglu, dense, x), f"swiglu: gate must be jagged like up, got {tokens}"
+    yield partial(ff.swiglu, x, dense), f"swiglu: up must be jagged like gate, got {tokens}"
+    yield partial(ff.geglu, x, strided), "geglu: up must be jagged like gate, got a strided nested"
+    yield (
+        partial(ff.add_rms_norm, dense, x),
+        f"add_rms_norm: x must be jagged like residual, got {tokens}",
+    )
+    yield (
+        partial(ff.add_layer_norm, x, dense),
+        f"add_layer_norm: residual must be jagged like x, got {tokens}",
+    )
+
+
+@pytest.mark.parametrize("call, message", list(dense_beside_jagged()))
+def test_a_dense_argument_beside_a_jagged_one_is_an_error(call, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
+def jagged_parameters():
+    """Operator: a call of it, and the argument that must not be jagged."""
+    x, dense = jagged(3, 1, 5).detach(), torch.randn(9, 8)
+    yield "linear", "weight", lambda: ff.linear(dense, x)
+    yield "linear", "weight", lambda: ff.linear(x, x)
+    yield "linear", "bias", lambda: ff.linear(x, MATRIX, x)
+    yield "quantized_linear", "bias", lambda: ff.quantized_linear(x, QUANTIZED, x)
+    yield "quantized_linear", "bias", lambda: ff.quantized_linear(dense, QUANTIZED, x)
+    yield "layer_norm", "weight", lambda: ff.layer_norm(x, (8,), x)
+    yield "layer_norm", "bias", lambda: ff.layer_norm(dense, (8,), None, x)
+    yield "rms_norm", "weight", lambda: ff.rms_norm(dense, (8,), x)
+    yield "add_layer_norm", "bias", lambda: ff.add_layer_norm(x, x, WEIGHT, x)
+    yield "add_rms_norm", "weight", lambda: ff.add_rms_norm(dense, dense, x)
+
+
+@pytest.mark.parametrize("op, argument, call", list(jagged_parameters()))
+def test_a_jagged_parameter_is_an_error(op, argument, call):
+    with pytest.raises(TypeError, match=f"^{op}: {argument} must be a dense tensor, got a nested"):
+        call()
+
+
+def ragged_too_late():
+    """Operator: a call of it that would read across sequences, and its error."""
+    x = jagged(3, 1, 6).detach()
+    transposed = x.transpose(1, 2)  # [3, 8, sequence]
+    one, last = "the last dimension", r"got \[3, 8, j\d+\]"
+    yield lambda: ff.rms_norm(transposed, (10,)), f"rms_norm: input .* {one}, {last}"
+    yield lambda: ff.layer_norm(transposed, (10,)), f"layer_norm: input .* {one}, {last}"
+    for norm in (ff.rms_norm, ff.layer_norm):
+        yield (
+            partial(norm, x, (10, 8)),
+            rf"{norm.__name__}: input .* the last 2 dimensions, got \[3, j\d+, 8\]",
+        )
+    yield lambda: ff.add_rms_norm(transposed, transposed), f"add_rms_norm: x .* {one}, {last}"
+    yield (
+        lambda: ff.add_layer_norm(x, x, torch.randn(10, 8)),
+        "add_layer_norm: x .* the last 2 dimensions",
+    )
+    yield lambda: ff.linear(transposed, torch.randn(16, 10)), f"linear: input .* {one}, {last}"
+    yield (
+        lambda: ff.quantized_linear(transposed, ff.quantize_weight(torch.randn(16, 10), "int8")),
+        f"quantized_linear: x .* {one}, {last}",
+    )
+    yield lambda: ff.swiglu(transposed), f"swiglu: gate .* {one}, {last}"
+    yield lambda: ff.geglu(transposed, transposed), f"geglu: gate .* {one}, {last}"
+
+
+@pytest.mark.parametrize("call, message", list(ragged_too_late()))
+def test_rows_across_sequences_are_an_error(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
 
 
 def test_heads_in_front_of_the_sequences():

@@ -36,8 +36,8 @@ def swiglu(
     for float64) and rounded once. Raises RuntimeError when a shape or a dtype does not fit,
     ValueError for a limit below 0. Shazeer, arXiv:2002.05202; gpt-oss, arXiv:2508.10925.
     """
-    run = operator("swiglu", gate, up) if traced(gate, up) else _C.swiglu
-    return run(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
+    op = operator("swiglu", gate, up) if traced(gate, up) else _C.swiglu
+    return op(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
@@ -48,8 +48,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     Shapes, dtypes and the packed form as in `swiglu`. Raises RuntimeError when a shape or a dtype
     does not fit, ValueError for another `approximate`. Shazeer, arXiv:2002.05202.
     """
-    run = operator("geglu", gate, up) if traced(gate, up) else _C.geglu
-    return run(gate, up, approximate=approximate)
+    op = operator("geglu", gate, up) if traced(gate, up) else _C.geglu
+    return op(gate, up, approximate=approximate)
 
 
 # References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.

@@ -1,7 +1,9 @@
 """Functions of rows on jagged nested tensors: they run on the values of all rows.
 
 torch.nested keeps a batch of sequences of different lengths as one tensor of values and the
-offsets of the sequences. A function that takes each row by itself needs the values alone.
+offsets of the sequences. A function that computes each row by itself needs the values alone, so
+only the arguments that hold rows may be jagged, all with the same sequences, and a row must not
+reach across the ragged dimension. Anything else would mix sequences without an error.
 """
 
 from collections.abc import Callable
@@ -13,40 +15,95 @@ from torch import Tensor
 
 __all__ = ["operator"]
 
+# The arguments that hold rows, by their names in the operators' schemas.
+ROWS = frozenset({"input", "x", "residual", "gate", "up"})
+
 
 def operator(name: str, *tensors: Tensor | None) -> Callable:
-    """The operator as torch.ops has it; on jagged tensors, the same on their values."""
-    found = getattr(torch.ops.fusedops, name)
-    jagged = any(isinstance(t, Tensor) and _is_jagged(t) for t in tensors)
-    return partial(_on_values, found) if jagged else found
+    """The operator as torch.ops has it; on jagged tensors, the same on their values.
+
+    Then it raises TypeError for a parameter that is nested and for rows that are not jagged while
+    others are, RuntimeError for different sequences, and ValueError where a row would reach across
+    the ragged dimension.
+    """
+    op = getattr(torch.ops.fusedops, name)
+    return partial(_on_values, op, name) if any(map(_is_jagged, tensors)) else op
 
 
 def _is_jagged(t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged
 
 
-def _on_values(run: Any, *args: Any, **kwargs: Any) -> Any:
-    named = dict(zip((a.name for a in run.default._schema.arguments), args, strict=False)) | kwargs
-    first = next(value for value in named.values() if _is_jagged(value))
-    values = {name: _values(run, name, value, first) for name, value in named.items()}
-    result = run(**values)
-    wrapped = (_like(first, t) for t in (result if isinstance(result, tuple) else (result,)))
-    return tuple(wrapped) if isinstance(result, tuple) else next(wrapped)
+def _on_values(op: Any, op_name: str, *args: Any, **kwargs: Any) -> Any:
+    named = dict(zip((a.name for a in op.default._schema.arguments), args, strict=False)) | kwargs
+    sequences = _sequences(op_name, named)
+    result = op(**{name: t.values() if _is_jagged(t) else t for name, t in named.items()})
+    if isinstance(result, tuple):
+        return tuple(_like(sequences, t) for t in result)
+    return _like(sequences, result)
 
 
-def _values(run: Any, name: str, value: Any, first: Any) -> Any:
-    if not _is_jagged(value):
-        return value
-    if value.shape[: value._ragged_idx + 1] != first.shape[: first._ragged_idx + 1]:
-        raise RuntimeError(
-            f"{run._qualified_op_name.partition('::')[2]}: {name} must have the sequences of the "
-            f"other nested arguments, {list(first.shape)}, got {list(value.shape)}"
+def _sequences(op_name: str, named: dict[str, Any]) -> Any:
+    """The first jagged argument, after a check that the others go with it."""
+    tensors = {name: t for name, t in named.items() if isinstance(t, Tensor)}
+    for name, t in tensors.items():
+        if name not in ROWS and t.is_nested:
+            raise TypeError(f"{op_name}: {name} must be a dense tensor, got a nested one")
+    rows = {name: t for name, t in tensors.items() if name in ROWS}
+    reference = next(name for name, t in rows.items() if _is_jagged(t))
+    _check_rows(op_name, reference, rows[reference], _row_dims(named))
+    for name, t in rows.items():
+        if name != reference:
+            _check_same_sequences(op_name, name, t, reference, rows[reference])
+    return rows[reference]
+
+
+def _row_dims(named: dict[str, Any]) -> int:
+    """How many of the last dimensions are a row."""
+    if "normalized_shape" in named:
+        return len(named["normalized_shape"])
+    weight = named.get("weight")
+    return weight.dim() if "residual" in named and isinstance(weight, Tensor) else 1
+
+
+def _check_rows(op_name: str, name: str, t: Any, row_dims: int) -> None:
+    if t._ragged_idx >= t.dim() - row_dims:
+        rows = "the last dimension" if row_dims == 1 else f"the last {row_dims} dimensions"
+        raise ValueError(
+            f"{op_name}: {name} must have its ragged dimension before {rows}, got {list(t.shape)}"
         )
-    return value.values()
 
 
-def _like(first: Any, values: Tensor) -> Tensor:
+def _check_same_sequences(op_name: str, name: str, t: Any, reference: str, sequences: Any) -> None:
+    if not _is_jagged(t):
+        got = "a strided nested tensor" if t.is_nested else f"{_dtype(t)} {list(t.shape)}"
+        raise TypeError(f"{op_name}: {name} must be jagged like {reference}, got {got}")
+    shape = sequences.shape[: sequences._ragged_idx + 1]
+    if t.shape[: t._ragged_idx + 1] != shape:
+        raise RuntimeError(
+            f"{op_name}: {name} must have the sequences of {reference}, {list(sequences.shape)}, "
+            f"got {list(t.shape)}"
+        )
+    if not _same_offsets(t, sequences):
+        raise RuntimeError(
+            f"{op_name}: {name} must have the offsets of {reference}, "
+            f"{sequences.offsets().tolist()}, got {t.offsets().tolist()}"
+        )
+
+
+def _same_offsets(a: Any, b: Any) -> bool:
+    """Of two tensors of the same ragged size, which is the lengths' where a tensor has them."""
+    if a.lengths() is None and b.lengths() is None:
+        return True
+    return a.offsets() is b.offsets() or torch.equal(a.offsets(), b.offsets())
+
+
+def _dtype(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _like(sequences: Any, values: Tensor) -> Tensor:
     """The values in the sequences of another jagged tensor."""
     return torch.nested.nested_tensor_from_jagged(
-        values, first.offsets(), first.lengths(), jagged_dim=first._ragged_idx
+        values, sequences.offsets(), sequences.lengths(), jagged_dim=sequences._ragged_idx
     )

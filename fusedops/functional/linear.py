@@ -31,8 +31,8 @@ def linear(
     Gimpel, arXiv:1606.08415; Elfwing et al., arXiv:1702.03118.
     """
     tensors = input, weight, bias
-    run = operator("linear", *tensors) if traced(*tensors) else _C.linear
-    return run(input, weight, bias, activation)
+    op = operator("linear", *tensors) if traced(*tensors) else _C.linear
+    return op(input, weight, bias, activation)
 
 
 # Reference: plain PyTorch that follows the input's dtype. With float64 inputs it is exact, so both

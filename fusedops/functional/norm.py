@@ -33,8 +33,8 @@ def layer_norm(
     dtype does not fit. Ba et al., arXiv:1607.06450.
     """
     tensors = input, weight, bias
-    run = operator("layer_norm", *tensors) if traced(*tensors) else _C.layer_norm
-    return run(input, normalized_shape, weight, bias, eps)
+    op = operator("layer_norm", *tensors) if traced(*tensors) else _C.layer_norm
+    return op(input, normalized_shape, weight, bias, eps)
 
 
 def rms_norm(
@@ -60,8 +60,8 @@ def rms_norm(
     another `rounding`.
     Zhang and Sennrich, arXiv:1910.07467.
     """
-    run = operator("rms_norm", input, weight) if traced(input, weight) else _C.rms_norm
-    return run(input, normalized_shape, weight, eps, rounding=rounding, offset=offset)
+    op = operator("rms_norm", input, weight) if traced(input, weight) else _C.rms_norm
+    return op(input, normalized_shape, weight, eps, rounding=rounding, offset=offset)
 
 
 def add_layer_norm(
@@ -88,8 +88,8 @@ def add_layer_norm(
     arXiv:1607.06450.
     """
     tensors = x, residual, weight, bias
-    run = operator("add_layer_norm", *tensors) if traced(*tensors) else _C.add_layer_norm
-    return run(x, residual, weight, bias, eps, dropout_p=dropout_p)
+    op = operator("add_layer_norm", *tensors) if traced(*tensors) else _C.add_layer_norm
+    return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
 
 
 def add_rms_norm(
@@ -112,8 +112,8 @@ def add_rms_norm(
     not fit, ValueError for another `rounding`. Zhang and Sennrich, arXiv:1910.07467.
     """
     tensors = x, residual, weight
-    run = operator("add_rms_norm", *tensors) if traced(*tensors) else _C.add_rms_norm
-    return run(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
+    op = operator("add_rms_norm", *tensors) if traced(*tensors) else _C.add_rms_norm
+    return op(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
 
 
 # References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.

@@ -175,8 +175,8 @@ def product(
 ) -> Tensor:
     """quantized_linear of a weight that is not gathered in a QuantizedWeight."""
     is_traced = traced(x, bias, *operands)
-    run = operator("quantized_linear", x) if is_traced else _C.quantized_linear
-    return run(x, *operands, bias, *layout, *how)
+    op = operator("quantized_linear", x, bias) if is_traced else _C.quantized_linear
+    return op(x, *operands, bias, *layout, *how)
 
 
 def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
