@@ -188,10 +188,13 @@ def test_heads_in_front_of_the_sequences():
     torch.testing.assert_close(y.values(), want.values())
 
 
-def test_jagged_norms_compile():
+@pytest.mark.parametrize("name", ["rms_norm", "linear", "swiglu of both"])
+def test_one_graph_of_jagged_rows(name):
     x = jagged(*LENGTHS)
-    compiled = torch.compile(OF_ROWS["rms_norm"], backend="aot_eager")
-    assert torch.equal(compiled(x).values(), OF_ROWS["rms_norm"](x).values())
+    compiled = torch.compile(OF_ROWS[name], backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x).values(), OF_ROWS[name](x).values())
+    pair = torch.compile(PAIRS["add_rms_norm"], backend="aot_eager", fullgraph=True)
+    assert torch.equal(pair(x, like(x)).offsets(), x.offsets())
 
 
 def test_attention_of_jagged_tensors_is_torchs():

@@ -13,10 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedops.extension import _C  # noqa: F401  registers the operators, whose schemas are read
+
 __all__ = ["operator"]
 
 # The arguments that hold rows, by their names in the operators' schemas.
 ROWS = frozenset({"input", "x", "residual", "gate", "up"})
+# Operator: the names of its arguments. Dynamo cannot read schemas inside a function.
+OPERATORS = (
+    "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "linear", "quantized_linear",
+    "swiglu", "geglu",
+)  # fmt: skip
+ARGUMENTS = {
+    name: tuple(a.name for a in getattr(torch.ops.fusedops, name).default._schema.arguments)
+    for name in OPERATORS
+}
 
 
 def operator(name: str, *tensors: Tensor | None) -> Callable:
@@ -35,7 +46,7 @@ def _is_jagged(t: Any) -> bool:
 
 
 def _on_values(op: Any, op_name: str, *args: Any, **kwargs: Any) -> Any:
-    named = dict(zip((a.name for a in op.default._schema.arguments), args, strict=False)) | kwargs
+    named = dict(zip(ARGUMENTS[op_name], args, strict=False)) | kwargs
     sequences = _sequences(op_name, named)
     result = op(**{name: t.values() if _is_jagged(t) else t for name, t in named.items()})
     if isinstance(result, tuple):
