@@ -233,11 +233,14 @@ def refusals(layout):
     yield "quantized_linear", "x", lambda: ff.quantized_linear(x, QUANTIZED)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-def test_the_others_name_the_argument(layout):
+def test_the_others_name_the_argument(layout, autocast):
     for op, argument, call in refusals(layout):
-        with pytest.raises(
-            TypeError, match=f"^{op}: {argument} must be a dense tensor, got a nest"
+        wanted = f"^{op}: {argument} must be a dense tensor, got a nest"
+        with (
+            pytest.raises(TypeError, match=wanted),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
         ):
             call()
 
