@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fusedops
@@ -128,6 +129,51 @@ def test_a_softcap_counts_as_eager_attention_does():
     assert total(lambda: step(model, inputs, labels)) == wanted
 
 
+# The products of a layer of llama(): queries with keys, and the last linear.
+SCORES = 2 * prod((2, 4, 256, 256, 16))
+DOWN_PROJ = 2 * prod((2, 256, 128, 64))
+
+
+def test_meta_tensors_count_what_they_counted():
+    model, inputs, _ = llama()
+    model.to("meta")
+    run = model, {name: tensor.to("meta") for name, tensor in inputs.items()}, None
+    wanted = total(lambda: step(*run))
+    fusedops.patch(model)
+    assert total(lambda: step(*run)) == wanted
+
+
+def test_fused_attention_counts_one_product_more_than_eager_attention():
+    """Its backward computes the scores a second time."""
+    model, inputs, labels = llama(attn_implementation="eager")
+    wanted = total(lambda: step(model, inputs, labels))
+    fusedops.patch(model)
+    with fusedops.fuse_always():
+        assert total(lambda: step(model, inputs, labels)) == wanted + 2 * SCORES
+
+
+def test_float64_counts_one_product_less_of_attention():
+    """The composite keeps the scores; torch's fused kernel computes them a second time."""
+    model, inputs, labels = llama()
+    model.double()
+    wanted = total(lambda: step(model, inputs, labels))
+    fusedops.patch(model)
+    assert total(lambda: step(model, inputs, labels)) == wanted - 2 * SCORES
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_checkpointing_recomputes_the_last_linear_of_a_layer(early_stop):
+    """torch stops recomputing at the last saved tensor. Its linear saves its input before the
+    product, ours after it.
+    """
+    model, inputs, labels = llama()
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    with fusedops.fuse_always(), set_checkpoint_early_stop(early_stop):
+        wanted = total(lambda: step(model, inputs, labels))
+        fusedops.patch(model)
+        assert total(lambda: step(model, inputs, labels)) == wanted + 2 * DOWN_PROJ * early_stop
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", ["int8", "nf4"])
 @pytest.mark.parametrize("fused", [True, False], ids=["patched", "not patched"])
@@ -222,17 +268,21 @@ def test_attention_counts_grouped_heads_and_widths_of_values():
         assert found == heads * (8 + 5 + wanted)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}, {"bias": True}], ids=str)
-def test_attention_counts_what_torchs_counts(options):
+def test_attention_counts_what_torchs_counts(options, device):
+    """torch has a fused kernel for one of these calls: on CPUs, without options."""
     shapes = (2, 4, 40, 16), (2, 2, 40, 16), (2, 2, 40, 16)
-    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    bias = torch.randn(1, 4, 40, 40, requires_grad=True) if options.get("bias") else None
+    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+    mask = torch.randn(1, 4, 40, 40, device=device, requires_grad=True)
+    bias = mask if options.get("bias") else None
     p = options.get("dropout_p", 0.0)
     theirs = total(
         lambda: F.scaled_dot_product_attention(q, k, v, bias, p, enable_gqa=True).sum().backward()
     )
     ours = total(lambda: attention(q, k, v, bias=bias, dropout_p=p).sum().backward())
-    assert ours == theirs == 2 * prod((2, 4, 40, 40, 16)) * (6 if options else 7)
+    separate = options or device == "meta"
+    assert ours == theirs == 2 * prod((2, 4, 40, 40, 16)) * (6 if separate else 7)
 
 
 def packed(lengths, fake=False, **longest):
@@ -288,6 +338,7 @@ def test_formulas_of_others_stay():
     """Of a torch that counts its attention on CPUs, or of a program that taught it to."""
     lines = """
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)(
     lambda *args, **kwargs: 7)

@@ -93,11 +93,13 @@ def _products(q: Shape, k: Shape, v: Shape, of_width: int, of_value: int) -> int
 def _torch_fuses(
     q: Tensor, v: Tensor, sinks: Any, how: Sequence[float], output_mask: Sequence[bool], **_: Any
 ) -> bool:
-    """Whether scaled_dot_product_attention runs a fused kernel for the call. None has softcaps or
-    sinks; the one for CPUs has no dropout, no gradient of the mask and no other width of v.
+    """Whether scaled_dot_product_attention runs a fused kernel for the call.
+
+    No fused kernel takes softcaps, sinks or meta tensors. The one for CPUs takes no dropout, no
+    gradient of the mask and no v of another width than q.
     """
     _scale, softcap, dropout = how
-    if softcap or sinks is not None:
+    if softcap or sinks is not None or q.is_meta:
         return False
     return q.device.type != "cpu" or not (dropout or output_mask[3] or q.shape[3] != v.shape[3])
 
