@@ -43,7 +43,7 @@ __all__ = [
     "verify",
 ]
 
-integrations.tell()
+integrations.install()
 
 
 def __getattr__(name: str):

@@ -131,7 +131,7 @@ def test_the_entries_are_one_name(attention):
 before = [[*table._global_mapping] for table in (AttentionInterface, AttentionMaskInterface)]
 finders = sys.meta_path[:]
 import fusedops
-assert [type(f).__name__ for f in sys.meta_path if f not in finders] == ["Teller"]
+assert [type(f).__name__ for f in sys.meta_path if f not in finders] == ["ImportFinder"]
 fusedops.patch(model, attention={attention})
 after = [[*table._global_mapping] for table in (AttentionInterface, AttentionMaskInterface)]
 assert after == [names + ["fusedops"] * {attention} for names in before], after
@@ -143,7 +143,7 @@ def test_the_finder_imports_none_of_what_it_waits_for():
     lines = """
 import sys, fusedops
 from fusedops import integrations
-assert not {*integrations.TELLS} & {*sys.modules} and "transformers" not in sys.modules
+assert not {*integrations.AFTER_IMPORT} & {*sys.modules} and "transformers" not in sys.modules
 import torch.utils.flop_counter
 assert "fusedops.integrations.flops" in sys.modules and "transformers" not in sys.modules
 """
@@ -151,15 +151,15 @@ assert "fusedops.integrations.flops" in sys.modules and "transformers" not in sy
 
 
 def test_a_second_import_has_one_finder():
-    """Two of them asked each other without end."""
+    """Two finders that search with each other would recurse without end."""
     lines = """
 import importlib, sys, fusedops
 importlib.reload(fusedops)
 for name in [name for name in sys.modules if name.startswith("fusedops.integrations")]:
     del sys.modules[name]
 import fusedops.integrations
-fusedops.integrations.tell()
-assert [type(f).__name__ for f in sys.meta_path].count("Teller") == 1
+fusedops.integrations.install()
+assert [type(f).__name__ for f in sys.meta_path].count("ImportFinder") == 1
 import torch.utils.flop_counter, inspect
 assert torch.ops.fusedops.linear_forward in torch.utils.flop_counter.flop_registry
 assert "FlopCounterMode" in inspect.getsource(torch.utils.flop_counter)
@@ -167,11 +167,14 @@ assert "FlopCounterMode" in inspect.getsource(torch.utils.flop_counter)
     subprocess.run([sys.executable, "-c", lines], check=True)
 
 
-def test_a_spec_that_is_asked_for_alone_imports_nothing():
+def test_inspecting_and_copying_a_spec_imports_nothing():
     lines = """
-import importlib.util, sys, fusedops
+import copy, importlib.util, pickle, sys, fusedops
 spec = importlib.util.find_spec("torch.utils.flop_counter")
-assert spec.loader.get_source(spec.name) and spec.origin.endswith("flop_counter.py")
+copies = copy.copy(spec.loader), copy.deepcopy(spec.loader), pickle.loads(pickle.dumps(spec.loader))
+for loader in (spec.loader, *copies):
+    assert type(loader) is type(spec.loader) and loader.path == spec.origin
+    assert "class FlopCounterMode" in loader.get_source(spec.name)
 assert "torch.utils.flop_counter" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", lines], check=True)

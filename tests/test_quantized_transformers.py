@@ -301,12 +301,14 @@ def test_a_folder_of_floats_that_says_it_has_codes(tmp_path):
 
 
 def test_another_version_of_transformers_works_without_us(monkeypatch):
-    monkeypatch.setitem(integrations.TELLS, "another", "fusedops.integrations.missing")
+    monkeypatch.setitem(integrations.AFTER_IMPORT, "another", "fusedops.integrations.missing")
     monkeypatch.setitem(sys.modules, "another", json)
     before = sys.meta_path[:]
     try:
-        with pytest.warns(UserWarning, match="another is not told of fusedops: No module named"):
-            integrations.tell()
+        with pytest.warns(
+            UserWarning, match="could not register fusedops with another: No module named"
+        ):
+            integrations.install()
     finally:
         sys.meta_path[:] = before
 

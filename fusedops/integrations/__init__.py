@@ -1,22 +1,22 @@
-"""What other packages learn of this one, each in its own module, once they are imported."""
+"""Registers fusedops with other packages when they are imported."""
 
 import importlib
 import importlib.abc
 import sys
 import warnings
 
-# A module of another package, and ours that is imported as soon as that one is there.
-TELLS = {
+# Another package's module: the module of ours that is imported right after it.
+AFTER_IMPORT = {
     "torch.utils.flop_counter": "fusedops.integrations.flops",
     "transformers.quantizers.auto": "fusedops.integrations.transformers.quantization",
 }
 
 
-class Teller(importlib.abc.MetaPathFinder):
-    """Finds the modules of TELLS where the other finders find them. It imports none itself."""
+class ImportFinder(importlib.abc.MetaPathFinder):
+    """Finds AFTER_IMPORT's modules by the other finders. It imports none itself."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in TELLS:
+        if name not in AFTER_IMPORT:
             return None
         found = None
         for finder in sys.meta_path:
@@ -24,17 +24,19 @@ class Teller(importlib.abc.MetaPathFinder):
                 break
         if found is None or found.loader is None:
             return None
-        found.loader = Telling(found.loader)
+        found.loader = NotifyingLoader(found.loader)
         return found
 
 
-class Telling(importlib.abc.Loader):
-    """Imports one module of TELLS by its own loader, then ours."""
+class NotifyingLoader(importlib.abc.Loader):
+    """Imports a module of AFTER_IMPORT by its own loader, then ours."""
 
     def __init__(self, loader) -> None:
         self.loader = loader
 
-    def __getattr__(self, name):  # the source and the file, for who asks the spec alone
+    def __getattr__(self, name):  # source and path, so that inspecting the spec works
+        if name == "loader":  # copy and pickle look up attributes before they set any
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
     def create_module(self, spec):
@@ -43,23 +45,23 @@ class Telling(importlib.abc.Loader):
     def exec_module(self, module):
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        _tell(module.__name__)
+        _register_with(module.__name__)
 
 
-def tell() -> None:
-    """Imports ours for the modules of TELLS that are there, and installs the finder for the others.
+def install() -> None:
+    """Registers with the packages already imported; installs the finder for the others.
 
-    In the place of an older one: two would ask each other without end.
+    An older finder is replaced: two that search with each other would recurse without end.
     """
-    for theirs in TELLS:
+    for theirs in AFTER_IMPORT:
         if theirs in sys.modules:
-            _tell(theirs)
+            _register_with(theirs)
     others = [finder for finder in sys.meta_path if type(finder).__module__ != __name__]
-    sys.meta_path[:] = [Teller(), *others]
+    sys.meta_path[:] = [ImportFinder(), *others]
 
 
-def _tell(theirs: str) -> None:
+def _register_with(theirs: str) -> None:
     try:
-        importlib.import_module(TELLS[theirs])
+        importlib.import_module(AFTER_IMPORT[theirs])
     except ImportError as error:  # of another version, which has to work without us as well
-        warnings.warn(f"fusedops: {theirs} is not told of fusedops: {error}", stacklevel=2)
+        warnings.warn(f"could not register fusedops with {theirs}: {error}", stacklevel=2)

@@ -1,7 +1,7 @@
 """The formulas by which torch's flop counter counts fusedops' operators.
 
-Imported after torch.utils.flop_counter (see TELLS), so FlopCounterMode and every tool that reads
-its table count them. The conventions are torch's:
+Imported after torch.utils.flop_counter (see AFTER_IMPORT), so FlopCounterMode and every tool that
+reads its table count them. The conventions are torch's:
 
 - A product [m, k] x [k, n] is 2 m n k. What a kernel computes twice where separate operators
   compute it once (the logits of linear_cross_entropy) is counted once.
