@@ -64,7 +64,7 @@ class _Block:
 _blocks: list[_Block] = []  # in the order in which they were entered, by any thread
 _overrides: list[torch.library.Library] = []  # what forces the last of them
 _followed: list[str | None] = [None]  # the backend that the dispatcher follows; empty: in between
-_lock = threading.RLock()  # of the three
+_lock = threading.RLock()  # of _blocks, _overrides and _followed
 _any_size = False  # of `linear`
 
 
@@ -104,14 +104,15 @@ def backend(name: str) -> Iterator[None]:
     if all(reasons.values()):
         raise RuntimeError(f"backend {name!r} cannot run: {next(iter(reasons.values()))}")
     block = _Block(name)
+    leave = functools.partial(_leave, block)  # a local: globals may be None when Python ends
     try:
         try:
             _enter(block)
             yield
         finally:
-            _leave(block)
+            leave()
     finally:
-        _leave(block)  # a KeyboardInterrupt may have ended the first before it was done
+        leave()  # a KeyboardInterrupt may have ended the first before it was done
 
 
 def _enter(block: _Block) -> None:
@@ -120,8 +121,10 @@ def _enter(block: _Block) -> None:
         _follow()
 
 
-def _leave(block: _Block) -> None:
-    """Does nothing for a block that has been left."""
+def _leave(block: _Block, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    """Does nothing for a block that has been left, or when Python ends."""
+    if ending():
+        return
     with _lock:
         if block in _blocks:
             _blocks.remove(block)

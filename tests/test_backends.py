@@ -211,6 +211,32 @@ def test_an_interrupt_at_any_line_leaves_what_was(outer):
     assert at > 200 and is_default()
 
 
+ABANDONED = {
+    "entered": "block = fusedops.backend('reference'); block.__enter__()",
+    "two": "blocks = [fusedops.backend(n) for n in ('cpu', 'reference')]; [*map(enter, blocks)]",
+    "module held": "torch.held = fusedops.backends; enter(block := fusedops.backend('cpu'))",
+    "suspended": "generator = suspended(); next(generator)",
+}
+
+
+@pytest.mark.parametrize("lines", ABANDONED.values(), ids=ABANDONED)
+def test_a_block_that_is_never_left_ends_with_the_process(lines):
+    """Modules' globals may be None by then."""
+    code = f"""
+import torch, fusedops
+
+def enter(block):
+    block.__enter__()
+
+def suspended():
+    with fusedops.backend("reference"):
+        yield
+
+{lines}
+"""
+    assert run("-W", "ignore", "-c", code) == ("", True)
+
+
 def test_a_backend_that_fails_on_the_way_is_not_forced(monkeypatch):
     def fail(library, family, name):
         if (family, name) == ("linear", "cpu"):
