@@ -3,7 +3,7 @@
 # nothing but this package is installed.
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
-.PHONY: fuzz growth mutants asan simt-asan
+.PHONY: fuzz growth large mutants asan simt-asan
 .PHONY: cuda-check torch-check coverage
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
 
@@ -39,6 +39,7 @@ help:
 	@echo "make qemu     a selection of the tests on an emulated CPU without AVX-512"
 	@echo "make fuzz     random calls, against the originals; SEED=n repeats a run"
 	@echo "make growth   300 calls of everything in every way: memory and live tensors stay flat"
+	@echo "make large    tensors of more than 2^31 elements; needs 13 GiB of memory"
 	@echo "make mutants  one-line bugs, each of which must turn a test red"
 	@echo "make asan     the tests under AddressSanitizer, LeakSanitizer and UBSan"
 	@echo "make simt-asan  the same for the emulated kernels"
@@ -99,6 +100,12 @@ growth: export OMP_NUM_THREADS ?= 1
 growth: export FUSEDOPS_GROWTH := every
 growth: $(BUILT)
 	$(PY) -m pytest tests/test_growth.py $(shell $(PY) -c 'import xdist; print("-n 2")' 2>/dev/null) $(ARGS)
+
+# One process: each of these tests takes up to 13 GiB. `make test` skips them.
+large: export OMP_NUM_THREADS ?= 1
+large: export FUSEDOPS_LARGE_TESTS := 1
+large: $(BUILT)
+	$(PY) -m pytest tests/test_large.py $(ARGS)
 
 # Both build in copies of the tree under build/, where the next run compiles what has changed.
 mutants: $(BUILT)
