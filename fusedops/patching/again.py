@@ -4,18 +4,22 @@ from dataclasses import replace
 
 from torch import nn
 
+from fusedops.patching.attention import attends
+from fusedops.patching.config import view_of
 from fusedops.patching.instance import instead
-from fusedops.patching.loss.site import LATE, LINEAR, loss_now
+from fusedops.patching.loss.site import LATE, LINEAR, OFF, loss_now
 from fusedops.patching.report import PatchReport, Site
+from fusedops.patching.swap import fused_modules
 
 __all__ = ["look_again"]
 
 
 def look_again(model: nn.Module, report: PatchReport) -> bool:
-    """Corrects patch's report where another library's forward runs now instead of a fused one.
+    """Corrects patch's report where a fused function does not run any more.
 
-    Trainers put one on the model, or on modules in it, after patch. Such a site moves from `fused`
-    to `skipped`, with that as the reason. Returns whether anything has changed.
+    Trainers put forwards on the model, or on modules in it, after patch; users set another
+    attention, replace modules, or unpatch. Such a site moves from `fused` to `skipped`, with that
+    as the reason. Returns whether anything has changed.
     """
     now = [_now(model, site) for site in report.fused]
     changed = now != report.fused
@@ -33,5 +37,25 @@ def _now(model: nn.Module, site: Site) -> Site:
         module = model.get_submodule(site.path)
     except AttributeError:  # another library has put the module elsewhere
         return site
-    other = instead(module)
-    return replace(site, now="", reason=str(other)) if other else site
+    if site.kind == "quantize":  # stays, whatever becomes of patch
+        return site
+    reason = _attention_off(module) if site.kind == "attention" else _off(module)
+    reason = reason or str(instead(module) or "")
+    return replace(site, now="", reason=reason) if reason else site
+
+
+def _off(module: nn.Module) -> str:
+    """Why neither the module nor any in it is fused now, empty where one is."""
+    return "" if fused_modules(module) else OFF
+
+
+def _attention_off(module: nn.Module) -> str:
+    """Why the attention's config does not name ours now, empty where it does."""
+    if attends(module):
+        return ""
+    view = view_of(module)
+    if view is None:
+        return OFF
+    if getattr(view, "output_attentions", False):
+        return "output_attentions was set since: weights are wanted"
+    return f"{view._attn_implementation} was set since"

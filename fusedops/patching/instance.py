@@ -1,11 +1,12 @@
-"""A `forward` that someone has put on a module's instance: does it still run the class's?
+"""Finds out whether an instance's own `forward` still runs the class's.
 
 Python finds the instance's attribute first. accelerate puts a wrapper there that calls the class's
 forward; TRL one that calls it only without a fused head of its own; Liger one that never does.
 """
 
 import functools
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -13,16 +14,24 @@ from typing import Any
 from torch import nn
 
 from fusedops.patching.attributes import enclosed, names_of
+from fusedops.patching.swap import fused_class
 
 __all__ = ["Other", "instead"]
+
+HELD = 64  # a longer list or dict holds data, not a forward
 
 
 @dataclass(frozen=True)
 class Other:
-    """A function that runs instead of a class's forward. reads: the names in its code."""
+    """A function that runs instead of a class's forward, or around it.
+
+    reads: the names in its code and in that of its helpers, and the strings that they enclose.
+    calls: whether one of them calls the class's forward.
+    """
 
     name: str
     reads: frozenset[str] = frozenset()
+    calls: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} runs instead of its forward"
@@ -31,47 +40,91 @@ class Other:
 def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | None:
     """Which function runs instead of the class's forward; None where that one runs.
 
-    A wrapper is followed through its closure and attributes to the class's forward. does_without:
-    names of attributes; a function whose code reads one does the forward's work by itself.
+    A wrapper is followed to the class's forward through what it encloses, holds or reads.
+    does_without: names of attributes; a wrapper that reads one may do the forward's work by itself,
+    and is given although it calls the class's.
     """
-    if "forward" not in vars(module):
+    first, own = _first(module), _own(module)
+    if first is own:
         return None
-    own = {vars(cls).get("forward") for cls in type(module).__mro__}
-    found = list(_behind(module, own))
-    foreign = [function for function in found if function not in own]
+    found = list(_behind(module, first, own))
+    foreign = [function for function in found if function is not own]
     alone = [f for f in foreign if not names_of(f).isdisjoint(does_without)]
-    if len(foreign) < len(found) and not alone:
+    calls = len(foreign) < len(found)
+    if calls and not alone:
         return None
     if not foreign:
-        return Other(f"a {type(vars(module)['forward']).__name__}")
+        return Other(f"a {type(first).__name__}")
     function = (alone or foreign)[0]
     home = function.__globals__.get("__name__", "")
-    return Other(f"{function.__code__.co_name} of {home}", frozenset(names_of(function)))
+    reads = frozenset().union(*map(_reads, foreign))
+    return Other(f"{function.__code__.co_name} of {home}", reads, calls)
 
 
-def _behind(module: nn.Module, own: Collection[Any]) -> Iterator[FunctionType]:
-    """The functions that the instance's forward is made of, down to those of the class."""
-    waiting: list[Any] = [vars(module)["forward"]]
-    seen: list[Any] = []  # the objects themselves: an id may be used again
+def _first(module: nn.Module) -> Any:
+    """What Python finds as the instance's forward."""
+    return vars(module).get("forward", type(module).forward)
+
+
+def _own(module: nn.Module) -> Any:
+    """The forward that patch made, also below another library's class; else the class's."""
+    cls: Any = fused_class(module) or type(module)
+    return cls.forward
+
+
+def _reads(function: FunctionType) -> set[str]:
+    return names_of(function) | {v for v in enclosed(function).values() if isinstance(v, str)}
+
+
+def _behind(module: nn.Module, first: Any, own: Any) -> Iterator[FunctionType]:
+    """The functions that `first` is made of, down to `own`."""
+    waiting: list[Any] = [first]
+    seen: dict[int, Any] = {}  # with the objects themselves: an id may be used again
     for value in waiting:
-        if isinstance(value, nn.Module | type) or any(value is one for one in seen):
+        if isinstance(value, nn.Module | type) or id(value) in seen:
             continue
-        seen.append(value)
+        seen[id(value)] = value
         if isinstance(value, FunctionType):
             yield value
-            if value in own:
-                continue
-        waiting += _parts(value, module)
+        if value is not own:
+            waiting += filter(_may_call, _parts(value, module, own))
 
 
-def _parts(value: Any, module: nn.Module) -> Iterator[Any]:
-    """What a callable may call: what it wraps, encloses or holds, and the module's attributes."""
+def _may_call(value: Any) -> bool:
+    return callable(value) or isinstance(value, list | tuple | dict)
+
+
+def _parts(value: Any, module: nn.Module, own: Any) -> Iterable[Any]:
+    """What a callable may call, and what a list or dict holds."""
+    if isinstance(value, FunctionType):
+        return _called(value, module, own)
     if isinstance(value, MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, functools.partial):
-        yield from filter(callable, (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, FunctionType):
-        yield from filter(callable, enclosed(value).values())
-        yield from filter(callable, map(vars(module).get, names_of(value)))
-    elif callable(value):
-        yield from filter(callable, getattr(value, "__dict__", {}).values())
+        return value.__func__, *_attributes(value.__self__)
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    if isinstance(value, list | tuple | dict):
+        held = value.values() if isinstance(value, dict) else value
+        return held if len(held) <= HELD else ()
+    return _attributes(value)
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return () if isinstance(value, nn.Module) else list(getattr(value, "__dict__", {}).values())
+
+
+def _called(function: FunctionType, module: nn.Module, own: Any) -> Iterator[Any]:
+    """What a function encloses, the module's attributes and globals that it reads, and the class's
+    forward where it reads that: `type(self).forward(self, x)`, `super().forward(x)`.
+    """
+    names = names_of(function)
+    yield from enclosed(function).values()
+    for name in names:
+        yield vars(module).get(name)
+        value = function.__globals__.get(name)
+        # A library's functions lead everywhere: of these only the helpers in the same file.
+        foreign = isinstance(value, FunctionType) and value.__module__ != function.__module__
+        yield None if foreign else value
+    if "forward" in names and not names.isdisjoint(("type", "__class__", "super")):
+        yield own

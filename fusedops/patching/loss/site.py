@@ -17,11 +17,15 @@ from fusedops.patching.reliance import moved
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import ANY, Unswappable, given, original_class, overlay, stacked
 
-__all__ = ["KEEP", "LATE", "loss_now", "patch_losses"]
+__all__ = ["KEEP", "LATE", "LINEAR", "OFF", "loss_now", "patch_losses"]
 
 LINEAR, OF_LOGITS = "linear_cross_entropy", "cross_entropy"
 KEEP = "keep_logits"
 FUNCTION = "loss_function"
+# How code gets at a model without its head, and what it takes from it.
+BODY = "base_model", "base_model_prefix", "get_decoder", "last_hidden_state"
+OFF = "it is not fused any more"
+KEPT = f"{KEEP}: the forward computes the logits too"
 LATE = f'loss: read outputs.logits before optimizer.step(), or patch with loss="{KEEP}"'
 
 
@@ -66,16 +70,41 @@ def loss_now(model: nn.Module, site: Site) -> Site:
     """A loss that patch has fused, as it is computed by now."""
     for path, module in model.named_modules():
         head = _head(module)
-        if head is None or _where(path, module, head) != site.path:
-            continue
-        other = _other_head(module, site.path)
-        if other and FUNCTION not in other.reads:
-            return replace(site, now="", reason=f"{other}, with a head of its own")
-        watched = any(map(is_watched, heads_of(module)))
-        if site.now == LINEAR and (other or watched):
-            by = other or "something watches the head"
-            return replace(site, now=OF_LOGITS, reason=f"of logits: {by}")
+        if head is not None and _where(path, module, head) == site.path:
+            return _as_it_runs(module, site)
     return site
+
+
+def _as_it_runs(model: nn.Module, site: Site) -> Site:
+    other = _other_head(model, site.path)
+    if _leaves(other, model, site.path):
+        return _left_to(other, site)
+    if not _is_on(model):
+        return replace(site, now="", reason=_off(model))
+    if site.now != LINEAR:
+        return site
+    if reason := _needs_logits(model, other):
+        return replace(site, now=OF_LOGITS, reason=f"of logits: {reason}")
+    may = f"{other.name} may compute the loss with a head of its own" if other else ""
+    known = may in site.reason
+    return site if known else replace(site, reason="; ".join(filter(None, (site.reason, may))))
+
+
+def _needs_logits(model: nn.Module, other: Other | None) -> str:
+    """Why a loss that was computed without logits is computed of them now, empty where not."""
+    heads = heads_of(model)
+    if other and not other.calls:
+        return str(other)
+    if any(map(is_watched, heads)):
+        return "something watches the head"
+    fused = heads and all(given(head, "_fusedops_head") for head in heads)
+    return "" if fused else "the head is not fused any more"
+
+
+def _off(model: nn.Module) -> str:
+    """Why the loss function of a model that was patched is not ours."""
+    known = given(model, "_fusedops_loss")
+    return OFF if known is None else "another loss_function was set since"
 
 
 def _where(path: str, model: nn.Module, head: nn.Module) -> str:
@@ -83,43 +112,64 @@ def _where(path: str, model: nn.Module, head: nn.Module) -> str:
     return ".".join(filter(None, (path, name)))
 
 
-def _other_head(model: nn.Module, where: str) -> Other | None:
-    """The function that calls the head in place of the model's forward, None where there is none.
+def _head_names(where: str) -> set[str]:
+    return {"get_output_embeddings", where.rpartition(".")[2]} - {""}
 
-    One that asks the model for its loss function has ours, of logits.
+
+def _other_head(model: nn.Module, where: str) -> Other | None:
+    """The function that runs in place of the model's forward, or around it and reads the head."""
+    return instead(model, _head_names(where))
+
+
+def _leaves(other: Other | None, model: Any, where: str) -> bool:
+    """Whether the function computes the loss with a head of its own.
+
+    One that asks the model for its loss function has ours, of logits. One that calls the model's
+    forward and reads the head does both where it runs the model's body by itself, as TRL's.
     """
-    name = where.rpartition(".")[2]
-    return instead(model, {"get_output_embeddings", name} - {""})
+    if other is None or FUNCTION in other.reads or other.reads.isdisjoint(_head_names(where)):
+        return False
+    body = {*BODY, getattr(model, "base_model_prefix", "")}
+    return not other.calls or not other.reads.isdisjoint(body)
+
+
+def _left_to(other: Other | None, site: Site) -> Site:
+    return replace(site, now="", reason=f"{other}, with a head of its own")
 
 
 def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
+    """Fuses the loss of a model where it can. Returns its site."""
     where = _where(path, model, head)
     original: Any = original_class(model)
+    site = Site(where, "loss", original.__name__)
     other = _other_head(model, where)
-    if other and FUNCTION not in other.reads:
-        reason = f"{other}, with a head of its own"
-        return Site(where, "loss", original.__name__, reason=reason)
-    if gone := moved("loss"):
-        return Site(where, "loss", original.__name__, reason=gone)
+    if _leaves(other, model, where):
+        return _left_to(other, site)
+    if reason := moved("loss") or _unreadable(original):
+        return replace(site, reason=reason)
+    theirs = getattr(original, FUNCTION).fget(model)
+    site = replace(site, was=getattr(theirs, "__name__", type(theirs).__name__))
+    loss = loss_like(theirs)
+    if reason := loss if isinstance(loss, str) else _swap(model, loss, keeps):
+        return replace(site, reason=reason)
+    if reason := _patch_heads(model):
+        return replace(site, now=OF_LOGITS, reason=f"of logits: {reason}")
+    return replace(site, now=LINEAR, reason=KEPT if keeps else "")
+
+
+def _unreadable(original: type[nn.Module]) -> str:
+    """Why patch cannot tell how a class computes its loss, empty where it can."""
     own = inspect.getattr_static(original, FUNCTION, None)
     if not isinstance(own, property) or FUNCTION not in names_in(original):
-        return Site(where, "loss", original.__name__, reason="its forward has its own loss code")
-    if _labels_at(original) is None:
-        return Site(where, "loss", original.__name__, reason="its forward names no argument labels")
-    theirs = own.fget(model)  # type: ignore[misc]
-    was = getattr(theirs, "__name__", type(theirs).__name__)
-    loss = loss_like(theirs)
-    reason = loss if isinstance(loss, str) else _swap(model, loss, keeps)
-    if reason:
-        return Site(where, "loss", was, reason=reason)
+        return "its forward has its own loss code"
+    return "its forward names no argument labels" if _labels_at(original) is None else ""
+
+
+def _patch_heads(model: nn.Module) -> str:
+    """Has the heads give lazy logits. Returns why one cannot, empty where all do."""
     if "forward" in vars(model):
-        made = "the model carries its own forward"
-    else:
-        made = next((why for one in heads_of(model) if (why := patch_head(one))), "")
-    if made:
-        return Site(where, "loss", was, OF_LOGITS, f"of logits: {made}")
-    kept = f"{KEEP}: the forward computes the logits too" if keeps else ""
-    return Site(where, "loss", was, LINEAR, kept)
+        return "the model carries its own forward"
+    return next((why for one in heads_of(model) if (why := patch_head(one))), "")
 
 
 def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
@@ -129,6 +179,13 @@ def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
     except Unswappable as why:
         return str(why)
     return "" if given(model, "_fusedops_loss") else "another library's class is on top of it"
+
+
+def _is_on(model: nn.Module) -> bool:
+    """Whether the model's loss function is still the one that patch knows."""
+    known = given(model, "_fusedops_loss")
+    original: Any = original_class(model)
+    return known is not None and getattr(original, FUNCTION).fget(model) is known.theirs
 
 
 def _model_class(
@@ -158,10 +215,6 @@ def _model_class(
     def loss_function(self):
         theirs = own.fget(self)
         return loss.fused if not torch.compiler.is_compiling() and _is_on(self) else theirs
-
-    def _is_on(self):
-        known = given(self, "_fusedops_loss")
-        return known is not None and own.fget(self) is known.theirs
 
     more = {
         "forward": forward,
