@@ -5,12 +5,14 @@ import gc
 import json
 import operator
 import pickle
+from inspect import signature
 
 import pytest
 import torch
 
 from fusedops.patching import config as views
 from fusedops.patching import patch, unpatch
+from fusedops.patching.swap import fused_class, fused_modules
 
 transformers = pytest.importorskip("transformers")
 from attention_models import MODELS, batch, build  # noqa: E402
@@ -188,6 +190,30 @@ def test_a_second_model_runs_its_own_attention(name, how, tmp_path, calls):
     model(**given)
     assert len(calls) == SITES[name]
     assert {config._attn_implementation for config in configs(other)} == {"sdpa"}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_a_second_model_by_a_class_with_all_patched(name, how, tmp_path):
+    """Of Llama's the model itself has another class: the others have loss code of their own."""
+    model, given = made(name)
+    plain = type(model)
+    patch(model)
+    assert (type(model) is not plain) == (name == "llama")
+    other = again(model, tmp_path, how).eval()
+    assert not fused_modules(other) and not any(fused_class(m) for m in other.modules())
+    assert how in ("AutoModel", "config file") or type(other) is plain
+    if how == "from_pretrained":
+        torch.testing.assert_close(other(**given)[0], model(**given)[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_a_second_module_by_a_class_with_all_patched(name):
+    model, _ = made(name)
+    patch(model)
+    fused = {type(m) for m in fused_modules(model)}
+    again = [cls(model.config) for cls in fused if [*signature(cls).parameters] == ["config"]]
+    assert len(again) > 1 and not any(map(fused_modules, again))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -1,6 +1,7 @@
 """patch on whole models: what has to go on working, and what unpatch gives back."""
 
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -135,6 +136,30 @@ def test_deepcopy_stays_patched(model):
     unpatch(other)
     assert classes(other) == classes(llama())
     assert classes(model) != classes(llama())
+
+
+def test_a_module_made_by_a_patched_modules_class_is_unfused(model):
+    """No report would tell of a fused one. Nor of one without arguments, or below a user's."""
+    patch(model)
+    norm, act = model.model.norm, model.model.layers[0].mlp.act_fn
+    for one in (type(norm)(32, eps=0.5), type(act)(), type(model)(model.config)):
+        assert not any("_fusedops_original" in vars(type(m)) for m in one.modules())
+        assert type(one).forward is not type(norm).forward
+    assert type(norm)(32, eps=0.5).variance_epsilon == 0.5
+    signature = inspect.signature(transformers.models.llama.modeling_llama.LlamaRMSNorm)
+    assert inspect.signature(type(norm)) == signature
+
+    class Users(type(norm)):
+        pass
+
+    assert type(Users(32)) is Users and Users(32).weight.shape == (32,)
+
+
+def test_what_torch_copies_without_a_call_stays_patched(model):
+    """nn.DataParallel makes its replicas so."""
+    patch(model)
+    for module in (model, model.model.norm):
+        assert type(module._replicate_for_data_parallel()) is type(module)
 
 
 def test_save_pretrained(model, tmp_path):

@@ -6,9 +6,9 @@ goes into no module namespace: a second model built from the original class is u
 """
 
 import copy
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -68,7 +68,7 @@ def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], d
     made: Any = _subclasses.get(place)
     if made is None:
         named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-        own = {"_fusedops_original": original, **_copying(original)}
+        own = {"_fusedops_original": original, **_copying(original), **_construction(original)}
         made = new_class(original, {**named, **own, **namespace()})
         made._fusedops_forward = made.forward  # as its metaclass or base may have wrapped it
         _subclasses[place] = made
@@ -212,7 +212,7 @@ def has_hooks(module: nn.Module) -> bool:
 @contextmanager
 def original(model: nn.Module) -> Iterator[None]:
     """The model as it is without patch, for the length of a block."""
-    as_it_was = partial(put_back, model, states(model))
+    as_it_was = functools.partial(put_back, model, states(model))
     with afterwards(as_it_was), afterwards(as_it_was):
         restore_all(model)
         yield
@@ -229,7 +229,7 @@ def states(model: nn.Module) -> dict[nn.Module, State]:
 
 
 def put_back(model: nn.Module, before: dict[nn.Module, State]) -> None:
-    """Every module fused as it was in `before`, those that are new not at all. May be repeated."""
+    """Restore each module to its state in `before`; unfuse modules added since. Idempotent."""
     for module in set(model.modules()):
         was, own, view = before.get(module, (original_class(module), {}, None))
         set_view(module, view)
@@ -257,6 +257,21 @@ def _own(module: nn.Module) -> dict[str, Any]:
 def _switch_on(module: nn.Module, fused: type[Any]) -> None:
     for name in fused._fusedops_aside:
         vars(module).pop(name, None)
+
+
+def _construction(original: type[nn.Module]) -> dict:
+    """`type(module)(...)` makes an unfused module: no report would tell of a fused one.
+
+    Not in `__new__`, which torch calls alone to copy a module (nn.DataParallel's replicas).
+    """
+
+    @functools.wraps(original.__init__)
+    def __init__(self, *args, **kwargs):
+        if "_fusedops_original" in vars(type(self)):  # else a user's subclass
+            object.__setattr__(self, "__class__", original)
+        original.__init__(self, *args, **kwargs)
+
+    return {"__init__": __init__}
 
 
 def _copying(original: type[nn.Module]) -> dict:
