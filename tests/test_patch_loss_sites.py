@@ -163,6 +163,13 @@ def test_a_bug_of_ours_is_no_reason_to_leave_a_function(monkeypatch):
         loss_like(ForCausalLMLoss)
 
 
+def test_a_model_on_meta():
+    model = llama().to("meta")
+    assert loss_site(model).now == "linear_cross_entropy"
+    outputs = model(IDS.to("meta"), labels=LABELS.to("meta"))
+    assert outputs.loss.device.type == "meta" and outputs.logits.shape == (2, 8, 64)
+
+
 def test_the_default_device_does_not_matter():
     with torch.device("meta"):
         assert loss_like(ForCausalLMLoss).shifts

@@ -124,13 +124,15 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
     if not found:
         return None
     weight, bias = found
+    if x.device.type == "meta":  # there is no autocast for it: torch raises
+        return None
     cast = _autocast(x)
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
     if not dtypes <= set(FLOATS) or (cast is None and len(dtypes) > 1):
         return None
     if x.dim() < 2 or not x.numel() or not weight.numel():
         return None
-    if x.shape[-1] != weight.shape[-1] or x.device != weight.device or x.device.type == "meta":
+    if x.shape[-1] != weight.shape[-1] or x.device != weight.device:
         return None
     if logits_pay(x, weight, cast or x.dtype):
         return None
