@@ -1,5 +1,6 @@
 """patch(model, loss="keep_logits"): a loss without logits, and logits that outlive a step."""
 
+import dataclasses
 import inspect
 import textwrap
 import weakref
@@ -25,6 +26,7 @@ import fusedops
 from fusedops.optim import AdamW
 from fusedops.patching import patch, patched, thresholds, unpatch
 from fusedops.patching.loss import head as heads
+from fusedops.patching.loss import logits as logits_of
 from fusedops.patching.loss.logits import LazyLogits
 
 transformers = pytest.importorskip("transformers")
@@ -157,6 +159,62 @@ def test_tuples():
     model = keeping(llama())
     _, logits, *_ = model(IDS, labels=LABELS, return_dict=False)
     assert logits.state.cell and torch.equal(logits, llama()(IDS, labels=LABELS).logits)
+
+
+@dataclasses.dataclass
+class Plain:
+    """Outputs that torch's trees take for a leaf."""
+
+    loss: torch.Tensor
+    logits: object
+
+
+class Hidden:
+    __slots__ = ("logits", "loss")
+
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+def of_another_class(build, kind):
+    """A model whose forward hands its outputs on in an object of `kind`."""
+    model = build()
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        outputs = super(cls, self).forward(input_ids=input_ids, labels=labels, **kwargs)
+        return kind(outputs.loss, outputs.logits)
+
+    own = {"forward": forward, "__module__": type(model).__module__}
+    cls = model.__class__ = type("Own", (type(model),), own)
+    return model
+
+
+KINDS = {"dataclass": Plain, "slots": Hidden, "list": lambda *both: Plain(both[0], [both[1]])}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_outputs_of_any_class(build, kind, losses):
+    with torch.no_grad():
+        wanted = build()(IDS, labels=LABELS).logits
+    outputs = stepped(keeping(of_another_class(build, KINDS[kind])))
+    logits = outputs.logits[0] if kind == "list" else outputs.logits
+    assert len(losses) == 1 and type(logits) is LazyLogits
+    assert torch.equal(logits.detach(), wanted)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_only_the_outputs_logits_are_computed(build, monkeypatch):
+    """Not those before a softcap, nor a loss function's copy in float32."""
+    seen, run = [], logits_of.State.values
+
+    def counted(state):
+        seen.append(state)
+        return run(state)
+
+    monkeypatch.setattr(logits_of.State, "values", counted)
+    outputs = keeping(build().bfloat16())(input_ids=IDS, labels=LABELS)
+    assert set(seen) == {outputs.logits.state}
 
 
 def test_a_forward_without_labels_is_the_models():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "CHANGED",
+    "KEPT",
     "SCOPE",
     "LazyLogits",
     "Origin",
@@ -32,6 +34,9 @@ aten: Any = torch.ops.aten
 
 # The heads whose logits may wait: those of the model that is in a forward with labels.
 SCOPE: ContextVar[tuple[nn.Module, ...]] = ContextVar("heads of a forward with labels", default=())
+
+# The states of lazy logits made in a forward that keeps them; None in one that does not.
+KEPT: ContextVar["WeakSet[State] | None"] = ContextVar("states in a forward", default=None)
 
 CHANGED = (
     "logits: the weight of the head or its input has changed since the forward, and the logits "
@@ -84,6 +89,10 @@ class State:
     origin: Origin
     steps: tuple[tuple[Any, tuple, dict], ...] = ()
     cell: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if (kept := KEPT.get()) is not None:
+            kept.add(self)
 
     def values(self) -> Tensor:
         if not self.cell:
@@ -169,13 +178,17 @@ def read(logits: Any) -> Any:
     return _Read.apply(logits) if isinstance(logits, LazyLogits) else logits
 
 
-def keep(outputs: Any) -> None:
+def keep(outputs: Any, states: "WeakSet[State]") -> None:
     """Computes the values of the lazy logits in a model's outputs, whose places in the graph stay:
     what is computed from them has the gradients that it has without.
+
+    states: those of the forward. Outputs may be of a class that torch does not look into: of a head
+    none of whose logits are found in them, all logits that are left have to be computed.
     """
-    for logits in tree_leaves(outputs):
-        if isinstance(logits, LazyLogits):
-            logits.state.values()
+    found = [t.state for t in tree_leaves(outputs) if isinstance(t, LazyLogits)]
+    origins = {state.origin for state in found}
+    for state in [*found, *(s for s in list(states) if s.origin not in origins)]:
+        state.values()
 
 
 def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:

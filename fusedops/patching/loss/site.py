@@ -4,6 +4,7 @@ import functools
 import inspect
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from fusedops.patching.attributes import names_in
 from fusedops.patching.instance import Other, instead
 from fusedops.patching.loss.function import Loss, loss_like
 from fusedops.patching.loss.head import heads_of, is_watched, patch_head
-from fusedops.patching.loss.logits import SCOPE, keep
+from fusedops.patching.loss.logits import KEPT, SCOPE, State, keep
 from fusedops.patching.reliance import moved
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.swap import ANY, Unswappable, given, original_class, overlay, stacked
@@ -25,7 +26,7 @@ FUNCTION = "loss_function"
 # How code gets at a model without its head, and what it takes from it.
 BODY = "base_model", "base_model_prefix", "get_decoder", "last_hidden_state"
 OFF = "it is not fused any more"
-KEPT = f"{KEEP}: the forward computes the logits too"
+TOO = f"{KEEP}: the forward computes the logits too"
 LATE = f'loss: read outputs.logits before optimizer.step(), or patch with loss="{KEEP}"'
 
 
@@ -154,7 +155,7 @@ def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
         return replace(site, reason=reason)
     if reason := _patch_heads(model):
         return replace(site, now=OF_LOGITS, reason=f"of logits: {reason}")
-    return replace(site, now=LINEAR, reason=KEPT if keeps else "")
+    return replace(site, now=LINEAR, reason=TOO if keeps else "")
 
 
 def _unreadable(original: type[nn.Module]) -> str:
@@ -203,14 +204,16 @@ def _model_class(
         heads = () if labels is None or not _is_on(self) else heads_of(self)
         if not heads:
             return run(self, *args, **kwargs)
-        before = SCOPE.set(heads)
+        states: WeakSet[State] | None = WeakSet() if keeps else None
+        before, kept = SCOPE.set(heads), KEPT.set(states)
         try:
             outputs = run(self, *args, **kwargs)
-            if keeps:
-                keep(outputs)
+            if states is not None:
+                keep(outputs, states)
             return outputs
         finally:
             SCOPE.reset(before)
+            KEPT.reset(kept)
 
     def loss_function(self):
         theirs = own.fget(self)
