@@ -88,6 +88,23 @@ def grpo(**more):
     )
 
 
+def kto(**more):
+    """Every other completion is desirable: a batch has to have both."""
+    keys = "chosen", "rejected"
+    rows = [
+        {"prompt": pair["prompt"], "completion": pair[keys[i % 2]], "label": i % 2 == 0}
+        for i, pair in enumerate(PAIRS)
+    ]
+    given = {"train_dataset": datasets.Dataset.from_list(rows), "ref_model": llama()}
+    return trl.KTOTrainer, trl.KTOConfig, llama(), given, more
+
+
+def rloo(**more):
+    """Without a reference model, which it would load by the model's name."""
+    _, _, *case, own = grpo()
+    return trl.RLOOTrainer, trl.RLOOConfig, *case, own | {"beta": 0.0} | more
+
+
 def trainer(case, path, callbacks=()):
     kind, config, model, given, arguments = case
     arguments = {
@@ -124,7 +141,7 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [sft, dpo, grpo, reward])
+@pytest.mark.parametrize("case", [sft, dpo, kto, grpo, rloo, reward])
 def test_the_report_says_what_ran(case, bf16, tmp_path, caplog):
     """TRL computes losses itself, by a head of its own but for rewards."""
     callback = FusedOpsCallback()

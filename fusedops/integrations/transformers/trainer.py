@@ -22,8 +22,8 @@ class FusedOpsCallback(TrainerCallback):
     It stays patched: what the Trainer saves is what it would save without.
 
     report: what was fused; None before there is a model. Trainers may put a forward of their own on
-    the model after it was patched (TRL's, with a fused head): when training begins, a site that no
-    longer runs moves to `report.skipped`, with the reason.
+    the model after it was patched (TRL's, with a fused head), and users set another attention: when
+    training begins, a site that no longer runs moves to `report.skipped`, with the reason.
     log_level: of the report in the log of this module, on the first process. Python shows warnings
     and no less until a program says otherwise: `log_level=logging.WARNING` shows the report in any
     program, `logging.basicConfig(level=logging.INFO)` shows all that is logged at the default.
