@@ -5,8 +5,7 @@ module that norms exactly this tensor, unchanged, which then takes what waits. W
 a forward shows: the first sum of each layer waits without a norm, and the first fused norm of it is
 the one that is made ahead from then on, unless nobody takes it MISSES times.
 
-Only of so many elements that the second pass over the sum costs more than the looking up
-(`sum_pays`).
+Only for tensors large enough that a second pass costs more than the lookup (`sum_pays`).
 Only where there are no gradients: sum and norm made together are one node of a graph, and the
 gradient that a hook sees of the sum would lack the norm's part. Nor where what is done between the
 two is not seen: in inference mode, whose tensors do not count what is done to them, and where

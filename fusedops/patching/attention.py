@@ -22,7 +22,7 @@ from fusedops.patching.interface import attend, eager_function, register_attenti
 from fusedops.patching.reliance import moved
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.source import Unreadable, innermost, parse
-from fusedops.patching.specimen import F32, device_of, quiet, undisturbed
+from fusedops.patching.specimen import F32, device_of, drawn, quiet, undisturbed
 from fusedops.patching.swap import ANY, original_class, said
 
 __all__ = ["attends", "patch_attention"]
@@ -35,7 +35,7 @@ SCORES = "position_bias", "softcap", "s_aux"  # what changes them
 
 
 def patch_attention(model: nn.Module, report: PatchReport) -> None:
-    """Has every attention that `attention` can stand for call it."""
+    """Routes every replaceable attention to `attention`."""
     if gone := moved("attention"):
         report.skipped += _left(model, gone)
         return
@@ -203,7 +203,7 @@ def _same(module: nn.Module, run: Any) -> bool:
     sinks = more.get("s_aux")
     heads = groups * 2 if sinks is None else len(sinks)
     shapes = (2, heads, 5, 8), (2, heads // groups, 5, 8), (2, heads // groups, 5, 8)
-    q, k, v = (3 * _drawn(draw, *shape).to(device) for shape in shapes)
+    q, k, v = (3 * drawn(draw, *shape).to(device) for shape in shapes)
     seen = torch.rand(2, 1, 5, 5, generator=draw, dtype=F32, device="cpu").to(device) < 0.6
     seen |= torch.eye(5, dtype=torch.bool, device=device)
     numbers = torch.zeros_like(seen, dtype=F32).masked_fill(~seen, torch.finfo(F32).min)
@@ -216,10 +216,6 @@ def _same(module: nn.Module, run: Any) -> bool:
         if want.shape != got.shape or not _near(got, want):
             return False
     return True
-
-
-def _drawn(draw: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=draw, dtype=F32, device="cpu")
 
 
 def _near(got: Tensor, want: Tensor) -> bool:
@@ -238,7 +234,7 @@ def _passed(module: nn.Module, draw: torch.Generator) -> dict[str, Any]:
     for name, source in _keywords(innermost(original_class(module))).items():
         if name == "position_bias":
             heads = 2 * getattr(module, "num_key_value_groups", 1)
-            values[name] = _drawn(draw, 1, heads, 5, 5).to(device_of(module))
+            values[name] = drawn(draw, 1, heads, 5, 5).to(device_of(module))
         elif OWN.fullmatch(source):
             value = attrgetter(source.removeprefix("self."))(module)
             values[name] = value.detach() if isinstance(value, Tensor) else value

@@ -88,7 +88,7 @@ def _class_of(cls: type, was: str) -> type:
 
 
 def _attributes(config: Any) -> dict[str, Any]:
-    """vars(config), without its own __getattribute__: of a microsecond, and in Python."""
+    """vars(config), without its own __getattribute__, which costs a microsecond."""
     return vars(config) if is_compiling() else object.__getattribute__(config, "__dict__")
 
 
@@ -124,7 +124,7 @@ def fit_view(module: nn.Module) -> None:
 
 
 def set_view(module: nn.Module, view: Any) -> None:
-    """Has the module hold the view, if it is one of its config, or else the config itself."""
+    """Gives the module the view if it belongs to the module's config, else the plain config."""
     config = config_of(module)
     if config is not None:
         fits = view is not None and view._fusedops_config is config

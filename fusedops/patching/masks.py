@@ -67,7 +67,7 @@ def _readable(mask: Tensor) -> bool:
 
 
 def _read(mask: Tensor) -> Simple:
-    bits = mask.view(INTEGERS[mask.itemsize])  # of which CPUs find extremes fastest
+    bits = mask.view(INTEGERS[mask.itemsize])  # CPUs reduce integers fastest
     least = torch.full((), torch.finfo(mask.dtype).min, dtype=mask.dtype, device="cpu")
     hidden = least.view(bits.dtype)
     if _is_causal(bits, hidden):

@@ -57,30 +57,32 @@ def patch(
     of a model with a head, where it is one of transformers' own and was seen to be the cross
     entropy of labels; of a plain head the loss is computed without the logits, unless they are few,
     in bfloat16 and on a CPU. loss="keep_logits": the forward computes the logits' values as well,
-    for those who read `outputs.logits` after the optimizer's step. attention: that of models of
-    transformers' which ask their config for the function; each gets a view of the config. quantize:
-    a format of `fusedops.quantize`, which comes first, with its defaults, and which neither unpatch
-    nor an error takes back. strict: raise RuntimeError with the reasons when a site cannot be
+    for those who read `outputs.logits` after the optimizer's step. attention: modules of
+    transformers models that look up their attention function in the config; each gets a view of the
+    config. quantize: a format of `fusedops.quantize`, which comes first, with its defaults; unpatch
+    and errors do not undo it. strict: raise RuntimeError with the reasons when a site cannot be
     fused. verify: a batch (the model's keyword arguments in a dict, or one tensor); runs it before
     and after, and raises RuntimeError when outputs, loss or gradients differ by more than rounding.
     That takes memory for a float64 copy of the model. Whatever error or interrupt ends the call,
-    the model is as it was.
+    the model is as it was; an interrupt in the call's last few instructions may leave it fully
+    patched, never partly.
 
     Calls on few tokens, where torch's own lines were measured to be as fast, run those, unless
     `fuse_always` says otherwise.
 
     The class of a fused module is a subclass of its own with the same name: `type(m) is nn.Linear`
     is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after
-    unpatch. An activation that appends to a global list when it is called is not seen to do so. A
-    fused dropout draws another random mask than torch's, with the same distribution. In 16 bits a
-    gated product and an activated linear are rounded once, where the lines round twice; so are
-    rotary embeddings, where most lines round three times. In bfloat16
-    an in-place change of a norm's input after the call raises in backward, where lines that cast to
-    float32 (Llama's) had kept a copy. Under autocast a sum of bfloat16 and float32 is fused where
-    the result was proven to be the same, else it runs as written. What autocast changes is proven
-    on the device that the model is on at the call: after a move to another one, norms run as
-    written under autocast. A sum that is fused with a norm is one node with it: what a hook sees of
-    the sum's gradient (`retain_grad`), where a layer returns both, is without the norm's part.
+    unpatch. `type(m)(...)` makes an unfused module of the original class. An activation that
+    appends to a global list when it is called is not seen to do so. A fused dropout draws another
+    random mask than torch's, with the same distribution. In 16 bits a gated product and an
+    activated linear are rounded once, where the lines round twice; so are rotary embeddings, where
+    most lines round three times. In bfloat16 an in-place change of a norm's input after the call
+    raises in backward, where lines that cast to float32 (Llama's) had kept a copy. Under autocast a
+    sum of bfloat16 and float32 is fused where the result was proven to be the same, else it runs as
+    written. What autocast changes is proven on the device that the model is on at the call: after a
+    move to another one, norms run as written under autocast. A sum that is fused with a norm is one
+    node with it: what a hook sees of the sum's gradient (`retain_grad`), where a layer returns
+    both, is without the norm's part.
 
     Attention is replaced where the config says sdpa, or eager and the model's eager function was
     seen to give the same. The model's config stays as it is, so that what is set in it later, by
@@ -91,10 +93,10 @@ def patch(
     In a forward with labels `outputs.logits` then computes its values when someone reads them,
     which costs a product with the head's weight. Read them before that weight is stepped:
     afterwards a RuntimeError says so. Where the weight is sharded, every rank has to read. The loss
-    has no gradient by them; what is computed from them has all gradients. LoRA or hooks on the
-    head, torch.compile and other tracers get logits as ever. With loss="keep_logits" the
-    values are computed in each forward with labels and stay in its outputs, at the cost of that
-    product and of the logits' memory; all gradients are as with loss=True.
+    has no gradient by them; what is computed from them has all gradients. With
+    LoRA or hooks on the head, or under torch.compile, the forward computes logits normally. With
+    loss="keep_logits" the values are computed in each forward with labels and stay in its outputs,
+    at the cost of that product and of the logits' memory; all gradients are as with loss=True.
     Raises TypeError when model is not a module, ValueError for another `loss` and for a format of
     `quantize` that there is not. Warns when no site was fused.
     """

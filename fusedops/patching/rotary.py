@@ -29,7 +29,7 @@ from fusedops.patching.attributes import enclosed, reached
 from fusedops.patching.layer import Kind, lines_of
 from fusedops.patching.read import Names, Reader
 from fusedops.patching.report import Site
-from fusedops.patching.specimen import BF16, F16, F32, F64, quiet, undisturbed
+from fusedops.patching.specimen import BF16, F16, F32, F64, drawn, quiet, undisturbed
 from fusedops.patching.swap import ANY, original_class
 from fusedops.patching.thresholds import inductor_fuses
 
@@ -333,8 +333,8 @@ def _arguments(
     places = (5,) if known.dim == -2 else (2, 5)
     at = dim % (len(places) + 2)
     entries = 4 if known.table in (_twice, _neighbours) else 8
-    heads = (_drawn(draw, *places[:at], h, *places[at:], width) for h in (3, 2))
-    tables = (_drawn(draw, *places, entries) for _ in range(2))
+    heads = (drawn(draw, *places[:at], h, *places[at:], width) for h in (3, 2))
+    tables = (drawn(draw, *places, entries) for _ in range(2))
     return *(x.to(dtype) for x in heads), *(t.to(table) for t in tables)
 
 
@@ -386,12 +386,8 @@ def _results(run: Callable, args: Any) -> Iterator[Tensor]:
         outputs = run(*leaves, *args[2:])
     yield from (y.detach() for y in outputs)
     draw = torch.Generator().manual_seed(1)
-    cotangents = [_drawn(draw, *y.shape).to(y.dtype) for y in outputs]
+    cotangents = [drawn(draw, *y.shape).to(y.dtype) for y in outputs]
     yield from torch.autograd.grad(outputs, leaves, cotangents)
-
-
-def _drawn(draw: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=draw, dtype=F32, device="cpu")
 
 
 def _near(got: Tensor, exact: Tensor, eps: float) -> bool:

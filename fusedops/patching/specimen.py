@@ -26,6 +26,7 @@ __all__ = [
     "Specimen",
     "bare",
     "device_of",
+    "drawn",
     "normalized_shape",
     "quiet",
     "undisturbed",
@@ -42,6 +43,11 @@ def device_of(module: nn.Module) -> str:
     """Where to probe: where the module is, the CPU for one without storage."""
     kinds = {p.device.type for p in module.parameters()} - {"meta"}
     return next(iter(kinds), "cpu")
+
+
+def drawn(draw: torch.Generator, *shape: int, dtype: torch.dtype = F32) -> Tensor:
+    """Random numbers on the CPU, whatever the default device and dtype are."""
+    return torch.randn(shape, generator=draw, dtype=dtype, device="cpu")
 
 
 def normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
@@ -72,7 +78,7 @@ class Specimen:
         self.outputs: dict[Regime, Tensor | None] = {}
 
     def _draw(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self.seed, dtype=F64, device="cpu")
+        return drawn(self.seed, *shape, dtype=F64)
 
     def _inputs(self) -> Tensor:
         """[rows, *shape]; every other row is so small that eps matters as much as it does."""

@@ -1,4 +1,4 @@
-"""What a block has changed is put back whole, also where an interrupt comes in the middle.
+"""Restores state after a block, even if KeyboardInterrupt arrives while restoring.
 
 A KeyboardInterrupt may be raised between any two lines. So what puts things back is written such
 that it may be repeated, and is repeated until it ends.
