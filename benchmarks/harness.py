@@ -142,11 +142,15 @@ def _measure(result: Result, budget_s: float, machine: Machine, copy: bool) -> N
 
 
 def _others(case: Case, answers: Answers) -> Others:
+    inputs = _fresh_inputs(case, answers)
+    return Others(inputs, tuple(torch.randn_like(grad) for grad in answers.grads))
+
+
+def _fresh_inputs(case: Case, answers: Answers) -> tuple[Tensor, ...]:
     """Beside the same parameters, which a contender may have put into a module."""
     fresh = case.operation.inputs(case.shape, case.dtype, answers.inputs[0].device)
     pairs = zip(answers.inputs, fresh, strict=True)
-    inputs = tuple(a if isinstance(a, Parameter) else b for a, b in pairs)
-    return Others(inputs, tuple(torch.randn_like(grad) for grad in answers.grads))
+    return tuple(a if isinstance(a, Parameter) else b for a, b in pairs)
 
 
 def _call(run: Run, answers: Answers, others: Others | None) -> Call:
@@ -216,7 +220,7 @@ def _drawn(case: Case, answers: Answers, seed: int) -> Answers:
     device = answers.inputs[0].device
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         torch.manual_seed(seed)
-        inputs = _others(case, answers).inputs
+        inputs = _fresh_inputs(case, answers)
         return Answers(case.operation.reference, case.mode, inputs, seed, case.operation.rows)
 
 

@@ -163,7 +163,7 @@ def mean(draws: Sequence[Errors]) -> Errors:
 
 def errors(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> Errors | str:
     """The norms of `within`; in words, what is NaN or infinite and should not be."""
-    half_ulp = torch.tensor(torch.finfo(kernel.dtype).eps / 2, dtype=torch.float64)
+    half_ulp = torch.finfo(kernel.dtype).eps / 2
     kernel, eager, exact = (
         t.double().reshape(-1, t.shape[-1] if rows else t.numel()) for t in (kernel, eager, exact)
     )
@@ -180,7 +180,7 @@ def errors(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> Error
         torch.stack([torch.linalg.vector_norm(t, norm, -1) for norm in (torch.inf, 2)])
         for t in parts
     )
-    return Errors(error, allowed, size, half_ulp.to(exact.device))
+    return Errors(error, allowed, size, size.new_full((), half_ulp))
 
 
 @contextmanager

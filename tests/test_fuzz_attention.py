@@ -203,6 +203,9 @@ def without_lse(kept, **how):
 def torchs_reference(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
+    if enable_gqa and value.shape[-3] == 0 and key.shape[-3] + query.shape[-3]:
+        return torchs(query=query, key=key, value=value, attn_mask=attn_mask, enable_gqa=True)
+    query, key, value = as_broadcast(query, key, value, enable_gqa)
     whole = (*query.shape[:-1], key.shape[-2])
     bias = None if attn_mask is None else in_four(attn_mask.expand(whole))
     q, k, v = map(in_four, (query, key, value))
@@ -211,8 +214,20 @@ def torchs_reference(
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
+def as_broadcast(query, key, value, enable_gqa):
+    """All with the batch and heads that they broadcast to; with enable_gqa, key and value with
+    equal heads."""
+    end = -3 if enable_gqa else -2
+    tensors = query, key, value
+    batch = torch.broadcast_shapes(*(t.shape[:end] for t in tensors))
+    tensors = [t.expand(*batch, *t.shape[end:]) for t in tensors]
+    if not enable_gqa or key.shape[-3] == value.shape[-3]:
+        return tensors
+    return [t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in tensors]
+
+
 def in_four(t):
-    return t.reshape(math.prod(t.shape[:-3]), *t.shape[-3:])
+    return t.reshape(math.prod(t.shape[:-3]), *[1] * (3 - t.dim()), *t.shape[-3:])
 
 
 def torchs(**how):
@@ -351,7 +366,10 @@ def broken(draw: st.DrawFn, op: str) -> Call:
     """A call with one argument that is wrong, or that at least is not what is documented."""
     call = draw(calls(op, 512))
     name = draw(st.sampled_from(sorted(call.arguments.keys() - {"kept"})))
-    return Call(op, call.arguments | {name: draw(st.sampled_from(wrong_values(name, call)))})
+    arguments = call.arguments | {name: draw(st.sampled_from(wrong_values(name, call)))}
+    if name == "attn_mask":
+        arguments["is_causal"] = False  # torch's own function judges both
+    return Call(op, arguments)
 
 
 def wrong_values(name: str, call: Call) -> list[Any]:
@@ -375,7 +393,7 @@ def wrong_values(name: str, call: Call) -> list[Any]:
 LENGTH = ["1", 1.5, -1, 2**70]
 WRONG = {
     "causal": [None, "yes", 1.5],
-    "is_causal": ["yes", True],
+    "is_causal": ["yes"],
     "enable_gqa": [False],
     "window": [(-2, 0), (0, -5), (1,), (1, 2, 3), 3, "ab", (1.5, 0), (None, 0), (2**70, 0)],
     "softcap": [0.0, -1.0, math.nan, math.inf, "1", 1j],

@@ -109,7 +109,11 @@ def scaled_dot_product_attention(
                 f"scaled_dot_product_attention: {name} must be a tensor, got {type(t).__name__}"
             )
     nested = query.is_nested or key.is_nested or value.is_nested
-    if nested or (is_causal and attn_mask is not None) or (enable_gqa and _no_heads(value)):
+    if (
+        nested
+        or (is_causal and attn_mask is not None)
+        or (enable_gqa and _no_heads(query, key, value))
+    ):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -130,9 +134,14 @@ def scaled_dot_product_attention(
     return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
 
 
-def _no_heads(value: Tensor) -> bool:
-    """Whether value is [..., 0, length, width]: torch then returns zeros for any key."""
-    return value.dim() > 2 and value.shape[-3] == 0
+def _no_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether value has no heads and another tensor has some: torch then returns zeros."""
+    tensors = query, key, value
+    return (
+        min(t.dim() for t in tensors) > 2
+        and not value.shape[-3]
+        and any(t.shape[-3] for t in tensors)
+    )
 
 
 def _scores_shape(query: Tensor, key: Tensor, value: Tensor, batch_end: int) -> tuple[int, ...]:

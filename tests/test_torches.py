@@ -1,0 +1,58 @@
+"""`make torch-check`: which sources it compiles, with whose headers, and what it reports."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from checks import torches
+from checks.machine_code import nvcc
+from checks.torches import HEADERS, RESULTS, VERSIONS, Unit, units
+from checks.tree import ROOT
+
+INSTALLED = Path(torch.__file__).parent / "include"
+
+
+def test_every_source_is_a_unit():
+    """Those of csrc/cpu/isa once for each instruction set."""
+    names = [unit.name for unit in units(INSTALLED)]
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")}
+    if nvcc.find() is None:
+        sources = {source for source in sources if not source.startswith("csrc/cuda/")}
+    assert sources <= {name.partition(" ")[0] for name in names}
+    assert {f"csrc/cpu/isa/norm.cpp {isa}" for isa in ("AVX2", "AVX512", "AVX512_BF16")} <= {*names}
+    assert len(names) == len({*names})
+
+
+def test_no_other_torch_is_on_the_path(tmp_path):
+    for unit in units(tmp_path):
+        assert not [word for word in unit.command if word.startswith(f"-I{INSTALLED}")]
+        assert f"-I{tmp_path}" in unit.command
+
+
+def test_the_first_error_is_reported(tmp_path):
+    source = tmp_path / "wrong.cpp"
+    source.write_text("int f() { return g(); }\nint h() { return i(); }\n")
+    found = Unit("wrong", ["g++", "-fsyntax-only", str(source)]).error()
+    assert re.fullmatch("error: .g. was not declared in this scope", found)
+    source.write_text("int f() { return 1; }\n")
+    assert Unit("right", ["g++", "-fsyntax-only", str(source)]).error() == ""
+
+
+def test_an_ambiguous_sum_fails_on_torch_2_11(tmp_path):
+    """What kept the extension from compiling there, where a list may be sizes or names."""
+    if not (HEADERS / "2.11.0" / "complete").exists():
+        pytest.skip("make torch-check downloads the headers")
+    unit = next(u for u in units(torches.headers("2.11.0")) if u.name.endswith("backward.cpp"))
+    source = tmp_path / "sum.cpp"
+    source.write_text("#include <ATen/ATen.h>\nauto f(at::Tensor t) { return t.sum({0, 2}); }\n")
+    words = [str(source) if word.endswith(".cpp") else word for word in unit.command]
+    assert "ambiguous" in Unit("sum", words).error()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_result_of_each_torch_is_recorded(version):
+    found = json.loads(RESULTS.read_text())["compiled"][version]
+    assert found["units"] > 100 and found["compilers"] and found["failed"] == {}
