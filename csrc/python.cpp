@@ -20,7 +20,8 @@ namespace {
 
 // Whether torch.onnx.export(dynamo=False) is tracing: ONNX has none of our operators.
 bool exports_onnx() {
-  if (!at::tracer::impl::is_dispatch_enabled()) return false;
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  if (!(keys.included_ - keys.excluded_).has(c10::DispatchKey::Tracer)) return false;
   const py::gil_scoped_acquire gil;
   return py::module_::import("torch.onnx").attr("is_in_onnx_export")().cast<bool>();
 }

@@ -224,6 +224,31 @@ def test_another_order_of_sums_is_luck_in_one_draw_and_right_in_the_mean():
     assert "max norm of the error" in once and "of 512 rows" in once and said is None
 
 
+def outer(seed):
+    """slope * x, where each slope was rounded elsewhere: its whole row has that error."""
+    noise = torch.rand(512, 1, generator=torch.Generator().manual_seed(seed)) - 0.5
+
+    def run(slope, x):
+        if slope.dtype == torch.float64:
+            return slope * x
+        return (slope.double() * (1 + 3e-7 * noise.double()) * x.double()).float()
+
+    return run
+
+
+def test_a_weights_gradient_of_one_token_is_one_row_of_the_launch_table():
+    def inputs(shape, dtype, device):
+        return torch.randn(512, 1, dtype=dtype), torch.randn(1, 512, dtype=dtype)
+
+    lines, kernel = outer(seed=3), outer(seed=2)
+    contenders = {"eager": Contender(lambda *t: partial(lines, *t))}
+    contenders["fusedops"] = Contender(lambda *t: partial(kernel, *t))
+    operation = Operation("outer", inputs, lines, lambda *_: 8, contenders)
+    assert "of 512 rows" in run(operation, shape=(1, 512)).refused["fusedops"]
+    operation = replace(operation, rows=suites.rows_of_few_tokens)
+    assert not run(operation, shape=(1, 512)).refused
+
+
 def test_what_errs_too_much_is_refused():
     """A row whose error is twice what it should be, and an element of the first draw alone, far
     off or by six times eager's error."""

@@ -1,7 +1,6 @@
 // What the operators' autograd shares: the choice between kernels and ATen calls.
 #pragma once
 
-#include <ATen/TracerMode.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <initializer_list>
@@ -19,9 +18,9 @@ inline OptionalTensor optional(const Tensor& t) {
 // so does an export to ONNX, which csrc/python.cpp sends here with tracing switched on.
 inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
   using c10::DispatchKey;
-  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
-  if (keys.has(DispatchKey::FuncTorchDynamicLayerBackMode)) return true;
-  if (at::tracer::impl::is_dispatch_enabled()) return true;
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  if (keys.included_.has(DispatchKey::FuncTorchDynamicLayerBackMode)) return true;
+  if ((keys.included_ - keys.excluded_).has(DispatchKey::Tracer)) return true;
   for (const auto& t : tensors) {
     if (given(t) && (t->scalar_type() == at::kDouble || t->_fw_grad(0).defined())) return true;
   }

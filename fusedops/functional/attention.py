@@ -103,11 +103,8 @@ def scaled_dot_product_attention(
             "scaled_dot_product_attention: is_causal must be a bool, got "
             f"{type(is_causal).__name__}"
         )
-    for name, t in {"query": query, "key": key, "value": value}.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(
-                f"scaled_dot_product_attention: {name} must be a tensor, got {type(t).__name__}"
-            )
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        raise _not_a_tensor(query=query, key=key, value=value)
     nested = query.is_nested or key.is_nested or value.is_nested
     if (
         nested
@@ -118,9 +115,8 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     shape: tuple[int, ...] = query.shape
-    key_shape, batch_end = key.shape, -3 if enable_gqa else -2
-    batch_differs = key_shape[:batch_end] != shape[:batch_end]
-    if len(shape) != 4 or batch_differs or key_shape[:-2] != value.shape[:-2]:
+    if len(shape) != 4 or not _alike(query, key, value, enable_gqa):
+        batch_end = -3 if enable_gqa else -2
         shape = _scores_shape(query, key, value, batch_end)
         if enable_gqa:
             key, value = _with_equal_heads(query, key, value)
@@ -132,6 +128,22 @@ def scaled_dot_product_attention(
         None, None, True,
     )  # fmt: skip
     return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
+
+
+def _not_a_tensor(**given: object) -> TypeError:
+    name, wrong = next((n, t) for n, t in given.items() if not isinstance(t, Tensor))
+    return TypeError(
+        f"scaled_dot_product_attention: {name} must be a tensor, got {type(wrong).__name__}"
+    )
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether nothing is to broadcast: batch and heads are equal, or only query has more heads."""
+    shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    if shape == key_shape == value_shape:
+        return True
+    batch_end = -3 if enable_gqa else -2
+    return key_shape[:batch_end] == shape[:batch_end] and key_shape[:-2] == value_shape[:-2]
 
 
 def _no_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -30,8 +30,8 @@ def linear(
     they run. Raises what `F.linear` raises, and ValueError for another activation. Hendrycks and
     Gimpel, arXiv:1606.08415; Elfwing et al., arXiv:1702.03118.
     """
-    tensors = input, weight, bias
-    op = operator("linear", *tensors) if traced(*tensors) else _C.linear
+    seen = traced(input, weight, bias)
+    op = operator("linear", input, weight, bias) if seen else _C.linear
     return op(input, weight, bias, activation)
 
 

@@ -32,8 +32,8 @@ def layer_norm(
     input. Statistics are float32 (float64 for float64). Raises RuntimeError when a shape or a
     dtype does not fit. Ba et al., arXiv:1607.06450.
     """
-    tensors = input, weight, bias
-    op = operator("layer_norm", *tensors) if traced(*tensors) else _C.layer_norm
+    seen = traced(input, weight, bias)
+    op = operator("layer_norm", input, weight, bias) if seen else _C.layer_norm
     return op(input, normalized_shape, weight, bias, eps)
 
 
@@ -87,8 +87,8 @@ def add_layer_norm(
     Raises RuntimeError when a shape, a dtype or dropout_p does not fit. Ba et al.,
     arXiv:1607.06450.
     """
-    tensors = x, residual, weight, bias
-    op = operator("add_layer_norm", *tensors) if traced(*tensors) else _C.add_layer_norm
+    seen = traced(x, residual, weight, bias)
+    op = operator("add_layer_norm", x, residual, weight, bias) if seen else _C.add_layer_norm
     return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
 
 
@@ -111,8 +111,8 @@ def add_rms_norm(
     Returns (y, h), both contiguous. Raises RuntimeError when a shape, a dtype or dropout_p does
     not fit, ValueError for another `rounding`. Zhang and Sennrich, arXiv:1910.07467.
     """
-    tensors = x, residual, weight
-    op = operator("add_rms_norm", *tensors) if traced(*tensors) else _C.add_rms_norm
+    seen = traced(x, residual, weight)
+    op = operator("add_rms_norm", x, residual, weight) if seen else _C.add_rms_norm
     return op(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
 
 
