@@ -1,5 +1,6 @@
 """Ctrl-C in the middle of patching or restoring: the model is whole, the interrupt is raised."""
 
+import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -189,3 +190,24 @@ def test_fuse_always():
         with ThreadPoolExecutor(1) as pool:  # in which no lock is held
             pool.submit(run).result(timeout=10)
     assert count > 20
+
+
+@pytest.mark.parametrize("block", ["fuse_always()", "patched(model)"])
+def test_a_block_that_is_never_left_ends_with_the_process(block):
+    """Globals may be None by then."""
+    code = f"""
+import torch, fusedops
+from fusedops import fuse_always, patched
+
+def suspended(block):
+    with block:
+        yield
+
+model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+block = {block}
+block.__enter__()
+generator = suspended({block})
+next(generator)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not ran.stderr

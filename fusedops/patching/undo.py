@@ -4,6 +4,7 @@ A KeyboardInterrupt may be raised between any two lines. So what puts things bac
 that it may be repeated, and is repeated until it ends.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,10 +18,11 @@ def afterwards(restore: Callable[[], object]) -> Iterator[None]:
     An interrupt on the way from the block to here goes past it. Where that would leave a model in
     between, it is entered twice: the outer one does what the inner one has missed.
     """
+    to_its_end = _to_its_end  # a local: globals may be None when Python ends
     try:
         yield
     finally:
-        _to_its_end(restore)
+        to_its_end(restore)
 
 
 @contextmanager
@@ -33,8 +35,15 @@ def on_failure(undo: Callable[[], object]) -> Iterator[None]:
         raise
 
 
-def _to_its_end(restore: Callable[[], object]) -> None:
-    """Runs `restore`, which may be repeated, until it ends; an interrupt of it is raised then."""
+def _to_its_end(
+    restore: Callable[[], object], ending: Callable[[], bool] = sys.is_finalizing
+) -> None:
+    """Runs `restore`, which may be repeated, until it ends; an interrupt of it is raised then.
+
+    A block that is never left ends with Python: nothing is restored then.
+    """
+    if ending():
+        return
     interrupt = None
     while True:
         try:
