@@ -1,6 +1,7 @@
 // The module fusedops._C: what Python calls without going through torch.ops. One line an export.
 
-#include <torch/extension.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "csrc/ops/bfloat16.h"

@@ -22,7 +22,7 @@ def test_every_source_is_a_unit():
     if nvcc.find() is None:
         sources = {source for source in sources if not source.startswith("csrc/cuda/")}
     assert sources <= {name.partition(" ")[0] for name in names}
-    assert {f"csrc/cpu/isa/norm.cpp {isa}" for isa in ("AVX2", "AVX512", "AVX512_BF16")} <= {*names}
+    assert {f"csrc/cpu/isa/norm/forward.cpp {isa}" for isa in ("AVX2", "AVX512", "AVX512_BF16")} <= {*names}
     assert len(names) == len({*names})
 
 

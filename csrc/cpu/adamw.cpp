@@ -17,7 +17,7 @@
 namespace fusedops::cpu {
 namespace {
 
-constexpr int64_t kGrain = 64;  // blocks of a task, at least
+constexpr int64_t kBlocks = 64;  // blocks of a task, at least
 
 void check_isa(const char* op) {
   TORCH_CHECK(isa() != Isa::none, op, ": this CPU has no AVX2, which its kernel needs");
@@ -96,7 +96,7 @@ void adamw_step(const AdamWArguments& a) {
   if (scaling.skip) return;
   const auto steps = counted(table, a.seed, scaling.factor);
   auto* const run = adamw_blocks_for_isa();
-  at::parallel_for(0, table.blocks(), kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, table.blocks(), kBlocks, [&](int64_t begin, int64_t end) {
     each_piece(table.tensors, begin, end, [&](int64_t i, int64_t first, int64_t last) {
       run(table.tensors[i], steps[i].key, steps[i].factors, steps[i].gradient_factor, first, last);
     });
@@ -122,7 +122,7 @@ Tensor adamw_squares(at::TensorList grads) {
   auto* const sums = squares.mutable_data_ptr<double>();
   auto* const add = sum_of_squares_for_isa();
   const int64_t run = (gradients.blocks() + kSquareParts - 1) / kSquareParts;
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, run));
+  const int64_t grain = std::max<int64_t>(1, kBlocks / std::max<int64_t>(1, run));
   at::parallel_for(0, kSquareParts, grain, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       sums[part] = 0;
@@ -142,7 +142,7 @@ void adamw_scale(at::TensorList grads, const Tensor& squares, double max_norm) {
   if (factor >= 1) return;  // not where it is NaN: the gradients become that, as in torch
   const GradientTable gradients(grads);
   auto* const scale = scale_in_place_for_isa();
-  at::parallel_for(0, gradients.blocks(), kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, gradients.blocks(), kBlocks, [&](int64_t begin, int64_t end) {
     each_gradient(gradients, begin, end, [&](const char* grad, Dtype dtype, int64_t n) {
       scale(const_cast<char*>(grad), dtype, n, static_cast<float>(factor));
     });

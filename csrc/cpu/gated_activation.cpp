@@ -10,13 +10,12 @@
 
 #include <algorithm>
 
+#include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/gated_activation.h"
 #include "csrc/ops/gated_activation/gated_activation.h"
 
 namespace fusedops::cpu {
 namespace {
-
-constexpr int64_t kGrain = 32768;  // elements of a task, about
 
 bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
   return isa() != Isa::none && !any_float64(tensors);

@@ -38,3 +38,14 @@ Function* for_isa(Function* avx2, Function* avx512, Function* avx512_bf16) {
   void name(__VA_ARGS__);                \
   }                                      \
   inline auto* name##_for_isa() { return for_isa(AVX2::name, AVX512::name, AVX512_BF16::name); }
+
+// The same for a file whose code would be the same with instructions for bfloat16: it is compiled
+// without, and WITHOUT_BF16 in fusedops/building.py names it.
+#define FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(name, ...) \
+  namespace AVX2 {                                    \
+  void name(__VA_ARGS__);                             \
+  }                                                   \
+  namespace AVX512 {                                  \
+  void name(__VA_ARGS__);                             \
+  }                                                   \
+  inline auto* name##_for_isa() { return for_isa(AVX2::name, AVX512::name, AVX512::name); }

@@ -17,6 +17,7 @@
 #include <new>
 
 #include "csrc/cpu/activation.h"
+#include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/linear/product.h"
 #include "csrc/ops/linear/linear.h"
 
@@ -24,7 +25,6 @@ namespace fusedops::cpu {
 namespace {
 
 constexpr int64_t kDepth = 192, kHeight = 336, kWidth = 1024;
-constexpr int64_t kGrain = 32768;  // elements of a task, about
 
 // A thread's packed operands. Kept: fresh pages would cost more than small products do.
 class Packed {

@@ -1,4 +1,4 @@
-// The norm family on CPUs: arguments for the row loops of csrc/cpu/isa/norm.cpp, spread over
+// The norm family on CPUs: arguments for the row loops of csrc/cpu/isa/norm, spread over
 // threads.
 //
 // Memory traffic is the minimum: forward reads x and residual and writes h and y; backward reads
@@ -15,7 +15,7 @@
 #include <memory>
 #include <vector>
 
-#include "csrc/cpu/isa/norm.h"
+#include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/ops/norm/norm.h"
 
 namespace fusedops::cpu {

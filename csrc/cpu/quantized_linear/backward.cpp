@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "csrc/cpu/activation.h"
+#include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 #include "csrc/cpu/products.h"
 #include "csrc/cpu/quantized_linear/weight.h"
@@ -19,7 +20,6 @@ namespace fusedops::cpu {
 namespace {
 
 constexpr int64_t kRows = 128, kWidth = 512, kTile = 64;
-constexpr int64_t kGrain = 32768;  // elements of a task, about
 
 template <class T>
 constexpr Operand kOperand = std::is_same_v<T, float> ? Operand::float32 : Operand::bfloat16;

@@ -1,11 +1,11 @@
 // quantized_linear on CPUs, forward: codes become numbers next to where they are multiplied, and no
 // weight is packed or kept.
 //
-// x is rounded once, to what is multiplied. A task is kColumns columns of y for kRows rows of x. A
-// few rows take the codes straight from registers. Up to kMany take them from a cache, in rows as
-// they lie: of up to kFew rows of x a row of codes goes from end to end, of more a piece of the
+// x is rounded once, to what is multiplied. A task is kColumns columns of y for kMostRows rows of
+// x. A few rows take the codes straight from registers. Up to kMany take them from a cache, in rows
+// as they lie: of up to kFew rows of x a row of codes goes from end to end, of more a piece of the
 // depth goes through all columns. More rows take tiles that are turned, by oneDNN. Reads the codes
-// once for each kRows rows. Sums are in one order, whatever the number of threads.
+// once for each kMostRows rows. Sums are in one order, whatever the number of threads.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -25,13 +25,13 @@
 namespace fusedops::cpu {
 namespace {
 
-constexpr int64_t kRows = 256;       // of x, in a block
-constexpr int64_t kColumns = 128;    // of y, whose sums wait for the end of the rows
-constexpr int64_t kFew = 16;         // rows that stay in a cache with all their depth
-constexpr int64_t kMany = 32;        // rows from which on tiles are turned for a product
-constexpr int64_t kDepth = 2048;     // bytes of a row
-constexpr int64_t kTileDepth = 256;  // numbers of a row of a tile
-constexpr int64_t kGrain = 1 << 18;  // products of a task, about
+constexpr int64_t kMostRows = 256;      // of x, in a block
+constexpr int64_t kColumns = 128;       // of y, whose sums wait for the end of the rows
+constexpr int64_t kFew = 16;            // rows that stay in a cache with all their depth
+constexpr int64_t kMany = 32;           // rows from which on tiles are turned for a product
+constexpr int64_t kDepth = 2048;        // bytes of a row
+constexpr int64_t kTileDepth = 256;     // numbers of a row of a tile
+constexpr int64_t kProducts = 1 << 18;  // products of a task, about
 
 // Where sums of products of 8 bits fit 32 bits, 255 * 127 each.
 bool multiplies_integers(const Codes& w) {
@@ -55,7 +55,7 @@ struct Input {
         steps(rounds == InputFormat::none ? 0 : rows),
         sums(steps.size()) {
     const int64_t k = x.size(1);
-    at::parallel_for(0, rows, kGrain / (k + 1) + 1, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, rows, kProducts / (k + 1) + 1, [&](int64_t begin, int64_t end) {
       const auto* const data = static_cast<const char*>(x.const_data_ptr());
       for (int64_t i = begin; i < end; ++i) {
         read_input_for_isa()({data + i * k * x.element_size(), k, ld, dtype_of(x), at(i, 0),
@@ -130,9 +130,9 @@ struct Outputs {
 };
 
 // Blocks of y. The scratch is a thread's.
-class Block {
+class OutputBlock {
  public:
-  Block(const Codes& w, const Input& x, Way way, const FewRows& few, const Outputs& out)
+  OutputBlock(const Codes& w, const Input& x, Way way, const FewRows& few, const Outputs& out)
       : w_(w),
         x_(x),
         way_(way),
@@ -141,7 +141,7 @@ class Block {
         scaled_(!w.a_scale_a_row()),
         codes_(way == Way::tiles ? kColumns * kTileDepth * sizeof(BFloat16) : 8 * kDepth),
         turned_(way == Way::tiles ? kColumns * kTileDepth : 0),
-        sums_(padded(std::min(x.rows, kRows)) * kColumns) {}
+        sums_(padded(std::min(x.rows, kMostRows)) * kColumns) {}
 
   // Rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
@@ -254,19 +254,19 @@ class Block {
 };
 
 void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
-  const int64_t across = at::divup(w.n, kColumns), tasks = at::divup(x.rows, kRows) * across;
+  const int64_t across = at::divup(w.n, kColumns), tasks = at::divup(x.rows, kMostRows) * across;
   const bool narrow = x.operand == Operand::bfloat16,
              turns = way == Way::registers && narrow && w.format != WeightFormat::fp8;
   const auto turned = turns ? Turned(w, x) : Turned();
   FewRows few{x.at(0, 0), narrow, x.ld, x.rows, turned.numbers.data(), nullptr, kColumns};
   if (turns) few.x = w.of_bytes() ? static_cast<const void*>(few.lanes) : turned.halves.data();
-  const int64_t grain = kGrain / (std::min(x.rows, kRows) * kColumns * (w.k + 1)) + 1;
+  const int64_t grain = kProducts / (std::min(x.rows, kMostRows) * kColumns * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
     const BrgemmScope scope;
-    Block block(w, x, way, few, out);
+    OutputBlock block(w, x, way, few, out);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t row = i / across * kRows, begin = i % across * kColumns;
-      block.run(row, std::min(kRows, x.rows - row), begin, std::min(kColumns, w.n - begin));
+      const int64_t row = i / across * kMostRows, begin = i % across * kColumns;
+      block.run(row, std::min(kMostRows, x.rows - row), begin, std::min(kColumns, w.n - begin));
     }
   });
 }

@@ -4,14 +4,13 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 #include "csrc/cpu/isa/quantized_linear/quantize.h"
 #include "csrc/ops/quantized_linear/quantized_linear.h"
 
 namespace fusedops::cpu {
 namespace {
-
-constexpr int64_t kGrain = 32768;  // elements of a task, about
 
 void quantize_bytes(const Tensor& w, const Tensor& codes, const Tensor& scales,
                     InputFormat format) {

@@ -30,7 +30,7 @@ OutAndLse forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
 }
 
 // Keeps no scores: the backward computes them again.
-struct AttentionBackward {
+struct AttentionNode {
   static constexpr const char* kName = "FusedAttentionBackward";
   static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks, which are the first of the saved
   enum : size_t { kOut = kInputs, kLse, kCuSeqlensQ, kCuSeqlensK, kSeed, kSaved };
@@ -73,7 +73,7 @@ struct AttentionBackward {
 
 OutAndLse with_gradient(const Tensor& q, const Tensor& k, const Tensor& v,
                         const OptionalTensor& bias, const OptionalTensor& sinks, const Call& call) {
-  const auto node = make_node<FusedNode<AttentionBackward>>();
+  const auto node = make_node<FusedNode<AttentionNode>>();
   const auto bias_ = value_or_undefined(bias), sinks_ = value_or_undefined(sinks);
   node->set_next_edges(torch::autograd::collect_next_edges(q, k, v, bias_, sinks_));
   const auto outputs = [&] {

@@ -22,7 +22,7 @@ Loss forward(const Tensor& input, const Tensor& target, const OptionalTensor& we
 }
 
 // Keeps the logits, or the gradient that the forward has made.
-struct CrossEntropyBackward {
+struct CrossEntropyNode {
   static constexpr const char* kName = "FusedCrossEntropyBackward";
   static constexpr size_t kInputs = 1;
   enum : size_t { kInput, kTarget, kWeight, kLse, kTotal, kSaved };
@@ -62,7 +62,7 @@ Tensor with_gradient(const Tensor& input, const Tensor& target, const OptionalTe
                      const CrossEntropyOptions& options, c10::ScalarType dtype,
                      bool grad_in_forward) {
   const bool made = grad_in_forward && may_make_gradient(input.scalar_type());
-  const auto node = make_node<FusedNode<CrossEntropyBackward>>();
+  const auto node = make_node<FusedNode<CrossEntropyNode>>();
   node->set_next_edges(torch::autograd::collect_next_edges(input));
   const auto [loss, lse, total, dinput] = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -70,12 +70,12 @@ Tensor with_gradient(const Tensor& input, const Tensor& target, const OptionalTe
   }();
   torch::autograd::set_history(loss, node);
   node->backward = {options, made};
-  node->saved[CrossEntropyBackward::kInput] = SavedVariable(made ? dinput : input, false);
+  node->saved[CrossEntropyNode::kInput] = SavedVariable(made ? dinput : input, false);
   if (made) return loss;
-  node->saved[CrossEntropyBackward::kTarget] = SavedVariable(target, false);
-  node->saved[CrossEntropyBackward::kWeight] = SavedVariable(value_or_undefined(weight), false);
-  node->saved[CrossEntropyBackward::kLse] = SavedVariable(lse, false);
-  node->saved[CrossEntropyBackward::kTotal] = SavedVariable(total, false);
+  node->saved[CrossEntropyNode::kTarget] = SavedVariable(target, false);
+  node->saved[CrossEntropyNode::kWeight] = SavedVariable(value_or_undefined(weight), false);
+  node->saved[CrossEntropyNode::kLse] = SavedVariable(lse, false);
+  node->saved[CrossEntropyNode::kTotal] = SavedVariable(total, false);
   return loss;
 }
 
@@ -87,7 +87,7 @@ bool has_kernel(const Tensor& input, const Tensor& target, const OptionalTensor&
 }
 
 // [N, C, ...] as rows, where the classes lie side by side.
-Tensor as_rows(const Tensor& input) {
+Tensor classes_last(const Tensor& input) {
   if (input.dim() == 1) return input.unsqueeze(0);
   if (input.dim() == 2) return input;
   const auto last = input.movedim(1, -1);
@@ -148,7 +148,7 @@ Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTe
                                     z_loss, softcap, scale);
   cross_entropy_check("cross_entropy", input, input.sym_sizes(), target, weight, dtype);
   const bool indices = target.scalar_type() == at::kLong;
-  const auto rows = indices ? as_rows(input) : input;
+  const auto rows = indices ? classes_last(input) : input;
   if (!indices || rows.dim() != 2 || !has_kernel(rows, target, weight)) {
     return cross_entropy_formula(input, target, weight, options, dtype);
   }

@@ -23,7 +23,7 @@ LinearLoss forward(const Tensor& input, const Tensor& linear_weight, const Tenso
 
 // Keeps no logits: either the forward has made the gradients, or the backward computes the logits
 // again.
-struct LinearCrossEntropyBackward {
+struct LinearCrossEntropyNode {
   static constexpr const char* kName = "FusedLinearCrossEntropyBackward";
   static constexpr size_t kInputs = 3;  // input, linear_weight, linear_bias
   enum : size_t { kInput, kLinearWeight, kLinearBias, kTarget, kWeight, kLse, kTotal, kMade };
@@ -79,7 +79,7 @@ Tensor with_gradient(const Tensor& input, const Tensor& linear_weight, const Ten
                      const OptionalTensor& linear_bias, const OptionalTensor& weight,
                      const CrossEntropyOptions& options, c10::ScalarType dtype) {
   const auto bias = value_or_undefined(linear_bias);
-  const auto node = make_node<FusedNode<LinearCrossEntropyBackward>>();
+  const auto node = make_node<FusedNode<LinearCrossEntropyNode>>();
   node->set_next_edges(torch::autograd::collect_next_edges(input, linear_weight, bias));
   const bool made = makes_gradients(linear_weight, options);
   node->backward = {options, made};
@@ -103,7 +103,7 @@ bool has_kernel(const Tensor& input, const Tensor& linear_weight, const Tensor& 
 }
 
 // [..., H] as rows.
-Tensor as_rows(const Tensor& input) {
+Tensor as_matrix(const Tensor& input) {
   if (input.dim() == 2) return input;
   return input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
 }
@@ -160,7 +160,7 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
   if (!has_kernel(input, linear_weight, target, linear_bias, weight)) {
     return plain(input, linear_weight, target, linear_bias, weight, options, dtype);
   }
-  const auto rows = as_rows(input);
+  const auto rows = as_matrix(input);
   const auto targets = as_vector(target);
   const auto to = dtype.value_or(input.scalar_type());
   const auto loss = [&] {

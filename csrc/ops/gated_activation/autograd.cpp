@@ -19,7 +19,7 @@ Tensor gated_activation_forward(const Tensor& gate, const OptionalTensor& up, st
 }
 
 // Keeps gate and up alone: the backward computes the rest again.
-struct GatedActivationBackward {
+struct GatedActivationNode {
   static constexpr const char* kName = "FusedGatedActivationBackward";
   static constexpr size_t kInputs = 2;  // gate, up
   enum : size_t { kGate, kUp, kSaved };
@@ -52,7 +52,7 @@ struct GatedActivationBackward {
 
 Tensor with_gradient(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
                      std::optional<double> limit, double alpha, double up_offset) {
-  const auto node = make_node<FusedNode<GatedActivationBackward>>();
+  const auto node = make_node<FusedNode<GatedActivationNode>>();
   node->set_next_edges(torch::autograd::collect_next_edges(gate, value_or_undefined(up)));
   const auto y = [&] {
     at::AutoDispatchBelowADInplaceOrView below;

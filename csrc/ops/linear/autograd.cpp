@@ -22,7 +22,7 @@ LinearForward linear_forward(const Tensor& input, const Tensor& weight, const Op
 // Keeps what torch's nodes keep: input for dweight, weight for dinput, z for the activation. z is
 // an output of the node that nobody sees but its own double backward, which so needs no second
 // product.
-struct LinearBackward {
+struct LinearNode {
   static constexpr const char* kName = "FusedLinearBackward";
   static constexpr size_t kInputs = 3;  // input, weight, bias
   enum : size_t { kInput, kWeight, kZ, kSaved };
@@ -53,7 +53,7 @@ struct LinearBackward {
 
 Tensor with_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                      std::string_view activation) {
-  const auto node = make_node<FusedNode<LinearBackward>>();
+  const auto node = make_node<FusedNode<LinearNode>>();
   node->set_next_edges(
       torch::autograd::collect_next_edges(input, weight, value_or_undefined(bias)));
   const auto [y, z] = [&] {

@@ -20,7 +20,7 @@ NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
   return op.call(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed);
 }
 
-struct NormBackward {
+struct NormNode {
   static constexpr const char* kName = "FusedNormBackward";
   static constexpr size_t kInputs = 4;                          // x, residual, weight, bias
   enum : size_t { kH, kWeight, kBias, kStats, kSeed, kSaved };  // h: x, where there is no residual
@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor> with_gradient(const Tensor& x, const OptionalTensor& 
                                          int64_t dims, double eps, std::string_view kind,
                                          double offset, double dropout_p,
                                          const OptionalTensor& seed) {
-  const auto node = make_node<FusedNode<NormBackward>>();
+  const auto node = make_node<FusedNode<NormNode>>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, value_or_undefined(residual),
                                                            value_or_undefined(weight),
                                                            value_or_undefined(bias)));

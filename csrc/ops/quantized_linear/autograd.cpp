@@ -33,7 +33,7 @@ QuantizedForward forward(const Tensor& x, const Tensor& qweight, const Tensor& s
 
 // Keeps the codes and, for the activation, z, which is an output of the node that nobody sees but
 // its own double backward. x is not kept: codes have no gradient.
-struct QuantizedLinearBackward {
+struct QuantizedLinearNode {
   static constexpr const char* kName = "FusedQuantizedLinearBackward";
   static constexpr size_t kInputs = 2;  // x, bias
   enum : size_t { kCodes, kScales, kZeros, kZ, kSaved };
@@ -70,7 +70,7 @@ struct QuantizedLinearBackward {
 
 Tensor with_gradient(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                      const OptionalTensor& zeros, const OptionalTensor& bias, const How& how) {
-  const auto node = make_node<FusedNode<QuantizedLinearBackward>>();
+  const auto node = make_node<FusedNode<QuantizedLinearNode>>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, value_or_undefined(bias)));
   const auto [y, z] = [&] {
     at::AutoDispatchBelowADInplaceOrView below;

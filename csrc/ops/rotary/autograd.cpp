@@ -16,7 +16,7 @@ RotaryPair rotary_forward(const Tensor& q, const Tensor& k, const Tensor& cos, c
 }
 
 // Keeps cos and sin alone: the rotation is linear in q and k.
-struct RotaryBackward {
+struct RotaryNode {
   static constexpr const char* kName = "FusedRotaryBackward";
   static constexpr size_t kInputs = 2;  // q, k
   enum : size_t { kCos, kSin, kSaved };
@@ -49,7 +49,7 @@ struct RotaryBackward {
 
 RotaryPair with_gradient(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                          int64_t unsqueeze_dim, bool interleaved) {
-  const auto node = make_node<FusedNode<RotaryBackward>>();
+  const auto node = make_node<FusedNode<RotaryNode>>();
   node->set_next_edges(torch::autograd::collect_next_edges(q, k));
   const auto [q_out, k_out] = [&] {
     at::AutoDispatchBelowADInplaceOrView below;

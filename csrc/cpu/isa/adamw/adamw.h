@@ -9,9 +9,9 @@ namespace fusedops::cpu {
 
 // A step of the blocks begin to end of a tensor. key: adamw_key; gradient_factor: what the
 // gradients are multiplied by, -1 in it where their sum grows.
-FUSEDOPS_ISA_FUNCTION(adamw_blocks, const AdamWTensor& tensor, uint64_t key,
-                      const AdamWFactors& factors, float gradient_factor, int64_t begin,
-                      int64_t end)
+FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(adamw_blocks, const AdamWTensor& tensor, uint64_t key,
+                                   const AdamWFactors& factors, float gradient_factor,
+                                   int64_t begin, int64_t end)
 
 // Adds the squares of n elements to total.
 FUSEDOPS_ISA_FUNCTION(sum_of_squares, const void* grad, Dtype dtype, int64_t n, double* total)

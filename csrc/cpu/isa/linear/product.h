@@ -24,11 +24,11 @@ constexpr int64_t kStrip = 16;  // no panel of rows is larger
 
 // Packs columns [begin, end) of b [depth, columns], begin a multiple of kPanel. A store may run
 // over its end by a vector.
-FUSEDOPS_ISA_FUNCTION(pack_columns, const Matrix& b, int64_t depth, int64_t begin, int64_t end,
-                      float* packed)
+FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(pack_columns, const Matrix& b, int64_t depth, int64_t begin,
+                                   int64_t end, float* packed)
 
 // packed: room for end - begin + kStrip rows of a, kPanel beyond
-FUSEDOPS_ISA_FUNCTION(product_rows, const ProductBlock& block, int64_t begin, int64_t end,
-                      float* packed)
+FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(product_rows, const ProductBlock& block, int64_t begin,
+                                   int64_t end, float* packed)
 
 }  // namespace fusedops::cpu

@@ -19,6 +19,7 @@ struct QuantizeGroups {
 };
 
 // The groups from begin to end.
-FUSEDOPS_ISA_FUNCTION(quantize_groups, const QuantizeGroups& args, int64_t begin, int64_t end)
+FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(quantize_groups, const QuantizeGroups& args, int64_t begin,
+                                   int64_t end)
 
 }  // namespace fusedops::cpu

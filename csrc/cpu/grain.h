@@ -1,0 +1,10 @@
+// How much work a thread takes at a time.
+#pragma once
+
+#include <cstdint>
+
+namespace fusedops::cpu {
+
+constexpr int64_t kGrain = 32768;  // elements of a task, about
+
+}  // namespace fusedops::cpu

@@ -1,0 +1,90 @@
+// What the row loops of the norm family share. A row goes through its cache three times at most:
+// sum, variance, normalise. Sums are float32 over blocks of kBlock elements or kGroup rows and
+// float64 beyond, so long rows and many rows lose nothing.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "csrc/cpu/dropout.h"
+#include "csrc/cpu/vec.h"
+
+namespace fusedops::cpu {
+namespace CPU_CAPABILITY {
+
+constexpr int64_t kBlock = 1024;  // a multiple of kStep and of Philox's four words
+
+struct Block {
+  int64_t begin, size;
+};
+
+template <class Body>
+inline __attribute__((always_inline)) void each_block(int64_t n, const Body& body) {
+  for (int64_t i = 0; i < n; i += kBlock) body(Block{i, std::min(kBlock, n - i)});
+}
+
+// The sum over a row of what `term(i, part)` gives for every step of it.
+template <class Term>
+inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& term) {
+  double total = 0;
+  each_block(n, [&](Block block) {
+    Floats acc;
+    each_step(block.size, [&](int64_t j, auto part) { acc = acc + term(block.begin + j, part); });
+    total += sum(acc);
+  });
+  return total;
+}
+
+// What a step of x is multiplied by: the dropout's scales, made a block at a time.
+class DropoutRow {
+ public:
+  DropoutRow(const Dropout& dropout, int64_t row, int64_t n)
+      : dropout_(dropout), row_(row), n_(n) {}
+
+  template <class Part>
+  Floats apply(const Floats& x, int64_t i, Part part) {
+    const int64_t j = i % kBlock;
+    if (j == 0) dropout_scales(dropout_, row_, i, std::min(kBlock, n_ - i), scales_);
+    return x * load(scales_ + j, part);
+  }
+
+ private:
+  const Dropout& dropout_;
+  const int64_t row_, n_;
+  float scales_[kBlock];
+};
+
+// Without dropout. A type of its own: asked at each step, a loop kept its vectors on the stack.
+struct WholeRow {
+  template <class Part>
+  Floats apply(const Floats& x, int64_t, Part) const {
+    return x;
+  }
+};
+
+// A float64 as two float32. Where rows are float32, a statistic keeps its second word: its
+// rounding alone would move the whole row by up to half an ulp.
+struct Split {
+  Floats high, low;
+
+  explicit Split(double x)
+      : high(all(static_cast<float>(x))), low(all(std::isfinite(x) ? x - float(x) : 0)) {}
+};
+
+// h - mean for LayerNorm, h for RMSNorm
+template <bool kLayer, class T>
+inline Floats centred(const Floats& h, const Split& mean) {
+  if constexpr (!kLayer) return h;
+  const auto c = h - mean.high;
+  if constexpr (std::is_same_v<T, float>) return c - mean.low;
+  return c;
+}
+
+template <class T>
+inline Floats scaled(const Floats& c, const Split& rstd) {
+  if constexpr (std::is_same_v<T, float>) return fma(c, rstd.high, c * rstd.low);
+  return c * rstd.high;
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fusedops::cpu
