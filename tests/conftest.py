@@ -37,6 +37,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         patch_triton_once_a_kernel()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """`-m quick` imports only files with quick tests: others need packages that may be missing."""
+    if config.option.markexpr == "quick" and collection_path.suffix == ".py":
+        return "pytest.mark.quick" not in collection_path.read_text() or None
+    return None
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Max norms over few elements are a matter of luck: the draw is the same at each run."""
