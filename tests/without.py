@@ -1,4 +1,4 @@
-"""Runs a module as if some packages were absent: `python tests/without.py numpy,triton pytest -q`."""
+"""Runs a module as if packages were absent: `python tests/without.py numpy,triton pytest -q`."""
 
 import runpy
 import sys
