@@ -166,6 +166,14 @@ GROUP = "sys/fs/cgroup"
             },
             None,
         ),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/other\n4:cpu:/\n",
+                f"{GROUP}/cpu/other/cpu.cfs_quota_us": "200000\n",
+                f"{GROUP}/cpu/other/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
         ({}, None),
     ],
 )
@@ -223,7 +231,7 @@ def test_nvcc_version(program, tmp_path):
 
 def test_cache(tmp_path):
     assert doctor.cache(tmp_path / "cache" / "fusedops", needed=True).level == OK
-    (tmp_path / "file").touch()
+    (tmp_path / "file").touch(0o755)
     for needed, level in ((True, PROBLEM), (False, WARNING)):
         found = doctor.cache(tmp_path / "file" / "fusedops", needed)
         assert found.level == level and "FUSEDOPS_CACHE" in found.fix
