@@ -1,6 +1,7 @@
 """Triton kernels run in the interpreter where there is no GPU, if asked for before the import."""
 
 import os
+import re
 from contextlib import suppress
 from unittest import mock
 
@@ -9,6 +10,8 @@ import torch
 
 # A graph that was compiled for another build of the operators must not stand in for this one's.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+QUICK = re.compile(r"^(pytestmark = |@)pytest\.mark\.quick", re.M)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -40,7 +43,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def pytest_ignore_collect(collection_path, config):
     """`-m quick` imports only files with quick tests: others need packages that may be missing."""
     if config.option.markexpr == "quick" and collection_path.suffix == ".py":
-        return "pytest.mark.quick" not in collection_path.read_text() or None
+        return QUICK.search(collection_path.read_text()) is None or None
     return None
 
 
