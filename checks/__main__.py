@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from checks import sanitize, torches
+from checks import compatibility, sanitize, torches
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
 
@@ -24,6 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("torches", help="every source against the headers of several torches")
     torches.add_arguments(add)
     add.set_defaults(run=torches.run)
+    add = commands.add_parser("compatibility", help="write docs/compatibility.md from its JSON")
+    compatibility.add_arguments(add)
+    add.set_defaults(run=compatibility.run)
+    add = commands.add_parser("quick-record", help="run the quick tests, and record the versions")
+    compatibility.add_record_arguments(add)
+    add.set_defaults(run=compatibility.record)
     args = parser.parse_args(argv)
     return args.run(args)
 

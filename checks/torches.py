@@ -2,7 +2,7 @@
 
 The commands are those of the last build, with another torch's headers and -fsyntax-only; nvcc
 compiles csrc/cuda besides. Wheels come from PyPI without their dependencies, and only their headers
-stay, under build/. docs/compatibility.json has the result.
+stay, under build/. docs/compatibility.json has the result, docs/compatibility.md shows it.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 
+from checks import compatibility
 from checks.machine_code import nvcc
 from checks.tree import ROOT
 
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 INSTALLED = torch.__version__.partition("+")[0]
 HEADERS = ROOT / "build" / "torches"
-RESULTS = ROOT / "docs" / "compatibility.json"
 API = Path("torch") / "csrc" / "api" / "include"
 # What a command says of its output; the headers that it names are replaced.
 OUTPUT = re.compile(r"-MMD|-MF \S+|-o \S+|-c ")
@@ -138,10 +138,10 @@ def _report(version: str, jobs: int) -> bool:
     return bool(failed)
 
 
-def write(version: str, found: dict[str, object], path: Path = RESULTS) -> None:
-    """Replaces what the file says of one torch."""
-    known = json.loads(path.read_text()) if path.exists() else {}
+def write(version: str, found: dict[str, object]) -> None:
+    """Replaces what docs/compatibility.json says of one torch."""
+    known = compatibility.load()
     compiled = known.get("compiled", {}) | {version: found}
     order: Sequence[str] = sorted(compiled, key=lambda v: [int(n) for n in v.split(".")])
     known["compiled"] = {version: compiled[version] for version in order}
-    path.write_text(json.dumps(known, indent=2) + "\n")
+    compatibility.save(known)

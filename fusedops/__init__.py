@@ -1,6 +1,5 @@
 """Fused kernels for training and serving transformers, as drop-in torch modules."""
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from fusedops import functional, integrations, nn, optim
@@ -22,7 +21,7 @@ from fusedops.patching.compare import VerifyReport, verify
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
 
-__version__ = version("fusedops")
+__version__ = "0.2.0"
 __all__ = [
     "PatchReport",
     "Site",

@@ -1,51 +1,97 @@
-"""The command line: `python -m fusedops info`, `demo` and `coverage`."""
+"""The command line, `fusedops` or `python -m fusedops`. Each subcommand calls one function."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 import fusedops
-from fusedops import coverage, demo
+from fusedops import coverage
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m fusedops", description=fusedops.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, devices, and which backend each operator uses")
-    training = commands.add_parser("demo", help="train a model eager and fused, side by side")
-    add = training.add_argument
+    parser = argparse.ArgumentParser(prog="fusedops", description=fusedops.__doc__)
+    parser.add_argument("--version", action="version", version=fusedops.__version__)
+    commands = parser.add_subparsers(metavar="command", required=True)
+    command = commands.add_parser(
+        "info", help="versions, devices, and which backend each operator uses"
+    )
+    command.set_defaults(run=_info)
+    command = commands.add_parser(
+        "doctor",
+        help="check compiler, torch, CPU, threads and CUDA, and print a fix for each fault",
+    )
+    command.set_defaults(run=_doctor)
+    command = commands.add_parser("build", help="compile the kernels for the installed torch")
+    command.add_argument("--jobs", type=int, help="compilers at a time (default: one for each CPU)")
+    command.set_defaults(run=_build)
+    _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
+    _add_coverage(
+        commands.add_parser("coverage", help="patch a tiny model of every transformers family")
+    )
+    return parser.parse_args(argv)
+
+
+def _add_demo(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     add("--steps", type=int, help="training steps (default 150)")
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
     add("--out", default="demo", help="folder for demo.png and demo.json (default demo)")
     add("--quick", action="store_true", help="a tiny model, 8 steps")
-    sweep = commands.add_parser("coverage", help="patch a tiny model of every transformers family")
-    add = sweep.add_argument
+    command.set_defaults(run=_demo)
+
+
+def _add_coverage(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     add("family", nargs="*", help="families, by their model_type (default all)")
     add("--kind", action="append", choices=coverage.KINDS, help="may be given several times")
     add("--json", help="file for the rows; those that it has are not judged again")
     add("--markdown", help="file for the table")
     add("--seconds-per-family", type=float, default=coverage.SECONDS, help="default %(default)g")
-    add("--again", action="store_true", help="judge families that the JSON has anew")
-    return parser.parse_args(argv)
+    add("--again", action="store_true", help="judge families again that the JSON has")
+    command.set_defaults(run=_coverage)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def _info(args: argparse.Namespace) -> int:
+    print(fusedops.env_report())
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from fusedops import doctor
+
+    return doctor.run()
+
+
+def _build(args: argparse.Namespace) -> int:
+    words = [] if args.jobs is None else ["--jobs", str(args.jobs)]
+    return importlib.import_module("fusedops.building").main(words)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from fusedops import demo
+
+    demo.run(steps=args.steps, threads=args.threads, out=args.out, quick=args.quick)
+    return 0
+
+
+def _coverage(args: argparse.Namespace) -> int:
+    all_right = coverage.run(
+        args.family,
+        args.kind or (),
+        args.json,
+        args.markdown,
+        args.seconds_per_family,
+        args.again,
+    )
+    return int(not all_right)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
     args = parse(argv)
-    if args.command == "info":
-        print(fusedops.env_report())
-    elif args.command == "coverage":
-        right = coverage.run(
-            args.family,
-            args.kind or (),
-            args.json,
-            args.markdown,
-            args.seconds_per_family,
-            args.again,
-        )
-        sys.exit(not right)
-    else:
-        demo.run(steps=args.steps, threads=args.threads, out=args.out, quick=args.quick)
+    return args.run(args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

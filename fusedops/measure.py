@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from fusedops.backends import cpu_name, version_of
 from fusedops.extension import BUILD
 
-__all__ = ["Ratio", "Spread", "environment", "paired_ratio", "slug", "spread"]
+__all__ = ["Ratio", "Spread", "environment", "paired_ratio", "quantiles", "slug", "spread"]
 
 # nvidia-smi's names. MHz, watts and degrees Celsius.
 GPU_STATE = {
@@ -49,7 +48,16 @@ class Ratio(NamedTuple):
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    return Spread(*(float(q) for q in np.percentile(samples, [50, 10, 90])))
+    return Spread(*quantiles(samples, 0.5, 0.1, 0.9))
+
+
+def quantiles(samples: Sequence[float], *shares: float) -> list[float]:
+    """Interpolated linearly between samples. In torch, as numpy may be missing."""
+    return _float64(samples).quantile(_float64(shares)).tolist()
+
+
+def _float64(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float64, device="cpu")
 
 
 def paired_ratio(base: Sequence[float], other: Sequence[float], resamples: int = 2000) -> Ratio:
@@ -58,10 +66,13 @@ def paired_ratio(base: Sequence[float], other: Sequence[float], resamples: int =
     Both were measured in the same round i, so what slowed the machine in that round divides out.
     The interval is the percentile bootstrap over rounds, with a fixed seed.
     """
-    ratios = np.asarray(base, dtype=float) / np.asarray(other, dtype=float)
-    draw = np.random.default_rng(0).integers(len(ratios), size=(resamples, len(ratios)))
-    low, high = np.percentile(np.median(ratios[draw], axis=1), [2.5, 97.5])
-    return Ratio(float(np.median(ratios)), float(low), float(high))
+    ratios = _float64(base) / _float64(other)
+    random = torch.Generator("cpu").manual_seed(0)
+    draw = torch.randint(
+        len(ratios), (resamples, len(ratios)), generator=random, device=ratios.device
+    )
+    low, high = quantiles(ratios[draw].quantile(0.5, dim=1).tolist(), 0.025, 0.975)
+    return Ratio(float(ratios.quantile(0.5)), low, high)
 
 
 def slug(device: str) -> str:

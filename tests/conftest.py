@@ -1,6 +1,7 @@
 """Triton kernels run in the interpreter where there is no GPU, if asked for before the import."""
 
 import os
+import re
 from contextlib import suppress
 from unittest import mock
 
@@ -9,6 +10,8 @@ import torch
 
 # A graph that was compiled for another build of the operators must not stand in for this one's.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+QUICK = re.compile(r"^(pytestmark = |@)pytest\.mark\.quick", re.M)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -35,6 +38,13 @@ def patch_triton_once_a_kernel():
 if os.environ.get("TRITON_INTERPRET") == "1":
     with suppress(ImportError, AttributeError):  # no triton, or another interpreter
         patch_triton_once_a_kernel()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m quick` imports only files with quick tests: others need packages that may be missing."""
+    if config.option.markexpr == "quick" and collection_path.suffix == ".py":
+        return QUICK.search(collection_path.read_text()) is None or None
+    return None
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,10 @@
 """The demo from end to end on a tiny model, and what it says of the numbers that it measured."""
 
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,15 +14,15 @@ from fusedops.demo import show
 from fusedops.demo.training import QUICK, batches, build_model, corpus
 
 pytest.importorskip("transformers")
-pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
+ROOT = Path(__file__).parents[1]
 
 
 def test_quick_demo(tmp_path, capsys):
     results = demo.run(quick=True, threads=1, out=tmp_path)
     printed = capsys.readouterr().out
     assert results == json.loads((tmp_path / "demo.json").read_text())
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    if find_spec("matplotlib"):
+        assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert results["report"] in printed
     assert show.verdict(results) in printed
     for numbers in results["contenders"].values():
@@ -28,6 +32,24 @@ def test_quick_demo(tmp_path, capsys):
         assert 100e6 < numbers["peak_bytes"] < 10e9
     # The same model on the same batches: a few bf16 roundings apart (the losses are near 5).
     assert results["max_loss_difference"] < 0.1
+
+
+def test_the_demo_without_rich_and_matplotlib(tmp_path):
+    command = [sys.executable, ROOT / "tests" / "without.py", "matplotlib,rich", "fusedops", "demo"]
+    run = subprocess.run(
+        [*command, "--quick", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert not (tmp_path / "demo.png").exists()
+    results = json.loads((tmp_path / "demo.json").read_text())
+    assert f"wrote {tmp_path / 'demo.json'}\n" in run.stdout
+    words = ["peak memory, fresh process"]
+    words += [
+        f"{results['contenders'][name]['peak_bytes'] / 2**20:,.0f} MiB"
+        for name in results["contenders"]
+    ]
+    line = next(line for line in run.stdout.splitlines() if line.startswith(words[0]))
+    assert all(word in line for word in words)
 
 
 def test_batches_are_the_same_for_everyone():

@@ -179,7 +179,7 @@ PYTHON = [
     {"fusedops.patching"},
     {"fusedops.integrations"},
     {"fusedops", "fusedops.testing"},
-    {"fusedops.coverage", "fusedops.demo"},
+    {"fusedops.coverage", "fusedops.demo", "fusedops.doctor"},
     {"fusedops.__main__"},
     {"benchmarks"},
     {"checks"},

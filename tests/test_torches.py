@@ -1,15 +1,14 @@
 """`make torch-check`: which sources it compiles, with whose headers, and what it reports."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from checks import torches
+from checks import compatibility, torches
 from checks.machine_code import nvcc
-from checks.torches import HEADERS, RESULTS, VERSIONS, Unit, units
+from checks.torches import HEADERS, VERSIONS, Unit, units
 from checks.tree import ROOT
 
 INSTALLED = Path(torch.__file__).parent / "include"
@@ -54,5 +53,5 @@ def test_an_ambiguous_sum_fails_on_torch_2_11(tmp_path):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_result_of_each_torch_is_recorded(version):
-    found = json.loads(RESULTS.read_text())["compiled"][version]
+    found = compatibility.load()["compiled"][version]
     assert found["units"] > 100 and found["compilers"] and found["failed"] == {}

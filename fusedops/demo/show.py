@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
+from statistics import fmean, median
+from typing import Any
 
 from fusedops.demo.training import CONTENDERS, Settings, Trainer
-from fusedops.measure import Ratio, paired_ratio
+from fusedops.measure import Ratio, paired_ratio, quantiles
 
 WARMUP = 3  # steps whose time does not count: allocations, caches of the matrix library
 LAST = 10  # steps whose mean is the final loss
@@ -16,10 +16,10 @@ COLORS = {"eager": "#9aa5b1", "fused": "#d1495b"}
 def summary(trainers: dict[str, Trainer], peaks: dict[str, int], settings: Settings) -> dict:
     """Every number of the table, and the curves."""
     eager, fused = (trainers[name] for name in CONTENDERS)
-    gap = np.abs(np.subtract(eager.losses, fused.losses))
+    gaps = [abs(a - b) for a, b in zip(eager.losses, fused.losses, strict=True)]
     return {
         "ratio": paired_ratio(timed(eager), timed(fused))._asdict(),
-        "max_loss_difference": float(gap.max()),
+        "max_loss_difference": max(gaps),
         "parameters": sum(p.numel() for p in eager.model.parameters()),
         "contenders": {
             name: _numbers(trainer, peaks[name], settings) for name, trainer in trainers.items()
@@ -32,22 +32,24 @@ def timed(trainer: Trainer) -> list[float]:
 
 
 def _numbers(trainer: Trainer, peak: int, settings: Settings) -> dict:
-    p50, p95 = (float(q) for q in np.percentile(timed(trainer), [50, 95]))
+    p50, p95 = quantiles(timed(trainer), 0.5, 0.95)
     return {
         "tokens_per_s": settings.tokens / p50,
         "step_p50_s": p50,
         "step_p95_s": p95,
         "peak_bytes": peak,
-        "final_loss": float(np.mean(trainer.losses[-LAST:])),
+        "final_loss": fmean(trainer.losses[-LAST:]),
         "losses": trainer.losses,
         "seconds": trainer.seconds,
     }
 
 
 def table(results: dict) -> object:
-    """A rich table, a column for each contender."""
-    from rich.table import Table
-
+    """A rich table, a column for each contender; plain text where rich is not installed."""
+    try:
+        from rich.table import Table
+    except ModuleNotFoundError:
+        return _plain(_rows(results))
     shown = Table(title="Same model, same batches, step by step in turns")
     shown.add_column()
     for name in CONTENDERS:
@@ -55,6 +57,11 @@ def table(results: dict) -> object:
     for name, cells in _rows(results).items():
         shown.add_row(name, *cells)
     return shown
+
+
+def _plain(rows: dict[str, list[str]]) -> str:
+    lines = {"": [*CONTENDERS], **rows}
+    return "\n".join(f"{name:32}{eager:>14}{fused:>26}" for name, (eager, fused) in lines.items())
 
 
 def _rows(results: dict) -> dict[str, list[str]]:
@@ -120,16 +127,17 @@ def _plot_losses(axes, results: dict) -> None:
 
 def _plot_times(axes, results: dict) -> None:
     millis = {
-        name: np.array(results["contenders"][name]["seconds"][WARMUP:]) * 1e3 for name in CONTENDERS
+        name: [1e3 * seconds for seconds in results["contenders"][name]["seconds"][WARMUP:]]
+        for name in CONTENDERS
     }
-    every = np.concatenate(list(millis.values()))
-    longest = min(every.max(), 1.6 * np.median(every))  # a few stalls would flatten the rest
-    edges = np.linspace(every.min(), longest, 36)
+    every = [step for steps in millis.values() for step in steps]
+    longest = min(max(every), 1.6 * median(every))  # a few stalls would flatten the rest
+    shown: dict[str, Any] = {"bins": 35, "range": (min(every), longest), "alpha": 0.6}
     for name, steps in millis.items():
-        median = np.median(steps)
-        label = f"{name}, median {median:.1f} ms"
-        axes.hist(np.minimum(steps, longest), edges, color=COLORS[name], alpha=0.6, label=label)
-        axes.axvline(median, color=COLORS[name], lw=1.6)
+        middle = median(steps)
+        label = f"{name}, median {middle:.1f} ms"
+        axes.hist([min(s, longest) for s in steps], **shown, color=COLORS[name], label=label)
+        axes.axvline(middle, color=COLORS[name], lw=1.6)
     axes.set(xlabel="step time (ms); the last bar holds all that is slower", ylabel="steps")
     axes.set_title("Step times")
     axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend

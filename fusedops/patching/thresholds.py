@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import SymBool, Tensor
 from torch.compiler import is_compiling
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusedops.backends import forced, linear_of_any_size
 from fusedops.extension import _C
@@ -175,4 +174,8 @@ def _known(condition: Any) -> bool:
     A question about symbols would be a guard, for which a graph is made again or an export refused.
     torch.jit.trace makes tensors of sizes: of these nothing is known either.
     """
+    if not is_compiling() and not isinstance(condition, SymBool):
+        return condition is True
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
     return isinstance(condition, bool | SymBool) and statically_known_true(condition)

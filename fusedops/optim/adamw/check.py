@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fusedops.optim.adamw.shard import local
+from fusedops.optim.adamw.shard import is_dtensor, local
 
 __all__ = [
     "MISSING",
@@ -80,7 +79,7 @@ def _is_dense(value: Any, on_meta: bool) -> bool:
 
 def _shape(value: Tensor, p: Tensor) -> torch.Size | None:
     """Its shape; None for a DTensor that is cut unlike p, as a load does not redistribute."""
-    if isinstance(value, DTensor) and value.to_local().shape != local(p).shape:
+    if is_dtensor(value) and value.to_local().shape != local(p).shape:
         return None
     return value.shape
 
@@ -101,7 +100,7 @@ def described(value: object) -> str:
     if value.is_nested:  # its shape is not a list of ints
         return f"nested {_short(value.dtype)}"
     text = f"{_short(value.dtype)} {list(value.shape)}"
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         text += f" with {list(value.to_local().shape)} on this rank"
     if value.layout != torch.strided:
         return f"{_short(value.layout)} {text}"

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from fusedops.extension import _C
 from fusedops.functional.adamw import BLOCK, FLOATS, KINDS
@@ -49,7 +48,7 @@ def home(p: Tensor, group: Group) -> Tensor:
     if not offloads(p, group):
         return p
     part = torch.empty((), dtype=p.dtype, device="cpu").expand(local(p).shape)
-    return DTensor(part, p._spec, requires_grad=False) if isinstance(p, DTensor) else part
+    return with_local(p, part)
 
 
 def hosted(state: State, device: torch.device) -> State:

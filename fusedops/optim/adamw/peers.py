@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fusedops.optim.adamw.check import MISSING, Misfit, check_entry, check_numbers
-from fusedops.optim.adamw.shard import local
+from fusedops.optim.adamw.shard import is_dtensor, local
 
 __all__ = ["decoded_peers", "flat"]
 
@@ -53,7 +52,9 @@ def _zero_unless_finite(m: Tensor, v: Tensor) -> None:
 
 def _dequantized(value: Any) -> Any:
     """Dequantizes torchao's codes to float32, and a DTensor's on each rank."""
-    if isinstance(value, DTensor) and hasattr(value.to_local(), "codes"):
+    if is_dtensor(value) and hasattr(value.to_local(), "codes"):
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(
             _dequantized(value.to_local()),
             value.device_mesh,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from fusedops.extension import _C
@@ -26,7 +25,14 @@ from fusedops.optim.adamw.offload import (
     offloads,
     refuse_capture,
 )
-from fusedops.optim.adamw.shard import local, reduced, rows_of, sharded_dims
+from fusedops.optim.adamw.shard import (
+    dtensor_class,
+    is_dtensor,
+    local,
+    reduced,
+    rows_of,
+    sharded_dims,
+)
 from fusedops.optim.adamw.state import (
     STEP,
     Group,
@@ -197,7 +203,7 @@ def _rows(p: Tensor, group: Group) -> tuple[int, int]:
 def _place(p: Tensor, group: Group) -> tuple:
     """Parameters of one place are stepped together: with states on the host or not, of one device,
     and cut over the same ranks."""
-    if not isinstance(p, DTensor):
+    if not is_dtensor(p):
         return (offloads(p, group), p.device)
     whole = (placement.is_replicate() for placement in p.placements)
     return (offloads(p, group), p.device, p.device_mesh, *whole)
@@ -236,7 +242,7 @@ _CHOOSING = (
 def covered(p: Tensor, group: Group) -> bool:
     """Whether the kernels take this parameter and its gradient."""
     return (
-        type(p) in (Tensor, torch.nn.Parameter, DTensor)
+        type(p) in (Tensor, torch.nn.Parameter, dtensor_class())
         and p.dtype in FLOATS
         and p.device.type in ("cpu", "cuda")
         and p.layout == torch.strided
@@ -248,12 +254,12 @@ def covered(p: Tensor, group: Group) -> bool:
 
 
 def _plain(grad: Tensor, p: Tensor) -> bool:
-    if isinstance(p, DTensor) and isinstance(grad, DTensor):
+    if is_dtensor(p) and is_dtensor(grad):
         alike = (grad.placements, grad.device_mesh) == (p.placements, p.device_mesh)
         return alike and grad.dtype == p.dtype
     return (
         type(grad) in (Tensor, torch.nn.Parameter)
-        and not isinstance(p, DTensor)
+        and not is_dtensor(p)
         and grad.layout == torch.strided
         and grad.dtype == p.dtype
         and grad.device == p.device

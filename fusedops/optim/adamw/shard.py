@@ -4,30 +4,53 @@ Blocks of a tensor that is sharded begin anew with each slice of its first dimen
 cut between two slices is one between two blocks: states of any number of ranks load on any other.
 """
 
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fusedops.functional.adamw import BLOCK
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 LEAST_ROW = 64  # elements of a slice: below, its scale would be a tenth of its codes
 
 
+def dtensor_class() -> type[DTensor] | None:
+    """DTensor, if a program has imported it: its module loads sympy, which takes 0.4 s."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_dtensor(value: Any) -> TypeIs[DTensor]:
+    known = dtensor_class()
+    return known is not None and isinstance(value, known)
+
+
 def local(t: Tensor) -> Tensor:
     """The part of t on this rank: t itself unless it is a DTensor."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    return t.to_local() if is_dtensor(t) else t
 
 
 def with_local(t: Tensor, part: Tensor) -> Tensor:
     """The tensor like t that has another part on this rank."""
-    return DTensor(part, t._spec, requires_grad=False) if isinstance(t, DTensor) else part
+    if not is_dtensor(t):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, t._spec, requires_grad=False)
 
 
 def sharded_dims(p: Tensor) -> set[int]:
     """The dimensions that are cut; -1 stands for one that is cut in another way than in a row."""
-    if not isinstance(p, DTensor):
+    if not is_dtensor(p):
         return set()
+    from torch.distributed.tensor import Shard
+
     cuts = (placement for placement in p.placements if not placement.is_replicate())
     return {cut.dim if type(cut) is Shard else -1 for cut in cuts}
 
@@ -40,8 +63,10 @@ def takes_codes(p: Tensor) -> bool:
 
 def rows_of(p: Tensor) -> tuple[int, int]:
     """Elements of a row of blocks (0: all), and the blocks of other ranks before this one's."""
-    if not isinstance(p, DTensor) or sharded_dims(p) != {0} or p.dim() < 2:
+    if not is_dtensor(p) or sharded_dims(p) != {0} or p.dim() < 2:
         return 0, 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1]
     row = p.shape[1:].numel()
     return row, offset[0] * -(-row // BLOCK)
@@ -64,8 +89,10 @@ def scales_shape(p: Tensor) -> tuple[int, ...]:
 
 def distributed(p: Tensor, t: Tensor, shape: tuple[int, ...]) -> Tensor:
     """t, of this rank, as the local part of a tensor of `shape` that lies as p does."""
-    if not isinstance(p, DTensor):
+    if not is_dtensor(p):
         return t.reshape(shape)
+    from torch.distributed.tensor import DTensor
+
     stride = (*[torch.Size(shape[i:]).numel() for i in range(1, len(shape))], 1)
     part = t.reshape(-1, *shape[1:]) if sharded_dims(p) else t.reshape(shape)
     return DTensor.from_local(
@@ -75,7 +102,7 @@ def distributed(p: Tensor, t: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def reduced(p: Tensor, t: Tensor) -> Tensor:
     """t summed over the ranks that hold other parts of p."""
-    if isinstance(p, DTensor):
+    if is_dtensor(p):
         for dim, placement in enumerate(p.placements):
             if not placement.is_replicate():
                 torch.distributed.all_reduce(t, group=p.device_mesh.get_group(dim))

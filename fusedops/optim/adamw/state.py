@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fusedops.functional.adamw import (
     FLOATS,
@@ -27,6 +26,7 @@ from fusedops.optim.adamw.memory import writable
 from fusedops.optim.adamw.peers import decoded_peers, flat
 from fusedops.optim.adamw.shard import (
     distributed,
+    is_dtensor,
     local,
     rows_of,
     scales_count,
@@ -154,7 +154,7 @@ def _without_bad_blocks(found: State, p: Tensor) -> State:
         by_block = blocks(part, row) if name in MOMENTS else part.reshape(-1, 1)
         kept = torch.where(sound[:, None], by_block, 0)
         kept = unblocked(kept, part, row) if name in MOMENTS else kept.view(part.shape)
-        is_cut = isinstance(found[name], DTensor)
+        is_cut = is_dtensor(found[name])
         cleared[name] = distributed(p, kept, tuple(found[name].shape)) if is_cut else kept
     return cleared
 
@@ -199,7 +199,9 @@ def _placed(value: Any, p: Tensor, like: Any) -> Any:
     if not isinstance(value, Tensor) or value.is_meta or value.is_nested:
         return value
     value = value.to(p.device)
-    if isinstance(like, DTensor) and not isinstance(value, DTensor) and value.shape == like.shape:
+    if is_dtensor(like) and not is_dtensor(value) and value.shape == like.shape:
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(value, like.device_mesh, like.placements)
     return value
 

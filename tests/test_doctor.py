@@ -1,0 +1,284 @@
+"""`fusedops doctor`: each check on the files and settings of other machines."""
+
+import pytest
+
+from fusedops import __main__ as command_line
+from fusedops import doctor
+from fusedops.doctor import OK, PROBLEM, WARNING, Finding
+
+GPP = "g++ (Debian 12.2.0-14) 12.2.0"
+NVCC = """\
+nvcc: NVIDIA (R) Cuda compiler driver
+Copyright (c) 2005-2025 NVIDIA Corporation
+Built on Wed_Aug_20_01:58:59_PM_PDT_2025
+Cuda compilation tools, release 13.0, V13.0.88
+Build cuda_13.0.r13.0/compiler.36424714_0
+"""
+ZEN5 = "avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni"
+SKYLAKE = "avx2 fma f16c avx512f avx512dq avx512bw avx512vl"
+HASWELL = "avx2 fma f16c"
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Makes a program that prints a text, on a PATH that has nothing else but the shell."""
+
+    def make(name, printed, status=0):
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        path = folder / name
+        path.write_text(f"#!/bin/sh\ncat <<'EOF'\n{printed}\nEOF\nexit {status}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+        return {"PATH": f"{folder}:/bin", "CUDA_HOME": str(tmp_path / "none")}
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("printed", "status", "level", "words"),
+    [
+        ("12.2.0", 0, OK, "g++ 12.2.0 compiles C++20"),
+        ("9.4.0", 0, PROBLEM, "g++ 9.4.0 does not compile C++20"),
+        ("", 1, PROBLEM, "does not print a version"),
+    ],
+)
+def test_compiler(program, printed, status, level, words):
+    environment = program("g++", printed, status)
+    found = doctor.compiler(environment, needed=True)
+    assert found.level == level and words in found.text
+    assert bool(found.fix) == (level != OK)
+
+
+def test_a_missing_compiler_is_a_problem_while_nothing_is_compiled(tmp_path):
+    environment = {"PATH": str(tmp_path), "CXX": "clang++-19 -fcolor-diagnostics"}
+    found = doctor.compiler(environment, needed=True)
+    assert found.level == PROBLEM and "clang++-19 is not on PATH" in found.text
+    assert "install g++" in found.fix
+    assert doctor.compiler(environment, needed=False).level == WARNING
+
+
+@pytest.mark.parametrize(
+    ("reason", "record", "level", "words"),
+    [
+        ("", {"torch": "2.13.0+cpu"}, OK, "compiled for torch 2.13.0+cpu"),
+        ("", {"torch": "2.13.1", "cxx11_abi": True}, OK, "compiled for torch 2.13.1"),
+        ("", {"torch": "2.12.1"}, PROBLEM, "for torch 2.12.1, and torch 2.13.0+cpu is installed"),
+        ("", {"torch": "2.13.0", "cxx11_abi": False}, PROBLEM, "the other C++ ABI"),
+        ("", {}, PROBLEM, "an unknown version"),
+        ("there is none for torch 2.13", {}, PROBLEM, "as plain PyTorch: there is none for"),
+    ],
+)
+def test_compiled_part(reason, record, level, words):
+    found = doctor.compiled_part(reason, record, "2.13.0+cpu", True)
+    assert found.level == level and words in found.text
+    assert found.fix == ("" if level == OK else "fusedops build")
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "level", "words"),
+    [
+        (ZEN5, "", OK, "AVX-512 with bfloat16 instructions."),
+        (ZEN5, "avx512_bf16", OK, "AVX-512 with bfloat16 instructions."),
+        (ZEN5, "avx2", WARNING, "but FUSEDOPS_CPU_ISA=avx2 chooses"),
+        (SKYLAKE, "", OK, "AVX-512 without bfloat16"),
+        (HASWELL, "", OK, "AVX2 and not AVX-512"),
+        ("sse4_2 avx", "", PROBLEM, "no AVX2"),
+    ],
+)
+def test_instruction_set(flags, chosen, level, words):
+    cpuinfo = f"processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu {flags} lm\nbugs\t\t: none\n"
+    found = doctor.instruction_set(cpuinfo, {"FUSEDOPS_CPU_ISA": chosen} if chosen else {})
+    assert found.level == level and words in found.text
+
+
+def test_another_architecture_is_no_problem():
+    cpuinfo = "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU implementer\t: 0x41\n"
+    assert doctor.instruction_set(cpuinfo, {}).level == WARNING
+
+
+@pytest.mark.parametrize(
+    ("number", "allowed", "quota", "fix"),
+    [
+        (8, 8, None, ""),
+        (1, 8, None, ""),
+        (8, 4, None, "export OMP_NUM_THREADS=4"),
+        (8, 64, 2.0, "export OMP_NUM_THREADS=2"),
+        (2, 64, 1.5, "export OMP_NUM_THREADS=1"),
+        (1, 64, 0.5, ""),
+        (4, 2, 16.0, "export OMP_NUM_THREADS=2"),
+    ],
+)
+def test_threads(number, allowed, quota, fix):
+    found = doctor.threads(number, allowed, quota)
+    assert found.fix == fix and found.level == (PROBLEM if fix else OK)
+
+
+def written(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V1 = "12:memory:/docker/0a\n4:cpu,cpuacct:/docker/0a\n1:name=systemd:/docker/0a\n"
+V2 = "0::/user.slice/job.scope\n"
+GROUP = "sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"proc/self/cgroup": V2, f"{GROUP}/user.slice/job.scope/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": V2, f"{GROUP}/user.slice/job.scope/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": V2, f"{GROUP}/user.slice/cpu.max": "400000 100000\n"}, 4.0),
+        ({"proc/self/cgroup": "0::/\n", f"{GROUP}/cpu.max": "50000 100000\n"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": V2,
+                f"{GROUP}/user.slice/cpu.max": "200000 100000\n",
+                f"{GROUP}/user.slice/job.scope/cpu.max": "800000 100000\n",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": V1,
+                f"{GROUP}/cpu,cpuacct/docker/0a/cpu.cfs_quota_us": "300000\n",
+                f"{GROUP}/cpu,cpuacct/docker/0a/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": V1,
+                f"{GROUP}/cpu/cpu.cfs_quota_us": "200000\n",
+                f"{GROUP}/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": V1,
+                f"{GROUP}/cpu/cpu.cfs_quota_us": "-1\n",
+                f"{GROUP}/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/other\n4:cpu:/\n",
+                f"{GROUP}/cpu/other/cpu.cfs_quota_us": "200000\n",
+                f"{GROUP}/cpu/other/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+        ({}, None),
+    ],
+)
+def test_cpu_quota(tmp_path, files, quota):
+    assert doctor.cpu_quota(written(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("environment", "cpus", "named"),
+    [
+        ({}, 8, []),
+        ({"OMP_NUM_THREADS": "8", "OMP_PROC_BIND": "false"}, 8, []),
+        ({"OMP_NUM_THREADS": "1"}, 2, []),
+        ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, 8, ["OMP_NUM_", "MKL_NUM_"]),
+        ({"OMP_DYNAMIC": "TRUE", "OMP_WAIT_POLICY": "active"}, 8, ["OMP_DYN", "OMP_WAIT_POLICY"]),
+        ({"OMP_PROC_BIND": "close", "GOMP_CPU_AFFINITY": "0"}, 8, ["OMP_PROC_BIND", "GOMP_CPU"]),
+        ({"OMP_THREAD_LIMIT": "1"}, 8, ["OMP_THREAD_LIMIT"]),
+    ],
+)
+def test_openmp(environment, cpus, named):
+    found = list(doctor.openmp(environment, cpus))
+    if not named:
+        assert [finding.level for finding in found] == [OK]
+    else:
+        assert all(finding.level == WARNING for finding in found)
+        for finding, name in zip(found, named, strict=True):
+            assert name in finding.text and finding.fix.startswith(f"unset {name}")
+
+
+@pytest.mark.parametrize(
+    ("torchs", "toolkit", "devices", "level", "words"),
+    [
+        (None, None, 0, OK, "built without CUDA"),
+        (None, "13.0", 0, OK, "built without CUDA"),
+        ("13.0", "13.0", 0, OK, "nvcc 13.0 goes with torch's CUDA 13.0; 0 GPUs"),
+        ("13.0", "13.1", 1, OK, "1 GPU."),
+        ("13.0", None, 0, OK, "no nvcc"),
+        ("13.0", None, 1, WARNING, "no nvcc"),
+        ("13.0", "12.8", 1, PROBLEM, "nvcc is of CUDA 12.8 and torch of CUDA 13.0"),
+        ("13.0", "12.8", 0, WARNING, "nvcc is of CUDA 12.8 and torch of CUDA 13.0"),
+    ],
+)
+def test_cuda(torchs, toolkit, devices, level, words):
+    found = doctor.cuda(torchs, toolkit, devices)
+    assert found.level == level and words in found.text
+    assert bool(found.fix) == (level != OK)
+
+
+def test_nvcc_version(program, tmp_path):
+    assert doctor.nvcc_version(program("nvcc", NVCC)) == "13.0"
+    elsewhere = {"PATH": "", "CUDA_HOME": str(tmp_path / "bin")}
+    assert doctor.nvcc_version(elsewhere) is None
+    assert doctor.nvcc_version({"PATH": "", "CUDA_HOME": str(tmp_path)}) == "13.0"
+
+
+def test_cache(tmp_path):
+    assert doctor.cache(tmp_path / "cache" / "fusedops", needed=True).level == OK
+    (tmp_path / "file").touch(0o755)
+    for needed, level in ((True, PROBLEM), (False, WARNING)):
+        found = doctor.cache(tmp_path / "file" / "fusedops", needed)
+        assert found.level == level and "FUSEDOPS_CACHE" in found.fix
+
+
+def test_cache_folder(tmp_path):
+    assert doctor.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "fusedops"
+    both = {"FUSEDOPS_CACHE": str(tmp_path / "own"), "XDG_CACHE_HOME": str(tmp_path)}
+    assert doctor.cache_folder(both) == tmp_path / "own"
+    assert doctor.cache_folder({}).name == "fusedops"
+
+
+def test_every_check_is_printed(capsys):
+    status = command_line.main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert status == any(line.startswith(PROBLEM) for line in lines)
+    found = [line.split()[1] for line in lines if not line.startswith(" ")]
+    checks = ["compiler", "kernels", "CPU", "threads", "OpenMP", "CUDA", "cache"]
+    assert list(dict.fromkeys(found)) == checks
+
+
+@pytest.mark.parametrize(("level", "status"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])
+def test_exit_status(monkeypatch, capsys, level, status):
+    found = Finding(OK, "CPU", "Fine."), Finding(level, "threads", "Too many.", "export X=1")
+    monkeypatch.setattr(doctor, "findings", lambda: iter(found))
+    assert command_line.main(["doctor"]) == status
+    assert capsys.readouterr().out.endswith("Too many.\n" + 20 * " " + "fix: export X=1\n")
+
+
+def test_an_unknown_subcommand_names_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as left:
+        command_line.main(["docter"])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert "docter" in error and "doctor" in error and "build" in error
+
+
+def test_build_passes_on_the_number_of_jobs(monkeypatch):
+    called = []
+
+    class Building:
+        @staticmethod
+        def main(words):
+            called.append(words)
+            return 3
+
+    monkeypatch.setattr(command_line.importlib, "import_module", lambda name: Building)
+    assert command_line.main(["build", "--jobs", "2"]) == 3
+    assert command_line.main(["build"]) == 3
+    assert called == [["--jobs", "2"], []]

@@ -1,0 +1,56 @@
+"""`import fusedops`: what it loads beside torch, and what it prints."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+ADDED = """
+import json, sys, torch
+before = set(sys.modules)
+import fusedops
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+# Parts of torch that take long to load. torch loads some of them itself, depending on its version.
+SLOW = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.fx.experimental",
+    "torch.utils.flop_counter",
+)
+
+
+def python(*args):
+    """What a fresh interpreter prints to stdout and to stderr."""
+    run = subprocess.run([sys.executable, *args], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, run.stderr
+
+
+@pytest.fixture(scope="module")
+def added():
+    """The modules that `import fusedops` loads after `import torch`."""
+    return json.loads(python("-c", ADDED)[0].splitlines()[-1])
+
+
+def test_no_other_package_is_loaded(added):
+    """Among them sympy, transformers, triton and numpy."""
+    packages = {name.partition(".")[0] for name in added}
+    assert "fusedops" in packages
+    assert packages - set(sys.stdlib_module_names) <= {"fusedops", "torch"}
+
+
+def test_no_slow_part_of_torch_is_loaded(added):
+    assert [name for name in added if name.startswith(SLOW)] == []
+
+
+def test_the_command_line_and_the_demo_are_not_loaded(added):
+    assert not {"fusedops.coverage", "fusedops.demo", "fusedops.measure"} & set(added)
+
+
+def test_at_most_one_warning():
+    _, printed = python("-W", "always", "-c", "import torch\nimport fusedops")
+    assert printed.count("Warning: ") <= 1, printed
