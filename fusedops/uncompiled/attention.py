@@ -1,0 +1,241 @@
+"""Attention without a compiled part: csrc/ops/attention. All scores are in memory, as in eager."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusedops.uncompiled.checks import (
+    check_floating,
+    check_same_device,
+    describe,
+    dtype_name,
+    widened,
+)
+from fusedops.uncompiled.library import (
+    RANDOM,
+    define,
+    implement,
+    implement_autocast,
+    implement_kernel,
+    reference,
+)
+
+OP = "attention"
+
+define(
+    "attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, int[]? window=None,"
+    " float? softcap=None, Tensor? sinks=None, Tensor? bias=None, float? scale=None,"
+    " float dropout_p=0.0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
+    " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool top_left=False)"
+    " -> (Tensor out, Tensor lse)",
+    tags=RANDOM,
+)
+define(
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks,"
+    " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, SymInt max_q, SymInt max_k,"
+    " float[] how, int[] window, bool bottom_right) -> (Tensor out, Tensor lse)",
+    "attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias,"
+    " Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, Tensor out,"
+    " Tensor lse, SymInt max_q, SymInt max_k, float[] how, int[] window, bool bottom_right,"
+    " bool[5] output_mask)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+)
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=None,
+    softcap=None,
+    sinks=None,
+    bias=None,
+    scale=None,
+    dropout_p=0.0,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    top_left=False,
+):
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    _check_dims(q, k, v, varlen)
+    _check_options(dropout_p, softcap, window)
+    heads = [t.transpose(0, 1)[None] for t in (q, k, v)] if varlen else [q, k, v]
+    check(*heads, bias, sinks, cu_seqlens_q, cu_seqlens_k)
+    wide = widened(q.dtype)
+    if bias is not None and bias.dtype != torch.bool:
+        bias = bias.to(q.dtype)
+    out, lse = reference(OP, "attention_reference")(
+        *(t.to(wide) for t in (q, k, v)),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+        dropout_p=dropout_p,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        top_left=top_left,
+    )
+    return out.to(q.dtype), lse.double()
+
+
+def _check_dims(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> None:
+    wanted = (
+        "[tokens, heads, width] with cu_seqlens"
+        if varlen
+        else "[batch, heads, queries, width] without cu_seqlens"
+    )
+    if q.dim() != (3 if varlen else 4):
+        raise RuntimeError(f"{OP}: q must be {wanted}, got {describe(q)}")
+    if varlen and not k.dim() == v.dim() == 3:
+        raise RuntimeError(f"{OP}: k and v must be {wanted}, got {describe(k)} and {describe(v)}")
+
+
+def _check_options(dropout_p: float, softcap: float | None, window: list[int] | None) -> None:
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"{OP}: dropout_p must be from 0 to 1, got {dropout_p:g}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"{OP}: softcap must be above 0 and finite, got {softcap:g}")
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        raise ValueError(
+            f"{OP}: window must be (left, right), each -1 (open) or more, got {list(window)}"
+        )
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> None:
+    check_floating(OP, "q", q)
+    _check_heads("k", k, q, "width")
+    _check_heads("v", v, q, "any width")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise RuntimeError(
+            f"{OP}: v must have the heads and keys of k, {describe(k)}, got {describe(v)}"
+        )
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads != heads and (not kv_heads or heads % kv_heads):
+        raise RuntimeError(f"{OP}: k's heads must divide q's, {heads}, got {kv_heads}")
+    if bias is not None:
+        _check_bias(bias, q, k)
+    if sinks is not None:
+        check_floating(OP, "sinks", sinks)
+        check_same_device(OP, "sinks", sinks, "q", q)
+        if list(sinks.shape) != [heads]:
+            raise RuntimeError(
+                f"{OP}: sinks must be one number a head of q, [{heads}], got {describe(sinks)}"
+            )
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return
+    together = cu_seqlens_q is not None and cu_seqlens_k is not None
+    if not together or cu_seqlens_q.numel() != cu_seqlens_k.numel():
+        raise RuntimeError(
+            f"{OP}: cu_seqlens_q and cu_seqlens_k must come together and count the same sequences"
+        )
+    _check_sequences("cu_seqlens_q", cu_seqlens_q, q.shape[2])
+    _check_sequences("cu_seqlens_k", cu_seqlens_k, k.shape[2])
+    if bias is not None:
+        raise RuntimeError(f"{OP}: bias does not go with cu_seqlens, got {describe(bias)}")
+
+
+def _check_heads(name: str, t: Tensor, q: Tensor, width: str) -> None:
+    check_same_device(OP, name, t, "q", q)
+    fits = t.dim() == 4 and t.dtype == q.dtype and t.shape[0] == q.shape[0]
+    if not fits or (width == "width" and t.shape[3] != q.shape[3]):
+        like = "q's dtype, batch and width" if width == "width" else "q's dtype, batch"
+        raise RuntimeError(
+            f"{OP}: {name} must be [batch, heads, keys, {width}] of {like}, {describe(q)}, got "
+            f"{describe(t)}"
+        )
+
+
+def _check_bias(bias: Tensor, q: Tensor, k: Tensor) -> None:
+    check_same_device(OP, "bias", bias, "q", q)
+    scores = [*q.shape[:3], k.shape[2]]
+    pairs = zip(reversed(bias.shape), reversed(scores), strict=False)
+    fits = bias.dim() <= 4 and all(n in (1, size) for n, size in pairs)
+    if not fits or bias.dtype not in (torch.bool, q.dtype, torch.float32):
+        raise RuntimeError(
+            f"{OP}: bias must be bool, float32 or of q's dtype, {dtype_name(q.dtype)}, and "
+            f"broadcast to the scores {scores}, got {describe(bias)}"
+        )
+
+
+def _check_cu_seqlens(name: str, cu: Tensor | None, q: Tensor) -> None:
+    if cu is None:
+        return
+    check_same_device(OP, name, cu, "q", q)
+    if cu.dim() != 1 or not cu.numel() or cu.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"{OP}: {name} must be int32 or int64 [sequences + 1], got {describe(cu)}"
+        )
+
+
+def _check_sequences(name: str, cu: Tensor, tokens: int) -> None:
+    """Only of numbers in a CPU's memory: reading a GPU's would wait for the device."""
+    if (
+        type(cu) is not Tensor
+        or cu.device.type != "cpu"
+        or torch._C._functorch.is_batchedtensor(cu)
+    ):
+        return
+    before = 0
+    for i, start in enumerate(cu.tolist()):
+        if not (start == 0 if i == 0 else before <= start <= tokens):
+            after = f" after {before}" if i else ""
+            raise RuntimeError(
+                f"{OP}: {name} must grow from 0 to at most {tokens}, the number of tokens, got "
+                f"{start} at index {i}{after}"
+            )
+        before = start
+
+
+def _autocast(cast, q, k, v, *, bias=None, **kwargs):
+    bias = bias if bias is None or bias.dtype == torch.bool else cast(bias)
+    return torch.ops.fusedops.attention(cast(q), cast(k), cast(v), bias=bias, **kwargs)
+
+
+# The outputs that kernels fill: csrc/ops/attention/outputs.cpp.
+
+
+def _outputs(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, *rest):
+    check(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float64)
+    return _empty_heads(q, q.shape[1], v.shape[3]), lse
+
+
+def _backward_outputs(
+    grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed, out, lse, max_q, max_k,
+    how, window, bottom_right, output_mask,
+):  # fmt: skip
+    check(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k)
+    wanted = zip((q, k, v, bias, sinks), output_mask, strict=True)
+    dq, dk, dv, dbias, dsinks = (t if asked else None for t, asked in wanted)
+    return (
+        *(None if t is None else _empty_heads(t, t.shape[1], t.shape[3]) for t in (dq, dk, dv)),
+        *(None if t is None else t.new_empty(t.shape) for t in (dbias, dsinks)),
+    )
+
+
+def _empty_heads(like: Tensor, heads: int, width: int) -> Tensor:
+    """[B, H, S, D] that lies in memory as [B, S, H, D], as projections have it."""
+    return like.new_empty((like.shape[0], like.shape[2], heads, width)).transpose(1, 2)
+
+
+implement("attention", attention)
+implement_autocast("attention", _autocast, "cpu", "cuda")
+implement_kernel("attention_forward", _outputs)
+implement_kernel("attention_backward", _backward_outputs)
