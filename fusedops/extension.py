@@ -1,9 +1,9 @@
 """Finds the compiled part, `fusedops._C`. Without one, plain PyTorch runs in its place.
 
 A compiled part fits one minor version of torch, one C++ ABI and one Python. It is in the package's
-folder, or in the cache folder of `fusedops build`. Where none fits, `UNCOMPILED` says why, the first
-use warns, and FUSEDOPS_REQUIRE=compiled makes it an error. With FUSEDOPS_COMPILED=0 a compiled part
-is not loaded.
+folder, or in the cache folder of `fusedops build`. Where none fits, `UNCOMPILED` says why, the
+first use warns, and FUSEDOPS_REQUIRE=compiled makes it an error. With FUSEDOPS_COMPILED=0 a
+compiled part is not loaded.
 
 Also says when a call must not take its short path.
 """

@@ -277,7 +277,7 @@ def attention_reference(
 def _logsumexp(s):
     """torch's has gradients of 1 where all scores are finfo.min, for want of log(n) in its sum."""
     if s.shape[-1] == 0:
-        return s.new_full((*s.shape[:-1], 1), -torch.inf)
+        return s.sum(-1, keepdim=True) - torch.inf
     most = s.detach().amax(-1, keepdim=True)
     most = torch.where(most.isfinite(), most, 0)
     return most + (s - most).logsumexp(-1, keepdim=True)

@@ -10,6 +10,7 @@ from fusedops.uncompiled.checks import (
     check_same_device,
     describe,
     dtype_name,
+    has_numbers,
     widened,
 )
 from fusedops.uncompiled.library import (
@@ -22,6 +23,7 @@ from fusedops.uncompiled.library import (
 )
 
 OP = "attention"
+WIDEST = 1 << 61  # of a window: no sum of places overflows
 
 define(
     "attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, int[]? window=None,"
@@ -67,6 +69,7 @@ def attention(
     heads = [t.transpose(0, 1)[None] for t in (q, k, v)] if varlen else [q, k, v]
     check(*heads, bias, sinks, cu_seqlens_q, cu_seqlens_k)
     wide = widened(q.dtype)
+    window = None if window is None else [min(side, WIDEST) for side in window]
     if bias is not None and bias.dtype != torch.bool:
         bias = bias.to(q.dtype)
     out, lse = reference(OP, "attention_reference")(
@@ -185,12 +188,8 @@ def _check_cu_seqlens(name: str, cu: Tensor | None, q: Tensor) -> None:
 
 
 def _check_sequences(name: str, cu: Tensor, tokens: int) -> None:
-    """Only of numbers in a CPU's memory: reading a GPU's would wait for the device."""
-    if (
-        type(cu) is not Tensor
-        or cu.device.type != "cpu"
-        or torch._C._functorch.is_batchedtensor(cu)
-    ):
+    """Whether each sequence starts where the last one ends, the first at 0."""
+    if not has_numbers(cu):
         return
     before = 0
     for i, start in enumerate(cu.tolist()):

@@ -48,6 +48,13 @@ def check_activation(op: str, activation: str) -> None:
         )
 
 
+def has_numbers(t: Tensor) -> bool:
+    """Whether a tensor's numbers can be read at once: not a GPU's, nor where a graph is traced."""
+    if type(t) is not Tensor or t.device.type != "cpu" or torch._C._len_torch_dispatch_stack():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
 def widened(dtype: torch.dtype) -> torch.dtype:
     """What the formulas of a dtype are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

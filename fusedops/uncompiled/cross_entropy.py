@@ -12,6 +12,7 @@ from fusedops.uncompiled.checks import (
     check_same_device,
     describe,
     dtype_name,
+    has_numbers,
     widened,
 )
 from fusedops.uncompiled.library import (
@@ -64,6 +65,7 @@ def cross_entropy(
 ):
     _check_options("cross_entropy", reduction, label_smoothing, softcap)
     _check("cross_entropy", input, input.shape, target, weight, dtype)
+    _check_classes("cross_entropy", target, input.shape[min(1, input.dim() - 1)], ignore_index)
     options = {"z_loss": z_loss, "softcap": softcap, "scale": scale}
     numbers = ignore_index, reduction, label_smoothing
     return _formula(input, target, weight, dtype or input.dtype, *numbers, **options)
@@ -86,6 +88,8 @@ def linear_cross_entropy(
 ):
     _check_options("linear_cross_entropy", reduction, label_smoothing, softcap)
     _check_linear(input, linear_weight, target, linear_bias, weight, dtype)
+    classes = linear_weight.shape[0]
+    _check_classes("linear_cross_entropy", target, classes, ignore_index)
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
     options = {"z_loss": z_loss, "softcap": softcap, "scale": scale}
@@ -162,6 +166,18 @@ def _check_target(op: str, logits: list[int], axis: int, target: Tensor) -> None
     if target.dtype not in (torch.int64, torch.uint8) or list(target.shape) != shape:
         raise RuntimeError(
             f"{op}: target must be int64 {shape} like the logits {logits}, got {describe(target)}"
+        )
+
+
+def _check_classes(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    if target.is_floating_point() or not has_numbers(target):
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if wrong.any():
+        row = int(wrong.flatten().nonzero()[0])
+        raise IndexError(
+            f"{op}: target must be a class from 0 to {classes - 1} or ignore_index {ignore_index}, "
+            f"got {target.flatten()[row].item()} in row {row}"
         )
 
 

@@ -5,7 +5,14 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from fusedops.uncompiled.checks import ACTIVATIONS, check_activation, check_like, check_shape
+from fusedops.uncompiled.checks import (
+    ACTIVATIONS,
+    check_activation,
+    check_floating,
+    check_like,
+    check_shape,
+    describe,
+)
 from fusedops.uncompiled.library import define, implement, implement_autocast, implement_kernel
 
 define(
@@ -40,16 +47,33 @@ def _autocast(cast, input, weight, bias=None, activation=None):
 
 
 def _outputs(input, weight, bias, activation, keep_z):
-    check_activation("linear_forward", activation)
-    check_like("linear_forward", "weight", weight, "input", input)
+    op = "linear_forward"
+    check_activation(op, activation)
+    check_floating(op, "input", input)
+    check_like(op, "weight", weight, "input", input)
+    if weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
+        raise RuntimeError(
+            f"{op}: weight must have shape [N, {input.shape[-1]}] for input {list(input.shape)}, "
+            f"got {describe(weight)}"
+        )
+    if bias is not None:
+        check_like(op, "bias", bias, "input", input)
+        check_shape(op, "bias", bias, weight.shape[:1])
     shape = (*input.shape[:-1], weight.shape[0])
     return input.new_empty(shape), input.new_empty(shape) if keep_z else None
 
 
 def _backward_outputs(dy, input, weight, z, activation, output_mask):
-    check_activation("linear_backward", activation)
+    op = "linear_backward"
+    check_activation(op, activation)
+    missing = (output_mask[0] and weight is None) or (output_mask[1] and input is None)
+    if missing or (activation != "none" and z is None):
+        raise RuntimeError(f"{op}: dinput needs weight, dweight needs input, an activation needs z")
+    for name, t in (("input", input), ("weight", weight), ("z", z)):
+        if t is not None:
+            check_like(op, name, t, "dy", dy)
     if z is not None:
-        check_shape("linear_backward", "z", z, dy.shape)
+        check_shape(op, "z", z, dy.shape)
     columns = dy.shape[-1]
     return (
         dy.new_empty((*dy.shape[:-1], weight.shape[1])) if output_mask[0] else None,

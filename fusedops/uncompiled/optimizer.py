@@ -41,7 +41,7 @@ class AdamWBucket:
         self.tensors = [{name: local(t) for name, t in known.items()} for known in self.known]
 
     def unchanged(self, state: dict) -> bool:
-        """Whether an optimizer's state holds these tensors still, and each gradient can be taken."""
+        """Whether a state still holds these tensors, and adamw_step takes each gradient."""
         held = zip(self.params, self.states, self.known, strict=True)
         return all(
             state.get(p) is of_p

@@ -36,7 +36,8 @@ def quantized_linear_gpu_plan(
             f"the weight becomes bfloat16 in memory for each call, {n * k * 2 >> 20} MiB, and "
             f"torch multiplies it, from {TILE_ROWS + 1} rows of input on"
         )
-    kernel = f"a Triton kernel, whose tiles multiply {_operand(format, k, group_size, input_format, compute)}"
+    operand = _operand(format, k, group_size, input_format, compute)
+    kernel = f"a Triton kernel, whose tiles multiply {operand}"
     if way == "split":
         return (
             f"{kernel} and share their depth where there are few, of at most {SPLIT_ROWS} rows of "

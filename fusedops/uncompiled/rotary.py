@@ -22,13 +22,21 @@ define(
 
 def rotary_embedding(q, k, cos, sin, *, unsqueeze_dim=1, interleaved=False):
     _check(q, k, cos, sin, unsqueeze_dim)
-    wide = widest((q, k, cos, sin))
+    wide, n = widest((q, k, cos, sin)), cos.shape[-1]
     run = reference("rotary", "rotary_embedding_reference")
-    tensors = (t.to(wide) for t in (q, k, cos, sin))
+    tensors = (t.to(wide) for t in (q[..., :n], k[..., :n], cos, sin))
     rotated = run(*tensors, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)
     return tuple(
-        y.to(_rotated_dtype(x.dtype, cos, sin)) for x, y in zip((q, k), rotated, strict=True)
+        _with_rest(y.to(_rotated_dtype(x.dtype, cos, sin)), x[..., n:])
+        for x, y in zip((q, k), rotated, strict=True)
     )
+
+
+def _with_rest(y: Tensor, rest: Tensor) -> Tensor:
+    """y and the elements of each head that are not rotated."""
+    if not rest.shape[-1]:
+        return y
+    return torch.cat([y, rest.to(y.dtype).expand(*y.shape[:-1], -1)], -1)
 
 
 def _rotated_dtype(dtype: torch.dtype, cos: Tensor, sin: Tensor) -> torch.dtype:
