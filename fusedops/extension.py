@@ -126,7 +126,7 @@ def _choose() -> tuple[Any, dict[str, Any], str]:
             f"fusedops has no compiled part ({reason}), so PyTorch references run, and on GPUs the "
             f"Triton kernels. Compile it: {COMMAND}"
         )
-    sys.modules[MODULE] = compiled
+    sys.modules[MODULE] = sys.modules["fusedops"]._C = compiled  # type: ignore[attr-defined]
     return compiled, built, reason
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -41,37 +40,11 @@ def python(*args, cwd=ROOT, **environment):
     )
 
 
-@pytest.fixture
-def package(tmp_path):
-    """A copy of the package without its compiled part; imports from tmp_path find it first."""
-    skipped = shutil.ignore_patterns("*.so", "_build_info.json", "__pycache__")
-    return shutil.copytree(ROOT / "fusedops", tmp_path / "fusedops", ignore=skipped)
-
-
-def test_another_torch_is_refused(package):
-    (package / "_build_info.json").write_text(json.dumps({"torch": "2.0.0+other", "cuda": None}))
-    run = python("-c", "import fusedops", cwd=package.parent)
-    assert run.returncode == 1
-    error = run.stderr.splitlines()[-1]
-    assert error.startswith("ImportError: fusedops was built for torch 2.0.0+other")
-    assert f"this is torch {torch.__version__}" in error
-    assert "pip install --no-build-isolation" in error
-
-
-def test_a_missing_extension_is_named(package):
-    # -S: the finder of an editable install would supply the real one
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    run = python("-S", "-c", "import fusedops", cwd=package.parent, PYTHONPATH=path)
-    assert run.returncode == 1
-    error = run.stderr.splitlines()[-1]
-    assert error.startswith("ImportError: fusedops is not compiled")
-    assert "pip install --no-build-isolation" in error
-
-
 def test_the_build_is_recorded_beside_the_extension():
     assert extension.BUILD["torch"] == torch.__version__
-    record = Path(extension._C.__file__).with_name("_build_info.json")
-    assert json.loads(record.read_text()) == extension.BUILD
+    library = Path(extension._C.__file__)
+    records = library.with_suffix(".json"), library.with_name("_build_info.json")
+    assert extension.BUILD in [json.loads(path.read_text()) for path in records if path.exists()]
 
 
 def test_asking_for_cuda_without_it_fails():

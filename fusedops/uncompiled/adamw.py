@@ -189,6 +189,10 @@ def _checked(check: Callable, name: str, *args, **kwargs):
     return reference("adamw", f"{name}_reference")(*args, **kwargs)
 
 
-_CHECKS = {OP: _step_check, "adamw_squares": _squares_output, "adamw_scale": _scale_check}
+_CHECKS: dict[str, Callable] = {
+    OP: _step_check,
+    "adamw_squares": _squares_output,
+    "adamw_scale": _scale_check,
+}
 for _name, _check in _CHECKS.items():
     implement_kernel(_name, _check, functools.partial(_checked, _check, _name))

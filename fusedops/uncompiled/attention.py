@@ -67,7 +67,7 @@ def attention(
     _check_dims(q, k, v, varlen)
     _check_options(dropout_p, softcap, window)
     heads = [t.transpose(0, 1)[None] for t in (q, k, v)] if varlen else [q, k, v]
-    check(*heads, bias, sinks, cu_seqlens_q, cu_seqlens_k)
+    check(heads[0], heads[1], heads[2], bias, sinks, cu_seqlens_q, cu_seqlens_k)
     wide = widened(q.dtype)
     window = None if window is None else [min(side, WIDEST) for side in window]
     if bias is not None and bias.dtype != torch.bool:
@@ -143,8 +143,7 @@ def check(
     _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return
-    together = cu_seqlens_q is not None and cu_seqlens_k is not None
-    if not together or cu_seqlens_q.numel() != cu_seqlens_k.numel():
+    if cu_seqlens_q is None or cu_seqlens_k is None or cu_seqlens_q.numel() != cu_seqlens_k.numel():
         raise RuntimeError(
             f"{OP}: cu_seqlens_q and cu_seqlens_k must come together and count the same sequences"
         )

@@ -23,12 +23,8 @@ def define(*schemas: str, tags: Sequence[torch.Tag] = PURE) -> None:
 def implement(name: str, function: Callable, *, takes_nested: bool = False) -> None:
     """A public operator: differentiable PyTorch, also under vmap."""
 
-    def run(*args, **kwargs):
-        notice.give()
-        return function(*args, **kwargs)
-
     for key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
-        LIBRARY.impl(name, run, key)
+        LIBRARY.impl(name, _noticed(function), key)
     if not takes_nested:
         refuse = functools.partial(_refuse_nested, name)
         LIBRARY.impl(name, refuse, "CompositeImplicitAutogradNestedTensor")
@@ -40,7 +36,15 @@ def implement_kernel(name: str, outputs: Callable, composite: Callable | None = 
     """
     LIBRARY.impl(name, outputs, "Meta")
     if composite is not None:
-        LIBRARY.impl(name, composite, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, _noticed(composite), "CompositeExplicitAutograd")
+
+
+def _noticed(function: Callable) -> Callable:
+    def run(*args, **kwargs):
+        notice.give()
+        return function(*args, **kwargs)
+
+    return run
 
 
 def implement_autocast(name: str, function: Callable, *devices: str) -> None:
@@ -70,8 +74,8 @@ def _refuse_nested(op: str, *args, **kwargs):
 
 
 @functools.cache
-def reference(family: str, name: str) -> Callable:
-    """A function of fusedops/functional. Those modules import this package first."""
+def reference(family: str, name: str) -> Any:
+    """What a file of fusedops/functional defines. Those modules import this package first."""
     return getattr(importlib.import_module(f"fusedops.functional.{family}"), name)
 
 

@@ -1,6 +1,7 @@
 """linear without a compiled part: torch's own lines. csrc/ops/linear has its kernels' operators."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ define(
     " bool[3] output_mask) -> (Tensor dinput, Tensor dweight, Tensor dbias)",
 )
 
-ACTIVATE = {
+ACTIVATE: dict[str | None, Callable] = {
     None: lambda z: z,
     "none": lambda z: z,
     "relu": torch.relu,
