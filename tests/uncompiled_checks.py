@@ -324,9 +324,7 @@ BAD = {
     "attention: dropout_p must be from 0 to 1, got 2": lambda: functional.attention(
         *[drawn(1, 4, 5, 8)] * 3, dropout_p=2.0
     ),
-    "compute must be None, .* got 'fp4'": lambda: a_quantized(
-        compute="fp4"
-    ),
+    "compute must be None, .* got 'fp4'": lambda: a_quantized(compute="fp4"),
     r"quantized_linear: bias must have shape \[4\]": lambda: a_quantized(bias=drawn(5)),
     "adamw_squares: grads must be float32, float16 or bfloat16": (
         lambda: torch.ops.fusedops.adamw_squares([drawn(3).double()])

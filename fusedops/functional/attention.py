@@ -245,6 +245,7 @@ def attention_reference(
     max_seqlen_q=None,
     max_seqlen_k=None,
     top_left=False,
+    seed=None,
 ):
     if cu_seqlens_q is not None:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -267,7 +268,7 @@ def attention_reference(
         lse = torch.logaddexp(lse, sink)
     all_scores = wide if sinks is None else torch.cat([wide, sink.expand_as(dead)], -1)
     p = torch.where(dead, 0, all_scores.softmax(-1)[..., : wide.shape[-1]]).to(q.dtype)
-    out = dropout_reference(p, dropout_p) @ v
+    out = dropout_reference(p, dropout_p, seed=seed) @ v
     lse = lse.squeeze(-1)
     if cu_seqlens_q is not None:
         out, lse = out[0].transpose(0, 1), lse[0]

@@ -159,7 +159,7 @@ def add_rms_norm_reference(
     return y, h
 
 
-def dropout_reference(x, p, dims=1):
+def dropout_reference(x, p, dims=1, seed=None):
     """x with a share p of its elements dropped: the mask that every kernel draws.
 
     Philox4x32-7 (Salmon et al., SC 2011) keyed by a 64-bit seed; the counter of element [row, col]
@@ -168,7 +168,8 @@ def dropout_reference(x, p, dims=1):
     """
     if p == 0:
         return x
-    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
+    if seed is None:
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
     rows, n = math.prod(x.shape[:-dims]), math.prod(x.shape[-dims:])
     tracing = torch._C._len_torch_dispatch_stack() > 0  # inductor miscompiles wrapping products
     mask = torch.ops.fusedops.dropout_mask if tracing else dropout_mask_reference

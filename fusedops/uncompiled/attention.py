@@ -1,6 +1,8 @@
 """Attention without a compiled part: csrc/ops/attention. All scores are in memory, as in eager."""
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +18,14 @@ from fusedops.uncompiled.checks import (
 from fusedops.uncompiled.library import (
     RANDOM,
     define,
+    draw_seed,
+    has_kernel,
     implement,
     implement_autocast,
     implement_kernel,
+    needs_gradient,
     reference,
+    with_graph,
 )
 
 OP = "attention"
@@ -68,24 +74,104 @@ def attention(
     _check_options(dropout_p, softcap, window)
     heads = [t.transpose(0, 1)[None] for t in (q, k, v)] if varlen else [q, k, v]
     check(heads[0], heads[1], heads[2], bias, sinks, cu_seqlens_q, cu_seqlens_k)
+    left, right = (-1, -1) if window is None else (min(side, WIDEST) for side in window)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+    call = _Call(cu_seqlens_q, cu_seqlens_k, draw_seed(q, dropout_p), max_seqlen_q or 0,
+                 max_seqlen_k or 0, [scale, softcap or 0.0, dropout_p],
+                 [left, 0 if causal else right], not top_left)  # fmt: skip
+    tensors = *heads, bias, sinks
+    if not has_kernel("attention_forward", *tensors):
+        out, lse = _formula(*tensors, call)
+    elif needs_gradient(*tensors):
+        out, lse = _Attention.apply(*tensors, call)
+    else:
+        out, lse = torch.ops.fusedops.attention_forward(*tensors, *call)
+    return (out[0].transpose(0, 1), lse[0]) if varlen else (out, lse)
+
+
+class _Call(NamedTuple):
+    """The arguments of the kernel operators that are not differentiated."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+    max_q: int
+    max_k: int
+    how: list[float]  # scale, softcap (0: none), dropout_p
+    window: list[int]  # left and right, -1 open
+    bottom_right: bool
+
+
+def _formula(q, k, v, bias, sinks, call):
+    """The reference in float32, or float64 for float64, of [B, H, S, D]: out and lse."""
+    varlen = call.cu_seqlens_q is not None
     wide = widened(q.dtype)
-    window = None if window is None else [min(side, WIDEST) for side in window]
-    if bias is not None and bias.dtype != torch.bool:
-        bias = bias.to(q.dtype)
+    scale, softcap, dropout_p = call.how
     out, lse = reference(OP, "attention_reference")(
-        *(t.to(wide) for t in (q, k, v)),
-        causal=causal,
-        window=window,
-        softcap=softcap,
+        *((t[0].transpose(0, 1) if varlen else t).to(wide) for t in (q, k, v)),
+        window=call.window,
+        softcap=softcap or None,
         sinks=sinks,
-        bias=bias,
+        bias=bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype),
         scale=scale,
         dropout_p=dropout_p,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        top_left=top_left,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        top_left=not call.bottom_right,
+        seed=call.seed,
     )
+    out, lse = (out.transpose(0, 1)[None], lse[None]) if varlen else (out, lse)
     return out.to(q.dtype), lse.double()
+
+
+class _Attention(torch.autograd.Function):
+    """The kernels, with gradients: csrc/ops/attention/autograd.cpp."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, sinks, call):
+        out, lse = torch.ops.fusedops.attention_forward(q, k, v, bias, sinks, *call)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bias, sinks, *call[:3], out, lse)
+        ctx.options = call[3:]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad, grad_lse):
+        if grad is None and grad_lse is None:
+            return (None,) * 6
+        *saved, out, lse = ctx.saved_tensors
+        tensors, call = saved[:5], _Call(*saved[5:], *ctx.options)
+        if torch.is_grad_enabled():  # a double backward
+            formula = functools.partial(_formula, call=call)
+            return *with_graph(formula, tensors, (grad, grad_lse)), None
+        grad = torch.zeros_like(out) if grad is None else grad
+        wanted = list(ctx.needs_input_grad[:5])
+        numbers = call[3:]
+        run = torch.ops.fusedops.attention_backward
+        return *run(grad, grad_lse, *tensors, *call[:3], out, lse, *numbers, wanted), None
+
+
+# The kernel operators where a device has no kernel for the arguments.
+
+
+def _forward(q, k, v, bias, sinks, *call):
+    check(q, k, v, bias, sinks, *call[:2])
+    return _formula(q, k, v, bias, sinks, _Call(*call))
+
+
+def _backward(
+    grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed, out, lse, max_q, max_k,
+    how, window, bottom_right, output_mask,
+):  # fmt: skip
+    call = _Call(cu_seqlens_q, cu_seqlens_k, seed, max_q, max_k, how, window, bottom_right)
+    tensors = [
+        t.detach().requires_grad_(wanted) if t is not None and t.is_floating_point() else t
+        for t, wanted in zip((q, k, v, bias, sinks), output_mask, strict=True)
+    ]
+    with torch.enable_grad():
+        found = with_graph(functools.partial(_formula, call=call), tensors, (grad, grad_lse))
+    return tuple(None if t is None else t.detach() for t in found)
 
 
 def _check_dims(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> None:
@@ -235,5 +321,5 @@ def _empty_heads(like: Tensor, heads: int, width: int) -> Tensor:
 
 implement("attention", attention)
 implement_autocast("attention", _autocast, "cpu", "cuda")
-implement_kernel("attention_forward", _outputs)
-implement_kernel("attention_backward", _backward_outputs)
+implement_kernel("attention_forward", _outputs, _forward)
+implement_kernel("attention_backward", _backward_outputs, _backward)

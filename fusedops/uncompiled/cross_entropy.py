@@ -17,10 +17,13 @@ from fusedops.uncompiled.checks import (
 )
 from fusedops.uncompiled.library import (
     define,
+    has_kernel,
     implement,
     implement_autocast,
     implement_kernel,
+    needs_gradient,
     reference,
+    with_graph,
 )
 
 define(
@@ -68,7 +71,17 @@ def cross_entropy(
     _check_classes("cross_entropy", target, input.shape[min(1, input.dim() - 1)], ignore_index)
     options = {"z_loss": z_loss, "softcap": softcap, "scale": scale}
     numbers = ignore_index, reduction, label_smoothing
-    return _formula(input, target, weight, dtype or input.dtype, *numbers, **options)
+    dtype = dtype or input.dtype
+    rows = _as_rows(input) if target.dtype == torch.int64 else None
+    if rows is None or not _takes(rows, weight):
+        return _formula(input, target, weight, dtype, *numbers, **options)
+    how = [label_smoothing, z_loss, 1.0 if scale is None else scale, softcap or 0.0]
+    fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), how, dtype
+    if needs_gradient(rows):
+        loss = _CrossEntropy.apply(rows, *fixed, grad_in_forward and _may_make(rows))
+    else:
+        loss = torch.ops.fusedops.cross_entropy_forward(rows, *fixed, False)[0]
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
 def linear_cross_entropy(
@@ -90,6 +103,13 @@ def linear_cross_entropy(
     _check_linear(input, linear_weight, target, linear_bias, weight, dtype)
     classes = linear_weight.shape[0]
     _check_classes("linear_cross_entropy", target, classes, ignore_index)
+    if linear_weight.dim() == 2 and target.dtype == torch.int64:
+        tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
+        if has_kernel("linear_cross_entropy_forward", *tensors) and not needs_gradient(weight):
+            how = [label_smoothing, z_loss, 1.0 if scale is None else scale, softcap or 0.0]
+            fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), how
+            loss = _linear_by_kernels(*tensors, *fixed, dtype or input.dtype)
+            return loss.view(target.shape) if reduction == "none" else loss
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
     options = {"z_loss": z_loss, "softcap": softcap, "scale": scale}
@@ -113,6 +133,119 @@ def _formula(input, target, weight, dtype, *numbers, **options):
     target = target.to(wide) if target.is_floating_point() else target
     loss = run(input.to(wide), target, weight, *numbers, **options)
     return loss.to(wide if wide == torch.float64 else dtype)
+
+
+# The kernels, with gradients: csrc/ops/cross_entropy/autograd.cpp and linear.cpp.
+
+
+def _as_rows(input: Tensor) -> Tensor | None:
+    """Logits as rows whose classes are neighbours in memory, None where they are not."""
+    if input.dim() < 3:
+        rows = input if input.dim() == 2 else input[None]
+    else:
+        last = input.movedim(1, -1)
+        rows = last.flatten(0, -2) if last.stride(-1) == 1 else None
+    return rows if rows is not None and (rows.stride(1) == 1 or rows.shape[1] == 1) else None
+
+
+def _takes(rows: Tensor, weight: Tensor | None) -> bool:
+    return has_kernel("cross_entropy_forward", rows, weight) and not needs_gradient(weight)
+
+
+def _may_make(t: Tensor) -> bool:
+    """Whether the forward may make a gradient: in float16 it would underflow."""
+    return t.dtype != torch.float16
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, target, weight, ignore_index, reduction, how, dtype, made):
+        run = torch.ops.fusedops.cross_entropy_forward
+        arguments = input, target, weight, ignore_index, reduction, how, dtype, made
+        loss, lse, total, dinput = run(*arguments)
+        ctx.made, ctx.options = made, (ignore_index, reduction, how, dtype)
+        ctx.save_for_backward(*((dinput,) if made else (input, target, weight, lse, total)))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        rest = (None,) * 7
+        if ctx.made and torch.is_grad_enabled():
+            raise RuntimeError(
+                "cross_entropy: grad_in_forward=True keeps no logits, so it has no double backward"
+            )
+        if ctx.made:
+            return _scaled(ctx.saved_tensors[0], grad), *rest
+        input, target, weight, lse, total = ctx.saved_tensors
+        ignore_index, reduction, how, dtype = ctx.options
+        if torch.is_grad_enabled():  # a double backward
+            formula = _with_options(target, weight, *ctx.options)
+            return *with_graph(lambda x: (formula(x),), (input,), (grad,)), *rest
+        run = torch.ops.fusedops.cross_entropy_backward
+        return run(grad, input, target, weight, lse, total, ignore_index, reduction, how), *rest
+
+
+def _linear_by_kernels(
+    input, linear_weight, linear_bias, target, weight, ignore_index, reduction, how, dtype
+):
+    tensors = input, linear_weight, linear_bias
+    options = ignore_index, reduction, how, dtype
+    if needs_gradient(*tensors):
+        return _LinearCrossEntropy.apply(*tensors, target, weight, *options)
+    run = torch.ops.fusedops.linear_cross_entropy_forward
+    return run(input, linear_weight, target, linear_bias, weight, *options, [False] * 3)[0]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Keeps no logits: the forward makes the gradients, or the backward the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx, input, linear_weight, linear_bias, target, weight, ignore_index, reduction, how, dtype
+    ):
+        frozen = not ctx.needs_input_grad[1]
+        summed = REDUCTIONS[reduction] != "none" and _may_make(linear_weight)
+        ctx.made = summed and (frozen or linear_weight.dtype == torch.float32)
+        wanted = [ctx.made and needed for needed in ctx.needs_input_grad[:3]]
+        run = torch.ops.fusedops.linear_cross_entropy_forward
+        options = ignore_index, reduction, how, dtype
+        loss, lse, total, *made = run(
+            input, linear_weight, target, linear_bias, weight, *options, wanted
+        )
+        ctx.options = options
+        ctx.save_for_backward(input, linear_weight, linear_bias, target, weight, lse, total, *made)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        input, linear_weight, linear_bias, target, weight, lse, total, *made = ctx.saved_tensors
+        ignore_index, reduction, how, _ = ctx.options
+        rest = (None,) * 6
+        if torch.is_grad_enabled():  # a double backward
+            formula = _with_options(target, weight, *ctx.options)
+            tensors = input, linear_weight, linear_bias
+            return *with_graph(lambda *t: (formula(F.linear(*t)),), tensors, (grad,)), *rest
+        if ctx.made:
+            return *(_scaled(t, grad) for t in made), *rest
+        run = torch.ops.fusedops.linear_cross_entropy_backward
+        numbers = ignore_index, reduction, how, list(ctx.needs_input_grad[:3])
+        tensors = input, linear_weight, target, linear_bias, weight
+        return *run(grad, *tensors, lse, total, *numbers), *rest
+
+
+def _with_options(target, weight, ignore_index, reduction, how, dtype):
+    """The loss of logits [rows, classes] by the reference."""
+    label_smoothing, z_loss, scale, softcap = how
+    options = {"z_loss": z_loss, "scale": scale, "softcap": softcap or None}
+    numbers = ignore_index, REDUCTIONS[reduction], label_smoothing
+    return lambda logits: _formula(logits, target, weight, dtype, *numbers, **options)
+
+
+def _scaled(made: Tensor | None, grad: Tensor) -> Tensor | None:
+    """A gradient that the forward has made, times that of the loss."""
+    if made is None:
+        return None
+    return (made * (grad.unsqueeze(-1) if grad.dim() else grad)).to(made.dtype)
 
 
 def _check_options(op: str, reduction: str, label_smoothing: float, softcap: float | None) -> None:

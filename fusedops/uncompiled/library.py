@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fusedops import notice
 
@@ -45,6 +46,44 @@ def _noticed(function: Callable) -> Callable:
         return function(*args, **kwargs)
 
     return run
+
+
+def has_kernel(name: str, *tensors: Tensor | None) -> bool:
+    """Whether a kernel operator takes these tensors, the first of which is given. Transforms of
+    functions, forward-mode gradients and traces see through PyTorch's operators alone.
+    """
+    first = tensors[0]
+    key = None if first is None else {"cuda": "CUDA", "cpu": "CPU"}.get(first.device.type)
+    if not key or not torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedops::{name}", key):
+        return False
+    if any(t is not None and t.dtype == torch.float64 for t in tensors):
+        return False
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return not transformed and forward_ad._current_level < 0 and not torch.jit.is_tracing()
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def draw_seed(x: Tensor, dropout_p: float) -> Tensor | None:
+    """A kernel's seed: `torch.manual_seed` reproduces it, and nothing waits for the device."""
+    if not dropout_p:
+        return None
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
+
+
+def with_graph(
+    function: Callable, tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of what a function of tensors returns, which can be differentiated again."""
+    pairs = zip(function(*tensors), grads, strict=True)
+    outputs, directions = zip(*((o, g) for o, g in pairs if g is not None), strict=True)
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    found = iter(
+        torch.autograd.grad(outputs, wanted, directions, create_graph=True, allow_unused=True)
+    )
+    return [next(found) if t is not None and t.requires_grad else None for t in tensors]
 
 
 def implement_autocast(name: str, function: Callable, *devices: str) -> None:

@@ -14,10 +14,14 @@ from fusedops.uncompiled.checks import (
 from fusedops.uncompiled.library import (
     RANDOM,
     define,
+    draw_seed,
+    has_kernel,
     implement,
     implement_autocast,
     implement_kernel,
+    needs_gradient,
     reference,
+    with_graph,
 )
 
 define(
@@ -46,6 +50,8 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     dims = _normalized_dims("layer_norm", input, normalized_shape)
     _check("layer_norm", input, None, weight, bias, dims)
+    if has_kernel("norm_forward", input, weight, bias):
+        return _by_kernels(input, None, weight, bias, dims, eps, "layer", 0.0, 0.0)[0]
     run = reference("norm", "layer_norm_reference")
     return run(input, normalized_shape, weight, bias, eps).contiguous()
 
@@ -56,6 +62,9 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, rounding="torch"
     dims = _normalized_dims("rms_norm", input, normalized_shape)
     _check_rounding("rms_norm", rounding)
     _check("rms_norm", input, None, weight, None, dims)
+    if has_kernel("norm_forward", input, weight):
+        kind, eps = _rms(rounding, eps)
+        return _by_kernels(input, None, weight, None, dims, eps, kind, offset, 0.0)[0]
     run = reference("norm", "rms_norm_reference")
     return run(input, normalized_shape, weight, eps, rounding=rounding, offset=offset).contiguous()
 
@@ -63,6 +72,8 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, rounding="torch"
 def add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5, *, dropout_p=0.0):
     dims = _row_dims("add_layer_norm", weight)
     _check("add_layer_norm", x, residual, weight, bias, dims, dropout_p)
+    if has_kernel("norm_forward", x, residual, weight, bias):
+        return _by_kernels(x, residual, weight, bias, dims, eps, "layer", 0.0, dropout_p)
     run = reference("norm", "add_layer_norm_reference")
     y, h = run(x, residual, weight, bias, eps, dropout_p=dropout_p)
     return y.contiguous(), h.contiguous()
@@ -74,10 +85,94 @@ def add_rms_norm(
     _check_rounding("add_rms_norm", rounding)
     dims = _row_dims("add_rms_norm", weight)
     _check("add_rms_norm", x, residual, weight, None, dims, dropout_p)
+    if has_kernel("norm_forward", x, residual, weight):
+        kind, eps = _rms(rounding, eps)
+        return _by_kernels(x, residual, weight, None, dims, eps, kind, offset, dropout_p)
     run = reference("norm", "add_rms_norm_reference")
     options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
     y, h = run(x, residual, weight, eps, **options)
     return y.contiguous(), h.contiguous()
+
+
+# The kernels, with gradients: csrc/ops/norm/autograd.cpp.
+
+
+def _by_kernels(x, residual, weight, bias, dims, eps, kind, offset, dropout_p):
+    seed = draw_seed(x, dropout_p)
+    arguments = x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed
+    if needs_gradient(x, residual, weight, bias):
+        return _Norm.apply(*arguments)
+    return torch.ops.fusedops.norm_forward(*arguments)[:2]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed):
+        arguments = x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed
+        y, h, stats = torch.ops.fusedops.norm_forward(*arguments)
+        ctx.set_materialize_grads(False)
+        if h is not None and not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(h)
+        ctx.save_for_backward(x if h is None else h, weight, bias, stats, seed)
+        ctx.options = dims, eps, kind, offset, dropout_p
+        ctx.base = y.dtype if kind != "rms_llama" or weight is None else _base(x, h, weight)
+        ctx.dtype = y.dtype
+        return y, h
+
+    @staticmethod
+    def backward(ctx, dy, dh):
+        dims, _, kind, offset, p = ctx.options
+        of_x, of_residual, *of_row = ctx.needs_input_grad[:4]
+        if dy is None and (dh is None or not p):
+            return dh if of_x else None, dh if of_residual else None, *(None,) * 8
+        h, weight, bias, stats, seed = ctx.saved_tensors
+        if dy is None:  # the kernel knows the mask
+            dy, of_row = torch.zeros_like(h, dtype=ctx.dtype), [False, False]
+        if torch.is_grad_enabled():
+            d, dweight, dbias = _with_graph(dy, dh, h, weight, bias, ctx.options, ctx.base)
+            dx = None if d is None else _dropped(d, p, seed, dims)
+        else:
+            mask = [of_residual or (of_x and not p), of_x and p > 0, *of_row]
+            arguments = dy, dh, h, weight, bias, stats, dims, kind, offset, p, seed, mask
+            d, dx, dweight, dbias = torch.ops.fusedops.norm_backward(*arguments)
+            dx = dx if p else d
+        return dx if of_x else None, d if of_residual else None, dweight, dbias, *(None,) * 6
+
+
+def _base(x: Tensor, h: Tensor | None, weight: Tensor) -> torch.dtype:
+    """What llama's rounding rounds to before the product with the weight."""
+    return h.dtype if h is not None and weight.dtype == h.dtype else x.dtype
+
+
+def _with_graph(dy, dh, h, weight, bias, options, base):
+    """The gradients of h, weight and bias by the reference, for a double backward."""
+    dims, eps, kind, offset, _ = options
+    shape = h.shape[h.dim() - dims :]
+
+    def norm(h, weight, bias):
+        if kind == "layer":
+            run = reference("norm", "layer_norm_reference")
+            return (run(h, shape, weight, bias, eps, base),)
+        run = reference("norm", "rms_norm_reference")
+        rounding = "llama" if kind == "rms_llama" else "torch"
+        return (run(h, shape, weight, eps, rounding=rounding, offset=offset, dtype=base),)
+
+    d, dweight, dbias = with_graph(norm, (h, weight, bias), (dy,))
+    return d if dh is None or d is None else d + dh, dweight, dbias
+
+
+def _dropped(d, p, seed, dims):
+    if not p:
+        return d
+    rows, n = math.prod(d.shape[: d.dim() - dims]), math.prod(d.shape[d.dim() - dims :])
+    keep = torch.ops.fusedops.dropout_mask(seed, rows, n, p).reshape(d.shape)
+    return d * keep * (0.0 if p == 1 else 1 / (1 - p))
+
+
+def _rms(rounding: str, eps: float | None) -> tuple[str, float]:
+    """The kind of a kernel, and its eps."""
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    return "rms" if rounding == "torch" else "rms_llama", eps
 
 
 def _torch_has(rounding: str, offset: float) -> bool:

@@ -16,10 +16,13 @@ from fusedops.uncompiled.checks import (
 )
 from fusedops.uncompiled.library import (
     define,
+    has_kernel,
     implement,
     implement_autocast,
     implement_kernel,
+    needs_gradient,
     reference,
+    with_graph,
 )
 from fusedops.uncompiled.linear import ACTIVATE
 
@@ -52,7 +55,45 @@ def quantized_linear(
     weight = qweight, scales, zeros, format, out_features, in_features, group_size
     how = activation or "none", input_format or "none", compute or "any"
     _check(x, bias, weight, *how)
-    return ACTIVATE[activation](_product(x, weight, bias, input_format, how[2]))
+    if not has_kernel("quantized_linear_forward", x, bias):
+        return _formula(x, bias, weight, *how)
+    if needs_gradient(x, bias):
+        return _QuantizedLinear.apply(x, bias, weight, *how)
+    run = torch.ops.fusedops.quantized_linear_forward
+    return run(x, *weight[:3], bias, *weight[3:], *how, False)[0]
+
+
+def _formula(x, bias, weight, activation, input_format, compute):
+    rounded = None if input_format == "none" else input_format
+    return ACTIVATE[activation](_product(x, weight, bias, rounded, compute))
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """The kernels, with gradients of x and bias: csrc/ops/quantized_linear/autograd.cpp."""
+
+    @staticmethod
+    def forward(ctx, x, bias, weight, activation, input_format, compute):
+        operands, layout = weight[:3], weight[3:]
+        run = torch.ops.fusedops.quantized_linear_forward
+        y, z = run(x, *operands, bias, *layout, activation, input_format, compute, True)
+        ctx.save_for_backward(x, bias, *operands, z)
+        ctx.layout, ctx.how = layout, (activation, input_format, compute)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, bias, *operands, z = ctx.saved_tensors
+        weight = *operands, *ctx.layout
+        if torch.is_grad_enabled():  # a double backward
+
+            def formula(x, bias):
+                return (_formula(x, bias, weight, *ctx.how),)
+
+            return *with_graph(formula, (x, bias), (dy,)), *(None,) * 4
+        activation, _, compute = ctx.how
+        mask = list(ctx.needs_input_grad[:2])
+        run = torch.ops.fusedops.quantized_linear_backward
+        return *run(dy, *operands, z, *ctx.layout, activation, compute, mask), *(None,) * 4
 
 
 def _product(x, weight, bias, input_format, compute):
