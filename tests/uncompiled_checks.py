@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops import extension, functional, optim
-from fusedops.testing import gradients, yardstick
+from fusedops.backends import unavailable
+from fusedops.testing import device_of, gradients, placed, yardstick
 
 pytestmark = pytest.mark.filterwarnings("ignore:fusedops has no compiled part")
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -173,6 +175,69 @@ def test_forward_and_gradients_against_float64(name, dtype):
         return
     complaints = {key: yardstick(found[key], eager[key], exact[key]) for key in found}
     assert not any(complaints.values()), complaints
+
+
+TRITON = {
+    name: case
+    for name, case in CASES.items()
+    if case[0].__name__ not in ("swiglu", "geglu", "linear", "rotary_embedding")
+}
+
+
+@pytest.mark.skipif(unavailable("attention", "triton") is not None, reason="needs Triton")
+@pytest.mark.parametrize("name", TRITON)
+def test_tritons_kernels_with_gradients(name):
+    """On a GPU by default; here interpreted."""
+    function, reference, args, options = TRITON[name]
+    args, device = placed(args, device_of("triton")), device_of("triton")
+    options = {k: o.to(device) if torch.is_tensor(o) else o for k, o in options.items()}
+    with fusedops.backend("triton"):
+        found = gradients(function, args, **options)
+        leaf = args[0].detach().requires_grad_()
+        with kernels_counted() as calls:
+            function(leaf, *args[1:], **options)
+        assert calls
+    eager = gradients(reference, args, **options)
+    assert found.keys() == eager.keys()
+    close = {"rtol": 2e-2, "atol": 0.1} if "format" in options else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found, eager, **close)
+
+
+class kernels_counted(TorchDispatchMode):
+    """The calls of kernel operators."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.calls = []
+        return self.calls
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fusedops" and "forward" in function.name():
+            self.calls.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(unavailable("attention", "triton") is not None, reason="needs Triton")
+@pytest.mark.parametrize(
+    "name", [name for name in TRITON if "dropout" not in name and "quantized" not in name]
+)
+def test_tritons_double_backward(name):
+    """By the references: a gradient's gradient is there, and right."""
+    function, reference, args, options = TRITON[name]
+    args, device = placed(args, device_of("triton")), device_of("triton")
+    options = {k: o.to(device) if torch.is_tensor(o) else o for k, o in options.items()}
+
+    def twice(run):
+        torch.manual_seed(0)
+        leaf = args[0].detach().requires_grad_()
+        output = run(leaf, *args[1:], **options)
+        output = output[0] if isinstance(output, tuple) else output
+        (grad,) = torch.autograd.grad(output.square().sum(), leaf, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), leaf)[0]
+
+    with fusedops.backend("triton"):
+        found = twice(function)
+    torch.testing.assert_close(found, twice(reference), rtol=1e-3, atol=1e-4)
 
 
 def test_they_are_torchs_functions():

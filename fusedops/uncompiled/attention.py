@@ -80,7 +80,7 @@ def attention(
     call = _Call(cu_seqlens_q, cu_seqlens_k, draw_seed(q, dropout_p), max_seqlen_q or 0,
                  max_seqlen_k or 0, [scale, softcap or 0.0, dropout_p],
                  [left, 0 if causal else right], not top_left)  # fmt: skip
-    tensors = *heads, bias, sinks
+    tensors = heads[0], heads[1], heads[2], bias, sinks
     if not has_kernel("attention_forward", *tensors):
         out, lse = _formula(*tensors, call)
     elif needs_gradient(*tensors):

@@ -68,12 +68,13 @@ def cross_entropy(
 ):
     _check_options("cross_entropy", reduction, label_smoothing, softcap)
     _check("cross_entropy", input, input.shape, target, weight, dtype)
-    _check_classes("cross_entropy", target, input.shape[min(1, input.dim() - 1)], ignore_index)
     options = {"z_loss": z_loss, "softcap": softcap, "scale": scale}
     numbers = ignore_index, reduction, label_smoothing
     dtype = dtype or input.dtype
     rows = _as_rows(input) if target.dtype == torch.int64 else None
     if rows is None or not _takes(rows, weight):
+        classes = input.shape[min(1, input.dim() - 1)]
+        _check_classes("cross_entropy", target, classes, ignore_index)
         return _formula(input, target, weight, dtype, *numbers, **options)
     how = [label_smoothing, z_loss, 1.0 if scale is None else scale, softcap or 0.0]
     fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), how, dtype
@@ -101,8 +102,6 @@ def linear_cross_entropy(
 ):
     _check_options("linear_cross_entropy", reduction, label_smoothing, softcap)
     _check_linear(input, linear_weight, target, linear_bias, weight, dtype)
-    classes = linear_weight.shape[0]
-    _check_classes("linear_cross_entropy", target, classes, ignore_index)
     if linear_weight.dim() == 2 and target.dtype == torch.int64:
         tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
         if has_kernel("linear_cross_entropy_forward", *tensors) and not needs_gradient(weight):
@@ -110,6 +109,7 @@ def linear_cross_entropy(
             fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), how
             loss = _linear_by_kernels(*tensors, *fixed, dtype or input.dtype)
             return loss.view(target.shape) if reduction == "none" else loss
+    _check_classes("linear_cross_entropy", target, linear_weight.shape[0], ignore_index)
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
     options = {"z_loss": z_loss, "softcap": softcap, "scale": scale}
@@ -140,12 +140,10 @@ def _formula(input, target, weight, dtype, *numbers, **options):
 
 def _as_rows(input: Tensor) -> Tensor | None:
     """Logits as rows whose classes are neighbours in memory, None where they are not."""
-    if input.dim() < 3:
-        rows = input if input.dim() == 2 else input[None]
-    else:
-        last = input.movedim(1, -1)
-        rows = last.flatten(0, -2) if last.stride(-1) == 1 else None
-    return rows if rows is not None and (rows.stride(1) == 1 or rows.shape[1] == 1) else None
+    last = input.movedim(1, -1) if input.dim() > 2 else input
+    if last.stride(-1) != 1 and last.shape[-1] != 1:
+        return None
+    return last.flatten(0, -2) if last.dim() > 2 else last.reshape(-1, last.shape[-1])
 
 
 def _takes(rows: Tensor, weight: Tensor | None) -> bool:
@@ -177,12 +175,12 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.made:
             return _scaled(ctx.saved_tensors[0], grad), *rest
         input, target, weight, lse, total = ctx.saved_tensors
-        ignore_index, reduction, how, dtype = ctx.options
+        numbers = ctx.options[:3]
         if torch.is_grad_enabled():  # a double backward
             formula = _with_options(target, weight, *ctx.options)
             return *with_graph(lambda x: (formula(x),), (input,), (grad,)), *rest
         run = torch.ops.fusedops.cross_entropy_backward
-        return run(grad, input, target, weight, lse, total, ignore_index, reduction, how), *rest
+        return run(grad, input, target, weight, lse, total, *numbers), *rest
 
 
 def _linear_by_kernels(
@@ -229,8 +227,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return *(_scaled(t, grad) for t in made), *rest
         run = torch.ops.fusedops.linear_cross_entropy_backward
         numbers = ignore_index, reduction, how, list(ctx.needs_input_grad[:3])
-        tensors = input, linear_weight, target, linear_bias, weight
-        return *run(grad, *tensors, lse, total, *numbers), *rest
+        saved = input, linear_weight, target, linear_bias, weight, lse, total
+        return *run(grad, *saved, *numbers), *rest
 
 
 def _with_options(target, weight, ignore_index, reduction, how, dtype):
