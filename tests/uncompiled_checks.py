@@ -231,13 +231,24 @@ def test_tritons_double_backward(name):
         torch.manual_seed(0)
         leaf = args[0].detach().requires_grad_()
         output = run(leaf, *args[1:], **options)
-        output = output[0] if isinstance(output, tuple) else output
-        (grad,) = torch.autograd.grad(output.square().sum(), leaf, create_graph=True)
+        outputs = output if isinstance(output, tuple) else (output,)
+        squares = sum(o.square().sum() for o in outputs)
+        (grad,) = torch.autograd.grad(squares, leaf, create_graph=True)
         return torch.autograd.grad(grad.square().sum(), leaf)[0]
 
     with fusedops.backend("triton"):
         found = twice(function)
     torch.testing.assert_close(found, twice(reference), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [(None, "bf16"), ("int8", None), ("fp8", "exact")], ids=str)
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_a_quantized_product_rounds_its_operands(format, how):
+    operands, layout = (found := quantized(format))[:3], found[3:]
+    x, bias = drawn(5, 64), drawn(24)
+    y = quantized_linear.product(x, operands, bias, layout, "silu", *how)
+    wanted = quantized_linear.quantized_linear_reference(x, *operands, bias, *layout, "silu", *how)
+    torch.testing.assert_close(y, wanted, rtol=2e-2, atol=0.1)
 
 
 def test_they_are_torchs_functions():
