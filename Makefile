@@ -12,22 +12,24 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 CPP := -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 CPP_SOURCES := $(shell find csrc $(CPP))
-export DIST_EXTRA_CONFIG := $(CURDIR)/.ci/build.cfg
-# The CUDA kernels as they run on a CPU, for the tests.
-export FUSEDOPS_SIMT ?= 1
 
 ifdef PYTHON
 PY := $(PYTHON)
-REQUIREMENTS :=
+NEEDS :=
+TOOLS :=
 # Another torch is another build.
 TORCH := -$(shell $(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null)
 else
 PY := .venv/bin/python
-REQUIREMENTS := .venv/.installed
+NEEDS := .venv/.demo
+TOOLS := .venv/.tools
 endif
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
 STAMP := build/.built-
 BUILT := $(STAMP)$(subst /,_,$(PY))$(TORCH)
+# The same with the CUDA kernels as they run on a CPU, for the tests.
+TESTABLE := $(BUILT)-simt
+INSTALLED := build/.installed-$(subst /,_,$(PY))
 
 help:
 	@echo "make demo     train one model with fusedops and without, side by side"
@@ -57,17 +59,17 @@ demo: $(BUILT)
 
 # Two processes with a thread each, where pytest-xdist is there.
 test: export OMP_NUM_THREADS ?= 1
-test: $(BUILT)
+test: $(TOOLS) $(TESTABLE)
 	$(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n 2")' 2>/dev/null) $(ARGS)
 
-check: $(BUILT)
+check: $(TOOLS) $(BUILT)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP_SOURCES) $(shell find tests $(CPP))
 	$(PY) -m mypy
 	$(PY) -m pytest tests/test_layout.py
 
-format: $(BUILT)
+format: $(TOOLS) $(BUILT)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(CLANG_FORMAT) -i $(CPP_SOURCES) $(shell find tests $(CPP))
@@ -75,7 +77,7 @@ format: $(BUILT)
 # A suite that fails, or refuses a row, does not keep the others from running.
 BENCHES := norm gated_activation linear quantized_linear rotary cross_entropy attention adamw launch
 
-bench: $(BUILT)
+bench: $(TOOLS) $(TESTABLE)
 	@failed=; for suite in $(BENCHES); do $(PY) -m benchmarks $$suite || failed="$$failed $$suite"; \
 	  done; [ -z "$$failed" ] || { echo "refused rows or missed goals:$$failed" >&2; exit 1; }
 
@@ -83,7 +85,7 @@ bench: $(BUILT)
 QEMU_TESTS := cpu and (forward_and_gradients or roundings or test_dropout or nan_and_inf or several)
 
 qemu: export OMP_NUM_THREADS ?= 1
-qemu: $(BUILT)
+qemu: $(TOOLS) $(TESTABLE)
 	command -v qemu-x86_64 || { [ "$$(id -u)" = 0 ] && apt-get install -y qemu-user; } || \
 	  { echo 'make qemu needs qemu-x86_64: apt-get install qemu-user' >&2; exit 1; }
 	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/test_norm.py tests/test_gated_activation.py tests/test_linear.py tests/test_rotary.py -k '$(QEMU_TESTS)' $(ARGS)
@@ -91,40 +93,40 @@ qemu: $(BUILT)
 # At least 300 calls of each function on each backend, others at each run.
 fuzz: export OMP_NUM_THREADS ?= 1
 fuzz: export HYPOTHESIS_PROFILE := fuzz
-fuzz: $(BUILT)
+fuzz: $(TOOLS) $(TESTABLE)
 	@seed=$(SEED); seed=$${seed:-$$($(PY) -c 'import random; print(random.randrange(10**6))')}; \
 	  echo make fuzz SEED=$$seed; $(PY) -m pytest tests/test_fuzz*.py --hypothesis-seed=$$seed $(ARGS)
 
 # `make test` does the same in four ways of calling.
 growth: export OMP_NUM_THREADS ?= 1
 growth: export FUSEDOPS_GROWTH := every
-growth: $(BUILT)
+growth: $(TOOLS) $(TESTABLE)
 	$(PY) -m pytest tests/test_growth.py $(shell $(PY) -c 'import xdist; print("-n 2")' 2>/dev/null) $(ARGS)
 
 # One process: each of these tests takes up to 13 GiB. `make test` skips them.
 large: export OMP_NUM_THREADS ?= 1
 large: export FUSEDOPS_LARGE_TESTS := 1
-large: $(BUILT)
+large: $(TOOLS) $(TESTABLE)
 	$(PY) -m pytest tests/test_large.py $(ARGS)
 
 # Both build in copies of the tree under build/, where the next run compiles what has changed.
-mutants: $(BUILT)
+mutants: $(TOOLS) $(TESTABLE)
 	$(PY) -m checks mutants $(ARGS)
 
-asan: $(BUILT)
+asan: $(TOOLS) $(TESTABLE)
 	$(PY) -m checks sanitize $(ARGS)
 
-simt-asan: $(BUILT)
+simt-asan: $(TOOLS) $(TESTABLE)
 	$(PY) -m checks sanitize --only simt $(ARGS)
 
 # Families that docs/coverage.json has of the installed versions are not judged again.
 coverage: export OMP_NUM_THREADS ?= 1
-coverage: $(BUILT)
+coverage: $(TOOLS) $(TESTABLE)
 	$(PY) -m fusedops coverage --json docs/coverage.json --markdown docs/coverage.md $(ARGS)
 
 # What every GPU kernel compiles to, on a machine with nvcc; with ARGS='--check FILE' the table is
 # compared. Triton's kernels also under the oldest triton.
-cuda-check: $(BUILT) build/triton36/.installed
+cuda-check: $(TOOLS) $(TESTABLE) build/triton36/.installed
 	$(PY) -m checks machine-code --triton build/triton36 \
 	  $(if $(ARGS),$(ARGS),--write docs/machine_code.md)
 
@@ -134,7 +136,7 @@ build/triton36/.installed: .ci/triton36.txt
 	touch $@
 
 # Every source against the headers of several torches, into docs/compatibility.json.
-torch-check: $(BUILT)
+torch-check: $(TOOLS) $(TESTABLE)
 	$(PY) -m checks torches $(ARGS)
 
 # On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
@@ -159,7 +161,7 @@ gpu:
 gpu-build:
 	mkdir -p $(OUT)
 	arch="$${TORCH_CUDA_ARCH_LIST:-$$($(PY) -m benchmarks.cuda)}" || exit 1; rm -f $(STAMP)*; \
-	FUSEDOPS_CUDA=1 FUSEDOPS_SIMT=0 TORCH_CUDA_ARCH_LIST="$$arch" timeout 470 \
+	FUSEDOPS_CUDA=1 FUSEDOPS_REQUIRE=compiled TORCH_CUDA_ARCH_LIST="$$arch" timeout 470 \
 	  $(PY) setup.py egg_info build_ext --inplace > $(OUT)/build.log 2>&1; \
 	  status=$$?; tail -n 20 $(OUT)/build.log; exit $$status
 
@@ -202,20 +204,38 @@ gpu-train:
 	  status=$$?; tail -n 40 $(OUT)/train.log; exit $$status
 
 clean:
-	rm -rf build *.egg-info demo fusedops/_C*.so fusedops/_build_info.json
+	rm -rf build *.egg-info demo fusedops/_C_torch*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks checks fusedops tests -name __pycache__ -exec rm -rf {} +
 
-.venv/.installed: .ci/constraints.txt
+# What the demo needs; the versions are those of the whole environment.
+DEMO := setuptools ninja numpy matplotlib rich tqdm transformers
+
+.venv/.demo: .ci/constraints.txt
 	python3 -m venv .venv
-	$(PY) -m pip install --no-deps torch==2.13.0 \
+	$(PY) -m pip install --no-compile --no-deps torch==2.13.0 \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 2 --timeout 30)
-	$(PY) -m pip install -r $<
+	$(PY) -m pip install --no-compile -c $< $(DEMO)
 	touch $@
 
-# The tree holds one build: that of the last interpreter.
-$(BUILT): $(REQUIREMENTS) $(CPP_SOURCES) setup.py pyproject.toml
-	$(PY) -m pip install --no-build-isolation --no-deps --no-index -e .
-	mkdir -p build
+.venv/.tools: .venv/.demo
+	$(PY) -m pip install --no-compile -r .ci/constraints.txt
+	touch $@
+
+# The package is this tree, which holds one build: that of the last interpreter.
+$(INSTALLED): $(NEEDS) setup.py pyproject.toml
+	FUSEDOPS_COMPILED=0 $(PY) -m pip install --no-build-isolation --no-deps --no-index -e .
+	mkdir -p $(@D)
+	touch $@
+
+COMPILE = $(PY) -P fusedops/building.py --into fusedops --work build/temp
+
+$(BUILT): $(INSTALLED) $(CPP_SOURCES) fusedops/building.py
+	$(COMPILE)
 	rm -f $(STAMP)*
 	touch $@
+
+$(TESTABLE): $(INSTALLED) $(CPP_SOURCES) fusedops/building.py
+	FUSEDOPS_SIMT=1 $(COMPILE)
+	rm -f $(STAMP)*
+	touch $(BUILT) $@

@@ -46,9 +46,12 @@ class Compile(build_ext):
     """Compiles for the torch that is installed; where that fails, the package comes without."""
 
     def run(self):
-        into = ROOT / "fusedops" if self.inplace else Path(self.build_lib) / "fusedops"
+        # An editable install keeps its objects, for the next one.
+        into, work = Path(self.build_lib) / "fusedops", Path(self.build_temp)
+        if self.inplace:
+            into, work = ROOT / "fusedops", ROOT / "build" / "temp"
         try:
-            building.build(into, Path(self.build_temp))
+            building.build(into, work)
         except (RuntimeError, subprocess.CalledProcessError) as error:
             if REQUIRED:
                 raise SystemExit(f"FUSEDOPS_REQUIRE=compiled: {error}") from error

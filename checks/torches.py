@@ -7,7 +7,6 @@ stay, under build/. docs/compatibility.json has the result, docs/compatibility.m
 
 import argparse
 import datetime
-import json
 import os
 import re
 import shlex
@@ -25,13 +24,14 @@ import torch
 from checks import compatibility
 from checks.machine_code import nvcc
 from checks.tree import ROOT
+from fusedops import building
 
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 INSTALLED = torch.__version__.partition("+")[0]
 HEADERS = ROOT / "build" / "torches"
 API = Path("torch") / "csrc" / "api" / "include"
-# What a command says of its output; the headers that it names are replaced.
-OUTPUT = re.compile(r"-MMD|-MF \S+|-o \S+|-c ")
+# The headers of the installed torch, and those that are compiled beforehand.
+OWN = re.compile(rf"-isystem \S+{os.sep}torch{os.sep}include\S*|-include \S+")
 
 
 @dataclass(frozen=True)
@@ -67,27 +67,23 @@ def headers(version: str) -> Path:
 
 
 def units(include: Path) -> Iterator[Unit]:
-    """Every source: by the build's own commands, and csrc/cuda by nvcc where that is installed."""
-    built = ROOT / "build" / "temp"
-    for folder in (built, built / "objects"):
-        listing = subprocess.check_output(["ninja", "-C", str(folder), "-t", "compdb"], text=True)
-        for entry in json.loads(listing):
-            words = shlex.split(OUTPUT.sub("", entry["command"]))
-            words = [word for word in words if not _is_torchs(word)]
-            more = ["-fsyntax-only", f"-I{include}", f"-I{include / API}"]
-            yield Unit(_name(entry), [*words, *more])
+    """Every source by itself: with the build's flags, and csrc/cuda by nvcc where that is there."""
+    simt = building.Torch(torch.__version__, torch.compiled_with_cxx11_abi(), None, True)
+    folder = HEADERS / "units"
+    steps = [*building.kernels(folder), *building.glue(simt, folder, 1), *building.emulated(folder)]
+    for step in steps:
+        if not step.made.endswith(".gch"):
+            words = shlex.split(OWN.sub("", step.flags))
+            more = ["-fsyntax-only", f"-I{include}", f"-I{include / API}", *step.sources]
+            yield Unit(_name(step), [_compiler(), *words, *more])
     if nvcc.find() is not None:
         yield from _of_nvcc(include)
 
 
-def _is_torchs(word: str) -> bool:
-    return word.startswith("-I") and f"{os.sep}torch{os.sep}include" in word
-
-
-def _name(entry: dict[str, str]) -> str:
-    source = Path(entry["file"]).relative_to(ROOT).as_posix()
-    isa = Path(entry["output"]).stem.rpartition(".")[2]
-    return f"{source} {isa}" if f"{source.replace('/', '.')}." in entry["output"] else source
+def _name(step: building.Step) -> str:
+    source = Path(step.sources[0]).relative_to(ROOT).as_posix()
+    isa = Path(step.made).stem.rpartition(".")[2]
+    return f"{source} {isa}" if isa in building.INSTRUCTION_SETS else source
 
 
 def _of_nvcc(include: Path) -> Iterator[Unit]:
@@ -111,9 +107,12 @@ def check(version: str, jobs: int) -> dict[str, object]:
     }
 
 
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
 def _gcc() -> str:
-    compiler = os.environ.get("CXX", "g++")
-    return "g++ " + subprocess.check_output([compiler, "-dumpfullversion"], text=True).strip()
+    return "g++ " + subprocess.check_output([_compiler(), "-dumpfullversion"], text=True).strip()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

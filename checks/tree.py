@@ -4,14 +4,15 @@ It stays under build/, so that the next run compiles only what has changed.
 """
 
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
+from fusedops.building import INSTRUCTION_SETS
 from fusedops.extension import _C
 
 ROOT = Path(__file__).parents[1]
@@ -20,14 +21,12 @@ COPIED = (
     "fusedops",
     "tests",
     "benchmarks",
-    ".ci",
     "setup.py",
     "pyproject.toml",
     "README.md",
     "LICENSE",
 )
-MADE = (".so", ".pyc", "_build_info.json")
-INSTRUCTION_SETS = {"AVX2", "AVX512", "AVX512_BF16"}
+IN_PLACE = ["--into", "fusedops", "--work", "build/temp"]
 
 
 class Tree:
@@ -39,8 +38,8 @@ class Tree:
     def __init__(self, folder: Path, preload: Sequence[str] = (), **environment: str) -> None:
         self.folder, self.preload = folder, preload
         own = {
-            "DIST_EXTRA_CONFIG": str(folder / ".ci" / "build.cfg"),
             "FUSEDOPS_CUDA": "0",
+            "FUSEDOPS_REQUIRE": "compiled",
             "FUSEDOPS_SIMT": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(folder),
@@ -63,7 +62,7 @@ class Tree:
     def build(self) -> None:
         """All of it. Prints what the compiler says and exits where it fails."""
         try:
-            self._run([sys.executable, "setup.py", "build_ext", "--inplace"])
+            self._run([sys.executable, "-P", "fusedops/building.py", *IN_PLACE])
         except subprocess.CalledProcessError as error:
             raise SystemExit(error.stdout) from error
 
@@ -72,21 +71,14 @@ class Tree:
 
         Raises CalledProcessError where it does not compile.
         """
-        made = self.folder / "build" / "temp"
-        others = INSTRUCTION_SETS - {_C.cpu_isa().upper()}
-        mine = [o for o in (made / "objects").glob("*.o") if o.stem.split(".")[-1] not in others]
-        self._run(["ninja", "-C", str(made / "objects"), *map(str, mine)])
-        self._run(["ninja", "-C", str(made)])
-        self._link(made)
-
-    def _link(self, made: Path) -> None:
-        extension = next((self.folder / "fusedops").glob("_C*.so"))
-        libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu"]
-        libraries += ["-ltorch_python", "-fopenmp"]
-        if sanitizers := self.environment.get("FUSEDOPS_SANITIZE"):
-            libraries.append(f"-fsanitize={sanitizers}")
-        objects = sorted(map(str, made.rglob("*.o")))
-        self._run(["g++", "-shared", *objects, *libraries, "-o", str(extension)])
+        work = self.folder / "build" / "temp"
+        others = tuple(f".{isa}.o" for isa in INSTRUCTION_SETS if isa != _C.cpu_isa().upper())
+        mine = [made for made in objects(work) if not made.endswith(others)]
+        self._run(["ninja", "-C", str(work), *mine])
+        library = next((self.folder / "fusedops").glob("_C_torch*.so"))
+        command = ["ninja", "-C", str(work), "-t", "commands", "-s", str(work / library.name)]
+        self._run(shlex.split(self._run(command).stdout.splitlines()[-1]))
+        shutil.copy2(work / library.name, library)
 
     def pytest(self, selection: str, timeout: float | None = None) -> subprocess.CompletedProcess:
         """Run the tests that a command line selects, until the first failure."""
@@ -116,4 +108,14 @@ def _sources(root: Path) -> Iterator[Path]:
     for name in COPIED:
         path = root / name
         found = [path] if path.is_file() else path.rglob("*")
-        yield from (p for p in found if p.is_file() and not p.name.endswith(MADE))
+        yield from filter(_is_source, found)
+
+
+def _is_source(path: Path) -> bool:
+    made = path.suffix == ".pyc" or path.name.startswith("_C_torch")
+    return path.is_file() and not made
+
+
+def objects(work: Path) -> list[str]:
+    """The object files of a build, by what its ninja file says."""
+    return re.findall(r"^build (\S+\.o):", (work / "build.ninja").read_text(), re.M)

@@ -1,12 +1,11 @@
 """The command line, `fusedops` or `python -m fusedops`. Each subcommand calls one function."""
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 
 import fusedops
-from fusedops import coverage
+from fusedops import building, coverage
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -65,7 +64,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> int:
     words = [] if args.jobs is None else ["--jobs", str(args.jobs)]
-    return importlib.import_module("fusedops.building").main(words)
+    return building.main(words)
 
 
 def _demo(args: argparse.Namespace) -> int:

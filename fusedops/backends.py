@@ -7,6 +7,7 @@ nvcc, Triton) on GPUs, differentiable ATen calls elsewhere.
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import itertools
 import os
 import platform
@@ -20,7 +21,9 @@ from pathlib import Path
 
 import torch
 
-from fusedops.extension import _C, BUILD
+from fusedops import notice
+from fusedops.building import version
+from fusedops.extension import _C, BUILD, COMMAND, UNCOMPILED
 
 BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
 
@@ -74,19 +77,29 @@ def unavailable(op: str, backend: str) -> str | None:
     if backend == "reference":
         return None
     if backend == "cpu":
-        return "this CPU has no AVX2" if _C.cpu_isa() == "none" else None
+        return _cpu_unavailable()
     if backend == "cuda":
         if not torch.cuda.is_available():
             return "torch finds no CUDA device"
-        return None if _has_kernel(family, "CUDA") else "this build has no CUDA kernels"
+        if family in _WITH_CUDA:
+            return None
+        return _uncompiled() or "this build has no CUDA kernels"
     if backend == "triton":
         return _triton_unavailable(family)
     if backend == "simt":
-        has = _has_kernel(family, SIMT_KEY)
-        return (
-            None if has else "this build has no emulated CUDA kernels (FUSEDOPS_SIMT=1 adds them)"
-        )
+        if _has_kernel(family, SIMT_KEY):
+            return None
+        missing = "this build has no emulated CUDA kernels (FUSEDOPS_SIMT=1 adds them)"
+        return _uncompiled() or missing
     raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def _uncompiled() -> str | None:
+    return f"no compiled part: {UNCOMPILED} ({COMMAND} makes one)" if UNCOMPILED else None
+
+
+def _cpu_unavailable() -> str | None:
+    return _uncompiled() or ("this CPU has no AVX2" if _C.cpu_isa() == "none" else None)
 
 
 @contextmanager
@@ -145,7 +158,7 @@ def env_report() -> str:
     """Versions, devices, instruction sets, and which backend each operator uses and why."""
     packages = ("torch", "triton", "transformers", "numpy")
     lines = [
-        f"fusedops      {importlib.metadata.version('fusedops')}, built for torch {BUILD['torch']}",
+        f"fusedops      {version()}, {_build()}",
         f"python        {sys.version.split()[0]} on {platform.platform()}",
         *(f"{name:13} {version_of(name) or 'not installed'}" for name in packages),
         f"cpu           {cpu_name()}, {torch.get_num_threads()} threads, runs {_C.cpu_isa()}",
@@ -158,9 +171,19 @@ def env_report() -> str:
     return "\n".join(lines)
 
 
+def _build() -> str:
+    """The compiled part in words, or why there is none and the command that compiles it."""
+    if UNCOMPILED:
+        return f"not compiled: {UNCOMPILED}. Compile it: {COMMAND}"
+    return f"built for torch {BUILD['torch']}"
+
+
 def _operator_line(op: str) -> str:
     cannot = {name: unavailable(op, name) for name in BACKENDS}
-    why = "; ".join(f"{name}: {reason}" for name, reason in cannot.items() if reason)
+    reasons = {name: reason for name, reason in cannot.items() if reason}
+    if UNCOMPILED:  # the report's first line says why
+        reasons |= {name: "not compiled" for name, why in reasons.items() if why == _uncompiled()}
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     on_cpu = "composite" if cannot["cpu"] else "cpu"
     on_cuda = next((name for name in ("cuda", "triton") if not cannot[name]), "composite")
     if name := forced():
@@ -190,12 +213,11 @@ def _is_kernel(name: str, key: str) -> bool:
 
 
 def _triton_unavailable(family: str) -> str | None:
-    if not torch.cuda.is_available() and not _interpreting():
+    if not _interpreting() and not torch.cuda.is_available():
         return "torch finds no CUDA device (set TRITON_INTERPRET=1 to interpret)"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    found = importlib.util.find_spec(f"fusedops.triton.{family}")
-    return None if found else "this family has no Triton kernel"
+    return None if family in _TRITON else "this family has no Triton kernel"
 
 
 def _interpreting() -> bool:
@@ -277,11 +299,15 @@ def _refusal(op: str, name: str, reason: str) -> Callable:
 
 
 def _register_triton(
-    library: torch.library.Library, family: str, key: str, names: Sequence[str] = ()
+    library: torch.library.Library,
+    family: str,
+    key: str,
+    names: Sequence[str] = (),
+    warns: bool = False,
 ) -> None:
-    """names: those of the family's kernels, all of them unless it is told."""
+    """names: those of the family's kernels, all of them by default. warns: at the first call."""
     for name in names or _kernels(family):
-        library.impl(name, _triton_kernel(family, name), key)
+        library.impl(name, _triton_kernel(family, name, warns), key)
 
 
 def _register_simt(library: torch.library.Library, family: str) -> None:
@@ -292,11 +318,16 @@ def _register_simt(library: torch.library.Library, family: str) -> None:
         library.impl(operator, functools.partial(operator.redispatch, keys), "CPU")
 
 
-def _triton_kernel(family: str, name: str) -> Callable:
+def _triton_kernel(family: str, name: str, warns: bool) -> Callable:
     """The Triton function behind an operator; triton is imported at the first call."""
 
     @functools.cache
     def kernel():
+        if warns:
+            families = ", ".join(family for family in _TRITON if family not in _WITH_CUDA)
+            notice.warn_once(
+                f"fusedops was built without CUDA kernels: Triton's run for {families}"
+            )
         return getattr(importlib.import_module(f"fusedops.triton.{family}"), name)
 
     return lambda *args: kernel()(*args)
@@ -322,13 +353,15 @@ def _reference(name: str, family: str) -> Callable:
 
 def _register_references(kept: ExitStack) -> None:
     """Of operators without a composite, where a device has no kernel either."""
+    if UNCOMPILED:  # there the operators have them
+        return
     missing = [
         (family, name, key)
         for family, names in FAMILIES.items()
         if _is_kernels(family)
         for name in names
-        for key in ("CPU", "CUDA")
-        if unavailable(name, key.lower()) and (key == "CPU" or torch.cuda.is_available())
+        for key, has in (("CPU", _cpu_unavailable() is None), ("CUDA", family in _WITH_CUDA))
+        if not has
     ]
     if not missing:
         return
@@ -339,21 +372,25 @@ def _register_references(kept: ExitStack) -> None:
             library.impl(name, _reference(name, family), key)
 
 
+def _register_triton_defaults(kept: ExitStack) -> None:
+    """Triton where CUDA tensors have no C++ kernel. No device is looked for: that would initialise
+    CUDA, after which a process can neither fork nor change CUDA_VISIBLE_DEVICES.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    library = torch.library.Library("fusedops", "IMPL")
+    kept.push(lambda *_: library._destroy())
+    for family in _TRITON:
+        missing = [name for name in _kernels(family) if not _is_kernel(name, "CUDA")]
+        if missing:
+            _register_triton(library, family, "CUDA", missing, warns=family not in _WITH_CUDA)
+
+
 def _register_defaults() -> ExitStack:
     """Triton or references where a device has no C++ kernel, and what FUSEDOPS_BACKEND asks for."""
     kept = ExitStack()
     _register_references(kept)
-    if torch.cuda.is_available():
-        library = torch.library.Library("fusedops", "IMPL")
-        kept.push(lambda *_: library._destroy())
-        for family in FAMILIES:
-            missing = [name for name in _kernels(family) if not _is_kernel(name, "CUDA")]
-            if not missing or _triton_unavailable(family) is not None:
-                continue
-            if not _has_kernel(family, "CUDA"):
-                message = f"fusedops was built without CUDA kernels: {family} runs in Triton"
-                warnings.warn(message, stacklevel=2)
-            _register_triton(library, family, "CUDA", missing)
+    _register_triton_defaults(kept)
     if os.environ.get("FUSEDOPS_BACKEND"):
         kept.enter_context(backend(os.environ["FUSEDOPS_BACKEND"]))
     return kept
@@ -380,4 +417,7 @@ def _devices() -> list[str]:
     return lines or ["cuda          no device"]
 
 
+# Families with kernels in fusedops/triton, and with CUDA C++ in this build.
+_TRITON = tuple(f for f in FAMILIES if importlib.util.find_spec(f"fusedops.triton.{f}"))
+_WITH_CUDA = frozenset(family for family in FAMILIES if _has_kernel(family, "CUDA"))
 _defaults = _register_defaults()

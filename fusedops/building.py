@@ -23,9 +23,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+__all__ = ["build", "cache_folder", "library_name", "main", "unbuildable"]
 
 PACKAGE = Path(__file__).resolve().parent
 # An installed package has its sources inside, a checkout beside it.
@@ -111,20 +114,31 @@ class Step:
 def library_name(torch_version: str) -> str:
     """The file name of the library for a torch: `_C_torch2_13` and Python's suffix."""
     major, minor = torch_version.split(".")[:2]
-    return f"_C_torch{major}_{minor}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return f"_C_torch{major}_{minor}{EXTENSION_SUFFIXES[0]}"
 
 
 def cache_folder(torch_version: str, cxx11_abi: bool) -> Path:
     """Where `fusedops build` leaves the library for a torch, and the import looks for it.
 
-    $FUSEDOPS_CACHE, else $XDG_CACHE_HOME/fusedops, else ~/.cache/fusedops; in it a folder for each
-    version of the package, torch's minor version, its C++ ABI, Python, and the sources.
+    A folder for each version of the package, torch's minor version, its C++ ABI, Python, and the
+    sources.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(os.environ.get("FUSEDOPS_CACHE") or Path(home) / "fusedops")
     minor = ".".join(torch_version.split(".")[:2])
-    python = f"{sys.implementation.cache_tag}"
-    return cache / f"torch{minor}-cxx11abi{cxx11_abi:d}-{python}-{source_hash()}"
+    name = f"torch{minor}-cxx11abi{cxx11_abi:d}-{sys.implementation.cache_tag}-{source_hash()}"
+    return caches(os.environ) / version() / name
+
+
+def caches(environment: Mapping[str, str]) -> Path:
+    """$FUSEDOPS_CACHE, else $XDG_CACHE_HOME/fusedops, else ~/.cache/fusedops."""
+    home = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(environment.get("FUSEDOPS_CACHE") or home / "fusedops")
+
+
+def version() -> str:
+    """The package's, which may not be installed yet."""
+    found = re.search(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(), re.M)
+    assert found is not None
+    return found[1]
 
 
 @functools.cache
@@ -167,6 +181,7 @@ def record(torch: Torch) -> dict[str, object]:
         "cxx11_abi": torch.cxx11_abi,
         "cuda": torch.cuda,
         "simt": torch.simt,
+        "fusedops": version(),
         "source": source_hash(),
     }
 
@@ -199,17 +214,17 @@ def kernels(folder: Path) -> Iterator[Step]:
             yield _compile(ROOT / source, made, flags[name], header)
 
 
-def glue(torch: Torch, folder: Path) -> Iterator[Step]:
+def glue(torch: Torch, folder: Path, most: int = UNIT) -> Iterator[Step]:
     """What calls kernels: operators, autograd, the Python module.
 
     Of each such file the compiler spends most of its time on torch's headers, which are compiled
-    once, and on the templates in them, so that a unit is a few files of a folder.
+    once, and on the templates in them, so that a unit is a few files of a folder, `most` at most.
     """
     files = sources("csrc/*.cpp") + sources("csrc/ops/**/*.cpp")
     files += [f for f in sources("csrc/cpu/**/*.cpp") if not f.startswith("csrc/cpu/isa/")]
     flags, header = _glue_flags(), folder / "all.h"
     yield _header(_unit_file(["csrc/precompiled.h"], header), f"{header}.gch", flags)
-    for unit in _units(files):
+    for unit in _units(files, most):
         made = folder / f"{_flat(unit[0])}.o"
         yield _compile(_unit_file(unit, made.with_suffix("")), made, flags, header)
     if torch.simt or torch.cuda is not None:
@@ -218,11 +233,11 @@ def glue(torch: Torch, folder: Path) -> Iterator[Step]:
             yield _compile(ROOT / source, folder / f"{_flat(source)}.o", [*flags, *more])
 
 
-def _units(files: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Files that are compiled as one: of the same folder, UNIT of them at most."""
+def _units(files: Iterable[str], most: int) -> Iterator[tuple[str, ...]]:
+    """Files that are compiled as one: of the same folder, so many of them at most."""
     for folder, group in itertools.groupby(files, key=os.path.dirname):
-        found, most = list(group), 1 if folder == "csrc" else UNIT  # there each has its own headers
-        yield from (tuple(found[i : i + most]) for i in range(0, len(found), most))
+        found, step = list(group), 1 if folder == "csrc" else most  # there each has its own headers
+        yield from (tuple(found[i : i + step]) for i in range(0, len(found), step))
 
 
 def _unit_file(unit: Sequence[str], file: Path) -> Path:
@@ -259,7 +274,7 @@ def sources(pattern: str) -> list[str]:
 def unbuildable() -> str:
     """Why nothing can be compiled here; empty where it can."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
-        return f"the kernels are for Linux on x86-64, this is {sys.platform} on {os.uname().machine}"
+        return f"kernels are for Linux on x86-64, this is {sys.platform} on {os.uname().machine}"
     if not (ROOT / "csrc").is_dir():
         return f"the sources are missing: there is no {ROOT / 'csrc'}"
     if importlib.util.find_spec("torch") is None:
@@ -297,7 +312,13 @@ def _glue_flags() -> list[str]:
 
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}"
     python = f"-isystem {_quoted(sysconfig.get_paths()['include'])}"
-    return [*_flags(), QUIET, abi, "-DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C", python]
+    return [
+        *_flags(),
+        QUIET,
+        abi,
+        "-DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C",
+        python,
+    ]
 
 
 @functools.cache
@@ -415,7 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fusedops build", description=main.__doc__)
     parser.add_argument("--jobs", type=int, help="compilers at a time; one for each CPU")
     parser.add_argument("--into", type=Path, help="the library's folder; one in the user's cache")
-    parser.add_argument("--work", type=Path, help="a folder in which objects stay for the next time")
+    parser.add_argument("--work", type=Path, help="a folder in which objects stay")
     args = parser.parse_args(arguments)
     try:
         made = _build(args)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fusedops import extension
+from fusedops.building import caches
 
 __all__ = ["Finding", "run"]
 
@@ -63,7 +64,7 @@ def findings() -> Iterator[Finding]:
     yield threads(torch.get_num_threads(), allowed, quota)
     yield from openmp(environment, allowed if quota is None else min(allowed, quota))
     yield cuda(torch.version.cuda, nvcc_version(environment), torch.cuda.device_count())
-    yield cache(cache_folder(environment), needed=not compiled)
+    yield cache(caches(environment), needed=not compiled)
 
 
 def without_compiled_part() -> str:
@@ -230,12 +231,6 @@ def nvcc_version(environment: Mapping[str, str]) -> str | None:
     command = shutil.which("nvcc", path=path)
     found = re.search(r"release (\d+\.\d+)", _output([command, "--version"])) if command else None
     return found[1] if found else None
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where `fusedops build` leaves its libraries."""
-    home = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(environment.get("FUSEDOPS_CACHE") or home / "fusedops")
 
 
 def cache(folder: Path, needed: bool) -> Finding:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,21 +12,10 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+from checks.tree import objects
 from fusedops import extension
 
 ROOT = Path(__file__).parents[1]
-
-# Compiles csrc/cpu/isa as setup.py does, where setup.py does: nothing is left to do after a build.
-ISA_OBJECTS = """
-import json
-from distutils.core import run_setup
-
-setup = run_setup("setup.py", ["build_ext"], stop_after="commandline")
-build = setup.get_command_obj("build_ext")
-build.ensure_finalized()
-objects = build.objects(build.extensions[0])
-print(json.dumps([path for path in objects if "csrc.cpu.isa" in path]))
-"""
 
 
 def python(*args, cwd=ROOT, **environment):
@@ -41,46 +29,19 @@ def python(*args, cwd=ROOT, **environment):
     )
 
 
-@pytest.fixture
-def package(tmp_path):
-    """A copy of the package without its compiled part; imports from tmp_path find it first."""
-    skipped = shutil.ignore_patterns("*.so", "_build_info.json", "__pycache__")
-    return shutil.copytree(ROOT / "fusedops", tmp_path / "fusedops", ignore=skipped)
-
-
-def test_another_torch_is_refused(package):
-    (package / "_build_info.json").write_text(json.dumps({"torch": "2.0.0+other", "cuda": None}))
-    run = python("-c", "import fusedops", cwd=package.parent)
-    assert run.returncode == 1
-    error = run.stderr.splitlines()[-1]
-    assert error.startswith("ImportError: fusedops was built for torch 2.0.0+other")
-    assert f"this is torch {torch.__version__}" in error
-    assert "pip install --no-build-isolation" in error
-
-
-def test_a_missing_extension_is_named(package):
-    # -S: the finder of an editable install would supply the real one
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    run = python("-S", "-c", "import fusedops", cwd=package.parent, PYTHONPATH=path)
-    assert run.returncode == 1
-    error = run.stderr.splitlines()[-1]
-    assert error.startswith("ImportError: fusedops is not compiled")
-    assert "pip install --no-build-isolation" in error
-
-
 def test_the_build_is_recorded_beside_the_extension():
     assert extension.BUILD["torch"] == torch.__version__
-    record = Path(extension._C.__file__).with_name("_build_info.json")
+    record = Path(extension._C.__file__).with_suffix(".json")
     assert json.loads(record.read_text()) == extension.BUILD
 
 
-def test_asking_for_cuda_without_it_fails():
-    run = python("setup.py", "--version", FUSEDOPS_CUDA="1")
+def test_asking_for_cuda_without_it_fails(tmp_path):
     if torch.version.cuda and cpp_extension.CUDA_HOME:
-        assert run.returncode == 0
-    else:
-        assert run.returncode == 1
-        assert "FUSEDOPS_CUDA=1 needs a torch with CUDA and nvcc" in run.stderr
+        pytest.skip("CUDA is here")
+    words = "-m", "fusedops.building", "--into", tmp_path, "--work", tmp_path
+    run = python(*map(str, words), FUSEDOPS_CUDA="1")
+    assert run.returncode == 1
+    assert "FUSEDOPS_CUDA=1 needs a torch with CUDA and nvcc" in run.stderr
 
 
 def test_the_build_brings_no_torch_of_its_own():
@@ -100,12 +61,18 @@ def leaks(compiled, isa):
     return [name for kind, name in symbols if kind in "WVu" and not own.search(name)]
 
 
+def built():
+    """The objects of the tree's own build, which is up to date."""
+    work = ROOT / "build" / "temp"
+    made = [Path(path) for path in objects(work)]
+    assert len(made) > 60 and all(path.exists() for path in made), "make build first"
+    return made
+
+
 def test_instruction_sets_share_no_symbol():
-    built = python("-c", ISA_OBJECTS)
-    assert built.returncode == 0, built.stdout + built.stderr
-    objects = json.loads(built.stdout.splitlines()[-1])
-    assert {isa_of(path) for path in objects} == {"AVX2", "AVX512", "AVX512_BF16"}
-    assert {path: found for path in objects if (found := leaks(path, isa_of(path)))} == {}
+    kernels = [path for path in built() if path.parent.name == "kernels"]
+    assert {isa_of(path) for path in kernels} == {"AVX2", "AVX512", "AVX512_BF16"}
+    assert {path: found for path in kernels if (found := leaks(path, isa_of(path)))} == {}
 
 
 def isa_of(path):
@@ -129,21 +96,7 @@ def mixed_symbols(objects):
 
 
 def test_no_symbol_is_strong_here_and_weak_there():
-    objects = {
-        source: path for path in (ROOT / "build").rglob("*.o") if (source := source_of(path))
-    }
-    assert len(objects) > 60, "make build leaves its objects in build/temp"
-    assert mixed_symbols(objects.values()) == set()
-
-
-def source_of(compiled):
-    """The source file behind an object of the tree's own build; None for all others."""
-    built = compiled.relative_to(ROOT / "build").as_posix()
-    name = built.removeprefix("temp/").removeprefix("objects/").removesuffix(".o")
-    if name.count("/") == 0:  # csrc.cpu.isa.norm.cpp.AVX2
-        name = name.replace(".", "/").replace("/cpp/", ".cpp/").replace("/cu/", ".cu/")
-        return name if (ROOT / name.rpartition("/")[0]).is_file() else None
-    return name if (ROOT / f"{name}.cpp").is_file() else None
+    assert mixed_symbols(built()) == set()
 
 
 GUARD = "namespace a {{ struct Guard {{ {} }}; {} }}"

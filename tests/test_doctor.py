@@ -3,7 +3,7 @@
 import pytest
 
 from fusedops import __main__ as command_line
-from fusedops import doctor
+from fusedops import building, doctor
 from fusedops.doctor import OK, PROBLEM, WARNING, Finding
 
 GPP = "g++ (Debian 12.2.0-14) 12.2.0"
@@ -237,11 +237,11 @@ def test_cache(tmp_path):
         assert found.level == level and "FUSEDOPS_CACHE" in found.fix
 
 
-def test_cache_folder(tmp_path):
-    assert doctor.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "fusedops"
+def test_the_folder_of_caches(tmp_path):
+    assert building.caches({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "fusedops"
     both = {"FUSEDOPS_CACHE": str(tmp_path / "own"), "XDG_CACHE_HOME": str(tmp_path)}
-    assert doctor.cache_folder(both) == tmp_path / "own"
-    assert doctor.cache_folder({}).name == "fusedops"
+    assert building.caches(both) == tmp_path / "own"
+    assert building.caches({}).name == "fusedops"
 
 
 def test_every_check_is_printed(capsys):

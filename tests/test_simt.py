@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).parents[1]
 TOYS = ROOT / "tests" / "simt"
 
-# As setup.py compiles csrc/cuda; the hooks are not linked with their sanitizer's library.
+# As the build compiles csrc/cuda; the hooks are not linked with their sanitizer's library.
 FLAGS = ["-O1", "-g1", "-std=c++20", "-fopenmp", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 BUILDS = {

@@ -21,13 +21,15 @@ def test_every_source_is_a_unit():
     if nvcc.find() is None:
         sources = {source for source in sources if not source.startswith("csrc/cuda/")}
     assert sources <= {name.partition(" ")[0] for name in names}
-    assert {f"csrc/cpu/isa/norm/forward.cpp {isa}" for isa in ("AVX2", "AVX512", "AVX512_BF16")} <= {*names}
+    assert {
+        f"csrc/cpu/isa/norm/forward.cpp {isa}" for isa in ("AVX2", "AVX512", "AVX512_BF16")
+    } <= {*names}
     assert len(names) == len({*names})
 
 
 def test_no_other_torch_is_on_the_path(tmp_path):
     for unit in units(tmp_path):
-        assert not [word for word in unit.command if word.startswith(f"-I{INSTALLED}")]
+        assert not [word for word in unit.command if str(INSTALLED) in word]
         assert f"-I{tmp_path}" in unit.command
 
 

@@ -1,10 +1,9 @@
 """csrc/cuda as nvcc compiles it for each architecture; needs no GPU and no torch with CUDA.
 
-The flags are those of setup.py. The bridges from tensors (*.cpp) are only parsed, against CUDA's
+The flags are those of the build. The bridges from tensors (*.cpp) are only parsed, against CUDA's
 headers. What was compiled is kept under build/, by the content of everything it depends on.
 """
 
-import ast
 import functools
 import hashlib
 import os
@@ -21,6 +20,7 @@ from torch.utils import cpp_extension
 from checks.machine_code import BUILD, ROOT
 from checks.machine_code.gates import Compiled, Demand
 from checks.machine_code.sass import read, write
+from fusedops import building
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 # Of kernels by the patterns of their names.
@@ -94,11 +94,8 @@ def gencode(arch: str) -> list[str]:
 
 @functools.cache
 def flags() -> list[str]:
-    """setup.py's, and those that torch adds to every extension."""
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NVCC_FLAGS":
-            return [*cpp_extension.COMMON_NVCC_FLAGS, *ast.literal_eval(node.value)]
-    raise SystemExit("setup.py has no NVCC_FLAGS")
+    """The build's, and those that torch adds to every extension."""
+    return [*cpp_extension.COMMON_NVCC_FLAGS, *building.NVCC_FLAGS]
 
 
 def demangled(names: Iterable[str]) -> list[str]:

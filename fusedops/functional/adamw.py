@@ -155,7 +155,8 @@ def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
             tensor.copy_(value.reshape(tensor.shape))  # scales may be [rows, blocks of a row]
     else:
         m.copy_(new_m)
-        v.copy_(stochastic(new_v, draw.halves(SQUARE16), v.dtype))
+        rounds = v.dtype.itemsize == 2  # random numbers take longer than the rest of the step
+        v.copy_(stochastic(new_v, draw.halves(SQUARE16), v.dtype) if rounds else new_v)
     if rounding == REMAINDER:
         for tensor, value in zip((p, remainder), split(updated), strict=True):
             tensor.copy_(value)

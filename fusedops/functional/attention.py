@@ -7,7 +7,6 @@ arXiv:2309.17453, as a number for each head in the softmax's sum.
 
 import math
 from importlib.util import find_spec
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ DEVICES = {
     device
     for device, key in {"cpu": "CPU", "meta": "Meta"}.items()
     if torch._C._dispatch_has_kernel_for_dispatch_key("fusedops::attention_forward", key)
-} | ({"cuda"} if torch.cuda.is_available() and find_spec("triton") else set())
+} | ({"cuda"} if find_spec("triton") else set())
 
 
 def attention(
@@ -246,6 +245,7 @@ def attention_reference(
     max_seqlen_q=None,
     max_seqlen_k=None,
     top_left=False,
+    seed=None,
 ):
     if cu_seqlens_q is not None:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -268,7 +268,7 @@ def attention_reference(
         lse = torch.logaddexp(lse, sink)
     all_scores = wide if sinks is None else torch.cat([wide, sink.expand_as(dead)], -1)
     p = torch.where(dead, 0, all_scores.softmax(-1)[..., : wide.shape[-1]]).to(q.dtype)
-    out = dropout_reference(p, dropout_p) @ v
+    out = dropout_reference(p, dropout_p, seed=seed) @ v
     lse = lse.squeeze(-1)
     if cu_seqlens_q is not None:
         out, lse = out[0].transpose(0, 1), lse[0]
@@ -278,7 +278,7 @@ def attention_reference(
 def _logsumexp(s):
     """torch's has gradients of 1 where all scores are finfo.min, for want of log(n) in its sum."""
     if s.shape[-1] == 0:
-        return s.new_full((*s.shape[:-1], 1), -torch.inf)
+        return s.sum(-1, keepdim=True) - torch.inf
     most = s.detach().amax(-1, keepdim=True)
     most = torch.where(most.isfinite(), most, 0)
     return most + (s - most).logsumexp(-1, keepdim=True)
@@ -292,15 +292,19 @@ def _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left):
         seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
         at = i + (0 if top_left else keys - queries)
         return _in_window(seen, at[:, None], j, left, right)
-    seen = torch.zeros(queries, keys, dtype=torch.bool, device=q.device)
-    bounds = (cu.tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
-    ranges = ([slice(*pair) for pair in pairwise(cu)] for cu in bounds)
-    for of_q, of_k in zip(*ranges, strict=True):
-        at = i[of_q] - of_q.start
-        at = at if top_left else at + (of_k.stop - of_k.start) - (of_q.stop - of_q.start)
-        inside = torch.ones(len(at), len(j[of_k]), dtype=torch.bool, device=q.device)
-        seen[of_q, of_k] = _in_window(inside, at[:, None], j[of_k] - of_k.start, left, right)
-    return seen
+    (q_of, i), (k_of, j) = _places(cu_seqlens_q, i), _places(cu_seqlens_k, j)
+    lengths = F.pad(cu_seqlens_k.diff() - cu_seqlens_q.diff(), (0, 1))  # 0 past the last sequence
+    seen = (q_of[:, None] == k_of) & (q_of[:, None] >= 0)
+    at = i if top_left else i + lengths[q_of]
+    return _in_window(seen, at[:, None], j, left, right)
+
+
+def _places(cu_seqlens, tokens):
+    """The sequence of each token, -1 past the last one, and the token's place in it."""
+    cu_seqlens = cu_seqlens.long()
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    place = tokens - cu_seqlens[sequence]
+    return torch.where(sequence < cu_seqlens.shape[0] - 1, sequence, -1), place
 
 
 def _in_window(seen, at, j, left, right):

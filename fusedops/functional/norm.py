@@ -159,7 +159,7 @@ def add_rms_norm_reference(
     return y, h
 
 
-def dropout_reference(x, p, dims=1):
+def dropout_reference(x, p, dims=1, seed=None):
     """x with a share p of its elements dropped: the mask that every kernel draws.
 
     Philox4x32-7 (Salmon et al., SC 2011) keyed by a 64-bit seed; the counter of element [row, col]
@@ -168,22 +168,28 @@ def dropout_reference(x, p, dims=1):
     """
     if p == 0:
         return x
-    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
-    n = math.prod(x.shape[-dims:])
-    rows = math.prod(x.shape[:-dims])
-    row = torch.arange(rows, device=x.device)[:, None]
-    zero = torch.zeros(rows, -(-n // 4), dtype=torch.int64, device=x.device)
+    if seed is None:
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
+    rows, n = math.prod(x.shape[:-dims]), math.prod(x.shape[-dims:])
+    tracing = torch._C._len_torch_dispatch_stack() > 0  # inductor miscompiles wrapping products
+    mask = torch.ops.fusedops.dropout_mask if tracing else dropout_mask_reference
+    return x * mask(seed, rows, n, p).reshape(x.shape) * (0.0 if p == 1 else 1 / (1 - p))
+
+
+def dropout_mask_reference(seed, rows, n, p):
+    """[rows, n], which elements stay."""
+    row = torch.arange(rows, device=seed.device)[:, None]
+    zero = torch.zeros(rows, -(-n // 4), dtype=torch.int64, device=seed.device)
     low = 0xFFFFFFFF
-    c0, c1, c2, c3 = zero + torch.arange(zero.shape[1], device=x.device), zero + row, zero, zero
+    c0, c1, c2, c3 = zero + torch.arange(zero.shape[1], device=seed.device), zero + row, zero, zero
     c1, c2 = c1 & low, c2 + (row >> 32)
     k0, k1 = seed & low, seed >> 32
     for _ in range(7):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, whatever the sign
         c0, c1, c2, c3 = p1 >> 32 & low ^ c1 ^ k0, p1 & low, p0 >> 32 & low ^ c3 ^ k1, p0 & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    word = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :n].reshape(x.shape)
-    keep = word >= min(int(p * 2**32), low)
-    return x * keep * (0.0 if p == 1 else 1 / (1 - p))
+    word = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :n]
+    return word >= min(int(p * 2**32), low)
 
 
 def _accumulate(t):

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from fusedops import notice
 from fusedops.patching.attention import patch_attention
 from fusedops.patching.epilogue import EPILOGUE
 from fusedops.patching.layer import patch_layers
@@ -101,6 +102,7 @@ def patch(
     `quantize` that there is not. Warns when no site was fused.
     """
     _check(model, loss)
+    notice.give()
     report = PatchReport() if quantize is None else quantize_linears(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
     wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)

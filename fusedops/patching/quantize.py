@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from fusedops import notice
 from fusedops.functional.quantized_linear import check_format
 from fusedops.nn import Linear, QuantizedLinear
 from fusedops.patching.report import PatchReport, Site
@@ -41,6 +42,7 @@ def quantize(
     Raises TypeError when model is not a module or skip no list of names, and ValueError for a
     format or option that there is not. Warns when nothing was quantized.
     """
+    notice.give()
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize: model must be a torch.nn.Module, got {type(model).__name__}")
     options = {"group_size": group_size, "scale": scale}

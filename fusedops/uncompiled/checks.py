@@ -1,0 +1,66 @@
+"""Checks of arguments, with the messages of csrc/common.h and csrc/ops/checks.h."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(t: Tensor) -> str:
+    return f"{dtype_name(t.dtype)} {list(t.shape)}"
+
+
+def check_floating(op: str, name: str, t: Tensor) -> None:
+    if t.dtype not in FLOATS:
+        wanted = "float32, float16, bfloat16 or float64"
+        raise RuntimeError(f"{op}: {name} must be {wanted}, got {describe(t)}")
+
+
+def check_same_device(op: str, name: str, t: Tensor, like: str, x: Tensor) -> None:
+    if t.device != x.device:
+        raise RuntimeError(f"{op}: {name} must be on {x.device} like {like}, got {t.device}")
+
+
+def check_shape(op: str, name: str, t: Tensor, shape: Sequence[int]) -> None:
+    if list(t.shape) != list(shape):
+        raise RuntimeError(f"{op}: {name} must have shape {list(shape)}, got {describe(t)}")
+
+
+def check_like(op: str, name: str, t: Tensor, like: str, x: Tensor) -> None:
+    check_same_device(op, name, t, like, x)
+    if t.dtype != x.dtype:
+        wanted = f"{dtype_name(x.dtype)} {list(t.shape)}"
+        raise RuntimeError(f"{op}: {name} must be {wanted} like {like}, got {describe(t)}")
+
+
+def check_activation(op: str, activation: str) -> None:
+    if activation not in ("none", *ACTIVATIONS):
+        known = ", ".join(map(repr, ("none", *ACTIVATIONS[:-1])))
+        raise ValueError(
+            f"{op}: activation must be {known} or {ACTIVATIONS[-1]!r}, got '{activation}'"
+        )
+
+
+def has_numbers(t: Tensor) -> bool:
+    """Whether a tensor's numbers can be read at once: not a GPU's, nor where a graph is traced."""
+    if type(t) is not Tensor or t.device.type != "cpu" or torch._C._len_torch_dispatch_stack():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """What the formulas of a dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
+    """float64 where one of the tensors is, else float32."""
+    any_double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if any_double else torch.float32

@@ -1,0 +1,54 @@
+"""Which kernel multiplies how many rows of quantized_linear: csrc/ops/quantized_linear/way.cpp."""
+
+GEMV_ROWS = 4
+SPLIT_ROWS = 64
+TILE_ROWS = 1024
+most_integers = 65536
+
+
+def quantized_linear_plan(
+    format: str, n: int, k: int, group_size: int, rows: int, input_format: str, compute: str
+) -> str:
+    """How a CPU multiplies, in words: empty, by PyTorch."""
+    return ""
+
+
+def quantized_linear_way(rows: int, input_format: str, compute: str) -> str:
+    if rows <= GEMV_ROWS:
+        return "gemv"
+    if rows <= SPLIT_ROWS:
+        return "split"
+    narrow = compute in ("any", "bf16")
+    return "tiles" if rows <= TILE_ROWS or not narrow or input_format != "none" else "scratch"
+
+
+def quantized_linear_gpu_plan(
+    format: str, n: int, k: int, group_size: int, rows: int, input_format: str, compute: str
+) -> str:
+    way = quantized_linear_way(rows, input_format, compute)
+    if way == "gemv":
+        return (
+            "a CUDA C++ kernel, whose codes become float32 in registers, of at most "
+            f"{GEMV_ROWS} rows of input"
+        )
+    if way == "scratch":
+        return (
+            f"the weight becomes bfloat16 in memory for each call, {n * k * 2 >> 20} MiB, and "
+            f"torch multiplies it, from {TILE_ROWS + 1} rows of input on"
+        )
+    operand = _operand(format, k, group_size, input_format, compute)
+    kernel = f"a Triton kernel, whose tiles multiply {operand}"
+    if way == "split":
+        return (
+            f"{kernel} and share their depth where there are few, of at most {SPLIT_ROWS} rows of "
+            "input"
+        )
+    return f"{kernel}, from {SPLIT_ROWS + 1} rows of input on"
+
+
+def _operand(format: str, k: int, group_size: int, input_format: str, compute: str) -> str:
+    if input_format == format == "int8" and group_size >= k and k <= most_integers:
+        return "int8"
+    if input_format == format == "fp8" and compute != "exact":
+        return "float8_e4m3fn (before sm_89 bfloat16)"
+    return "float32" if compute in ("exact", "int8") else "bfloat16"

@@ -1,0 +1,315 @@
+"""quantized_linear without a compiled part: csrc/ops/quantized_linear, its formats and formulas."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedops.uncompiled.checks import (
+    check_activation,
+    check_floating,
+    check_like,
+    check_same_device,
+    check_shape,
+    describe,
+    dtype_name,
+    widened,
+)
+from fusedops.uncompiled.library import (
+    define,
+    has_kernel,
+    implement,
+    implement_autocast,
+    implement_kernel,
+    needs_gradient,
+    reference,
+    with_graph,
+)
+from fusedops.uncompiled.linear import ACTIVATE
+
+OP = "quantized_linear"
+NF4_BLOCK = 64
+CODES = {"int8": torch.int8, "int4": torch.uint8, "nf4": torch.uint8, "fp8": torch.float8_e4m3fn}
+
+_WEIGHT = "Tensor qweight, Tensor scales, Tensor? zeros, "
+_LAYOUT = "str format, SymInt out_features, SymInt in_features, int group_size, "
+_HOW = "str activation, str input_format, str compute, bool keep_z) -> (Tensor y, Tensor z)"
+define(
+    f"quantized_linear(Tensor x, {_WEIGHT}Tensor? bias, {_LAYOUT}str? activation=None,"
+    " str? input_format=None, str? compute=None) -> Tensor",
+    f"quantized_linear_forward(Tensor x, {_WEIGHT}Tensor? bias, {_LAYOUT}{_HOW}",
+    f"quantized_linear_tiles(Tensor x, {_WEIGHT}Tensor? bias, {_LAYOUT}{_HOW}",
+    f"quantized_linear_backward(Tensor dy, {_WEIGHT}Tensor? z, {_LAYOUT}str activation,"
+    " str compute, bool[2] output_mask) -> (Tensor dx, Tensor dbias)",
+    f"dequantize_weight({_WEIGHT}{_LAYOUT}ScalarType dtype) -> Tensor",
+    "quantize_groups(Tensor groups, str format, float[] shares)"
+    " -> (Tensor codes, Tensor scales, Tensor zeros)",
+)
+
+
+def quantized_linear(
+    x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
+    activation=None, input_format=None, compute=None,
+):  # fmt: skip
+    if scales.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{OP}: scales must not require a gradient: there is none of the weight")
+    weight = qweight, scales, zeros, format, out_features, in_features, group_size
+    how = activation or "none", input_format or "none", compute or "any"
+    _check(x, bias, weight, *how)
+    if not has_kernel("quantized_linear_forward", x, bias):
+        return _formula(x, bias, weight, *how)
+    if needs_gradient(x, bias):
+        return _QuantizedLinear.apply(x, bias, weight, *how)
+    run = torch.ops.fusedops.quantized_linear_forward
+    return run(x, *weight[:3], bias, *weight[3:], *how, False)[0]
+
+
+def _formula(x, bias, weight, activation, input_format, compute):
+    rounded = None if input_format == "none" else input_format
+    return ACTIVATE[activation](_product(x, weight, bias, rounded, compute))
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """The kernels, with gradients of x and bias: csrc/ops/quantized_linear/autograd.cpp."""
+
+    @staticmethod
+    def forward(ctx, x, bias, weight, activation, input_format, compute):
+        operands, layout = weight[:3], weight[3:]
+        run = torch.ops.fusedops.quantized_linear_forward
+        y, z = run(x, *operands, bias, *layout, activation, input_format, compute, True)
+        ctx.save_for_backward(x, bias, *operands, z)
+        ctx.layout, ctx.how = layout, (activation, input_format, compute)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, bias, *operands, z = ctx.saved_tensors
+        weight = *operands, *ctx.layout
+        if torch.is_grad_enabled():  # a double backward
+
+            def formula(x, bias):
+                return (_formula(x, bias, weight, *ctx.how),)
+
+            return *with_graph(formula, (x, bias), (dy,)), *(None,) * 4
+        activation, _, compute = ctx.how
+        mask = list(ctx.needs_input_grad[:2])
+        run = torch.ops.fusedops.quantized_linear_backward
+        return *run(dy, *operands, z, *ctx.layout, activation, compute, mask), *(None,) * 4
+
+
+def _product(x, weight, bias, input_format, compute):
+    """x w^T + bias, rounded to x's dtype. The gradient passes through what rounds the operands."""
+    wide = widened(x.dtype)
+    operand = _operand_dtype(x.dtype, compute)
+    if operand == x.dtype and input_format is None:
+        return F.linear(x, _dequantized(weight, x.dtype), bias)
+    operands = reference(OP, "operands_reference")
+    w, factors = operands(*weight, wide)  # codes alone are numbers of any operand's dtype
+    w = w if factors is not None else _rounded_to(w, operand)
+    rounded = reference(OP, "rounded_rows")
+    a = _rounded_to(x, operand) if input_format is None else rounded(x, input_format)
+    z = F.linear(a, w)
+    z = z if factors is None else z * factors
+    return (z if bias is None else z + bias.to(wide)).to(x.dtype)
+
+
+def _operand_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
+    """What a product's operands are rounded to; sums are float32 in any case."""
+    if compute == "bf16":
+        return torch.bfloat16
+    return dtype if compute == "any" else torch.float32
+
+
+def _rounded_to(t: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = t.to(widened(t.dtype))
+    if wide.dtype == torch.float64 or dtype == torch.float32:
+        return wide
+    detached = wide.detach()
+    change = detached.to(dtype).float() - detached
+    return wide + change.nan_to_num(0, 0, 0)  # of infinities
+
+
+def _dequantized(weight: tuple, dtype: torch.dtype) -> Tensor:
+    return reference(OP, "dequantize_weight_reference")(*weight, dtype)
+
+
+def _autocast(cast, x, qweight, scales, zeros, bias, *rest):
+    run = torch.ops.fusedops.quantized_linear
+    return run(cast(x), qweight, scales, zeros, cast(bias), *rest)
+
+
+def _check(x, bias, weight, activation, input_format, compute) -> None:
+    _check_weight(*weight)
+    check_activation(OP, activation)
+    _check_compute(compute)
+    _check_input(weight, input_format, compute)
+    _check_features("x", x, weight[5], weight[0])
+    if bias is not None:
+        check_like(OP, "bias", bias, "x", x)
+        check_shape(OP, "bias", bias, [weight[4]])
+
+
+def _check_compute(compute: str) -> None:
+    if compute not in ("any", "exact", "bf16", "int8"):
+        raise ValueError(f"{OP}: compute must be None, 'exact', 'bf16' or 'int8', got '{compute}'")
+
+
+def _check_weight(qweight, scales, zeros, format, n, k, group_size) -> None:
+    _check_format(OP, format)
+    if n < 0 or k < 0 or group_size < 1:
+        raise RuntimeError(
+            f"{OP}: out_features and in_features must not be negative and group_size not below 1, "
+            f"got {n}, {k} and {group_size}"
+        )
+    if format == "nf4" and group_size != NF4_BLOCK:
+        raise RuntimeError(f"{OP}: group_size of nf4 must be {NF4_BLOCK}, got {group_size}")
+    if format == "int4" and group_size % 2:
+        raise RuntimeError(
+            f"{OP}: group_size of int4 must be even, as two codes of a group are a byte, got "
+            f"{group_size}"
+        )
+    shape = {"int4": [n, (k + 1) // 2], "nf4": [(n * k + 1) // 2, 1]}.get(format, [n, k])
+    _check_part("qweight", qweight, CODES[format], shape, qweight)
+    groups = [n, -(-k // group_size)] if format != "nf4" else [-(-n * k // NF4_BLOCK)]
+    _check_part("scales", scales, torch.float32, groups, qweight)
+    if (zeros is not None) != (format == "int4"):
+        raise RuntimeError(f"{OP}: int4 has zeros, and no other format")
+    if zeros is not None:
+        _check_part("zeros", zeros, torch.uint8, groups, qweight)
+
+
+def _check_format(op: str, format: str) -> None:
+    if format not in CODES:
+        raise ValueError(f"{op}: format must be 'int8', 'int4', 'nf4' or 'fp8', got '{format}'")
+
+
+def _check_part(
+    name: str, t: Tensor, dtype: torch.dtype, shape: list[int], qweight: Tensor
+) -> None:
+    check_same_device(OP, name, t, "qweight", qweight)
+    if t.dtype != dtype or list(t.shape) != shape:
+        raise RuntimeError(f"{OP}: {name} must be {dtype_name(dtype)} {shape}, got {describe(t)}")
+
+
+def _check_features(name: str, t: Tensor, n: int, qweight: Tensor) -> None:
+    check_floating(OP, name, t)
+    check_same_device(OP, name, t, "qweight", qweight)
+    if not t.dim() or t.shape[-1] != n:
+        raise RuntimeError(f"{OP}: {name} must have shape [..., {n}], got {describe(t)}")
+
+
+def _check_input(weight: tuple, input_format: str, compute: str) -> None:
+    if input_format not in ("none", "int8", "fp8"):
+        raise ValueError(f"{OP}: input_format must be None, 'int8' or 'fp8', got '{input_format}'")
+    if compute == "int8" and input_format != "int8":
+        raise ValueError(f"{OP}: compute='int8' multiplies codes: it needs input_format='int8'")
+    if compute == "int8" and weight[3] not in ("int8", "int4"):
+        raise ValueError(f"{OP}: compute='int8' needs a weight of integers, int8 or int4")
+
+
+# The outputs that kernels fill, and what runs where a device has no kernel for the arguments.
+
+
+def _outputs(
+    x, qweight, scales, zeros, bias, format, out_features, in_features, group_size, activation,
+    input_format, compute, keep_z,
+):  # fmt: skip
+    weight = qweight, scales, zeros, format, out_features, in_features, group_size
+    _check(x, bias, weight, activation, input_format, compute)
+    shape = (*x.shape[:-1], out_features)
+    return x.new_empty(shape), x.new_empty(shape) if keep_z and activation != "none" else None
+
+
+def _backward_outputs(
+    dy, qweight, scales, zeros, z, format, out_features, in_features, group_size, activation,
+    compute, output_mask,
+):  # fmt: skip
+    _check_weight(qweight, scales, zeros, format, out_features, in_features, group_size)
+    check_activation(OP, activation)
+    _check_compute(compute)
+    _check_features("dy", dy, out_features, qweight)
+    if activation != "none" and z is None:
+        raise RuntimeError(f"{OP}: the gradient of an activation needs z")
+    if z is not None:
+        check_like(OP, "z", z, "dy", dy)
+        check_shape(OP, "z", z, dy.shape)
+    dx = dy.new_empty((*dy.shape[:-1], in_features)) if output_mask[0] else None
+    return dx, dy.new_empty((out_features,)) if output_mask[1] else None
+
+
+def _forward(
+    x, qweight, scales, zeros, bias, format, out_features, in_features, group_size, activation,
+    input_format, compute, keep_z,
+):  # fmt: skip
+    weight = qweight, scales, zeros, format, out_features, in_features, group_size
+    _check(x, bias, weight, activation, input_format, compute)
+    z = _product(x, weight, bias, None if input_format == "none" else input_format, compute)
+    return ACTIVATE[activation](z), z if keep_z and activation != "none" else None
+
+
+def _backward(
+    dy, qweight, scales, zeros, z, format, out_features, in_features, group_size, activation,
+    compute, output_mask,
+):  # fmt: skip
+    weight = qweight, scales, zeros, format, out_features, in_features, group_size
+    dz = dy
+    if activation != "none":
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            (dz,) = torch.autograd.grad(ACTIVATE[activation](leaf), leaf, dy)
+    wide = widened(dy.dtype)
+    operand = _operand_dtype(dy.dtype, "any" if compute == "int8" else compute)
+    dx = dbias = None
+    if output_mask[0]:
+        w = _rounded_to(_dequantized(weight, wide), operand)
+        dx = (_rounded_to(dz, operand) @ w).to(dy.dtype)
+    if output_mask[1]:
+        dbias = dz.reshape(-1, out_features).sum(0)
+    return dx, dbias
+
+
+def _dequantize_outputs(
+    qweight, scales, zeros, format, out_features, in_features, group_size, dtype
+):
+    _check_weight(qweight, scales, zeros, format, out_features, in_features, group_size)
+    if not dtype.is_floating_point:
+        raise RuntimeError(
+            f"dequantize_weight: dtype must be a floating one, got {dtype_name(dtype)}"
+        )
+    return qweight.new_empty((out_features, in_features), dtype=dtype)
+
+
+def _dequantize(*arguments):
+    _dequantize_outputs(*arguments)
+    return _dequantized(arguments[:-1], arguments[-1])
+
+
+def _groups_outputs(groups, format, shares):
+    op = "quantize_groups"
+    _check_format(op, format)
+    four_bits = format in ("int4", "nf4")
+    if groups.dtype != torch.float32 or groups.dim() != 2:
+        raise RuntimeError(f"{op}: groups must be float32 [groups, size], got {describe(groups)}")
+    count, size = groups.shape
+    if four_bits and size not in (32, 64, 128):
+        raise RuntimeError(f"{op}: size must be 32, 64 or 128, got {size}")
+    if size < 1:
+        raise RuntimeError(f"{op}: size must be 1 or more, got {size}")
+    if not shares:
+        raise RuntimeError(f"{op}: shares must not be empty")
+    codes = groups.new_empty((count, size // 2 if four_bits else size), dtype=CODES[format])
+    zeros = groups.new_empty((count,), dtype=torch.uint8) if format == "int4" else None
+    return codes, groups.new_empty((count,)), zeros
+
+
+def _quantize_groups(groups, format, shares):
+    _groups_outputs(groups, format, shares)
+    return reference(OP, "quantize_groups_reference")(groups, format, shares)
+
+
+implement(OP, quantized_linear)
+implement_autocast(OP, _autocast, "cpu", "cuda")
+implement_kernel("quantized_linear_forward", _outputs, _forward)
+implement_kernel("quantized_linear_tiles", _outputs, _forward)
+implement_kernel("quantized_linear_backward", _backward_outputs, _backward)
+implement_kernel("dequantize_weight", _dequantize_outputs, _dequantize)
+implement_kernel("quantize_groups", _groups_outputs, _quantize_groups)
