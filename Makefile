@@ -228,7 +228,7 @@ $(INSTALLED): $(NEEDS) setup.py pyproject.toml
 	mkdir -p $(@D)
 	touch $@
 
-COMPILE = $(PY) -P fusedops/building.py --into fusedops --work build/temp
+COMPILE = FUSEDOPS_REQUIRE=compiled $(PY) setup.py --quiet build_ext --inplace
 
 $(BUILT): $(INSTALLED) $(CPP_SOURCES) fusedops/building.py
 	$(COMPILE)

@@ -26,7 +26,6 @@ COPIED = (
     "README.md",
     "LICENSE",
 )
-IN_PLACE = ["--into", "fusedops", "--work", "build/temp"]
 
 
 class Tree:
@@ -62,7 +61,7 @@ class Tree:
     def build(self) -> None:
         """All of it. Prints what the compiler says and exits where it fails."""
         try:
-            self._run([sys.executable, "-P", "fusedops/building.py", *IN_PLACE])
+            self._run([sys.executable, "setup.py", "build_ext", "--inplace"])
         except subprocess.CalledProcessError as error:
             raise SystemExit(error.stdout) from error
 

@@ -1,6 +1,7 @@
 """The command line, `fusedops` or `python -m fusedops`. Each subcommand calls one function."""
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -63,8 +64,13 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    words = [] if args.jobs is None else ["--jobs", str(args.jobs)]
-    return building.main(words)
+    try:
+        made = building.build_in_cache(args.jobs)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        print(f"fusedops build: {error}", file=sys.stderr)
+        return 1
+    print(f"compiled {made}")
+    return 0
 
 
 def _demo(args: argparse.Namespace) -> int:

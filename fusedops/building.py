@@ -9,7 +9,6 @@ FUSEDOPS_SIMT=1 adds the CUDA kernels as csrc/simt runs them on a CPU, for the t
 for a GPU has none of these; FUSEDOPS_SANITIZE=address,undefined builds with these sanitizers.
 """
 
-import argparse
 import functools
 import hashlib
 import importlib.util
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-__all__ = ["build", "cache_folder", "library_name", "main", "unbuildable"]
+__all__ = ["build", "build_in_cache", "cache_folder", "library_name", "unbuildable"]
 
 PACKAGE = Path(__file__).resolve().parent
 # An installed package has its sources inside, a checkout beside it.
@@ -172,6 +171,15 @@ def build(into: Path, work: Path, jobs: int | None = None) -> Path:
     (into / name).chmod(0o755)
     _replace((into / name).with_suffix(".json"), json.dumps(record(torch)).encode() + b"\n")
     return into / name
+
+
+def build_in_cache(jobs: int | None = None) -> Path:
+    """`build` into the folder that the next import looks in; nothing else is left behind."""
+    if reason := unbuildable():
+        raise RuntimeError(reason)
+    torch = Torch.installed()
+    with tempfile.TemporaryDirectory(prefix="fusedops-") as work:
+        return build(cache_folder(torch.version, torch.cxx11_abi), Path(work), jobs)
 
 
 def record(torch: Torch) -> dict[str, object]:
@@ -429,34 +437,3 @@ def _replace(path: Path, content: bytes) -> None:
         made.write(content)
     os.chmod(made.name, 0o644)
     os.replace(made.name, path)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`fusedops build`: compiles for the torch that is installed, for the next import to find."""
-    parser = argparse.ArgumentParser(prog="fusedops build", description=main.__doc__)
-    parser.add_argument("--jobs", type=int, help="compilers at a time; one for each CPU")
-    parser.add_argument("--into", type=Path, help="the library's folder; one in the user's cache")
-    parser.add_argument("--work", type=Path, help="a folder in which objects stay")
-    args = parser.parse_args(arguments)
-    try:
-        made = _build(args)
-    except (RuntimeError, subprocess.CalledProcessError) as error:
-        print(f"fusedops build: {error}", file=sys.stderr)
-        return 1
-    print(f"compiled {made}")
-    return 0
-
-
-def _build(args: argparse.Namespace) -> Path:
-    if reason := unbuildable():
-        raise RuntimeError(reason)
-    torch = Torch.installed()
-    into = args.into or cache_folder(torch.version, torch.cxx11_abi)
-    if args.work is not None:
-        return build(into, args.work, args.jobs)
-    with tempfile.TemporaryDirectory(prefix="fusedops-") as work:
-        return build(into, Path(work), args.jobs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -269,16 +269,15 @@ def test_an_unknown_subcommand_names_the_known_ones(capsys):
     assert "docter" in error and "doctor" in error and "build" in error
 
 
-def test_build_passes_on_the_number_of_jobs(monkeypatch):
+def test_build_passes_on_the_number_of_jobs(monkeypatch, capsys):
     called = []
+    monkeypatch.setattr(building, "build_in_cache", lambda jobs: called.append(jobs) or "there")
+    assert command_line.main(["build", "--jobs", "2"]) == command_line.main(["build"]) == 0
+    assert called == [2, None] and capsys.readouterr().out == "compiled there\n" * 2
 
-    class Building:
-        @staticmethod
-        def main(words):
-            called.append(words)
-            return 3
 
-    monkeypatch.setattr(command_line.importlib, "import_module", lambda name: Building)
-    assert command_line.main(["build", "--jobs", "2"]) == 3
-    assert command_line.main(["build"]) == 3
-    assert called == [["--jobs", "2"], []]
+def test_a_build_that_cannot_be_says_why(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert command_line.main(["build"]) == 1
+    error = capsys.readouterr().err
+    assert "there is no C++ compiler: no-such-compiler is not on PATH" in error

@@ -108,7 +108,7 @@ def tables(names):
 
 def test_the_import_changes_what_the_readme_says(changed):
     tables_of_quantizers = {"AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"}
-    wanted = {"meta_path", "fusedops", "flop_registry", *tables_of_quantizers}
+    wanted = {"meta_path", "fusedops", "_impls", "flop_registry", *tables_of_quantizers}
     assert tables(changed["import"]) == wanted
     assert {"sys.meta_path", "torch.ops.fusedops"} <= {*changed["import"]}
     assert all(name in README for name in (*wanted, "sys.meta_path", "torch.ops.fusedops"))

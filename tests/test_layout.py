@@ -135,6 +135,7 @@ SHARED = {
         "dropout.h",
         "exp.h",
         "gates.h",
+        "grain.h",
         "isa",
         "isa.cpp",
         "isa.h",

@@ -30,7 +30,7 @@ void backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end, flo
     };
 
     double sum_g = 0, sum_gn = 0;
-    each_block(n, [&](Block block) {
+    each_block(n, [&](Span block) {
       Floats g_acc, gn_acc;
       each_step(block.size, [&](int64_t j, auto part) {
         const int64_t i = block.begin + j;
@@ -87,7 +87,7 @@ void add_to(double* total, const float* part, int64_t n) {
 template <class T>
 void sum_chunks(const double* partials, int64_t chunks, int64_t stride, int64_t begin, int64_t end,
                 void* out) {
-  each_block(end - begin, [&](Block block) {
+  each_block(end - begin, [&](Span block) {
     const int64_t first = begin + block.begin;
     double totals[kBlock] = {};
     for (int64_t c = 0; c < chunks; ++c) {

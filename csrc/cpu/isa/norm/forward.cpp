@@ -25,7 +25,7 @@ template <class H>
 std::pair<double, double> moments(const H* h, int64_t n, double mean) {
   const Split first(mean);
   double sum_c = 0, sum_cc = 0;
-  each_block(n, [&](Block block) {
+  each_block(n, [&](Span block) {
     Floats c_acc, cc_acc;
     each_step(block.size, [&](int64_t j, auto part) {
       const auto c = live(centred<true, H>(load(h + block.begin + j, part), first), part);

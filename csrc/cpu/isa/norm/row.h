@@ -14,20 +14,20 @@ namespace CPU_CAPABILITY {
 
 constexpr int64_t kBlock = 1024;  // a multiple of kStep and of Philox's four words
 
-struct Block {
+struct Span {
   int64_t begin, size;
 };
 
 template <class Body>
 inline __attribute__((always_inline)) void each_block(int64_t n, const Body& body) {
-  for (int64_t i = 0; i < n; i += kBlock) body(Block{i, std::min(kBlock, n - i)});
+  for (int64_t i = 0; i < n; i += kBlock) body(Span{i, std::min(kBlock, n - i)});
 }
 
 // The sum over a row of what `term(i, part)` gives for every step of it.
 template <class Term>
 inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& term) {
   double total = 0;
-  each_block(n, [&](Block block) {
+  each_block(n, [&](Span block) {
     Floats acc;
     each_step(block.size, [&](int64_t j, auto part) { acc = acc + term(block.begin + j, part); });
     total += sum(acc);
