@@ -208,8 +208,8 @@ clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks checks fusedops tests -name __pycache__ -exec rm -rf {} +
 
-# What the demo needs; the versions are those of the whole environment.
-DEMO := setuptools ninja numpy matplotlib rich tqdm transformers
+# What the demo needs, and torch on a CPU; the versions are those of the whole environment.
+DEMO := setuptools ninja numpy matplotlib rich tqdm transformers sympy networkx jinja2 fsspec
 
 .venv/.demo: .ci/constraints.txt
 	python3 -m venv .venv
