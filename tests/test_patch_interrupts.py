@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fusedops import _C, fuse_always, patch, patched, unpatch, verify
 from fusedops.patching import swap, thresholds
@@ -21,6 +24,7 @@ HOME = Path(swap.__file__).parent
 EVERY = {str(path) for path in HOME.rglob("*.py")}
 RESTORING = {str(HOME / f"{name}.py") for name in ("swap", "undo", "config", "patch")}
 POINTS = 130
+DEVICES = ("cpu", "cuda")
 
 
 class Interrupting:
@@ -74,12 +78,20 @@ def interrupted(files, nth, run):
 
 
 def state(model):
-    """All that patch and verify may change in a model."""
+    """All that patch and verify may change: the model, its config, and the thread's settings."""
     modules = [
         (type(m), {k: v if type(v) is bool else id(v) for k, v in vars(m).items()}, *hooks(m))
         for m in model.modules()
     ]
-    return modules, dict(vars(getattr(model, "config", model)))
+    return modules, dict(vars(getattr(model, "config", model))), thread()
+
+
+def thread():
+    """What a skipped exit of a `with` block would leave switched."""
+    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
+    depth = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    modes = [*_get_current_function_mode_stack()], [*_get_current_dispatch_mode_stack()]
+    return torch.is_grad_enabled(), casts, depth, modes, [*warnings.filters]
 
 
 def hooks(module):

@@ -16,7 +16,7 @@ from fusedops.patching.linear import form_of
 from fusedops.patching.norm import recipe_of
 from fusedops.patching.patch import patched
 from fusedops.patching.swap import fused_modules, original, original_class
-from fusedops.patching.undo import afterwards
+from fusedops.patching.undo import afterwards, on_failure, settings
 from fusedops.patching.verify import GRADIENT, Batch, Yardstick, fresh, run
 
 __all__ = ["Deviation", "VerifyReport", "verify"]
@@ -89,7 +89,8 @@ def verify(model: nn.Module, batch: Batch) -> VerifyReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"verify: model must be a torch.nn.Module, got {type(model).__name__}")
-    with ExitStack() as stack:
+    set_back = settings()
+    with on_failure(set_back), on_failure(set_back), ExitStack() as stack:
         if not fused_modules(model) and not _attentions(model):
             stack.enter_context(patched(model))
         wanted = {p: m for p, m in model.named_modules() if p and _kinds(m)}

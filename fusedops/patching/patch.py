@@ -1,7 +1,7 @@
 """patch, unpatch, patched: fused kernels into a model in place, and out again."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -21,7 +21,7 @@ from fusedops.patching.report import PatchReport
 from fusedops.patching.residual import RESIDUAL
 from fusedops.patching.rotary import ROTARY
 from fusedops.patching.swap import put_back, restore_all, states
-from fusedops.patching.undo import afterwards, on_failure
+from fusedops.patching.undo import afterwards, on_failure, settings
 from fusedops.patching.verify import Yardstick
 
 __all__ = ["patch", "patched", "unpatch"]
@@ -103,12 +103,18 @@ def patch(
     """
     _check(model, loss)
     notice.give()
-    report = PatchReport() if quantize is None else quantize_linears(model, quantize)
-    before = None if verify is None else Yardstick(model, verify)
-    wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
-    kinds = [kind for kind, on in wanted if on]
-    undo = partial(put_back, model, states(model))
+    restores: list[Callable[[], object]] = [settings()]
+
+    def undo() -> None:
+        for restore in reversed(restores):
+            restore()
+
     with on_failure(undo), on_failure(undo):
+        report = PatchReport() if quantize is None else quantize_linears(model, quantize)
+        before = None if verify is None else Yardstick(model, verify)
+        wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
+        kinds = [kind for kind, on in wanted if on]
+        restores.append(partial(put_back, model, states(model)))
         if norm:
             patch_norms(model, report)
         patch_layers(model, kinds, report)

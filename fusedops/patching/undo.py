@@ -5,10 +5,24 @@ that it may be repeated, and is repeated until it ends.
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import call
 
-__all__ = ["afterwards", "on_failure"]
+import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._python_dispatch import (
+    _pop_mode as _pop_dispatch_mode,
+)
+from torch.utils._python_dispatch import (
+    _push_mode as _push_dispatch_mode,
+)
+
+__all__ = ["afterwards", "on_failure", "settings"]
 
 
 @contextmanager
@@ -53,3 +67,45 @@ def _to_its_end(
             interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+def settings() -> Callable[[], None]:
+    """The thread's settings of torch and Python's warning filters now: a function that restores
+    them, which may be repeated.
+
+    An interrupt between a `with` block and its exit skips the exit. A skipped exit of
+    `torch.no_grad()` would leave the caller without gradients.
+    """
+    gradients = torch.is_grad_enabled()
+    devices = ("cpu", "cuda")
+    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
+    functions, dispatches = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    filters, shown = [*warnings.filters], warnings.showwarning
+
+    def restore() -> None:
+        torch.set_grad_enabled(gradients)
+        while len(_get_current_function_mode_stack()) > len(functions):
+            _pop_mode()
+        for missing in range(len(_get_current_dispatch_mode_stack()), len(dispatches)):
+            _push_dispatch_mode(dispatches[missing])
+        while len(_get_current_dispatch_mode_stack()) > len(dispatches):
+            _pop_dispatch_mode()
+        for device, enabled, dtype in casts:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        while _autocast_depth() > depth:
+            torch.autocast_decrement_nesting()
+        if [*warnings.filters] != filters:
+            warnings.resetwarnings()
+            warnings.filters[:] = filters  # type: ignore[index]
+        warnings.showwarning = shown
+
+    return restore
+
+
+def _autocast_depth() -> int:
+    """How many autocast blocks are open. One call of C, between whose parts no interrupt arrives."""
+    both = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    return [*map(call, both)][1]
