@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
 .PHONY: fuzz growth large mutants asan simt-asan
-.PHONY: cuda-check torch-check coverage
+.PHONY: cuda-check torch-check coverage wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
 
 # Where pip finds a torch without CUDA; empty for PyPI alone.
@@ -47,6 +47,7 @@ help:
 	@echo "make simt-asan  the same for the emulated kernels"
 	@echo "make cuda-check  what the GPU kernels compile to, into docs/machine_code.md; needs nvcc"
 	@echo "make torch-check  compiles every source against each supported torch's headers"
+	@echo "make wheel    one wheel for every supported torch, into dist; make wheel-check tests it"
 	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
 	@echo "make gpu      on a GPU machine: build, test, compute-sanitizer, benchmarks; results in OUT"
 	@echo "              gpu-build, gpu-test, gpu-sanitize, gpu-bench and gpu-train do one"
@@ -139,6 +140,13 @@ build/triton36/.installed: .ci/triton36.txt
 torch-check: $(TOOLS) $(TESTABLE)
 	$(PY) -m checks torches $(ARGS)
 
+# One wheel for every torch of checks/packages.py, whose packages it downloads.
+wheel: $(TOOLS) $(BUILT)
+	$(PY) -m checks wheel
+
+wheel-check: $(TOOLS) $(BUILT)
+	$(PY) -m checks wheel-check $(ARGS)
+
 # On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
 # the first. They write into OUT, and one that fails does not keep the others from running.
 OUT ?= build/gpu
@@ -204,7 +212,7 @@ gpu-train:
 	  status=$$?; tail -n 40 $(OUT)/train.log; exit $$status
 
 clean:
-	rm -rf build *.egg-info demo fusedops/_C_torch*
+	rm -rf build dist *.egg-info demo fusedops/_C_torch*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks checks fusedops tests -name __pycache__ -exec rm -rf {} +
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from checks import compatibility, sanitize, torches
+from checks import compatibility, sanitize, torches, wheel
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
 
@@ -30,6 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("quick-record", help="run the quick tests, and record the versions")
     compatibility.add_record_arguments(add)
     add.set_defaults(run=compatibility.record)
+    add = commands.add_parser("wheel", help="one wheel for every supported torch, into dist/")
+    add.set_defaults(run=wheel.run)
+    add = commands.add_parser("wheel-check", help="the quick tests with the wheel in dist/")
+    wheel.add_check_arguments(add)
+    add.set_defaults(run=wheel.run_check)
     args = parser.parse_args(argv)
     return args.run(args)
 

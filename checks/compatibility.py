@@ -1,7 +1,8 @@
 """docs/compatibility.json, what passed with which versions, and docs/compatibility.md, its page.
 
-`python -m checks torches` adds rows of compiled sources, and `python -m checks quick-record` those
-of the quick tests. `python -m checks compatibility` writes the page again; `--check` compares it.
+`python -m checks torches` adds rows of compiled sources, `quick-record` and `wheel-check` rows of
+the quick tests, and `wheel` describes the wheel. `compatibility` writes the page again; with
+`--check` it compares the page.
 """
 
 import argparse
@@ -57,6 +58,19 @@ COMPILED = """\
 Every source against the headers of a torch, once for each instruction set. `make torch-check` adds
 rows.
 """
+WHEEL = """\
+## The wheel
+
+`make wheel` builds `{file}` for torch {torches} on {date}, with an {cpu} and {cores} cores, in
+{seconds} s. The file has {megabytes} MB, installed it has {installed_megabytes} MB. Each torch has
+a library of its own, which links the same kernels. torch's libraries and OpenMP stay outside. The
+tag is the lowest that auditwheel grants. These symbols of the system's libraries are newer than
+manylinux_2_28 and set the tag: {blocking}.
+
+`make wheel-check` installs the wheel beside two versions of torch, and adds rows to the quick
+tests. Not built: manylinux_2_28, and Python 3.12 to 3.14, which `pyproject.toml` configures for
+cibuildwheel.
+"""
 
 
 def load(path: Path = RESULTS) -> dict[str, Any]:
@@ -96,7 +110,15 @@ def rendered(known: dict[str, Any]) -> str:
         tables.append(QUICK + "\n" + _table(*_quick(reversed(known["quick"]))))
     if known.get("compiled"):
         tables.append(COMPILED + "\n" + _table(*_compiled(known["compiled"])))
+    if known.get("wheel"):
+        tables.append(_wheel(known["wheel"]))
     return "\n".join([HEAD, *tables])
+
+
+def _wheel(row: Row) -> str:
+    return WHEEL.format(
+        **row | {"torches": ", ".join(row["torches"]), "blocking": _names(row["blocking"])}
+    )
 
 
 def _table(head: str, *rows: str) -> str:

@@ -1,40 +1,31 @@
 """`python -m checks torches`: compiles every source against the headers of several torches.
 
-The commands are those of the last build, with another torch's headers and -fsyntax-only; nvcc
-compiles csrc/cuda besides. Wheels come from PyPI without their dependencies, and only their headers
-stay, under build/. docs/compatibility.json has the result, docs/compatibility.md shows it.
+The commands are the build's, with -fsyntax-only and a unit for each source; nvcc compiles csrc/cuda
+too. pip downloads each torch without its dependencies. docs/compatibility.json has the result,
+docs/compatibility.md shows it.
 """
 
 import argparse
+import dataclasses
 import datetime
 import os
 import re
 import shlex
 import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from checks import compatibility
 from checks.machine_code import nvcc
+from checks.packages import VERSIONS, package
 from checks.tree import ROOT
 from fusedops import building
 
-VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-INSTALLED = torch.__version__.partition("+")[0]
-HEADERS = ROOT / "build" / "torches"
-API = Path("torch") / "csrc" / "api" / "include"
-# The headers of the installed torch, and those that are compiled beforehand.
-OWN = re.compile(rf"-isystem \S+{os.sep}torch{os.sep}include\S*|-include \S+")
+PACKAGES = ROOT / "build" / "torches"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Unit:
     """A source as one compiler takes it, with one set of flags."""
 
@@ -50,34 +41,29 @@ class Unit:
         return found[0] if found else run.stderr.strip()[-200:]
 
 
-def headers(version: str) -> Path:
-    """The include folder of a torch: of the installed one, or of a wheel that pip downloads."""
-    if version == INSTALLED:
-        return Path(torch.__file__).parent / "include"
-    folder = HEADERS / version
-    if not (folder / "complete").exists():
-        with tempfile.TemporaryDirectory(dir=ROOT / "build") as made:
-            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-            subprocess.run([*pip, "--quiet", "--dest", made, f"torch=={version}"], check=True)
-            with zipfile.ZipFile(next(Path(made).glob("torch-*.whl"))) as wheel:
-                members = (n for n in wheel.namelist() if n.startswith("torch/include/"))
-                wheel.extractall(folder, members)
-        (folder / "complete").touch()
-    return folder / "torch" / "include"
+def units(torch: Path) -> tuple[list[Unit], list[Unit]]:
+    """The headers that are compiled first, and every source by itself, against a torch package.
 
-
-def units(include: Path) -> Iterator[Unit]:
-    """Every source by itself: with the build's flags, and csrc/cuda by nvcc where that is there."""
-    simt = building.Torch(torch.__version__, torch.compiled_with_cxx11_abi(), None, True)
-    folder = HEADERS / "units"
-    steps = [*building.kernels(folder), *building.glue(simt, folder, 1), *building.emulated(folder)]
-    for step in steps:
-        if not step.made.endswith(".gch"):
-            words = shlex.split(OWN.sub("", step.flags))
-            more = ["-fsyntax-only", f"-I{include}", f"-I{include / API}", *step.sources]
-            yield Unit(_name(step), [_compiler(), *words, *more])
+    With the build's flags, each instruction set's, and csrc/cuda also by nvcc where that is there.
+    """
+    against = dataclasses.replace(building.Torch.unpacked(torch), simt=True)
+    folder = PACKAGES / "units" / against.name
+    steps = [*building.kernels(against, folder), *building.glue(against, folder, 1)]
+    steps += building.emulated(against, folder)
+    made = [step for step in steps if _is_header(step)]
+    first = [Unit(str(Path(s.made).relative_to(folder)), _command(s, "-o", s.made)) for s in made]
+    sources = [Unit(_name(s), _command(s, "-fsyntax-only")) for s in steps if not _is_header(s)]
     if nvcc.find() is not None:
-        yield from _of_nvcc(include)
+        sources += _of_nvcc(torch / "include")
+    return first, sources
+
+
+def _is_header(step: building.Step) -> bool:
+    return step.made.endswith(".gch")
+
+
+def _command(step: building.Step, *more: str) -> list[str]:
+    return [_compiler(), *shlex.split(step.flags), *more, *step.sources]
 
 
 def _name(step: building.Step) -> str:
@@ -87,22 +73,25 @@ def _name(step: building.Step) -> str:
 
 
 def _of_nvcc(include: Path) -> Iterator[Unit]:
+    api = include / "torch" / "csrc" / "api" / "include"
     for suffix, flags in ((".cu", [*nvcc.flags(), "-arch=sm_90", "-ptx"]), (".cpp", nvcc.PARSE)):
         for source in nvcc.sources(suffix):
-            paths = [f"-I{path}" for path in (ROOT, nvcc.stub(), include, include / API)]
+            paths = [f"-I{path}" for path in (ROOT, nvcc.stub(), include, api)]
             command = [str(nvcc.find()), *flags, *paths, "-o", os.devnull, str(source)]
             yield Unit(f"{source.relative_to(ROOT)} nvcc", command)
 
 
 def check(version: str, jobs: int) -> dict[str, object]:
     """What docs/compatibility.json says of a torch."""
-    found = list(units(headers(version)))
+    first, sources = units(package(version, PACKAGES))
+    errors: dict[str, str] = {}
     with ThreadPoolExecutor(jobs) as pool:
-        errors = dict(zip((u.name for u in found), pool.map(Unit.error, found), strict=True))
+        for found in (first, sources):
+            errors |= dict(zip((u.name for u in found), pool.map(Unit.error, found), strict=True))
     return {
         "date": datetime.date.today().isoformat(),
         "compilers": [_gcc(), nvcc.version()] if nvcc.find() else [_gcc()],
-        "units": len(found),
+        "units": len(sources),
         "failed": {name: error for name, error in errors.items() if error},
     }
 

@@ -1,12 +1,13 @@
-"""Compiles the C++ and CUDA part of the package for one torch, in a folder of its own, with ninja.
+"""Compiles the C++ and CUDA part of the package, one library for each torch, with ninja.
 
-setup.py and `fusedops build` call it. At import it needs the standard library alone; torch, whose
-headers the sources include, is imported when a build begins.
+setup.py and `fusedops build` call it. At import it needs the standard library alone. A build
+imports the installed torch, whose headers the sources include, unless FUSEDOPS_TORCHES is set.
 
 Environment: CXX and CXXFLAGS; MAX_JOBS; DEBUG=1 keeps debug information; FUSEDOPS_CUDA=0|1
 overrides whether csrc/cuda is compiled, and TORCH_CUDA_ARCH_LIST says for which GPUs;
 FUSEDOPS_SIMT=1 adds the CUDA kernels as csrc/simt runs them on a CPU, for the tests, and a build
-for a GPU has none of these; FUSEDOPS_SANITIZE=address,undefined builds with these sanitizers.
+for a GPU has none of these; FUSEDOPS_SANITIZE=address,undefined builds with these sanitizers;
+FUSEDOPS_TORCHES=folder compiles for each torch package folder/*/torch, not the installed one.
 """
 
 import functools
@@ -27,7 +28,14 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-__all__ = ["build", "build_in_cache", "cache_folder", "library_name", "unbuildable"]
+__all__ = [
+    "build",
+    "build_in_cache",
+    "cache_folder",
+    "library_name",
+    "requested_torches",
+    "unbuildable",
+]
 
 PACKAGE = Path(__file__).resolve().parent
 # An installed package has its sources inside, a checkout beside it.
@@ -79,10 +87,11 @@ rule link
 class Torch:
     """What a library is compiled against."""
 
+    folder: Path  # the package's, with include/ and lib/
     version: str
-    cxx11_abi: bool
-    cuda: str | None  # the version of CUDA, where GPU kernels are compiled too
-    simt: bool
+    cxx11_abi: bool = True
+    cuda: str | None = None  # the version of CUDA, where GPU kernels are compiled too
+    simt: bool = False
 
     @classmethod
     def installed(cls) -> "Torch":
@@ -90,7 +99,21 @@ class Torch:
 
         cuda = torch.version.cuda if _wants_cuda() else None
         simt = os.environ.get("FUSEDOPS_SIMT") == "1" and cuda is None
-        return cls(torch.__version__, torch.compiled_with_cxx11_abi(), cuda, simt)
+        folder, abi = Path(torch.__file__).parent, torch.compiled_with_cxx11_abi()
+        return cls(folder, torch.__version__, abi, cuda, simt)
+
+    @classmethod
+    def unpacked(cls, folder: Path) -> "Torch":
+        """A torch package that is not imported: for CPUs. Since 2.7 all have the newer C++ ABI."""
+        found = re.search(r"^__version__ = '(.+)'$", (folder / "version.py").read_text(), re.M)
+        assert found is not None
+        return cls(folder, found[1])
+
+    @property
+    def name(self) -> str:
+        """Its minor version as file names have it: torch2_13."""
+        major, minor = self.version.split(".")[:2]
+        return f"torch{major}_{minor}"
 
 
 @dataclass(frozen=True)
@@ -112,8 +135,7 @@ class Step:
 
 def library_name(torch_version: str) -> str:
     """The file name of the library for a torch: `_C_torch2_13` and Python's suffix."""
-    major, minor = torch_version.split(".")[:2]
-    return f"_C_torch{major}_{minor}{EXTENSION_SUFFIXES[0]}"
+    return f"_C_{Torch(Path(), torch_version).name}{EXTENSION_SUFFIXES[0]}"
 
 
 def cache_folder(torch_version: str, cxx11_abi: bool) -> Path:
@@ -150,27 +172,32 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def build(into: Path, work: Path, jobs: int | None = None) -> Path:
-    """Compiles for the torch that is installed, and returns the library, in `into`.
+def build(into: Path, work: Path, jobs: int | None = None) -> list[Path]:
+    """Compile for the installed torch, or for those of FUSEDOPS_TORCHES; return the libraries.
 
-    work: where objects stay, so that the next build compiles what has changed. Raises RuntimeError
-    that says what is missing, and CalledProcessError where the compiler fails.
+    into: the libraries' folder. work: where objects stay, so that the next build compiles what has
+    changed. Raises RuntimeError that says what is missing, and CalledProcessError where the
+    compiler fails.
     """
     if reason := unbuildable():
         raise RuntimeError(reason)
-    torch = Torch.installed()
-    name = library_name(torch.version)
+    torches = requested_torches() or [Torch.installed()]
     work.mkdir(parents=True, exist_ok=True)
-    nvcc = shutil.which("nvcc") if torch.cuda is None else _nvcc()
+    nvcc = shutil.which("nvcc") if torches[0].cuda is None else _nvcc()
     rules = RULES.format(cxx=_compiler(), nvcc=nvcc)
-    file = work / "build.ninja"
-    _write(file, rules + "".join(map(str, steps(torch, work.resolve(), name))))
+    _write(work / "build.ninja", rules + "".join(map(str, steps(torches, work.resolve()))))
     subprocess.run([*_ninja(), "-C", str(work), "-j", str(jobs or _jobs())], check=True)
     into.mkdir(parents=True, exist_ok=True)
-    _replace(into / name, (work / name).read_bytes())
-    (into / name).chmod(0o755)
-    _replace((into / name).with_suffix(".json"), json.dumps(record(torch)).encode() + b"\n")
-    return into / name
+    return [_install(torch, work, into) for torch in torches]
+
+
+def _install(torch: Torch, work: Path, into: Path) -> Path:
+    """Copies a library, and writes its record beside it."""
+    library = into / library_name(torch.version)
+    _replace(library, (work / library.name).read_bytes())
+    library.chmod(0o755)
+    _replace(library.with_suffix(".json"), json.dumps(record(torch)).encode() + b"\n")
+    return library
 
 
 def build_in_cache(jobs: int | None = None) -> Path:
@@ -179,7 +206,7 @@ def build_in_cache(jobs: int | None = None) -> Path:
         raise RuntimeError(reason)
     torch = Torch.installed()
     with tempfile.TemporaryDirectory(prefix="fusedops-") as work:
-        return build(cache_folder(torch.version, torch.cxx11_abi), Path(work), jobs)
+        return build(cache_folder(torch.version, torch.cxx11_abi), Path(work), jobs)[0]
 
 
 def record(torch: Torch) -> dict[str, object]:
@@ -194,22 +221,26 @@ def record(torch: Torch) -> dict[str, object]:
     }
 
 
-def steps(torch: Torch, work: Path, name: str) -> Iterator[Step]:
-    """From the sources to the library."""
-    found = [*kernels(work / "kernels"), *glue(torch, work / "glue")]
-    if torch.simt:
-        found += emulated(work / "simt")
-    if torch.cuda is not None:
-        found += for_gpus(work / "cuda")
-    yield from found
-    objects = tuple(step.made for step in found if step.made.endswith(".o"))
-    yield Step("link", f"{work}/{name}", objects, " ".join(_link_flags(torch)))
+def steps(torches: Sequence[Torch], work: Path) -> Iterator[Step]:
+    """From the sources to a library for each torch. All of them share the kernels' objects."""
+    shared = [*kernels(torches[0], work / "kernels")]
+    if torches[0].simt:
+        shared += emulated(torches[0], work / "simt")
+    if torches[0].cuda is not None:
+        shared += for_gpus(work / "cuda")
+    yield from shared
+    for torch in torches:
+        own = [*glue(torch, work / f"glue_{torch.name}")]
+        yield from own
+        objects = tuple(step.made for step in [*shared, *own] if step.made.endswith(".o"))
+        library = work / library_name(torch.version)
+        yield Step("link", str(library), objects, " ".join(_link_flags(torch)))
 
 
-def kernels(folder: Path) -> Iterator[Step]:
+def kernels(torch: Torch, folder: Path) -> Iterator[Step]:
     """csrc/cpu/isa, once for each instruction set; what all files include is compiled once."""
     flags = {
-        name: [*_flags(), f"-DCPU_CAPABILITY={name} {isa} {QUIET}"]
+        name: [*_flags(torch), f"-DCPU_CAPABILITY={name} {isa} {QUIET}"]
         for name, isa in INSTRUCTION_SETS.items()
     }
     shared = {name: folder / name / "vec.h" for name in INSTRUCTION_SETS}
@@ -230,13 +261,13 @@ def glue(torch: Torch, folder: Path, most: int = UNIT) -> Iterator[Step]:
     """
     files = sources("csrc/*.cpp") + sources("csrc/ops/**/*.cpp")
     files += [f for f in sources("csrc/cpu/**/*.cpp") if not f.startswith("csrc/cpu/isa/")]
-    flags, header = _glue_flags(), folder / "all.h"
+    flags, header = _glue_flags(torch), folder / "all.h"
     yield _header(_unit_file(["csrc/precompiled.h"], header), f"{header}.gch", flags)
     for unit in _units(files, most):
         made = folder / f"{_flat(unit[0])}.o"
         yield _compile(_unit_file(unit, made.with_suffix("")), made, flags, header)
     if torch.simt or torch.cuda is not None:
-        more = ["-DFUSEDOPS_SIMT"] if torch.simt else _includes("cuda")
+        more = ["-DFUSEDOPS_SIMT"] if torch.simt else _cuda_includes()
         for source in sources("csrc/cuda/**/*.cpp"):
             yield _compile(ROOT / source, folder / f"{_flat(source)}.o", [*flags, *more])
 
@@ -257,11 +288,11 @@ def _unit_file(unit: Sequence[str], file: Path) -> Path:
     return file
 
 
-def emulated(folder: Path) -> Iterator[Step]:
+def emulated(torch: Torch, folder: Path) -> Iterator[Step]:
     """csrc/cuda as C++ with csrc/simt in place of CUDA."""
     races = [] if os.environ.get("FUSEDOPS_SANITIZE") else ["-fsanitize=thread"]
     for source in sources("csrc/cuda/**/*.cu"):
-        flags = [*_flags(), "-x c++", *SIMT_FLAGS, *races]
+        flags = [*_flags(torch), "-x c++", *SIMT_FLAGS, *races]
         yield _compile(ROOT / source, folder / f"{_flat(source)}.o", flags)
 
 
@@ -269,7 +300,7 @@ def for_gpus(folder: Path) -> Iterator[Step]:
     from torch.utils import cpp_extension
 
     flags = [*cpp_extension.COMMON_NVCC_FLAGS, *NVCC_FLAGS, "--compiler-options", "-fPIC"]
-    flags += [*cpp_extension._get_cuda_arch_flags(), f"-I{_quoted(ROOT)}", *_includes("cuda")]
+    flags += [*cpp_extension._get_cuda_arch_flags(), f"-I{_quoted(ROOT)}", *_cuda_includes()]
     for source in sources("csrc/cuda/**/*.cu"):
         made = folder / f"{_flat(source)}.o"
         yield Step("nvcc", str(made), (str(ROOT / source),), " ".join(flags))
@@ -285,7 +316,7 @@ def unbuildable() -> str:
         return f"kernels are for Linux on x86-64, this is {sys.platform} on {os.uname().machine}"
     if not (ROOT / "csrc").is_dir():
         return f"the sources are missing: there is no {ROOT / 'csrc'}"
-    if importlib.util.find_spec("torch") is None:
+    if not requested_torches() and importlib.util.find_spec("torch") is None:
         return "torch is not installed: pip install torch"
     if shutil.which(shlex.split(_compiler())[0]) is None:
         return f"there is no C++ compiler: {_compiler()} is not on PATH (apt-get install g++)"
@@ -306,22 +337,24 @@ def _header(source: Path, made: str, flags: Iterable[str]) -> Step:
     return Step("compile", made, (str(source),), " ".join([*flags, "-x c++-header"]))
 
 
-def _flags() -> list[str]:
-    """Of everything that a C++ compiler compiles."""
+def _flags(torch: Torch) -> list[str]:
+    """Of everything that a C++ compiler compiles. Warnings and times of torch's headers do not
+    matter to a build, so they are system headers."""
+    include = torch.folder / "include"
+    headers = (include, include / "torch" / "csrc" / "api" / "include")
     own = [*FLAGS, "-g" if _debug() else "-g0"]
     if sanitizers := os.environ.get("FUSEDOPS_SANITIZE"):
         own += [f"-fsanitize={sanitizers}", *SANITIZE]
-    return [*own, os.environ.get("CXXFLAGS", ""), f"-I{_quoted(ROOT)}", *_includes()]
+    own += [os.environ.get("CXXFLAGS", ""), f"-I{_quoted(ROOT)}"]
+    return [*own, *(f"-isystem {_quoted(path)}" for path in headers)]
 
 
-def _glue_flags() -> list[str]:
+def _glue_flags(torch: Torch) -> list[str]:
     """Warnings about torch's own headers are off, which a compiled header does not mark as such."""
-    import torch
-
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}"
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch.cxx11_abi:d}"
     python = f"-isystem {_quoted(sysconfig.get_paths()['include'])}"
     return [
-        *_flags(),
+        *_flags(torch),
         QUIET,
         abi,
         "-DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C",
@@ -329,21 +362,15 @@ def _glue_flags() -> list[str]:
     ]
 
 
-@functools.cache
-def _includes(device: str = "cpu") -> tuple[str, ...]:
-    """As system headers: neither their warnings nor their times matter to a build."""
-    if device == "cuda":
-        from torch.utils import cpp_extension
+def _cuda_includes() -> list[str]:
+    from torch.utils import cpp_extension
 
-        return tuple(f"-isystem {_quoted(p)}" for p in cpp_extension.include_paths("cuda"))
-    include = _torch_folder() / "include"
-    api = include / "torch" / "csrc" / "api" / "include"
-    return f"-isystem {_quoted(include)}", f"-isystem {_quoted(api)}"
+    return [f"-isystem {_quoted(path)}" for path in cpp_extension.include_paths("cuda")]
 
 
 def _link_flags(torch: Torch) -> list[str]:
     """Without OpenMP's library: torch has loaded its own, and a process needs one alone."""
-    folders, names = [str(_torch_folder() / "lib")], ["c10", "torch", "torch_cpu", "torch_python"]
+    folders, names = [str(torch.folder / "lib")], ["c10", "torch", "torch_cpu", "torch_python"]
     if torch.cuda is not None:
         from torch.utils import cpp_extension
 
@@ -378,12 +405,6 @@ def _nvcc() -> str | None:
     return home and str(Path(home) / "bin" / "nvcc")
 
 
-def _torch_folder() -> Path:
-    import torch
-
-    return Path(torch.__file__).parent
-
-
 def _compiler() -> str:
     return os.environ.get("CXX") or "g++"
 
@@ -402,6 +423,16 @@ def _jobs() -> int:
         return int(asked)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**31
     return max(1, min(len(os.sched_getaffinity(0)), memory))
+
+
+def requested_torches() -> list[Torch]:
+    """FUSEDOPS_TORCHES, oldest first: the kernels are compiled with the oldest headers."""
+    asked = os.environ.get("FUSEDOPS_TORCHES")
+    folders = Path(asked).resolve().glob("*/torch") if asked else ()
+    found = [Torch.unpacked(folder) for folder in folders]
+    if asked and not found:
+        raise RuntimeError(f"FUSEDOPS_TORCHES: {asked} holds no folder */torch")
+    return sorted(found, key=lambda torch: [*map(int, re.findall(r"\d+", torch.version))])
 
 
 def _debug() -> bool:

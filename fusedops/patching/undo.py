@@ -106,6 +106,6 @@ def settings() -> Callable[[], None]:
 
 
 def _autocast_depth() -> int:
-    """How many autocast blocks are open. One call of C, between whose parts no interrupt arrives."""
+    """How many autocast blocks are open: one call of C, which no interrupt divides."""
     both = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     return [*map(call, both)][1]

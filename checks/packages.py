@@ -1,0 +1,50 @@
+"""`python -m checks.packages FOLDER`: downloads the torch packages that a wheel is compiled for.
+
+With FUSEDOPS_TORCHES=FOLDER a build compiles for all of them. Needs pip and the standard library
+alone: a machine that builds wheels has no torch.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+# One for each minor version that is supported.
+VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+PARTS = (  # of torch's wheel: what compiling and linking needs
+    "torch/version.py",
+    "torch/include/",
+    *(f"torch/lib/lib{name}.so" for name in ("c10", "torch", "torch_cpu", "torch_python")),
+)
+
+
+def package(version: str, folder: Path) -> Path:
+    """The package of a torch in a folder of its own, downloaded the first time.
+
+    Without its dependencies: it can be compiled against, and not imported.
+    """
+    into = folder / version
+    if not (into / "unpacked").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+            subprocess.run([*pip, "--quiet", "--dest", made, f"torch=={version}"], check=True)
+            with zipfile.ZipFile(next(Path(made).glob("torch-*.whl"))) as wheel:
+                wheel.extractall(into, (n for n in wheel.namelist() if n.startswith(PARTS)))
+        (into / "unpacked").touch()
+    return into / "torch"
+
+
+def download(folder: Path) -> None:
+    """Makes the folder hold every version of VERSIONS, and no other."""
+    for other in folder.glob("*/torch"):
+        if other.parent.name not in VERSIONS:
+            shutil.rmtree(other.parent)
+    for version in VERSIONS:
+        package(version, folder)
+
+
+if __name__ == "__main__":
+    download(Path(sys.argv[1]))

