@@ -7,6 +7,9 @@
 .PHONY: cuda-check torch-check coverage wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
 
+# Many tests start an interpreter: the bytecode that the first one writes serves the others.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Where pip finds a torch without CUDA; empty for PyPI alone.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from checks import compatibility, sanitize, torches, wheel
+from checks import builds, compatibility, sanitize, torches, wheel
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
 
@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("wheel-check", help="the quick tests with the wheel in dist/")
     wheel.add_check_arguments(add)
     add.set_defaults(run=wheel.run_check)
+    add = commands.add_parser("builds", help="the launch table of two builds, interleaved")
+    builds.add_arguments(add)
+    add.set_defaults(run=builds.run)
     args = parser.parse_args(argv)
     return args.run(args)
 

@@ -17,27 +17,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def patch_triton_once_a_kernel():
-    """The interpreter patches triton.language at each call of a function within a kernel, and those
-    calls take most of its time. The patches are the same until the kernel ends."""
-    from triton.runtime import interpreter
-
-    patch, done = interpreter._patch_lang, {}
-
-    def patch_once(fn):
-        modules = frozenset(name for name in ("tl", "core") if name in fn.__globals__)
-        if modules not in done:
-            scope = done[modules] = patch(fn)
-            restore = scope.restore
-            scope.restore = lambda: (done.clear(), restore())
-        return done[modules]
-
-    interpreter._patch_lang = patch_once
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
     with suppress(ImportError, AttributeError):  # no triton, or another interpreter
-        patch_triton_once_a_kernel()
+        import quick_interpreter
+
+        quick_interpreter.install()
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -1,0 +1,100 @@
+"""`python -m checks builds OTHER`: the launch table of this tree and of another one, interleaved.
+
+OTHER is a checkout that is built, such as a worktree of an earlier commit. The processes of the two
+trees alternate, so that drifts of the machine meet both. Each row compares the medians of fusedops'
+times; below 1 this tree is faster. Contenders of torch show how far two runs of the same code are
+apart.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from benchmarks import report
+from fusedops.measure import environment
+
+ROOT = Path(__file__).parents[1]
+OURS, THEIRS = "fusedops", "eager"
+Row = tuple[str, str, tuple[int, ...]]  # operation, mode, shape
+
+
+def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]:
+    """Seconds of each row of one process, by contender."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile", f"--match={match}"]
+        command += [f"--seconds={seconds}", f"--json={path}"]
+        environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, check=False)
+        rows = json.loads(path.read_text())["rows"]
+    found: dict[str, dict[Row, float]] = defaultdict(dict)
+    for row in rows:
+        if row["status"] == "timed":
+            key = row["operation"], row["mode"], tuple(row["shape"])
+            found[row["contender"]][key] = row["median_s"]
+    return found
+
+
+def ratios(pairs: Iterable[tuple[dict[Row, float], dict[Row, float]]]) -> dict[Row, float]:
+    """The median over rounds of after over before, of each row that both have."""
+    found: dict[Row, list[float]] = defaultdict(list)
+    for before, after in pairs:
+        for row in before.keys() & after.keys():
+            found[row].append(after[row] / before[row])
+    return {row: statistics.median(values) for row, values in found.items()}
+
+
+def summary(of: dict[Row, float]) -> dict[str, object]:
+    """The geometric mean, and the rows that are slower by more than 5 %."""
+    mean = math.exp(statistics.fmean(map(math.log, of.values())))
+    slower = sorted(((ratio, row) for row, ratio in of.items() if ratio > 1.05), reverse=True)
+    return {
+        "rows": len(of),
+        "geometric_mean": round(mean, 4),
+        "slower": [{"row": title(row), "ratio": round(ratio, 3)} for ratio, row in slower],
+    }
+
+
+def title(row: Row) -> str:
+    operation, mode, shape = row
+    return f"{operation} {mode} {[*shape]}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("other", type=Path, help="a built checkout to compare with")
+    add("--rounds", type=int, default=4, help="processes of each tree (default %(default)d)")
+    add("--seconds", type=float, default=0.3, help="time for a row (default %(default)g)")
+    add("--match", default="", help="only the rows whose title contains this")
+    add("--json", type=Path, help="write the figures there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints both summaries. The exit status is 1 where the mean is worse by more than 2 %."""
+    trees, rounds = (args.other.resolve(), ROOT), []
+    for turn in range(args.rounds):
+        order = trees if turn % 2 == 0 else trees[::-1]
+        measured = {tree: times(tree, args.seconds, args.match) for tree in order}
+        rounds.append([measured[tree] for tree in trees])
+    found = {
+        name: summary(ratios((before[name], after[name]) for before, after in rounds))
+        for name in (OURS, THEIRS)
+    }
+    git = ["git", "-C", str(args.other), "rev-parse", "--short=12", "HEAD"]
+    before = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    about = environment(1, torch.device("cpu")) | {"before": before, "rounds": args.rounds}
+    document = {"environment": about} | found
+    print(json.dumps(found, indent=1))
+    if args.json:
+        args.json.write_text(report.dump(document))
+    return int(found[OURS]["geometric_mean"] > 1.02)  # type: ignore[operator]

@@ -1,0 +1,33 @@
+"""`python -m checks builds`: rows of two builds, paired by round."""
+
+import json
+from pathlib import Path
+
+from checks import __main__ as command_line
+from checks import builds
+from checks.builds import ratios, summary
+
+ROW, OTHER = ("norm", "forward", (1, 64)), ("norm", "training", (1, 64))
+
+
+def test_rows_are_paired_by_round():
+    rounds = [({ROW: 1.0, OTHER: 1.0}, {ROW: 2.0}), ({ROW: 10.0}, {ROW: 11.0})]
+    rounds.append(({ROW: 2.0}, {ROW: 2.0, OTHER: 5.0}))
+    assert ratios(rounds) == {ROW: 1.1}
+
+
+def test_a_slower_row_is_named_and_a_slower_mean_fails(monkeypatch, tmp_path, capsys):
+    slow = {"fusedops": {ROW: 1.06, OTHER: 1.0}, "eager": {ROW: 1.0, OTHER: 1.0}}
+    fast = {name: dict.fromkeys(rows, 1.0) for name, rows in slow.items()}
+    here = builds.ROOT
+    monkeypatch.setattr(builds, "times", lambda tree, *_: slow if tree == here else fast)
+    path = tmp_path / "rows.json"
+    command = ["builds", str(tmp_path), "--rounds", "2", "--json", str(path)]
+    assert command_line.main(command) == 1
+    found = json.loads(path.read_text())
+    assert found["fusedops"]["slower"] == [{"row": "norm forward [1, 64]", "ratio": 1.06}]
+    assert found["fusedops"]["geometric_mean"] == 1.0296
+    assert found["eager"] == {"rows": 2, "geometric_mean": 1.0, "slower": []}
+    slow["fusedops"][ROW] = 1.0
+    assert command_line.main(command) == 0
+    assert summary({ROW: 1.04})["slower"] == [] and Path(path).exists()
