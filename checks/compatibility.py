@@ -61,11 +61,13 @@ rows.
 WHEEL = """\
 ## The wheel
 
-`make wheel` builds `{file}` for torch {torches} on {date}, with an {cpu} and {cores} cores, in
-{seconds} s. The file has {megabytes} MB, installed it has {installed_megabytes} MB. Each torch has
-a library of its own, which links the same kernels. torch's libraries and OpenMP stay outside. The
-tag is the lowest that auditwheel grants. These symbols of the system's libraries are newer than
-manylinux_2_28 and set the tag: {blocking}.
+`make wheel` made `{file}` on {date}. It took {cpu_minutes} minutes of CPU time on an {cpu}.
+
+- It has a library for each of torch {torches}. All libraries link the same kernels. torch's own
+  libraries and OpenMP stay outside.
+- The file has {megabytes} MB. Installed it has {installed_megabytes} MB.
+- The tag is the lowest that auditwheel grants. These symbols of the system's libraries are newer
+  than manylinux_2_28: {blocking}.
 
 `make wheel-check` installs the wheel beside two versions of torch, and adds rows to the quick
 tests. Not built: manylinux_2_28, and Python 3.12 to 3.14, which `pyproject.toml` configures for
