@@ -35,10 +35,10 @@ CHECKED = ("2.12.1", "2.13.0")
 
 
 def build() -> Path:
-    """Compiles for every torch, and returns the wheel with its tag, in dist/."""
+    """Compiles everything for every torch, and returns the wheel with its tag, in dist/."""
     torches = BUILD / "torches"
     download(torches)
-    for old in [*BUILD.glob("lib*"), *DIST.glob("*.whl"), BUILD / "wheel"]:
+    for old in [*BUILD.glob("lib*"), *BUILD.glob("temp.*"), *DIST.glob("*.whl"), BUILD / "wheel"]:
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     asked = {"FUSEDOPS_TORCHES": str(torches), "FUSEDOPS_REQUIRE": "compiled"}
     pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
@@ -103,11 +103,7 @@ def run(args: argparse.Namespace) -> int:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     row = described(wheel, used.ru_utime + used.ru_stime)
     compatibility.save(compatibility.load() | {"wheel": row})
-    print(
-        f"{wheel.relative_to(ROOT)}: {row['megabytes']} MB in {row['seconds']} s, for torch",
-        end=" ",
-    )
-    print(*row["torches"], sep=", ")
+    print(f"{wheel.relative_to(ROOT)}: {row['megabytes']} MB")
     return 0
 
 
@@ -120,7 +116,9 @@ def run_check(args: argparse.Namespace) -> int:
     wheel = next(DIST.glob("*.whl"), None)
     if wheel is None:
         raise SystemExit("dist/ holds no wheel: run make wheel")
-    rows = [check(wheel, version) for version in args.versions]
-    for row in rows:
+    failed = False
+    for version in args.versions:
+        row = check(wheel, version)
         compatibility.save(compatibility.with_quick(compatibility.load(), row))
-    return int(any(row["failed"] for row in rows))
+        failed |= bool(row["failed"])
+    return int(failed)

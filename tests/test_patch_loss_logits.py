@@ -14,6 +14,7 @@ from loss_cases import IDS, LABELS, biased, cohere, gemma2, gradients, llama, ma
 from torch import nn
 
 from fusedops.optim import AdamW
+from fusedops.patching.loss import logits as logits_module
 from fusedops.patching.loss.logits import SCOPE, LazyLogits, formula, read
 
 pytestmark = pytest.mark.usefixtures("any_size")
@@ -199,6 +200,12 @@ def test_what_modules_around_do_to_hand_them_on_reads_nothing():
         assert not logits.state.cell and logits.requires_grad
     outputs = lazy()
     assert not outputs.logits.bfloat16().state.cell and not made(outputs)
+
+
+def test_a_function_without_a_frame_is_found_by_its_context(monkeypatch):
+    """Since torch 2.14 `apply` is C: only the forward's frame is there."""
+    monkeypatch.setattr(logits_module, "APPLY", None)
+    test_what_modules_around_do_to_hand_them_on_reads_nothing()
 
 
 def test_what_a_user_keeps_is_read():

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -45,7 +46,8 @@ CHANGED = (
 )
 SCALED = {aten.mul.Tensor: lambda by: by, aten.div.Tensor: lambda by: 1 / by}
 SAME = aten.detach.default, aten.alias.default, aten.view.default  # the same memory
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# Up to torch 2.13 `apply` is a Python function; later it is C, which has no frame.
+APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,9 +226,16 @@ def _in_an_autograd_function() -> bool:
     same values on.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not APPLY:
+    while frame is not None and not (frame.f_code is APPLY or _has_context(frame)):
         frame = frame.f_back
     return frame is not None
+
+
+def _has_context(frame: FrameType) -> bool:
+    """Whether it is a call whose first argument is an autograd function's context."""
+    code = frame.f_code
+    name = code.co_varnames[0] if code.co_argcount else ""
+    return isinstance(frame.f_locals.get(name), torch.autograd.function.FunctionCtx)
 
 
 def _more(
