@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
 .PHONY: fuzz growth large mutants asan simt-asan
-.PHONY: cuda-check torch-check coverage wheel wheel-check
+.PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
 
 # Many tests start an interpreter: the bytecode that the first one writes serves the others.
@@ -52,6 +52,7 @@ help:
 	@echo "make torch-check  compiles every source against each supported torch's headers"
 	@echo "make wheel    one wheel for every supported torch, into dist; make wheel-check tests it"
 	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
+	@echo "make transformers-tests  transformers' own tests, of models that are patched and not"
 	@echo "make gpu      on a GPU machine: build, test, compute-sanitizer, benchmarks; results in OUT"
 	@echo "              gpu-build, gpu-test, gpu-sanitize, gpu-bench and gpu-train do one"
 	@echo "make clean    remove what was built; .venv stays"
@@ -127,6 +128,11 @@ simt-asan: $(TOOLS) $(TESTABLE)
 coverage: export OMP_NUM_THREADS ?= 1
 coverage: $(TOOLS) $(TESTABLE)
 	$(PY) -m fusedops coverage --json docs/coverage.json --markdown docs/coverage.md $(ARGS)
+
+# The tests of the installed transformers, from its source distribution.
+transformers-tests: export OMP_NUM_THREADS ?= 1
+transformers-tests: $(TOOLS) $(TESTABLE)
+	$(PY) -m checks transformers-tests $(ARGS)
 
 # What every GPU kernel compiles to, on a machine with nvcc; with ARGS='--check FILE' the table is
 # compared. Triton's kernels also under the oldest triton.

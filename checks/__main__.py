@@ -6,6 +6,7 @@ import sys
 from checks import builds, compatibility, sanitize, torches, wheel
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
+from checks.transformers_tests import command as transformers_tests
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("torches", help="every source against the headers of several torches")
     torches.add_arguments(add)
     add.set_defaults(run=torches.run)
+    add = commands.add_parser("transformers-tests", help="transformers' own tests, also patched")
+    transformers_tests.add_arguments(add)
+    add.set_defaults(run=transformers_tests.run)
     add = commands.add_parser("compatibility", help="write docs/compatibility.md from its JSON")
     compatibility.add_arguments(add)
     add.set_defaults(run=compatibility.run)

@@ -1,5 +1,9 @@
 """Packages of AOTInductor give what the modules give, by our operators or by torch's."""
 
+import json
+import zipfile
+from collections import Counter
+
 import torch
 from torch import nn
 
@@ -16,6 +20,14 @@ def packaged(module, x, path):
         return torch._inductor.aoti_load_package(made)
 
 
+def kernels(path):
+    """How often a package calls each of our kernels."""
+    with zipfile.ZipFile(path) as package:
+        tables = [package.read(n) for n in package.namelist() if n.endswith(".wrapper.json")]
+    calls = (call["node"]["target"] for table in tables for call in json.loads(table)["nodes"])
+    return Counter(target.removeprefix("fusedops::").removesuffix("_forward") for target in calls)
+
+
 class Operators(nn.Module):
     """Those whose outputs are tensors in every call, which AOTInductor asks for."""
 
@@ -25,7 +37,9 @@ class Operators(nn.Module):
         q, k = F.rotary_embedding(q, q, cos, sin)
         out = F.attention(q, k, k, causal=True).transpose(1, 2).reshape(x.shape)
         out, total = F.add_rms_norm(out, x)
-        return F.swiglu(torch.cat([out, total], -1))
+        gated = F.swiglu(torch.cat([out, total], -1))
+        out, total = F.add_layer_norm(gated, x)
+        return F.geglu(out, total)
 
 
 class Layers(nn.Module):
@@ -47,6 +61,8 @@ def test_operators_in_a_package(tmp_path):
     module, x = Operators(), torch.randn(2, 8, N)
     run = packaged(module, x, tmp_path / "operators.pt2")
     torch.testing.assert_close(run(x), module(x))
+    called = {"rotary": 1, "attention": 1, "norm": 2, "gated_activation": 2}
+    assert kernels(tmp_path / "operators.pt2") == called
 
 
 def test_the_reference_in_a_package(tmp_path):

@@ -1,10 +1,12 @@
 """Compiled autograd over eager forwards: it puts every family's node into its graph."""
 
 import contextlib
+import copy
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
@@ -12,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import fusedops
 from fusedops import functional as ff
 from fusedops.backends import FAMILIES
+from fusedops.testing import yardstick
 
 
 def leaf(*shape):
@@ -223,22 +226,71 @@ def test_frozen_inputs_have_no_gradient(captures):
     check(lambda x, w: ff.rms_norm(x, (32,), w), [leaf(4, 32), table(32)])
 
 
-def test_a_patched_model_with_graph_breaks_around_it(captures):
-    """What `torch._dynamo.config.compiled_autograd` does to a training step."""
+def tiny_llama(layers):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(64, (2, 16))
-    fusedops.patch(model)
-    model(input_ids=ids, labels=ids).loss.backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return transformers.LlamaForCausalLM(config)
+
+
+def model_gradients(model, ids, run=lambda step: step):
+    """Of a training step, by parameter."""
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+
     model.zero_grad()
+    run(step)()
+    return {name.replace(".module", ""): p.grad for name, p in model.named_parameters()}
+
+
+def test_a_patched_model_that_ran_eagerly(captures):
+    model, ids = tiny_llama(2), torch.randint(64, (2, 16))
+    fusedops.patch(model)
+    wanted = model_gradients(model, ids)
     loss = model(input_ids=ids, labels=ids).loss
+    model.zero_grad()
     with compiled_autograd._enable(torch.compile(backend="aot_eager")):
         loss.backward()
     assert captures() == 1
     for name, p in model.named_parameters():
         assert torch.equal(p.grad, wanted[name]), name
+
+
+class Broken(nn.Module):
+    """A layer that torch.compile cannot have in the graph of the model around it."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        torch._dynamo.graph_break()
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_patched_model_with_a_graph_break(backend, captures):
+    """In "eager" graphs our nodes do the backward, in "aot_eager" the kernels that they call."""
+    model, ids, graphs = tiny_llama(1), torch.randint(64, (2, 16)), []
+    eager = model_gradients(copy.deepcopy(model), ids)
+    exact = model_gradients(copy.deepcopy(model).double(), ids)
+
+    def recorded(graph, inputs):
+        graphs.append(str(graph.graph))
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    with (
+        fusedops.fuse_always(),
+        fusedops.patched(model),
+        torch._dynamo.config.patch(compiled_autograd=True),
+    ):
+        model.model.layers[0] = Broken(model.model.layers[0])
+        found = model_gradients(model, ids, torch.compile(backend=recorded))
+    assert len(graphs) > 2 and any("graph_break()" in why for why in counters["graph_break"])
+    node = {"eager": "FusedAttentionBackward", "aot_eager": "fusedops.attention_backward"}[backend]
+    assert captures() == 1 and node in graphs[-1]
+    for name, gradient in found.items():
+        assert yardstick(gradient, eager[name], exact[name]) is None, name

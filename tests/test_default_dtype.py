@@ -5,6 +5,7 @@ where new tensors are made on the meta device.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -292,3 +293,61 @@ def test_every_new_tensor_says_its_dtype_and_device(path):
         if not wanted <= said:
             missing.append(f"{path.name}:{call.lineno}: {ast.unparse(call)}")
     assert not missing
+
+
+# ATen's functions that create a tensor from nothing; not `empty_like`, which takes its input's.
+ATEN = "empty|zeros|ones|full|arange|range|linspace|logspace|eye|rand|randn|randint|randperm|normal"
+ATEN += "|scalar_tensor|tensor|from_blob|tril_indices|triu_indices"
+CREATES = re.compile(rf"\b(?:at|torch)::(?:{ATEN})(?:_strided)?(?:_symint)?\s*\(")
+SAYS = r"\boptions\b|\bat::k[A-Z]|TensorOptions"  # options, or a dtype alone
+NAMED = re.compile(rf"\b(\w+) = [^;]*?(?:{SAYS})")
+
+
+def arguments(source, start):
+    """The arguments of the call whose parenthesis ends before `start`."""
+    found, depth = [""], 0
+    for c in source[start:]:
+        depth += (c in "([{") - (c in ")]}")
+        if depth < 0:
+            return found
+        if c == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += c
+    raise AssertionError("a call without an end")
+
+
+def without_options(source):
+    """The calls that leave a new tensor's dtype to the default."""
+    source = re.sub(r"//.*", "", source)
+    named = set(NAMED.findall(source))
+    for call in CREATES.finditer(source):
+        _, *others = arguments(source, call.end())
+        if not any(re.search(SAYS, a) or a.strip() in named for a in others):
+            yield f"{call[0]}{source[call.end() :].partition(';')[0]}"
+
+
+CPP = sorted((TESTS.parent / "csrc").rglob("*.[ch]*"))
+
+
+def test_every_new_tensor_of_cpp_says_its_dtype():
+    found = {path: list(without_options(path.read_text())) for path in CPP}
+    assert len(found) > 100
+    assert not {path: calls for path, calls in found.items() if calls}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "at::empty({rows, n})",
+        "at::zeros_symint({rows, (n + 3) / 4})",
+        "at::full({}, 1.5)",
+        "torch::arange(0, f(n, 2))",
+        "at::empty_strided(x.sizes(), x.strides())",
+        "at::scalar_tensor(x.item<float>())",
+    ],
+)
+def test_a_call_without_options_is_seen(call):
+    right = "const auto longs = x.options().dtype(at::kLong);\nauto y = at::arange(n, longs);\n"
+    assert not list(without_options(right))
+    assert len(list(without_options(f"{right}auto z = {call};"))) == 1

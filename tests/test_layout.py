@@ -187,7 +187,7 @@ SHARED = {
 
 # From the bottom up. A module imports from its own line's name and from the lines above it.
 PYTHON = [
-    {"fusedops._C", "fusedops.building", "fusedops.notice"},
+    {"fusedops._C", "fusedops.building", "fusedops.exporting", "fusedops.notice"},
     {"fusedops.uncompiled"},
     {"fusedops.extension", "fusedops.memory"},
     {"fusedops.triton"},

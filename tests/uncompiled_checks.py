@@ -487,6 +487,21 @@ def optimizers():
     return found
 
 
+EXPORTS = [
+    *(("test_modules", name) for name in ("GEGLU", "Linear, gelu", "rotary_embedding")),
+    *(("test_modules", name) for name in ("QuantizedLinear, int8", "quantize_weight")),
+    *(("test_modules", name) for name in ("dequantize_weight", "add_rms_norm")),
+    *(("test_losses", name) for name in ("cross_entropy, modified", "linear_cross_entropy")),
+    ("test_attention", "all"),
+]
+
+
+@pytest.mark.parametrize("test,name", EXPORTS)
+def test_exports_to_onnx(test, name):
+    pytest.importorskip("onnxruntime")
+    getattr(importlib.import_module("test_onnx"), test)(name)
+
+
 if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

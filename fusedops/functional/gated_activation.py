@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
 
@@ -66,6 +67,8 @@ def geglu_reference(gate, up=None, *, approximate="none"):
     g, u, dtype = _operands(gate, up)
     if approximate == "tanh":  # torch's (1 + tanh(w)) / 2 without its cancellation
         p = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))
+    elif exports_onnx():  # ONNX has no erfc
+        p = (torch.erf(g / math.sqrt(2)) + 1) / 2
     else:
         p = torch.erfc(-g / math.sqrt(2)) / 2
     return (g * p * u).to(dtype)

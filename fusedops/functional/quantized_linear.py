@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.linear import ACTIVATIONS
@@ -110,7 +111,7 @@ def quantize_weight(
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
-    kernel = weight.is_cpu and _C.cpu_isa() != "none" and not traced(weight)
+    kernel = weight.is_cpu and _C.cpu_isa() != "none" and not (traced(weight) or exports_onnx())
     run = torch.ops.fusedops.quantize_groups if kernel else quantize_groups_reference
     with torch.no_grad():
         tensors = _in_groups(run, weight, format, size, scale)
@@ -123,7 +124,8 @@ def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float
     once to `dtype`.
     """
     check_quantized("dequantize_weight", qweight)
-    return torch.ops.fusedops.dequantize_weight(*_operands(qweight), *_layout(qweight), dtype)
+    run = dequantize_weight_reference if exports_onnx() else torch.ops.fusedops.dequantize_weight
+    return run(*_operands(qweight), *_layout(qweight), dtype)
 
 
 def quantized_linear(
@@ -425,7 +427,8 @@ def _padded(t, size):
 
 
 def _halves(packed):
-    return torch.stack([packed >> 4, packed & 15], -1).flatten(-2)
+    low = packed.bitwise_and(15)  # an export to ONNX takes `&` of bools alone
+    return torch.stack([packed >> 4, low], -1).flatten(-2)
 
 
 def _spread(t, size):

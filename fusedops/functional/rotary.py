@@ -51,6 +51,8 @@ def rotary_embedding_reference(q, k, cos, sin, *, unsqueeze_dim=1, interleaved=F
 
     def rotated(x):
         y = x[..., :n] * cos + _quarter_turn(x[..., :n], interleaved) * sin
+        if x.shape[-1] == n:
+            return y
         return torch.cat([y, x[..., n:].expand(*y.shape[:-1], -1)], -1)
 
     return rotated(q), rotated(k)

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fusedops import notice
+from fusedops.exporting import exports_onnx
 
 LIBRARY = torch.library.Library("fusedops", "DEF")
 PURE = (torch.Tag.pt2_compliant_tag,)
 RANDOM = (torch.Tag.nondeterministic_seeded, *PURE)
+_public: dict[str, Callable] = {}  # operator -> its function
 
 
 def define(*schemas: str, tags: Sequence[torch.Tag] = PURE) -> None:
@@ -24,8 +26,9 @@ def define(*schemas: str, tags: Sequence[torch.Tag] = PURE) -> None:
 def implement(name: str, function: Callable, *, takes_nested: bool = False) -> None:
     """A public operator: differentiable PyTorch, also under vmap."""
 
+    _public[name] = _noticed(function)
     for key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
-        LIBRARY.impl(name, _noticed(function), key)
+        LIBRARY.impl(name, _public[name], key)
     if not takes_nested:
         refuse = functools.partial(_refuse_nested, name)
         LIBRARY.impl(name, refuse, "CompositeImplicitAutogradNestedTensor")
@@ -119,7 +122,10 @@ def reference(family: str, name: str) -> Any:
 
 
 def short_path(name: str) -> Callable:
-    """The operator as a function of positional arguments, as csrc/python.cpp exports it."""
+    """The operator as a function of positional arguments, as csrc/python.cpp exports it.
+
+    An export to ONNX calls the operator's function, whose PyTorch operators it then traces.
+    """
     op = getattr(torch.ops.fusedops, name).default
     arguments = op._schema.arguments
     positional = sum(not a.kwarg_only for a in arguments)
@@ -128,6 +134,7 @@ def short_path(name: str) -> Callable:
     @functools.wraps(op)
     def call(*args, **kwargs):
         named = dict(zip(keywords, args[positional:], strict=False))
-        return op(*args[:positional], **named, **kwargs)
+        run = _public[name] if exports_onnx() else op
+        return run(*args[:positional], **named, **kwargs)
 
     return call

@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from attention_models import MODELS, build
@@ -14,7 +15,7 @@ import fusedops
 from fusedops.testing import backends
 from growth.measure import Watch
 from growth.subject import Subject, Turns, leaf, numbers, of_module
-from growth.ways import Call, Interruption, interrupt
+from growth.ways import Call, Interruption, interrupt, step
 
 LAYER = {
     "llama": {"num_hidden_layers": 1},
@@ -148,6 +149,82 @@ def refused(watch: Watch) -> Call:
     return call
 
 
+class BreakingForward(torch.nn.LayerNorm):
+    """A norm whose forward raises `errors[-1]`. The list keeps patch from caching its probe."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.errors: list[type[BaseException]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.errors:
+            raise self.errors[-1]
+        return super().forward(x)
+
+
+class BreakingClass(torch.nn.LayerNorm):
+    """A norm that raises what is in `errors`, once, where patch or unpatch changes its class."""
+
+    errors: ClassVar[list[type[BaseException]]] = []
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "__class__" and self.errors:
+            raise self.errors.pop()
+        super().__setattr__(name, value)
+
+
+ERRORS = Interruption, KeyboardInterrupt
+
+
+def broken_call(function: Callable, model: torch.nn.Module, norm: Any, error: Any) -> bool:
+    """Whether an error in the norm ends `patch(model)` or `unpatch(model)`."""
+    norm.errors.append(error)
+    try:
+        function(model)
+    except ERRORS:
+        return True
+    finally:
+        norm.errors.clear()
+    return False
+
+
+def around(norm: torch.nn.Module) -> torch.nn.Module:
+    """A model that patch has begun to fuse when it comes to the norm."""
+    return torch.nn.Sequential(torch.nn.LayerNorm(8), norm, torch.nn.Linear(8, 8))
+
+
+def broken_forward(watch: Watch) -> Call:
+    """patch runs a norm that raises. Only an interrupt ends patch."""
+    norm, turns = BreakingForward(8), Turns(ERRORS)
+    model = around(norm)
+
+    def call():
+        error = turns()
+        ended = broken_call(fusedops.patch, model, norm, error)
+        assert ended == (error is KeyboardInterrupt)
+        step(of_module(model, lambda: [leaf(4, 8)]), watch)
+        fusedops.unpatch(model)
+
+    return call
+
+
+def broken_class(watch: Watch) -> Call:
+    """A module refuses another class, by turns in patch and in unpatch, which restore the model."""
+    norm, turns = BreakingClass(8), Turns(itertools.product(["patch", "unpatch"], ERRORS))
+    model = around(norm)
+    plain = [type(m) for m in model.modules()]
+
+    def call():
+        function, error = turns()
+        if function == "unpatch":
+            fusedops.patch(model)
+        assert broken_call(getattr(fusedops, function), model, norm, error)
+        assert [type(m) for m in model.modules()] == plain
+        step(of_module(model, lambda: [leaf(4, 8)]), watch)
+
+    return call
+
+
 def patched_block(watch: Watch) -> Call:
     """`patched()` blocks around one model; every second block raises."""
     model, turns = tiny("llama"), Turns([False, True])
@@ -218,6 +295,8 @@ LIVES = {
     "generate, dynamic cache": generate("llama", "dynamic"),
     "generate, static cache": generate("llama", "static"),
     "a llama, patched and dropped": life("llama"),
+    "a forward that raises in patch": broken_forward,
+    "a class that cannot be changed": broken_class,
     "patched()": patched_block,
     "backend()": backend_block,
 }

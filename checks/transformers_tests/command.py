@@ -1,0 +1,167 @@
+"""`python -m checks transformers-tests`: transformers' own tests, unpatched and patched.
+
+The tests are those of the installed transformers: its source distribution on PyPI has the methods
+that every model must pass, without the testers of single models, for which `models.py` stands in.
+Generation and export tests are not in the distribution. `--checkout` takes them all from a clone.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checks.tree import ROOT
+
+WORK = ROOT / "build" / "transformers-tests"
+PACKAGE = "transformers_suite"  # `tests` is ours
+MODELS = ("llama", "bert", "t5", "vit", "whisper")
+TESTS = (
+    "test_attention_outputs",
+    "test_can_set_attention_dynamically",
+    "test_sdpa_can_dispatch_non_composite_models",
+)
+# Files that the distribution lacks and its tests import, with the class that they import.
+ABSENT = {
+    "exporters/test_export.py": "ExportTesterMixin",
+    "generation/test_utils.py": "GenerationTesterMixin",
+}
+OURS = Path(__file__).with_name("models.py")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the plugin has written. outcomes: of each test `outcome`, `subtests` and `said`."""
+
+    outcomes: dict[str, dict[str, Any]]
+    models: int = 0
+    sites: dict[str, int] | None = None
+
+    def counts(self) -> str:
+        found = Counter(test["outcome"] for test in self.outcomes.values())
+        return ", ".join(f"{found[name]} {name}" for name in ("passed", "failed", "skipped"))
+
+    def of(self, test: str) -> str:
+        """A test's outcome, with those of its subtests, in words."""
+        known = self.outcomes.get(test)
+        if known is None:
+            return "absent"
+        counts = [f"{count} {name}" for name, count in sorted(known["subtests"].items())]
+        return known["outcome"] + (f" (subtests: {', '.join(counts)})" if counts else "")
+
+    def said(self, test: str) -> str:
+        return self.outcomes.get(test, {}).get("said", "")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--models", nargs="+", default=MODELS, metavar="TYPE", help="such as llama")
+    add("-k", dest="tests", default=" or ".join(f"({name} and not {name}_)" for name in TESTS),
+        help="which tests, as pytest's -k; '' for all")  # fmt: skip
+    add(
+        "--checkout",
+        type=lambda path: Path(path).resolve(),
+        help="a clone of transformers, of the installed version",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 1 when an outcome differs, nothing passed or no model was patched."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    path, tests = _from_checkout(args) if args.checkout else _from_package(args)
+    plain, patched = (pytest(path, tests, args.tests, patch) for patch in (False, True))
+    print(f"unpatched: {plain.counts()}")
+    print(f"patched: {patched.counts()}; {patched.models} models, sites {patched.sites}")
+    wrong = list(complaints(plain, patched))
+    print(*wrong or ["every outcome is the same"], sep="\n")
+    return int(bool(wrong))
+
+
+def complaints(plain: Run, patched: Run) -> Iterator[str]:
+    """The tests whose outcome differs, and what makes a comparison worthless."""
+    if not any(test["outcome"] == "passed" for test in plain.outcomes.values()):
+        yield "no test passed without patch"
+    if not patched.models:
+        yield "no model was patched"
+    for test in sorted(plain.outcomes.keys() | patched.outcomes.keys()):
+        if plain.of(test) != patched.of(test):
+            said = patched.said(test) or plain.said(test)
+            yield f"{test}: {plain.of(test)} unpatched, {patched.of(test)} patched: {said}"
+
+
+def pytest(path: Path, tests: list[str], selection: str, patch: bool) -> Run:
+    """Runs the tests in a process of its own. Fused sites run their kernels at every size."""
+    file = WORK / ("patched.json" if patch else "unpatched.json")
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    command += ["-p", "checks.transformers_tests.plugin", "-c", os.devnull, "--rootdir", str(path)]
+    command += ["--outcomes", str(file), "-W", "ignore", *(["-k", selection] if selection else [])]
+    command += ["--patch-models"] if patch else []
+    paths = [path, ROOT, WORK / "packages", *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
+    own |= {"FUSEDOPS_FUSE": "always"} if patch else {}
+    ended = subprocess.run([*command, *tests], cwd=WORK, env=os.environ | own)
+    if ended.returncode not in (0, 1) or not file.exists():
+        raise SystemExit(f"pytest ended with {ended.returncode}")
+    return Run(**json.loads(file.read_text()))
+
+
+def _from_package(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """The folder for PYTHONPATH, and what pytest runs."""
+    folder = unpacked(importlib.metadata.version("transformers"))
+    return folder, [f"{OURS}::{model}" for model in args.models]
+
+
+def _from_checkout(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    _need_parameterized()
+    folders = (args.checkout / "tests" / "models" / model for model in args.models)
+    return args.checkout, [str(next(f.glob("test_modeling_*.py"))) for f in folders]
+
+
+def unpacked(version: str) -> Path:
+    """The folder with the tests of a transformers, from its source distribution, as PACKAGE."""
+    _need_parameterized()
+    folder = WORK / version
+    if not (folder / "complete").exists():
+        with tempfile.TemporaryDirectory(dir=WORK) as made:
+            download = ["download", "--no-deps", "--no-binary=transformers", "--dest", made]
+            _pip(*download, f"transformers=={version}")
+            unpack(next(Path(made).glob("transformers-*.tar.gz")), folder / PACKAGE)
+        (folder / "complete").touch()
+    return folder
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """The archive's tests into a folder, with empty classes for what is absent."""
+    with tarfile.open(archive) as source:
+        for member in source.getmembers():
+            _, *inside = member.name.split("/")
+            if inside[:1] == ["tests"] and member.isfile():
+                member.name = "/".join(inside[1:])
+                source.extract(member, folder, filter="data")
+    for name, mixin in ABSENT.items():
+        if not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(f"class {mixin}:\n    pass\n")
+
+
+def _need_parameterized() -> None:
+    """transformers' tests import it, nothing else here does."""
+    packages = WORK / "packages"
+    known = importlib.util.find_spec("parameterized") or (packages / "parameterized").exists()
+    if not known:
+        _pip("install", "--no-deps", "--target", packages, "parameterized")
+
+
+def _pip(*arguments: object) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", *map(str, arguments)]
+    subprocess.run(command, check=True)
