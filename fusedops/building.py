@@ -28,14 +28,7 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-__all__ = [
-    "build",
-    "build_in_cache",
-    "cache_folder",
-    "library_name",
-    "requested_torches",
-    "unbuildable",
-]
+__all__ = ["build", "build_in_cache", "cache_folder", "library_name", "unbuildable"]
 
 PACKAGE = Path(__file__).resolve().parent
 # An installed package has its sources inside, a checkout beside it.
@@ -211,14 +204,8 @@ def build_in_cache(jobs: int | None = None) -> Path:
 
 def record(torch: Torch) -> dict[str, object]:
     """What is written beside a library."""
-    return {
-        "torch": torch.version,
-        "cxx11_abi": torch.cxx11_abi,
-        "cuda": torch.cuda,
-        "simt": torch.simt,
-        "fusedops": version(),
-        "source": source_hash(),
-    }
+    about = {"torch": torch.version, "cxx11_abi": torch.cxx11_abi, "cuda": torch.cuda}
+    return about | {"simt": torch.simt, "fusedops": version(), "source": source_hash()}
 
 
 def steps(torches: Sequence[Torch], work: Path) -> Iterator[Step]:
@@ -338,28 +325,22 @@ def _header(source: Path, made: str, flags: Iterable[str]) -> Step:
 
 
 def _flags(torch: Torch) -> list[str]:
-    """Of everything that a C++ compiler compiles. Warnings and times of torch's headers do not
-    matter to a build, so they are system headers."""
+    """Of all C++. torch's headers are system headers: nobody here mends their warnings."""
     include = torch.folder / "include"
     headers = (include, include / "torch" / "csrc" / "api" / "include")
     own = [*FLAGS, "-g" if _debug() else "-g0"]
     if sanitizers := os.environ.get("FUSEDOPS_SANITIZE"):
         own += [f"-fsanitize={sanitizers}", *SANITIZE]
-    own += [os.environ.get("CXXFLAGS", ""), f"-I{_quoted(ROOT)}"]
-    return [*own, *(f"-isystem {_quoted(path)}" for path in headers)]
+    system = (f"-isystem {_quoted(path)}" for path in headers)
+    return [*own, os.environ.get("CXXFLAGS", ""), f"-I{_quoted(ROOT)}", *system]
 
 
 def _glue_flags(torch: Torch) -> list[str]:
     """Warnings about torch's own headers are off, which a compiled header does not mark as such."""
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch.cxx11_abi:d}"
     python = f"-isystem {_quoted(sysconfig.get_paths()['include'])}"
-    return [
-        *_flags(torch),
-        QUIET,
-        abi,
-        "-DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C",
-        python,
-    ]
+    module = "-DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C"
+    return [*_flags(torch), QUIET, abi, module, python]
 
 
 def _cuda_includes() -> list[str]:
@@ -429,8 +410,7 @@ def requested_torches() -> list[Torch]:
     """FUSEDOPS_TORCHES, oldest first: the kernels are compiled with the oldest headers."""
     asked = os.environ.get("FUSEDOPS_TORCHES")
     folders = Path(asked).resolve().glob("*/torch") if asked else ()
-    found = [Torch.unpacked(folder) for folder in folders]
-    if asked and not found:
+    if not (found := [Torch.unpacked(folder) for folder in folders]) and asked:
         raise RuntimeError(f"FUSEDOPS_TORCHES: {asked} holds no folder */torch")
     return sorted(found, key=lambda torch: [*map(int, re.findall(r"\d+", torch.version))])
 
