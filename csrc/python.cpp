@@ -8,6 +8,7 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/ops/attention/attention.h"
+#include "csrc/ops/autograd.h"
 #include "csrc/ops/cross_entropy/cross_entropy.h"
 #include "csrc/ops/gated_activation/gated_activation.h"
 #include "csrc/ops/linear/linear.h"
@@ -21,8 +22,7 @@ namespace {
 
 // Whether torch.onnx.export(dynamo=False) is tracing: ONNX has none of our operators.
 bool exports_onnx() {
-  const auto keys = c10::impl::tls_local_dispatch_key_set();
-  if (!(keys.included_ - keys.excluded_).has(c10::DispatchKey::Tracer)) return false;
+  if (!is_recorded()) return false;
   const py::gil_scoped_acquire gil;
   return py::module_::import("torch.onnx").attr("is_in_onnx_export")().cast<bool>();
 }

@@ -390,3 +390,15 @@ def test_module_activates_and_says_so():
 def test_a_module_refuses_another_activation():
     with pytest.raises(ValueError, match=r"activation must be one of None, 'relu', .* got 'tanh'"):
         fusedops.nn.Linear(3, 4, activation="tanh")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gradients_on", [True, False])
+def test_jit_trace(kind, gradients_on):
+    """Its check records the call a second time without gradients: the operator is the same."""
+    module, x = fusedops.nn.Linear(32, 16, activation=kind), torch.randn(4, 32)
+    with torch.set_grad_enabled(gradients_on):
+        traced = torch.jit.trace(module, (x,))
+    torch.testing.assert_close(traced(x), module(x))
+    assert "fusedops::linear" in {node.kind() for node in traced.inlined_graph.nodes()}

@@ -204,6 +204,25 @@ def test_jit_trace(name, side, always):
     assert kinds.count("fusedops::attention") == 2  # of sizes that nothing is known about
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("attention", [False, True])
+def test_jit_trace_with_gradients(attention):
+    """GPT-2's products have a bias, so that each is an operator of ours."""
+    model, given = build("gpt2"), batch("gpt2", None)
+    patch(model, attention=attention)
+    ids = given["input_ids"]
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    assert_close(torch.jit.trace(Logits(), (ids,))(ids), model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "was"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")]
 )

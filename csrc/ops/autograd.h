@@ -14,13 +14,19 @@ inline OptionalTensor optional(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
 
+// Whether torch.jit.trace or an export to ONNX records the operators that are called.
+inline bool is_recorded() {
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  return (keys.included_ - keys.excluded_).has(c10::DispatchKey::Tracer);
+}
+
 // functorch's transforms and forward-mode gradients see through ATen calls, not through the node;
 // so does an export to ONNX, which csrc/python.cpp sends here with tracing switched on.
 inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
   using c10::DispatchKey;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   if (keys.included_.has(DispatchKey::FuncTorchDynamicLayerBackMode)) return true;
-  if ((keys.included_ - keys.excluded_).has(DispatchKey::Tracer)) return true;
+  if (is_recorded()) return true;
   for (const auto& t : tensors) {
     if (given(t) && (t->scalar_type() == at::kDouble || t->_fw_grad(0).defined())) return true;
   }

@@ -122,7 +122,9 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 
 Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     std::optional<std::string_view> activation) {
-  if (!linear_pays(input, weight, activation.has_value(), needs_gradient({input, weight, bias}))) {
+  // torch.jit.trace records twice, with gradients and without: both must be the same operator.
+  if (!is_recorded() &&
+      !linear_pays(input, weight, activation.has_value(), needs_gradient({input, weight, bias}))) {
     return activate(at::linear(input, weight, bias), activation_name(activation));
   }
   static const auto op = handle<decltype(linear)>("fusedops::linear");
