@@ -205,9 +205,10 @@ for tokens in map(int, sys.argv[1:]):
 
 def test_memory_is_that_of_the_tokens():
     """No scores: twice the tokens take twice the memory, not four times. At 8192 tokens torch's own
-    lines take 1.5 GiB.
+    lines take 1.5 GiB. Medians of three processes: what else a process frees counts as well.
     """
-    grown = peaks(GROWTH, "512", "2048", "4096", "8192")
+    runs = [peaks(GROWTH, "512", "2048", "4096", "8192") for _ in range(3)]
+    grown = [sorted(of)[1] for of in zip(*runs, strict=True)]
     assert all(more <= 2.2 * less for less, more in pairwise(grown)), grown
     assert len(grown) == 3 and grown[-1] < 32 * 2**20
 
