@@ -2,8 +2,8 @@
 
 OTHER is a checkout that is built, such as a worktree of an earlier commit. The processes of the two
 trees alternate, so that drifts of the machine meet both. Each row compares the medians of fusedops'
-times; below 1 this tree is faster. Contenders of torch show how far two runs of the same code are
-apart.
+times; below 1 this tree is faster. torch's own contenders show how far two runs of the same code
+are apart.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from benchmarks import report
 from fusedops.measure import environment
 
 ROOT = Path(__file__).parents[1]
-OURS, THEIRS = "fusedops", "eager"
-Row = tuple[str, str, tuple[int, ...]]  # operation, mode, shape
+OURS, THEIRS = "fusedops", "eager"  # what a contender's name begins with
+Row = tuple[str, str, str, tuple[int, ...]]  # contender, operation, mode, shape
 
 
 def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]:
-    """Seconds of each row of one process, by contender."""
+    """Seconds of each row of one process: fusedops' and torch's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile", f"--match={match}"]
@@ -40,8 +40,8 @@ def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]
     found: dict[str, dict[Row, float]] = defaultdict(dict)
     for row in rows:
         if row["status"] == "timed":
-            key = row["operation"], row["mode"], tuple(row["shape"])
-            found[row["contender"]][key] = row["median_s"]
+            key = row["contender"], row["operation"], row["mode"], tuple(row["shape"])
+            found[row["contender"].partition(" ")[0]][key] = row["median_s"]
     return found
 
 
@@ -66,8 +66,8 @@ def summary(of: dict[Row, float]) -> dict[str, object]:
 
 
 def title(row: Row) -> str:
-    operation, mode, shape = row
-    return f"{operation} {mode} {[*shape]}"
+    contender, operation, mode, shape = row
+    return f"{contender}: {operation} {mode} {[*shape]}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,8 @@ from checks import __main__ as command_line
 from checks import builds
 from checks.builds import ratios, summary
 
-ROW, OTHER = ("norm", "forward", (1, 64)), ("norm", "training", (1, 64))
+ROW = "fusedops module", "norm", "forward", (1, 64)
+OTHER = "fusedops module", "norm", "training", (1, 64)
 
 
 def test_rows_are_paired_by_round():
@@ -25,7 +26,9 @@ def test_a_slower_row_is_named_and_a_slower_mean_fails(monkeypatch, tmp_path, ca
     command = ["builds", str(tmp_path), "--rounds", "2", "--json", str(path)]
     assert command_line.main(command) == 1
     found = json.loads(path.read_text())
-    assert found["fusedops"]["slower"] == [{"row": "norm forward [1, 64]", "ratio": 1.06}]
+    assert found["fusedops"]["slower"] == [
+        {"row": "fusedops module: norm forward [1, 64]", "ratio": 1.06}
+    ]
     assert found["fusedops"]["geometric_mean"] == 1.0296
     assert found["eager"] == {"rows": 2, "geometric_mean": 1.0, "slower": []}
     slow["fusedops"][ROW] = 1.0
