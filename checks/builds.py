@@ -1,9 +1,9 @@
 """`python -m checks builds OTHER`: the launch table of this tree and of another one, interleaved.
 
 OTHER is a checkout that is built, such as a worktree of an earlier commit. The processes of the two
-trees alternate, so that drifts of the machine meet both. Each row compares the medians of fusedops'
-times; below 1 this tree is faster. torch's own contenders show how far two runs of the same code
-are apart.
+trees alternate, and each time is divided by eager's of the same row and process, so that drifts of
+the machine cancel. Each row compares these figures; below 1 this tree is faster. eager's modules
+show how far two runs of the same code are apart.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ Row = tuple[str, str, str, tuple[int, ...]]  # contender, operation, mode, shape
 
 
 def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]:
-    """Seconds of each row of one process: fusedops' and torch's."""
+    """Times of each row of one process over eager's functional: fusedops' and torch's modules."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile", f"--match={match}"]
@@ -37,11 +38,16 @@ def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, check=False)
         rows = json.loads(path.read_text())["rows"]
+    timed = {
+        (row["contender"], row["operation"], row["mode"], tuple(row["shape"])): row["median_s"]
+        for row in rows
+        if row["status"] == "timed"
+    }
     found: dict[str, dict[Row, float]] = defaultdict(dict)
-    for row in rows:
-        if row["status"] == "timed":
-            key = row["contender"], row["operation"], row["mode"], tuple(row["shape"])
-            found[row["contender"].partition(" ")[0]][key] = row["median_s"]
+    for key, seconds in timed.items():
+        base = timed.get((THEIRS, *key[1:]))
+        if base and key[0] != THEIRS:
+            found[key[0].partition(" ")[0]][key] = seconds / base
     return found
 
 
@@ -54,7 +60,7 @@ def ratios(pairs: Iterable[tuple[dict[Row, float], dict[Row, float]]]) -> dict[R
     return {row: statistics.median(values) for row, values in found.items()}
 
 
-def summary(of: dict[Row, float]) -> dict[str, object]:
+def summary(of: dict[Row, float]) -> dict[str, Any]:
     """The geometric mean, and the rows that are slower by more than 5 %."""
     mean = math.exp(statistics.fmean(map(math.log, of.values())))
     slower = sorted(((ratio, row) for row, ratio in of.items() if ratio > 1.05), reverse=True)
@@ -94,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     before = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     about = environment(1, torch.device("cpu")) | {"before": before, "rounds": args.rounds}
     document = {"environment": about} | found
-    print(json.dumps(found, indent=1))
+    for name, of in found.items():
+        print(f"{name}: {of['geometric_mean']} over {of['rows']} rows, {len(of['slower'])} slower")
     if args.json:
         args.json.write_text(report.dump(document))
-    return int(found[OURS]["geometric_mean"] > 1.02)  # type: ignore[operator]
+    return int(found[OURS]["geometric_mean"] > 1.02)
