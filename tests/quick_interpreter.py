@@ -39,7 +39,7 @@ def skip_unread_checks():
 
 
 def remember_types():
-    """A block's type and a tensor's shape follow from their arguments, of which there are few."""
+    """Caches block types, tensor shapes and NumPy types: few different ones occur in a kernel."""
     new_type, new_tensor, equal = (
         core.block_type.__init__,
         core.tensor.__init__,

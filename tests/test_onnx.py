@@ -159,7 +159,7 @@ def test_attention_of_grouped_heads_and_its_lse():
 
 @pytest.mark.skipif(bool(UNCOMPILED), reason="torch.searchsorted of constants is traced too")
 def test_attention_of_sequences():
-    """Lengths that are constants of the graph export, those that are its inputs do not."""
+    """Constant lengths export. Lengths that are inputs of the graph do not."""
     lengths = {"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS}
     qkv = torch.randn(3, 16, 4, 16)
     check(Calls(partial(F.attention, causal=True, **lengths)), *qkv)

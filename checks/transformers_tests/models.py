@@ -1,8 +1,8 @@
 """Model testers for transformers' own tests, which its source distribution comes without.
 
 A test of transformers is a method of its ModelTesterMixin. It takes a tiny config, a batch and
-their sizes from a model tester, of which the distribution on PyPI has none. Those here are as
-transformers': two layers of width 32, all of a family's classes.
+their sizes from a model tester. The distribution on PyPI has no model testers. These follow
+transformers' own: two layers of width 32, all of a family's classes.
 """
 
 import unittest

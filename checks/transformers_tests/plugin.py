@@ -21,7 +21,7 @@ RANK = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 class Patching:
-    """Patches models as they are made. models, sites: how many, and of which kind."""
+    """Patches models as they are made. models counts them; sites counts fused sites by kind."""
 
     def __init__(self) -> None:
         self.models, self.sites = 0, Counter[str]()
