@@ -39,7 +39,8 @@ def test_kept_memory_does_not_fault_and_is_given_back():
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     default, kept, given_back = (int(number) for number in run.stdout.split())
     assert kept < default / 10
-    assert given_back >= 4096 * 4096 * 4
+    python = 2**20  # what Python itself may touch for the first time between the two readings
+    assert given_back >= 4096 * 4096 * 4 - python
 
 
 def test_c_library_without_mallopt(monkeypatch):
