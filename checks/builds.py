@@ -1,10 +1,10 @@
 """`python -m checks builds OTHER`: the launch table of this tree and of another one, interleaved.
 
 OTHER is a checkout that is built, such as a worktree of an earlier commit. The processes of the two
-trees alternate, and each time is divided by eager's of the same row and process, so that drifts of
-the machine cancel. Each row compares the fastest process of each tree; below 1 this tree is faster.
-The fastest, because a row can be 1.4 times slower in a process, of either tree, by where its memory
-lies. eager's modules show how far two runs of the same code are apart.
+trees alternate. Each row compares the fastest process of each tree; below 1 this tree is faster.
+The fastest, because other programs only ever add time, and because a row can be 1.4 times slower in
+a process, of either tree, by where its memory lies. eager's rows show how far two runs of the same
+code are apart.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Row = tuple[str, str, str, tuple[int, ...]]  # contender, operation, mode, shape
 
 
 def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]:
-    """Times of each row of one process over eager's functional: fusedops' and torch's modules."""
+    """Seconds of each row of one process: fusedops', and eager's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile", f"--match={match}"]
@@ -38,16 +38,11 @@ def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, check=False)
         rows = json.loads(path.read_text())["rows"]
-    timed = {
-        (row["contender"], row["operation"], row["mode"], tuple(row["shape"])): row["median_s"]
-        for row in rows
-        if row["status"] == "timed"
-    }
     found: dict[str, dict[Row, float]] = defaultdict(dict)
-    for key, seconds in timed.items():
-        base = timed.get((THEIRS, *key[1:]))
-        if base and key[0] != THEIRS:
-            found[key[0].partition(" ")[0]][key] = seconds / base
+    for row in rows:
+        key = row["contender"], row["operation"], row["mode"], tuple(row["shape"])
+        if row["status"] == "timed":
+            found[key[0].partition(" ")[0]][key] = row["median_s"]
     return found
 
 
