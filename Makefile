@@ -72,7 +72,7 @@ check: $(TOOLS) $(BUILT)
 	$(PY) -m ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP_SOURCES) $(shell find tests $(CPP))
 	$(PY) -m mypy
-	$(PY) -m pytest tests/test_layout.py
+	$(PY) -m pytest tests/tools/test_layout.py
 
 format: $(TOOLS) $(BUILT)
 	$(PY) -m ruff check --fix .
@@ -93,7 +93,7 @@ qemu: export OMP_NUM_THREADS ?= 1
 qemu: $(TOOLS) $(TESTABLE)
 	command -v qemu-x86_64 || { [ "$$(id -u)" = 0 ] && apt-get install -y qemu-user; } || \
 	  { echo 'make qemu needs qemu-x86_64: apt-get install qemu-user' >&2; exit 1; }
-	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/test_norm.py tests/test_gated_activation.py tests/test_linear.py tests/test_rotary.py -k '$(QEMU_TESTS)' $(ARGS)
+	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/norm/test_kernels.py tests/gated_activation/test_kernels.py tests/linear/test_kernels.py tests/rotary/test_kernels.py -k '$(QEMU_TESTS)' $(ARGS)
 
 # At least 300 calls of each function on each backend, others at each run.
 fuzz: export OMP_NUM_THREADS ?= 1
@@ -106,13 +106,13 @@ fuzz: $(TOOLS) $(TESTABLE)
 growth: export OMP_NUM_THREADS ?= 1
 growth: export FUSEDOPS_GROWTH := every
 growth: $(TOOLS) $(TESTABLE)
-	$(PY) -m pytest tests/test_growth.py $(shell $(PY) -c 'import xdist; print("-n 2")' 2>/dev/null) $(ARGS)
+	$(PY) -m pytest tests/growth/test_growth.py $(shell $(PY) -c 'import xdist; print("-n 2")' 2>/dev/null) $(ARGS)
 
 # One process: each of these tests takes up to 13 GiB. `make test` skips them.
 large: export OMP_NUM_THREADS ?= 1
 large: export FUSEDOPS_LARGE_TESTS := 1
 large: $(TOOLS) $(TESTABLE)
-	$(PY) -m pytest tests/test_large.py $(ARGS)
+	$(PY) -m pytest tests/contract/test_large.py $(ARGS)
 
 # Both build in copies of the tree under build/, where the next run compiles what has changed.
 mutants: $(TOOLS) $(TESTABLE)

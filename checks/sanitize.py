@@ -2,8 +2,8 @@
 
 It runs the kernels' tests, the fuzz, and the growth tests of plain training. When the process ends,
 LeakSanitizer reports memory that nothing points to. Python's garbage collector points to every
-tensor that Python has seen, so a leak of such a tensor shows in tests/test_growth.py alone. ODR
-detection compares global variables of different libraries and no classes: tests/test_build.py
+tensor that Python has seen, so a leak of such a tensor shows in tests/growth/test_growth.py alone. ODR
+detection compares global variables of different libraries and no classes: tests/tools/test_build.py
 compares those.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from attention_models import MODELS, build
+from patching.models.attention_models import MODELS, build
 from torch import Tensor
 
 import fusedops

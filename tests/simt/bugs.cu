@@ -1,5 +1,5 @@
 // One kernel for each bug that the emulator names. A comment marks the line that is to be named:
-// `bug:` what is wrong, `with:` the other of two places. tests/test_simt.py has the messages.
+// `bug:` what is wrong, `with:` the other of two places. tests/tools/test_simt.py has the messages.
 #include "tests/simt/toys.h"
 
 using namespace fusedops::cuda;

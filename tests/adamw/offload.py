@@ -1,0 +1,186 @@
+"""What the tests of AdamW's states on the host share: places where the parameters lie.
+
+Without a GPU parameters on the CPU are offloaded as a GPU's would be: "at once", with torch's CPU
+streams, which do nothing; and "late", with those of `Device`, which take their time.
+"""
+
+import random
+from collections import deque
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from adamw.training import params_of
+from fusedops.optim import AdamW
+from fusedops.optim.adamw import offload
+from fusedops.optim.adamw.offload import Offloaded
+
+CPU = torch.device("cpu")
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PLACES = ["at once", "late", pytest.param("cuda", marks=needs_cuda)]
+
+
+class Device:
+    """In torch.cuda's place: streams that are queues, of which any does its next thing any time.
+
+    A copy within `with device.stream(s)` is queued. What waits for an event stays until that is
+    reached, and all else happens in an order that is drawn, some streams being slow and some fast:
+    a wait that is missing is found.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.draw = random.Random(seed)
+        self.streams: list[Stream] = []
+        self.current = self.Stream()
+
+    def Stream(self, device=None):
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
+    def Event(self):
+        return Event(self)
+
+    def current_stream(self, device=None):
+        return self.current
+
+    @contextmanager
+    def stream(self, stream):
+        with Queued(stream):
+            yield
+
+    def one(self) -> bool:
+        """Does one thing that may be done now, if there is any."""
+        ready = [stream for stream in self.streams if stream.ready()]
+        if ready:
+            self.draw.choices(ready, [stream.speed for stream in ready])[0].one()
+        return bool(ready)
+
+    def some(self) -> None:
+        while self.draw.random() < 0.4 and self.one():
+            pass
+
+    def finish(self) -> None:
+        while self.one():
+            pass
+        assert not any(stream.queue for stream in self.streams), "streams wait for each other"
+
+
+class Stream:
+    def __init__(self, device: Device) -> None:
+        self.device, self.queue, self.queued, self.done = device, deque(), 0, 0
+        self.speed = device.draw.choice([0.01, 1, 100])
+
+    def add(self, entry) -> None:
+        """entry: to be called, or the stream and count to wait for."""
+        self.queue.append(entry)
+        self.queued += 1
+        self.device.some()
+
+    def ready(self) -> bool:
+        if not self.queue:
+            return False
+        entry = self.queue[0]
+        return callable(entry) or entry[0].done >= entry[1]
+
+    def one(self) -> None:
+        entry = self.queue.popleft()
+        if callable(entry):
+            entry()
+        self.done += 1
+
+    def wait_stream(self, stream) -> None:
+        self.add((stream, stream.queued))
+
+    def wait_event(self, event) -> None:
+        self.add((event.stream, event.count))
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def record(self, stream) -> None:
+        self.stream, self.count = stream, stream.queued
+
+    def synchronize(self) -> None:
+        while self.stream.done < self.count:
+            assert self.device.one(), "waits for what never happens"
+
+
+class Queued(TorchFunctionMode):
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.Tensor.copy_:
+            return function(*args, **(kwargs or {}))
+
+        @torch.no_grad()
+        def later():
+            function(*args)
+
+        self.stream.add(later)
+        return args[0]
+
+
+class Place:
+    """Where the parameters of a test lie, and AdamW with their states on the host."""
+
+    def __init__(self, name: str, device: Device | None) -> None:
+        self.name = name
+        self.at = torch.device("cuda" if name == "cuda" else "cpu")
+        self.streams = device
+
+    def put(self, params):
+        return [p.detach().to(self.at).requires_grad_() for p in params]
+
+    def adamw(self, params, kind=AdamW, **options):
+        return kind(self.put(params), offload="cpu", **options)
+
+    def finish(self) -> None:
+        if self.streams is not None:
+            self.streams.finish()
+
+    def train(self, optimizer, steps=5, first=1):
+        """As `train`."""
+        for i in range(first, first + steps):
+            self.gradients(params_of(optimizer), i)
+            optimizer.step()
+            self.finish()
+        return params_of(optimizer)
+
+    def gradients(self, params, seed) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draw).to(p)
+
+    def assert_same(self, ours, wanted) -> None:
+        """The same bits, and ours are indeed stepped by chunks."""
+        assert_offloaded(ours)
+        for p, q in zip(params_of(ours), params_of(wanted), strict=True):
+            assert torch.equal(p.cpu(), q)
+            state, other = ours.state[p], wanted.state[q]
+            assert state.keys() == other.keys()
+            for name in state:
+                assert state[name].device.type == "cpu"
+                assert state[name].dtype == other[name].dtype
+                assert torch.equal(state[name], other[name]), name
+
+
+def assert_offloaded(optimizer) -> None:
+    assert any(isinstance(bucket, Offloaded) for _, bucket in optimizer._plan.buckets)
+
+
+def make_place(name, monkeypatch, seed=0) -> Place:
+    """Chunks of 6000 bytes: of the tensors of `adamw_training` three are cut, four are not."""
+    monkeypatch.setattr(offload, "CHUNK", 6000)
+    device = Device(seed) if name == "late" else None
+    if name != "cuda":
+        monkeypatch.setattr(offload, "DEVICES", ("cpu",))
+    if device is not None:
+        monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    return Place(name, device)

@@ -1,0 +1,146 @@
+"""AdamW under torch.compile: the bits of an eager step, outside of the graph, and no growth."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import fusedops
+from adamw.training import FORMATS, equal_states, gradients, parameters, params_of, train
+from fusedops.optim import AdamW, AdamW8bit
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def frames():
+    """What Dynamo has compiled so far."""
+    return counters["frames"]["total"]
+
+
+def train_compiled(optimizer, call, steps=5, first=1):
+    """`adamw_training.train` with another way to step."""
+    for i in range(first, first + steps):
+        gradients(params_of(optimizer), i)
+        call()
+    return optimizer
+
+
+def ways(optimizer):
+    return {
+        "bound": torch.compile(optimizer.step),
+        "function": torch.compile(lambda: optimizer.step()),
+        "dynamic": torch.compile(optimizer.step, dynamic=True),
+    }
+
+
+OPTIONS = [{"state_dtype": name} for name in FORMATS]
+OPTIONS += [{"amsgrad": True}, {"max_grad_norm": 0.5}, {"lr": torch.tensor(1e-2)}]
+OPTIONS += [{"foreach": True}, {"differentiable": False, "maximize": True}]
+
+
+@pytest.mark.parametrize("way", ["bound", "function", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_compiled_step_has_the_bits_of_an_eager_one(options, dtype, way):
+    ours, eager = AdamW(parameters(dtype), **options), AdamW(parameters(dtype), **options)
+    train_compiled(ours, ways(ours)[way])
+    train(eager)
+    equal_states(ours, eager)
+    assert frames()
+
+
+def test_a_training_step_in_one_function():
+    def make(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
+        optimizer = AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=100, max_grad_norm=1.0)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = torch.compile(step, backend="aot_eager") if compiled else step
+        losses = []
+        for i in range(8):
+            losses.append(run(torch.randn(8, 64, generator=torch.Generator().manual_seed(i))))
+            scheduler.step()
+        return torch.stack(losses).detach(), optimizer
+
+    (losses, ours), (wanted, eager) = make(True), make(False)
+    torch.testing.assert_close(losses, wanted)
+    assert ours.state_dict()["state"][0]["step"] == eager.state_dict()["state"][0]["step"] == 8
+
+
+def test_a_closure_is_called_with_gradients():
+    def make(compiled):
+        p = parameters(shapes=[(10,)])[0]
+        optimizer = AdamW([p])
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (p * p).sum()
+            loss.backward()
+            return loss
+
+        call = torch.compile(optimizer.step) if compiled else optimizer.step
+        losses = [call(closure).detach() for _ in range(3)]
+        return torch.stack(losses), p.detach()
+
+    torch.testing.assert_close(make(True), make(False))
+
+
+def test_a_load_in_between_is_seen():
+    ours, eager = AdamW8bit(parameters()), AdamW8bit(parameters())
+    call = torch.compile(ours.step)
+    train_compiled(ours, call, 3)
+    train(eager, 3)
+    for optimizer in (ours, eager):
+        saved = copy.deepcopy(optimizer.state_dict())
+        train(optimizer, 2, first=20)
+        optimizer.load_state_dict(saved)
+    train_compiled(ours, call, 3, first=4)
+    train(eager, 3, first=4)
+    equal_states(ours, eager)
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+def test_nothing_grows(kind):
+    """Neither what Dynamo compiles, while the learning rate changes, nor the tensors alive."""
+    optimizer = kind(parameters(), max_grad_norm=1.0)
+    call = torch.compile(optimizer.step)
+    counted = []
+    for i in range(60):
+        optimizer.param_groups[0]["lr"] = 1e-3 / (i + 1)
+        train_compiled(optimizer, call, 1, first=i)
+        if i in (5, 59):
+            gc.collect()
+            tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+            counted.append((frames(), tensors))
+    assert counted[0] == counted[1]
+
+
+def test_an_eager_step_is_not_disabled_for_the_compiler(monkeypatch):
+    """`torch.compiler.disable` costs more than a step of small tensors."""
+    monkeypatch.setitem(AdamW.step.__globals__, "_graph_break", None)
+    train(AdamW(parameters()), 1)
+
+
+def test_clipping_is_a_part_of_the_graph():
+    ours, theirs = parameters(), parameters()
+    for params in (ours, theirs):
+        gradients(params, 1)
+    clip = torch.compile(lambda: fusedops.clip_grad_norm_(ours, 0.5), fullgraph=True)
+    torch.testing.assert_close(clip(), nn.utils.clip_grad_norm_(theirs, 0.5))
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.grad, q.grad)

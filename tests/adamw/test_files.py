@@ -1,0 +1,34 @@
+"""Files of AdamW's states: processes that are killed while they save, and files that end early."""
+
+import subprocess
+
+import pytest
+import torch
+from children import TESTS, command
+
+from adamw.training import equal_states, parameters, train
+from fusedops.optim import AdamW8bit
+
+
+def test_a_process_that_is_killed_while_it_saves(tmp_path):
+    killed_saves = command("killed_saves", tmp_path)
+    done = subprocess.run(killed_saves, cwd=TESTS, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout) > 0  # some were killed in the midst of a file
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
+def test_a_file_that_ends_early(share, tmp_path):
+    optimizer, other = (AdamW8bit(parameters()) for _ in range(2))
+    for one in (optimizer, other):
+        train(one, 3)
+    path = tmp_path / "state.pt"
+    torch.save(optimizer.state_dict(), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises((RuntimeError, EOFError, OSError)):  # torch.load's
+        optimizer.load_state_dict(torch.load(path))
+    equal_states(optimizer, other)
+    train(optimizer, 2, first=4)
+    train(other, 2, first=4)
+    equal_states(optimizer, other)

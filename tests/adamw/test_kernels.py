@@ -1,0 +1,400 @@
+"""AdamW's operators on every backend: a step, the sum of squares, the scaling."""
+
+import math
+
+import pytest
+import torch
+
+import fusedops
+from adamw.cases import OPTIONS, check, step_of
+from fusedops.functional.adamw import (
+    BLOCK,
+    KINDS,
+    NEAREST,
+    REMAINDER,
+    STOCHASTIC,
+    Random,
+    adamw_key,
+    decoded,
+    encoded,
+    stochastic,
+)
+from fusedops.testing import backends, device_of, threads
+
+BACKENDS = backends("adamw_step")
+# one element, odd, a vector and one more, whole blocks and a rest, two dimensions, none
+SHAPES = [(1,), (7,), (17,), (256,), (3, 200), (1031,), (4, 1024), (0,), (5000,)]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def roundings(dtype):
+    return {
+        torch.float32: [NEAREST],
+        torch.float16: [NEAREST, STOCHASTIC],
+        torch.bfloat16: [NEAREST, STOCHASTIC, REMAINDER],
+    }[dtype]
+
+
+ALL = [
+    (dtype, moments, rounding)
+    for dtype in FLOATS
+    for moments in ("float32", "bfloat16", "int8")
+    for rounding in roundings(dtype)
+]
+
+
+@pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
+def test_step(backend, dtype, moments, rounding):
+    check(step_of(SHAPES, dtype, moments, rounding, backend=backend), backend)
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"maximize": 1.0},
+        {"amsgrad": 1.0},
+        {"weight_decay": 0.0},
+        {"lr": 0.0},
+        {"beta1": 0.0},
+        {"eps": 0.1},
+        {"eps": 0.0},
+        {"beta1": 0.99, "beta2": 0.95},
+    ],
+    ids=str,
+)
+def test_options(backend, moments, options):
+    check(step_of(SHAPES, torch.float32, moments, backend=backend, **options), backend)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 100000])
+def test_bias_corrections(backend, taken):
+    check(step_of([(33,)], taken=taken, backend=backend), backend)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_large_steps_are_as_exact_as_small_ones(backend, moments):
+    check(step_of([(6000,)], moments=moments, lr=100.0, backend=backend), backend)
+
+
+def test_steps_and_groups_of_each_tensor(backend):
+    step = step_of([(300,), (40,), (5,), (6,)], backend=backend)
+    second = OPTIONS | {"lr": 0.5, "weight_decay": 0.0, "maximize": 1.0}
+    step.options += second.values()
+    step.kinds[KINDS] = 1
+    step.steps[2].fill_(50.0)
+    found = check(step, backend)
+    assert [s.item() for s in found.steps] == [4, 4, 51, 4]
+
+
+def test_more_groups_than_a_launch_knows(backend):
+    step = step_of([(8,)] * 70, backend=backend)
+    step.options = [x for i in range(70) for x in (OPTIONS | {"lr": 0.01 * i}).values()]
+    for i in range(70):
+        step.kinds[KINDS * i] = i
+    check(step, backend)
+
+
+@pytest.mark.parametrize("shape", [(5, 384), (3, 100), (4, 1024), (7, 16), (2, 3, 300)], ids=str)
+@pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
+def test_rows_of_blocks(backend, dtype, moments, rounding, shape):
+    """Of a sharded tensor blocks begin anew with each row; other shards have lain before it."""
+    step = step_of([(3,), shape], dtype, moments, rounding, by_rows=True, backend=backend)
+    check(step, backend)
+
+
+def test_a_shard_is_as_its_part_of_the_whole(backend):
+    whole = step_of([(6, 512)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
+    found = whole.run(backend)
+    for first, last in ((0, 4), (4, 6)):
+        shard = whole.copy()
+        for name in ("params", "grads", "exp_avgs", "exp_avg_sqs"):
+            setattr(shard, name, [t[first:last].contiguous() for t in getattr(shard, name)])
+        shard.scales = [s[2 * first : 2 * last].contiguous() for s in shard.scales]
+        shard.kinds[3:] = [512, 2 * first]
+        part = shard.run(backend)
+        for name in ("params", "exp_avgs", "exp_avg_sqs"):
+            assert torch.equal(getattr(part, name)[0], getattr(found, name)[0][first:last]), name
+
+
+def test_lr_on_the_device(backend):
+    step = step_of([(33,)], backend=backend)
+    wanted = check(step, backend)
+    step.options[0] = math.nan
+    step.lrs = [torch.tensor(OPTIONS["lr"], device=device_of(backend))]
+    found = step.run(backend)
+    torch.testing.assert_close(found.params[0], wanted.params[0])
+
+
+LAYOUTS = {
+    "misaligned": lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape),
+    "transposed": lambda t: t.t().contiguous().t(),
+    "every second column": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "rows with gaps": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
+def test_strides(backend, dtype, moments, rounding, layout):
+    layout = LAYOUTS[layout]
+    step = step_of([(20, 37)], dtype, moments, rounding, layout=layout, backend=backend)
+    found = check(step, backend)
+    p, before = found.params[0], step.params[0]
+    assert p.stride() == before.stride()
+    between = p.as_strided((p.untyped_storage().nbytes() // p.itemsize,), (1,), 0).clone()
+    between.as_strided(p.shape, p.stride(), p.storage_offset()).copy_(before)
+    assert torch.equal(between, before.as_strided(between.shape, (1,), 0))  # nothing beside it
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_transposed_gradient_of_a_contiguous_parameter(backend, moments):
+    step = step_of([(20, 37)], moments=moments, backend=backend)
+    step.grads[0] = step.grads[0].t().contiguous().t()
+    check(step, backend)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
+def test_an_element_that_is_not_finite_keeps_what_it_has(backend, dtype, moments, rounding, bad):
+    if dtype == torch.float16 and bad == 1e30:
+        bad = math.inf
+    step = step_of([(600,)], dtype, moments, rounding, backend=backend)
+    step.grads[0][300] = bad
+    found = check(step, backend)
+    if rounding != STOCHASTIC:  # which may round what was no more than that before
+        assert torch.equal(found.params[0][300], step.params[0][300])
+    if moments != "int8":
+        assert torch.equal(found.exp_avgs[0][300], step.exp_avgs[0][300])
+    assert found.params[0].isfinite().all()
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e4])
+@pytest.mark.parametrize("more", ["grad_scale", "squares", "both"])
+def test_scaling(backend, more, limit):
+    step = step_of([(300,), (7,)], backend=backend)
+    device = device_of(backend)
+    if more != "squares":
+        step.more["grad_scale"] = torch.tensor(64.0, device=device)
+    if more != "grad_scale":
+        with fusedops.backend(backend):
+            step.more["squares"] = torch.ops.fusedops.adamw_squares(step.grads)
+        step.more["max_grad_norm"] = limit
+    check(step, backend)
+
+
+@pytest.mark.parametrize(
+    "size,grad_scale",
+    [(1e-3, 64.0), (3e18, 1.0), (1e-22, 1e-3), (1e17, 1e22), (1e-3, math.inf), (1e-3, 1e-38)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_regular_or_not_a_block_of_codes_is_stepped_alike(backend, dtype, size, grad_scale):
+    """Gradients and factors so large or small that products of them are not as they should be."""
+    step = step_of([(600,)], dtype, "int8", backend=backend)
+    step.grads[0].mul_(size / step.grads[0].abs().max())
+    step.exp_avg_sqs[0].zero_(), step.scales[1].zero_()  # beside which a square might not show
+    step.more["grad_scale"] = torch.tensor(grad_scale, device=device_of(backend))
+    check(step, backend)
+
+
+@pytest.mark.parametrize("name", ["exp_avg_sqs", "max_exp_avg_sqs"])
+def test_under_an_infinite_second_moment_a_parameter_decays(backend, name):
+    step = step_of([(600,)], backend=backend, amsgrad=1.0)
+    getattr(step, name)[0][300] = math.inf
+    found = step.run(backend).params[0]
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[300], step.params[0][300] * (1 - 1e-2 * 0.1))
+
+
+def test_a_scale_that_is_no_number_stays_none(backend):
+    step = step_of([(600,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
+    step.scales[0][1] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)
+    assert step.run(backend).params[0][256:512].isnan().all()
+
+
+@pytest.mark.parametrize("why", ["found_inf", "norm"])
+def test_a_step_that_is_skipped_changes_nothing(backend, why):
+    step = step_of([(300,), (7,)], moments="int8", backend=backend)
+    if why == "found_inf":
+        step.more["found_inf"] = torch.ones((), device=device_of(backend))
+    else:
+        step.grads[1][3] = math.nan
+        with fusedops.backend(backend):
+            step.more["squares"] = torch.ops.fusedops.adamw_squares(step.grads)
+        step.more["max_grad_norm"] = 1.0
+    found = step.run(backend)
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "scales", "steps"):
+        for before, after in zip(getattr(step, name), getattr(found, name), strict=True):
+            assert torch.equal(before, after), name
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-40, 1e-44])
+def test_zeros(backend, eps):
+    step = step_of([(300,)], moments="int8", backend=backend, eps=eps)
+    for t in (step.grads[0], step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales):
+        t.zero_()
+    found = step.run(backend)
+    assert found.exp_avgs[0].count_nonzero() == 0
+    assert all(scale.count_nonzero() == 0 for scale in found.scales)
+    assert torch.equal(found.params[0], step.params[0] * (1 - 1e-2 * 0.1))
+
+
+def test_the_largest_moments_have_the_last_codes(backend):
+    """A root that is found a little too large, and a random byte on top, end where codes end."""
+    step = step_of([(256 * 500,)], moments="int8", backend=backend)
+    for t in (step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales):
+        t.zero_()
+    step.grads[0].view(-1, 256).copy_(torch.rand(500, 1) + 0.1)
+    found = step.run(backend)
+    assert found.exp_avgs[0].unique().tolist() == [127]
+    assert found.exp_avg_sqs[0].min() >= 254
+
+
+def test_a_table_that_is_kept_follows_the_tensors(backend):
+    """As an optimizer keeps it, whose gradients are elsewhere at each step."""
+    kept = {"host_table": torch.zeros(4096, dtype=torch.uint8)}
+    kept["table"] = torch.zeros(4096, dtype=torch.uint8, device=device_of(backend))
+    for shape in ((300,), (40, 30)):
+        step = step_of([shape], backend=backend)
+        wanted = step.run(backend)
+        step.more |= kept
+        assert torch.equal(step.run(backend).params[0], wanted.params[0])
+
+
+def test_same_bits_in_any_company(backend):
+    """A tensor's step does not depend on the tensors beside it, nor on the number of threads."""
+    alone = step_of([(5000,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
+    with_others = step_of([(5000,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
+    others = step_of([(777,)] * 5, torch.bfloat16, "int8", STOCHASTIC, backend=backend)
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "steps", "scales"):
+        getattr(with_others, name)[:0] = getattr(others, name)
+    with_others.kinds[:0] = others.kinds
+    found = alone.run(backend)
+    with threads(2):
+        beside = with_others.run(backend)
+    assert torch.equal(found.params[0], beside.params[-1])
+    assert torch.equal(found.exp_avgs[0], beside.exp_avgs[-1])
+    assert torch.equal(found.exp_avg_sqs[0], beside.exp_avg_sqs[-1])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_squares(backend, dtype):
+    grads = [torch.randn(s, device=device_of(backend)).to(dtype) for s in SHAPES]
+    grads.append(torch.randn(40, 30, device=device_of(backend)).to(dtype).t())
+    grads.append(torch.randn(40, 30, device=device_of(backend)).to(dtype)[:, ::2])
+    with fusedops.backend(backend):
+        found = torch.ops.fusedops.adamw_squares(grads)
+    exact = sum(g.double().square().sum() for g in grads)
+    torch.testing.assert_close(found.sum(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_squares_of_many(backend, dtype):
+    """A part of the sum is more than a warp takes at a time, or a CPU adds in float32."""
+    sizes = [500_003, *[3000] * 30]
+    grads = [torch.randn(n, device=device_of(backend)).to(dtype) for n in sizes]
+    wanted, first = sum(g.double().square().sum() for g in grads), grads[0][0].double()
+    with fusedops.backend(backend):
+        squares = torch.ops.fusedops.adamw_squares(grads)
+        torch.ops.fusedops.adamw_scale(grads, squares, 1.0)
+    torch.testing.assert_close(squares.sum(), wanted, rtol=1e-6, atol=0)
+    scaled = grads[0][0].double()
+    torch.testing.assert_close(scaled, first / wanted.sqrt(), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_scale(backend, dtype, max_norm):
+    grads = [torch.randn(s, device=device_of(backend)).to(dtype) for s in SHAPES]
+    grads.append(torch.randn(40, 30, device=device_of(backend)).to(dtype).t())
+    norm = math.sqrt(sum(g.double().square().sum() for g in grads))
+    wanted = [g.double() * min(1, max_norm / (norm + 1e-6)) for g in grads]
+    with fusedops.backend(backend):
+        squares = torch.ops.fusedops.adamw_squares(grads)
+        torch.ops.fusedops.adamw_scale(grads, squares, max_norm)
+    for g, w in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+# The reference's own parts, which do not differ by backend.
+
+
+def once(backend):
+    if backend != BACKENDS[0]:
+        pytest.skip("does not depend on the backend")
+
+
+def test_codes_come_back(backend):
+    """Encoding what codes stand for gives the codes, whatever the random bits."""
+    once(backend)
+    m = torch.arange(-127, 129).clamp(max=127).to(torch.int8)
+    v = torch.arange(256).to(torch.uint8)
+    scales = torch.tensor([3.0]), torch.tensor([0.7])
+    found = encoded(*decoded(m, v, *scales), key=5)
+    for ours, wanted in zip(found, (m, v, *scales), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
+
+
+def test_chance_is_fair(backend):
+    once(backend)
+    t = torch.full((100 * BLOCK,), 1 + 0.3 * 2**-7)
+    for dtype, unit in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+        t = torch.full((100 * BLOCK,), 1 + 0.3 * unit)
+        up = stochastic(t, Random(3, t.numel()).halves(64), dtype) > 1
+        assert abs(up.float().mean() - 0.3) < 0.01
+    v = torch.full((100 * BLOCK,), (100.3 / 256) ** 4)
+    v[::BLOCK] = 1
+    codes = encoded(torch.zeros_like(v), v, key=9)[1].view(-1, BLOCK)[:, 1:]
+    assert set(codes.unique().tolist()) == {99, 100}
+    assert abs((codes == 100).float().mean() - 0.3) < 0.01
+
+
+def test_random_numbers_of_neighbours_are_unlike(backend):
+    once(backend)
+    keys = [adamw_key(seed, step, index) for seed in (0, 1) for step in (1, 2) for index in (0, 1)]
+    drawn = [Random(key, 10 * BLOCK).bytes().float().flatten() for key in keys]
+    table = torch.corrcoef(torch.stack(drawn))
+    assert (table - torch.eye(len(keys))).abs().max() < 0.1
+    assert all(abs(d.mean() - 127.5) < 5 for d in drawn)
+
+
+def test_stochastic_float16_is_a_neighbour(backend):
+    once(backend)
+    t = torch.cat([torch.randn(5000) * 10.0**e for e in range(-8, 5)])
+    random = Random(1, t.numel()).halves(64)
+    found = stochastic(t, random, torch.float16).double()
+    nearest = t.half()
+    down, up = (torch.nextafter(nearest, torch.tensor(x, dtype=torch.half)) for x in (-1e5, 1e5))
+    inside = (found >= down.double()) & (found <= up.double())
+    assert inside.all()
+    exact = t.double() == nearest.double()
+    assert torch.equal(found[exact], t.double()[exact])
+
+
+def test_errors_name_the_argument(backend):
+    once(backend)
+    step = step_of([(300,)], moments="int8")
+
+    def message(**changed):
+        arguments = vars(step.copy()) | changed
+        more = arguments.pop("more")
+        with pytest.raises(RuntimeError) as error:
+            torch.ops.fusedops.adamw_step(*arguments.values(), **more)
+        return str(error.value)
+
+    wrong = {
+        "grads": [torch.zeros(301)],
+        "exp_avgs": [torch.zeros(300, dtype=torch.int16)],
+        "exp_avg_sqs": [torch.zeros(300)],
+        "steps": [torch.tensor(1)],
+        "scales": [torch.zeros(2)],
+        "params": [torch.zeros(300, dtype=torch.float64)],
+        "kinds": [1, 0, 0, 0, 0],
+        "options": [0.1],
+        "remainders": [torch.zeros(300, dtype=torch.int16)],
+    }
+    for name, value in wrong.items():
+        assert f"adamw_step: {name} must" in message(**{name: value})
+    assert "kinds must name a rounding" in message(kinds=[0, 2, 0, 0, 0])

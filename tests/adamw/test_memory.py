@@ -1,0 +1,167 @@
+"""Loaded states whose tensors overlap, are lazy or have gaps: steps go on as from clean copies."""
+
+import copy
+
+import pytest
+import torch
+
+from adamw.corrupted import entry, optimizer_of
+from adamw.training import equal_states, params_of, train
+from fusedops.optim.adamw.memory import Claims
+
+
+def with_gaps(t):
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def negative(t):
+    """t with the negative bit."""
+    lazy = torch.complex(torch.zeros_like(t), -t).conj().imag
+    assert lazy.is_neg()
+    return lazy
+
+
+def conjugate(t):
+    """t with the conjugate bit."""
+    assert t.conj().resolve_conj().conj().is_conj()
+    return t.conj().resolve_conj().conj()
+
+
+def expanded(t):
+    return t.reshape(-1)[:1].abs().expand(t.numel()).view(t.shape)
+
+
+def windows(t):
+    """Rows that overlap."""
+    return torch.rand(t.numel()).as_strided(t.shape, (t.shape[1] // 2, 1))
+
+
+def shared(parameter, name, other):
+    """Makes two entries of a state the same tensor."""
+
+    def change(state_dict):
+        state = state_dict["state"][parameter]
+        state[other] = state[name] = state[name].abs()
+
+    return change
+
+
+def overlapping(state_dict):
+    """Two moments in one buffer, with 100 elements of both."""
+    buffer = torch.rand(9900)
+    state_dict["state"][0] |= {"exp_avg": buffer[4900:], "exp_avg_sq": buffer[:5000]}
+
+
+def shared_step(state_dict):
+    for i in (1, 2):
+        state_dict["state"][i]["step"] = state_dict["state"][0]["step"]
+
+
+def shared_by_parameters(state_dict):
+    """One tensor for entries of two parameters, in other shapes."""
+    for name in ("exp_avg", "exp_avg_sq"):
+        first = state_dict["state"][0][name]
+        state_dict["state"][1][name] = first[:231].view(33, 7)
+
+
+LOADS = {
+    "scales with gaps": ("int8", entry(0, "exp_avg_scale", with_gaps)),
+    "other scales with gaps": ("int8", entry(2, "exp_avg_sq_scale", with_gaps)),
+    "scales of columns": ("int8", entry(2, "exp_avg_scale", lambda t: t.t().contiguous().t())),
+    "expanded scales": ("int8", entry(0, "exp_avg_sq_scale", expanded)),
+    "codes with gaps": ("int8", entry(2, "exp_avg", with_gaps)),
+    "codes of columns": ("int8", entry(2, "exp_avg_sq", lambda t: t.t().contiguous().t())),
+    "expanded codes": ("int8", entry(0, "exp_avg", expanded)),
+    "negative scales": ("int8", entry(0, "exp_avg_scale", negative)),
+    "negative exp_avg": ("float32", entry(0, "exp_avg", negative)),
+    "negative exp_avg_sq": ("float32", entry(2, "exp_avg_sq", negative)),
+    "negative maximum": ("float32", entry(2, "max_exp_avg_sq", negative)),
+    "negative step": ("float32", entry(2, "step", negative)),
+    "expanded exp_avg": ("float32", entry(0, "exp_avg", expanded)),
+    "expanded exp_avg_sq": ("float32", entry(2, "exp_avg_sq", expanded)),
+    "expanded maximum": ("int8", entry(2, "max_exp_avg_sq", expanded)),
+    "expanded remainder": ("remainder", entry(0, "remainder", expanded)),
+    "overlapping rows": ("float32", entry(2, "exp_avg_sq", windows)),
+    "exp_avg with gaps": ("float32", entry(2, "exp_avg", with_gaps)),
+    "torch's own step: expanded": ("float64", entry(0, "exp_avg_sq", expanded)),
+    "torch's own step: negative": ("float64", entry(0, "exp_avg", negative)),
+    "torch's own step: conjugate": ("complex", entry(2, "exp_avg", conjugate)),
+    "both moments": ("float32", shared(0, "exp_avg_sq", "exp_avg")),
+    "a moment and the maximum": ("float32", shared(2, "exp_avg_sq", "max_exp_avg_sq")),
+    "both scales": ("int8", shared(0, "exp_avg_sq_scale", "exp_avg_scale")),
+    "torch's own step: both moments": ("float64", shared(0, "exp_avg_sq", "exp_avg")),
+    "moments that overlap": ("float32", overlapping),
+    "the step of three parameters": ("int8", shared_step),
+    "torch's own step: the step of three": ("float64", shared_step),
+    "moments of two parameters": ("float32", shared_by_parameters),
+}
+
+
+def clean(value):
+    """A copy in which each tensor has memory of its own, contiguous."""
+    if isinstance(value, torch.Tensor):
+        return value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: clean(one) for key, one in value.items()}
+    return [clean(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("of", LOADS)
+def test_a_load_steps_as_from_a_clean_copy(of):
+    kind, change = LOADS[of]
+    state_dict = copy.deepcopy(optimizer_of(kind).state_dict())
+    change(state_dict)
+    copied = clean(state_dict)
+    optimizer, other = optimizer_of(kind), optimizer_of(kind)
+    other.load_state_dict(copied)
+    optimizer.load_state_dict(state_dict)
+    train(optimizer, 3, first=4)
+    train(other, 3, first=4)
+    equal_states(optimizer, other)
+    assert all(p.isfinite().all() for p in params_of(optimizer))
+
+
+def test_a_parameter_in_its_own_state():
+    """A step writes both."""
+    optimizer, other = optimizer_of("float32"), optimizer_of("float32")
+    states = [copy.deepcopy(o.state_dict()) for o in (optimizer, other)]
+    states[0]["state"][0]["exp_avg"] = params_of(optimizer)[0].detach()
+    states[1]["state"][0]["exp_avg"] = params_of(other)[0].detach().clone()
+    for one, state_dict in zip((optimizer, other), states, strict=True):
+        one.load_state_dict(state_dict)
+        train(one, 2, first=4)
+    equal_states(optimizer, other)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "float64"])
+def test_sound_tensors_are_kept_as_torch_keeps_them(kind):
+    """Also views of one buffer, as files have them: copies would double the memory of a load."""
+    optimizer, state_dict = optimizer_of(kind), copy.deepcopy(optimizer_of(kind).state_dict())
+    first, last = (state_dict["state"][i] for i in (0, 2))
+    buffer = torch.cat([last["exp_avg"].view(-1), first["exp_avg"]])
+    first["exp_avg"], last["exp_avg"] = buffer[8192:], buffer[:8192].view(16, 512)
+    optimizer.load_state_dict(state_dict)
+    for i, p in enumerate(params_of(optimizer)):
+        for name, t in optimizer.state[p].items():
+            assert t.data_ptr() == state_dict["state"][i][name].data_ptr(), (i, name)
+
+
+def test_a_state_that_requires_gradients_gives_copies_that_do_not():
+    optimizer = optimizer_of("float32")
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    moment = state_dict["state"][0]["exp_avg_sq"].requires_grad_()
+    state_dict["state"][0] |= {"exp_avg": moment}
+    optimizer.load_state_dict(state_dict)
+    assert not optimizer.state[params_of(optimizer)[0]]["exp_avg_sq"].requires_grad
+    copy.deepcopy(optimizer)
+
+
+def test_claims_find_each_overlap():
+    buffer = torch.zeros(100)
+    claims = Claims()
+    assert claims.claim(buffer[20:40]) and claims.claim(buffer[60:80])
+    assert claims.claim(buffer[40:60]) and claims.claim(buffer[:20])
+    assert not any(claims.claim(t) for t in (buffer, buffer[79:81], buffer[19:21], buffer[30:31]))
+    assert not claims.claim(buffer[5:100:30]) and not claims.claim(buffer.view(10, 10)[:, 3])
+    assert claims.claim(buffer[80:]) and claims.claim(buffer[:0]) and claims.claim(buffer[:0])
+    assert claims.claim(torch.zeros(3, device="meta")) and claims.claim(buffer.to_sparse())

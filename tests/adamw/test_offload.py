@@ -1,0 +1,546 @@
+"""AdamW's states on the host: the same bits as without offloading, on a GPU and without one."""
+
+import copy
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from adamw.offload import CPU, PLACES, assert_offloaded, make_place
+from adamw.training import (
+    FORMATS,
+    assert_close,
+    equal_states,
+    gradients,
+    parameters,
+    params_of,
+    train,
+)
+from fusedops.optim import AdamW, AdamW8bit
+from fusedops.optim.adamw import offload
+from fusedops.optim.adamw.offload import Offloaded
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "every second column": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "rows with gaps": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+}
+
+
+@pytest.fixture(params=PLACES)
+def place(request, monkeypatch):
+    return make_place(request.param, monkeypatch)
+
+
+OPTIONS = [
+    {},
+    {"amsgrad": True, "maximize": True},
+    {"stochastic_rounding": False},
+    {"master_weights": "remainder"},
+    {"seed": 5, "weight_decay": 0.3, "betas": (0.8, 0.99)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_as_without(place, dtype, state_dtype, options):
+    ours = place.adamw(parameters(dtype), state_dtype=state_dtype, **options)
+    wanted = AdamW(parameters(dtype), state_dtype=state_dtype, **options)
+    place.train(ours), train(wanted)
+    place.assert_same(ours, wanted)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
+    """Gradients and weights are written, read and overwritten on the current stream, as late as it
+    may: a step sees what was queued before it, and nothing of what is queued behind it."""
+    place = make_place("late", monkeypatch, seed)
+    ours, wanted = place.adamw(parameters(), state_dtype="int8"), AdamW8bit(parameters())
+    params = params_of(ours)
+    seen = []
+    for i in range(1, 4):
+        gradients(params_of(wanted), i)
+        with place.streams.stream(place.streams.current):
+            for p, q in zip(params, params_of(wanted), strict=True):
+                p.grad = torch.full_like(p, math.nan) if p.grad is None else p.grad
+                p.grad.copy_(q.grad.clone())
+        for optimizer in (ours, wanted):
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**i), torch.tensor(0.0)
+            optimizer.step()
+        with place.streams.stream(place.streams.current):
+            for p, q in zip(params, params_of(wanted), strict=True):
+                seen.append((torch.empty_like(p), q.detach().clone()))
+                seen[-1][0].copy_(p)
+                p.grad.copy_(torch.full_like(p, math.nan))
+                with torch.no_grad():
+                    q.mul_(0.9)
+                    p.copy_(q.detach().clone())
+    place.finish()
+    assert all(torch.equal(found, value) for found, value in seen)
+    place.assert_same(ours, wanted)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_of_other_streams(monkeypatch, seed):
+    """Two streams that do not wait for each other step parameters of their own."""
+    place = make_place("late", monkeypatch, seed)
+    ours, wanted = place.adamw(parameters()), AdamW(parameters())
+    currents = [place.streams.Stream() for _ in range(2)]
+    for i in range(6):
+        place.streams.current = currents[i % 2]
+        for optimizer in (ours, wanted):
+            place.gradients(params_of(optimizer), i)
+            for p in params_of(optimizer)[1 - i % 2 :: 2]:
+                p.grad = None
+            optimizer.step()
+    place.finish()
+    place.assert_same(ours, wanted)
+
+
+def test_each_direction_has_a_stream(monkeypatch):
+    place = make_place("late", monkeypatch)
+    place.train(place.adamw(parameters()), 1)
+    copied = [stream.queued > 20 for stream in place.streams.streams]
+    assert copied == [False, True, True]  # the current one, fetching, sending
+
+
+class TestParameters:
+    def test_of_several_dtypes(self, place):
+        def make():
+            wide, narrow = (parameters(t, [(7,), (5,), (90, 33), (1,)]) for t in DTYPES[:2])
+            return [p for pair in zip(narrow, wide, strict=True) for p in pair]
+
+        ours, wanted = place.adamw(make()), AdamW(make())
+        place.train(ours), train(wanted)
+        place.assert_same(ours, wanted)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("state_dtype", FORMATS)
+    def test_strides(self, place, state_dtype, layout):
+        def make(put):
+            made = put(parameters(torch.bfloat16, [(90, 70)] * 2))
+            return [LAYOUTS[layout](p.detach()).requires_grad_() for p in made]
+
+        ours = AdamW(make(place.put), offload="cpu", state_dtype=state_dtype)
+        wanted = AdamW(make(list), state_dtype=state_dtype)
+        assert not params_of(ours)[0].is_contiguous()
+        place.train(ours), train(wanted)
+        place.assert_same(ours, wanted)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_strides_of_gradients(self, place, layout):
+        ours = place.adamw(parameters(shapes=[(90, 70)]))
+        wanted = AdamW(parameters(shapes=[(90, 70)]))
+        for i in range(3):
+            for optimizer in (ours, wanted):
+                place.gradients(params_of(optimizer), i)
+                p = params_of(optimizer)[0]
+                p.grad = LAYOUTS[layout](p.grad)
+                optimizer.step()
+            place.finish()
+        place.assert_same(ours, wanted)
+
+    def test_gradients_that_come_and_go(self, place):
+        shapes = [(300,), (5000,), (20,), (40, 90), (7,)]
+        ours, wanted = place.adamw(parameters(shapes=shapes)), AdamW(parameters(shapes=shapes))
+        for i in range(8):
+            for optimizer in (ours, wanted):
+                params = params_of(optimizer)
+                place.gradients(params, i)
+                for k, p in enumerate(params):
+                    if (i + k) % 3 == 0 or i == 6:
+                        p.grad = None
+                optimizer.step()
+            place.finish()
+        place.assert_same(ours, wanted)
+        assert {ours.state[p]["step"].item() for p in params_of(ours)} == {4, 5}
+
+    @pytest.mark.parametrize("how", ["copied", "through data", "replaced", "a state dict"])
+    def test_weights_that_are_written_between_steps(self, place, how):
+        """Only a part of them moves the version counter."""
+
+        def write(optimizer):
+            for i, p in enumerate(params_of(optimizer)):
+                new = torch.full(p.shape, 0.5 + i).to(p)
+                if how == "copied":
+                    with torch.no_grad():
+                        p.copy_(new)
+                elif how == "through data":
+                    p.data.copy_(new)
+                elif how == "replaced":
+                    p.data = new
+                else:
+                    module = nn.ParameterDict({"p": p})
+                    module.load_state_dict({"p": new})
+
+        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        for i in range(3):
+            place.train(ours, 2, i), train(wanted, 2, i)
+            write(ours), write(wanted)
+        place.train(ours, 1), train(wanted, 1)
+        place.assert_same(ours, wanted)
+
+    def test_gradients_stay(self, place):
+        ours = place.adamw(parameters(), max_grad_norm=0.1)
+        place.gradients(params_of(ours), 1)
+        kept = [p.grad.clone() for p in params_of(ours)]
+        ours.step()
+        assert all(map(torch.equal, kept, (p.grad for p in params_of(ours))))
+
+    def test_the_version_counts_up(self, place):
+        p = place.put([torch.ones(10)])[0]
+        product = p * p
+        p.grad = torch.ones_like(p)
+        AdamW([p], offload="cpu").step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+    def test_a_shape_that_changes_is_refused(self, place):
+        ours = place.adamw(parameters(shapes=[(5000,), (30,)]))
+        p = place.train(ours, 1)[0]
+        p.grad = None
+        p.data = torch.zeros(6000).to(p)
+        place.gradients(params_of(ours), 2)
+        with pytest.raises(RuntimeError, match="exp_avgs must be float32"):
+            ours.step()
+
+    def test_nothing_keeps_a_dropped_optimizer_alive(self, place):
+        ours = place.adamw(parameters())
+        place.train(ours, 1)
+        state = weakref.ref(next(iter(ours.state.values()))["exp_avg"])
+        del ours
+        assert state() is None
+
+    def test_chunks_are_alike(self, place):
+        """Of 1.2 MB of parameters and gradients none has more than a chunk or less than half."""
+        ours = place.adamw(parameters(shapes=[(100000,), (33, 7), (40, 1000), (300, 30)]))
+        place.train(ours, 1)
+        (_, bucket), *_ = ours._plan.buckets
+        sizes = [sum(piece.nbytes for piece in chunk.pieces) for chunk in bucket.chunks]
+        slices = [piece.part for chunk in bucket.chunks for piece in chunk.pieces]
+        assert max(sizes) <= 2 * 40 * 1000 * 4 and len(sizes) > 100
+        assert sum(s * 2 < offload.CHUNK for s in sizes) <= 3
+        assert all(s is ... or s.start % 32 == 0 for s in slices)
+
+
+class TestOptions:
+    def test_that_change_between_steps(self, place):
+        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        for optimizer in (ours, wanted):
+            place.train(optimizer, 2)
+            optimizer.param_groups[0] |= {"lr": 0.3, "weight_decay": 0.4, "eps": 1e-3}
+            place.train(optimizer, 2, 3)
+            optimizer.param_groups[0] |= {"maximize": True, "amsgrad": True}
+            place.train(optimizer, 2, 5)
+        place.assert_same(ours, wanted)
+
+    def test_of_groups(self, place):
+        def make(put):
+            a, b, c = put(parameters(shapes=[(500,), (90, 90), (7,)]))
+            return [{"params": [a], "lr": 0.1}, {"params": [b], "weight_decay": 0.5}, c_group(c)]
+
+        def c_group(c):
+            return {"params": [c], "betas": (0.5, 0.6), "maximize": True}
+
+        ours, wanted = AdamW(make(place.put), offload="cpu"), AdamW(make(list))
+        place.train(ours), train(wanted)
+        place.assert_same(ours, wanted)
+
+    def test_a_learning_rate_on_the_device(self, place):
+        ours = place.adamw(parameters(), lr=torch.tensor(1e-2, device=place.at))
+        wanted = AdamW(parameters(), lr=torch.tensor(1e-2))
+        for optimizer in (ours, wanted):
+            place.train(optimizer, 2)
+            optimizer.param_groups[0]["lr"].fill_(3e-3)
+            place.train(optimizer, 2, 3)
+        place.assert_same(ours, wanted)
+
+    def test_offloading_that_is_switched(self, place):
+        """The state goes where it belongs."""
+        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        for i, where in enumerate(["cpu", None, "cpu"]):
+            ours.param_groups[0]["offload"] = where
+            params, others = place.train(ours, 1, i), train(wanted, 1, i)
+            (_, bucket), *_ = ours._plan.buckets
+            assert isinstance(bucket, Offloaded) == (where == "cpu")
+            device = ours.state[params[0]]["exp_avg"].device
+            assert device == (params[0].device if where is None else CPU)
+        assert_close([p.cpu() for p in params], others)
+
+    def test_another_default_device(self, place):
+        ours, wanted = place.adamw(parameters(), AdamW8bit), AdamW8bit(parameters())
+        for optimizer in (ours, wanted):
+            place.gradients(params_of(optimizer), 1)
+        wanted.step()
+        with torch.device("meta"):
+            ours.step()
+        place.finish()
+        place.assert_same(ours, wanted)
+
+    @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+    def test_nothing_changes_on_a_cpu(self, kind):
+        ours, wanted = kind(parameters(), offload="cpu"), kind(parameters())
+        train(ours), train(wanted)
+        assert not any(isinstance(bucket, Offloaded) for _, bucket in ours._plan.buckets)
+        equal_states(ours, wanted)
+
+    def test_a_cuda_graph_is_refused(self, place, monkeypatch):
+        ours = place.adamw(parameters())
+        stepped = place.adamw(parameters())
+        place.train(stepped)
+        monkeypatch.setattr(offload, "capturing", lambda _: True)
+        monkeypatch.setattr("fusedops.optim.adamw.plan.capturing", lambda _: True)
+        for optimizer in (ours, stepped):
+            place.gradients(params_of(optimizer), 1)
+            with pytest.raises(RuntimeError, match=r"AdamW: offload must be None .* got 'cpu'"):
+                optimizer.step()
+
+
+class TestScaling:
+    @pytest.mark.parametrize("max_norm", [0.5, 1e9])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_clipping(self, place, dtype, max_norm):
+        ours = place.adamw(parameters(dtype), max_grad_norm=max_norm)
+        wanted = AdamW(parameters(dtype), max_grad_norm=max_norm)
+        place.train(ours), train(wanted)
+        if place.name != "cuda" or max_norm > 1e6:
+            return place.assert_same(ours, wanted)
+        # the norm is a GPU's sum
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+        assert_close([p.cpu() for p in params_of(ours)], params_of(wanted), atol=tolerance)
+
+    def test_clipping_goes_over_all(self, place):
+        """A parameter without a kernel stays where it is, and counts for the norm."""
+        wide = parameters(torch.float64, shapes=[(20,)])
+        ours = place.adamw([*parameters(), *wide], max_grad_norm=0.5)
+        wanted = AdamW([*parameters(), *parameters(torch.float64, [(20,)])], max_grad_norm=0.5)
+        found, others = place.train(ours), train(wanted)
+        assert_close([p.cpu() for p in found], others)
+        last = ours.state[found[-1]]["exp_avg"]
+        assert (last.device.type, last.dtype) == (place.at.type, torch.float64)
+
+    def test_a_norm_that_is_not_finite_skips_the_step(self, place):
+        ours = place.adamw(parameters(), max_grad_norm=1.0)
+        place.train(ours, 2)
+        wanted = [p.detach().clone() for p in params_of(ours)]
+        states = copy.deepcopy(ours.state_dict()["state"])
+        place.gradients(params_of(ours), 3)
+        params_of(ours)[0].grad[4321] = math.inf
+        ours.step()
+        place.finish()
+        assert all(map(torch.equal, params_of(ours), wanted))
+        for i, state in ours.state_dict()["state"].items():
+            assert all(torch.equal(state[k], states[i][k]) for k in state)
+
+    def test_an_element_that_is_not_finite_keeps_what_it_has(self, place):
+        ours, wanted = place.adamw(parameters(), AdamW8bit), AdamW8bit(parameters())
+        for optimizer in (ours, wanted):
+            place.gradients(params_of(optimizer), 1)
+            params_of(optimizer)[0].grad[4321] = math.nan
+            optimizer.step()
+        place.finish()
+        place.assert_same(ours, wanted)
+
+    @pytest.mark.parametrize("max_norm", [None, 1e9])
+    def test_grad_scale_and_found_inf(self, place, max_norm):
+        """What GradScaler hands over lies on the device."""
+
+        def make(optimizer, at):
+            for i in range(5):
+                place.gradients(params_of(optimizer), i)
+                optimizer.grad_scale = torch.tensor(64.0, device=at)
+                optimizer.found_inf = torch.tensor(float(i == 2), device=at)
+                optimizer.step()
+                place.finish()
+            return optimizer
+
+        wanted = make(AdamW(parameters(), max_grad_norm=max_norm), CPU)
+        ours = make(place.adamw(parameters(), max_grad_norm=max_norm), place.at)
+        place.assert_same(ours, wanted)
+        assert {ours.state[p]["step"].item() for p in params_of(ours)} == {4}
+
+
+class TestStates:
+    @pytest.mark.parametrize("state_dtype", FORMATS)
+    def test_lie_on_the_host(self, place, state_dtype):
+        options = {"state_dtype": state_dtype, "amsgrad": True, "master_weights": "remainder"}
+        ours = place.adamw(parameters(torch.bfloat16), **options)
+        for p in place.train(ours, 1):
+            for value in ours.state[p].values():
+                assert value.device == CPU and value.is_contiguous()
+                assert place.name != "cuda" or value.is_pinned()
+
+    @pytest.mark.parametrize("state_dtype", FORMATS)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_go_to_an_optimizer_without_and_back(self, place, dtype, state_dtype):
+        options = {"state_dtype": state_dtype, "amsgrad": True}
+        wanted = AdamW(parameters(dtype), **options)
+        train(wanted, 6)
+        ours = place.adamw(parameters(dtype), **options)
+        place.train(ours, 2)
+        without = AdamW([p.detach().cpu().requires_grad_() for p in params_of(ours)], **options)
+        without.load_state_dict(copy.deepcopy(ours.state_dict()))
+        train(without, 2, 3)
+        later = place.adamw(params_of(without), **options)
+        later.load_state_dict(copy.deepcopy(without.state_dict()))
+        assert all(state["exp_avg"].device == CPU for state in later.state.values())
+        place.train(later, 2, 5)
+        place.assert_same(later, wanted)
+
+    def test_of_torch_both_ways(self, place):
+        theirs = torch.optim.AdamW(place.put(parameters()))
+        wanted = torch.optim.AdamW(parameters())
+        train(wanted, 6)
+        place.train(theirs, 2)
+        ours = place.adamw(params_of(theirs))
+        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        place.train(ours, 2, 3)
+        assert_offloaded(ours)
+        for states in (ours.state_dict(), ours.torch_state_dict()):
+            later = torch.optim.AdamW(place.put([p.detach().clone() for p in params_of(ours)]))
+            later.load_state_dict(copy.deepcopy(states))
+            assert_close([p.cpu() for p in place.train(later, 2, 5)], params_of(wanted))
+
+    def test_of_another_format(self, place):
+        narrow = AdamW8bit(parameters())
+        train(narrow, 2)
+        ours = place.adamw(params_of(narrow), state_dtype="bfloat16")
+        wanted = AdamW(
+            [p.detach().clone().requires_grad_() for p in params_of(narrow)], state_dtype="bfloat16"
+        )
+        for optimizer in (ours, wanted):
+            optimizer.load_state_dict(copy.deepcopy(narrow.state_dict()))
+            place.train(optimizer, 2, 3)
+        place.assert_same(ours, wanted)
+
+    def test_that_are_written_are_seen(self, place):
+        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        for optimizer in (ours, wanted):
+            for p in place.train(optimizer, 2):
+                optimizer.state[p]["step"].fill_(50.0)
+                optimizer.state[p]["exp_avg_sq"].mul_(0.5)
+            place.train(optimizer, 2, 3)
+        place.assert_same(ours, wanted)
+
+    def test_that_are_replaced_are_seen(self, place):
+        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        for optimizer in (ours, wanted):
+            p, q, *_ = place.train(optimizer, 2)
+            optimizer.state[p]["exp_avg"] = torch.zeros_like(p).detach()  # on the device
+            optimizer.state[q] = {}
+            place.train(optimizer, 2, 3)
+        place.assert_same(ours, wanted)
+
+    def test_with_strides_become_contiguous(self, place):
+        p = parameters(shapes=[(70, 90)])[0].detach().t().requires_grad_()
+        strided = AdamW([p], amsgrad=True)
+        train(strided, 2)
+        assert not strided.state[p]["exp_avg"].is_contiguous()
+        ours = place.adamw([p.detach().clone()], amsgrad=True)
+        ours.load_state_dict(copy.deepcopy(strided.state_dict()))
+        place.train(ours, 2, 3), train(strided, 2, 3)
+        place.assert_same(ours, strided)
+        state = ours.state[params_of(ours)[0]]
+        assert all(value.is_contiguous() for value in state.values())
+
+    def test_a_copy_of_the_optimizer(self, place):
+        ours = place.adamw(parameters(), AdamW8bit)
+        wanted = AdamW8bit(parameters())
+        place.train(ours, 2), train(wanted, 4)
+        later = copy.deepcopy(ours)
+        place.train(later, 2, 3)
+        place.assert_same(later, wanted)
+
+    def test_an_option_that_the_kernels_do_not_take(self, place):
+        """Torch's own lines have the state where the parameter is."""
+        ours, theirs = place.adamw(parameters()), torch.optim.AdamW(parameters())
+        for i, differentiable in enumerate([False, True, False]):
+            ours.param_groups[0]["differentiable"] = differentiable
+            params, others = place.train(ours, 1, i), train(theirs, 1, i)
+            device = ours.state[params[0]]["exp_avg"].device
+            assert device == (params[0].device if differentiable else CPU)
+        assert_close([p.cpu() for p in params], others)
+        ours.defaults["differentiable"] = True  # so that gradients are recorded around a step
+        assert_close([p.cpu() for p in place.train(ours, 1, 3)], train(theirs, 1, 3))
+
+
+class TestShards:
+    """DTensors of the second of two ranks, whose other does not exist."""
+
+    @pytest.fixture(autouse=True)
+    def ranks(self):
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+        yield
+        torch.distributed.destroy_process_group()
+
+    def shards(self, device, mesh=None, dtype=torch.bfloat16):
+        mesh = mesh or torch.distributed.device_mesh.init_device_mesh(device.type, (2,))
+        return [
+            nn.Parameter(self.sharded(p.detach()[p.shape[0] // 2 :].to(device), mesh))
+            for p in parameters(dtype, [(100, 300), (80, 64), (40, 3)])
+        ]
+
+    def sharded(self, part, mesh):
+        """Made as fully_shard makes it: the part may lie on the CPU where the mesh is a GPU's."""
+        shape = torch.Size((2 * part.shape[0], part.shape[1]))
+        meta = TensorMeta(shape, part.stride(), part.dtype)
+        return DTensor(part, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
+
+    def train(self, optimizer, finish=lambda: None, steps=3):
+        for i in range(steps):
+            draw = torch.Generator().manual_seed(i)
+            for p in params_of(optimizer):
+                part = p.to_local().detach()
+                grad = torch.randn(part.shape, generator=draw).to(part)
+                p.grad = self.sharded(grad, p.device_mesh)
+            optimizer.step()
+            finish()
+        return params_of(optimizer)
+
+    @pytest.mark.parametrize("state_dtype", FORMATS)
+    def test_as_without(self, place, state_dtype):
+        options = {"state_dtype": state_dtype, "max_grad_norm": 1e9}
+        ours = AdamW(self.shards(place.at), offload="cpu", **options)
+        wanted = AdamW(self.shards(CPU), **options)
+        found, others = self.train(ours, place.finish), self.train(wanted)
+        assert_offloaded(ours)
+        for p, q in zip(found, others, strict=True):
+            assert torch.equal(p.to_local().cpu(), q.to_local())
+            for name, value in wanted.state[q].items():
+                state = ours.state[p][name]
+                assert (type(state), state.shape) == (type(value), value.shape)
+                assert state.device == CPU
+                assert all(map(torch.equal, map(local, [state]), map(local, [value])))
+
+    def test_their_version_counts_up(self, place):
+        ours = AdamW(self.shards(place.at), offload="cpu")
+        before = [p._version for p in params_of(ours)]
+        self.train(ours, place.finish, 1)
+        assert all(p._version > v for p, v in zip(params_of(ours), before, strict=True))
+
+    @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+    def test_states_lie_on_the_host_though_their_mesh_is_of_gpus(self, monkeypatch, state_dtype):
+        place = make_place("at once", monkeypatch)
+        mesh = torch.distributed.DeviceMesh("cuda", [0, 1])
+        ours = AdamW(self.shards(CPU, mesh), offload="cpu", state_dtype=state_dtype)
+        wanted = AdamW(self.shards(CPU), state_dtype=state_dtype)
+        found, others = self.train(ours, place.finish), self.train(wanted)
+        assert_offloaded(ours)
+        for p, q in zip(found, others, strict=True):
+            assert torch.equal(p.to_local(), q.to_local())
+            assert ours.state[p]["exp_avg"].device_mesh.device_type == "cuda"
+        later = AdamW(self.shards(CPU, mesh), offload="cpu", state_dtype=state_dtype)
+        later.load_state_dict(copy.deepcopy(ours.state_dict()))
+        self.train(later, place.finish)
+
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t

@@ -1,0 +1,101 @@
+"""What of AdamW's states on the host only a GPU can show: who waits for whom, where memory is."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from adamw.offload import needs_cuda
+from adamw.training import assert_close, gradients, parameters, params_of
+from fusedops.optim import AdamW, AdamW8bit
+
+pytestmark = needs_cuda
+
+
+def test_the_device_is_not_waited_for():
+    """Another stream is busy before, while and after a step is taken."""
+    params = [p.detach().cuda().requires_grad_() for p in parameters(shapes=[(3000, 4000)] * 3)]
+    optimizer = AdamW8bit(params, offload="cpu", max_grad_norm=1.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.cuda.synchronize()
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(4_000_000_000)  # two seconds
+        done.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().synchronize()
+    assert not done.query()
+
+
+def test_the_gpu_has_no_states():
+    params = [torch.zeros(4000, 4000, device="cuda", requires_grad=True) for _ in range(4)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = torch.cuda.memory_allocated()
+    optimizer = AdamW(params, offload="cpu")
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < params[0].nbytes
+
+
+def test_work_behind_a_step_sees_its_weights():
+    """Without a wait by the host, and with gradients that are still being written."""
+    wanted = AdamW(parameters(shapes=[(2000, 3000), (5000,)]))
+    ours = AdamW([p.detach().cuda().requires_grad_() for p in params_of(wanted)], offload="cpu")
+    seen = []
+    for i in range(4):
+        gradients(params_of(wanted), i)
+        torch.cuda._sleep(50_000_000)
+        for p, q in zip(params_of(ours), params_of(wanted), strict=True):
+            p.grad = q.grad.pin_memory().to("cuda", non_blocking=True)
+        ours.step(), wanted.step()
+        seen += [p.detach() + 0 for p in params_of(ours)]
+        ours.zero_grad()
+        last = [q.detach().clone() for q in params_of(wanted)]
+        assert all(torch.equal(p.cpu(), q) for p, q in zip(seen[-2:], last, strict=True))
+
+
+def test_grad_scaler():
+    ours = AdamW(
+        [p.detach().cuda().requires_grad_() for p in parameters(shapes=[(5000,)])],
+        offload="cpu",
+    )
+    theirs = torch.optim.AdamW(parameters(shapes=[(5000,)]))
+    for optimizer, at in ((ours, "cuda"), (theirs, "cpu")):
+        scaler = torch.amp.GradScaler(at, init_scale=128.0)
+        p = params_of(optimizer)[0]
+        for i in range(6):
+            optimizer.zero_grad()
+            bad = math.inf if i == 3 else 1.0
+            scaler.scale((p * torch.arange(5000, device=at) * bad).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 64
+    assert_close([p.cpu() for p in params_of(ours)], params_of(theirs))
+
+
+def test_a_graph_is_refused():
+    optimizer = AdamW(
+        [p.detach().cuda().requires_grad_() for p in parameters()],
+        offload="cpu",
+        capturable=True,
+    )
+    for p in params_of(optimizer):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with (
+        pytest.raises(RuntimeError, match="AdamW: offload must be None"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()

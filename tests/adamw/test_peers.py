@@ -1,0 +1,248 @@
+"""AdamW beside bitsandbytes and torchao: their states load into ours, and rows of a GPU hold both.
+
+States are those of the packages, where they are installed, and made by hand as these write them.
+What theirs are worth is what their own lines decode them to. The clocks of the GPU are the CPU's.
+"""
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adamw.training import assert_close, parameters, params_of, train
+from benchmarks.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS, stepping
+from benchmarks.harness import COPY, run_case
+from benchmarks.timing import CPU, Machine, wall
+from fusedops.optim import AdamW, AdamW8bit
+from fusedops.optim.adamw.state import wide_moments
+
+# 8 bits of blocks that end within one and at one, three dimensions, and what is kept whole.
+SHAPES = [(5000,), (64, 80), (4, 8, 256), (33, 7), ()]
+
+
+def through_a_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def loaded(kind, params, state_dict):
+    optimizer = kind([p.detach().clone().requires_grad_() for p in params])
+    optimizer.load_state_dict(state_dict)
+    return optimizer
+
+
+def assert_holds(optimizer, steps, moments):
+    """moments: exp_avg and exp_avg_sq of each parameter, decoded. Our codes are a 64th apart."""
+    for p, (m, v) in zip(params_of(optimizer), moments, strict=True):
+        state = optimizer.state[p]
+        assert state["step"].item() == steps
+        coded = state["exp_avg"].dtype == torch.int8
+        assert coded == (isinstance(optimizer, AdamW8bit) and p.numel() >= 4096)
+        for found, wanted in zip(wide_moments(state, p), (m, v), strict=True):
+            apart = wanted.abs().max().item() / 64 if coded else 0
+            wanted = wanted.reshape(found.shape)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=apart)
+
+
+def assert_goes_on(optimizer, moments, steps, first):
+    """As torch's AdamW does from the decoded moments."""
+    torchs = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params_of(optimizer)])
+    for p, (m, v) in zip(params_of(torchs), moments, strict=True):
+        m, v = (t.clone().reshape(p.shape) for t in (m, v))
+        torchs.state[p] = {"step": torch.tensor(float(steps)), "exp_avg": m, "exp_avg_sq": v}
+    assert_close(train(optimizer, first=first), train(torchs, first=first))
+
+
+def of_bitsandbytes(state):
+    """Decoded by its own lines."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    return [
+        functional.dequantize_blockwise(
+            state[f"state{i}"], absmax=state[f"absmax{i}"], code=state[f"qmap{i}"], blocksize=256
+        )
+        if state[f"state{i}"].dtype == torch.uint8
+        else state[f"state{i}"].clone()
+        for i in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW", "PagedAdamW8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_bitsandbytes_goes_on_in_ours(name, dtype, kind):
+    peers = pytest.importorskip("bitsandbytes.optim")
+    peer = getattr(peers, name)(parameters(dtype, SHAPES), lr=2e-3, betas=(0.8, 0.99))
+    params = train(peer)
+    moments = [of_bitsandbytes(peer.state[p]) for p in params]
+    ours = loaded(kind, params, through_a_file(peer.state_dict()))
+    assert_holds(ours, 5, moments)
+    group = ours.param_groups[0]
+    assert (group["lr"], group["betas"]) == (2e-3, (0.8, 0.99))
+    if kind is AdamW and dtype == torch.float32:
+        group |= {"lr": 1e-3, "betas": (0.9, 0.999)}  # torch's
+        assert_goes_on(ours, moments, 5, first=6)
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_torchao_goes_on_in_ours(name, dtype, kind):
+    peers = pytest.importorskip("torchao.optim")
+    peer = getattr(peers, name)(parameters(dtype, SHAPES), lr=2e-3)
+    params = train(peer)
+    moments = [
+        [
+            t.dequantize() if hasattr(t, "codes") else t.float().clone()
+            for t in (peer.state[p]["exp_avg"], peer.state[p]["exp_avg_sq"])
+        ]
+        for p in params
+    ]
+    assert hasattr(peer.state[params[1]]["exp_avg"], "codes")
+    ours = loaded(kind, params, through_a_file(peer.state_dict()))
+    assert_holds(ours, 5, moments)
+    assert ours.param_groups[0]["lr"].item() == pytest.approx(2e-3)  # a tensor there
+    if kind is AdamW and dtype == torch.float32:
+        ours.param_groups[0]["lr"] = 1e-3
+        assert_goes_on(ours, moments, 5, first=6)
+
+
+def test_sharded_torchao_goes_on_in_ours():
+    peers = pytest.importorskip("torchao.optim")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        whole = parameters(shapes=[(64, 256)])[0].detach()
+        p = torch.distributed.tensor.distribute_tensor(
+            whole, mesh, [torch.distributed.tensor.Shard(0)]
+        ).requires_grad_()
+        p.grad = p.detach().clone()
+        peer = peers.AdamW8bit([p])
+        peer.step()
+        moments = [peer.state[p][n].to_local().dequantize() for n in ("exp_avg", "exp_avg_sq")]
+        for kind in (AdamW, AdamW8bit):
+            ours = loaded(kind, [p], peer.state_dict())
+            assert_holds(ours, 1, [moments])
+            assert ours.state[params_of(ours)[0]]["exp_avg"].placements == p.placements
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def codes(n, seed):
+    return torch.randint(256, (n,), generator=torch.Generator().manual_seed(seed)).byte()
+
+
+def by_hand(n=5000, block=256):
+    """Codes, map and largest of each block, of both moments, and what they stand for."""
+    maps = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
+    largest = [torch.rand(-(-n // block)) + 0.5 for _ in maps]
+    found = [codes(n, seed) for seed in (1, 2)]
+    spread = [t.repeat_interleave(block)[:n] for t in largest]
+    values = [m[c.long()] * s for m, c, s in zip(maps, found, spread, strict=True)]
+    return found, maps, largest, values
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("block", [256, 2048])  # from 0.44 on, and before
+@pytest.mark.parametrize("hidden", [True, False])  # by 0.50, and by older ones
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_state_as_bitsandbytes_writes_it(dtype, hidden, block, kind):
+    found, maps, largest, values = by_hand(block=block)
+    state = {}
+    for i, (c, m, s) in enumerate(zip(found, maps, largest, strict=True), start=1):
+        state |= {f"state{i}": c, f"qmap{i}": m, f"absmax{i}": s}
+    state = {"__bnb_optimizer_quant_state__": state} if hidden else state
+    p = parameters(dtype, shapes=[(5000,)])
+    saved = kind(p).state_dict() | {"state": {0: state | {"step": 12}}}
+    assert_holds(loaded(kind, p, saved), 12, [values])
+
+
+def test_small_tensor_as_bitsandbytes_writes_it():
+    m, v = torch.randn(33, 7), torch.rand(33, 7)
+    state = {"__bnb_optimizer_quant_state__": {"state1": m, "state2": v}, "step": 12}
+    p = parameters(shapes=[(33, 7)])
+    ours = loaded(AdamW8bit, p, AdamW8bit(p).state_dict() | {"state": {0: state}})
+    assert_holds(ours, 12, [(m, v)])
+
+
+class Coded(torch.Tensor):
+    """What torchao's states are: a float to look at, and no operator of torch works on it."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, qmap):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale, qmap):
+        self.codes, self.scale, self.qmap = codes, scale, qmap
+
+    def dequantize(self):
+        values = self.qmap[self.codes.long()].view(len(self.scale), -1)
+        return (values * self.scale[:, None]).view(self.codes.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_state_as_torchao_writes_it(dtype, kind):
+    found, maps, largest, values = by_hand(5120)
+    coded = [Coded(*three) for three in zip(found, largest, maps, strict=True)]
+    state = {"step": torch.tensor(12.0), "exp_avg": coded[0], "exp_avg_sq": coded[1]}
+    p = parameters(dtype, [(5120,)])
+    ours = loaded(kind, p, kind(p).state_dict() | {"state": {0: state}})
+    if dtype == torch.float64:  # which torch's own step takes
+        assert torch.equal(ours.state[params_of(ours)[0]]["exp_avg"], values[0].double())
+    else:
+        assert_holds(ours, 12, [values])
+    train(ours)
+
+
+DRY = Machine(CPU.device, dict.fromkeys(("device", "host"), wall))
+MOVED = {  # bytes for a parameter
+    ("adamw float32", torch.float32): 28,
+    ("adamw int8", torch.float32): 16.0625,
+    ("adamw int8", torch.bfloat16): 10.0625,
+    ("adamw float32 clipped", torch.float32): 32,
+    ("adamw int8 clipped", torch.float32): 20.0625,
+    ("adamw int8 clipped", torch.bfloat16): 12.0625,
+}
+
+
+@pytest.mark.parametrize("row", GPU_ROWS, ids=lambda row: row.title)
+def test_row_of_a_gpu_runs_small_on_a_cpu(row):
+    large = row.clock == "device"
+    small = replace(row, shape=(1, 1 << 20) if large else (3, 4096))
+    result = run_case(small, 0.02, DRY, copy=large)
+    assert not result.refused and not result.inexact
+    timed = {name for name in result.seconds if name not in ("bitsandbytes", "torchao")}
+    assert timed == {"torch fused", "fusedops"} | ({COPY} if large else set())
+    elements = small.shape[0] * small.shape[1]
+    assert result.bytes_moved == elements * MOVED[row.operation.name, row.dtype]
+
+
+def test_rows_of_a_gpu_are_all_asked_for():
+    titles = [row.title for row in GPU_ROWS]
+    assert len(set(titles)) == len(titles)
+    assert [ask.case for ask in GPU_MUST_SHOW] == GPU_ROWS
+    for ask in GPU_MUST_SHOW:
+        large = ask.case.clock == "device"
+        others = {"fusedops"} ^ ask.case.contenders().keys()
+        assert ask.at_least == dict.fromkeys(others, 1.0) | ({COPY: 0.9} if large else {})
+        launches = 1 + ("clipped" in ask.case.title)
+        assert ask.launches == (None if large else launches)
+
+
+def test_a_first_step_that_is_wrong_is_refused():
+    def lazy(params):
+        return lambda: None
+
+    row = GPU_ROWS[0]
+    wrong = replace(row.operation, contenders={"fusedops": stepping(lazy)})
+    result = run_case(replace(row, operation=wrong, shape=(1, 5000)), 0.02, DRY)
+    assert "norm of the error" in result.refused["fusedops"]

@@ -1,0 +1,291 @@
+"""Loads that AdamW refuses: the error says what is wrong with which state, and nothing changes."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from adamw.corrupted import CORRUPTED, entry, optimizer_of
+from adamw.training import FORMATS, assert_close, equal_states, params_of, train
+from fusedops.optim import AdamW
+from fusedops.optim.adamw.state import SCALES, wide_moments
+
+
+def bits(state_dict):
+    """Everything in a state dict, comparable with ==."""
+    if isinstance(state_dict, torch.Tensor):
+        t = state_dict.detach().contiguous()
+        return t.dtype, t.shape, bytes(t.reshape(-1).view(torch.uint8).tolist())
+    if isinstance(state_dict, dict):
+        return {key: bits(value) for key, value in state_dict.items()}
+    return [bits(v) for v in state_dict] if isinstance(state_dict, list | tuple) else state_dict
+
+
+def everything(optimizer):
+    """Its state dict, parameters, hooks, and which objects the groups and the states are."""
+    hooks = {name: list(value) for name, value in vars(optimizer).items() if "hooks" in name}
+    objects = [id(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups)]
+    objects += [id(t) for state in optimizer.state.values() for t in state.values()]
+    params = [p.detach().clone() for p in params_of(optimizer)]
+    return bits(optimizer.state_dict()), bits(params), hooks, objects
+
+
+def refused(optimizer, state_dict, match, error=ValueError):
+    """Asserts that a load raises and changes nothing, and that training goes on as it would."""
+    other = copy.deepcopy(optimizer)
+    before = everything(optimizer)
+    with pytest.raises(error, match=match):
+        optimizer.load_state_dict(state_dict)
+    assert everything(optimizer) == before
+    train(optimizer, 2, first=4)
+    train(other, 2, first=4)
+    equal_states(optimizer, other)
+
+
+@pytest.mark.parametrize("of", CORRUPTED)
+def test_a_corrupted_state_dict_changes_nothing(of):
+    kind, corrupt, match = CORRUPTED[of]
+    optimizer = optimizer_of(kind)
+    state_dict = copy.deepcopy(optimizer_of(kind).state_dict())
+    corrupt(state_dict)
+    given = bits_of_what_has_some(state_dict)
+    refused(optimizer, state_dict, f"AdamW: load_state_dict: .*{match}")
+    assert bits_of_what_has_some(state_dict) == given  # nor does it change what it was given
+
+
+def bits_of_what_has_some(value):
+    """`bits` of a state dict in which anything may be."""
+    if isinstance(value, dict):
+        return {key: bits_of_what_has_some(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits_of_what_has_some(one) for one in value]
+    strange = isinstance(value, torch.Tensor) and (
+        value.is_meta or value.is_sparse or value.is_nested
+    )
+    return repr(value) if strange else repr(bits(value))
+
+
+def test_a_parameter_without_a_name_is_said_by_its_number():
+    optimizer = optimizer_of("int8", named=False)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    entry(2, "exp_avg_sq", lambda t: t[:8])(state_dict)
+    match = r"AdamW: load_state_dict: parameter 2: exp_avg_sq must be uint8 \[16, 512\], got uint8"
+    refused(optimizer, state_dict, match)
+
+
+OF_TORCH = {
+    "no groups": (lambda s: s.update(param_groups=[]), ValueError, "number of parameter groups"),
+    "a group more": (
+        lambda s: s["param_groups"].append(s["param_groups"][0]),
+        ValueError,
+        "number of parameter groups",
+    ),
+    "a parameter more": (
+        lambda s: s["param_groups"][0]["params"].append(7),
+        ValueError,
+        "doesn't match the size of optimizer's group",
+    ),
+    "a parameter less": (
+        lambda s: s["param_groups"][1]["params"].clear(),
+        ValueError,
+        "doesn't match the size of optimizer's group",
+    ),
+    "no states": (lambda s: s.pop("state"), KeyError, "state"),
+    "no list of groups": (lambda s: s.pop("param_groups"), KeyError, "param_groups"),
+}
+
+
+@pytest.mark.parametrize("of", OF_TORCH)
+def test_what_torch_refuses_is_refused_in_its_words(of):
+    corrupt, error, match = OF_TORCH[of]
+    optimizer = optimizer_of("int8")
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    corrupt(state_dict)
+    refused(optimizer, state_dict, match, error)
+    theirs = torch.optim.AdamW([{"params": group["params"]} for group in optimizer.param_groups])
+    with pytest.raises(error) as of_torch:
+        theirs.load_state_dict(state_dict)
+    with pytest.raises(error) as of_ours:
+        optimizer.load_state_dict(state_dict)
+    assert str(of_ours.value) == str(of_torch.value)
+
+
+def test_a_hook_that_raises_changes_nothing():
+    optimizer = optimizer_of("int8")
+
+    def raises(*_):
+        raise RuntimeError("from a hook")
+
+    optimizer.register_load_state_dict_pre_hook(raises)
+    refused(optimizer, optimizer_of("float32").state_dict(), "from a hook", RuntimeError)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_states_of_no_parameter_stay_as_they_are(kind):
+    """As torch's: a state that is not a parameter's is copied."""
+    optimizer, tensor = optimizer_of(kind), torch.ones(3)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict["state"] |= {"ours": {"mine": tensor}, 99: {"exp_avg": tensor}}
+    optimizer.load_state_dict(state_dict)
+    assert optimizer.state["ours"]["mine"] is optimizer.state[99]["exp_avg"] is tensor
+    train(optimizer, 1, first=4)
+    other = optimizer_of(kind)
+    train(other, 1, first=4)
+    for p, q in zip(params_of(optimizer), params_of(other), strict=True):
+        assert torch.equal(p, q)
+
+
+ACCEPTED = [
+    {"lr": torch.tensor(1e-2), "fused": True},
+    {"lr": torch.full((1,), 1e-3, dtype=torch.float64), "capturable": False},
+    {"lr": 0, "eps": torch.tensor(1e-6), "weight_decay": 1},
+    {"lr": torch.tensor(1), "betas": [0, 0.5]},
+    {"betas": (torch.tensor(0.8), torch.tensor(0.9)), "foreach": False},
+    {"amsgrad": 1, "maximize": 0},
+    {"amsgrad": True, "maximize": True, "foreach": True},
+    {"foreach": None, "fused": None, "capturable": None, "differentiable": None},
+]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("options", ACCEPTED, ids=str)
+def test_options_that_torch_steps_with_are_loaded(options, kind):
+    optimizer, theirs = optimizer_of(kind), optimizer_of(kind)
+    theirs = torch.optim.AdamW([{"params": group["params"]} for group in theirs.param_groups])
+    state_dict = copy.deepcopy(optimizer.torch_state_dict())
+    for group in state_dict["param_groups"]:
+        group |= options
+    theirs.load_state_dict(copy.deepcopy(state_dict))
+    optimizer.load_state_dict(state_dict)
+    train(optimizer, 2, first=4)
+    train(theirs, 2, first=4)
+    assert_close(params_of(optimizer), params_of(theirs))
+
+
+def test_options_of_a_capturable_optimizer_are_loaded():
+    """torch steps such parameters on GPUs alone."""
+    optimizer = optimizer_of("float32")
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for group in state_dict["param_groups"]:
+        group |= {"lr": torch.tensor(1e-3), "foreach": True, "capturable": True}
+    optimizer.load_state_dict(state_dict)
+    train(optimizer, 1, first=4)
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize", "foreach", "fused", "differentiable"])
+def test_flags_that_an_old_state_dict_lacks_have_torchs_defaults(name):
+    optimizer = optimizer_of("float32")
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for group in state_dict["param_groups"]:
+        del group[name]
+    optimizer.load_state_dict(state_dict)
+    assert all(not group[name] for group in optimizer.param_groups)
+    train(optimizer, 1, first=4)
+
+
+def test_a_learning_rate_that_a_schedule_ended_below_0_is_loaded():
+    """torch's LinearLR to 0 ends a rounding error below it."""
+    theirs = torch.optim.AdamW([torch.ones(3, requires_grad=True)])
+    schedule = torch.optim.lr_scheduler.LinearLR(theirs, 0.7, 0.0, total_iters=3)
+    for _ in range(3):
+        theirs.step()
+        schedule.step()
+    assert -1e-15 < theirs.param_groups[0]["lr"] < 0
+    ours = AdamW([torch.ones(3, requires_grad=True)])
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+
+
+def test_codes_load_into_floats_with_their_scales():
+    codes = optimizer_of("int8")
+    state_dict = copy.deepcopy(codes.state_dict())
+    for kind in ("float32", "bfloat16"):
+        optimizer = optimizer_of(kind)
+        optimizer.load_state_dict(state_dict)
+        for p, q in zip(params_of(optimizer), params_of(codes), strict=True):
+            found, wanted = wide_moments(optimizer.state[p], p), wide_moments(codes.state[q], q)
+            for t, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(t, other, rtol=1e-2 if kind == "bfloat16" else 0, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e30])
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
+    """1e30 is finite, but its fourth power is not."""
+    if (name, value) == ("exp_avg_scale", 1e30):
+        value = -math.inf
+    trained, optimizer = optimizer_of("int8"), optimizer_of(kind)
+    state_dict = copy.deepcopy(trained.state_dict())
+    for parameter, block in ((0, 3), (0, 19), (2, 5)):
+        state_dict["state"][parameter][name].view(-1)[block] = value
+    optimizer.load_state_dict(state_dict)
+    for i, (p, q) in enumerate(zip(params_of(optimizer), params_of(trained), strict=True)):
+        bad = {0: [*range(768, 1024), *range(4864, 5000)], 1: [], 2: [*range(1280, 1536)]}[i]
+        state = {k: t.clone() for k, t in optimizer.state[p].items()}
+        both = wide_moments(state, p), wide_moments(trained.state[q], q)
+        for found, wanted in zip(*both, strict=True):
+            wanted.view(-1)[bad] = 0
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
+            )
+        if kind == "int8" and i != 1:
+            good = torch.ones(p.numel(), dtype=torch.bool).index_fill(0, torch.tensor(bad), False)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                own, other = (s[moment].view(-1)[good] for s in (state, trained.state[q]))
+                assert torch.equal(own, other)
+    train(optimizer, 3, first=4)
+    assert all(p.isfinite().all() for p in params_of(optimizer))
+
+
+def test_a_block_with_a_bad_scale_restarts_in_torchs_own_step():
+    optimizer = optimizer_of("float64")
+    state_dict = copy.deepcopy(optimizer_of("int8").state_dict())
+    state_dict["state"][0]["exp_avg_scale"][3] = math.nan
+    optimizer.load_state_dict(state_dict)
+    p = params_of(optimizer)[0]
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = optimizer.state[p][name]
+        assert moment.dtype == torch.float64 and moment.isfinite().all()
+        assert not moment[768:1024].any() and moment[:768].any()
+    train(optimizer, 1, first=4)
+    assert p.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", ["absmax1", "absmax2"])
+def test_a_block_of_bitsandbytes_with_a_bad_scale_restarts_from_zeros(name, kind):
+    optimizer = optimizer_of(kind)
+    state = {"step": 3}
+    for i in "12":
+        codes = torch.arange(5000) % 255 + 1
+        state |= {f"state{i}": codes.byte(), f"qmap{i}": torch.linspace(0, 1, 256)}
+        state[f"absmax{i}"] = torch.ones(20)
+    state[name][2] = math.nan
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict["state"][0] = state
+    optimizer.load_state_dict(state_dict)
+    p = params_of(optimizer)[0]
+    for moment in wide_moments(optimizer.state[p], p):
+        assert torch.equal(moment == 0, (torch.arange(5000) // 256) == 2)
+    train(optimizer, 1, first=4)
+    assert p.isfinite().all()
+
+
+def test_a_load_is_one_assignment(monkeypatch):
+    """What reads the optimizer in between finds it as it was, or whole."""
+    optimizer, seen = optimizer_of("int8"), []
+    other = optimizer_of("float32").state_dict()
+    set_state = torch.optim.AdamW.__setstate__
+
+    def watched(self, state):
+        seen.append(bits(self.state_dict()["state"]))
+        set_state(self, state)
+        seen.append({i: sorted(s) for i, s in self.state_dict()["state"].items()})
+
+    before = bits(optimizer.state_dict()["state"])
+    monkeypatch.setattr(torch.optim.AdamW, "__setstate__", watched)
+    optimizer.load_state_dict(other)
+    assert seen[0] == before
+    assert seen[1] == {i: sorted(s) for i, s in optimizer.state_dict()["state"].items()}

@@ -1,0 +1,189 @@
+"""AdamW's state dicts: torch's both ways, its own bit for bit, and those of others."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+
+from adamw.training import FORMATS, assert_close, equal_states, parameters, params_of, train
+from fusedops.optim import AdamW, AdamW8bit
+from fusedops.optim.adamw.state import wide_moments
+
+
+def test_ours_goes_on_in_torch():
+    ours, theirs = AdamW(parameters()), torch.optim.AdamW(parameters())
+    train(ours), train(theirs)
+    later = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params_of(ours)])
+    later.load_state_dict(ours.state_dict())
+    assert_close(train(later, first=6), train(theirs, first=6))
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW], ids=["ours", "torch"])
+def test_torch_goes_on_in_ours(kind, state_dtype):
+    theirs = kind(parameters(), amsgrad=True)
+    train(theirs)
+    later = AdamW(
+        [p.detach().clone().requires_grad_() for p in params_of(theirs)],
+        amsgrad=True,
+        state_dtype=state_dtype,
+    )
+    later.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert later.param_groups[0]["state_dtype"] == state_dtype
+    tolerance = {"float32": 1e-6, "bfloat16": 5e-4, "int8": 5e-3}[state_dtype]
+    assert_close(train(later, first=6), train(theirs, first=6), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize("how", ["itself", "saved", "pickled", "copied"])
+def test_goes_on_with_the_same_bits(dtype, state_dtype, how):
+    options = {"state_dtype": state_dtype, "seed": 5}
+    if dtype == torch.bfloat16:
+        options["master_weights"] = "remainder"
+    optimizer = AdamW(parameters(dtype), **options)
+    train(optimizer)
+    if how in ("pickled", "copied"):
+        through = copy.deepcopy if how == "copied" else lambda o: pickle.loads(pickle.dumps(o))
+        later = through(optimizer)
+    else:
+        later = AdamW(
+            [p.detach().clone().requires_grad_() for p in params_of(optimizer)], **options
+        )
+        later.load_state_dict(
+            _saved(optimizer.state_dict())
+            if how == "saved"
+            else copy.deepcopy(optimizer.state_dict())
+        )
+    equal_states(optimizer, later)
+    train(optimizer, first=6)
+    train(later, first=6)
+    equal_states(optimizer, later)
+
+
+def test_the_seed_is_in_the_state_dict():
+    optimizer = AdamW(parameters(torch.bfloat16), seed=5)
+    train(optimizer)
+    later = AdamW([p.detach().clone().requires_grad_() for p in params_of(optimizer)])
+    later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert later.param_groups[0]["seed"] == 5
+    train(optimizer, first=6)
+    train(later, first=6)
+    equal_states(optimizer, later)
+
+
+def test_torch_state_dict_of_8_bits():
+    ours, theirs = AdamW8bit(parameters()), torch.optim.AdamW(parameters())
+    train(ours), train(theirs)
+    found = ours.torch_state_dict()
+    assert set(found["param_groups"][0]) == set(theirs.state_dict()["param_groups"][0])
+    for i, state in theirs.state_dict()["state"].items():
+        assert found["state"][i].keys() == state.keys()
+    later = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params_of(ours)])
+    later.load_state_dict(found)
+    assert_close(train(later, first=6), train(theirs, first=6), atol=5e-3)
+
+
+def test_hooks_see_the_state_dict_and_the_loaded_state():
+    optimizer = AdamW8bit(parameters())
+    train(optimizer)
+    seen = []
+
+    def before(_, state_dict):
+        seen.append(state_dict["state"][0]["exp_avg"].dtype)
+
+    def after(optimizer):
+        seen.append(next(iter(optimizer.state.values()))["exp_avg"].dtype)
+
+    later = AdamW8bit(parameters())
+    later.register_load_state_dict_pre_hook(before)
+    later.register_load_state_dict_post_hook(after)
+    later.load_state_dict(optimizer.state_dict())
+    assert seen == [torch.int8, torch.int8]
+
+
+def test_a_wrong_state_dict_is_refused_as_by_torch():
+    optimizer = AdamW(parameters())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    train(optimizer)  # and nothing is left behind
+
+
+def test_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    optimizer = AdamW8bit(parameters())
+    train(optimizer)
+    state = optimizer.state_dict()["state"]
+    flat = {f"{i}.{k}": v for i, s in state.items() for k, v in s.items()}
+    safetensors.save_file(flat, tmp_path / "state.safetensors")
+    for name, value in safetensors.load_file(tmp_path / "state.safetensors").items():
+        assert torch.equal(value, flat[name])
+
+
+def test_states_of_bitsandbytes():
+    """Its 8-bit state by its own field names; the map of codes is part of the state."""
+    p = parameters(shapes=[(5000,)])[0]
+    optimizer = AdamW8bit([p])
+    codes = torch.arange(5000) % 256
+    qmap1, qmap2 = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
+    absmax = torch.rand(20) + 0.5
+    state = {
+        "step": 12,
+        "state1": codes.to(torch.uint8),
+        "state2": codes.to(torch.uint8),
+        "qmap1": qmap1,
+        "qmap2": qmap2,
+        "absmax1": absmax,
+        "absmax2": absmax,
+    }
+    saved = optimizer.state_dict() | {"state": {0: state}}
+    optimizer.load_state_dict(saved)
+    m, v = wide_moments(optimizer.state[p], p)
+    scale = absmax.repeat_interleave(256)[:5000]
+    assert optimizer.state[p]["step"].item() == 12
+    torch.testing.assert_close(m, qmap1[codes] * scale, rtol=0.05, atol=2e-3)
+    torch.testing.assert_close(v, qmap2[codes] * scale, rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+def test_what_has_no_kernel_keeps_its_dtype(dtype):
+    optimizer = AdamW8bit(parameters(dtype, [(50,)]))
+    train(optimizer)
+    for states in (optimizer.state_dict(), optimizer.torch_state_dict()):
+        assert states["state"][0]["exp_avg"].dtype == dtype
+        later = AdamW8bit([p.detach().clone().requires_grad_() for p in params_of(optimizer)])
+        later.load_state_dict(copy.deepcopy(states))
+        assert later.state_dict()["state"][0]["exp_avg"].dtype == dtype
+        train(later)
+
+
+def test_entries_of_others_stay():
+    optimizer = AdamW8bit(parameters())
+    p = train(optimizer)[0]
+    optimizer.state[p]["mine"] = 1.5
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[p]["mine"] == 1.5
+
+
+def _saved(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_moment_that_is_not_finite_spoils_no_block(name):
+    theirs = torch.optim.AdamW(parameters(shapes=[(5000,)]))
+    (p,) = train(theirs)
+    theirs.state[p][name][300] = math.inf
+    ours = AdamW8bit(parameters(shapes=[(5000,)]))
+    ours.load_state_dict(theirs.state_dict())
+    (p,) = params_of(ours)
+    m, v = wide_moments(ours.state[p], p)
+    assert m[300] == 0 and v[300] == v.min()
+    train(ours)
+    assert p.isfinite().all() and all(t.isfinite().all() for t in ours.state[p].values())

@@ -1,0 +1,397 @@
+"""attention: every backend through the same lines."""
+
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedops
+from attention.cases import (
+    F32,
+    FEATURES,
+    FLOATS,
+    ON,
+    TILES,
+    compare,
+    drawn,
+    heads,
+    interpreted,
+    on,
+    options,
+    results,
+    skip_what_does_not_run,
+)
+from fusedops.functional import attention, scaled_dot_product_attention
+from fusedops.functional.attention import attention_reference
+from fusedops.testing import poisoned, threads
+
+# batch, q's heads, k's heads, queries, keys, width: odd, grouped, past a tile of the
+# kernels in each direction, more queries than keys, several tiles of a CPU's, of which causal lines
+# end within the last, a few queries
+SHAPES = [
+    (2, 3, 3, 7, 11, 24),
+    (1, 4, 2, 70, 70, 64),
+    (1, 2, 1, 130, 300, 40),
+    (2, 2, 2, 65, 17, 16),
+    (1, 2, 1, 70, 1060, 24),
+    (1, 8, 2, 2, 530, 72),
+]
+attention_and_lse = partial(attention, return_lse=True)
+
+
+def size(shape):
+    batch, q_heads, _, queries, keys, _ = shape
+    return batch * q_heads * queries * keys
+
+
+@ON
+@FLOATS
+@pytest.mark.parametrize("feature", [None, *FEATURES])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_gradients(backend, dtype, products, feature, shape):
+    skip_what_does_not_run(backend, dtype, size(shape))
+    batch, q_heads, _, queries, keys, _ = shape
+    how = options([feature] if feature else [], batch, q_heads, queries, keys)
+    compare(heads(*shape, dtype=dtype), backend, **how)
+
+
+@ON
+@pytest.mark.parametrize("feature", [None, *(name for name in FEATURES if name != "dropout")])
+def test_one_number(backend, feature):
+    qkv, how = (
+        on(backend, *heads(1, 1, 1, 1, 1, 8)),
+        options([feature] if feature else [], 1, 1, 1, 1),
+    )
+    how = {k: on(backend, v)[0] if isinstance(v, torch.Tensor) else v for k, v in how.items()}
+    cotangents = on(backend, drawn(4, 1, 1, 1, 8), drawn(5, 1, 1, 1))
+    with fusedops.backend(backend), poisoned():
+        found = results(attention_and_lse, qkv, cotangents, **how)
+    expected = results(attention_reference, qkv, cotangents, **how)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
+
+
+PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"mask", "bias"}]
+
+
+@ON
+@TILES
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 33, 50, 32), (1, 4, 1, 3, 290, 32)], ids=str)
+def test_pairs_of_features(backend, dtype, products, pair, shape):
+    skip_what_does_not_run(backend, dtype)
+    batch, q_heads, _, queries, keys, _ = shape
+    how = options(pair, batch, q_heads, queries, keys)
+    compare(heads(*shape, dtype=dtype), backend, **how)
+
+
+@ON
+@TILES
+def test_all_features(backend, dtype, products):
+    skip_what_does_not_run(backend, dtype)
+    names = [name for name in FEATURES if name != "mask"]
+    compare(heads(2, 4, 2, 33, 50, 32, dtype=dtype), backend, **options(names, 2, 4, 33, 50))
+
+
+@ON
+@TILES
+@pytest.mark.parametrize("width", [1, 8, 31, 56, 80, 96, 128, 160, 256, 512])
+def test_widths(backend, dtype, products, width):
+    skip_what_does_not_run(backend, dtype)
+    compare(heads(1, 2, 1, 20, 24, width, dtype=dtype), backend, causal=True)
+    compare(heads(1, 2, 1, 2, 24, width, dtype=dtype), backend, causal=True)
+
+
+@ON
+@TILES
+def test_values_of_another_width(backend, dtype, products):
+    skip_what_does_not_run(backend, dtype)
+    compare(heads(1, 2, 2, 20, 24, 24, v_width=40, dtype=dtype), backend)
+    compare(heads(1, 2, 2, 1, 24, 40, v_width=25, dtype=dtype), backend)
+
+
+@ON
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (3, 0)}, {"softcap": 3.0}])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_sequences(backend, how, index):
+    """Of different lengths, one without queries, one without keys, and tokens after the last."""
+    cu_q = torch.tensor([0, 20, 20, 27, 60], dtype=index)
+    cu_k = torch.tensor([0, 31, 40, 40, 73], dtype=index)
+    q, k, v = (t[0].transpose(0, 1) for t in heads(1, 4, 2, 64, 75, 32))
+    q, k, v, cu_q, cu_k = on(backend, q, k, v, cu_q, cu_k)
+    how = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **how}
+    cotangents = on(backend, drawn(4, 64, 4, 32), drawn(5, 4, 64) * 0)
+    with fusedops.backend(backend), poisoned():
+        found = results(attention_and_lse, (q, k, v), cotangents, **how)
+        known = results(
+            attention_and_lse, (q, k, v), cotangents, max_seqlen_q=33, max_seqlen_k=33, **how
+        )
+    expected = results(attention_reference, (q, k, v), cotangents, **how)
+    for one, two, other in zip(found, known, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert torch.equal(one, two)
+    assert not found[0][60:].count_nonzero() and not found[2][60:].count_nonzero()
+    assert not found[3][73:].count_nonzero() and not found[4][73:].count_nonzero()
+
+
+@ON
+@pytest.mark.parametrize("queries", [2, 40])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_queries_that_see_nothing(backend, queries, sinks):
+    q, k, v = heads(2, 2, 1, queries, 30, 16)
+    seen = drawn(6, 2, 1, queries, 30) > 0
+    seen[0, 0, 1], seen[1] = False, False
+    how = {"sinks": drawn(7, 2)} if sinks else {}
+    compare((q, k, v), backend, bias=seen, **how)
+    additive = torch.where(seen, 0.0, -torch.inf)
+    q, k, v, additive = on(backend, q, k, v, additive)
+    cotangents = on(backend, torch.ones(2, 2, queries, 16), torch.zeros(2, 2, queries))
+    with fusedops.backend(backend), poisoned():
+        found = results(attention_and_lse, (q, k, v), cotangents, bias=additive)
+    assert all(t.isfinite().all() for t in (found[0], *found[2:]))
+    assert not found[0][1].count_nonzero() and not found[2][1].count_nonzero()
+    assert (found[1][1] == -torch.inf).all()
+
+
+@ON
+@pytest.mark.parametrize("queries,keys", [(2, 30), (40, 30), (2, 300)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
+    """As masks are made for eager: a row with nothing else has the mean of v, and its gradients."""
+    qkv = on(backend, *heads(1, 2, 1, queries, keys, 16))
+    bias = torch.zeros(queries, keys)
+    bias[0], bias[1, 5:] = torch.finfo(F32).min, torch.finfo(F32).min
+    bias, sink = on(backend, bias, torch.full((2,), torch.finfo(F32).min))
+    how = {"bias": bias} | ({"sinks": sink / 2} if sinks else {})
+    cotangents = on(backend, drawn(4, 1, 2, queries, 16), drawn(5, 1, 2, queries))
+
+    def run(function, *leaves):
+        return results(function, leaves, cotangents, **how)
+
+    with fusedops.backend(backend), poisoned():
+        found = run(attention_and_lse, *qkv)
+        plain = attention(*qkv, **how)
+    torch.testing.assert_close(plain, found[0])
+    if not sinks:
+        torch.testing.assert_close(plain[0, :, 0], qkv[2].mean(2).expand(1, 2, -1)[0])
+    for one, other in zip(found, run(attention_reference, *qkv), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@ON
+@pytest.mark.parametrize("width,v_width", [(0, 8), (8, 0), (0, 0)])
+def test_no_width(backend, width, v_width):
+    """Scores of 0, or outputs without a number."""
+    qkv = on(backend, *heads(1, 2, 1, 3, 5, width, v_width=v_width))
+    cotangents = on(backend, drawn(4, 1, 2, 3, v_width), drawn(5, 1, 2, 3))
+    with fusedops.backend(backend), poisoned():
+        found = results(attention_and_lse, qkv, cotangents, scale=1.0)
+    for one, other in zip(
+        found, results(attention_reference, qkv, cotangents, scale=1.0), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@ON
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 1, 3, 4, 8), (2, 2, 1, 0, 4, 8), (2, 2, 1, 3, 0, 8)], ids=str
+)
+def test_empty(backend, shape):
+    batch, q_heads, _, queries, *_ = shape
+    qkv = on(backend, *heads(*shape))
+    cotangents = on(
+        backend, torch.ones(batch, q_heads, queries, 8), torch.ones(*shape[:2], queries)
+    )
+    with fusedops.backend(backend), poisoned():
+        found = results(attention_and_lse, qkv, cotangents)
+    assert found[0].shape == (batch, q_heads, queries, 8)
+    assert not any(t.count_nonzero() for t in (found[0], *found[2:]))
+    assert (found[1] == -torch.inf).all()
+
+
+@ON
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_window_as_wide_as_numbers_go_is_open(backend, queries):
+    """No place in it overflows."""
+    qkv = heads(1, 4, 2, queries, 37, 16, dtype=torch.float32)
+    widest = 2**63 - 1
+    for window, same in (
+        ((widest, widest), (-1, -1)),
+        ((widest, 0), (-1, 0)),
+        ((2**31 - 1, 3), (-1, 3)),
+    ):
+        with fusedops.backend(backend), poisoned():
+            found, expected = (attention(*qkv, window=w) for w in (window, same))
+        assert torch.equal(found, expected)
+
+
+@ON
+@TILES
+@pytest.mark.parametrize("queries", [2, 40])
+def test_strides(backend, dtype, products, queries):
+    skip_what_does_not_run(backend, dtype)
+    shape = 2, 4, 2, queries, 37, 16
+    q, k, v = heads(*shape, dtype=dtype)
+    packed = drawn(11, 2, 37, 4 + 2 + 2, 16).transpose(1, 2).to(dtype)
+    cache = drawn(12, 2, 2, 64, 16).to(dtype)
+    for views in (
+        tuple(t.contiguous() for t in (q, k, v)),
+        (packed[:, :4, :queries], packed[:, 4:6], packed[:, 6:]),
+        (q, cache[:, :, :37], cache[:, :, 20:57]),
+        (q.mT.contiguous().mT, k.mT.contiguous().mT, v.mT.contiguous().mT),
+        (q, k[:, :1].expand(-1, 2, -1, -1), v[:1].expand(2, -1, -1, -1)),
+        (torch.cat([q.flatten(), q.flatten()[:1]])[1:].view(2, 4, queries, 16), k, v),
+    ):
+        compare(views, backend, causal=True)
+
+
+@ON
+@pytest.mark.parametrize("queries", [3, 40])
+def test_masks_of_all_shapes(backend, queries):
+    q, k, v = heads(2, 4, 2, queries, 50, 16)
+    for shape in (
+        (50,),
+        (queries, 1),
+        (4, 1, 50),
+        (2, 1, 1, 50),
+        (1, 4, queries, 50),
+        (1, 1, 1, 1),
+    ):
+        compare((q, k, v), backend, bias=drawn(13, *shape))
+        compare((q, k, v), backend, bias=drawn(13, *shape) > -1.5)
+    strided = drawn(14, 2, 4, 50, queries).mT
+    compare((q, k, v), backend, bias=strided)
+    compare((q, k, v), backend, bias=strided[:, :1] > 0)
+
+
+@ON
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("queries", [2, 40, 130])
+def test_nan_and_inf(backend, value, queries):
+    """They stay in their rows, and reach what sees them."""
+    q, k, v = heads(1, 2, 1, queries, 300 if queries == 2 else 50, 16)
+    q[0, 1, 1, 3] = value
+    q, k, v = on(backend, q, k, v)
+    with fusedops.backend(backend):
+        out, lse = attention_and_lse(q, k, v)
+    bad = out.isnan().all(-1)
+    assert bad[0, 1, 1] and bad.sum() == 1 and lse[0, 1, 1].isnan()
+    v[0, 0, 7, 2] = value
+    with fusedops.backend(backend):
+        out = attention(q[:, :1], k, v)
+    assert not out[..., 2].isfinite().any() and out[..., :2].isfinite().all()
+
+
+@ON
+@TILES
+def test_nan_stays_in_its_sequence(backend, dtype, products):
+    """Which is longer than the next, of no whole block of queries or keys."""
+    skip_what_does_not_run(backend, dtype)
+    of_q, of_k = torch.tensor([0, 40, 46]), torch.tensor([0, 60, 81])
+    q, k, v = (t[0].transpose(0, 1).clone() for t in heads(1, 2, 1, 81, 81, 24, dtype=dtype))
+    how = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+    cotangents = drawn(4, 46, 2, 24).to(dtype), drawn(5, 2, 46)
+    runs = []
+    for bad in (False, True):
+        args = [t.clone() for t in (q[:46], k, v)]
+        for t in args if bad else ():
+            t[20:36] = torch.nan
+        moved = on(backend, *args), on(backend, *cotangents)
+        given = dict(zip(how, on(backend, *how.values()), strict=True))
+        with fusedops.backend(backend), poisoned():
+            out, lse, dq, dk, dv = results(attention_and_lse, *moved, **given)
+        runs.append((out[40:], lse[:, 40:], dq[40:], dk[60:], dv[60:]))
+        assert out[:40].isnan().any() == bad
+    assert all(map(torch.equal, *runs))
+
+
+@ON
+@TILES
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_mask_hides_nan(backend, dtype, products, queries):
+    """As what pads a batch may be."""
+    skip_what_does_not_run(backend, dtype)
+    q, k, v = heads(2, 2, 1, queries, 50, 16, dtype=dtype)
+    seen = (torch.arange(50) < torch.tensor([[30], [50]]))[:, None, None]
+    expected = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
+    k[0, :, 30:] = torch.nan
+    with fusedops.backend(backend):
+        found = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@ON
+def test_large_scores(backend):
+    q, k, v = heads(1, 2, 1, 20, 300, 16)
+    compare((q * 40, k * 5, v), backend)
+    compare((q[:, :, :2] * 40, k * 5, v), backend)
+    compare((-q.abs(), k.abs() + 40, v), backend)  # none above -300
+    compare((q * 40, k * 5, v), backend, scale=-0.25)
+
+
+@ON
+def test_the_same_bits_each_time(backend):
+    shape = (1, 2, 1, 20, 40, 16) if interpreted(backend) else (2, 4, 2, 150, 300, 32)
+    qkv = on(backend, *heads(*shape))
+    cotangents = on(
+        backend, drawn(4, *shape[:2], shape[3], shape[5]), drawn(5, *shape[:2], shape[3])
+    )
+    with fusedops.backend(backend):
+        first, second = (results(attention_and_lse, qkv, cotangents) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@ON
+def test_sinks_without_lse(backend):
+    """Their gradient is that of an lse without one."""
+    q, k, v, sinks = on(backend, *heads(2, 4, 2, 20, 30, 16), drawn(8, 4))
+    sinks.requires_grad_()
+    with fusedops.backend(backend):
+        out = attention(q, k, v, sinks=sinks)
+        (found,) = torch.autograd.grad(out.sum(), sinks)
+        out, lse = attention(q, k, v, sinks=sinks, return_lse=True)
+        (expected,) = torch.autograd.grad(out.sum() + 0 * lse.sum(), sinks)
+    assert torch.equal(found, expected)
+
+
+@ON
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries,keys", [(1, 30), (20, 30), (30, 20)])
+def test_as_torchs(backend, causal, queries, keys):
+    q, k, v = on(backend, *heads(2, 4, 2, queries, keys, 16))
+    with fusedops.backend(backend):
+        found = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_threads_do_not_change_the_bits():
+    qkv = heads(2, 4, 2, 150, 300, 32)
+    cotangents = drawn(4, 2, 4, 150, 32), drawn(5, 2, 4, 150)
+    found = []
+    for number in (1, 2, 3):
+        with threads(number):
+            found.append(results(attention_and_lse, qkv, cotangents, causal=True))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_keys_split_among_threads():
+    """The parts of a long cache, joined: with a window, a sink, a part that nobody sees."""
+    q, k, v = heads(1, 2, 1, 2, 5000, 32)
+    for how in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}):
+        alone = attention(q, k, v, **how)
+        with threads(4):
+            split = attention(q, k, v, **how)
+        assert torch.equal(split, alone)
+        torch.testing.assert_close(split, attention_reference(q, k, v, **how)[0])
+
+
+def test_masks_have_no_gradient_and_scores_do():
+    q, k, v = heads(1, 2, 1, 9, 12, 8)
+    bias = torch.zeros(9, 12, requires_grad=True)
+    attention(q, k, v, bias=bias).sum().backward()
+    assert bias.grad.shape == bias.shape and bias.dtype == F32

@@ -1,0 +1,312 @@
+"""attention as torch sees it: operators, transforms, compilers, autocast, errors."""
+
+import re
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from growth.peaks import peaks
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+from attention.cases import FEATURES, drawn, heads, options, orders
+from fusedops.functional import attention, scaled_dot_product_attention
+from fusedops.functional.attention import attention_reference
+from fusedops.testing import yardstick
+
+F64 = torch.float64
+SHAPE = (2, 4, 2, 6, 9, 8)
+
+
+def arguments(names=(), dtype=torch.float32, shape=SHAPE):
+    """q, k, v and the keywords, whose tensors have gradients where they may."""
+    batch, q_heads, _, queries, keys, _ = shape
+    qkv = [t.contiguous().requires_grad_() for t in heads(*shape, dtype=dtype)]
+    how = options(names, batch, q_heads, queries, keys)
+    for name in ("bias", "sinks"):
+        if name in how and how[name].is_floating_point():
+            how[name] = how[name].to(dtype).requires_grad_()
+    return qkv, how
+
+
+ALL = [None, *FEATURES, "all"]
+
+
+def names_of(feature):
+    return [n for n in FEATURES if n not in ("mask", "dropout")] if feature == "all" else (
+        [feature] if feature else []
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", ALL)
+def test_gradcheck_of_the_reference(feature):
+    qkv, how = arguments(names_of(feature), F64, (1, 2, 1, 3, 4, 2))
+    tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+
+    def run(q, k, v, *more):
+        torch.manual_seed(0)
+        return attention_reference(q, k, v, **how | dict(zip(tensors, more, strict=True)))
+
+    torch.autograd.gradcheck(run, (*qkv, *tensors.values()))
+
+
+@pytest.mark.parametrize("feature", ALL)
+def test_gradgradcheck(feature):
+    """float64 runs the composite, and so does every double backward."""
+    qkv, how = arguments(names_of(feature), F64, (1, 2, 1, 3, 4, 2))
+    tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+
+    def run(q, k, v, *more):
+        torch.manual_seed(0)
+        more = dict(zip(tensors, more, strict=True))
+        return attention(q, k, v, return_lse=True, **how | more)
+
+    leaves = (*qkv, *tensors.values())
+    torch.autograd.gradcheck(run, leaves)
+    torch.autograd.gradgradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("feature", [f for f in ALL if f != "dropout"])
+@pytest.mark.parametrize("queries", [2, 20])
+def test_double_backward(feature, queries):
+    qkv, how = arguments(names_of(feature), shape=(2, 4, 2, queries, 9, 8))
+
+    def second(run, dtype, order=slice(None)):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in qkv]
+        q, k, v = leaves
+        out, lse = run(q[..., order], k[..., order], v, **how)
+        first = torch.autograd.grad((out**2).sum() + lse.sin().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
+
+    found = second(partial(attention, return_lse=True), torch.float32)
+    exact = second(attention_reference, F64)
+    draws = [second(attention_reference, torch.float32, order) for order in orders(qkv[0])]
+    for i, one in enumerate(found):
+        assert None in [yardstick(one, draw[i], exact[i]) for draw in draws]
+
+
+@pytest.mark.parametrize("queries", [2, 20])
+def test_the_composite_is_the_kernel(queries):
+    """Forward and first gradients in ATen calls, as where no kernel runs."""
+    names = [n for n in FEATURES if n not in ("mask", "dropout")]
+    qkv, how = arguments(names, shape=(2, 4, 2, queries, 9, 8))
+    leaves = [*qkv, how["bias"], how["sinks"]]
+
+    def run(dtype):
+        to = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        out, lse = attention(*to[:3], return_lse=True, **how | {"bias": to[3], "sinks": to[4]})
+        return out, lse, *torch.autograd.grad((out.sin().sum(), lse.sum()), to)
+
+    for one, other in zip(run(torch.float32), run(F64), strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("feature", [f for f in ALL if f != "dropout"])
+def test_opcheck(feature):
+    qkv, how = arguments(names_of(feature))
+    torch.library.opcheck(torch.ops.fusedops.attention.default, tuple(qkv), how)
+
+
+def test_the_operator_of_the_kernels_takes_float64():
+    """Which has none: its ATen calls run."""
+    q, k, v = (drawn(i, 1, 2, n, 8).double() for i, n in enumerate((5, 9, 9)))
+    lengths, how = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
+    found = torch.ops.fusedops.attention_forward(q, k, v, None, None, *lengths, *how)
+    expected = attention_reference(q, k, v, scale=0.5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("feature", [None, "causal", "mask", "bias", "sinks", "dropout"])
+def test_compile(feature):
+    qkv, how = arguments(names_of(feature))
+
+    def step(q, k, v):
+        return attention(q, k, v, return_lse=True, **how)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.manual_seed(3)
+    expected = step(*qkv)
+    wanted = torch.autograd.grad(expected[0].sum(), qkv)
+    torch.manual_seed(3)
+    found = compiled(*qkv)
+    if feature != "dropout":  # whose seed Inductor draws in its own way
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        for one, other in zip(torch.autograd.grad(found[0].sum(), qkv), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_export():
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, causal=True)
+
+    qkv = [t.detach() for t in arguments()[0]]
+    program = torch.export.export(Module(), tuple(qkv))
+    torch.testing.assert_close(program.module()(*qkv), attention(*qkv, causal=True))
+
+
+def test_vmap_and_forward_mode():
+    q, k, v = (t.detach() for t in arguments()[0])
+    found = torch.func.vmap(lambda q: attention(q, k, v))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(found[1], attention(2 * q, k, v))
+    primal, tangent = torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
+    expected = torch.func.jvp(
+        lambda q: attention_reference(q, k, v)[0], (q,), (torch.ones_like(q),)
+    )
+    torch.testing.assert_close(primal, expected[0])
+    torch.testing.assert_close(tangent, expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_as_torchs():
+    qkv, _ = arguments()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention(*qkv, bias=drawn(3, 6, 9))
+        theirs = F.scaled_dot_product_attention(*qkv, attn_mask=drawn(3, 6, 9), enable_gqa=True)
+    assert found.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(found, theirs, rtol=0.02, atol=0.02)
+
+
+def test_inference_mode():
+    qkv = [t.detach() for t in arguments()[0]]
+    with torch.inference_mode():
+        torch.testing.assert_close(attention(*qkv), attention_reference(*qkv)[0])
+
+
+def test_dropout_follows_the_seed():
+    qkv, _ = arguments(shape=(2, 4, 2, 30, 40, 8))
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return attention(*qkv, dropout_p=0.5)
+
+    assert torch.equal(run(1), run(1)) and not torch.equal(run(1), run(2))
+    share = attention(*(t.new_ones(t.shape) for t in qkv), dropout_p=0.25).mean()
+    assert abs(share - 1) < 0.02
+    torch.manual_seed(5)
+    plain = torch.autograd.grad(attention(*qkv, dropout_p=0.5).sum(), qkv)
+    torch.manual_seed(5)
+    out = checkpoint(lambda *qkv: attention(*qkv, dropout_p=0.5), *qkv, use_reentrant=False)
+    assert all(map(torch.equal, plain, torch.autograd.grad(out.sum(), qkv)))
+    assert not attention(*qkv, dropout_p=1.0).count_nonzero()
+
+
+GROWTH = """
+from fusedops.functional import attention
+
+for tokens in map(int, sys.argv[1:]):
+    qkv = [torch.ones(1, 2, tokens, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    grow(lambda: attention(*qkv, causal=True).sum().backward())
+"""
+
+
+def test_memory_is_that_of_the_tokens():
+    """No scores: twice the tokens take twice the memory, not four times. At 8192 tokens torch's own
+    lines take 1.5 GiB. Medians of three processes: what else a process frees counts as well.
+    """
+    runs = [peaks(GROWTH, "512", "2048", "4096", "8192") for _ in range(3)]
+    grown = [sorted(of)[1] for of in zip(*runs, strict=True)]
+    assert all(more <= 2.2 * less for less, more in pairwise(grown)), grown
+    assert len(grown) == 3 and grown[-1] < 32 * 2**20
+
+
+def test_torchs_arguments():
+    q, k, v = (t.detach() for t in arguments(shape=(2, 4, 4, 6, 9, 8))[0])
+    mask = drawn(3, 2, 1, 6, 9) > 0
+    for args in (
+        (q, k, v),
+        (q[0], k[0], v[0]),
+        (q[0, 0], k[0, 0], v[0, 0]),
+        (q[None], k[None], v[None]),
+        (q, k, v, mask),
+        (q[None], k[None], v[None], mask[None].expand(1, 2, 4, 6, 9)),
+    ):
+        found = scaled_dot_product_attention(*args, scale=0.5)
+        expected = F.scaled_dot_product_attention(*args, scale=0.5)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_errors_name_argument_wanted_and_got():
+    q, k, v = (t.detach() for t in arguments()[0])
+    cu = torch.tensor([0, 6])
+    wrong = {
+        r"q must be \[batch, heads, queries, width\].*got float32 \[4, 6, 8\]": {"q": q[0]},
+        r"k must be .* got float32 \[2, 2, 9, 7\]": {"k": k[..., :7]},
+        r"v must be .* got float64": {"v": v.double()},
+        r"v must have the heads and keys of k.* got float32 \[2, 2, 5, 8\]": {"v": v[:, :, :5]},
+        r"k's heads must divide q's, 3, got 2": {"q": q[:, :3]},
+        r"bias must be .* broadcast to the scores \[2, 4, 6, 9\], got float32 \[7, 9\]": {
+            "bias": torch.zeros(7, 9)
+        },
+        r"sinks must be one number a head of q, \[4\], got float32 \[3\]": {
+            "sinks": torch.zeros(3)
+        },
+        r"q must be \[tokens, heads, width\] with cu_seqlens": {"cu_seqlens_q": cu},
+    }
+    for message, arguments_ in wrong.items():
+        with pytest.raises(RuntimeError, match=message):
+            attention(**{"q": q, "k": k, "v": v} | arguments_)
+    for message, how in {
+        "softcap must be above 0 and finite, got 0": {"softcap": 0.0},
+        r"window must be \(left, right\).* got \[-2, 0\]": {"window": (-2, 0)},
+        "dropout_p must be from 0 to 1, got 1.5": {"dropout_p": 1.5},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, **how)
+    rows = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+    with pytest.raises(RuntimeError, match="must come together and count the same"):
+        cu_q = torch.tensor([0, 3, 6])
+        attention(*rows, cu_seqlens_q=cu_q, cu_seqlens_k=torch.tensor([0, 9]))
+    with pytest.raises(
+        RuntimeError, match=r"must broadcast, got \[2, 4, 6, 8\], .* \(enable_gqa=True lets key"
+    ):
+        scaled_dot_product_attention(q, k, v)
+    for no_bool in (1.5, 1, None):  # torch's takes none of them either
+        with pytest.raises(TypeError, match="is_causal must be a bool"):
+            scaled_dot_product_attention(q, q, q, is_causal=no_bool)
+        with pytest.raises(TypeError, match=r"attention\(\)"):
+            attention(q, k, v, causal=no_bool)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "starts,got",
+    [
+        ([1, 6], "1 at index 0"),
+        ([-1, 6], "-1 at index 0"),
+        ([0, 7], "7 at index 1 after 0"),
+        ([0, 4, 3, 6], "3 at index 2 after 4"),
+        ([2], "2 at index 0"),
+    ],
+    ids=str,
+)
+def test_cu_seqlens_grow_from_0_to_the_tokens(starts, got, dtype, name):
+    x = torch.randn(6, 2, 8, dtype=dtype)
+    fine = torch.tensor([0] * (len(starts) - 1) + [0 if len(starts) == 1 else 6])
+    lengths = {"cu_seqlens_q": fine, "cu_seqlens_k": fine} | {name: torch.tensor(starts)}
+    message = f"attention: {name} must grow from 0 to at most 6, the number of tokens, got {got}"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        attention(x, x, x, **lengths)
+
+
+def test_a_kernel_is_what_runs():
+    assert fusedops.env_report().count("\nattention ") == 1
+    graph = attention(*arguments()[0]).grad_fn
+    assert graph.name() == "FusedAttentionBackward"
+
+
+def test_lengths_that_were_made_in_inference_mode():
+    """They may be kept for the backward, as a collator's are."""
+    with torch.inference_mode():
+        lengths = torch.tensor([0, 3, 5])
+    q, k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(3))
+    attention(q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths).square().sum().backward()
+    found = [t.grad for t in (q, k, v)]
+    lengths = torch.tensor([0, 3, 5])
+    again = [t.detach().requires_grad_() for t in (q, k, v)]
+    attention(*again, cu_seqlens_q=lengths, cu_seqlens_k=lengths).square().sum().backward()
+    assert all(torch.equal(one, t.grad) for one, t in zip(found, again, strict=True))

@@ -1,0 +1,236 @@
+"""What `tests/patching/models/test_loss_training.py` runs on two ranks, one process each.
+
+`python -m children.sharded_loss RANK FILE CASES` in tests/ is one of them. The unpatched, whole
+model says what loss, logits and gradients are.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from patching.models.loss_cases import OTHERS, SIZES, gradients, made, patched
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fusedops.patching import fuse_always, patch
+
+RANKS = 2
+
+
+def build(**more):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | more))
+
+
+def batch(rank):
+    return torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
+
+
+def step(model, rank, of_logits=0.0):
+    """(outputs, what is differentiated)"""
+    outputs = model(input_ids=batch(rank), labels=batch(rank))
+    if not of_logits:
+        return outputs, outputs.loss
+    return outputs, outputs.loss + of_logits * outputs.logits.square().mean()
+
+
+def wanted(**how):
+    """The mean gradient over the ranks' batches."""
+    model = build(tie_word_embeddings=how.pop("tied", False))
+    loss = sum(step(model, rank, **how)[1] for rank in range(RANKS)) / RANKS
+    return gradients(model, loss)
+
+
+def check(model, rank, tolerance=None, **how):
+    found = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
+    for name, gradient in wanted(**how).items():
+        whole = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
+        torch.testing.assert_close(whole, gradient, **tolerance or {}, msg=lambda m, n=name: n + m)
+
+
+def shard(model, head=False, **how):
+    mesh = init_device_mesh("cpu", (RANKS,))
+    own = {"mesh": mesh} | ({"mp_policy": how.pop("mp_policy")} if "mp_policy" in how else {})
+    for part in [*model.model.layers, *([model.lm_head] if head else [])]:
+        fully_shard(part, reshard_after_forward=True, **own)
+    return fully_shard(model, **own, **how)
+
+
+def ddp(rank):
+    for unused in (False, True):
+        for static in (False, True):
+            for of_logits in (0.0, 0.5):
+                model = patched(build())
+                how = {"find_unused_parameters": unused, "static_graph": static}
+                both = DistributedDataParallel(model, **how)
+                for _ in range(2):
+                    model.zero_grad()
+                    outputs, loss = step(both, rank, of_logits)
+                    assert made(outputs) == bool(of_logits)
+                    loss.backward()
+                check(model, rank, of_logits=of_logits)
+
+
+def fsdp(rank):
+    """The head gathered by itself and with the model around it, resharded or not, and read."""
+    for head in (False, True):
+        for reshard in ({}, {"reshard_after_forward": True}):
+            for of_logits in (0.0, 0.5):
+                model = shard(patched(build()), head, **reshard)
+                for _ in range(2):
+                    model.zero_grad()
+                    outputs, loss = step(model, rank, of_logits)
+                    assert made(outputs) == bool(of_logits)
+                    loss.backward()
+                check(model, rank, of_logits=of_logits)
+                whole = build()(batch(rank)).logits
+                torch.testing.assert_close(outputs.logits.detach(), whole.detach())
+
+
+def fsdp_tied(rank):
+    model = shard(patched(build(tie_word_embeddings=True)))
+    outputs, loss = step(model, rank)
+    loss.backward()
+    assert not made(outputs)
+    check(model, rank, tied=True)
+
+
+def fsdp_then_patch(rank):
+    model = patched(shard(build(), head=True))
+    outputs, loss = step(model, rank)
+    loss.backward()
+    assert not made(outputs)
+    check(model, rank)
+
+
+def everything(rank):
+    """All kinds of site, before and after the wrapper, with the norms that a step shows."""
+
+    def ours():
+        model = build()
+        patch(model)
+        return model
+
+    def after(wrapped):
+        patch(wrapped)
+        return wrapped
+
+    makes = lambda: DistributedDataParallel(ours()), lambda: after(DistributedDataParallel(build()))
+    for make in (*makes, lambda: shard(ours()), lambda: after(shard(build()))):
+        model = make()
+        for _ in range(3):
+            model.zero_grad()
+            step(model, rank)[1].backward()
+        check(model, rank)
+
+
+def fsdp_in_bfloat16(rank):
+    """With a policy that casts what comes from the head: to float32, and to bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=dtype)
+        model = shard(patched(build()), head=True, mp_policy=policy)
+        outputs, loss = step(model, rank)
+        assert made(outputs) == (dtype == torch.bfloat16)
+        loss.backward()
+        check(model, rank, {"rtol": 0.1, "atol": 2e-3})
+
+
+def fsdp_eval(rank):
+    for reshard in ({}, {"reshard_after_forward": True}):
+        model = shard(patched(build()), **reshard).eval()
+        with torch.no_grad():
+            outputs, loss = step(model, rank)
+            whole = build().eval()(batch(rank), labels=batch(rank))
+        torch.testing.assert_close(loss, whole.loss)
+        assert not made(outputs)
+        torch.testing.assert_close(outputs.logits, whole.logits)
+
+
+def stepped(rank):
+    """Logits of sharded weights that were stepped in between are refused on every rank."""
+    model = shard(patched(build()), reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs, loss = step(model, rank)
+    loss.backward()
+    optimizer.step()
+    try:
+        outputs.logits.sum()
+    except RuntimeError as error:
+        assert "has changed since the forward" in str(error)
+    else:
+        raise AssertionError("they were read")
+
+
+def stepped_and_kept(rank):
+    """Those that the forward computed, of a head that is gathered alone and with the model."""
+    for head in (False, True):
+        model = build()
+        patch(model, **OTHERS, loss="keep_logits")
+        model = shard(model, head, reshard_after_forward=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outputs, loss = step(model, rank)
+        loss.backward()
+        check(model, rank)
+        optimizer.step()
+        torch.testing.assert_close(outputs.logits.detach(), build()(batch(rank)).logits.detach())
+
+
+def collectives(rank):
+    model = patched(build())
+    whole = [build()(batch(r)).logits.detach() for r in range(RANKS)]
+    with torch.no_grad():
+        found = [torch.empty(2, 8, 64) for _ in range(RANKS)]
+        dist.all_gather(found, step(model, rank)[0].logits)
+        torch.testing.assert_close(found, whole)
+        summed = step(model, rank)[0].logits
+        dist.all_reduce(summed)
+        torch.testing.assert_close(summed + 0, sum(whole))
+
+
+def zero3(rank):
+    """DeepSpeed's, over some steps: losses, and gradients by what they do to the weights."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    runs = []
+    for patch_it, of_logits in ((False, 0.0), (True, 0.0), (False, 0.5), (True, 0.5)):
+        model = patched(build()) if patch_it else build()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "zero_force_ds_cpu_optimizer": False,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        }
+        engine = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
+        losses = []
+        for _ in range(3):
+            outputs, loss = step(engine, rank, of_logits)
+            assert not patch_it or made(outputs) == bool(of_logits)
+            engine.backward(loss)
+            losses.append(outputs.loss.detach())
+            last = outputs.logits.detach() + 0
+            engine.step()
+        runs.append((torch.stack(losses), last))
+    torch.testing.assert_close(runs[1], runs[0])
+    torch.testing.assert_close(runs[3], runs[2])
+
+
+if __name__ == "__main__":
+    rank, meeting, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
+    with fuse_always():  # so few logits too are not made in bfloat16
+        for case in cases:
+            globals()[case](rank)
+            print(case, flush=True)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort

@@ -1,0 +1,353 @@
+"""torch's default dtype and device change nothing where tensors say their own.
+
+What runs under the default float32 must give the same bits under float64, bfloat16 and float16, and
+where new tensors are made on the meta device.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from adamw.training import FORMATS, equal_states
+from children import TESTS, command
+
+import fusedops
+from contract.default_dtype_cases import (
+    BF16,
+    CALLS,
+    DEFAULTS,
+    F16,
+    F32,
+    F64,
+    MODULES,
+    default,
+    of_module,
+)
+from fusedops.functional import quantize_weight
+from fusedops.functional.quantized_linear import quantize_weight_reference
+from fusedops.nn import attention as attention_module
+from fusedops.optim import AdamW
+from fusedops.testing import backends, check, gradients
+
+ROOT = Path(__file__).parents[2]
+ON = pytest.mark.parametrize("name", DEFAULTS)
+
+
+def assert_equal(found, wanted):
+    """The same dtypes, devices and bits; NaN too."""
+    assert found.keys() == wanted.keys()
+    for key, t in found.items():
+        other = wanted[key]
+        assert (t.dtype, t.device, t.shape) == (other.dtype, other.device, other.shape), key
+        assert torch.equal(_bytes(t), _bytes(other)), key
+
+
+def _bytes(t):
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@ON
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("of", CALLS)
+def test_a_function_and_its_reference_keep_their_bits(of, dtype, name):
+    call = CALLS[of].to(dtype)
+    for run in (call.function, call.reference):
+        wanted = gradients(run, call.args, **call.options)
+        with default(**DEFAULTS[name]):
+            assert_equal(gradients(run, call.args, **call.options), wanted)
+
+
+# The interpreter takes its time, so one default has to do. On simt the backward of quantized_linear
+# is not a kernel's.
+BY_BACKEND = [
+    (of, backend, name)
+    for of, call in CALLS.items()
+    for backend in backends(call.operator)
+    for name in (["float64", "bfloat16", "float16"] if backend == "cpu" else ["bfloat16"])
+    if backend != "reference" and (call.operator, backend) != ("quantized_linear", "simt")
+]
+
+
+@pytest.mark.parametrize("of,backend,name", BY_BACKEND)
+def test_every_backend_passes_the_yardstick(of, backend, name):
+    call = CALLS[of]
+    with default(**DEFAULTS[name]):
+        functions = call.function, call.reference
+        check(*functions, call.args, backend, call.draws, **call.options)
+
+
+@ON
+@pytest.mark.parametrize("of", MODULES)
+def test_a_module_keeps_its_bits(of, name):
+    call = of_module(of)
+    wanted = gradients(call.function, call.args)
+    with default(**DEFAULTS[name]):
+        call = of_module(of)
+        assert_equal(gradients(call.function, call.args), wanted)
+        check(call.function, call.reference, call.args, "cpu")
+
+
+@pytest.mark.parametrize("name", ["float64", "bfloat16", "float16"])
+def test_a_module_of_no_dtype_has_the_default(name):
+    with default(**DEFAULTS[name]):
+        for kind in (fusedops.nn.Linear, fusedops.nn.QuantizedLinear):
+            layer = kind(64, 8)
+            assert layer.weight.dtype == layer.bias.dtype == DEFAULTS[name]["dtype"]
+            assert layer(torch.ones(2, 64)).dtype == DEFAULTS[name]["dtype"]
+
+
+@ON
+@pytest.mark.parametrize("of", CALLS)
+def test_a_double_backward_keeps_its_bits(of, name):
+    call = CALLS[of]
+    wanted = _second_gradients(call)
+    with default(**DEFAULTS[name]):
+        assert_equal(_second_gradients(call), wanted)
+
+
+def _second_gradients(call):
+    torch.manual_seed(0)
+    leaves = [
+        a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in call.args
+    ]
+    inputs = [a for a in leaves if isinstance(a, torch.Tensor) and a.requires_grad]
+    outputs = call.function(*leaves, **call.options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    total = sum(o.square().sum() for o in outputs)
+    first = torch.autograd.grad(total, inputs, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+    return {str(i): g for i, g in enumerate(second)}
+
+
+SCALES = [("int8", None), ("int8 in groups", None), ("fp8", None)]
+SCALES += [(format, scale) for format in ("int4", "nf4") for scale in ("absmax", "mse")]
+
+
+@ON
+@pytest.mark.parametrize("format,scale", SCALES)
+def test_quantized_weights_keep_their_bytes(format, scale, name):
+    weight = torch.randn(48, 128)
+    group_size = {"int8 in groups": 32, "nf4": 64, "int4": 64}.get(format)
+    format = format.split()[0]
+    sizes = 128 if group_size is None else group_size, scale or "absmax"
+
+    def quantized():
+        own = group_size if format in ("int8", "int4") else None
+        kernels = quantize_weight(weight, format, group_size=own, scale=scale).tensors()
+        reference = quantize_weight_reference(weight, format, *sizes)
+        parts = {f"reference {i}": t for i, t in enumerate(reference) if t is not None}
+        return kernels | parts
+
+    wanted = quantized()
+    with default(**DEFAULTS[name]):
+        assert_equal(quantized(), wanted)
+
+
+SHAPES = [(5000,), (33, 7), (4096,), (16, 512), ()]
+OPTIONS = [{}, {"amsgrad": True}, {"max_grad_norm": 0.5}, {"lr": torch.tensor(1e-3)}]
+STEPS = [(dtype, options) for dtype in (F32, F16, BF16) for options in OPTIONS]
+STEPS.append((BF16, {"master_weights": "remainder"}))
+
+
+@ON
+@pytest.mark.parametrize("dtype,options", STEPS, ids=str)
+@pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize("backend", [b for b in backends("adamw_step") if b != "cuda"])
+def test_steps_of_adamw_keep_their_bits(backend, state_dtype, dtype, options, name):
+    draw = torch.Generator().manual_seed(0)
+    rows = [[torch.randn(s, generator=draw).to(dtype) for s in SHAPES] for _ in range(4)]
+
+    def trained():
+        params = [t.clone().requires_grad_() for t in rows[0]]
+        optimizer = AdamW(params, state_dtype=state_dtype, **options)
+        for row in rows[1:]:
+            for p, grad in zip(params, row, strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+        later = AdamW(params, state_dtype=state_dtype, **options)
+        later.load_state_dict(optimizer.torch_state_dict())
+        return optimizer, later
+
+    with fusedops.backend(backend):
+        wanted = trained()
+        with default(**DEFAULTS[name]):
+            for found, other in zip(trained(), wanted, strict=True):
+                equal_states(found, other)
+
+
+@ON
+def test_what_torch_has_stepped_goes_on_in_the_kernels(name):
+    """Under a default of float64 torch counts steps in it."""
+    with default(**DEFAULTS[name] | {"device": None}):
+        p = torch.ones(5000, dtype=F32).requires_grad_()
+        p.grad = torch.ones_like(p)
+        optimizer = AdamW([p], differentiable=True)
+        p.requires_grad_(False)
+        optimizer.step()
+        p.requires_grad_()
+        optimizer.param_groups[0]["differentiable"] = False
+        optimizer.step()
+    assert optimizer.state[p]["step"].dtype == F32 and optimizer.state[p]["step"] == 2
+
+
+@ON
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_clipping_keeps_its_bits(dtype, name):
+    grads = [torch.randn(s, device="cpu").to(dtype) for s in SHAPES]
+
+    def clipped():
+        params = [torch.empty_like(grad).requires_grad_() for grad in grads]
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad.clone()
+        norm = fusedops.clip_grad_norm_(params, 0.5)
+        return {"norm": norm} | {str(i): p.grad for i, p in enumerate(params)}
+
+    wanted = clipped()
+    with default(**DEFAULTS[name]):
+        assert_equal(clipped(), wanted)
+
+
+@pytest.fixture(scope="module")
+def patched_steps(tmp_path_factory):
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("steps")
+    subprocess.run(command("patched_defaults", folder), cwd=TESTS, check=True, timeout=300)
+    return {path.stem: torch.load(path, weights_only=False) for path in folder.iterdir()}
+
+
+@ON
+def test_a_patched_training_step_keeps_its_sites_and_bits(name, patched_steps):
+    wanted = patched_steps["float32"]
+    assert len(wanted) == 6
+    for of, (sites, tensors) in patched_steps[name].items():
+        assert {kind for _, kind in sites} >= {"attention", "norm", "residual"}
+        assert sites == wanted[of][0]
+        assert_equal(tensors, wanted[of][1])
+
+
+def test_an_import_under_a_default_device():
+    code = """
+import torch
+torch.set_default_device("meta")
+torch.set_default_dtype(torch.bfloat16)
+import fusedops
+x = torch.arange(32, device="cpu").view(4, 8).float().requires_grad_()
+weight = torch.ones(8, dtype=torch.float32, device="cpu", requires_grad=True)
+fusedops.functional.rms_norm(x, (8,), weight).square().sum().backward()
+optimizer = fusedops.optim.AdamW8bit([x, weight], min_8bit_size=0)
+optimizer.step()
+state = optimizer.state[x]
+assert x.isfinite().all() and x.grad.device.type == "cpu"
+assert {t.device.type for t in state.values()} == {"cpu"}, state
+assert state["step"].dtype == state["exp_avg_scale"].dtype == torch.float32
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_attention_keeps_its_kernel_under_a_default_device(monkeypatch):
+    calls, run = [], attention_module.scaled_dot_product_attention
+    counted = lambda *args: calls.append(args) or run(*args)  # noqa: E731
+    monkeypatch.setattr(attention_module, "scaled_dot_product_attention", counted)
+    call = of_module("MultiheadAttention")
+    with default(device="cpu"):
+        call.function(*call.args)
+    assert len(calls) == 1
+
+
+def test_quantize_weight_keeps_its_kernel_under_a_default_device(monkeypatch):
+    monkeypatch.setitem(quantize_weight.__globals__, "quantize_groups_reference", None)
+    with default(device="cpu"):
+        quantize_weight(torch.ones(4, 64, dtype=F32), "int8")
+
+
+# Functions of torch that create a tensor from nothing; those of the second line hold ints.
+CREATE = {"as_tensor", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randn"}
+CREATE |= {"scalar_tensor", "tensor", "zeros", "logspace", "asarray", "empty_strided"}
+INTS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
+OWN_PROGRAMS = ("coverage", "demo")  # `python -m fusedops ...`, where torch's defaults are ours
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in sorted(Path(fusedops.__file__).parent.rglob("*.py"))
+        if path.relative_to(Path(fusedops.__file__).parent).parts[0] not in OWN_PROGRAMS
+    ],
+    ids=lambda path: str(path.relative_to(Path(fusedops.__file__).parents[1])),
+)
+def test_every_new_tensor_says_its_dtype_and_device(path):
+    tree = ast.parse(path.read_text())
+    missing = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func).removeprefix("torch.")
+        if ast.unparse(call.func) != f"torch.{name}" or name not in CREATE | INTS:
+            continue
+        said = {keyword.arg for keyword in call.keywords}
+        wanted = {"device"} if name in INTS else {"device", "dtype"}
+        if not wanted <= said:
+            missing.append(f"{path.name}:{call.lineno}: {ast.unparse(call)}")
+    assert not missing
+
+
+# ATen's functions that create a tensor from nothing; not `empty_like`, which takes its input's.
+ATEN = "empty|zeros|ones|full|arange|range|linspace|logspace|eye|rand|randn|randint|randperm|normal"
+ATEN += "|scalar_tensor|tensor|from_blob|tril_indices|triu_indices"
+CREATES = re.compile(rf"\b(?:at|torch)::(?:{ATEN})(?:_strided)?(?:_symint)?\s*\(")
+SAYS = r"\boptions\b|\bat::k[A-Z]|TensorOptions"  # options, or a dtype alone
+NAMED = re.compile(rf"\b(\w+) = [^;]*?(?:{SAYS})")
+
+
+def arguments(source, start):
+    """The arguments of the call whose parenthesis ends before `start`."""
+    found, depth = [""], 0
+    for c in source[start:]:
+        depth += (c in "([{") - (c in ")]}")
+        if depth < 0:
+            return found
+        if c == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += c
+    raise AssertionError("a call without an end")
+
+
+def without_options(source):
+    """The calls that leave a new tensor's dtype to the default."""
+    source = re.sub(r"//.*", "", source)
+    named = set(NAMED.findall(source))
+    for call in CREATES.finditer(source):
+        _, *others = arguments(source, call.end())
+        if not any(re.search(SAYS, a) or a.strip() in named for a in others):
+            yield f"{call[0]}{source[call.end() :].partition(';')[0]}"
+
+
+CPP = sorted((ROOT / "csrc").rglob("*.[ch]*"))
+
+
+def test_every_new_tensor_of_cpp_says_its_dtype():
+    found = {path: list(without_options(path.read_text())) for path in CPP}
+    assert len(found) > 100
+    assert not {path: calls for path, calls in found.items() if calls}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "at::empty({rows, n})",
+        "at::zeros_symint({rows, (n + 3) / 4})",
+        "at::full({}, 1.5)",
+        "torch::arange(0, f(n, 2))",
+        "at::empty_strided(x.sizes(), x.strides())",
+        "at::scalar_tensor(x.item<float>())",
+    ],
+)
+def test_a_call_without_options_is_seen(call):
+    right = "const auto longs = x.options().dtype(at::kLong);\nauto y = at::arange(n, longs);\n"
+    assert not list(without_options(right))
+    assert len(list(without_options(f"{right}auto z = {call};"))) == 1

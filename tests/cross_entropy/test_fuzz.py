@@ -1,0 +1,284 @@
+"""Random calls of cross_entropy and linear_cross_entropy: what the references give, or an error
+that says what is wrong.
+
+A failure prints its `Call`, which joins EXAMPLES.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from contract.fuzzing import (
+    FLOATS,
+    NOT_FLOATS,
+    NOT_OURS,
+    SIZES,
+    Call,
+    Drawn,
+    Redrawn,
+    Rounded,
+    assert_as_good,
+    drawn,
+    ours,
+    results,
+    says_what_is_wrong,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedops.functional.cross_entropy import (
+    cross_entropy_reference,
+    linear_cross_entropy_reference,
+)
+from fusedops.testing import backends
+
+OPS = ["cross_entropy", "linear_cross_entropy"]
+SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter, which truncates bfloat16
+CASES = [(op, name) for op in OPS for name in [*backends(op), "composite"] if name not in SLOW]
+KERNELS = [case for case in CASES if case[1] not in NOT_OURS]
+MOST = 1 << 18  # multiply-adds
+
+
+@dataclass(frozen=True)
+class Targets(Drawn):
+    """Class indices, a third of which is ignored where that is asked."""
+
+    classes: int = 1
+    ignored: bool = False
+
+    def tensor(self) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(self.seed)
+        target = torch.randint(0, max(1, self.classes), self.shape, generator=draw)
+        out = torch.rand(self.shape, generator=draw) < (0.3 if self.ignored else 0)
+        return target.masked_fill(out | (self.classes == 0), -100)
+
+
+class Weights(Drawn):
+    """Of classes. Where those of the targets cancel, their mean is past what a dtype can tell."""
+
+    def tensor(self) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(self.seed)
+        return torch.rand(self.shape, generator=draw).add(0.1).to(self.dtype)
+
+
+REFERENCES = {
+    "cross_entropy": cross_entropy_reference,
+    "linear_cross_entropy": linear_cross_entropy_reference,
+}
+
+# A row that is ignored has no NaN here: ours has no gradient of one, torch's is NaN.
+FINITE = {"normal", "far from zero", "zeros", "constant", "small", "tiny", "denormal"}
+OPTIONS = {
+    "reduction": st.sampled_from(["mean", "sum", "none"]),
+    "label_smoothing": st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+    "z_loss": st.sampled_from([0.0, 0.0, 1e-3, 1.0]),
+    "softcap": st.sampled_from([None, None, 1.0, 30.0]),
+    "scale": st.sampled_from([None, None, 0.1, -1.0, 16.0]),
+    "dtype": st.sampled_from([None, torch.float32]),
+}
+
+
+@st.composite
+def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
+    """A call that the function's docstring allows."""
+    dtype = draw(st.sampled_from(FLOATS))
+    size = st.integers(1, 9) | st.sampled_from(SIZES)
+    if op == "cross_entropy":
+        most = min(most, 32768)
+    classes = min(max(1, draw(size)), most)
+    rows = min(draw(size), most // classes)
+    tensors: dict[str, Any] = {}
+    if op == "cross_entropy":
+        shape: tuple[int, ...] = (rows,)
+        if rows and draw(st.integers(0, 3)) == 0:
+            shape = (1, rows)
+        whole = (shape[0], classes, *shape[1:])
+        tensors["input"] = draw(drawn(whole, dtype))
+    else:
+        features = min(
+            draw(st.integers(0, 9) | st.sampled_from(SIZES)), most // (classes * max(1, rows))
+        )
+        shape = draw(st.sampled_from([(rows,), (1, rows), (rows, 1)]))
+        tensors["input"] = draw(drawn((*shape, features), dtype))
+        tensors["linear_weight"] = draw(drawn((classes, features), dtype))
+        tensors["linear_bias"] = draw(st.none() | drawn((classes,), dtype))
+    leaves = sorted(k for k, v in tensors.items() if v is not None)
+    target = Targets(
+        shape,
+        torch.int64,
+        seed=draw(st.integers(0, 999)),
+        classes=classes,
+        ignored=draw(st.booleans()) and all(tensors[k].values in FINITE for k in leaves),
+    )
+    options = draw(st.fixed_dictionaries(OPTIONS))
+    if op == "cross_entropy":
+        options["grad_in_forward"] = draw(st.booleans())
+    weight = draw(st.none() | st.builds(Weights, st.just((classes,)), st.just(dtype)))
+    wanted = frozenset(draw(st.lists(st.sampled_from(leaves))))
+    arguments = tensors | {"target": target, "weight": weight} | options
+    return Call(op, arguments, wanted)
+
+
+@st.composite
+def broken(draw: st.DrawFn, op: str) -> Call:
+    """A call with one argument that is wrong, or that at least is not what is documented."""
+    call = draw(calls(op, 512))
+    name = draw(st.sampled_from(sorted(call.arguments)))
+    return Call(op, call.arguments | {name: draw(st.sampled_from(wrong_values(name, call)))})
+
+
+def wrong_values(name: str, call: Call) -> list[Any]:
+    """What to try in the place of a right value."""
+    wrong = {
+        "reduction": ["avg", "", "MEAN", None],
+        "label_smoothing": [-0.1, 1.5, math.nan, "1"],
+        "z_loss": ["1", None, 1j],
+        "softcap": [0.0, -1.0, math.nan, "1"],
+        "scale": ["1", 1j],
+        "dtype": [torch.int64, torch.float64, "float32"],
+        "grad_in_forward": ["1", 2.5],
+    }
+    if name in wrong:
+        return wrong[name]
+    like = call.arguments[name] or Drawn((3,), torch.float32)
+    shape = like.shape
+    others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
+    made: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
+    made += [Drawn(shape, dtype) for dtype in NOT_FLOATS if dtype != like.dtype]
+    if name == "target":
+        classes = torch.full(shape, call.arguments["target"].classes)
+        made += [classes, -1 - classes]
+    return made
+
+
+def in_float64(call: Call) -> dict[str, Any]:
+    return {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in call.made().items()
+    }
+
+
+def product_of_terms(input, linear_weight, target, linear_bias=None, **how):
+    z = (input.unsqueeze(-2) * linear_weight).sum(-1)
+    z = (z if linear_bias is None else z + linear_bias).flatten(0, -2)
+    loss = loss_of_terms(z, target.flatten(), **how)
+    return loss.view(target.shape) if loss.dim() else loss
+
+
+def loss_of_terms(
+    input,
+    target,
+    weight=None,
+    reduction="mean",
+    label_smoothing=0.0,
+    z_loss=0.0,
+    softcap=None,
+    scale=None,
+    dtype=None,
+    grad_in_forward=False,
+):
+    z = input.movedim(1, -1) * (1 if scale is None else scale)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    w = z.new_ones(z.shape[-1]) if weight is None else weight
+    live = target != -100
+    at = torch.where(live, target, 0)
+    wt = torch.where(live, w[at], 0)
+    over = z - z.detach().amax(-1, keepdim=True) if z.numel() else z
+    log_p = over - over.exp().sum(-1, keepdim=True).log()
+    sharp = wt * -log_p.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+    smooth = torch.where(live, (w * -log_p).sum(-1), 0) / z.shape[-1]
+    loss = (1 - label_smoothing) * sharp + z_loss * wt * torch.logsumexp(z, -1) ** 2
+    loss = loss + label_smoothing * smooth if label_smoothing else loss
+    if reduction == "none":
+        return loss
+    return loss.sum() / wt.sum() if reduction == "mean" else loss.sum()
+
+
+# Term by term, whose roundings `Rounded` draws anew.
+OF_TERMS = {"cross_entropy": loss_of_terms, "linear_cross_entropy": product_of_terms}
+
+
+def compare(call: Call, found: dict | Exception, backend: str) -> None:
+    """Assert that what we give is as good as what the reference gives in the inputs' dtype.
+
+    Of a row that is ignored nothing is computed, where torch's gradient of a NaN is one.
+    """
+    if isinstance(found, Exception):
+        raise found
+    exactly = in_float64(call)
+    eager, exact = (results(REFERENCES[call.op], call, made) for made in (None, exactly))
+    narrow = call.arguments["input"].dtype in (torch.float16, torch.bfloat16)
+
+    def rounded(key: str) -> Iterator[torch.Tensor]:
+        for seed in range(4):
+            with Rounded(torch.float32, seed):
+                yield results(OF_TERMS[call.op], call, exactly)[key]
+            if narrow:
+                with Redrawn(seed):
+                    yield results(REFERENCES[call.op], call)[key].double()
+
+    assert_as_good(found, eager, exact, rounded)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@given(data=st.data())
+def test_as_the_reference(op, backend, data):
+    call = data.draw(calls(op)).on(backend)
+    compare(call, ours(call, backend), backend)
+
+
+# What the fuzz has found, and what it draws too rarely.
+EXAMPLES = {
+    "a loss past float32": Call(
+        "cross_entropy",
+        {
+            "input": Drawn((1, 1), values="huge"),
+            "target": Targets((1,), torch.int64),
+            "z_loss": 1e-3,
+        },
+    ),
+    "an infinite weight of the target": Call(
+        "linear_cross_entropy",
+        {
+            "input": Drawn((2, 1)),
+            "linear_weight": Drawn((2, 1), values="one inf"),
+            "target": Targets((2,), torch.int64, classes=2),
+        },
+        frozenset({"input"}),
+    ),
+    "scaled logits, rounded in one place alone": Call(
+        "linear_cross_entropy",
+        {
+            "input": Drawn((1, 1)),
+            "linear_weight": Drawn((2, 1), values="large constant"),
+            "target": Targets((1,), torch.int64, classes=2),
+            "scale": 0.1,
+        },
+        frozenset({"input"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("why", EXAMPLES)
+@pytest.mark.parametrize("backend", backends("cross_entropy"))
+def test_example(why, backend):
+    call = EXAMPLES[why].on(backend)
+    compare(call, ours(call, backend), backend)
+
+
+@pytest.mark.parametrize("op,backend", KERNELS)
+@given(data=st.data())
+def test_mistakes_are_named(op, backend, data):
+    call = data.draw(broken(op)).on(backend)
+    try:
+        found = ours(call, backend)
+    except IndexError as error:
+        found = error
+    if not isinstance(found, Exception):
+        return compare(call, found, backend)
+    if "out of bounds" in str(found):  # torch's own, where its lines run
+        return None
+    assert says_what_is_wrong(call, str(found)), found

@@ -1,0 +1,273 @@
+"""cross_entropy: every backend through the same lines."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedops
+from cross_entropy.cases import (
+    BACKENDS,
+    F32,
+    FLOATS,
+    OPTIONS,
+    class_weight,
+    compare,
+    interpreted,
+    logits,
+    skip_what_does_not_run,
+    targets,
+)
+from fusedops.functional import cross_entropy
+from fusedops.functional.cross_entropy import cross_entropy_reference
+from fusedops.testing import check, device_of, placed, poisoned, threads, yardstick
+
+# one element, odd, past a block of the kernels, many short rows, a vocabulary
+SHAPES = [(1, 1), (31, 33), (9, 1024), (7, 2051), (130, 5), (9, 32000)]
+ON = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@ON
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+def test_forward_and_gradients(backend, dtype, options, shape, weighted):
+    skip_what_does_not_run(backend, dtype, *shape)
+    weight = class_weight(shape[1], dtype) if weighted else None
+    args = logits(*shape, dtype), targets(*shape)
+    compare(args, backend, weight, **OPTIONS[options])
+
+
+@ON
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_float32_loss_of_16_bits(backend, dtype, reduction):
+    """As exact as torch's of the logits in float32: no rounding of the loss, nor of its sum."""
+    skip_what_does_not_run(backend, dtype)
+    compare((logits(40, 999, dtype), targets(40, 999)), backend, dtype=F32, reduction=reduction)
+
+
+@ON
+@pytest.mark.parametrize("offset", [300.0, -1000.0, 1e5])
+def test_logits_far_from_zero(backend, offset):
+    for options in ("mean", "smoothed", "none"):
+        args = logits(12, 1500, offset=offset), targets(12, 1500)
+        compare(args, backend, **OPTIONS[options])
+
+
+@ON
+def test_rows_that_grow(backend):
+    """Each block of a row has larger logits than the ones before."""
+    x = logits(3, 5000) + torch.linspace(0, 400, 5000)
+    compare((x, targets(3, 5000, ignored=False)), backend, reduction="none")
+    compare((x.flip(1), targets(3, 5000, ignored=False)), backend, label_smoothing=0.1)
+
+
+@ON
+def test_sure_predictions(backend):
+    """A loss near 0 keeps its digits: lse and the target's logit are not rounded before."""
+    x, target = logits(6, 50), targets(6, 50, ignored=False)
+    x[torch.arange(6), target] = 25.0
+    compare((x, target), backend, reduction="none")
+
+
+@ON
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(0, 7), (0, 0)], ids=str)
+def test_empty(backend, reduction, shape):
+    compare((torch.zeros(shape), targets(*shape)), backend, reduction=reduction)
+
+
+@ON
+@pytest.mark.parametrize("options", ["mean", "sum", "none", "all"])
+def test_every_target_is_ignored(backend, options):
+    x, target = logits(6, 41).requires_grad_(), torch.full((6,), -100)
+    x, target = placed((x.detach(), target), device_of(backend))
+    x.requires_grad_()
+    for made in (False, True):
+        with fusedops.backend(backend), poisoned():
+            loss = cross_entropy(x, target, grad_in_forward=made, **OPTIONS[options])
+            (grad,) = torch.autograd.grad(loss.sum(), x)
+        expected = F.cross_entropy(x, target, reduction=OPTIONS[options].get("reduction", "mean"))
+        torch.testing.assert_close(loss, expected, equal_nan=True)
+        assert not grad.count_nonzero()
+
+
+@ON
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_targets_that_weigh_nothing(backend, smoothing):
+    """Loss and gradient are NaN, as torch's, also where classes that are no target weigh."""
+    target = targets(6, 39)
+    args = logits(6, 40), target, (torch.arange(40) == 39).float() * smoothing
+    x, target, weight = placed(args, device_of(backend))
+    for run in (F.cross_entropy, cross_entropy, cross_entropy_reference):
+        leaf = x.clone().requires_grad_()
+        with fusedops.backend(backend):
+            loss = run(leaf, target, weight, label_smoothing=smoothing)
+            (grad,) = torch.autograd.grad(loss, leaf)
+        assert loss.isnan() and grad[target != -100].isnan().all()
+
+
+@ON
+@pytest.mark.parametrize("made", [False, True])
+def test_a_scaled_float16_loss(backend, made):
+    """A GradScaler's factor comes before the gradient of a mean is rounded to float16, where that
+    of so many rows is below the normal numbers."""
+    rows, classes = (8, 200) if interpreted(backend) else (70000, 5)
+    x, target = logits(rows, classes, torch.float16), targets(rows, classes)
+    check(
+        lambda x, t: cross_entropy(x, t, grad_in_forward=made, dtype=F32) * 2**8,
+        lambda x, t: cross_entropy_reference(x, t, dtype=F32) * 2**8,
+        (x, target),
+        backend,
+    )
+
+
+@ON
+def test_another_ignore_index(backend):
+    x, target = logits(9, 20), targets(9, 20, ignored=False)
+    for index in (int(target[4]), -1, 7):
+        target[2] = index
+        compare((x, target), backend, ignore_index=index)
+
+
+@ON
+def test_ignored_rows_are_not_looked_at(backend):
+    x, target = logits(5, 300), targets(5, 300, ignored=False)
+    x[2], target[2] = torch.nan, -100
+    x, target = placed((x, target), device_of(backend))
+    x.requires_grad_()
+    with fusedops.backend(backend):
+        loss = cross_entropy(x, target, label_smoothing=0.1, z_loss=0.1)
+        (grad,) = torch.autograd.grad(loss, x)
+    keep = torch.tensor([0, 1, 3, 4], device=x.device)
+    expected = cross_entropy_reference(x[keep], target[keep], label_smoothing=0.1, z_loss=0.1)
+    torch.testing.assert_close(loss, expected)
+    assert not grad[2].count_nonzero() and grad[keep].count_nonzero() == 4 * 300
+
+
+@ON
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize(
+    "columns", [slice(3, 4), slice(0, 1024), slice(0, 1500), slice(1400, 1500)]
+)
+def test_nan_and_inf(backend, softcap, value, columns):
+    """Some logits, a whole block of them, all of a row."""
+    x, target = logits(4, 1500), targets(4, 1500, ignored=False)
+    target[0], target[1] = 3, 1450
+    x[:2, columns] = value
+    x, target = placed((x, target), device_of(backend))
+    for smoothing in (0.0, 0.1):
+        how = {"reduction": "none", "softcap": softcap, "label_smoothing": smoothing}
+
+        def run(function, how=how):
+            leaf = x.clone().requires_grad_()
+            loss = function(leaf, target, **how)
+            return loss.detach(), *torch.autograd.grad(loss.sum(), leaf)
+
+        with fusedops.backend(backend):
+            found = run(cross_entropy)
+        for one, other in zip(found, run(cross_entropy_reference), strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=1e-6)
+
+
+@ON
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("options", ["mean", "sum", "none", "all"])
+def test_gradients_in_the_forward(backend, dtype, options):
+    """They are rounded before they are scaled, so the loss's own gradient is a power of two."""
+    skip_what_does_not_run(backend, dtype)
+    x, target = placed((logits(11, 1500, dtype), targets(11, 1500)), device_of(backend))
+    how = OPTIONS[options]
+
+    def run(function, x, cotangent, **more):
+        leaf = x.clone().requires_grad_()
+        loss = function(leaf, target, **how, **more)
+        again = torch.autograd.grad(loss, leaf, torch.ones_like(loss), retain_graph=True)
+        return *again, *torch.autograd.grad(loss, leaf, torch.full_like(loss, cotangent))
+
+    for cotangent in (1.0, 0.5):
+        with fusedops.backend(backend), poisoned():
+            found = run(cross_entropy, x, cotangent, grad_in_forward=True)
+        eager = run(cross_entropy_reference, x, cotangent)
+        exact = run(cross_entropy_reference, x.double(), cotangent)
+        for values in zip(found, eager, exact, strict=True):
+            assert yardstick(*values) is None
+
+
+@ON
+@pytest.mark.parametrize("made", [False, True])
+def test_logits_are_not_written_to(backend, made):
+    x, target = placed((logits(5, 200), targets(5, 200)), device_of(backend))
+    before, leaf = x.clone(), x.requires_grad_()
+    with fusedops.backend(backend):
+        cross_entropy(leaf, target, grad_in_forward=made).backward()
+    assert torch.equal(x, before)
+
+
+@ON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_strides(backend, dtype):
+    rows = logits(12, 600, dtype)
+    for x in (
+        rows[::2],
+        rows[:, 3:500],
+        rows[:, 1:],
+        rows[:1].expand(6, -1),
+        torch.cat([rows.flatten(), rows[0]])[1 : 1 + rows.numel()].view(12, 600),
+    ):
+        compare((x, targets(*x.shape)), backend)
+
+
+@ON
+def test_expanded_gradients(backend):
+    x, target = placed((logits(8, 100), targets(8, 100)), device_of(backend))
+    x.requires_grad_()
+    with fusedops.backend(backend):
+        loss = cross_entropy(x, target, reduction="none")
+        found = torch.autograd.grad(loss.sum(), x, retain_graph=True)
+        expected = torch.autograd.grad(loss, x, torch.ones_like(loss))
+    assert torch.equal(found[0], expected[0])
+
+
+@ON
+def test_the_same_bits_each_time(backend):
+    rows = 12 if interpreted(backend) else 70
+    x, target = placed((logits(rows, 3000), targets(rows, 3000)), device_of(backend))
+    x.requires_grad_()
+
+    def run(x, target, **how):
+        with fusedops.backend(backend):
+            loss = cross_entropy(x, target, **how)
+            return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
+
+    for how in ({}, {"reduction": "none"}, {"grad_in_forward": True}):
+        assert all(map(torch.equal, run(x, target, **how), run(x, target, **how)))
+    whole = run(x, target, reduction="none")[0]
+    with fusedops.backend(backend):
+        alone = torch.cat(
+            [cross_entropy(x[i : i + 1], target[i : i + 1], reduction="none") for i in range(rows)]
+        )
+    assert torch.equal(whole, alone)
+
+
+def test_a_target_that_is_no_class():
+    x = logits(5, 10)
+    for wrong in (10, -1, 2**40):
+        target = targets(5, 10, ignored=False)
+        target[3] = wrong
+        with pytest.raises(IndexError, match=f"class from 0 to 9 .* got {wrong} in row 3"):
+            cross_entropy(x, target)
+
+
+def test_threads_do_not_change_the_bits():
+    x, target = logits(300, 700).requires_grad_(), targets(300, 700)
+    found = []
+    for number in (1, 2, 3):
+        with threads(number):
+            loss = cross_entropy(x, target)
+            found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )

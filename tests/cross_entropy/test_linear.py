@@ -1,0 +1,323 @@
+"""linear_cross_entropy: every backend through the same lines."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedops
+from benchmarks.memory import profiled
+from cross_entropy.cases import (
+    BACKENDS,
+    F32,
+    FLOATS,
+    OPTIONS,
+    class_weight,
+    compare_linear,
+    head,
+    interpreted,
+    skip_what_does_not_run,
+    targets,
+)
+from fusedops.functional import cross_entropy, linear_cross_entropy
+from fusedops.functional.cross_entropy import linear_cross_entropy_reference
+from fusedops.testing import check, device_of, placed, poisoned, threads, yardstick
+
+# rows, features, classes: one element, odd, past a tile of the kernels in each direction
+SHAPES = [(1, 1, 1), (40, 33, 19), (40, 64, 1025), (1030, 16, 2100)]
+ON = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def skip(backend, dtype, products, shape):
+    skip_what_does_not_run(backend, dtype, shape[0], shape[2])
+    if products and (backend != "cpu" or dtype == torch.float32):
+        pytest.skip("no products of bfloat16 here")
+
+
+@ON
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("more", [False, True], ids=["", "weight and bias"])
+def test_forward_and_gradients(backend, dtype, options, shape, more, products):
+    skip(backend, dtype, products, shape)
+    rows, _, classes = shape
+    x, w, b = head(*shape, dtype)
+    args = (x, w, targets(rows, classes), b) if more else (x, w, targets(rows, classes))
+    weight = class_weight(classes, dtype) if more else None
+    compare_linear(args, backend, weight, **OPTIONS[options])
+
+
+@ON
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shape", [(50, 40, 160), (300, 40, 1500)], ids=str)
+def test_a_frozen_weight(backend, dtype, reduction, shape, products):
+    """Input and bias have gradients, and then the bias alone."""
+    rows, _, classes = shape
+    skip(backend, dtype, products, shape)
+    x, w, b = head(*shape, dtype)
+    target = targets(rows, classes)
+    compare_linear((x, w, target, b), backend, reduction=reduction)
+
+    def of(run, *leaves, **how):
+        x, b = (t.clone().requires_grad_() for t in leaves)
+        loss = run(x, w.to(x.dtype), target, linear_bias=b, reduction=reduction)
+        cotangent = torch.full_like(loss, 0.5)
+        both = torch.autograd.grad(loss, (x, b), cotangent, retain_graph=True)
+        return *both, *torch.autograd.grad(loss, b, cotangent)
+
+    x, w, target, b = placed((x, w, target, b), device_of(backend))
+    with fusedops.backend(backend), poisoned():
+        found = of(linear_cross_entropy, x, b)
+    eager = of(linear_cross_entropy_reference, x, b)
+    exact = of(linear_cross_entropy_reference, x.double(), b.double())
+    for values in zip(found, eager, exact, strict=True):
+        assert yardstick(*values) is None
+
+
+@ON
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_float32_loss(backend, dtype, products):
+    shape = 60, 40, 250
+    skip(backend, dtype, products, shape)
+    x, w, _ = head(*shape, dtype)
+    compare_linear((x, w, targets(60, 250)), backend, dtype=F32)
+
+
+@ON
+@pytest.mark.parametrize("shape", [(0, 5, 7), (6, 0, 7), (0, 5, 0)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_empty(backend, shape, reduction):
+    x, w, b = head(*shape)
+    compare_linear((x, w, targets(shape[0], shape[2]), b), backend, reduction=reduction)
+
+
+@ON
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_target_is_ignored(backend, reduction, dtype):
+    leaves = placed(head(6, 12, 40, dtype), device_of(backend))
+    leaves = [t.requires_grad_() for t in leaves]
+    x, w, b = leaves
+    with fusedops.backend(backend), poisoned():
+        target = torch.full((6,), -100, device=x.device)
+        loss = linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction)
+        grads = torch.autograd.grad(loss.sum(), leaves)
+    assert loss.isnan().all() if reduction == "mean" else not loss.count_nonzero()
+    assert not any(g.count_nonzero() for g in grads)
+
+
+@ON
+def test_ignored_rows_are_not_looked_at(backend):
+    x, w, _ = head(9, 12, 40)
+    target = targets(9, 40, ignored=False)
+    x[4], target[4] = torch.nan, -100
+    x, w, target = placed((x, w, target), device_of(backend))
+    x.requires_grad_()
+    with fusedops.backend(backend):
+        loss = linear_cross_entropy(x, w, target)
+        (grad,) = torch.autograd.grad(loss, x)
+    assert loss.isfinite() and not grad[4].count_nonzero()
+    assert grad[[0, 8]].isfinite().all() and grad[8].count_nonzero()
+
+
+@ON
+def test_dimensions_of_rows(backend):
+    x, w, b = head(24, 16, 50)
+    target = targets(24, 50)
+    for shape in ((2, 3, 4), (24,), (1, 24)):
+        for reduction in ("mean", "none"):
+            args = x.view(*shape, 16), w, target.view(shape), b
+            compare_linear(args, backend, reduction=reduction)
+    compare_linear((x[0], w, target[0], b), backend)
+
+
+@ON
+def test_strides(backend):
+    x, w, b = head(24, 16, 50)
+    target = targets(24, 50)
+    for view in (
+        (x.t().contiguous().t(), w.t().contiguous().t(), b),
+        (x[::2].repeat_interleave(2, 0)[::1], w, b[:1].expand(50)),
+        (x[:, :8], w[:, 8:], b),
+        (x.flip(0)[:1].expand(24, -1), w.repeat(2, 1)[::2], b.repeat(2)[::2]),
+    ):
+        compare_linear((view[0], view[1], target, view[2]), backend)
+
+
+@ON
+def test_the_backward_may_run_again(backend):
+    """The gradients that the forward has made are given away by the last backward alone."""
+    x, w, _ = head(20, 16, 50)
+    x, w, target = placed((x, w, targets(20, 50)), device_of(backend))
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    with fusedops.backend(backend):
+        loss = linear_cross_entropy(x, w, target)
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        kept = [g.clone() for g in first]
+        for g in first:
+            g.zero_()
+        second = torch.autograd.grad(loss, leaves, torch.tensor(2.0).to(x), retain_graph=True)
+        third = torch.autograd.grad(loss, leaves)
+    for one, two, three in zip(kept, second, third, strict=True):
+        assert torch.equal(one * 2, two) and torch.equal(one, three)
+
+
+def same_for_threads(x, w, b):
+    """Whether MKL sums the products of a tile in one order, as on AMD's CPUs and under MKL_CBWR."""
+
+    def products():
+        logits = torch.addmm(b, x, w.t())
+        return logits, logits @ w, logits.t() @ x
+
+    with threads(1):
+        alone = products()
+    with threads(3):
+        return all(map(torch.equal, alone, products()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_threads_do_not_change_the_bits(dtype, reduction):
+    leaves = [t.requires_grad_() for t in head(1030, 96, 2100, dtype)]
+    target = targets(1030, 2100)
+    if not same_for_threads(*head(1024, 96, 1024, torch.float32)):
+        pytest.skip("torch's own float32 product of this CPU has other bits on more threads")
+
+    def run():
+        x, w, b = leaves
+        loss = linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction)
+        return loss.detach(), *torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+
+    with threads(1):
+        alone = run()
+    with threads(3):
+        assert all(map(torch.equal, alone, run()))
+
+
+@ON
+def test_gradients_add_up_in_leaves(backend):
+    x, w, _ = head(20, 16, 50)
+    x, w, target = placed((x, w, targets(20, 50)), device_of(backend))
+    w.requires_grad_()
+    with fusedops.backend(backend):
+        loss = linear_cross_entropy(x, w, target)
+        loss.backward(retain_graph=True)
+        once = w.grad.clone()
+        loss.backward()
+    assert torch.equal(w.grad, 2 * once)
+
+
+@ON
+def test_as_cross_entropy_of_the_product(backend):
+    x, w, b = head(40, 16, 300)
+    x, w, b, target = placed((x, w, b, targets(40, 300)), device_of(backend))
+    with fusedops.backend(backend):
+        found = linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, z_loss=0.1)
+        logits = torch.nn.functional.linear(x, w, b)
+        expected = cross_entropy(logits, target, softcap=5.0, z_loss=0.1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_targets_are_added_last(reduction):
+    """Half of eager's error at most: no sum on the way is rounded at the size of their terms."""
+    x, w, _ = head(256, 64, 4000)
+    w, target = w / 8, targets(256, 4000, ignored=False)
+
+    def gradients(run, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
+        return torch.autograd.grad(run(*leaves, target, reduction=reduction).sum(), leaves)
+
+    found = gradients(linear_cross_entropy, F32)
+    eager = gradients(linear_cross_entropy_reference, F32)
+    exact = gradients(linear_cross_entropy_reference, torch.float64)
+    for ours, theirs, true in zip(found, eager, exact, strict=True):
+        assert (ours - true).norm() < (theirs - true).norm() / 2
+
+
+@ON
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_mean_over_weights_of_zero(backend, label_smoothing):
+    x, w, _ = head(6, 12, 40)
+    x, w, target, of_class = placed((x, w, targets(6, 40), torch.zeros(40)), device_of(backend))
+    how = {"weight": of_class, "label_smoothing": label_smoothing}
+    with fusedops.backend(backend):
+        loss = linear_cross_entropy(x, w, target, **how)
+    assert loss.isnan() and linear_cross_entropy_reference(x, w, target, **how).isnan()
+
+
+def test_a_target_that_is_no_class():
+    x, w, _ = head(5, 4, 10)
+    target = targets(5, 10, ignored=False)
+    target[3] = 10
+    for ignored in (slice(0), slice(1, 3)):
+        target[ignored] = -100
+        with pytest.raises(IndexError, match=r"linear_.*: target .* 0 to 9 .* got 10 in row 3"):
+            linear_cross_entropy(x, w, target)
+
+
+def test_a_bias_of_another_dtype():
+    x, w, b = head(5, 4, 10)
+    with pytest.raises(RuntimeError, match=r"linear_bias must be float32 .*, got float64"):
+        linear_cross_entropy(x, w, targets(5, 10), linear_bias=b.double())
+
+
+def test_arguments_of_torch_alone():
+    x, w, _ = head(5, 4, 10)
+    target = targets(5, 10)
+    found = linear_cross_entropy(x, w, target, ignore_index=None, options=None)
+    assert torch.equal(found, linear_cross_entropy(x, w, target))
+
+
+@ON
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_a_scaled_float16_loss(backend, trained):
+    """A GradScaler's factor comes before the gradient of a mean is rounded to float16, where that
+    of so many rows is below the normal numbers."""
+    rows, classes = (8, 200) if interpreted(backend) else (70000, 20)
+    x, w, _ = head(rows, 16, classes, torch.float16)
+    target = targets(rows, classes)
+    head_weight = placed((w,), device_of(backend))[0]
+
+    def of(run):
+        def scaled(x, t, w=None):
+            w = head_weight.to(x.dtype) if w is None else w
+            return run(x, w, t, dtype=F32) * 2**8
+
+        return scaled
+
+    args = (x, target, w) if trained else (x, target)
+    check(of(linear_cross_entropy), of(linear_cross_entropy_reference), args, backend)
+
+
+class Masks(TorchDispatchMode):
+    """Which gradients the forwards are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "linear_cross_entropy_forward":
+            self.seen.append(args[-1])
+        return func(*args, **kwargs or {})
+
+
+def test_gradients_that_nobody_wants_are_not_made():
+    x, w, b = head(6, 4, 10)
+    for wanted in ([True, False, False], [False, True, False], [True, False, True]):
+        x, w, b = (t.detach().requires_grad_(on) for t, on in zip((x, w, b), wanted, strict=True))
+        with Masks() as masks:
+            linear_cross_entropy(x, w, targets(6, 10), linear_bias=b)
+        assert masks.seen == [wanted]
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+def test_the_logits_never_exist(dtype):
+    """Beside the gradients the pieces take a quarter of their float32 bytes at most."""
+    x, w, _ = head(2048, 8, 4096, dtype)
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    target = targets(2048, 4096)
+    memory = profiled(lambda: torch.autograd.grad(linear_cross_entropy(x, w, target), leaves))
+    assert memory.beside < 2048 * 4096 * 4 / 4

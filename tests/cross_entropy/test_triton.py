@@ -1,0 +1,291 @@
+"""What only the Triton kernels of cross_entropy have: outputs made in Python, parts of rows, a
+device that is never waited for."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedops
+from cross_entropy.cases import class_weight, head, logits, targets
+from fusedops.functional import cross_entropy, linear_cross_entropy
+from fusedops.functional.cross_entropy import (
+    cross_entropy_reference,
+    linear_cross_entropy_reference,
+)
+from fusedops.testing import backends, check, device_of, placed, poisoned
+
+if "triton" not in backends("cross_entropy"):
+    pytest.skip("Triton cannot run here", allow_module_level=True)
+
+import fusedops.triton.cross_entropy as triton_family
+from fusedops.triton.cross_entropy import linear
+from fusedops.triton.cross_entropy.tile import tile_of
+
+DEVICE = device_of("triton")
+F32, F16, F64 = torch.float32, torch.float16, torch.float64
+NONE, MEAN, SUM = range(3)
+HOW = [0.1, 0.02, 2.0, 5.0]  # label_smoothing, z_loss, scale, softcap
+PLAIN = [0.0, 0.0, 1.0, 0.0]
+OP = torch.ops.fusedops
+
+
+def on_device(*tensors):
+    return placed(tensors, DEVICE)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Of 16 rows or classes."""
+    monkeypatch.setattr(linear, "tile_size", lambda device: 1)
+    monkeypatch.setattr(linear, "LEAST", 16)
+
+
+# Each kernel operator with arguments that reach all of its outputs.
+def forward(rows, classes, dtype, reduction, loss, made):
+    x, target = on_device(logits(rows, classes, dtype), targets(rows, classes))
+    weight = class_weight(classes, F64).to(DEVICE)
+    return OP.cross_entropy_forward, (x, target, weight, -100, reduction, HOW, loss, made)
+
+
+def backward(rows, classes, dtype, reduction, *_):
+    x, target = on_device(logits(rows, classes, dtype), targets(rows, classes))
+    lse, total = torch.ones(rows, dtype=F64, device=DEVICE), torch.ones((), dtype=F64).to(DEVICE)
+    grad = torch.ones(rows if reduction == NONE else (), dtype=dtype, device=DEVICE)
+    args = grad, x, target, None, lse, total, -100, reduction, HOW
+    return OP.cross_entropy_backward, args
+
+
+def linear_forward(rows, classes, dtype, reduction, loss, made):
+    x, w, b = on_device(*head(rows, 8, classes, dtype))
+    (target,) = on_device(targets(rows, classes))
+    mask = [made, True, made]
+    args = x, w, target, b, None, -100, reduction, HOW, loss, mask
+    return OP.linear_cross_entropy_forward, args
+
+
+def linear_backward(rows, classes, dtype, reduction, loss, made):
+    _, (grad, _, target, _, lse, total, *_) = backward(rows, classes, dtype, reduction)
+    x, w, b = on_device(*head(rows, 8, classes, dtype))
+    mask = [made, True, made]
+    args = grad, x, w, target, b, None, lse, total, -100, reduction, HOW, mask
+    return OP.linear_cross_entropy_backward, args
+
+
+OPERATORS = [forward, backward, linear_forward, linear_backward]
+
+
+def facts(outputs):
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [None if t is None else (t.shape, t.dtype, t.stride()) for t in outputs]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("reduction", [NONE, MEAN, SUM])
+@pytest.mark.parametrize("made", [False, True])
+def test_outputs_are_those_of_the_meta_kernels(operator, reduction, made):
+    for dtype, loss in ((F32, F32), (F16, F16), (F16, F32)):
+        op, args = operator(5, 7, dtype, reduction, loss, made)
+        with fusedops.backend("triton"):
+            found = op(*args)
+        on_meta = (a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)
+        assert facts(found) == facts(op(*on_meta))
+
+
+class NeverWaits(TorchDispatchMode):
+    """Fails where the host would read what the device has computed."""
+
+    WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.WAITS, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("reduction", [NONE, MEAN])
+def test_the_host_does_not_wait(operator, reduction, small_tiles):
+    op, args = operator(5, 40, F16, reduction, F32, True)
+    run = getattr(triton_family, op.__name__)
+    with NeverWaits():
+        run(*args)
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            args[0].sum().item()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_target_that_is_no_class(weighted, smoothing, small_tiles):
+    """Its row is NaN, and no other."""
+    rows, classes = 7, 40
+    wrong, right = [0, 2, 3, 5], [1, 4, 6]
+    x, target = logits(rows, classes), targets(rows, classes, ignored=False)
+    target[wrong] = torch.tensor([classes, -1, 2**40 + 5, -(2**33)])
+    x, target, w, b = on_device(x, target, torch.eye(classes), torch.zeros(classes))
+    how = {"label_smoothing": smoothing, "z_loss": 0.1}
+    how["weight"] = class_weight(classes).to(DEVICE) if weighted else None
+    for run in (
+        lambda x, **how: cross_entropy(x, target, **how),
+        lambda x, **how: cross_entropy(x, target, grad_in_forward=True, **how),
+        lambda x, **how: linear_cross_entropy(x, w, target, linear_bias=b, **how),
+    ):
+        for reduction in ("none", "sum", "mean"):
+            leaf = x.clone().requires_grad_()
+            with fusedops.backend("triton"), poisoned():
+                loss = run(leaf, reduction=reduction, **how)
+                (grad,) = torch.autograd.grad(loss.sum(), leaf)
+            if reduction == "none":
+                assert loss[wrong].isnan().all() and loss[right].isfinite().all()
+            else:
+                assert loss.isnan()
+            assert grad[wrong].isnan().all() and grad[right].isfinite().all()
+            expected = torch.autograd.grad(
+                cross_entropy_reference(
+                    leaf[right], target[right], reduction=reduction, **how
+                ).sum(),
+                leaf,
+            )
+            torch.testing.assert_close(grad[right], expected[0][right])
+
+
+def test_offsets_past_32_bits():
+    apart = 2**31
+    memory = torch.empty(apart + 40, dtype=F16, device=DEVICE)  # of which two rows are touched
+    x = memory.as_strided((2, 33), (apart, 1))
+    x.copy_(logits(2, 33, F16))
+    target = targets(2, 33).to(DEVICE)
+    with fusedops.backend("triton"):
+        found = loss_and_gradient(x, target)
+        expected = loss_and_gradient(x.clone(), target)
+    assert all(map(torch.equal, found, expected))
+
+
+def loss_and_gradient(x, target, **how):
+    leaf = x.detach().requires_grad_()
+    loss = cross_entropy(leaf, target, reduction="none", **how)
+    return loss.detach(), *torch.autograd.grad(loss.sum(), leaf)
+
+
+@pytest.mark.parametrize("classes", [1, 31, 1024, 32000, 131072 + 3])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("made", [False, True])
+def test_tiles(classes, dtype, made):
+    args = logits(2, classes, dtype), targets(2, classes)
+    how = {"reduction": "sum", "grad_in_forward": made}
+    for more in ({}, {"label_smoothing": 0.1, "softcap": 20.0}):
+        check(
+            of(cross_entropy, **how, **more),
+            of(cross_entropy_reference, **how, **more),
+            args,
+            "triton",
+        )
+
+
+def of(run, weight=None, **how):
+    """weight follows the logits into float64, and has no gradient."""
+
+    def called(x, *args):
+        w = weight if weight is None or x.dtype != F64 else weight.double()
+        return run(x, *args, weight=w, **how)
+
+    return called
+
+
+def test_a_tile_covers_a_row_with_the_fewest_warps():
+    warps = {n: tile_of(n, 2, 256)["num_warps"] for n in (1, 1024, 1025, 8192, 300000)}
+    assert warps == {1: 1, 1024: 1, 1025: 2, 8192: 8, 300000: 8}
+    for n, size in ((7, 2), (5000, 4), (300000, 2)):
+        tile = tile_of(n, size, 512)
+        assert tile["VECTOR"] * size == 16 and tile["LANES"] == 32 * tile["num_warps"]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_the_parts_of_a_row(dtype):
+    """Rows that begin and end anywhere in a vector, among neighbours that must not be touched."""
+    for n in (1, 6, 9, 30):
+        for first in range(0, 9, 2):
+            whole = logits(5, 40 + n % 2, dtype)
+            weight = class_weight(n)
+            args = whole[:, first : first + n], targets(5, n)
+            how = {"weight": weight, "label_smoothing": 0.2, "reduction": "none"}
+            check(of(cross_entropy, **how), of(cross_entropy_reference, **how), args, "triton")
+
+
+def test_a_softcap_far_above_the_logits():
+    """tanh keeps the digits of a small number."""
+    args = logits(4, 5) / 100, targets(4, 5, ignored=False)
+    how = {"softcap": 50.0, "reduction": "none"}
+    check(of(cross_entropy, **how), of(cross_entropy_reference, **how), args, "triton")
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_row_has_the_same_bits_among_others(made):
+    x, target = on_device(logits(6, 3000, F16), targets(6, 3000))
+    with fusedops.backend("triton"):
+        among = loss_and_gradient(x, target, grad_in_forward=made)
+        again = loss_and_gradient(x, target, grad_in_forward=made)
+        alone = loss_and_gradient(x[4:5], target[4:5], grad_in_forward=made)
+    assert all(map(torch.equal, among, again))
+    assert torch.equal(among[0][4:5], alone[0]) and torch.equal(among[1][4:5], alone[1])
+
+
+def test_logits_of_the_least_float():
+    """It may mask a row, or the columns of a thread, as -inf may."""
+    least = torch.finfo(F32).min
+    x, target = on_device(logits(3, 3000), torch.tensor([2, 2, 2900]))
+    x[0], x[1, :2500], x[2, :2500] = least, least, -torch.inf
+    with fusedops.backend("triton"):
+        found = loss_and_gradient(x, target)
+    expected = cross_entropy_reference(x, target, reduction="none")
+    torch.testing.assert_close(found[0], expected)
+    assert found[1].isfinite().all()
+
+
+STRIPES = {
+    "none": {"reduction": "none"},
+    "all": {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.02, "softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("options", STRIPES)
+@pytest.mark.parametrize("last", [40, -40])
+def test_stripes_of_classes(dtype, options, last, small_tiles):
+    """Forward and backward over three stripes, one of them ragged, with targets in each. Each has
+    larger logits than the one before, or smaller ones."""
+    x, w, b = head(6, 20, 40, dtype)
+    b = b + torch.linspace(0, last, 40).to(dtype)
+    target = torch.tensor([3, 15, 16, -100, 31, 39])
+    how = STRIPES[options] | {"weight": class_weight(40) if options == "all" else None}
+
+    def with_bias(run):
+        return lambda x, w, t, b: of(run, linear_bias=b, **how)(x, w, t)
+
+    pair = with_bias(linear_cross_entropy), with_bias(linear_cross_entropy_reference)
+    check(*pair, (x, w, target, b), "triton")
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_whole_rows(dtype, small_tiles):
+    """A forward that makes the gradients, over three tiles of rows: what the backward makes."""
+    rows, classes = 35, 19
+    op, args = linear_forward(rows, classes, dtype, MEAN, F32, True)
+    x, w, target, b, *_ = args
+    with fusedops.backend("triton"), poisoned():
+        loss, lse, total, *made = op(*args)
+        plain = op(*args[:-1], [False] * 3)
+        one = torch.ones((), device=DEVICE)
+        later = OP.linear_cross_entropy_backward(
+            one, x, w, target, b, None, lse, total, *args[5:8], [True] * 3
+        )
+    assert torch.equal(total, (target != -100).sum().double())
+    for found, expected in zip((loss, lse, *made), (*plain[:2], *later), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_no_classes():
+    x, w = on_device(torch.ones(3, 4), torch.ones(0, 4))
+    x.requires_grad_()
+    with fusedops.backend("triton"), poisoned():
+        loss = linear_cross_entropy(x, w, torch.full((3,), -100).to(DEVICE), reduction="none")
+        (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert not loss.count_nonzero() and not grad.count_nonzero()

@@ -1,0 +1,173 @@
+"""Random calls of swiglu and geglu: what the reference gives, or an error that says what is wrong.
+
+A failure prints its `Call`, which joins EXAMPLES.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from contract.fuzzing import (
+    FLOATS,
+    NOT_FLOATS,
+    NOT_OURS,
+    RECEIVED,
+    Call,
+    Drawn,
+    Rounded,
+    assert_as_good,
+    drawn,
+    ours,
+    results,
+    says_what_is_wrong,
+    shapes,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedops.functional import gated_activation
+from fusedops.testing import backends
+
+OPS = ["swiglu", "geglu"]
+CASES = [(op, name) for op in OPS for name in [*backends(op), "composite"]]
+KERNELS = [case for case in CASES if case[1] not in NOT_OURS]
+
+
+def reference(op: str):
+    return getattr(gated_activation, f"{op}_reference")
+
+
+@st.composite
+def calls(draw: st.DrawFn, op: str, most: int = 32768) -> Call:
+    """A call that the function's docstring allows."""
+    packed = draw(st.booleans())
+    shape = draw(shapes(most).filter(len) if packed else shapes(most))
+    dtypes = st.sampled_from(FLOATS)
+    usual = draw(dtypes)
+    up_dtype = usual if draw(st.integers(0, 2)) else draw(dtypes)
+    wide = (*shape[:-1], 2 * shape[-1]) if packed else shape
+    arguments: dict[str, Any] = {"gate": draw(drawn(wide, usual))}
+    arguments["up"] = None if packed else draw(drawn(shape, up_dtype))
+    arguments |= draw(keywords(op))
+    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
+    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
+    received = "contiguous" if not shape else draw(st.sampled_from(list(RECEIVED)))
+    return Call(op, arguments, wanted, received)
+
+
+def keywords(op: str) -> st.SearchStrategy[dict[str, Any]]:
+    if op == "geglu":
+        return st.fixed_dictionaries({"approximate": st.sampled_from(["none", "tanh"])})
+    return st.fixed_dictionaries(
+        {
+            "limit": st.sampled_from([None, None, 7.0, 0.5, 0.0, 1e-3, 1e30, math.inf]),
+            "alpha": st.sampled_from([1.0, 1.0, 1.702, -1.0, 0.0, 1e-4, 100.0]),
+            "up_offset": st.sampled_from([0.0, 0.0, 1.0, -2.5, 1e4]),
+        }
+    )
+
+
+@st.composite
+def broken(draw: st.DrawFn, op: str) -> Call:
+    """A call with one argument that is wrong, or that at least is not what is documented."""
+    call = draw(calls(op, 512))
+    name = draw(st.sampled_from(sorted(call.arguments)))
+    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
+    return Call(op, call.arguments | {name: wrong})
+
+
+def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
+    """What to try in the place of a right value."""
+    if name in ("gate", "up"):
+        like = arguments[name] or arguments["gate"]
+        shape = like.shape
+        others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
+        wrong: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
+        wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS]
+        alone = name == "gate"  # alone on another device it is right
+        return [*wrong, 1] if alone else [*wrong, 1, torch.zeros(shape, device="meta")]
+    return {
+        "limit": [-1.0, -1e-30, math.nan, -math.inf, "7", 1j],
+        "alpha": ["1", None, 1j],
+        "up_offset": ["1", None, 1j],
+        "approximate": ["erf", "", "TANH", None, 1],
+    }[name]
+
+
+def in_float64(call: Call) -> dict[str, Any]:
+    made = call.made()
+    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+
+
+def accumulator(call: Call) -> torch.dtype:
+    dtypes = (v.dtype for v in call.arguments.values() if isinstance(v, Drawn))
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def compare(call: Call, found: dict | Exception, backend: str) -> None:
+    """Assert that what we give is as good as what the reference gives in the inputs' dtype.
+
+    Of an infinite up the reference's gradient is inf - inf where ours is infinite, as that of
+    torch's silu and gelu: they add the terms of the activation's derivative first.
+    """
+    if isinstance(found, Exception):
+        raise found
+    exactly = in_float64(call)
+    eager, exact = (results(reference(call.op), call, made) for made in (None, exactly))
+
+    def rounded(key):
+        for seed in range(4):
+            with Rounded(accumulator(call), seed):
+                yield results(reference(call.op), call, exactly)[key]
+
+    for key in [key for key in found if "gradient" in key]:
+        found[key] = torch.where(found[key].isinf() & exact[key].isnan(), torch.nan, found[key])
+    kernel = backend not in NOT_OURS and call.received == "contiguous"
+    assert_as_good(found, eager, exact, rounded, contiguous=kernel)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@given(data=st.data())
+def test_as_the_reference(op, backend, data):
+    call = data.draw(calls(op)).on(backend)
+    compare(call, ours(call, backend), backend)
+
+
+# What the fuzz has found, and what it draws too rarely.
+EXAMPLES = {
+    "an infinite up": Call(
+        "geglu", {"gate": Drawn((16,), values="one inf"), "up": None}, frozenset({"gate"})
+    ),
+    "halves of whole vectors in rows that do not start at one": Call(
+        "swiglu",
+        {"gate": Drawn((5, 128), layout="start of rows"), "up": None},
+        frozenset({"gate"}),
+    ),
+    "gate and up with strides of their own": Call(
+        "geglu",
+        {
+            "gate": Drawn((5, 64), torch.float16, "slice of rows"),
+            "up": Drawn((5, 64), torch.float16, "every second row", seed=1),
+        },
+        frozenset({"gate", "up"}),
+        "slice of rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", EXAMPLES)
+@pytest.mark.parametrize("backend", backends("swiglu"))
+def test_example(why, backend):
+    call = EXAMPLES[why].on(backend)
+    compare(call, ours(call, backend), backend)
+
+
+@pytest.mark.parametrize("op,backend", KERNELS)
+@given(data=st.data())
+def test_mistakes_are_named(op, backend, data):
+    call = data.draw(broken(op)).on(backend)
+    found = ours(call, backend)
+    if not isinstance(found, Exception):
+        return compare(call, found, backend)
+    assert says_what_is_wrong(call, str(found)), found

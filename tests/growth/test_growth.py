@@ -1,0 +1,167 @@
+"""Nothing grows: memory and live tensors are flat from call 100 to call 300.
+
+`make test` calls in the first four of WAYS, `make growth` in all of them.
+"""
+
+import ctypes
+import gc
+import itertools
+import logging
+import os
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedops import backends, functional, nn, optim
+from growth.measure import Watch, complaints, growth, mallinfo2, only_new_objects
+from growth.models import LIVES, LONG_LIVES, STEPS
+from growth.modules import MODULES
+from growth.operators import OPERATORS
+from growth.optimizers import KINDS, OPTIMIZERS
+from growth.subject import Subject, leaf, of_module
+from growth.ways import WAYS, training
+
+EVERY = os.environ.get("FUSEDOPS_GROWTH") == "every"
+SUBJECTS = OPERATORS | MODULES | STEPS
+CALLED = list(WAYS) if EVERY else list(WAYS)[:4]
+ROUTINES = OPTIMIZERS | LIVES | (LONG_LIVES if EVERY else {})
+
+pytestmark = [
+    pytest.mark.skipif(mallinfo2 is None, reason="glibc alone says what is allocated"),
+    pytest.mark.usefixtures("any_size", "nothing_recorded"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    with only_new_objects():
+        yield
+
+
+@pytest.fixture
+def nothing_recorded():
+    """pytest would keep every warning and every line of a log."""
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)
+
+
+def applies(way, name):
+    """Only modules can be copied."""
+    return way != "copies" or name not in OPERATORS
+
+
+CASES = [(way, name) for way, name in itertools.product(CALLED, SUBJECTS) if applies(way, name)]
+
+
+@pytest.mark.parametrize("way,name", CASES)
+def test_calls(way, name):
+    subject, watch, parameters = SUBJECTS[name](), Watch(), Watch()
+    if way in subject.left:
+        pytest.skip(subject.left[way])
+    with subject.around():
+        grown = growth(WAYS[way](subject, watch), watch)
+    assert not complaints(grown)
+    parameters(*subject.parameters())
+    del subject
+    leaf().backward()  # until then torch keeps what an interrupted backward left undone
+    gc.collect()
+    assert len(parameters) == 0, "parameters outlive their module"
+
+
+@pytest.mark.parametrize("name", ROUTINES)
+def test_routines(name):
+    watch = Watch()
+    assert not complaints(growth(ROUTINES[name](watch), watch))
+
+
+def public(names):
+    """The functions or classes that the subjects call."""
+    return {name.partition(",")[0] for name in names}
+
+
+def test_every_public_name_is_called():
+    assert public(OPERATORS) == set(functional.__all__)
+    assert public(MODULES) == set(nn.__all__)
+    assert public(KINDS) == set(optim.__all__)
+
+
+class _Kernels(TorchDispatchMode):
+    """Records which of our kernels run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fusedops":
+            self.seen.add(function._opname)
+        return function(*args, **kwargs or {})
+
+
+def seen(*calls):
+    with _Kernels() as mode:
+        for call in calls:
+            call()
+    return mode.seen
+
+
+@pytest.fixture(scope="module")
+def reached():
+    """The kernels that run in calls of the public functions and in optimizers' steps."""
+    found = set()
+    for name in OPERATORS:
+        subject = OPERATORS[name]()
+        with subject.around():
+            found |= seen(training(subject, Watch()))
+    return found | seen(*(OPTIMIZERS[f"{kind}: steps"](Watch()) for kind in KINDS))
+
+
+@pytest.mark.parametrize("family", backends.FAMILIES)
+def test_calls_reach_the_kernels(family, reached):
+    """The sizes are small: no subject may fall back to torch's own lines."""
+    on_cpu = {name for name in backends._kernels(family) if backends._is_kernel(name, "CPU")}
+    assert on_cpu and on_cpu <= reached
+
+
+# Leaks that the tests must see.
+
+
+def keeping(kept, function):
+    def run(*inputs):
+        outputs = function(*inputs)
+        kept.append(outputs)
+        return outputs
+
+    return run
+
+
+def test_a_kept_output_is_seen():
+    kept = []
+    subject = Subject(keeping(kept, torch.relu), lambda: [leaf(16, 64)])
+    watch = Watch()
+    grown = growth(training(subject, watch), watch)
+    assert grown["bytes"] > 100 * 16 * 64 * 4 and grown["tensors"] >= 100 <= grown["watched"]
+    assert complaints(grown)
+
+
+def test_memory_that_no_tensor_has_is_seen():
+    malloc = ctypes.CDLL(None).malloc
+    grown = growth(lambda: malloc(600), Watch())
+    assert len(complaints(grown)) == 1 and "bytes" in complaints(grown)[0]
+
+
+def test_a_kept_object_is_seen():
+    kept = []
+    grown = growth(lambda: kept.append([None]), Watch())
+    assert "objects" in complaints(grown)[0]
+
+
+def test_what_is_flat_is_not_reported():
+    watch = Watch()
+    subject = of_module(torch.nn.Linear(64, 8), lambda: [leaf(16, 64)])
+    assert not complaints(growth(training(subject, watch), watch))

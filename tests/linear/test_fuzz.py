@@ -1,0 +1,189 @@
+"""Random calls of linear: what F.linear and its activation give, or raise.
+
+A failure prints its `Call`, which joins EXAMPLES.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract.fuzzing import (
+    FLOATS,
+    NOT_FLOATS,
+    RECEIVED,
+    SIZES,
+    Call,
+    Drawn,
+    Rounded,
+    assert_as_good,
+    attempt,
+    drawn,
+    ours,
+    results,
+    shapes,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedops.functional import linear
+from fusedops.functional.linear import ACTIVATIONS, linear_reference
+from fusedops.testing import backends
+from linear.cases import TORCHS
+
+BACKENDS = [*backends("linear"), "composite", "default"]
+MOST = 1 << 19  # multiply-adds
+
+
+@st.composite
+def calls(draw: st.DrawFn, most: int = MOST) -> Call:
+    """A call that the function's docstring allows."""
+    shape = draw(shapes(most // 256).filter(len))
+    dtype = draw(st.sampled_from(FLOATS))
+    widest = max(1, min(2000, most // max(1, math.prod(shape))))
+    features = min(draw(st.integers(1, 9) | st.sampled_from(SIZES)), widest)
+    arguments: dict[str, Any] = {
+        "input": draw(drawn(shape, dtype)),
+        "weight": draw(drawn((features, shape[-1]), dtype)),
+        "bias": draw(st.none() | drawn((features,), dtype)),
+        "activation": draw(st.sampled_from(list(ACTIVATIONS))),
+    }
+    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
+    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
+    return Call("linear", arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> Call:
+    """A call with one argument that is wrong, or that at least is not what is documented."""
+    call = draw(calls(512))
+    name = draw(st.sampled_from(sorted(call.arguments)))
+    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
+    return Call("linear", call.arguments | {name: wrong})
+
+
+def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
+    """What to try in the place of a right value."""
+    if name == "activation":
+        return ["mish", "", "GELU", 1]
+    like = arguments[name] or Drawn(arguments["weight"].shape[:1], arguments["weight"].dtype)
+    shape = like.shape
+    others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
+    wrong: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
+    wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS + FLOATS if dtype != like.dtype]
+    return [*wrong, 1]
+
+
+class Stored(torch.autograd.Function):
+    """z and its gradient as tensors of `dtype` hold them: each off by half an ulp, up or down."""
+
+    @staticmethod
+    def forward(ctx, z, dtype, draw):
+        ctx.moved = lambda t: t * (1 + _signs(t, draw) * torch.finfo(dtype).eps / 2)
+        return ctx.moved(z)
+
+    @staticmethod
+    def backward(ctx, dz):
+        return ctx.moved(dz), None, None
+
+
+def _signs(t: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    return torch.randint(2, t.shape, generator=draw).to(t.device) * 2 - 1
+
+
+def of_terms(dtype: torch.dtype, seed: int):
+    """The reference term by term, whose roundings `Rounded` draws anew, with z as it is stored."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def run(input, weight, bias=None, activation=None):
+        z = (input.unsqueeze(-2) * weight).sum(-1)
+        z = z if bias is None else z + bias
+        return ACTIVATIONS[activation](Stored.apply(z, dtype, draw))
+
+    return run
+
+
+def torchs(input, weight, bias=None, activation=None):
+    return TORCHS[activation](F.linear(input, weight, bias))
+
+
+def reordered(seed: int):
+    """torch's lines with the terms of y's and of dinput's sums in another order."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def run(input, weight, bias=None, activation=None):
+        depth, features = (torch.randperm(n, generator=draw) for n in weight.shape[::-1])
+        bias = None if bias is None else bias[features]
+        y = torchs(input[..., depth], weight[features][:, depth], bias, activation)
+        return y[..., features.argsort()]
+
+    return run
+
+
+def activated_exactly(input, weight, bias=None, activation=None):
+    """torch's product, whose errors a formula's own may cancel by luck."""
+    z = F.linear(input, weight, bias)
+    return ACTIVATIONS[activation](z.double()).to(z.dtype)
+
+
+def in_one_chain(input, weight, bias=None, activation=None):
+    """Sums from the first term to the last, in float32, as a register has them."""
+    x, w = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, weight))
+    z = torch.zeros((), dtype=x.dtype)
+    for k in range(weight.shape[1]):
+        z = z + x[..., k : k + 1] * w[:, k]
+    z = z.expand(*input.shape[:-1], len(weight)) if bias is None else z + bias
+    return TORCHS[activation](z.to(input.dtype))
+
+
+def bias_apart(input, weight, bias=None, activation=None):
+    """torch's product, rounded, and the bias: ReLU's gradient changes with z's last digit."""
+    z = torch.matmul(input, weight.t())
+    return TORCHS[activation](z if bias is None else z + bias)
+
+
+def compare(call: Call, found: dict | Exception) -> None:
+    """Assert that what we give is as good as what torch gives in the inputs' dtype."""
+    if isinstance(found, Exception):
+        raise found
+    made = call.made()
+    exactly = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+    eager, exact = results(torchs, call), results(linear_reference, call, exactly)
+    dtype = made["input"].dtype
+
+    def rounded(key):
+        for seed in range(4):
+            with Rounded(torch.promote_types(dtype, torch.float32), seed):
+                yield results(of_terms(dtype, seed), call, exactly)[key]
+        for lines in (activated_exactly, in_one_chain, bias_apart):
+            yield results(lines, call)[key].double()
+        for seed in range(8):
+            yield results(reordered(seed), call)[key].double()
+
+    assert_as_good(found, eager, exact, rounded)
+
+
+def on(call: Call, backend: str) -> dict | Exception:
+    return attempt(linear, call) if backend == "default" else ours(call, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+def test_as_torch(backend, data):
+    call = data.draw(calls()).on("cpu" if backend == "default" else backend)
+    compare(call, on(call, backend))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "default"])
+@given(data=st.data())
+def test_what_torch_takes_is_taken(backend, data):
+    call = data.draw(broken()).on("cpu")
+    found = on(call, backend)
+    if call.arguments["activation"] not in ACTIVATIONS:
+        assert "activation" in str(found)
+        return
+    theirs = attempt(torchs, call)
+    assert isinstance(found, Exception) == isinstance(theirs, Exception), (found, theirs)
+    if not isinstance(found, Exception):
+        assert all(found[key].shape == theirs[key].shape for key in theirs)

@@ -1,0 +1,192 @@
+"""linear: every backend through the same lines."""
+
+import pytest
+import torch
+
+import fusedops
+from fusedops.functional import linear
+from fusedops.functional.linear import linear_reference
+from fusedops.testing import check, device_of, gradients, placed, poisoned, threads, yardstick
+from linear.cases import BACKENDS, CASES, FLOATS, KINDS, LAYOUTS, compare, inputs
+
+# input, features. One element; odd; a vector; past a tile, a panel and a block, each way. Of rows
+# that are longer than 64, which the yardstick looks at one by one, but not by much, the largest
+# errors are luck; so are those of a weight's gradient where it sums over few rows.
+SHAPES = [
+    ((1, 1), 1),
+    ((7, 33), 15),
+    ((5,), 3),
+    ((2, 3, 64), 48),
+    ((15, 60), 33),
+    ((160, 60), 1031),
+    ((200, 600), 50),
+    ((350, 31), 17),
+]
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape,features", SHAPES, ids=str)
+def test_forward_and_gradients(kind, backend, dtype, shape, features):
+    compare(kind, backend, inputs(shape, features, dtype))
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_no_bias(kind, backend):
+    for dtype in FLOATS:
+        compare(kind, backend, inputs((9, 40), 35, dtype, bias=False))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape,features", [((200, 4096), 60), ((4096, 60), 50), ((70, 60), 4096)])
+def test_long_sums_are_as_exact_as_torchs(backend, shape, features):
+    """Of y, of dweight, of dinput. One chain of 4096 terms errs three times as much."""
+    compare(None, backend, inputs(shape, features, torch.float32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("which", ["input", "weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides(backend, layout, which, dtype):
+    x, weight, _ = inputs((20, 45), 37, dtype)
+    bias = torch.randn(74, dtype=dtype)[::2]
+
+    def make(*shape):
+        return torch.randn(shape, dtype=dtype)
+
+    if which == "input":
+        x = LAYOUTS[layout](make, 20, 45)
+    else:
+        weight = LAYOUTS[layout](make, 37, 45)
+    compare("silu", backend, (x, weight, bias))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_of_any_strides(backend):
+    _, weight, bias = inputs((1, 24), 18, torch.float32)
+    for x in (torch.randn(24, 3, 5).movedim(0, -1), torch.randn(5, 3, 24).transpose(0, 1)):
+        compare("gelu", backend, (x, weight, bias))
+
+
+OUTPUTS = {  # what becomes of the output, hence its gradient's layout
+    "transposed": lambda o: o.t(),
+    "slice of rows": lambda o: torch.cat([o, torch.zeros_like(o)], -1),
+    "one row expanded": lambda o: o.sum(0),
+    "one column expanded": lambda o: o.sum(-1),
+}
+
+
+@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0] in (None, "gelu")])
+@pytest.mark.parametrize("layout", OUTPUTS)
+def test_strided_output_gradients(kind, backend, layout):
+    def laid_out(run):
+        return lambda *args, **how: OUTPUTS[layout](run(*args, **how))
+
+    args = inputs((12, 64), 40, torch.float32)
+    check(laid_out(linear), laid_out(linear_reference), args, backend, activation=kind)
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("shape,features", [((0, 8), 4), ((3, 0), 4), ((3, 8), 0), ((2, 0, 4), 3)])
+def test_empty(kind, backend, shape, features):
+    for bias in (True, False):
+        args = placed(inputs(shape, features, torch.float32, bias), device_of(backend))
+        with fusedops.backend(backend), poisoned():
+            found = gradients(linear, args, activation=kind)
+        for key, value in gradients(linear_reference, args, activation=kind).items():
+            torch.testing.assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
+    for dtype in (torch.float32, torch.bfloat16):
+        args = inputs((20, 70), 33, dtype)
+        args[0][2, 5] = bad
+        others = torch.nn.functional.linear(*args[:2])[[0, 1, *range(3, 20)]]
+        if dtype == torch.bfloat16 and not others.isfinite().all():
+            continue  # oneDNN's products in AMX, which are torch's and so ours, spread them
+        compare(kind, backend, args)
+
+
+@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0]])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_each_value_of_the_activation(kind, backend, dtype):
+    z = torch.cat([torch.linspace(-30, 30, 999), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4])])
+    args = (z[:, None].to(dtype), torch.ones(1, 1, dtype=dtype), None)
+    compare(kind, backend, args)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_z_is_rounded_before_the_activation(backend, dtype, grad):
+    """As where it is a tensor: else one in four of the ReLUs would differ from torch's."""
+    x, weight, bias = placed(inputs((64, 200), 300, dtype), device_of(backend))
+    with fusedops.backend(backend), torch.set_grad_enabled(grad):
+        found = linear(x.requires_grad_(), weight, bias, "relu")
+    expected = linear_reference(x, weight, bias, "relu")
+    assert (found != expected).sum() <= found.numel() / 1000
+
+
+WANTED = [(i, j, k) for i in (0, 1) for j in (0, 1) for k in (0, 1) if i + j + k]
+
+
+@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0] in (None, "gelu")])
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+def test_only_some_gradients(kind, backend, wanted):
+    args = inputs((40, 33), 21, torch.float32)
+
+    def some(run):
+        return lambda *args, **how: run(
+            *(a if w else a.detach() for a, w in zip(args, wanted, strict=True)), **how
+        )
+
+    check(some(linear), some(linear_reference), args, backend, activation=kind)
+
+
+@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0] in (None, "gelu")])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
+    args = placed(inputs((200, 520), 500, dtype), device_of(backend))
+    with fusedops.backend(backend), threads(1):
+        first = gradients(linear, args, activation=kind)
+        again = gradients(linear, args, activation=kind)
+        with threads(3):
+            threaded = gradients(linear, args, activation=kind)
+    for key, value in first.items():
+        assert torch.equal(value, again[key])
+        if dtype == torch.float32:  # 16-bit products are torch's
+            assert torch.equal(value, threaded[key])
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_gradients_are_never_written_to(kind, backend):
+    leaves = [
+        a.requires_grad_() for a in placed(inputs((6, 40), 30, torch.float32), device_of(backend))
+    ]
+    with fusedops.backend(backend):
+        y = linear(*leaves, kind)
+        dy = torch.randn_like(y)
+        kept = dy.clone()
+        y.backward(dy)
+    assert torch.equal(dy, kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_gradcheck(kind):
+    args = [a.requires_grad_() for a in inputs((3, 6), 4, torch.float64)]
+    assert torch.autograd.gradcheck(lambda *a: linear_reference(*a, kind), args)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [100, 500])
+def test_by_default_it_is_as_exact_too(kind, rows):
+    """Without a backend by name the rule decides, forward and backward each for itself."""
+    for dtype in FLOATS:
+        args = inputs((rows, 300), 60, dtype)
+        found, eager = (gradients(run, args, activation=kind) for run in (linear, linear_reference))
+        exact = gradients(linear_reference, tuple(a.double() for a in args), activation=kind)
+        for key, value in found.items():
+            assert yardstick(value, eager[key], exact[key]) is None

@@ -1,0 +1,404 @@
+"""linear and nn.Linear with the rest of torch: autograd, functorch, compile, export, autocast."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusedops
+from fusedops.functional import linear
+from fusedops.functional.linear import linear_reference
+from fusedops.testing import device_of, gradients, placed, yardstick
+from linear.cases import BACKENDS, CASES, KINDS, inputs
+
+FORCED = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("shape", [(6, 40), (2, 3, 40), (40,)], ids=str)
+def test_double_backward(kind, backend, shape):
+    args = placed(inputs(shape, 30, torch.float32), device_of(backend))
+
+    def second(run, args):
+        leaves = [a.detach().requires_grad_() for a in args]
+        first = torch.autograd.grad(run(*leaves, kind).sin().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    exact = second(linear_reference, [a.double() for a in args])
+    eager = second(linear_reference, args)
+    with fusedops.backend(backend):
+        found = second(linear, args)
+    for three in zip(found, eager, exact, strict=True):
+        assert yardstick(*three) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradgradcheck_in_float64(kind):
+    args = [a.requires_grad_() for a in inputs((2, 5), 3, torch.float64)]
+    assert torch.autograd.gradgradcheck(lambda *a: linear(*a, kind), args)
+
+
+@FORCED
+def test_a_gradient_of_a_gradient_of_one_leaf(backend):
+    """z's own gradient comes back to the node, which has none of y then."""
+    x, weight, bias = placed(inputs((4, 8), 6, torch.float32), device_of(backend))
+    x.requires_grad_()
+
+    def second(run):
+        (dx,) = torch.autograd.grad(run(x, weight, bias, "gelu").sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.sum(), x)[0]
+
+    with fusedops.backend(backend):
+        torch.testing.assert_close(second(linear), second(linear_reference))
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_forward_mode_and_functorch(kind, backend):
+    x, weight, bias = placed(inputs((4, 9), 7, torch.float32), device_of(backend))
+    t = torch.randn_like(x)
+
+    def of_input(run):
+        return lambda x: run(x, weight, bias, kind)
+
+    with fusedops.backend(backend):
+        for transform in (
+            lambda f: torch.func.jvp(f, (x,), (t,))[1],
+            lambda f: torch.func.grad(lambda x: f(x).sin().sum())(x),
+            lambda f: torch.func.vmap(f)(torch.stack([x, t])),
+            lambda f: torch.func.jacrev(f)(x),
+        ):
+            torch.testing.assert_close(
+                transform(of_input(linear)), transform(of_input(linear_reference))
+            )
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_vmap_over_weights_sees_through_the_operator():
+    x, weights = torch.randn(4, 8), torch.randn(3, 6, 8)
+    found = torch.vmap(lambda w: linear(x, w, None, "gelu"))(weights)
+    torch.testing.assert_close(found, F.gelu(x @ weights.mT))
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_inference_mode_and_no_grad(kind, backend):
+    args = placed(inputs((20, 33), 21, torch.float32), device_of(backend))
+    with fusedops.backend(backend):
+        with torch.inference_mode():
+            found = linear(*args, kind)
+        torch.testing.assert_close(found, linear_reference(*args, kind))
+        assert not linear(*args, kind).requires_grad
+        with torch.no_grad():
+            assert not linear(*(a.requires_grad_() for a in args), kind).requires_grad
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(kind, backend, dtype):
+    args = placed(inputs((3, 4, 20), 12, dtype), device_of(backend))
+    with fusedops.backend(backend):
+        torch.library.opcheck(
+            torch.ops.fusedops.linear, (*(a.requires_grad_() for a in args), kind)
+        )
+
+
+@FORCED
+@pytest.mark.parametrize("kind", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("mask", [[True, True, True], [True, False, False], [False, True, True]])
+def test_opcheck_kernels(backend, kind, mask):
+    x, weight, bias = placed(inputs((2, 5, 20), 12, torch.float32), device_of(backend))
+    operators = torch.ops.fusedops
+    with fusedops.backend(backend):
+        for keep_z in (True, False):
+            torch.library.opcheck(operators.linear_forward, (x, weight, bias, kind, keep_z))
+        y, z = operators.linear_forward(x, weight, bias, kind, True)
+        z = None if kind == "none" else z
+        for same in (weight, weight.t().contiguous().t()):
+            torch.library.opcheck(operators.linear_backward, (y, x, same, z, kind, mask))
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("rows", [10, 300])
+def test_gradients_lie_as_their_weight(kind, backend, rows):
+    """So that autograd need not copy them to add them to those of Conv1D's."""
+    x, weight, bias = placed(inputs((rows, 90), 110, torch.float32), device_of(backend))
+    found = []
+    for w in (weight, weight.t().contiguous().t()):
+        leaves = x.requires_grad_(), w.requires_grad_()
+        with fusedops.backend(backend):
+            found.append(torch.autograd.grad(linear(*leaves, bias, kind).cos().sum(), leaves))
+        assert found[-1][1].stride() == w.stride()
+    for along, across in zip(*found, strict=True):
+        torch.testing.assert_close(across.contiguous(), along)
+
+
+def test_kernels_refuse_to_be_differentiated():
+    x = torch.randn(3, 8, requires_grad=True)
+    y, _ = torch.ops.fusedops.linear_forward(x, torch.randn(4, 8), None, "gelu", False)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+def test_compile_with_dynamic_shapes(kind, backend):
+    torch.compiler.reset()  # what was compiled keeps its backend
+
+    def step(x, weight, bias):
+        return linear(x * 2, weight, bias, kind)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for rows in (3, 5, 8):
+        args = placed(inputs((rows, 24), 16, torch.float32), device_of(backend))
+        with fusedops.backend(backend):
+            found, expected = gradients(compiled, args), gradients(step, args)
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value)
+
+
+def test_compile_by_default():
+    torch.compiler.reset()
+    compiled = torch.compile(linear, fullgraph=True)
+    for rows in (2, 300):
+        args = inputs((rows, 130), 140, torch.float32)
+        found, expected = gradients(compiled, (*args, "gelu")), gradients(linear, (*args, "gelu"))
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(4, 24), (300, 64)], ids=str)
+def test_export_with_dynamic_shapes(kind, shape):
+    module = fusedops.nn.Linear(shape[1], 70, activation=kind)
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(module, (torch.randn(shape),), dynamic_shapes=({0: rows},))
+    more = torch.randn(9, shape[1])
+    torch.testing.assert_close(program.module()(more), module(more))
+
+
+@FORCED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [None, "gelu"])
+def test_autocast_as_torch(backend, dtype, kind):
+    device = device_of(backend)
+    x, weight, bias = placed(inputs((40, 16), 24, dtype), device)
+    weight, bias = weight.float(), bias.float()
+    leaves = [a.requires_grad_() for a in (x, weight, bias)]
+    if dtype == torch.float64:  # F.linear's own error: autocast leaves float64 alone
+        weight, bias = (t.detach().double().requires_grad_() for t in (weight, bias))
+        leaves = [x, weight, bias]
+    with torch.autocast(device.type, torch.bfloat16), fusedops.backend(backend):
+        ours, theirs = linear(*leaves, kind), linear_reference(*leaves, kind)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (ours, theirs)), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+def test_cuda_autocast_casts_on_its_own_key():
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    x, weight, bias = inputs((4, 16), 8, torch.float16)
+    with torch.autocast("cuda", torch.float16):
+        found = torch.ops.fusedops.linear.default.redispatch(key, x, weight, bias, "relu")
+    torch.testing.assert_close(found, linear_reference(x, weight, bias, "relu"))
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight"])
+def test_keeps_what_torch_keeps(wanted):
+    """A frozen weight (LoRA) keeps no input, and an input without gradient no weight."""
+    x, weight, bias = inputs((40, 16), 24, torch.float32)
+    (x if wanted == "input" else weight).requires_grad_()
+    kept = []
+
+    def keep(t):
+        kept.append(t.data_ptr())
+        return t
+
+    with fusedops.backend("cpu"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        linear(x, weight, bias, "gelu")
+    unneeded = x if wanted == "input" else weight
+    assert len(kept) == 2 and unneeded.data_ptr() not in kept
+
+
+class Token:
+    """Something to hold a weak reference to."""
+
+
+@pytest.mark.parametrize("kind", [None, "gelu"])
+def test_the_node_goes_with_its_output(kind):
+    """z, which the node keeps, must not keep the node."""
+    x, weight, bias = inputs((40, 16), 24, torch.float32)
+    with fusedops.backend("cpu"):
+        y = linear(x, weight.requires_grad_(), bias, kind)
+    token = Token()
+    y.grad_fn.metadata["token"] = token
+    alive = weakref.ref(token)
+    del token
+    assert alive() is not None
+    del y
+    gc.collect()
+    assert alive() is None
+
+
+def test_gradients_flow_through_a_frozen_weight_into_lora():
+    x, weight, bias = inputs((40, 16), 24, torch.float32)
+    down, up = torch.randn(4, 16, requires_grad=True), torch.randn(24, 4, requires_grad=True)
+
+    def loss(run):
+        h = run(
+            x @ down.t() @ torch.randn(4, 16, generator=torch.Generator().manual_seed(1)),
+            weight,
+            bias,
+            "silu",
+        )
+        return (h + (x @ down.t() @ up.t())).square().sum()
+
+    with fusedops.backend("cpu"):
+        found = torch.autograd.grad(loss(linear), (down, up))
+    expected = torch.autograd.grad(loss(linear_reference), (down, up))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+@FORCED
+def test_checkpointing_and_an_output_that_is_changed_in_place(backend):
+    args = placed(inputs((20, 16), 12, torch.float32), device_of(backend))
+    leaves = [a.requires_grad_() for a in args]
+    for kind in KINDS:
+        with fusedops.backend(backend):
+            expected = torch.autograd.grad(2 * linear(*leaves, kind).sum(), leaves)
+            run = lambda *a, kind=kind: linear(*a, kind)  # noqa: E731
+            y = torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False)
+            found = torch.autograd.grad(y.mul_(2).sum(), leaves)  # the backward does not need y
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_changed_argument_is_noticed(which):
+    leaves = [a.requires_grad_() for a in inputs((20, 16), 12, torch.float32)]
+    args = [a * 1 for a in leaves]
+    with fusedops.backend("cpu"):
+        y = linear(*args, "gelu")
+        args[which].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_backward_twice_needs_the_graph_to_be_kept():
+    x, weight, bias = inputs((20, 16), 12, torch.float32)
+    with fusedops.backend("cpu"):
+        y = linear(x.requires_grad_(), weight.requires_grad_(), bias, "gelu").sum()
+    first = torch.autograd.grad(y, (x, weight), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(y, (x, weight))))
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+OTHERS = {
+    "float64": lambda: inputs((4, 8), 3, torch.float64),
+    "complex": lambda: tuple(t.to(torch.complex64) for t in inputs((4, 8), 3, torch.float32)),
+    "integers": lambda: (torch.arange(6).view(2, 3), torch.ones(4, 3, dtype=torch.int64), None),
+    "a weight without rows": lambda: (torch.randn(4, 8), torch.randn(8), None),
+    "sparse weight": lambda: (torch.randn(4, 8), torch.eye(8).to_sparse_csr(), None),
+    "meta": lambda: tuple(t.to("meta") for t in inputs((4, 8), 3, torch.float32)),
+    "a bias of one element": lambda: (torch.randn(4, 8), torch.randn(3, 8), torch.randn(1)),
+}
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_what_has_no_kernel_is_torchs(why):
+    args = OTHERS[why]()
+    with fusedops.backend("cpu"):
+        found = linear(*args)
+    expected = F.linear(*args)
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert found.is_meta or torch.equal(found, expected)
+
+
+def test_nested_inputs_go_to_torch():
+    parts = [torch.randn(2, 8), torch.randn(5, 8)]
+    weight, bias = torch.randn(3, 8), torch.randn(3)
+    found = linear(torch.nested.nested_tensor(parts), weight, bias)
+    for part, got in zip(parts, found.unbind(), strict=True):
+        torch.testing.assert_close(got, F.linear(part, weight, bias))
+
+
+ERRORS = {
+    r"linear: activation must be None, 'relu', .* got 'mish'": lambda: linear(
+        torch.zeros(4, 8), torch.zeros(3, 8), None, "mish"
+    ),
+    r"same dtype": lambda: linear(torch.zeros(4, 8), torch.zeros(3, 8).bfloat16()),
+    r"cannot be multiplied": lambda: linear(torch.zeros(4, 8), torch.zeros(3, 7)),
+    r"linear_forward: weight must have shape \[N, 8\] for input \[4, 8\], got float32 \[3, 7\]": (
+        lambda: torch.ops.fusedops.linear_forward(
+            torch.zeros(4, 8), torch.zeros(3, 7), None, "none", False
+        )
+    ),
+    r"linear_forward: bias must have shape \[3\], got float32 \[4\]": lambda: (
+        torch.ops.fusedops.linear_forward(
+            torch.zeros(4, 8), torch.zeros(3, 8), torch.zeros(4), "none", False
+        )
+    ),
+    r"linear_backward: weight must be bfloat16 \[3, 8\] like dy, got float32 \[3, 8\]": lambda: (
+        torch.ops.fusedops.linear_backward(
+            torch.zeros(4, 3).bfloat16(),
+            None,
+            torch.zeros(3, 8),
+            None,
+            "none",
+            [True, False, False],
+        )
+    ),
+    r"linear_backward: dinput needs weight": lambda: torch.ops.fusedops.linear_backward(
+        torch.zeros(4, 3), None, None, None, "none", [True, False, False]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        ERRORS[message]()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_module_twin(bias, dtype):
+    torch.manual_seed(3)
+    ours = fusedops.nn.Linear(12, 20, bias, dtype=dtype)
+    torch.manual_seed(3)
+    theirs = nn.Linear(12, 20, bias, dtype=dtype)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = torch.randn(2, 3, 12, dtype=dtype)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert repr(ours) == repr(theirs)
+
+
+def test_module_activates_and_says_so():
+    module = fusedops.nn.Linear(12, 20, activation="gelu")
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(module(x), F.gelu(F.linear(x, module.weight, module.bias)))
+    assert repr(module) == "Linear(in_features=12, out_features=20, bias=True, activation='gelu')"
+    assert copy.deepcopy(module)(x).equal(module(x))
+
+
+def test_a_module_refuses_another_activation():
+    with pytest.raises(ValueError, match=r"activation must be one of None, 'relu', .* got 'tanh'"):
+        fusedops.nn.Linear(3, 4, activation="tanh")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gradients_on", [True, False])
+def test_jit_trace(kind, gradients_on):
+    """Its check records the call a second time without gradients: the operator is the same."""
+    module, x = fusedops.nn.Linear(32, 16, activation=kind), torch.randn(4, 32)
+    with torch.set_grad_enabled(gradients_on):
+        traced = torch.jit.trace(module, (x,))
+    torch.testing.assert_close(traced(x), module(x))
+    assert "fusedops::linear" in {node.kind() for node in traced.inlined_graph.nodes()}

@@ -1,0 +1,154 @@
+"""What of the norm family only a GPU can show: graphs, streams, launches, very large tensors."""
+
+import pytest
+import torch
+from contract.cuda_graphs import capture, no_synchronisation
+
+import fusedops
+from benchmarks import cuda
+from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedops.testing import backends, gradients
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+FUNCTIONS = {f.__name__: f for f in (layer_norm, rms_norm, add_layer_norm, add_rms_norm)}
+CASES = [(op, name) for op in FUNCTIONS for name in backends(op) if name in ("cuda", "triton")]
+BACKENDS = [name for name in backends("layer_norm") if name in ("cuda", "triton")]
+SHAPES = [(3, 70), (64, 4096)]
+LONG = [(3, 70001), (2, 262144)]  # walked: in shared memory past 48 KiB, and in global memory
+
+
+def inputs(op, shape, dtype=torch.bfloat16, device="cuda"):
+    x, residual = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+    weight, bias = (torch.randn(shape[-1:], dtype=dtype, device=device) for _ in range(2))
+    parameters = (weight, bias, 1e-6) if "layer" in op else (weight, 1e-6)
+    return (x, residual if "add" in op else shape[-1:], *parameters)
+
+
+def tensors(args):
+    return [a for a in args if isinstance(a, torch.Tensor)]
+
+
+def step(op, args, cotangent, **kwargs):
+    """Forward and backward of leaves; the outputs and the gradients."""
+    outputs = FUNCTIONS[op](*args, **kwargs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = torch.autograd.grad(outputs, tensors(args), [cotangent] * len(outputs))
+    return (*(o.detach() for o in outputs), *grads)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("shape", SHAPES + LONG, ids=str)
+def test_graph_replays_what_eager_gives(op, backend, shape):
+    args = inputs(op, shape)
+    leaves = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
+    cotangent = torch.randn_like(args[0])
+    with fusedops.backend(backend):
+        graph, captured = capture(lambda: step(op, leaves, cotangent))
+        with torch.no_grad():
+            for tensor in (*tensors(leaves), cotangent):
+                tensor.normal_()
+        graph.replay()
+        expected = step(op, leaves, cotangent)
+    assert all(map(torch.equal, captured, expected))
+
+
+@pytest.mark.parametrize("op,backend", [c for c in CASES if "add" in c[0]])
+@pytest.mark.parametrize("shape", [(64, 512), *LONG], ids=str)
+def test_graph_draws_a_new_mask_at_each_replay(op, backend, shape):
+    """Forward and backward draw the same one: dx is twice the residual's gradient where x stays."""
+    args = inputs(op, shape)
+    leaves = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
+    cotangent, masks = torch.randn_like(args[0]), []
+    with fusedops.backend(backend):
+        graph, results = capture(lambda: step(op, leaves, cotangent, dropout_p=0.5))
+        for _ in range(2):
+            graph.replay()
+            _, h, dx, dresidual, *_ = results
+            stays = h != args[1]
+            assert torch.equal(dx[stays], 2 * dresidual[stays])
+            assert 0.45 < (dx == 0).double().mean().item() < 0.55
+            masks.append(dx == 0)
+    assert not torch.equal(*masks)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+def test_runs_on_the_current_stream(op, backend):
+    """On another stream the kernel would read x before it is written."""
+    late = inputs(op, (64, 1024))
+    args = (torch.zeros_like(late[0]), *late[1:])
+    side = torch.cuda.Stream()
+    with fusedops.backend(backend):
+        expected = FUNCTIONS[op](*late)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)  # cycles, tens of milliseconds
+            args[0].copy_(late[0])
+            found = FUNCTIONS[op](*args)
+        side.synchronize()
+    found, expected = (o if isinstance(o, tuple) else (o,) for o in (found, expected))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_nothing_synchronises_in_eager_code(op, backend, p):
+    """As far as torch sees it. What it does not see fails the capture in the tests of graphs."""
+    if p and "add" not in op:
+        pytest.skip("no dropout")
+    args = inputs(op, (64, 1024))
+    leaves = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
+    kwargs, cotangent = {"dropout_p": p} if p else {}, torch.randn_like(args[0])
+    with fusedops.backend(backend):
+        step(op, leaves, cotangent, **kwargs)
+        with no_synchronisation():
+            step(op, leaves, cotangent, **kwargs)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("shape", [*SHAPES, (16384, 1024), (16, 16384)], ids=str)
+def test_forward_is_one_launch(op, backend, shape):
+    args = inputs(op, shape)
+    with fusedops.backend(backend), torch.no_grad():
+        assert cuda.launches(lambda: FUNCTIONS[op](*args)) == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("op,backend", CASES)
+def test_runs_where_its_tensors_are(op, backend):
+    here = inputs(op, (64, 1024), device="cuda:0")
+    there = tuple(a.to("cuda:1") if isinstance(a, torch.Tensor) else a for a in here)
+    with fusedops.backend(backend):
+        expected, found = gradients(FUNCTIONS[op], here), gradients(FUNCTIONS[op], there)
+    assert {value.device.index for value in found.values()} == {1}
+    assert all(torch.equal(found[key].cpu(), expected[key].cpu()) for key in expected)
+
+
+@pytest.fixture
+def memory():
+    """Gives back what torch keeps: other workers share the device."""
+    torch.cuda.empty_cache()
+    yield torch.cuda.get_device_properties().total_memory
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.xdist_group("large")  # one at a time
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(2**31 // 8192 + 3, 8192), (2**31 // 64 + 5, 64)], ids=str)
+def test_more_elements_than_int32_counts(backend, shape, memory):
+    """Rows are independent: the last ones alone give the same bits."""
+    need = 2 * shape[0] * shape[1] * 12  # bytes: x, residual, h, y, their gradients, other workers
+    if memory < need:
+        pytest.skip(f"needs a GPU with {need / 2**30:.0f} GiB of memory")
+    x, residual, weight, eps = inputs("add_rms_norm", shape)
+    cotangents = [torch.randn_like(x) for _ in range(2)]
+
+    def run(rows):
+        leaves = [t[rows].detach().requires_grad_() for t in (x, residual)]
+        outputs = add_rms_norm(*leaves, weight, eps)
+        grads = torch.autograd.grad(outputs, leaves, [c[rows] for c in cotangents])
+        return [t.detach()[-7:].clone() for t in (*outputs, *grads)]
+
+    with fusedops.backend(backend):
+        whole, last = run(slice(None)), run(slice(-7, None))
+    assert all(map(torch.equal, whole, last))

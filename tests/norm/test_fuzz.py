@@ -1,0 +1,380 @@
+"""Random calls of the norm family: what the original gives, or an error that says what is wrong.
+
+The original is torch's own function, or the two lines that an add_* function stands for. Where it
+has no such thing (llama's rounding, an offset, dropout, more mixtures of dtypes) the reference
+takes its place. A failure prints its `Call`, which joins EXAMPLES.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from contract.fuzzing import (
+    FLOATS,
+    NOT_FLOATS,
+    NOT_OURS,
+    RECEIVED,
+    Call,
+    Drawn,
+    Redrawn,
+    Rounded,
+    assert_as_good,
+    attempt,
+    drawn,
+    ours,
+    results,
+    says_what_is_wrong,
+    shapes,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fusedops
+from fusedops.functional import layer_norm, norm, rms_norm
+from fusedops.testing import backends
+
+OPS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"]
+SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
+CASES = [(op, name) for op in OPS for name in [*backends(op), "composite"] if name not in SLOW]
+INTERPRETED = [op for op in OPS if set(SLOW) & set(backends(op))]
+
+PARAMETERS = ["weight", "bias"]
+EPS = [1e-5, 1e-6, 1e-12, 0.0, 0.5, 1, 1e10, -1e-3, math.inf, math.nan]
+
+
+def reference(op: str):
+    return getattr(norm, f"{op}_reference")
+
+
+def original(call: Call):
+    """torch's function with the same arguments; None where torch has none.
+
+    Also None where torch takes what our docstrings do not: parameters of integers, and of the
+    add_* functions a residual of another shape.
+    """
+    given = call.arguments
+    beyond = {"rounding": "torch", "offset": 0.0, "dropout_p": 0.0}
+    if any(given.get(name, usual) != usual for name, usual in beyond.items()):
+        return None
+    if any(isinstance(given.get(k), Drawn) and given[k].dtype not in FLOATS for k in PARAMETERS):
+        return None
+    if "add" in call.op and not alike(given["x"], given["residual"]):
+        return None
+    plain = nn.functional.layer_norm if "layer" in call.op else nn.functional.rms_norm
+
+    def norm_of(input, normalized_shape, rounding=None, offset=None, **rest):
+        return plain(input, normalized_shape, **rest)
+
+    def two_lines(x, residual, weight=None, dropout_p=None, **rest):
+        h = x + residual
+        row = weight.shape if isinstance(weight, torch.Tensor) else h.shape[-1:]
+        return norm_of(h, row, weight=weight, **rest), h
+
+    return two_lines if "add" in call.op else norm_of
+
+
+def alike(x: Any, residual: Any) -> bool:
+    """Whether an add_* function does what `x + residual` and torch's norm do.
+
+    It asks for one shape; of two dtypes, h has the wider and y may keep x's.
+    """
+    both = isinstance(x, Drawn) and isinstance(residual, Drawn)
+    return both and (x.shape, x.dtype) == (residual.shape, residual.dtype) and x.dtype in FLOATS
+
+
+@st.composite
+def calls(draw: st.DrawFn, op: str, most: int = 32768, floats: tuple = tuple(FLOATS)) -> Call:
+    """A call that the function's docstring allows."""
+    shape = draw(shapes(most).filter(len))
+    row = shape[-draw(st.integers(1, min(len(shape), 2))) :]
+    usual = draw(st.sampled_from(floats))
+    dtypes = st.just(usual) if draw(st.integers(0, 2)) else st.sampled_from(floats)
+
+    def tensor(shape):
+        return draw(drawn(shape, draw(dtypes)))
+
+    def parameter():
+        return tensor(row) if draw(st.integers(0, 3)) else None
+
+    arguments = {"x": tensor(shape), "residual": tensor(shape)}
+    if "add" not in op:
+        arguments = {"input": tensor(shape), "normalized_shape": row}
+    arguments["weight"] = parameter()
+    if "layer" in op:
+        # add_layer_norm reads off the weight how many dimensions are a row
+        one_axis = len(row) == 1 or arguments["weight"] is not None
+        arguments["bias"] = parameter() if one_axis or "add" not in op else None
+    arguments["eps"] = draw(st.sampled_from(EPS[:3]) | st.sampled_from(EPS))
+    arguments |= draw(keywords(op))
+    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
+    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
+    return Call(op, arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
+
+
+@st.composite
+def keywords(draw: st.DrawFn, op: str) -> dict[str, Any]:
+    """What the functions have beyond torch's."""
+    found: dict[str, Any] = {}
+    if "rms" in op:
+        found["rounding"] = draw(st.sampled_from(["torch", "llama"]))
+        found["offset"] = draw(st.sampled_from([0.0, 1.0, -2.5]))
+        if draw(st.booleans()):
+            found["eps"] = None
+    if "add" in op:
+        found["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.999, 1.0]))
+    return found
+
+
+@st.composite
+def broken(draw: st.DrawFn, op: str) -> Call:
+    """A call with one argument that is wrong, or that at least is not what is documented."""
+    call = draw(calls(op, 512))
+    name = draw(st.sampled_from(sorted(call.arguments)))
+    value = call.arguments[name]
+    wrong = draw(st.sampled_from(wrong_values(name, value, call.arguments)))
+    return Call(op, call.arguments | {name: wrong})
+
+
+def wrong_values(name: str, value: Any, arguments: dict[str, Any]) -> list[Any]:
+    """What to try in the place of a right value."""
+    if name == "normalized_shape":
+        return [(), (*value, 1), (1, *value), (-1,), (*value[:-1], value[-1] + 1), (2**40,), 3, "8"]
+    if name in ("weight", "bias", "x", "residual", "input"):
+        like = value or arguments.get("x") or arguments.get("input")
+        shape = like.shape
+        others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
+        wrong = [Drawn(s, like.dtype) for s in others if s != shape]
+        wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS]
+        first = name in ("x", "input")  # alone on another device it is right
+        return [*wrong, 1] if first else [*wrong, 1, torch.zeros(shape, device="meta")]
+    return {
+        "eps": ["1e-5", 1j, torch.zeros(2)],
+        "rounding": ["gemma", "", None, 1],
+        "offset": ["1", None],
+        "dropout_p": [-0.1, 1.1, math.nan, math.inf, "0.5", None],
+    }[name]
+
+
+def compare(call: Call, found: dict | Exception, backend: str) -> None:
+    """Assert that what we give is as good as what the original gives, or else the reference."""
+    if isinstance(found, Exception):
+        raise found
+    eager = attempt(original(call) or reference(call.op), call)
+    if isinstance(eager, Exception):
+        eager = results(reference(call.op), call)
+    exactly = in_float64(call)
+    exact = results(reference(call.op), call, exactly)
+
+    def rounded(key):
+        for seed in range(8):
+            with Rounded(accumulator(call), seed):
+                yield results(reference(call.op), call, exactly)[key]
+            with Redrawn(seed):
+                yield results(reference(call.op), call)[key].double()
+        for stored in of_stored_sums(call, exactly) if "add" in call.op else ():
+            yield results(reference(call.op), call, stored)[key]
+
+    kernel = backend not in NOT_OURS and call.received == "contiguous"
+    assert_as_good(found, eager, exact, rounded, contiguous=kernel)
+
+
+def in_float64(call: Call) -> dict[str, Any]:
+    """The arguments in float64, with the eps that the narrower dtype would have."""
+    made = call.made()
+    exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+    if exact.get("eps", 0) is None:
+        exact["eps"] = torch.finfo(accumulator(call)).eps
+    return exact
+
+
+def of_stored_sums(call: Call, exactly: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments in float64, with a residual that makes the sum an h that may be stored.
+
+    That h is rounded to its dtype, which no kernel can help, and norm and gradient are of it. It is
+    rounded once, or after the dropped x was, as in the line that the function stands for.
+    """
+    alone = replace(call, wanted=frozenset(), received="contiguous")
+    stored, exact = (
+        results(reference(call.op), alone, made)["output 1"] for made in (None, exactly)
+    )
+    for h in (stored, exact.to(stored.dtype)):
+        yield exactly | {"residual": exactly["residual"] + (h.double() - exact)}
+
+
+def accumulator(call: Call) -> torch.dtype:
+    """The dtype of the statistics: float32, or float64 where the row is."""
+    rows = [call.arguments.get(name) for name in ("input", "x", "residual")]
+    wide = any(t is not None and t.dtype == torch.float64 for t in rows)
+    return torch.float64 if wide else torch.float32
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@given(data=st.data())
+def test_as_the_original(op, backend, data):
+    call = data.draw(calls(op)).on(backend)
+    compare(call, ours(call, backend), backend)
+
+
+# What the fuzz has found, and what it draws too rarely.
+EXAMPLES = {
+    "the variance of equal elements is not negative": Call(
+        "layer_norm",
+        {"input": Drawn((3,), values="large constant"), "normalized_shape": (3,), "eps": 1e-5},
+    ),
+    "squares that overflow make the variance infinite, not NaN": Call(
+        "add_layer_norm", {"x": Drawn((15,)), "residual": Drawn((15,), values="huge"), "eps": 1e-5}
+    ),
+    "so they do in rows of several tiles": Call(
+        "layer_norm",
+        {"input": Drawn((2, 20011), values="huge"), "normalized_shape": (20011,), "eps": 1e-5},
+    ),
+    "a dropped NaN is NaN, as in torch": Call(
+        "add_rms_norm",
+        {"x": Drawn((8, 5), values="one NaN"), "residual": Drawn((8, 5)), "dropout_p": 0.999},
+    ),
+    "roundings that decide which infinity a gradient is": Call(
+        "add_layer_norm",
+        {
+            "x": Drawn((15, 1, 2), torch.float16),
+            "residual": Drawn((15, 1, 2), torch.float16),
+            "weight": Drawn((2,), values="huge"),
+            "eps": 1e-5,
+        },
+        frozenset({"residual"}),
+    ),
+    "a bfloat16 below the normal numbers may be 0": Call(
+        "rms_norm",
+        {
+            "input": Drawn((1,), torch.bfloat16),
+            "normalized_shape": (1,),
+            "weight": Drawn((1,), values="denormal"),
+            "eps": 1e-5,
+        },
+    ),
+    "roundings of terms stay where their sum is nothing": Call(
+        "rms_norm",
+        {
+            "input": Drawn((4, 1), torch.float16, seed=4283),
+            "normalized_shape": (1,),
+            "weight": Drawn((1,), torch.float16, seed=191),
+            "offset": 1.0,
+        },
+        received="one row expanded",
+    ),
+    "a sum with a dropped x is rounded once": Call(
+        "add_layer_norm",
+        {
+            "x": Drawn((1000, 15), torch.float16),
+            "residual": Drawn((1000, 15), torch.float16, seed=7),
+            "weight": Drawn((15,), torch.float16, values="one inf"),
+            "eps": 1e-5,
+            "dropout_p": 0.1,
+        },
+        frozenset({"residual"}),
+    ),
+    "a formula that rounds what is between its terms": Call(
+        "add_rms_norm",
+        {
+            "x": Drawn((3, 1, 3), torch.float16),
+            "residual": Drawn((3, 1, 3)),
+            "weight": Drawn((3,), torch.float16, seed=155),
+            "eps": 1e-5,
+            "rounding": "llama",
+            "offset": -2.5,
+        },
+        frozenset({"residual"}),
+    ),
+    "the sign of a sum that cancels decides between infinity and NaN": Call(
+        "add_layer_norm",
+        {
+            "x": Drawn((9,)),
+            "residual": Drawn((9,), values="large constant"),
+            "weight": Drawn((9,), values="one inf"),
+            "bias": Drawn((9,), values="one inf"),
+            "eps": 1e-5,
+        },
+    ),
+    "an infinite gradient has one sign, in both words of rstd": Call(
+        "rms_norm",
+        {
+            "input": Drawn((16,)),
+            "normalized_shape": (16,),
+            "weight": Drawn((16,), values="one inf"),
+            "eps": 1e-5,
+        },
+        frozenset({"input"}),
+    ),
+    "rows of whole vectors that do not start at one": Call(
+        "layer_norm",
+        {"input": Drawn((5, 64), layout="start of rows"), "normalized_shape": (64,), "eps": 1e-5},
+        frozenset({"input"}),
+    ),
+    "a dropout of whole vectors": Call(
+        "add_layer_norm",
+        {
+            "x": Drawn((5, 64), torch.float16),
+            "residual": Drawn((5, 64), torch.float16, seed=1),
+            "dropout_p": 0.5,
+        },
+        frozenset({"x"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("why", EXAMPLES)
+@pytest.mark.parametrize("backend", backends("layer_norm"))
+def test_example(why, backend):
+    call = EXAMPLES[why].on(backend)
+    compare(call, ours(call, backend), backend)
+
+
+@pytest.mark.parametrize("op", INTERPRETED)
+@settings(max_examples=settings.default.max_examples // 10)
+@given(data=st.data())
+def test_interpreted(op, data):
+    # the interpreter truncates when it stores bfloat16
+    call = data.draw(calls(op, 256, (torch.float32, torch.float16)))
+    compare(call, ours(call, "triton"), "triton")
+
+
+@pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] not in NOT_OURS])
+@given(data=st.data())
+def test_mistakes_are_named(op, backend, data):
+    call = data.draw(broken(op)).on(backend)
+    found = ours(call, backend)
+    if not isinstance(found, Exception):
+        return compare(call, found, backend)
+    theirs = original(call)
+    assert theirs is None or isinstance(attempt(theirs, call), Exception), (
+        f"torch takes it: {found}"
+    )
+    assert says_what_is_wrong(call, str(found)), found
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@given(data=st.data())
+def test_modules_are_their_functions(name, data):
+    shape = data.draw(shapes(2048).filter(len))
+    row = shape[-data.draw(st.integers(1, len(shape))) :]
+    x = data.draw(drawn(shape, data.draw(st.sampled_from(FLOATS[:3])))).tensor()
+    how = {"eps": data.draw(st.sampled_from(EPS)), "dtype": x.dtype}
+    how["elementwise_affine"] = data.draw(st.booleans())
+    theirs = getattr(nn, name)(row, **how)
+    module, added = (getattr(fusedops.nn, kind)(row, **how) for kind in (name, f"Add{name}"))
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter)
+    for twin in (module, added):
+        twin.load_state_dict(theirs.state_dict(), strict=True)
+    function = layer_norm if name == "LayerNorm" else rms_norm
+    parameters = [theirs.weight, theirs.bias] if name == "LayerNorm" else [theirs.weight]
+    equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+    equal(module(x), function(x, row, *parameters, theirs.eps))
+    y, h = added(x, x)
+    equal(h, x + x)
+    equal(y, module(h))
+    assert (y.dtype, y.shape) == (theirs(x).dtype, x.shape)

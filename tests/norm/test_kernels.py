@@ -1,0 +1,349 @@
+"""layer_norm, rms_norm, add_layer_norm, add_rms_norm: every backend through the same lines."""
+
+import pytest
+import torch
+
+import fusedops
+from fusedops.testing import check, device_of, gradients, placed, threads
+from norm.cases import (
+    ADDS,
+    BACKENDS,
+    CASES,
+    FLOATS,
+    FUNCTIONS,
+    compare,
+    inputs,
+    interpreted,
+    interpreted_bf16,
+)
+
+# one element, odd, 3-D, past a power of two, many short rows, one long row
+SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001)]
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_gradients(op, backend, dtype, shape):
+    interpreted_bf16(backend, dtype)
+    compare(op, backend, inputs(op, shape, dtype))
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("shape", [(400, 513), (60, 1024)], ids=["ragged", "by vectors"])
+def test_more_rows_than_are_added_at_a_time(op, backend, shape):
+    compare(op, backend, inputs(op, shape, torch.float16))
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_no_parameters(op, backend, dtype):
+    interpreted_bf16(backend, dtype)
+    args = inputs(op, (7, 130), dtype)
+    none = (None, None) if "layer" in op else (None,)
+    compare(op, backend, (*args[:2], *none, 1e-6))
+    if "layer" in op:
+        compare(op, backend, (*args[:2], args[2], None))
+        compare(op, backend, (*args[:2], None, args[3]))
+
+
+@pytest.mark.parametrize("op,backend", [c for c in CASES if "rms" in c[0]])
+@pytest.mark.parametrize("rounding", ["torch", "llama"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+def test_roundings(op, backend, rounding, offset, weight_dtype):
+    interpreted_bf16(backend, weight_dtype)
+    for dtype in FLOATS[: 2 if interpreted(backend) else 3]:
+        args = inputs(op, (5, 200), dtype, weight_dtype)
+        compare(op, backend, args, rounding=rounding, offset=offset)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_weight_in_another_dtype(op, backend, dtype, weight_dtype):
+    interpreted_bf16(backend, dtype, weight_dtype)
+    compare(op, backend, inputs(op, (9, 77), dtype, weight_dtype))
+
+
+@pytest.mark.parametrize("op,backend", ADDS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("residual_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_residual_in_another_dtype(op, backend, dtype, residual_dtype, weight_dtype):
+    interpreted_bf16(backend, dtype, residual_dtype, weight_dtype)
+    compare(op, backend, inputs(op, (6, 90), dtype, weight_dtype, residual_dtype))
+
+
+@pytest.mark.parametrize("op,backend", [c for c in CASES if "layer" in c[0]])
+def test_bias_in_another_dtype_than_weight(op, backend):
+    *args, bias, eps = inputs(op, (64, 40), torch.float32, torch.float16)
+    compare(op, backend, (*args, bias.float(), eps))
+
+
+@pytest.mark.parametrize("op,backend", ADDS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout(op, backend, dtype, p):
+    interpreted_bf16(backend, dtype)
+    for shape in [(3, 70), (2, 3, 1027)]:
+        compare(op, backend, inputs(op, shape, dtype), dropout_p=p)
+
+
+@pytest.mark.parametrize("op,backend", ADDS)
+def test_dropping_everything_leaves_the_residual(op, backend):
+    args = placed(inputs(op, (5, 70), torch.float32), device_of(backend))
+    with fusedops.backend(backend):
+        found = gradients(FUNCTIONS[op][0], args, dropout_p=1.0)
+    assert torch.equal(found["output 1"], args[1])
+    assert not found["gradient 0"].any() and found["gradient 1"].all()
+
+
+@pytest.mark.parametrize("op,backend", [c for c in CASES if "rms" in c[0]])
+@pytest.mark.parametrize("rounding", ["torch", "llama"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rounds_where_the_reference_does(op, backend, rounding, offset, weight_dtype):
+    """The yardstick cannot see a rounding that is left out: the bits can.
+
+    A sum in another order may flip one rounding in 10,000 in bfloat16; a wrong rounding flips
+    one in 4.
+    """
+    dtype = torch.float16 if weight_dtype == torch.float32 else weight_dtype
+    interpreted_bf16(backend, dtype)
+    args = placed(inputs(op, (50, 1000), dtype, weight_dtype), device_of(backend))
+    function, reference = FUNCTIONS[op]
+    with fusedops.backend(backend):
+        found = function(*args, rounding=rounding, offset=offset)
+    expected = reference(*args, rounding=rounding, offset=offset)
+    if "add" in op:
+        found, expected = found[0], expected[0]
+    assert found.dtype == expected.dtype
+    # beside a float32 weight a flip shows as a difference larger than float32's own noise
+    differs = (found - expected).abs() > 4e-7 * expected.abs()
+    # the more steps, the more flips
+    finer = torch.finfo(torch.bfloat16).eps / torch.finfo(dtype).eps
+    assert differs.sum() <= found.numel() * finer / 10_000
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+def test_float64_is_exact(op, backend):
+    function, reference = FUNCTIONS[op]
+    args = placed(inputs(op, (4, 50), torch.float64), device_of(backend))
+    with fusedops.backend(backend):
+        found = gradients(function, args)
+    for key, value in gradients(reference, args).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_reference_gradcheck(op):
+    args = inputs(op, (3, 6), torch.float64)
+    args = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    assert torch.autograd.gradcheck(FUNCTIONS[op][1], args)
+
+
+LAYOUTS = {
+    "transposed": lambda make: make(64, 12).t(),
+    "slice of rows": lambda make: make(12, 96)[:, 3:67],
+    "start of rows": lambda make: make(12, 64)[:, :61],
+    "every second column": lambda make: make(12, 128)[:, ::2],
+    "expanded": lambda make: make(1, 64).expand(12, 64),
+    "misaligned": lambda make: make(12 * 64 + 1)[1:].view(12, 64),
+    "transposed batch": lambda make: make(4, 3, 64).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_strides(op, backend, layout, dtype):
+    def view():
+        return LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype))
+
+    n = LAYOUTS[layout](torch.empty).shape[-1]
+    other = view() if "add" in op else (n,)
+    parameters = [torch.randn(2 * n, dtype=dtype)[::2] for _ in range(1 + ("layer" in op))]
+    compare(op, backend, (view(), other, *parameters, 1e-6))
+
+
+OUTPUTS = {  # what becomes of an output, hence its gradient's layout
+    "transposed": lambda o: o.t(),
+    "slice of rows": lambda o: torch.cat([o, torch.zeros_like(o)], -1),
+}
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("layout", OUTPUTS)
+def test_strided_output_gradients(op, backend, layout):
+    function, reference = FUNCTIONS[op]
+    args = inputs(op, (12, 64), torch.float16)
+
+    def laid_out(run):
+        def call(*args):
+            outputs = run(*args)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            return tuple(OUTPUTS[layout](o) for o in outputs)
+
+        return call
+
+    check(laid_out(function), laid_out(reference), args, backend)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0), (2, 0, 4)], ids=str)
+def test_empty(op, backend, shape):
+    compare(op, backend, inputs(op, shape, torch.float32))
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+def test_several_normalised_dimensions(op, backend):
+    x, residual = torch.randn(3, 4, 5, 6), torch.randn(3, 4, 5, 6)
+    parameters = [torch.randn(5, 6) for _ in range(1 + ("layer" in op))]
+    compare(op, backend, (x, residual if "add" in op else (5, 6), *parameters, 1e-6))
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_stay_in_their_row(op, backend, bad):
+    args = inputs(op, (4, 70), torch.float32)
+    args[0][2, 5] = bad
+    compare(op, backend, args)
+
+
+@pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] != "triton"])
+@pytest.mark.parametrize("n", [58112, 29056], ids=["forward", "backward"])
+def test_rows_that_fill_shared_memory(op, backend, n):
+    """float32 rows, or their two sums, of 227 KiB: a kernel's own arrays leave less than that."""
+    compare(op, backend, inputs(op, (2, n), torch.float32))
+
+
+@pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] != "triton"])
+def test_longest_row(op, backend):
+    for dtype in (torch.float32, torch.bfloat16):
+        compare(op, backend, inputs(op, (2, 262144), dtype))
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+def test_large_mean_keeps_its_variance(op, backend):
+    args = inputs(op, (3, 1000), torch.float32)
+    args[0].add_(1e4)
+    compare(op, backend, args)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("which", range(4))
+def test_only_one_gradient(op, backend, which):
+    function, reference = FUNCTIONS[op]
+    args = inputs(op, (40, 33), torch.float32)
+    tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    if which >= len(tensors):
+        pytest.skip("fewer arguments")
+    leaf = tensors[which]
+
+    def alone(run):
+        return lambda *args: run(
+            *(a.detach() if i in tensors and i != leaf else a for i, a in enumerate(args))
+        )
+
+    check(alone(function), alone(reference), args, backend)
+
+
+@pytest.mark.parametrize("op,backend", ADDS)
+@pytest.mark.parametrize("used", [0, 1])
+def test_unused_output(op, backend, used):
+    function, reference = FUNCTIONS[op]
+    args = inputs(op, (5, 33), torch.float32)
+    check(lambda *a: function(*a)[used], lambda *a: reference(*a)[used], args, backend)
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("n", [257, 264], ids=["element by element", "by vectors"])
+def test_same_bits_each_time_and_whatever_the_rows(op, backend, dtype, n):
+    function, _ = FUNCTIONS[op]
+    rows = 20 if interpreted(backend) else 300
+    args = placed(inputs(op, (rows, n), dtype), device_of(backend))
+    with fusedops.backend(backend), threads(1):
+        first, again = gradients(function, args), gradients(function, args)
+        with threads(3):
+            threaded = gradients(function, args)
+        few = tuple(a[:7] if isinstance(a, torch.Tensor) and a.dim() == 2 else a for a in args)
+        few = gradients(function, few)
+    for key, value in first.items():
+        assert torch.equal(value, again[key]) and torch.equal(value, threaded[key])
+        if key.startswith("output"):
+            assert torch.equal(few[key], value[:7])
+
+
+@pytest.mark.parametrize("op,backend", CASES)
+def test_gradients_are_never_written_to(op, backend):
+    args = placed(inputs(op, (6, 40), torch.float32), device_of(backend))
+    leaves = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    with fusedops.backend(backend):
+        outputs = FUNCTIONS[op][0](*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        cotangents = [torch.randn_like(o) for o in outputs]
+        kept = [c.clone() for c in cotangents]
+        torch.autograd.backward(outputs, cotangents)
+    assert all(map(torch.equal, cotangents, kept))
+
+
+@pytest.mark.parametrize("op,backend", ADDS)
+def test_dropout_follows_manual_seed_and_keeps_its_share(op, backend):
+    x = torch.ones(20 if interpreted(backend) else 400, 500, device=device_of(backend))
+
+    def draw(seed):
+        torch.manual_seed(seed)
+        with fusedops.backend(backend):
+            return FUNCTIONS[op][0](x, torch.zeros_like(x), dropout_p=0.3)[1]
+
+    kept = draw(1)
+    assert torch.equal(kept, draw(1)) and not torch.equal(kept, draw(2))
+    assert torch.equal(kept.unique().cpu(), torch.tensor([0, 1 / 0.7]))
+    share = (kept == 0).double().mean().item()
+    assert abs(share - 0.3) < 5 * (0.3 * 0.7 / x.numel()) ** 0.5  # five standard deviations
+
+
+@pytest.mark.parametrize("op,backend", ADDS)
+def test_checkpoint_runs_the_same_mask_in_backward(op, backend):
+    x = torch.randn(20, 64, device=device_of(backend), requires_grad=True)
+
+    def h_of(x):
+        return FUNCTIONS[op][0](x, x * 0, dropout_p=0.5)[1]
+
+    with fusedops.backend(backend):
+        h = torch.utils.checkpoint.checkpoint(h_of, x, use_reentrant=False)
+        (dx,) = torch.autograd.grad(h.sum(), x)
+    assert torch.equal(dx != 0, h != 0)
+
+
+@pytest.mark.parametrize("op,backend", ADDS)
+def test_unused_y_takes_no_part(op, backend):
+    x, residual = torch.randn(2, 4, 8, device=device_of(backend))
+    x[1, 2] = torch.inf
+    x.requires_grad_(), residual.requires_grad_()
+    with fusedops.backend(backend):
+        _, h = FUNCTIONS[op][0](x, residual)
+        h.mul_(2)  # nothing that the gradient needs
+        for gradient in torch.autograd.grad(h.sum(), (x, residual)):
+            assert torch.equal(gradient, torch.full_like(gradient, 2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_in_the_other_dtype_of_16_bits(backend):
+    """No public operator asks for it; the kernel's own operator takes it all the same."""
+    interpreted_bf16(backend, torch.bfloat16)
+    device = device_of(backend)
+    x = torch.randn(64, 40, dtype=torch.bfloat16, device=device)
+    dy = torch.randn(64, 40, dtype=torch.float16, device=device)
+
+    def dx(dy):
+        mask = [False, True, False, False]
+        with fusedops.backend(backend):
+            how = ("layer", 0.0, 0.0, None)
+            _, _, stats = torch.ops.fusedops.norm_forward(x, None, None, None, 1, 1e-5, *how)
+            backward = torch.ops.fusedops.norm_backward
+            return backward(dy, None, x, None, None, stats, 1, *how, mask)[1]
+
+    assert torch.equal(dx(dy), dx(dy.float()))

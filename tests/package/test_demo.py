@@ -1,0 +1,97 @@
+"""The demo from end to end on a tiny model, and what it says of the numbers that it measured."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedops import demo
+from fusedops.demo import show
+from fusedops.demo.training import QUICK, batches, build_model, corpus
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+
+
+def test_quick_demo(tmp_path, capsys):
+    results = demo.run(quick=True, threads=1, out=tmp_path)
+    printed = capsys.readouterr().out
+    assert results == json.loads((tmp_path / "demo.json").read_text())
+    if find_spec("matplotlib"):
+        assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert results["report"] in printed
+    assert show.verdict(results) in printed
+    for numbers in results["contenders"].values():
+        assert len(numbers["losses"]) == len(numbers["seconds"]) == QUICK.steps
+        assert numbers["losses"][-1] < numbers["losses"][0]
+        assert 0 < numbers["step_p50_s"] <= numbers["step_p95_s"]
+        assert 100e6 < numbers["peak_bytes"] < 10e9
+    # The same model on the same batches: a few bf16 roundings apart (the losses are near 5).
+    assert results["max_loss_difference"] < 0.1
+
+
+def test_the_demo_without_rich_and_matplotlib(tmp_path):
+    command = [sys.executable, "tests/children/without.py", "matplotlib,rich", "fusedops", "demo"]
+    run = subprocess.run(
+        [*command, "--quick", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert not (tmp_path / "demo.png").exists()
+    results = json.loads((tmp_path / "demo.json").read_text())
+    assert f"wrote {tmp_path / 'demo.json'}\n" in run.stdout
+    words = ["peak memory, fresh process"]
+    words += [
+        f"{results['contenders'][name]['peak_bytes'] / 2**20:,.0f} MiB"
+        for name in results["contenders"]
+    ]
+    line = next(line for line in run.stdout.splitlines() if line.startswith(words[0]))
+    assert all(word in line for word in words)
+
+
+def test_batches_are_the_same_for_everyone():
+    first, second = list(batches(QUICK)), list(batches(QUICK))
+    assert len(first) == QUICK.steps
+    assert first[0].shape == (QUICK.batch, QUICK.length)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_corpus_is_source_code():
+    text = bytes(corpus().to(torch.uint8).tolist())
+    assert len(text) > 1_000_000
+    assert b"\ndef " in text
+
+
+def test_models_start_equal():
+    one, two = build_model(QUICK), build_model(QUICK)
+    pairs = list(zip(one.parameters(), two.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert {a.dtype for a, _ in pairs} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "says"),
+    [
+        ((1.08, 1.05, 1.1), "1.08 times as fast"),
+        ((0.9, 0.85, 0.95), "slower"),
+        ((1.01, 0.98, 1.04), "No difference"),
+    ],
+)
+def test_verdict_is_what_the_interval_allows(ratio, says):
+    median, low, high = ratio
+    assert says in show.verdict({"ratio": {"median": median, "low": low, "high": high}})
+
+
+def test_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(demo, "NEEDS", ("torch", "no_such_package"))
+    with pytest.raises(ModuleNotFoundError, match=r"no_such_package: pip install 'fusedops\[bench"):
+        demo.run(quick=True)
+
+
+def test_too_few_steps():
+    with pytest.raises(ValueError, match="steps must be more than 3"):
+        demo.run(steps=2, quick=True)

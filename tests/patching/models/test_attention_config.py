@@ -1,0 +1,318 @@
+"""A patched model's config: it says and does what an unpatched model's does."""
+
+import copy
+import gc
+import json
+import operator
+import pickle
+from inspect import signature
+
+import pytest
+import torch
+
+from fusedops.patching import config as views
+from fusedops.patching import patch, unpatch
+from fusedops.patching.swap import fused_class, fused_modules
+
+transformers = pytest.importorskip("transformers")
+from transformers import AutoConfig, AutoModel  # noqa: E402
+
+from patching.models.attention_models import MODELS, batch, build  # noqa: E402
+
+ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
+NAMES = "llama", "bert", "t5", "vit", "whisper"
+SITES = {"vit": 2} | {name: sites for name, (*_, sites) in MODELS.items()}
+VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 8}
+VIT |= {"num_attention_heads": 4, "patch_size": 4}
+pytestmark = pytest.mark.usefixtures("any_size")
+
+
+def made(name, implementation="sdpa"):
+    """A model and a batch that it takes."""
+    if name == "vit":
+        torch.manual_seed(0)
+        model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT)).eval()
+        given = {"pixel_values": torch.randn(2, 3, 8, 8)}
+    else:
+        model, given = build(name), batch(name)
+    model.set_attn_implementation(implementation)
+    return model, given
+
+
+def fused(name, implementation="sdpa"):
+    model, given = made(name, implementation)
+    assert patch(model, **ALONE).coverage == {"attention": (SITES[name], SITES[name])}
+    return model, given
+
+
+def configs(model):
+    """The model's config, those in it, and those of its submodels."""
+    yield from nested(model.config)
+    models = (m for m in model.modules() if isinstance(m, transformers.PreTrainedModel))
+    yield from (module.config for module in models)
+
+
+def nested(config):
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, transformers.PreTrainedConfig):
+            yield from nested(value)
+
+
+def weights(outputs):
+    """The attention weights in a model's outputs, by their name."""
+    return {k: list(v) for k, v in outputs.items() if "attentions" in k and v is not None}
+
+
+# What is set in the config of a patched model.
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_by_the_config(name, of_all, calls):
+    """Of an encoder-decoder its stacks hold configs of their own."""
+    (model, given), (plain, _) = fused(name, "eager"), made(name, "eager")
+    calls.clear()  # of the probe
+    for one in (model, plain):
+        for config in configs(one) if of_all else [one.config]:
+            config.output_attentions = True
+    outputs, wanted = (weights(one(**given)) for one in (model, plain))
+    assert outputs.keys() == wanted.keys() and (outputs or not of_all)
+    torch.testing.assert_close(outputs, wanted)
+    assert not of_all or (sum(map(len, wanted.values())) == SITES[name] and not calls)
+    for config in configs(model):
+        config.output_attentions = False
+    assert not weights(model(**given))
+    assert len(calls) == SITES[name] * (1 if wanted else 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_by_an_argument(name, calls):
+    (model, given), (plain, _) = fused(name, "eager"), made(name, "eager")
+    calls.clear()
+    outputs, wanted = (weights(one(**given, output_attentions=True)) for one in (model, plain))
+    assert sum(map(len, wanted.values())) == SITES[name] and not calls
+    torch.testing.assert_close(outputs, wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_sdpa_has_not(name):
+    (model, _), (plain, _) = fused(name), made(name)
+    said = []
+    for one in (model, plain):
+        with pytest.raises(ValueError, match="attn_implementation") as raised:
+            one.config.output_attentions = True
+        said.append(str(raised.value))
+    assert said[0] == said[1] and "sdpa" in said[0]
+    assert not model.config.output_attentions
+
+
+@pytest.mark.parametrize("was", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", NAMES)
+def test_set_attn_implementation(name, was, calls):
+    model, given = fused(name, was)
+    plain, _ = made(name, was)
+    calls.clear()
+    model(**given)
+    assert len(calls) == SITES[name]
+    other = "eager" if was == "sdpa" else "sdpa"
+    for implementation, ours in ((other, 0), (was, SITES[name]), (other, 0)):
+        calls.clear()
+        for one in (model, plain):
+            one.set_attn_implementation(implementation)
+        assert {config._attn_implementation for config in configs(model)} == {implementation}
+        got, want = (one(**given)[0] for one in (model, plain))
+        assert len(calls) == ours
+        torch.testing.assert_close(got, want, **({} if ours else {"rtol": 0, "atol": 0}))
+    with pytest.raises(ValueError, match='Specified `attn_implementation="foo"` is not supported'):
+        model.set_attn_implementation("foo")
+    assert {config._attn_implementation for config in configs(model)} == {other}
+
+
+def test_an_implementation_that_does_not_run_here():
+    """The attentions read what is set, and set it back."""
+    model, _ = fused("llama")
+    reads = model.model.layers[0].self_attn.config
+    for implementation, read in (("flash_attention_2", "flash_attention_2"), ("sdpa", "fusedops")):
+        model.config._attn_implementation_internal = implementation
+        assert (reads._attn_implementation, model.config._attn_implementation) == (
+            read,
+            implementation,
+        )
+    assert "self_attn" in patch(model, **ALONE).fused[0].path
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.warns(UserWarning, match="nothing was fused"):
+        report = patch(model, **ALONE)
+    assert {site.reason for site in report.skipped} == {"flash_attention_2 was chosen"}
+
+
+def test_patched_anew_after_another_was_set(calls):
+    model, given = fused("llama", "eager")
+    model.set_attn_implementation("sdpa")
+    assert {site.was for site in patch(model, **ALONE).fused} == {"LlamaAttention/sdpa"}
+    calls.clear()
+    model(**given)
+    assert len(calls) == 2
+    model.set_attn_implementation("eager")
+    model(**given)
+    assert len(calls) == 2
+
+
+# A second model, by the config of the first.
+
+
+def again(model, tmp_path, how):
+    cls, config = type(model), model.config
+    if how == "class":
+        return cls(config)
+    if how == "_from_config":
+        return cls._from_config(config)
+    if how == "AutoModel":
+        return AutoModel.from_config(config)
+    if how == "deepcopy":
+        return cls(copy.deepcopy(config))
+    model.save_pretrained(tmp_path)
+    if how == "config file":
+        return AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))
+    return cls.from_pretrained(tmp_path)
+
+
+WAYS = "class", "_from_config", "AutoModel", "deepcopy", "config file", "from_pretrained"
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_model_runs_its_own_attention(name, how, tmp_path, calls):
+    model, given = fused(name)
+    other = again(model, tmp_path, how).eval()
+    calls.clear()
+    other(**given)
+    assert not calls
+    model(**given)
+    assert len(calls) == SITES[name]
+    assert {config._attn_implementation for config in configs(other)} == {"sdpa"}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_a_second_model_by_a_class_with_all_patched(name, how, tmp_path):
+    """Of Llama's the model itself has another class: the others have loss code of their own."""
+    model, given = made(name)
+    plain = type(model)
+    patch(model)
+    assert (type(model) is not plain) == (name == "llama")
+    other = again(model, tmp_path, how).eval()
+    assert not fused_modules(other) and not any(fused_class(m) for m in other.modules())
+    assert how in ("AutoModel", "config file") or type(other) is plain
+    if how == "from_pretrained":
+        torch.testing.assert_close(other(**given)[0], model(**given)[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_a_second_module_by_a_class_with_all_patched(name):
+    model, _ = made(name)
+    patch(model)
+    fused = {type(m) for m in fused_modules(model)}
+    again = [cls(model.config) for cls in fused if [*signature(cls).parameters] == ["config"]]
+    assert len(again) > 1 and not any(map(fused_modules, again))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_model_by_another_implementation(name, implementation, tmp_path):
+    model, given = fused(name, "eager" if implementation == "sdpa" else "sdpa")
+    want = model(**given)[0]
+    model.save_pretrained(tmp_path)
+    assert "fusedops" not in (tmp_path / "config.json").read_text()
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation=implementation)
+    torch.testing.assert_close(loaded(**given)[0], want)
+    built = type(model)._from_config(model.config, attn_implementation=implementation)
+    for other in (loaded, built):
+        assert {config._attn_implementation for config in configs(other)} == {implementation}
+
+
+# The view that an attention holds.
+
+
+@pytest.fixture
+def view():
+    """(the model, its config, the view that its first attention has)"""
+    model, _ = fused("llama")
+    return model, model.config, model.model.layers[0].self_attn.config
+
+
+def test_a_view_shares_what_is_set(view):
+    _, config, seen = view
+    assert seen is not config and vars(seen) is vars(config) and seen == config and config == seen
+    assert isinstance(seen, transformers.LlamaConfig) and type(seen).__name__ == "LlamaConfig"
+    config.rms_norm_eps = 0.5
+    seen.use_cache = False
+    assert seen.rms_norm_eps == 0.5 and not config.use_cache
+    seen.more = 3
+    del seen.more
+    assert not hasattr(config, "more")
+    seen._attn_implementation = "eager"  # by its setter
+    seen.output_attentions = True
+    assert (config._attn_implementation, config.output_attentions) == ("eager", True)
+
+
+def test_a_view_is_written_as_the_config(view, tmp_path):
+    _, config, seen = view
+    assert repr(seen) == repr(config) and seen.to_dict() == config.to_dict()
+    seen.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+    assert type(type(seen)()) is transformers.LlamaConfig
+    both = pickle.loads(pickle.dumps([config, seen, config]))
+    assert type(both[1]) is transformers.LlamaConfig and both[0] is both[1] is both[2]
+
+
+def test_copies_of_a_view(view):
+    """With its model, what is read stays ours; a copy of its own is a config."""
+    model, _, seen = view
+    assert type(copy.copy(seen)) is transformers.LlamaConfig
+    assert copy.copy(seen)._attn_implementation == "sdpa"
+    new = copy.deepcopy(model)
+    copied = new.model.layers[0].self_attn.config
+    assert copied._attn_implementation == "fusedops"
+    assert vars(copied) is vars(new.config) is not vars(seen)
+
+
+def test_a_view_changes_no_class(view):
+    """transformers makes a dataclass of every subclass of a config's class."""
+    _, _, seen = view
+    own = vars(type(seen))
+    assert "__init__" not in own and "__dataclass_fields__" not in own
+    assert type(seen) is type(view[0].model.layers[1].self_attn.config)
+
+
+def test_a_config_that_is_replaced_stays(view):
+    model, config, _ = view
+    other = copy.deepcopy(config)
+    model.model.layers[0].self_attn.config = other
+    unpatch(model)
+    assert model.model.layers[0].self_attn.config is other
+    assert model.model.layers[1].self_attn.config is config
+
+
+def test_a_config_that_takes_no_view(monkeypatch):
+    """Its class may be anybody's."""
+
+    def refuse(cls, was):
+        raise TypeError("it is final")
+
+    monkeypatch.setattr(views, "_class_of", refuse)
+    model, _ = made("llama")
+    with pytest.warns(UserWarning, match="nothing was fused"):
+        report = patch(model, **ALONE)
+    wanted = "there is no view of its config: TypeError: it is final"
+    assert {site.reason for site in report.skipped} == {wanted}
+
+
+def test_a_view_is_freed_with_its_model():
+    model, _ = fused("bert")
+    cls = type(operator.attrgetter("bert.encoder.layer")(model)[0].attention.self.config)
+    assert cls in views._classes.values()
+    unpatch(model)
+    del cls
+    gc.collect()
+    assert (transformers.BertConfig, "sdpa") not in views._classes

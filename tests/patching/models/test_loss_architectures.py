@@ -1,0 +1,152 @@
+"""patch's loss on tiny causal models of many architectures, with and without LoRA on the head."""
+
+import pytest
+import torch
+
+from fusedops.patching import unpatch
+from patching.models.loss_cases import IDS, in_float64, judge, loss_site, made, results, several
+
+pytestmark = pytest.mark.usefixtures("any_size")
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DEEP = {"num_hidden_layers": 2, "num_attention_heads": 4}
+PLAIN = {"hidden_size": 32, "intermediate_size": 48, **DEEP, **TOKENS}
+GROUPED = {**PLAIN, "num_key_value_heads": 2}
+WIDE = {**GROUPED, "head_dim": 8}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, **TOKENS}
+MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, **TOKENS}
+CAPPED = {**WIDE, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+LATENT |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+BART = {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4}
+BART |= {"encoder_layers": 2, "encoder_ffn_dim": 48, "encoder_attention_heads": 4, **TOKENS}
+
+MODELS = {
+    "llama": GROUPED,
+    "mistral": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": WIDE,
+    "gemma": WIDE,
+    "gemma2": CAPPED,
+    "gemma3_text": CAPPED,
+    "granite": {**GROUPED, "logits_scaling": 4.0},
+    "granitemoe": {**GROUPED, "logits_scaling": 4.0, "num_local_experts": 4},
+    "cohere": GROUPED,
+    "cohere2": {**GROUPED, "sliding_window": 4},
+    "phi": PLAIN,
+    "phi3": GROUPED,
+    "gpt2": GPT,
+    "gpt_neox": PLAIN,
+    "gptj": {**GPT, "rotary_dim": 4},
+    "gpt_bigcode": GPT,
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, **DEEP, **TOKENS},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, **TOKENS},
+    "falcon": {"hidden_size": 32, **DEEP, **TOKENS},
+    "falcon_h1": {
+        **{**WIDE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
+        **{"mamba_n_groups": 1, "lm_head_multiplier": 0.5},
+    },
+    "olmo": GROUPED,
+    "olmo2": GROUPED,
+    "starcoder2": GROUPED,
+    "stablelm": GROUPED,
+    "mixtral": {**GROUPED, "num_local_experts": 4, "output_router_logits": True},
+    "qwen2_moe": {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**WIDE, **EXPERTS},
+    "smollm3": GROUPED,
+    "helium": WIDE,
+    "glm": WIDE,
+    "glm4": WIDE,
+    "nemotron": GROUPED,
+    "persimmon": PLAIN,
+    "mamba": MAMBA,
+    "gpt_oss": {**WIDE, "num_local_experts": 4},
+    "ernie4_5": WIDE,
+    "exaone4": {**GROUPED, "sliding_window": 4},
+    "deepseek_v3": {**PLAIN, "num_key_value_heads": 4, **LATENT},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64},
+    "codegen": {**GPT, "rotary_dim": 4},
+    "bert": {**PLAIN, "is_decoder": True},
+}
+OWN_CODE = {
+    "bart": BART,
+    "pegasus": BART,
+    "marian": {**BART, "decoder_start_token_id": 1},
+    "cpmant": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"dim_head": 8, "dim_ff": 48, "vocab_size": 64},
+    "xlm": {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": 64},
+}
+
+
+def build(name, sizes):
+    """With random weights (norms and biases too) that are large enough for a softcap to matter."""
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    torch.manual_seed(0)
+    how = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped has no float64
+    model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def with_lora(model):
+    peft = pytest.importorskip("peft")
+    head = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is head)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=[name])
+    model = peft.get_peft_model(model, config).eval()
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data.normal_()
+    return model
+
+
+def compare(model):
+    eager = several(model)
+    with in_float64(model) as copy:
+        exact = several(copy)
+    site = loss_site(model)
+    judge(several(model), eager, exact)
+    return site
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients(name, dtype):
+    model = build(name, MODELS[name]).to(dtype)
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits
+    site = compare(model)
+    assert (site.now, site.reason) == ("linear_cross_entropy", "")
+    outputs = model(input_ids=IDS, labels=IDS)
+    assert not made(outputs)
+    assert torch.equal(outputs.logits.detach(), logits)
+    unpatch(model)
+    assert type(model(input_ids=IDS, labels=IDS).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+def test_with_lora_on_the_head(name, dtype):
+    model = with_lora(build(name, MODELS[name])).to(dtype)
+    site = compare(model)
+    assert site.now == "cross_entropy" and "of peft is not a plain linear" in site.reason
+    trained = {name.split(".")[-3] for name in results(model)[1] if name != "loss"}
+    assert trained == {"lora_A", "lora_B"}
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_own_loss_code_is_left_alone(name):
+    model = build(name, OWN_CODE[name])
+    before = results(model, IDS, IDS)[1]
+    site = loss_site(model)
+    assert not site.now and site.reason == "its forward has its own loss code"
+    after = results(model, IDS, IDS)[1]
+    assert all(torch.equal(after[k], v) for k, v in before.items())

@@ -1,0 +1,332 @@
+"""patch's loss beside what trains models: PEFT, accelerate, Trainer, DDP, FSDP2 and ZeRO-3."""
+
+import importlib.util
+import subprocess
+import threading
+
+import pytest
+import torch
+from children import TESTS, command
+
+from fusedops.patching import unpatch
+from patching.models.loss_cases import (
+    IDS,
+    LABELS,
+    gemma2,
+    gradients,
+    llama,
+    loss_site,
+    made,
+    patched,
+    results,
+)
+
+pytestmark = pytest.mark.usefixtures("any_size")
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+accelerate = pytest.importorskip("accelerate")
+
+ADAPTERS = {
+    "lora": {"target_modules": ["q_proj", "lm_head"]},
+    "dora": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    "biased": {"target_modules": ["lm_head"], "lora_bias": True},
+    "rank-stabilised": {"target_modules": ["lm_head"], "use_rslora": True},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "elsewhere": {"target_modules": ["q_proj"]},
+}
+LAZY = "saved", "elsewhere"
+DEEPSPEED = "deepspeed.runtime.zero.parameter_offload"
+
+
+def adapted(model, adapter, **more):
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **adapter | more))
+    for name, p in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            p.data.add_(0.2 * torch.randn_like(p))
+    return model.eval()
+
+
+def models(adapter, order, build=llama):
+    """(patched, unpatched), where the first was patched before or after PEFT came."""
+    if order == "before":
+        return adapted(patched(build()), adapter), adapted(build(), adapter)
+    return patched(adapted(build(), adapter)), adapted(build(), adapter)
+
+
+def same(ours, theirs):
+    """Loss, gradients and logits. Returns whether logits were made."""
+    outputs, found = results(ours)
+    wanted, expected = results(theirs)
+    were_made = made(outputs)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(outputs.logits.detach(), wanted.logits.detach())
+    return were_made
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("build", [llama, gemma2])
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:.*tied")
+def test_adapters(name, build, order):
+    ours, theirs = models(ADAPTERS[name], order, build)
+    assert same(ours, theirs) == (name not in LAZY)
+    call = {"input_ids": IDS, "labels": LABELS}
+    with ours.disable_adapter(), theirs.disable_adapter():
+        torch.testing.assert_close(ours(**call).loss, theirs(**call).loss)
+
+
+def test_the_report_says_that_logits_are_made():
+    site = loss_site(adapted(llama(), ADAPTERS["lora"]))
+    assert site.path == "base_model.model.lm_head" and site.now == "cross_entropy"
+    assert site.reason == "of logits: Linear of peft is not a plain linear"
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_merged_adapters(order):
+    ours, theirs = models(ADAPTERS["lora"], order)
+    for model in (ours, theirs):
+        model.merge_adapter()
+    call = {"input_ids": IDS, "labels": LABELS}
+    torch.testing.assert_close(ours(**call).loss, theirs(**call).loss)
+    for model in (ours, theirs):
+        model.unmerge_adapter()
+    same(ours, theirs)
+    alone, wanted = ours.merge_and_unload(), theirs.merge_and_unload()
+    torch.testing.assert_close(alone(**call).loss, wanted(**call).loss)
+
+
+@pytest.mark.parametrize("name", ["lora", "saved"])
+def test_more_than_one_adapter(name):
+    both = models(ADAPTERS[name], "before")
+    for model in both:
+        torch.manual_seed(3)
+        model.add_adapter("other", peft.LoraConfig(r=2, **ADAPTERS[name]))
+        for part, p in model.named_parameters():
+            if "other" in part:
+                p.data.add_(0.2 * torch.randn_like(p))
+    for adapter in ("other", "default"):
+        for model in both:
+            model.set_adapter(adapter)
+        same(*both)
+
+
+def test_lora_dropout_on_the_head():
+    found = []
+    for model in (patched(llama()), llama()):
+        model = adapted(model, ADAPTERS["lora"], lora_dropout=0.5).train()
+        torch.manual_seed(7)
+        found.append(results(model)[1])
+    torch.testing.assert_close(*found)
+
+
+@pytest.fixture
+def no_accelerator():
+    """accelerate keeps the first precision that a process asked for, Trainer's too."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_accelerate_in_bfloat16(order, no_accelerator):
+    """Its autocast casts the outputs to float32: that reads nothing."""
+    model = llama()
+    whole = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    if order == "before":
+        model = whole.prepare(patched(model))
+    else:
+        site = loss_site(model := whole.prepare(model))
+        assert site.reason == "of logits: the model carries its own forward"
+    outputs = model(input_ids=IDS, labels=LABELS)
+    assert made(outputs) == (order == "after") and outputs.logits.dtype == torch.float32
+    theirs = whole.prepare(llama())
+    wanted = theirs(input_ids=IDS, labels=LABELS)
+    torch.testing.assert_close(outputs.loss, wanted.loss, rtol=2**-8, atol=0)
+    found, expected = gradients(model, outputs.loss), gradients(theirs, wanted.loss)
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=5e-3)
+    assert torch.equal(outputs.logits.detach(), wanted.logits.detach())
+    unpatch(model)
+    assert type(model(input_ids=IDS, labels=LABELS).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_weights_that_are_offloaded(order):
+    model = llama().eval()
+    wanted = model(IDS, labels=LABELS)
+    if order == "before":
+        patched(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    if order == "after":
+        patched(model)
+    with torch.no_grad():
+        outputs = model(IDS, labels=LABELS)
+    torch.testing.assert_close(outputs.loss, wanted.loss.detach())
+    assert made(outputs) and torch.equal(outputs.logits, wanted.logits.detach())
+
+
+class Texts(torch.utils.data.Dataset):
+    """Of other numbers of ignored labels, which gradient accumulation has to weigh."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        ids = torch.randint(3, 64, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": torch.where(torch.arange(8) < i % 5, -100, ids)}
+
+
+def trained(model, folder, compute_metrics=None, **more):
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        max_steps=3,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **more,
+    )
+    data = {"train_dataset": Texts(), "eval_dataset": Texts()}
+    trainer = transformers.Trainer(model, arguments, compute_metrics=compute_metrics, **data)
+    trainer.train()
+    history = trainer.state.log_history
+    losses = [entry[key] for entry in history for key in ("loss", "grad_norm") if key in entry]
+    evaluated, predicted = trainer.evaluate(), trainer.predict(Texts())
+    scores = [evaluated["eval_loss"], evaluated.get("eval_accuracy", 0.0)]
+    return torch.tensor(losses + scores), predicted.predictions
+
+
+def accuracy(predicted):
+    return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
+
+
+TRAINERS = {
+    "plain": {},
+    "loss alone": {"prediction_loss_only": True},
+    "metrics": {"compute_metrics": accuracy},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "bf16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("how", TRAINERS)
+@pytest.mark.filterwarnings("ignore")
+def test_trainer(how, tmp_path):
+    (wanted, theirs), (found, ours) = (
+        trained(model, tmp_path, **TRAINERS[how]) for model in (llama(), patched(llama()))
+    )
+    coarse = {"rtol": 1e-2, "atol": 1e-2} if how == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found, wanted, **coarse)
+    assert type(ours) is type(theirs)
+    if ours is not None:
+        coarse["atol"] = 0.2 if how == "bf16" else 1e-3
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), **coarse)
+
+
+class Sharded:
+    """As ZeRO-3 shards a head: the weight is there in the head's call, and from a function on its
+    output on, in backward.
+    """
+
+    def __init__(self, head):
+        self.head, self.whole, self.calls = head, head.weight.data, 0
+        # DeepSpeed's hooks are known by their module
+        for hook in (self.gather, self.free):
+            hook.__func__.__module__ = DEEPSPEED
+        head.register_forward_pre_hook(self.gather)
+        head.register_forward_hook(self.free)
+        head.weight.data = torch.empty(0)
+
+    def gather(self, *_):
+        self.calls += 1
+        self.head.weight.data = self.whole
+
+    def free(self, module, args, output):
+        self.head.weight.data = torch.empty(0)
+        sharded = self
+
+        class Gather(torch.autograd.Function):
+            __module__ = DEEPSPEED
+
+            @staticmethod
+            def forward(ctx, output):
+                return output.detach()
+
+            @staticmethod
+            def backward(ctx, grad):
+                sharded.head.weight.data = sharded.whole
+                return grad
+
+        return Gather.apply(output)
+
+
+def test_a_weight_that_is_there_in_the_heads_call_alone():
+    wanted, expected = results(llama())
+    model = patched(llama())
+    sharded = Sharded(model.lm_head)
+    outputs = model(IDS, labels=LABELS)
+    assert not made(outputs) and sharded.calls == 2
+    assert torch.equal(outputs.logits.detach(), wanted.logits.detach()) and sharded.calls == 3
+    torch.testing.assert_close({"loss": outputs.loss} | gradients(model, outputs.loss), expected)
+
+
+def ranks(cases, folder):
+    """Fails with what the first rank that failed has printed."""
+    meeting = folder / "meeting"
+    processes = [
+        subprocess.Popen(
+            command("sharded_loss", rank, meeting, ",".join(cases)),
+            cwd=TESTS,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=280)[0] for process in processes]
+    for process, text in zip(processes, printed, strict=True):
+        assert process.returncode == 0, text[-4000:]
+
+
+def test_two_ranks_ddp(tmp_path):
+    ranks(["ddp", "collectives"], tmp_path)
+
+
+def test_two_ranks_with_every_kind_of_site(tmp_path):
+    ranks(["everything"], tmp_path)
+
+
+def test_two_ranks_fsdp2(tmp_path):
+    cases = ["fsdp", "fsdp_tied", "fsdp_then_patch", "fsdp_in_bfloat16", "fsdp_eval"]
+    ranks([*cases, "stepped", "stepped_and_kept"], tmp_path)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not there")
+def test_two_ranks_zero3(tmp_path):
+    ranks(["zero3"], tmp_path)
+
+
+def test_replicas_in_threads():
+    """As DataParallel makes them: other objects of the same class, each with its own head."""
+    model, losses = patched(llama()), []
+    twins = [model._replicate_for_data_parallel() for _ in range(3)]
+    for twin in twins:
+        twin.model, twin.lm_head = model.model, model.lm_head._replicate_for_data_parallel()
+        twin.lm_head._parameters = {"weight": model.lm_head.weight, "bias": None}
+
+    def run(twin):
+        outputs = twin(IDS, labels=LABELS)
+        losses.append(None if made(outputs) else outputs.loss.detach())
+
+    threads = [threading.Thread(target=run, args=[twin]) for twin in twins]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(losses, [llama()(IDS, labels=LABELS).loss.detach()] * 3)

@@ -1,0 +1,223 @@
+"""Masks of numbers, as eager code adds them, in the form that `attention` takes."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import torch
+
+from fusedops.functional import attention
+from fusedops.patching import masks, patch
+from fusedops.patching.masks import STRIP, simplest
+
+transformers = pytest.importorskip("transformers")
+from transformers.masking_utils import eager_mask  # noqa: E402
+
+from patching.models.attention_models import batch, build  # noqa: E402
+
+FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
+ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
+SIDES = 1, 2, 9, STRIP, STRIP + 1, 3 * STRIP + 5
+
+
+def numbers(seen, dtype=torch.float32, hidden=None):
+    hidden = torch.finfo(dtype).min if hidden is None else hidden
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)
+
+
+def triangle(n, batch=1):
+    return torch.ones(batch, 1, n, n, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("n", SIDES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_causal(dtype, n):
+    for rows in (1, 3):
+        mask = eager_mask(rows, n, n, dtype=dtype)
+        assert simplest(mask) == simplest(mask[:1].expand(2, 4, n, n)) == (None, True)
+        assert simplest(mask.masked_fill(mask != 0, -torch.inf))[1] == (n == 1)  # bools
+
+
+@pytest.mark.parametrize("n", SIDES[1:])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_one_element_that_is_not_causal(dtype, n):
+    """Wherever it is, and whatever."""
+    least = torch.finfo(dtype).min
+    draw = torch.Generator().manual_seed(n)
+    for i, j in torch.randint(n, (12, 2), generator=draw).tolist():
+        seen = triangle(n, 2)
+        seen[1, 0, i, j] ^= True
+        mask = numbers(seen, dtype)
+        found, causal = simplest(mask)
+        assert not causal and found.dtype == torch.bool and torch.equal(found, seen)
+        for value in (torch.nan, -1.0, 1.0, least / 2, torch.inf):
+            mask[1, 0, i, j] = value
+            found, causal = simplest(mask)
+            assert not causal and found.dtype == dtype
+            kept = torch.where(mask <= least, -torch.inf, mask)
+            torch.testing.assert_close(found, kept, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_all_is_seen(dtype):
+    for shape in ((1, 1, 1, 7), (2, 1, 5, 5), (1, 4, 300, 300)):
+        assert simplest(torch.zeros(shape, dtype=dtype)) == (None, False)
+
+
+@pytest.mark.parametrize("hidden", [None, -torch.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bools(dtype, hidden):
+    for shape in ((2, 1, 1, 9), (2, 1, 5, 9), (1, 4, 9, 9), (2, 1, 200, 200)):
+        seen = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7
+        seen[0, 0, 0] = False  # a query that sees nothing
+        found, causal = simplest(numbers(seen, dtype, hidden))
+        assert not causal and torch.equal(found, seen)
+    one = numbers(seen[:1, :, :1], dtype, hidden).expand(2, -1, 7, -1)
+    assert torch.equal(simplest(one)[0], seen[:1, :, :1].expand_as(one))
+    window = triangle(200) & triangle(200).flip(2, 3).roll(3, -1)
+    assert torch.equal(simplest(numbers(window, dtype, hidden))[0], window)
+
+
+def test_what_is_passed_on():
+    seen = triangle(5)
+    assert simplest(None) == (None, False)
+    assert simplest(seen)[0] is seen
+    mask = numbers(seen).requires_grad_()
+    found, causal = simplest(mask)
+    assert not causal and found.requires_grad
+    empty = torch.zeros(1, 1, 0, 5)
+    assert simplest(empty)[0].shape == empty.shape
+
+
+@pytest.mark.parametrize("transform", ["vmap", "trace", "compile", "mode"])
+def test_where_values_may_not_be_read(transform):
+    """Numbers stay numbers, with -inf in the place of the least."""
+    mask, found = numbers(triangle(5)), []
+
+    def run(x):
+        found.append(simplest(x))
+        return found[-1][0]
+
+    if transform == "vmap":
+        out = torch.vmap(run)(mask)
+    elif transform == "trace":
+        out = torch.jit.trace(run, (mask,), check_trace=False)(mask)
+    elif transform == "compile":
+        out = torch.compile(run, backend="eager", fullgraph=True)(mask)
+    else:
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            out = run(mask)
+    assert torch.equal(out, numbers(triangle(5), hidden=-torch.inf))
+    assert not any(causal for _, causal in found)
+
+
+# What was read is remembered.
+
+
+@pytest.fixture
+def reads():
+    with mock.patch.object(masks, "_read", side_effect=masks._read) as counted:
+        yield counted
+
+
+def test_a_mask_is_read_once(reads):
+    one, other = numbers(triangle(5)), numbers(torch.ones(1, 1, 1, 5, dtype=torch.bool))
+    for _ in range(3):
+        assert simplest(one) == (None, True) and simplest(other) == (None, False)
+    assert reads.call_count == 2
+
+
+def test_a_mask_that_is_written_to_is_read_again(reads):
+    mask = numbers(triangle(5))
+    assert simplest(mask) == (None, True)
+    mask[0, 0, 1, 0] = torch.finfo(torch.float32).min
+    assert not simplest(mask)[0][0, 0, 1, 0]
+    assert reads.call_count == 2
+
+
+def test_a_mask_that_counts_no_versions_is_read_each_time(reads):
+    with torch.inference_mode():
+        mask = numbers(triangle(5))
+        assert simplest(mask) == (None, True)
+        mask.zero_()
+        assert simplest(mask) == (None, False)
+    assert reads.call_count == 2
+
+
+def test_what_was_read_goes_with_the_mask():
+    mask = numbers(triangle(5).roll(1, 2))
+    known = masks._thread.known
+    gc.collect()
+    simplest(mask)
+    assert mask in known
+    size = len(known)
+    del mask
+    gc.collect()
+    assert len(known) == size - 1
+
+
+def test_threads_do_not_share(reads):
+    mask = numbers(triangle(5))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(simplest, mask).result() == simplest(mask) == (None, True)
+    assert reads.call_count == 2
+
+
+# In models.
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama", "bert", "t5", "whisper"])
+def test_models_that_are_eager(name, reads, calls):
+    """Their masks are made once for all layers of a kind, and read once."""
+    model = build(name)
+    model.set_attn_implementation("eager")
+    for side in (None, "left") if name != "whisper" else (None,):
+        given = batch(name, side)
+        want = model(**given).logits
+        shown = given["attention_mask"].bool() if side and name != "t5" else slice(None)
+        patch(model, **ALONE)
+        calls.clear()
+        reads.reset_mock()
+        torch.testing.assert_close(model(**given).logits[shown], want[shown])
+        assert reads.call_count == READ.get((name, side), 1)
+        kinds = {getattr(call["bias"], "dtype", None) for call in calls}
+        assert kinds <= {None, torch.bool} or name == "t5"
+        assert side or name == "bert" or any(call["causal"] for call in calls)
+
+
+# The masks of a forward, by model and padding; there is none where all sees everything.
+READ = {(name, side): 2 for name in ("gemma2", "gpt_oss") for side in (None, "left")}
+READ |= {("bert", None): 0, ("t5", "left"): 3}
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_mask_says_what_is_causal(name, calls):
+    """And not the module."""
+    model, given = build(name), batch(name)
+    model.set_attn_implementation("eager")
+    masks_of = {True: numbers(triangle(9, 2)), False: torch.zeros(2, 1, 9, 9)}
+    wanted = [model(**given, attention_mask=mask).logits for mask in masks_of.values()]
+    patch(model, **ALONE)
+    for (causal, mask), want in zip(masks_of.items(), wanted, strict=True):
+        calls.clear()
+        torch.testing.assert_close(model(**given, attention_mask=mask).logits, want)
+        assert [(call["causal"], call["bias"]) for call in calls] == [(causal, None)] * 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_query_that_sees_nothing_gives_zeros(compiled):
+    """In a graph too, whose masks stay numbers."""
+    q = torch.randn(1, 2, 4, 8)
+    seen = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]]).bool()
+    mask = numbers(seen[None, None])
+
+    def run(q, mask):
+        bias, causal = simplest(mask)
+        return attention(q, q, q, causal=causal, bias=bias)
+
+    out = (torch.compile(run, backend="eager") if compiled else run)(q, mask)
+    assert torch.equal(out[:, :, 0], torch.zeros(1, 2, 8))
+    torch.testing.assert_close(out[:, :, 1], q[:, :, 0])

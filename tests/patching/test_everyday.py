@@ -1,0 +1,358 @@
+"""What is done with a model from day to day, with every kind of site on: nothing goes otherwise
+than without patch. Kinds alone, and what is theirs to break, have tests of their own.
+"""
+
+import copy
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from fusedops import patch, patched, quantize, unpatch
+
+transformers = pytest.importorskip("transformers")
+from patching.models.attention_models import batch, build  # noqa: E402
+
+CAUSAL = "llama", "gemma2", "gpt2", "gpt_oss"
+ALL = (*CAUSAL, "bert", "t5")
+NEAR = {"rtol": 2e-4, "atol": 2e-4}
+
+# generate's arguments, by the name of what they ask for
+SEARCHES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "beams that are drawn": {"num_beams": 3, "do_sample": True},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "without a cache": {"use_cache": False},
+    "a static cache": {"cache_implementation": "static", "disable_compile": True},
+    "words of the prompt": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def ran(any_size, sums, calls):
+    """Every test runs fused code."""
+    yield
+    assert sums.call_count or calls
+
+
+def fuse(model, kinds=("norm", "residual", "linear", "attention")):
+    assert {*kinds} <= {site.kind for site in patch(model).fused}
+
+
+def outputs(model, given, **how):
+    """Every tensor that a forward without gradients gives, flat."""
+    with torch.no_grad():
+        return list(tensors(model(**given, **how)))
+
+
+def tensors(found):
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, dict):
+        yield from tensors(tuple(found.values()))
+    elif isinstance(found, tuple | list):
+        for one in found:
+            yield from tensors(one)
+
+
+def step(model, given):
+    """The loss and the gradients of every parameter."""
+    model.zero_grad()
+    labels = given.get("decoder_input_ids", given["input_ids"])
+    if (shown := given.get("attention_mask")) is not None and shown.shape == labels.shape:
+        judged = shown * shown.roll(1, 1)  # not what padding predicts either
+        labels = labels.masked_fill(judged == 0, -100)
+    loss = model(**given, labels=labels).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def close(got, wanted, **near):
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert_close(one, other, **(near or NEAR))
+
+
+def generated(model, given, **how):
+    torch.manual_seed(3)
+    given = {k: v for k, v in given.items() if k != "decoder_input_ids"}
+    how = {"max_new_tokens": 6, "do_sample": False, **how}
+    return model.generate(**given, **how)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
+def test_generate(name, search):
+    side = None if "static" in search else "left"  # a mask says what causal would
+    model, given, how = build(name), batch(name, side), SEARCHES[search]
+    if "words" in search:  # of one sequence alone
+        given = {k: v[:1] for k, v in given.items()}
+    wanted = generated(model, given, **how)
+    with patched(model):
+        assert torch.equal(generated(model, given, **how), wanted)
+    assert torch.equal(generated(model, given, **how), wanted)
+
+
+@pytest.mark.parametrize("whom", ["model", "assistant", "both"])
+def test_assisted_generation(whom):
+    """A smaller model proposes tokens; where it is wrong, caches are cut back."""
+    model, given = build("llama"), {k: v[:1] for k, v in batch("llama").items()}
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    assistant = build("llama", config)
+    wanted = generated(model, given, assistant_model=assistant)
+    for one in {"model": [model], "assistant": [assistant], "both": [model, assistant]}[whom]:
+        fuse(one)
+    assert torch.equal(generated(model, given, assistant_model=assistant), wanted)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ALL)
+def test_padding(name, side):
+    """Of padding, an output is what it may be: which tokens it sees is nobody's choice."""
+    model, given = build(name), batch(name, side)
+    shown = given["attention_mask"].bool() if name != "t5" else slice(None)
+    wanted, grads = model(**given).logits[shown], step(model, given)
+    fuse(model)
+    close([model(**given).logits[shown]], [wanted])
+    close(step(model, given), grads)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_packed_sequences(name):
+    """Numbers of positions that begin anew are sequences that do not see one another."""
+    model, ids = build(name), batch(name)["input_ids"][:1]
+    given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])}
+    wanted, grads = outputs(model, given, use_cache=False), step(model, given)
+    alone = outputs(model, {"input_ids": ids[:, 4:7]}, use_cache=False)
+    close([wanted[0][:, 4:7]], alone)
+    fuse(model)
+    close(outputs(model, given, use_cache=False), wanted)
+    close(step(model, given), grads)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"return_dict": False},
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+        {"use_cache": False},
+    ],
+    ids=lambda how: next(iter(how)),
+)
+def test_arguments(name, how):
+    same_with(name, how)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("kept", [0, 1, torch.tensor([0, 3])], ids=str)
+def test_logits_to_keep(name, kept):
+    same_with(name, {"logits_to_keep": kept})
+
+
+def same_with(name, how):
+    model, given = build(name), batch(name, "right")
+    wanted = outputs(model, given, **how)
+    fuse(model)
+    for _ in range(2):  # the second makes norms ahead
+        close(outputs(model, given, **how), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "gpt_oss"])
+def test_to_another_dtype_and_back(name):
+    """Patched in float32. In bfloat16 it is as near to float64 as the model that is not patched."""
+    model, other, given = build(name), build(name), batch(name)
+    exact = outputs(build(name).double(), given)[0]
+    fuse(model)
+    off = [(outputs(m.bfloat16(), given)[0] - exact).abs().max() for m in (model, other)]
+    assert off[0] <= 2 * off[1]
+    for dtype in (torch.float64, torch.float32):
+        close(outputs(model.to(dtype), given), outputs(other.to(dtype), given))
+
+
+@pytest.mark.parametrize("when", ["before patch", "after patch"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_new_embeddings(name, when):
+    model, given = build(name), batch(name)
+    other = copy.deepcopy(model)
+    other.resize_token_embeddings(71, mean_resizing=False)
+    if when == "after patch":
+        fuse(model)
+    model.resize_token_embeddings(71, mean_resizing=False)
+    other.load_state_dict(model.state_dict())
+    if when == "before patch":
+        fuse(model)
+    tied = [m.get_input_embeddings().weight is m.get_output_embeddings().weight
+            for m in (model, other)]  # fmt: skip
+    assert tied[0] == tied[1]
+    close(outputs(model, given), outputs(other, given))
+    close(step(model, given), step(other, given))
+
+
+@pytest.mark.parametrize("when", ["before patch", "after patch"])
+def test_layers_on_disk(when, tmp_path):
+    """accelerate's dispatch_model: parameters come for the length of a call."""
+    accelerate = pytest.importorskip("accelerate")
+    model, given = build("llama"), batch("llama", "left")
+    wanted, tokens = outputs(model, given), generated(model, given)
+    where = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
+    where |= {"model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    if when == "after patch":
+        fuse(model)
+    model = accelerate.dispatch_model(model, where, main_device="cpu", offload_dir=tmp_path)
+    if when == "before patch":
+        fuse(model, ["attention"])  # all else has hooks
+    assert model.model.layers[0].self_attn.q_proj.weight.is_meta
+    close(outputs(model, given), wanted)
+    assert torch.equal(generated(model, given), tokens)
+    unpatch(model)
+    close(outputs(model, given), wanted)
+
+
+@pytest.mark.parametrize("when", ["before patch", "after patch"])
+def test_lora(when):
+    """Trained, merged, unmerged, switched off and unloaded."""
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "down_proj", "lm_head"]
+    how = peft.LoraConfig(
+        r=2, target_modules=names, modules_to_save=["norm"], init_lora_weights=False
+    )
+    given = batch("llama", "right")
+
+    def made(patches):
+        model = build("llama")
+        if patches and when == "after patch":
+            fuse(model)
+        torch.manual_seed(4)
+        model = peft.get_peft_model(model, how).eval()
+        if patches and when == "before patch":
+            fuse(model)
+        return model
+
+    def life(model):
+        yield outputs(model, given)
+        yield step(model, given)
+        model.merge_adapter()
+        yield outputs(model, given)
+        model.unmerge_adapter()
+        yield outputs(model, given)
+        with model.disable_adapter():
+            yield outputs(model, given)
+        yield step(model, given)
+        model = model.merge_and_unload()
+        yield outputs(model, given)
+
+    for got, wanted in zip(life(made(True)), life(made(False)), strict=True):
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_dropout_comes_and_goes_with_training(name):
+    model, given = build(name), batch(name)
+    wanted = outputs(model, given)
+    fuse(model)
+    model.train()
+    assert not torch.equal(outputs(model, given)[0], outputs(model, given)[0])
+    model.eval()
+    close(outputs(model, given), wanted)
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_quantized(format):
+    """What patch adds around quantized layers changes nothing."""
+    model, other, given = build("llama"), build("llama"), batch("llama", "left")
+    quantize(other, format)
+    report = patch(model, quantize=format)
+    assert {"norm", "residual", "mlp", "rotary", "attention"} <= {s.kind for s in report.fused}
+    shown = given["attention_mask"].bool()
+    got, wanted = (outputs(m, given)[0][shown] for m in (model, other))
+    close([got], [wanted], rtol=0.02, atol=0.02)
+    assert torch.equal(generated(model, given), generated(other, given))
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_cache_of_the_callers(name, kind):
+    """Filled in pieces, by the patched and by the unpatched model in turn."""
+    model, ids = build(name), batch(name)["input_ids"]
+    wanted = outputs(model, {"input_ids": ids}, use_cache=False)[0]
+    how = {"max_cache_len": 16} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, **how)
+    fuse(model)
+    found = []
+    for at, piece in enumerate(ids.split((4, 1, 3, 1), dim=1)):
+        if at == 2:
+            unpatch(model)
+        with torch.no_grad():
+            found.append(model(piece, past_key_values=cache).logits)
+    close([torch.cat(found, 1)], [wanted])
+
+
+def test_models_that_share_a_config():
+    """One is patched, the other does not know."""
+    one = build("llama")
+    other = build("llama", one.config)
+    given, wanted = batch("llama"), outputs(one, batch("llama"))
+    classes = [type(module) for module in other.modules()]
+    assert one.config is other.config
+    fuse(one)
+    assert classes == [type(module) for module in other.modules()]
+    assert other.config._attn_implementation == "sdpa"
+    assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), wanted, strict=True))
+    fuse(other)
+    unpatch(one)
+    assert all(torch.equal(a, b) for a, b in zip(outputs(one, given), wanted, strict=True))
+    close(outputs(other, given), wanted)
+
+
+def test_threads():
+    """Models patched, run and unpatched at the same time, and one that all of them run."""
+    given = batch("llama")
+    shared, wanted = build("llama"), outputs(build("llama"), given)
+    grads = step(build("gpt2"), batch("gpt2"))
+    fuse(shared)
+
+    def work(_):
+        own = copy.deepcopy(models)[0]
+        for _ in range(3):
+            fuse(own)
+            close(step(own, batch("gpt2")), grads)
+            close(outputs(shared, given), wanted)
+            unpatch(own)
+        close(step(own, batch("gpt2")), grads)
+        return True
+
+    models = [build("gpt2")]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_a_patched_model_is_freed():
+    model = build("llama")
+    fuse(model)
+    step(model, batch("llama"))
+    outputs(model, batch("llama"))
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_from_pretrained(tmp_path):
+    model, given = build("llama", tie_word_embeddings=True), batch("llama")
+    wanted = outputs(model, given)
+    fuse(model)
+    model.save_pretrained(tmp_path)
+    other = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert other.config._attn_implementation == "sdpa"
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), wanted, strict=True))
+    fuse(other)
+    close(outputs(other, given), wanted)

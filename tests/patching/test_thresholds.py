@@ -1,0 +1,260 @@
+"""Sizes below which a fused site leaves its work to torch, and fuse_always, which ignores them."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops import _C, backend, fuse_always, patch
+from fusedops.patching import thresholds
+from fusedops.patching.interface import attention_forward
+from fusedops.patching.linear import form_of
+from patching.lines.residual_cases import N, PreNorm
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+from patching.models.attention_models import batch, build  # noqa: E402
+from patching.models.loss_cases import IDS, LABELS, llama, made, patched  # noqa: E402
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def always():
+    """What every threshold says of small tensors."""
+    q = torch.randn(1, 1, 8, 8)
+    x, weight = torch.randn(4, 8), torch.randn(16, 8)
+    return [
+        thresholds.attention_pays(q, q),
+        thresholds.sum_pays(x, x),
+        not thresholds.logits_pay(x, weight, BF16),
+        not thresholds.linear_loses(weight.bfloat16(), False),
+        _C.own_product_pays(F32, 1, 1, 1, False),
+    ]
+
+
+# What is left to torch.
+
+
+class Layer(nn.Module):
+    is_causal, num_key_value_groups, layer_idx = False, 2, 0
+
+
+@pytest.mark.parametrize(
+    "queries,keys,dtype,trains,taken",
+    [
+        (1, 1, BF16, False, True),
+        (16, 127, F32, False, False),
+        (16, 128, F32, False, True),
+        (1, 511, F32, True, False),
+        (1, 512, F32, True, True),
+        (100, 100, BF16, False, False),
+        (128, 128, BF16, True, True),
+        (128, 128, F32, False, False),
+        (256, 256, F32, True, True),
+    ],
+)
+def test_attention_of_few_numbers(queries, keys, dtype, trains, taken, calls):
+    sizes = (4, queries), (2, keys), (2, keys)
+    q, k, v = (torch.randn(2, *s, 8, dtype=dtype, requires_grad=trains) for s in sizes)
+    attention_forward(Layer(), q, k, v, None)
+    assert len(calls) == taken
+    attention_forward(Layer(), q, k, v, None, softcap=3.0)
+    assert len(calls) == taken + 1  # sdpa has none
+    with fuse_always():
+        attention_forward(Layer(), q, k, v, None)
+    assert len(calls) == taken + 2
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(BF16, 2**18), (F32, 2**20)])
+def test_sums_of_few_elements(dtype, least, sums):
+    """Their sum is in a cache when it is normed."""
+    model = nn.Sequential(*(PreNorm() for _ in range(3))).eval().to(dtype)
+    patch(model, linear=False)
+    with torch.no_grad():
+        for rows, ahead in ((least // N - 1, 0), (least // N, 2)):
+            x = torch.randn(rows, N, dtype=dtype)
+            model(x)
+            sums.reset_mock()
+            model(x)
+            assert sums.call_count == 3 + ahead
+        with fuse_always():
+            sums.reset_mock()
+            model(x[:1])
+            assert sums.call_count == 5
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_sum_of_two_dtypes_is_as_large_as_it_becomes(swapped):
+    x = torch.empty(2**20)
+    left, right = (x, x.bfloat16())[:: -1 if swapped else 1]
+    assert thresholds.sum_pays(left, right) and not thresholds.sum_pays(left[1:], right[1:])
+
+
+BYTES = 2 * IDS.numel() * 64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "wanted"),
+    [(BF16, None, True), (BF16, BYTES, True), (BF16, BYTES - 1, False), (F32, None, False)],
+)
+def test_few_logits_are_made_in_bfloat16(dtype, limit, wanted, monkeypatch):
+    """A product that is made once is faster than one that the backward makes again."""
+    if limit is not None:
+        monkeypatch.setattr(thresholds, "LOGITS", limit)
+    model = llama().to(dtype)
+    plain = model(IDS, labels=LABELS)
+    plain.loss.backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    outputs = patched(model)(IDS, labels=LABELS)
+    outputs.loss.backward()
+    assert made(outputs) == wanted
+    near = {"rtol": 0.05, "atol": 0.02} if dtype == BF16 else {}
+    torch.testing.assert_close(outputs.loss.float(), plain.loss.float(), **near)
+    torch.testing.assert_close([p.grad for p in model.parameters()], before, **near)
+    with fuse_always():
+        assert not made(model(IDS, labels=LABELS))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
+def test_without_a_kernel_the_product_is_torchs(dtype):
+    model = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N)).to(dtype)
+    report = patch(model)
+    assert not [site for site in report.fused if site.kind == "linear"]
+    assert any(str(dtype).removeprefix("torch.") in note for note in report.notes)
+    with fuse_always():
+        report = patch(model)
+    assert [site.path for site in report.fused if site.kind == "linear"] == ["0"]
+
+
+def test_eager_code_is_probed_whatever_the_probes_size(monkeypatch):
+    """Its few queries would be left to that very code."""
+    eager = modeling_llama.eager_attention_forward
+
+    def other(module, *args, **kwargs):
+        out, weights = eager(module, *args, **kwargs)
+        return out * 1.01, weights
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    left = [site.reason for site in patch(model).skipped if site.kind == "attention"]
+    assert left == ["its eager attention gives something else"] * 2
+
+
+# fuse_always.
+
+
+def test_every_threshold_is_off_in_the_block():
+    before = always()
+    assert before[:4] == [False] * 4
+    with fuse_always():
+        assert all(always())
+    assert always() == before
+
+
+def test_blocks_may_be_nested_and_left_by_an_exception():
+    before = always()
+    with fuse_always():
+        with pytest.raises(ValueError, match="of the user"), fuse_always():
+            raise ValueError("of the user")
+        assert all(always())
+    assert always() == before
+
+
+def test_blocks_of_several_threads_may_overlap():
+    """The first to begin is the first to end."""
+    before, meet = always(), Barrier(2)
+
+    def first():
+        with fuse_always():
+            meet.wait()
+        meet.wait()
+        return always()
+
+    def second():
+        meet.wait()
+        with fuse_always():
+            meet.wait()
+            return all(always())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [pool.submit(f) for f in (first, second)][1].result()
+    assert always() == before
+
+    def many(_):
+        for _ in range(200):
+            with fuse_always():
+                assert all(always())
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(many, range(8)))
+    assert always() == before
+
+
+def test_a_forced_backend_in_the_block_and_around_it():
+    """Either has `linear` run its kernel at any size, until both have ended."""
+    pays = _C.own_product_pays
+    with fuse_always():
+        with backend("reference"):
+            assert pays(F32, 1, 1, 1, False)
+        assert pays(F32, 1, 1, 1, False)
+    with backend("reference"):
+        with fuse_always():
+            assert fusedops.backends.forced() == "reference"
+        assert pays(F32, 1, 1, 1, False)
+        assert not thresholds.attention_pays(*[torch.randn(1, 1, 8, 8)] * 2)
+    assert not pays(F32, 1, 1, 1, False)
+
+
+def test_what_was_compiled_is_compiled_again():
+    model, x = nn.Sequential(nn.LayerNorm(N), nn.Linear(N, N)), torch.randn(2, N)
+    with fuse_always():
+        patch(model)
+    assert form_of(model[1]) is not None
+    found = []
+
+    def collect(graph, example):
+        found.append(sum("fusedops" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=collect, fullgraph=True)
+    for wanted in (0, 2):
+        with fuse_always() if wanted else torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x))
+        assert found[-1] == wanted
+    torch._dynamo.reset()
+
+
+def test_a_model_of_few_tokens_runs_every_kernel(calls, sums):
+    with fuse_always():
+        model = build("llama")
+        report = patch(model)
+        model(**batch("llama"))
+    assert len(calls) == 2 and sums.call_count
+    assert report.coverage["linear"] == (15, 15)
+
+
+def start(value):
+    code = "from fusedops import _C; import torch"
+    code += "; print(_C.own_product_pays(torch.float32, 1, 1, 1, False))"
+    how = {"env": os.environ | {"FUSEDOPS_FUSE": value}, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, "-c", code], **how)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", "False"), ("always", "True")])
+def test_environment_variable(value, wanted):
+    assert start(value).stdout.strip() == wanted
+
+
+def test_another_value_of_the_variable_is_an_error():
+    told = start("1").stderr.strip().splitlines()[-1]
+    assert told == "ValueError: FUSEDOPS_FUSE must be 'always' or empty, got '1'"

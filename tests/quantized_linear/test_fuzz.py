@@ -1,0 +1,174 @@
+"""Random calls of quantized_linear and quantize_weight: what the references give, or an error.
+
+A failure prints its `Call`, which joins EXAMPLES.
+"""
+
+import importlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from contract.fuzzing import (
+    FLOATS,
+    NOT_FLOATS,
+    RECEIVED,
+    SIZES,
+    Call,
+    Drawn,
+    Rounded,
+    assert_as_good,
+    drawn,
+    ours,
+    results,
+    says_what_is_wrong,
+    shapes,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from linear.cases import TORCHS
+
+import fusedops
+from fusedops.functional.linear import ACTIVATIONS
+from fusedops.testing import backends
+from quantized_linear.cases import FORMATS, PRECISIONS, quantized, random_weight
+
+family = importlib.import_module("fusedops.functional.quantized_linear")
+SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
+BACKENDS = [name for name in [*backends("quantized_linear"), "composite"] if name not in SLOW]
+MOST = 1 << 18  # multiply-adds
+
+
+@st.composite
+def calls(draw: st.DrawFn, most: int = MOST) -> Call:
+    """A call that the function's docstring allows."""
+    shape = draw(shapes(most // 256).filter(len))
+    dtype = draw(st.sampled_from(FLOATS))
+    widest = max(1, min(2000, most // max(1, math.prod(shape))))
+    features = min(draw(st.integers(1, 9) | st.sampled_from(SIZES)), widest)
+    kind = draw(st.sampled_from(list(FORMATS)))
+    input_format, compute = draw(st.sampled_from(PRECISIONS))
+    arguments: dict[str, Any] = {
+        "x": draw(drawn(shape, dtype)),
+        "qweight": quantized(kind, random_weight(features, shape[-1])),
+        "bias": draw(st.none() | drawn((features,), dtype)),
+        "activation": draw(st.sampled_from(list(ACTIVATIONS))),
+        "input_format": input_format,
+        "compute": compute,
+    }
+    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
+    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
+    return Call("quantized_linear", arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> Call:
+    """A call with one argument that is wrong."""
+    call = draw(calls(512))
+    name = draw(st.sampled_from(["x", "bias", "activation", "input_format", "compute"]))
+    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
+    return Call("quantized_linear", call.arguments | {name: wrong})
+
+
+def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
+    """What to try in the place of a right value."""
+    if name not in ("x", "bias"):
+        return ["mish", "", "INT8", 1]
+    like = arguments[name] or Drawn((arguments["qweight"].out_features,), arguments["x"].dtype)
+    shape = like.shape
+    others = [(), (*shape, shape[-1] + 1), (*shape[:-1], shape[-1] + 1)]
+    wrong: list[Any] = [Drawn(s, like.dtype) for s in others]
+    wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS]
+    return [*wrong, 1]
+
+
+def reference(x, qweight, bias=None, **how):
+    return reordered(None)(x, qweight, bias, **how)
+
+
+def reordered(seed: int | None):
+    """The reference, with the terms of its sums in another order where there is a seed."""
+
+    def run(x, qweight, bias=None, activation=None, input_format=None, compute=None):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        parts = qweight.qweight, qweight.scales, qweight.zeros, qweight.format, *qweight.shape
+        weight, factors = family.operands_reference(*parts, qweight.group_size, wide)
+        how = activation, input_format, compute
+        if seed is None:
+            return family.product_reference(x, weight, factors, bias, *how)
+        draw = torch.Generator().manual_seed(seed)
+        depth, features = (torch.randperm(n, generator=draw) for n in weight.shape[::-1])
+        bias, factors = (t if t is None else t[features] for t in (bias, factors))
+        weight = weight[features][:, depth]
+        y = family.product_reference(x[..., depth], weight, factors, bias, *how)
+        return y[..., features.argsort()]
+
+    return run
+
+
+def activated_by_torch(seed: int):
+    """The same with torch's activations, whose formulas cancel in their tails."""
+
+    def run(x, qweight, bias=None, activation=None, **how):
+        return TORCHS[activation](reordered(seed)(x, qweight, bias, **how))
+
+    return run
+
+
+def compare(call: Call, found: dict | Exception) -> None:
+    """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
+    if isinstance(found, Exception):
+        raise found
+    made = call.made()
+    exactly = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+    eager, exact = results(reference, call), results(reference, call, exactly)
+
+    dtype = torch.promote_types(made["x"].dtype, torch.float32)
+
+    def rounded(key):
+        """Rounded anew, in other orders, and as if nothing but what is stored were rounded."""
+        for seed in range(4):
+            with Rounded(dtype, seed):
+                yield results(reference, call, exactly)[key]
+        for compute in (call.arguments["compute"], "exact"):
+            for seed in range(6):
+                changed = made | {"compute": compute}
+                yield results(reordered(seed), call, changed)[key].double()
+                yield results(activated_by_torch(seed), call, changed)[key].double()
+
+    assert_as_good(found, eager, exact, rounded)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+def test_as_the_reference(backend, data):
+    call = data.draw(calls()).on(backend)
+    compare(call, ours(call, backend))
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
+@given(data=st.data())
+def test_errors_name_the_argument(backend, data):
+    call = data.draw(broken()).on(backend)
+    found = ours(call, backend)
+    assert isinstance(found, Exception) and says_what_is_wrong(call, str(found))
+
+
+@given(data=st.data())
+def test_a_weight_has_the_bytes_of_its_reference(data):
+    """Whatever its layout and values."""
+    n, k = (data.draw(st.integers(0, 9) | st.sampled_from(SIZES[:12])) for _ in range(2))
+    weight = data.draw(drawn((n, k), data.draw(st.sampled_from(FLOATS)))).tensor()
+    format, options = FORMATS[data.draw(st.sampled_from(list(FORMATS)))]
+    q = fusedops.functional.quantize_weight(weight, format, **options)
+    expected = family.quantize_weight_reference(
+        weight, format, q.group_size, options.get("scale", "mse" if format == "int4" else "absmax")
+    )
+    for found, tensor in zip((q.qweight, q.scales, q.zeros), expected, strict=True):
+        assert (found is None) == (tensor is None)
+        if tensor is not None:
+            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    dense = fusedops.functional.dequantize_weight(q)
+    layout = q.format, q.out_features, q.in_features, q.group_size
+    by_hand = family.dequantize_weight_reference(*expected, *layout, torch.float32)
+    assert torch.equal(dense.nan_to_num(7), by_hand.nan_to_num(7))

@@ -1,0 +1,357 @@
+"""nn.QuantizedLinear: checkpoints, moves and casts, copies, what it says of itself."""
+
+import copy
+import io
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.backends import backend, unavailable
+from fusedops.extension import _C
+from fusedops.functional import quantize_weight, quantized_linear
+from fusedops.nn import QuantizedLinear
+from quantized_linear.cases import FORMATS, inputs, layer, same, tensors
+
+KINDS = pytest.mark.parametrize("kind", FORMATS)
+
+
+@KINDS
+def test_it_computes_the_function(kind):
+    module, linear, x = layer(kind, activation="gelu", input_format="int8", compute="exact")
+    format, options = FORMATS[kind]
+    weight = quantize_weight(linear.weight, format, **options)
+    how = {"activation": "gelu", "input_format": "int8", "compute": "exact"}
+    assert torch.equal(module(x), quantized_linear(x, weight, linear.bias, **how))
+    assert isinstance(module, nn.Linear) and module.bias is linear.bias
+    assert not QuantizedLinear.from_linear(linear.eval(), format, **options).training
+
+
+@KINDS
+def test_state_dict_round_trips(kind):
+    module, linear, x = layer(kind)
+    scales = "absmax" if module.format == "nf4" else "scales"
+    zeros = ["zeros"] if module.format == "int4" else []
+    assert list(module.state_dict()) == ["bias", "qweight", scales, *zeros]
+    format, options = FORMATS[kind]
+    for state in (module.state_dict(), linear.state_dict()):  # codes, and a float checkpoint
+        other = QuantizedLinear(70, 33, format=format, **options)
+        assert not same(other, module)
+        other.load_state_dict(state, strict=True)
+        assert same(other, module) and torch.equal(other(x), module(x))
+    assert "weight" in linear.state_dict()  # the caller's dict is as it was
+    other.load_state_dict(module.bfloat16().state_dict(), assign=True)
+    assert other.dtype == other.weight.dtype == torch.bfloat16
+
+
+@KINDS
+def test_in_a_model_and_through_safetensors(kind, tmp_path):
+    files = pytest.importorskip("safetensors.torch")
+    module, linear, x = layer(kind)
+    format, options = FORMATS[kind]
+    model = nn.Sequential(module, nn.ReLU())
+    files.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other = nn.Sequential(QuantizedLinear(70, 33, format=format, **options), nn.ReLU())
+    other.load_state_dict(files.load_file(tmp_path / "model.safetensors"), strict=True)
+    assert torch.equal(other(x), model(x))
+    other.load_state_dict(nn.Sequential(linear, nn.ReLU()).state_dict(), assign=True)
+    assert same(other[0], module)
+
+
+@KINDS
+def test_a_float_checkpoint_is_assigned_to_a_layer_on_meta(kind):
+    _, linear, x = layer(kind)
+    format, options = FORMATS[kind]
+    other = QuantizedLinear(70, 33, bias=False, device="meta", format=format, **options)
+    state = {"weight": linear.weight.detach().bfloat16()}
+    other.load_state_dict(state, assign=True)
+    assert other.dtype == torch.bfloat16 and other.qweight.device.type == "cpu"
+    expected = quantize_weight(state["weight"], format, **options)
+    assert torch.equal(other(x.bfloat16()), quantized_linear(x.bfloat16(), expected))
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(70, 33), (33, 69), (33, 70, 1), (66, 35)], ids=str)
+def test_floats_of_another_shape_are_refused_and_leave_the_codes(kind, shape):
+    module = nn.Sequential(layer(kind)[0])
+    before = copy.deepcopy(module)
+    state = {"0.weight": torch.randn(shape), "0.bias": module[0].bias}
+    wanted = re.escape(f"0.weight must be [33, 70], got {list(shape)}")
+    with pytest.raises(RuntimeError, match=wanted):
+        module.load_state_dict(state)
+    assert same(module, before)
+
+
+@pytest.mark.parametrize("mine,other", [("int8", "fp8"), ("fp8", "int8"), ("int4", "nf4")])
+def test_codes_of_another_format_are_refused(mine, other):
+    module, given = layer(mine)[0], layer(other)[0]
+    before = copy.deepcopy(module)
+    with pytest.raises(RuntimeError, match="qweight"):
+        module.load_state_dict(given.state_dict(), strict=False)
+    assert torch.equal(module.weight + 0, before.weight + 0)
+
+
+@KINDS
+def test_copies_and_pickles(kind):
+    module, _, x = layer(kind)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (copy.deepcopy(module), loaded):
+        assert same(other, module) and torch.equal(other(x), module(x))
+        assert other.qweight.data_ptr() != module.qweight.data_ptr()
+
+
+CASTS = {
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "to": lambda m: m.to(torch.float16),
+    "type": lambda m: m.type(torch.bfloat16),
+    "double": lambda m: m.to("cpu", torch.float64),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("cast", CASTS)
+def test_casts_leave_codes_and_scales(kind, cast):
+    for k, n in ((70, 33), (4, 0), (0, 4)):
+        module, _, x = layer(kind, k, n)
+        before = {name: t for name, t in tensors(module).items() if name != "bias"}
+        dtypes = {name: t.dtype for name, t in module.state_dict().items() if name != "bias"}
+        CASTS[cast](module)
+        for name, dtype in dtypes.items():
+            assert module.state_dict()[name].dtype == dtype
+            assert torch.equal(tensors(module)[name], before[name])
+        assert module.dtype == module.bias.dtype == module.weight.dtype != torch.float32
+        assert module(x.to(module.dtype)).dtype == module.dtype
+
+
+@KINDS
+def test_meta_and_back(kind):
+    module, _, x = layer(kind)
+    format, options = FORMATS[kind]
+    with torch.device("meta"):
+        empty = QuantizedLinear(70, 33, format=format, **options)
+    assert all(t.is_meta for t in empty.state_dict().values())
+    assert empty(x.to("meta")).shape == (5, 33)
+    empty.to_empty(device="cpu").load_state_dict(module.state_dict())
+    assert torch.equal(empty(x), module(x))
+    assert all(t.is_meta for t in module.to("meta").state_dict().values())
+
+
+@KINDS
+def test_gradients_in_train_and_eval_and_after_switches(kind):
+    module, _, x = layer(kind)
+    expected = None
+    for switch in ("train", "eval", "no_grad", "inference", "train", "eval"):
+        if switch in ("no_grad", "inference"):
+            with torch.no_grad() if switch == "no_grad" else torch.inference_mode():
+                module.eval()(x)
+            continue
+        module.train(switch == "train").zero_grad()
+        leaf = x.clone().requires_grad_()
+        module(leaf).square().sum().backward()
+        found = leaf.grad, module.bias.grad
+        expected = expected or [g.clone() for g in found]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@KINDS
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_and_export(kind, dynamic):
+    torch.compiler.reset()
+    module, _, x = layer(kind, activation="gelu")
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
+    exported = torch.export.export(module, (x,))
+    torch.testing.assert_close(exported.module()(x), module(x))
+
+
+def test_a_layer_of_ours_keeps_its_activation():
+    linear = fusedops.nn.Linear(8, 8, activation="gelu")
+    once = QuantizedLinear.from_linear(linear, "int8")
+    twice = QuantizedLinear.from_linear(once, "fp8")
+    assert once.activation == twice.activation == "gelu"
+    assert QuantizedLinear.from_linear(linear, "int8", activation="silu").activation == "silu"
+
+
+def test_a_layer_is_made_with_torchs_numbers():
+    torch.manual_seed(0)
+    plain = nn.Linear(70, 33)
+    torch.manual_seed(0)
+    module = QuantizedLinear(70, 33, format="int8")
+    assert (module.weight - plain.weight).abs().max() <= plain.weight.abs().max() / 250
+    assert torch.equal(module.bias, plain.bias)
+    assert QuantizedLinear(70, 33, bias=False, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+def test_what_it_is_says_its_repr():
+    module, _, _ = layer("int4", activation="silu", compute="bf16")
+    assert repr(module) == (
+        "QuantizedLinear(in_features=70, out_features=33, bias=True, format='int4', "
+        "group_size=64, scale='mse', activation='silu', compute='bf16')"
+    )
+
+
+def test_it_explains_what_runs():
+    """A device without a kernel makes the weight at each call, and says how large that is."""
+    said = QuantizedLinear(1024, 2048, format="nf4", device="meta", compute="bf16").explain(16)
+    assert said.startswith("16 rows of float32 by nf4 [2048, 1024] on meta: ATen calls")
+    assert "8 MiB" in said and said.endswith("torch multiplies bfloat16")
+    wide = QuantizedLinear(8, 8, dtype=torch.float64, input_format="int8").explain(1)
+    assert "ATen calls" in wide and wide.endswith("torch multiplies float64")
+    half = QuantizedLinear(8, 8, device="meta", dtype=torch.float16)
+    assert half.explain(1).endswith("torch multiplies float16")
+
+
+@pytest.mark.skipif(_C.cpu_isa() == "none", reason="no kernels")
+def test_it_explains_which_kernel_runs():
+    layers = {
+        "registers": QuantizedLinear(256, 64, format="int8", compute="exact"),
+        "as they lie": QuantizedLinear(256, 64, format="int8", input_format="int8"),
+        "in a cache": QuantizedLinear(256, 64, format="nf4", compute="exact"),
+    }
+    if _C.cpu_isa() != "avx512_bf16":  # no products of integers
+        del layers["as they lie"]
+    for how, module in layers.items():
+        assert how in module.explain(4)
+    assert "float32 in a cache" in layers["registers"].explain(5)
+
+
+def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):
+    """In the order of the rows: registers, shared depth, tiles, a weight in memory."""
+    there = {"cuda": None, "triton": None}
+    monkeypatch.setattr(f"{QuantizedLinear.__module__}.unavailable", lambda op, name: there[name])
+    plain = QuantizedLinear(256, 64, format="nf4", device="meta")
+    said = [plain._plan("cuda", rows) for rows in (1, 4, 5, 64, 65, 1024, 1025)]
+    words = ["registers"] * 2 + ["share their depth"] * 2 + ["from 65 rows"] * 2 + ["in memory"]
+    assert all(word in text for word, text in zip(words, said, strict=True))
+    assert "multiply bfloat16" in said[2]
+    integers = QuantizedLinear(256, 64, format="int8", device="meta", input_format="int8")
+    assert "multiply int8" in integers._plan("cuda", 5000)
+    deep = QuantizedLinear(65537, 4, format="int8", device="meta", input_format="int8")
+    assert "multiply bfloat16" in deep._plan("cuda", 100)  # integers would not fit 32 bits
+    eight = QuantizedLinear(256, 64, format="fp8", device="meta", input_format="fp8")
+    assert "multiply float8_e4m3fn" in eight._plan("cuda", 100)
+    exact = QuantizedLinear(256, 64, format="int8", device="meta", compute="exact")
+    assert "multiply float32" in exact._plan("cuda", 5000)
+    there["cuda"] = "a build without nvcc"
+    assert "share their depth" in plain._plan("cuda", 1)
+    there["triton"] = "not installed"
+    assert plain._plan("cuda", 1) == ""
+    there["cuda"] = None
+    assert "registers" in plain._plan("cuda", 1) and plain._plan("cuda", 5) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("triton", 1, "a Triton kernel"),
+        ("simt", 1, "a CUDA C++ kernel"),
+        ("simt", 5, "ATen calls"),
+        ("cpu", 1, "codes become"),
+        ("reference", 1, "ATen calls"),
+    ],
+)
+def test_it_explains_a_forced_backend(name, rows, words):
+    if reason := unavailable("quantized_linear", name):
+        pytest.skip(reason)
+    layer, meta = (QuantizedLinear(256, 64, format="nf4", device=d) for d in ("cpu", "meta"))
+    with backend(name):
+        said, of_meta = (one.explain(rows) for one in (layer, meta))
+    assert f"on cpu, where backend {name!r} is forced: {words}" in said
+    assert "forced" not in of_meta
+    assert "forced" not in layer.explain(rows)
+
+
+def test_it_explains_a_backend_of_another_device(monkeypatch):
+    """A call would raise."""
+    monkeypatch.setattr(f"{QuantizedLinear.__module__}.forced", lambda: "cuda")
+    said = QuantizedLinear(256, 64, format="nf4").explain(1)
+    assert said.endswith(
+        "where backend 'cuda' is forced: an error, as that takes no tensors on cpu"
+    )
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="format must be one of"):
+        QuantizedLinear(4, 4, format="int3")
+    with pytest.raises(ValueError, match="activation must be one of"):
+        QuantizedLinear(4, 4, activation="tanh")
+    with pytest.raises(ValueError, match="input_format must be None, 'int8' or 'fp8', got 'int4'"):
+        QuantizedLinear(4, 4, input_format="int4")
+    with pytest.raises(ValueError, match=r"compute must be None, .* got 'fast'"):
+        QuantizedLinear(4, 4, compute="fast")
+    with pytest.raises(ValueError, match="it needs input_format='int8'"):
+        QuantizedLinear(4, 4, compute="int8")
+    with pytest.raises(TypeError, match=r"linear must be a torch.nn.Linear, got Conv1d"):
+        QuantizedLinear.from_linear(nn.Conv1d(4, 4, 1), "int8")
+    with pytest.raises(TypeError, match="rows must be an int, got float"):
+        QuantizedLinear(4, 4).explain(1.5)
+    with pytest.raises(ValueError, match="rows must be 0 or more, got -1"):
+        QuantizedLinear(4, 4).explain(-1)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_checkpoint_of_bitsandbytes(compressed):
+    theirs = pytest.importorskip("bitsandbytes.nn")
+    linear = nn.Linear(128, 33)
+    quantized = theirs.Linear4bit(128, 33, quant_type="nf4", compress_statistics=compressed)
+    quantized.load_state_dict(linear.state_dict())
+    quantized.to("cpu")
+    module = QuantizedLinear(128, 33, format="nf4")
+    if compressed:  # its absmax are codes themselves
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            module.load_state_dict(quantized.state_dict())
+        return
+    module.load_state_dict(quantized.state_dict(), strict=True)
+    assert same(module, QuantizedLinear.from_linear(linear, "nf4"))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_load_warns_of_scales_that_are_not_finite(kind, value, assign):
+    module, _, x = layer(kind)
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": module})})
+    name = "absmax" if "nf4" in kind else "scales"
+    state_dict = {key: t.clone() for key, t in model.state_dict().items()}
+    scales = state_dict[f"mlp.up_proj.{name}"]
+    scales.view(-1)[1] = value
+    words = rf"QuantizedLinear: mlp.up_proj.{name} has 1 of {scales.numel()} scales that are NaN"
+    with pytest.warns(UserWarning, match=words):
+        model.load_state_dict(state_dict, assign=assign)
+    assert not module(x).isfinite().all()
+    with pytest.warns(UserWarning, match=rf"QuantizedLinear: {name} has 1 of"):
+        module.load_state_dict(module.state_dict())
+    module.path = "model.up_proj"
+    with pytest.warns(UserWarning, match=rf"QuantizedLinear: model.up_proj.{name} has 1 of"):
+        module.load_state_dict(module.state_dict())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_load_of_finite_scales_or_of_none_warns_of_nothing():
+    module, linear, _ = layer("int4")
+    module.load_state_dict(module.state_dict())
+    module.load_state_dict(linear.state_dict())
+    module.load_state_dict({"bias": module.bias}, strict=False)
+    meta = QuantizedLinear(70, 33, format="int4", device="meta")
+    meta.load_state_dict(meta.state_dict())
+
+
+def test_a_load_of_a_float_weight_warns_where_its_scales_are_not_finite():
+    module, linear, _ = layer("int8")
+    with torch.no_grad():
+        linear.weight[3, 5] = math.inf
+    with pytest.warns(UserWarning, match="scales has 1 of 33 scales that are NaN or infinite"):
+        module.load_state_dict(linear.state_dict())
+
+
+def test_rows_of_inputs():
+    x, _ = inputs((2, 3, 70), 33, torch.float32)
+    module, _, _ = layer("int8")
+    torch.testing.assert_close(module(x)[1], module(x[1]))

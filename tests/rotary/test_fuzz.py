@@ -1,0 +1,162 @@
+"""Random calls of rotary_embedding: what the reference gives, or an error that says what is wrong.
+
+A failure prints its `Call`, which joins EXAMPLES.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from contract.fuzzing import (
+    FLOATS,
+    NOT_FLOATS,
+    NOT_OURS,
+    RECEIVED,
+    SIZES,
+    Call,
+    Drawn,
+    Rounded,
+    assert_as_good,
+    drawn,
+    ours,
+    results,
+    says_what_is_wrong,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.testing import backends
+
+OP = "rotary_embedding"
+BACKENDS = [*backends(OP), "composite"]
+KERNELS = [name for name in BACKENDS if name not in NOT_OURS]
+
+
+@st.composite
+def calls(draw: st.DrawFn, most: int = 4096) -> Call:
+    """A call that the function's docstring allows: cos has all of q's dimensions but the heads."""
+    sizes = st.integers(0, 5) | st.sampled_from(SIZES)
+    places = [min(draw(sizes), 40) for _ in range(draw(st.sampled_from([2, 2, 2, 1, 1, 0, 3])))]
+    rotary = 2 * draw(st.integers(0, 20) | st.sampled_from([32, 64]))
+    past = draw(st.sampled_from([0, 0, 0, 1, 8, 16, 35]))
+    heads = [draw(st.integers(0, 4) | st.sampled_from([8, 9])) for _ in range(2)]
+    for i in range(len(places)):  # no more than `most` positions
+        places[i] = min(places[i], most // 256)
+    at = draw(st.integers(0, len(places)))
+    dtypes = st.sampled_from(FLOATS)
+    usual, table = draw(dtypes), draw(dtypes)
+    table = usual if draw(st.booleans()) else table
+    shapes = [(*places[:at], h, *places[at:], rotary + past) for h in heads]
+    of_table = [1 if draw(st.integers(0, 4)) == 0 else size for size in places]
+    if draw(st.integers(0, 4)) == 0 and at > 0:
+        of_table, at = of_table[1:], at - 1
+    arguments: dict[str, Any] = {
+        "q": draw(drawn(shapes[0], usual)),
+        "k": draw(drawn(shapes[1], usual if draw(st.integers(0, 4)) else draw(dtypes))),
+        "cos": draw(drawn((*of_table, rotary), table)),
+        "sin": draw(drawn((*of_table, rotary), table)),
+        "unsqueeze_dim": at if draw(st.booleans()) else at - len(of_table) - 2,
+        "interleaved": draw(st.booleans()),
+    }
+    wanted = draw(st.sampled_from([["q", "k"], ["q", "k"], ["q"], ["k"], [], ["q", "cos", "sin"]]))
+    return Call(OP, arguments, frozenset(wanted), draw(st.sampled_from(list(RECEIVED))))
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> Call:
+    """A call with one argument that is wrong, or that at least is not what is documented."""
+    call = draw(calls(512))
+    name = draw(st.sampled_from(sorted(call.arguments)))
+    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
+    return Call(OP, call.arguments | {name: wrong})
+
+
+def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
+    """What to try in the place of a right value."""
+    if name == "interleaved":
+        return [None, "halves", 1.5]
+    if name == "unsqueeze_dim":
+        return [-1, 5, -6, 100, -100, 1.5, None]
+    like = arguments[name]
+    shape = like.shape
+    others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
+    wrong: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
+    wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS]
+    return [*wrong, 1, None, torch.zeros(shape, device="meta")]
+
+
+def in_float64(call: Call) -> dict[str, Any]:
+    made = call.made()
+    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+
+
+def accumulator(call: Call) -> torch.dtype:
+    dtypes = (v.dtype for v in call.arguments.values() if isinstance(v, Drawn))
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def compare(call: Call, found: dict | Exception) -> None:
+    """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
+    if isinstance(found, Exception):
+        raise found
+    exactly = in_float64(call)
+    eager, exact = (results(rotary_embedding_reference, call, made) for made in (None, exactly))
+
+    def rounded(key):
+        for seed in range(4):
+            with Rounded(accumulator(call), seed):
+                yield results(rotary_embedding_reference, call, exactly)[key]
+
+    assert_as_good(found, eager, exact, rounded)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+def test_as_the_reference(backend, data):
+    call = data.draw(calls()).on(backend)
+    compare(call, ours(call, backend))
+
+
+# What the fuzz has found, and what it draws too rarely.
+EXAMPLES: dict[str, Call] = {
+    "gradients of an empty table": Call(
+        OP,
+        {
+            "q": Drawn((3, 1, 5)),
+            "k": Drawn((2, 1, 5)),
+            "cos": Drawn((1, 0)),
+            "sin": Drawn((1, 0)),
+            "unsqueeze_dim": 0,
+        },
+        frozenset({"q", "cos", "sin"}),
+    ),
+    "strides of their own": Call(
+        OP,
+        {
+            "q": Drawn((2, 6, 9, 64), torch.bfloat16, "slice of rows"),
+            "k": Drawn((2, 2, 9, 64), torch.bfloat16, "rows transposed", seed=1),
+            "cos": Drawn((2, 9, 64), torch.bfloat16, "every second row", seed=2),
+            "sin": Drawn((2, 9, 64), torch.bfloat16, "one row expanded", seed=3),
+        },
+        frozenset({"q", "k"}),
+        "transposed",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", EXAMPLES)
+@pytest.mark.parametrize("backend", backends(OP))
+def test_example(why, backend):
+    call = EXAMPLES[why].on(backend)
+    compare(call, ours(call, backend))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@given(data=st.data())
+def test_mistakes_are_named(backend, data):
+    call = data.draw(broken()).on(backend)
+    found = ours(call, backend)
+    if not isinstance(found, Exception):
+        return compare(call, found)
+    assert says_what_is_wrong(call, str(found)), found

@@ -1,0 +1,191 @@
+"""The build: what it refuses, what it records, and which symbols its instruction sets share."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from checks.tree import objects
+from fusedops import extension
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*args, cwd=ROOT, **environment):
+    """A fresh interpreter; its exit status, stdout and stderr."""
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_build_is_recorded_beside_the_extension():
+    assert extension.BUILD["torch"] == torch.__version__
+    record = Path(extension._C.__file__).with_suffix(".json")
+    assert json.loads(record.read_text()) == extension.BUILD
+
+
+def test_asking_for_cuda_without_it_fails():
+    if torch.version.cuda and cpp_extension.CUDA_HOME:
+        pytest.skip("CUDA is here")
+    asked = {"FUSEDOPS_CUDA": "1", "FUSEDOPS_REQUIRE": "compiled"}
+    run = python("setup.py", "build_ext", "--inplace", **asked)
+    assert run.returncode == 1
+    assert "FUSEDOPS_CUDA=1 needs a torch with CUDA and nvcc" in run.stderr
+
+
+def test_the_build_brings_no_torch_of_its_own():
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert not [need for need in needs if re.match(r"torch\b", need)]
+
+
+def leaks(compiled, isa):
+    """Symbols that the linker may take from `compiled` for another instruction set's code.
+
+    Of functions that several objects define (nm: W, V, u) it keeps any one. Safe are those with
+    the namespace `isa` in their mangled name, where 6AVX512 is an identifier of six letters.
+    """
+    own = re.compile(rf"(?<!\d){len(isa)}{isa}")
+    listing = subprocess.check_output(["nm", "--defined-only", compiled], text=True)
+    symbols = (line.split()[-2:] for line in listing.splitlines())
+    return [name for kind, name in symbols if kind in "WVu" and not own.search(name)]
+
+
+def built():
+    """The objects of the tree's own build, which is up to date."""
+    work = ROOT / "build" / "temp"
+    made = [Path(path) for path in objects(work)]
+    assert len(made) > 60 and all(path.exists() for path in made), "make build first"
+    return made
+
+
+def test_instruction_sets_share_no_symbol():
+    kernels = [path for path in built() if path.parent.name == "kernels"]
+    assert {isa_of(path) for path in kernels} == {"AVX2", "AVX512", "AVX512_BF16"}
+    assert {path: found for path in kernels if (found := leaks(path, isa_of(path)))} == {}
+
+
+def isa_of(path):
+    return Path(path).stem.rpartition(".")[2]
+
+
+def mixed_symbols(objects):
+    """Symbols that are strong in one object and weak in another: two things of one name.
+
+    The linker keeps the strong one without a word, for both.
+    """
+    strong, weak = set(), set()
+    for compiled in objects:
+        listing = subprocess.check_output(["nm", "--defined-only", compiled], text=True)
+        for *_, kind, name in (line.split() for line in listing.splitlines() if line):
+            if kind in "TDBR":
+                strong.add(name)
+            elif kind in "WVu":
+                weak.add(name)
+    return strong & weak
+
+
+def test_no_symbol_is_strong_here_and_weak_there():
+    assert mixed_symbols(built()) == set()
+
+
+GUARD = "namespace a {{ struct Guard {{ {} }}; {} }}"
+
+
+def test_two_destructors_of_one_name_are_seen(tmp_path):
+    sources = {
+        "declared": GUARD.format("~Guard();", "Guard::~Guard() {}"),
+        "implicit": "#include <string>\n"
+        + GUARD.format("std::string text;", "void use() { Guard guard{std::string(99, 'x')}; }"),
+    }
+    objects = [tmp_path / f"{name}.o" for name in sources]
+    for compiled, code in zip(objects, sources.values(), strict=True):
+        compiled.with_suffix(".cpp").write_text(code)
+        compile_to(compiled, "-O0")
+    assert mixed_symbols(objects) == {"_ZN1a5GuardD1Ev", "_ZN1a5GuardD2Ev"}
+
+
+TOKEN = re.compile(
+    r"namespace\s*(?P<namespace>[\w:]*)\s*\{"
+    r"|\b(?P<extern>extern)\s*\{"
+    r"|\b(?:class|struct|union|enum(?:\s+class)?)\s+(?:alignas\([^)]*\)\s*)?"
+    r"(?P<type>\w+(?:<[^;{}()]*>)?)\s*(?:final\s*)?(?::[^;{}]*)?\{"
+    r"|(?P<brace>[{}])"
+)
+NOT_CODE = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\])+\'|^\s*#(?:\\\n|[^\n])*', re.S | re.M
+)
+
+
+def types_in(code):
+    """The qualified names of the types that a source defines for other files to see."""
+    scopes = []  # of each open brace: a name, "" where it is a block or an unnamed namespace
+    for token in TOKEN.finditer(NOT_CODE.sub(" ", code)):
+        if token["brace"] == "}":
+            scopes.pop()
+            continue
+        scopes.append(token["namespace"] or token["extern"] or token["type"] or "")
+        if token["type"] and all(scopes):
+            yield "::".join(scopes)
+
+
+def test_no_two_files_define_a_type_of_one_name():
+    found = {}
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
+            for name in types_in(path.read_text()):
+                found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    assert len(found) > 50
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_types_are_found_in_the_scopes_that_others_see():
+    code = """
+        #define OPENS {
+        namespace a::b { class One : public Base<int> { struct Inner { }; };
+        namespace { struct Hidden { }; }  // struct Comment { };
+        template <class T> void f() { struct Local { }; }
+        enum class Kind { one, two };
+        struct alignas(16) Wide : Base<decltype(f<int>())> { }; }
+        extern "C" { struct Plain { }; }
+    """
+    found = ["a::b::One", "a::b::One::Inner", "a::b::Kind", "a::b::Wide", "extern::Plain"]
+    assert list(types_in(code)) == found
+
+
+SHARED = "inline __attribute__((noinline)) float twice(float x) { return 2 * x; }"
+USE = "float use(float x) { return twice(x); }"
+
+
+@pytest.mark.parametrize(
+    "code,leaking",
+    [
+        (f"{SHARED} namespace AVX512 {{ {USE} }}", ["_Z5twicef"]),
+        (f"namespace AVX2 {{ {SHARED} {USE} }}", ["_ZN4AVX25twiceEf"]),
+        (f"namespace AVX512_BF16 {{ {SHARED} {USE} }}", ["_ZN11AVX512_BF165twiceEf"]),
+        (f"namespace AVX512 {{ {SHARED} {USE} }}", []),
+    ],
+    ids=["none", "lower", "higher", "own"],
+)
+def test_a_leak_is_seen(tmp_path, code, leaking):
+    source, compiled = tmp_path / "leak.cpp", tmp_path / "leak.o"
+    source.write_text(code)
+    compile_to(compiled, "-O2")
+    assert leaks(compiled, "AVX512") == leaking
+
+
+def compile_to(compiled, *flags):
+    """The object of the .cpp file beside it."""
+    compiler = os.environ.get("CXX", "g++")
+    command = [compiler, *flags, "-c", compiled.with_suffix(".cpp"), "-o", compiled]
+    subprocess.run(command, check=True)

@@ -1,0 +1,85 @@
+"""FUSEDOPS_CPU_ISA: every instruction set that this CPU has passes, the others are refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEVELS = ["none", "avx2", "avx512", "avx512_bf16"]
+KERNELS = "cpu and (test_forward_and_gradients and (33 or 1024 or 4099) or test_several)"
+KERNELS += " or cpu and (test_step or test_rows_of_blocks or test_squares or test_scale)"
+KERNELS += " or test_kernels_make_the_bytes"
+# what calls the operators without asking for the backend `cpu`, which needs AVX2
+COMPOSITE = "test_double_backward or test_inference_mode or test_module_twins or test_add_modules"
+COMPOSITE += " or TestClipping or test_adamw_state"
+FILES = [
+    "tests/adamw/test_kernels.py",
+    "tests/adamw/test_mixed_precision.py",
+    "tests/adamw/test_state.py",
+    "tests/adamw/test_torch.py",
+    "tests/attention/test_kernels.py",
+    "tests/cross_entropy/test_kernels.py",
+    "tests/cross_entropy/test_linear.py",
+    "tests/cross_entropy/test_torch.py",
+    "tests/norm/test_kernels.py",
+    "tests/norm/test_torch.py",
+    "tests/norm/test_modules.py",
+    "tests/gated_activation/test_kernels.py",
+    "tests/gated_activation/test_torch.py",
+    "tests/linear/test_kernels.py",
+    "tests/linear/test_torch.py",
+    "tests/quantized_linear/test_kernels.py",
+    "tests/quantized_linear/test_weight.py",
+    "tests/rotary/test_kernels.py",
+    "tests/rotary/test_torch.py",
+]
+
+RUN_TESTS = """
+import sys
+import pytest
+from fusedops.extension import _C
+
+level, selection, *files = sys.argv[1:]
+assert _C.cpu_isa() == level
+sys.exit(pytest.main([*files, "-q", "-p", "no:cacheprovider", "-k", selection]))
+"""
+
+
+def python(code, *args, isa):
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"FUSEDOPS_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+
+
+def cpu_isa(wanted):
+    return python("from fusedops.extension import _C; print(_C.cpu_isa())", isa=wanted)
+
+
+@pytest.fixture(scope="module")
+def best():
+    """What the CPU has; an empty FUSEDOPS_CPU_ISA asks for nothing."""
+    return cpu_isa("").stdout.strip()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_level(level, best):
+    if LEVELS.index(level) > LEVELS.index(best):
+        run = cpu_isa(level)
+        assert run.returncode == 1
+        assert f"FUSEDOPS_CPU_ISA: this CPU has {best}, got {level}" in run.stderr
+        return
+    run = python(RUN_TESTS, level, COMPOSITE if level == "none" else KERNELS, *FILES, isa=level)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_unknown_level():
+    run = cpu_isa("sse4")
+    assert run.returncode == 1
+    wanted = "FUSEDOPS_CPU_ISA must be none, avx2, avx512 or avx512_bf16, got sse4"
+    assert wanted in run.stderr

@@ -1,0 +1,396 @@
+"""The architecture as a test: a family's floors, and imports and includes that point down."""
+
+import ast
+import importlib
+import re
+import socket
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Floor: how a family's file is called there. A folder of the family's name may stand for the file.
+FLOORS = {
+    "csrc/ops": "{}.cpp",
+    "csrc/cpu": "{}.cpp",
+    "csrc/cpu/isa": "{}.cpp",
+    "csrc/cuda": "{}.cu",
+    "fusedops/triton": "{}.py",
+    "fusedops/functional": "{}.py",
+    "fusedops/uncompiled": "{}.py",
+    "fusedops/nn": "{}.py",
+    "fusedops/optim": "{}.py",
+    "tests": "test_{}.py",
+    "benchmarks": "{}.py",
+}
+
+# Family: its floors.
+FAMILIES = {
+    "norm": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/triton",
+        "fusedops/functional",
+        "fusedops/uncompiled",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
+    "gated_activation": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/functional",
+        "fusedops/uncompiled",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
+    "linear": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/functional",
+        "fusedops/uncompiled",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
+    "quantized_linear": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/triton",
+        "fusedops/functional",
+        "fusedops/uncompiled",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
+    "rotary": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/functional",
+        "fusedops/uncompiled",
+        "tests",
+        "benchmarks",
+    },
+    "cross_entropy": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "fusedops/triton",
+        "fusedops/functional",
+        "fusedops/uncompiled",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
+    "attention": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "fusedops/triton",
+        "fusedops/functional",
+        "fusedops/uncompiled",
+        "fusedops/nn",
+        "tests",
+        "benchmarks",
+    },
+    "adamw": {
+        "csrc/ops",
+        "csrc/cpu",
+        "csrc/cpu/isa",
+        "csrc/cuda",
+        "fusedops/functional",
+        "fusedops/uncompiled",
+        "fusedops/optim",
+        "tests",
+        "benchmarks",
+    },
+}
+
+# What lies on a floor beside the families.
+SHARED = {
+    "csrc/ops": {
+        "autograd.h",
+        "bfloat16.cpp",
+        "bfloat16.h",
+        "checks.h",
+        "dropout.h",
+        "nested.cpp",
+        "node.h",
+    },
+    "csrc/cpu": {
+        "activation.h",
+        "dropout.h",
+        "exp.h",
+        "gates.h",
+        "grain.h",
+        "isa",
+        "isa.cpp",
+        "isa.h",
+        "lanes.h",
+        "products.cpp",
+        "products.h",
+        "vec.h",
+        "with_type.h",
+    },
+    "csrc/cpu/isa": {"operands.cpp", "operands.h"},
+    "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
+    "fusedops/triton": {"__init__.py", "tile.py"},
+    "fusedops/functional": {"__init__.py", "jagged.py"},
+    "fusedops/uncompiled": {
+        "__init__.py",
+        "checks.py",
+        "exports.py",
+        "library.py",
+        "optimizer.py",
+        "plans.py",
+    },
+    "fusedops/nn": {"__init__.py"},
+    "fusedops/optim": {"__init__.py"},
+    "benchmarks": {
+        "__init__.py",
+        "__main__.py",
+        "answers.py",
+        "case.py",
+        "ceilings.py",
+        "cuda.py",
+        "generate.py",
+        "gpu.py",
+        "harness.py",
+        "memory.py",
+        "must_show.py",
+        "readme.py",
+        "record.py",
+        "report.py",
+        "results",
+        "sentences.py",
+        "small.py",
+        "step.py",
+        "suites.py",
+        "timing.py",
+        "train.py",
+        "worker.py",
+    },
+}
+
+# From the bottom up. A module imports from its own line's name and from the lines above it.
+PYTHON = [
+    {"fusedops._C", "fusedops.building", "fusedops.exporting", "fusedops.notice"},
+    {"fusedops.uncompiled"},
+    {"fusedops.extension", "fusedops.memory"},
+    {"fusedops.triton"},
+    {"fusedops.backends"},
+    {"fusedops.measure"},
+    {"fusedops.functional"},
+    {"fusedops.nn", "fusedops.optim"},
+    {"fusedops.patching"},
+    {"fusedops.integrations"},
+    {"fusedops", "fusedops.testing"},
+    {"fusedops.coverage", "fusedops.demo", "fusedops.doctor"},
+    {"fusedops.__main__"},
+    {"benchmarks"},
+    {"checks"},
+    {"tests"},
+]
+
+# C++ without torch, for the kernels of any device.
+PLAIN = (
+    "csrc/adamw.h",
+    "csrc/attention.h",
+    "csrc/cross_entropy.h",
+    "csrc/dtype.h",
+    "csrc/gated_activation.h",
+    "csrc/norm.h",
+    "csrc/philox.h",
+    "csrc/quantized_linear.h",
+    "csrc/rotary.h",
+)
+
+# Who may include what of csrc/, the longest prefix decides. Operators reach kernels through the
+# dispatcher alone; a kernel includes its operator's header, where allocation is declared.
+INCLUDES = {
+    "csrc/": [],
+    "csrc/common.h": ["csrc/dtype.h"],
+    "csrc/adamw.h": ["csrc/dtype.h"],
+    "csrc/cross_entropy.h": ["csrc/dtype.h"],
+    "csrc/gated_activation.h": ["csrc/dtype.h"],
+    "csrc/norm.h": ["csrc/dtype.h", "csrc/philox.h"],
+    "csrc/quantized_linear.h": ["csrc/dtype.h"],
+    "csrc/rotary.h": ["csrc/dtype.h"],
+    "csrc/optimizer.": ["csrc/optimizer.h", "csrc/ops/adamw/adamw.h"],
+    "csrc/python.cpp": [
+        "csrc/ops/",
+        "csrc/optimizer.h",
+        "csrc/cpu/isa.h",
+        "csrc/cpu/quantized_linear/plan.h",
+    ],
+    "csrc/ops/": ["csrc/ops/", "csrc/common.h", *PLAIN],
+    "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
+    "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],
+    "csrc/cpu/vec.h": ["csrc/cpu/isa.h"],
+    "csrc/cpu/dropout.h": ["csrc/cpu/vec.h", "csrc/philox.h"],
+    "csrc/cpu/exp.h": ["csrc/cpu/vec.h"],
+    "csrc/cpu/gates.h": ["csrc/cpu/exp.h", "csrc/gated_activation.h"],
+    "csrc/cpu/lanes.h": ["csrc/cpu/vec.h"],
+    "csrc/cpu/with_type.h": ["csrc/cpu/vec.h"],
+    "csrc/cpu/isa/": [
+        "csrc/cpu/isa/",
+        "csrc/cpu/isa.h",
+        "csrc/cpu/vec.h",
+        "csrc/cpu/dropout.h",
+        "csrc/cpu/exp.h",
+        "csrc/cpu/gates.h",
+        "csrc/cpu/lanes.h",
+        "csrc/cpu/with_type.h",
+        *PLAIN,
+    ],
+    "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", *PLAIN],
+    "csrc/cuda/device.cuh": ["csrc/cuda/launch.cuh", "csrc/simt/simt.h", "csrc/dtype.h"],
+    "csrc/cuda/launch.cuh": [],
+    "csrc/cuda/stream.h": [],
+    "csrc/simt/": ["csrc/simt/"],
+    "tests/": ["csrc/cuda/device.cuh", "csrc/simt/simt.h", "tests/"],
+}
+
+# What nvcc and the emulator compile: two seconds a file with these two headers, seven with ATen.
+KERNEL_HEADERS = {"c10/util/BFloat16.h", "c10/util/Half.h"}
+
+# Compiled once for each instruction set: an inline function of torch would leak from there.
+PER_ISA = (
+    "csrc/cpu/isa/",
+    "csrc/cpu/isa.h",
+    "csrc/cpu/vec.h",
+    "csrc/cpu/dropout.h",
+    "csrc/cpu/exp.h",
+    "csrc/cpu/gates.h",
+    "csrc/cpu/lanes.h",
+    "csrc/cpu/with_type.h",
+    *PLAIN,
+)
+
+LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
+LONGEST_ELSEWHERE = 450
+
+
+def files(*suffixes):
+    folders = ("benchmarks", "checks", "csrc", "docs", "fusedops", "tests", ".ci")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    found += [path for path in ROOT.iterdir() if not path.name.startswith(".git")]
+    return sorted(
+        str(path.relative_to(ROOT))
+        for path in found
+        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts
+    )
+
+
+def text(path):
+    return (ROOT / path).read_text()
+
+
+def floor_file(floor, family):
+    """The family's file on a floor, or the folder that it grew into; None when neither is there."""
+    name = Path(FLOORS[floor].format(family))
+    both = [ROOT / floor / name, ROOT / floor / name.stem, ROOT / floor / f"{family}.cpp"]
+    return next((path for path in both if path.exists()), None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_on_its_floors_and_no_others(family):
+    assert {floor for floor in FLOORS if floor_file(floor, family)} == FAMILIES[family]
+
+
+@pytest.mark.parametrize("floor", [floor for floor in FLOORS if floor != "tests"])
+def test_nothing_unknown_lies_on_a_floor(floor):
+    known = {family for family, floors in FAMILIES.items() if floor in floors}
+    there = {path for path in (ROOT / floor).glob("*") if path.name != "__pycache__"}
+    unknown = {path.name for path in there if path.stem not in known}
+    assert unknown <= SHARED.get(floor, set())
+
+
+def unit(module):
+    """The entry of PYTHON that a module belongs to: itself or a package that it lies in."""
+    while module and not any(module in line for line in PYTHON):
+        module = module.rpartition(".")[0]
+    return module
+
+
+def rank(module):
+    return next(i for i, line in enumerate(PYTHON) if module in line)
+
+
+def imported(path):
+    """The modules that a file imports, with the line; `from a import b` may mean module a.b."""
+    for node in ast.walk(ast.parse(text(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", [p for p in files(".py") if "/" in p])
+def test_python_imports_point_down(path):
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    own = unit(module)
+    assert own, f"{module} has no place in PYTHON"
+    wrong = [
+        f"{path}:{line} imports {name}"
+        for name, line in imported(path)
+        if (theirs := unit(name)) and theirs != own and rank(theirs) >= rank(own)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))
+def test_includes_point_down(path):
+    allowed = tuple(INCLUDES[max((p for p in INCLUDES if path.startswith(p)), key=len)])
+    wrong = [
+        name for name in re.findall(r'#include "(.*)"', text(path)) if not name.startswith(allowed)
+    ]
+    assert not wrong, f"{path} may include {allowed} only"
+
+
+@pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))
+def test_torch_is_included_where_it_does_no_harm(path):
+    headers = re.findall(r"#include <((?:torch|ATen|c10)/.*)>", text(path))
+    assert path == "csrc/python.cpp" or "torch/extension.h" not in headers  # 18 s to compile
+    if path.startswith(PER_ISA):
+        assert all(header.startswith("ATen/cpu/vec/") for header in headers)
+    if path.endswith((".cu", ".cuh")):
+        assert set(headers) <= KERNEL_HEADERS
+
+
+@pytest.mark.parametrize("path", files(".py", ".cpp", ".h", ".cu", ".cuh"))
+def test_no_file_outgrows_its_reader(path):
+    limit = LONGEST.get(Path(path).parts[0], LONGEST_ELSEWHERE)
+    assert len(text(path).splitlines()) <= limit
+
+
+@pytest.mark.parametrize("path", [p for p in files(".py") if re.match("fusedops/.*/__init__", p)])
+def test_no_attribute_hides_a_folder(path):
+    parent, _, name = path.removesuffix("/__init__.py").replace("/", ".").rpartition(".")
+    importlib.import_module(f"{parent}.{name}")
+    assert isinstance(getattr(importlib.import_module(parent), name), ModuleType)
+
+
+def test_nothing_names_the_machine_that_it_was_written_on():
+    places = ("home", "root", "Users", "work", "tmp", "workspace", "mnt")
+    pattern = rf"(?<![\w.])/(?:{'|'.join(places)})/\w"
+    host = socket.gethostname()
+    if re.search(r"\d", host):  # `debian` or `localhost` are words as well
+        pattern += rf"|\b{re.escape(host)}\b"
+    kinds = (".py", ".cpp", ".h", ".cu", ".cuh", ".md", ".toml", ".txt", ".yaml", ".cfg", "")
+    found = {p: hits for p in files(*kinds) if (hits := re.findall(pattern, text(p)))}
+    assert not found

@@ -1,0 +1,182 @@
+"""The machine code of the GPU kernels, compiled ahead of time: no GPU is needed.
+
+All of nvcc's and some of Triton's; `make cuda-check` compiles all, also under the oldest triton.
+Toy kernels show that each gate turns red.
+"""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from checks.machine_code import launches, nvcc, table
+from checks.machine_code.gates import EXCUSES, Compiled, Demand, Excuse, failures, idle
+from checks.machine_code.sass import Resources
+
+pytest.importorskip("triton")
+
+TOYS = Path(__file__).parents[1] / "machine_code" / "toys.cu"
+PLAIN = Resources(registers=32, shared=0, local=0, spills=0, loads=4, stores=2, tensor_cores=())
+
+NOTHING = Demand()
+
+needs_nvcc = pytest.mark.skipif(nvcc.find() is None, reason="nvcc is not installed")
+
+
+def kernel(arch="sm_90a", demand=NOTHING, **facts) -> Compiled:
+    return Compiled("nvcc 13.0", "f<bf16>", "", "", arch, replace(PLAIN, **facts), demand)
+
+
+ROWS = {"forward_kernel", "backward_kernel", "reduce_kernel"}
+NAMES = dict.fromkeys(launches.FAMILIES, ROWS) | {
+    "checks.machine_code.attention": {
+        "forward_kernel",
+        "join_kernel",
+        "query_kernel",
+        "key_kernel",
+    },
+    "checks.machine_code.quantized_linear": {
+        "product_kernel",
+        "gradient_kernel",
+        "dequantize_kernel",
+        "join_kernel",
+    },
+}
+
+
+@pytest.mark.parametrize("family", launches.FAMILIES)
+def test_triton_kernels(family):
+    found = launches.compiled(family, 90, quick=True)
+    assert {one.kernel for one in found} == NAMES[family]
+    assert not failures(found)
+
+
+@needs_nvcc
+def test_cuda_kernels():
+    """All of them; docs/machine_code.md says the same where it comes from the same nvcc."""
+    found = [one for source in nvcc.sources(".cu") for one in nvcc.compiled(source)]
+    excuses = [e for e in EXCUSES if any(fnmatchcase(one.name, e.kernel) for one in found)]
+    assert not failures(found) and not idle(found, nvcc.DEMANDS, excuses)
+    written = (nvcc.ROOT / "docs" / "machine_code.md").read_text()
+    if f"## {nvcc.version()}\n" in written:
+        assert not table.differences(found, written)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", nvcc.sources(".cpp"), ids=lambda path: path.name)
+def test_bridges_from_tensors_parse(source):
+    assert nvcc.parses(source)
+
+
+@pytest.fixture(scope="module")
+def cuda_toys() -> dict[str, Compiled]:
+    return {one.kernel: one for one in nvcc.compiled(TOYS, ["sm_90a"])}
+
+
+@needs_nvcc
+def test_what_is_read_of_cuda_kernels(cuda_toys):
+    found = {name: one.resources for name, one in cuda_toys.items()}
+    vectors = found.pop("vectors<fp32, Way 1, true>")
+    assert (vectors.loads, vectors.stores) == (1, 2)
+    assert found["elements"].loads == found["elements"].stores == 0
+    assert found["dot"].tensor_cores == ("HMMA",)
+    assert found["dot"].shared == 32 * 4
+    assert found["local_array"].local == 64 * 4
+    assert found["spill"].registers == 32
+    assert {name for name, one in found.items() if one.local} == {"local_array", "spill"}
+    assert {name for name, one in found.items() if one.spills} == {"local_array", "spill"}
+
+
+@needs_nvcc
+def test_a_bridge_with_an_error_does_not_parse(tmp_path):
+    source = tmp_path / "wrong.cpp"
+    source.write_text("#include <c10/cuda/CUDAStream.h>\nint f() { return c10::cuda::nothing; }\n")
+    assert not nvcc.parses(source)
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("name", "demand", "wrong"),
+    [
+        ("spill", NOTHING, "local memory"),
+        ("local_array", NOTHING, "256 bytes of local memory"),
+        ("elements", Demand(wide=True), "no 16-byte loads"),
+        ("dot", Demand(dot=True), "HMMA, none of HGMMA"),
+        ("elements", Demand(dot=True), "no tensor core"),
+    ],
+)
+def test_a_gate_turns_red_on_a_cuda_kernel(cuda_toys, name, demand, wrong):
+    assert wrong in "\n".join(failures([replace(cuda_toys[name], demand=demand)]))
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_gates_turn_red_on_triton_kernels(arch):
+    found = launches.compiled("tests.machine_code.toys", arch)
+    assert len(found) == 5
+    wrong = {(one.kernel, one.case): "\n".join(failures([one])) for one in found}
+    assert wrong.pop(("copy", "n = 1024")) == wrong.pop(("dot", "")) == ""
+    assert "0 16-byte loads, not 1" in wrong.pop(("copy", "n = 1000"))
+    assert "no tensor core" in wrong.pop(("no_dot", ""))
+    assert "local memory" in wrong.pop(("spill", ""))
+
+
+@pytest.mark.parametrize(
+    ("one", "wrong"),
+    [
+        (kernel(), []),
+        (kernel(spills=3), ["3 loads and stores of local memory"]),
+        (kernel(local=8), ["8 bytes of local memory a thread"]),
+        (replace(kernel(registers=255), warps=8), []),
+        (replace(kernel(registers=129), warps=16), ["129 registers in 16 warps, of 65536"]),
+        (kernel(demand=Demand(loads=4, stores=2, wide=True)), []),
+        (kernel(demand=Demand(loads=2)), ["4 16-byte loads, not 2"]),
+        (kernel(demand=Demand(stores=4)), ["2 16-byte stores, not 4"]),
+        (kernel(demand=Demand(wide=True), stores=0), ["no 16-byte stores"]),
+        (kernel("sm_80", Demand(dot=True), tensor_cores=("HMMA",)), []),
+        (kernel("sm_90", Demand(dot=True), tensor_cores=("HGMMA",)), []),
+        (
+            kernel("sm_100a", Demand(dot=True), tensor_cores=("HMMA",)),
+            ["HMMA, none of UTCHMMA, UTCIMMA, UTCQMMA"],
+        ),
+    ],
+)
+def test_gates(one, wrong):
+    assert [line.partition(": ")[2] for line in failures([one])] == wrong
+
+
+def test_an_excuse_is_used_or_fails():
+    spilling, excuse = kernel(spills=3), Excuse("f<*", "sm_90*", 3, "a reason")
+    assert not failures([spilling], [excuse])
+    assert failures([replace(spilling, arch="sm_80")], [excuse])
+    assert failures([kernel(spills=4)], [excuse])
+    assert failures([kernel(spills=3, demand=Demand(loads=2))], [excuse])
+    assert not idle([spilling], [], [excuse])
+    assert "excuses nothing" in idle([kernel()], [], [excuse])[0]
+    assert idle([kernel()], ["g<*", "f<*"], []) == ["no kernel is called g<*"]
+
+
+def test_the_table_shows_what_differs():
+    rows = [kernel("sm_80", registers=40), kernel("sm_90a"), kernel("sm_90a", registers=36)]
+    text = table.document(rows, [Excuse("f<*", "sm_80", 3, "a reason")])
+    assert "| `f<bf16>` | 40 / 32-36 | 0 | 0 | 0 | 4 | 2 | no |" in text
+    assert "| `f<*` | sm_80 | 3 | a reason |" in text
+    assert not table.differences(rows, text)
+    changed = [kernel("sm_80", registers=41), *rows[1:]]
+    assert len(table.differences(changed, text)) == 2
+
+    newer = [replace(one, compiler="nvcc 13.1") for one in changed]
+    assert table.differences(newer, text) == ["the table has none of nvcc 13.1"]
+    assert not table.differences(newer, table.document([*rows, *newer]))
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("void a::b::f<c10::BFloat16, 8, true>(c10::BFloat16 const*, int)", "f<bf16, 8, true>"),
+        ("a::(anonymous namespace)::f(float*)", "f"),
+        ("void a::f<float, (a::Kind)1, c10::Half>(float)", "f<fp32, Kind 1, fp16>"),
+    ],
+)
+def test_names_are_shortened(name, short):
+    assert nvcc.short(name) == short
