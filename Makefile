@@ -80,7 +80,7 @@ format: $(TOOLS) $(BUILT)
 	$(CLANG_FORMAT) -i $(CPP_SOURCES) $(shell find tests $(CPP))
 
 # A suite that fails, or refuses a row, does not keep the others from running.
-BENCHES := norm gated_activation linear quantized_linear rotary cross_entropy attention adamw launch
+BENCHES = $(FAMILIES) launch
 
 bench: $(TOOLS) $(TESTABLE)
 	@failed=; for suite in $(BENCHES); do $(PY) -m benchmarks $$suite || failed="$$failed $$suite"; \
@@ -93,14 +93,14 @@ qemu: export OMP_NUM_THREADS ?= 1
 qemu: $(TOOLS) $(TESTABLE)
 	command -v qemu-x86_64 || { [ "$$(id -u)" = 0 ] && apt-get install -y qemu-user; } || \
 	  { echo 'make qemu needs qemu-x86_64: apt-get install qemu-user' >&2; exit 1; }
-	qemu-x86_64 -cpu Haswell $(PY) -m pytest tests/norm/test_kernels.py tests/gated_activation/test_kernels.py tests/linear/test_kernels.py tests/rotary/test_kernels.py -k '$(QEMU_TESTS)' $(ARGS)
+	qemu-x86_64 -cpu Haswell $(PY) -m pytest $(patsubst %,tests/%/test_kernels.py,norm gated_activation linear rotary) -k '$(QEMU_TESTS)' $(ARGS)
 
 # At least 300 calls of each function on each backend, others at each run.
 fuzz: export OMP_NUM_THREADS ?= 1
 fuzz: export HYPOTHESIS_PROFILE := fuzz
 fuzz: $(TOOLS) $(TESTABLE)
 	@seed=$(SEED); seed=$${seed:-$$($(PY) -c 'import random; print(random.randrange(10**6))')}; \
-	  echo make fuzz SEED=$$seed; $(PY) -m pytest tests/test_fuzz*.py --hypothesis-seed=$$seed $(ARGS)
+	  echo make fuzz SEED=$$seed; $(PY) -m pytest tests/*/test_fuzz.py --hypothesis-seed=$$seed $(ARGS)
 
 # `make test` does the same in four ways of calling.
 growth: export OMP_NUM_THREADS ?= 1
@@ -127,7 +127,7 @@ simt-asan: $(TOOLS) $(TESTABLE)
 # Families that docs/coverage.json has of the installed versions are not judged again.
 coverage: export OMP_NUM_THREADS ?= 1
 coverage: $(TOOLS) $(TESTABLE)
-	$(PY) -m fusedops coverage --json docs/coverage.json --markdown docs/coverage.md $(ARGS)
+	$(PY) -m checks families --json docs/coverage.json --markdown docs/coverage.md $(ARGS)
 
 # The tests of the installed transformers, from its source distribution.
 transformers-tests: export OMP_NUM_THREADS ?= 1
@@ -159,8 +159,8 @@ wheel-check: $(TOOLS) $(BUILT)
 # On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
 # the first. They write into OUT, and one that fails does not keep the others from running.
 OUT ?= build/gpu
-FAMILIES ?= norm gated_activation linear quantized_linear rotary cross_entropy attention adamw
-FAMILY_TESTS = $(wildcard $(patsubst %,tests/test_%*.py,$(FAMILIES)))
+FAMILIES ?= $(filter-out %.h %.cpp,$(notdir $(wildcard csrc/ops/*)))
+FAMILY_TESTS = $(filter-out %/test_fuzz.py,$(wildcard $(patsubst %,tests/%/test_*.py,$(FAMILIES))))
 # Short: under compute-sanitizer a test takes many times its time. Rows of 33, 1024 and 70001.
 SANITIZED := (cuda or triton) and (test_strides and torch.float16 and misaligned or \
   test_forward_and_gradients and torch.bfloat16 and (33 or 1024 or 70001))
@@ -177,7 +177,7 @@ gpu:
 # left there is overwritten, so that the next one must build again.
 gpu-build:
 	mkdir -p $(OUT)
-	arch="$${TORCH_CUDA_ARCH_LIST:-$$($(PY) -m benchmarks.cuda)}" || exit 1; rm -f $(STAMP)*; \
+	arch="$${TORCH_CUDA_ARCH_LIST:-$$($(PY) -m benchmarks.harness.cuda)}" || exit 1; rm -f $(STAMP)*; \
 	FUSEDOPS_CUDA=1 FUSEDOPS_REQUIRE=compiled TORCH_CUDA_ARCH_LIST="$$arch" timeout 470 \
 	  $(PY) setup.py egg_info build_ext --inplace > $(OUT)/build.log 2>&1; \
 	  status=$$?; tail -n 20 $(OUT)/build.log; exit $$status
@@ -185,7 +185,7 @@ gpu-build:
 gpu-test: export OMP_NUM_THREADS ?= 1
 gpu-test:
 	mkdir -p $(OUT)
-	$(PY) -m benchmarks.cuda
+	$(PY) -m benchmarks.harness.cuda
 	timeout 470 $(PY) -m pytest $(FAMILY_TESTS) -k 'cuda or triton' -rs -o timeout=120 \
 	  $(shell $(PY) -c 'import xdist; print("-n 8 --dist loadgroup")' 2>/dev/null) \
 	  --junitxml=$(OUT)/tests.xml $(ARGS) > $(OUT)/tests.log 2>&1; \
@@ -195,7 +195,7 @@ gpu-test:
 # first run is without a tool: it compiles the Triton kernels, which then come from their cache.
 gpu-sanitize:
 	mkdir -p $(OUT)
-	$(PY) -m benchmarks.cuda
+	$(PY) -m benchmarks.harness.cuda
 	PATH="$$PATH:$(CUDA_PATH)"; \
 	timeout 110 $(PY) -m pytest $(FAMILY_TESTS) -k '$(SANITIZED)' > $(OUT)/no-tool-tests.log 2>&1 || \
 	  failed=" no-tool"; \
@@ -216,7 +216,7 @@ gpu-bench:
 
 gpu-train:
 	mkdir -p $(OUT)
-	$(PY) -m benchmarks.cuda
+	$(PY) -m benchmarks.harness.cuda
 	timeout 470 $(PY) -m benchmarks train --json $(OUT)/train.json > $(OUT)/train.log 2>&1; \
 	  status=$$?; tail -n 40 $(OUT)/train.log; exit $$status
 

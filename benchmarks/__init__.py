@@ -1,24 +1,17 @@
 """Times every family against its peers: `python -m benchmarks --help`."""
 
-FAMILIES = (
-    "norm",
-    "gated_activation",
-    "linear",
-    "quantized_linear",
-    "rotary",
-    "cross_entropy",
-    "attention",
-)
+from fusedops import backends
 
-ON_GPU = (*FAMILIES, "adamw")
-
-# Suites of what is no operator: each module has a `measure` of its own.
-OWN = {
-    "adamw": "benchmarks.adamw.speed",
-    "adamw-loss": "benchmarks.adamw.loss",
-    "generate": "benchmarks.generate",
-    "sentences": "benchmarks.sentences",
-    "step": "benchmarks.step",
-    "small": "benchmarks.small",
-    "train": "benchmarks.train",
+# Suites that are not tables of operators: each module has a `measure` of its own.
+WORKLOADS = {
+    "adamw": "benchmarks.operators.adamw.speed",
+    "adamw-loss": "benchmarks.operators.adamw.loss",
+    "generate": "benchmarks.workloads.generate",
+    "sentences": "benchmarks.workloads.sentences",
+    "step": "benchmarks.workloads.step",
+    "small": "benchmarks.workloads.small",
+    "train": "benchmarks.workloads.train",
 }
+
+ON_GPU = tuple(backends.FAMILIES)
+FAMILIES = tuple(family for family in ON_GPU if family not in WORKLOADS)

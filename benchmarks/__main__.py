@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import FAMILIES, ON_GPU, OWN, cuda, gpu, must_show, readme, worker
+from benchmarks import FAMILIES, ON_GPU, WORKLOADS
+from benchmarks.harness import cuda, goals, gpu, readme, worker
 
 MATCH = "only the rows whose title contains this"
 
@@ -19,9 +20,9 @@ MATCH = "only the rows whose title contains this"
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     suites = parser.add_subparsers(dest="suite", required=True)
-    for name in (*FAMILIES, "launch", "must-show", *OWN):
+    for name in (*FAMILIES, "launch", "must-show", *WORKLOADS):
         where = "on a GPU" if name == "train" else "on a CPU"
-        _cpu_options(suites.add_parser(name, help=where), match=name not in OWN)
+        _cpu_options(suites.add_parser(name, help=where), match=name not in WORKLOADS)
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
     tables = suites.add_parser("readme", help="writes the README's GPU figures from the results")
     tables.add_argument("--check", action="store_true", help="fail if that would change it")
@@ -31,7 +32,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.seconds = args.seconds or (0.2 if args.quick else 2.0)
     args.compile = args.compile and not args.quick
     args.allocator = args.allocator or (
-        "default" if args.suite in ("launch", *OWN) and args.suite != "step" else "both"
+        "default" if args.suite in ("launch", *WORKLOADS) and args.suite != "step" else "both"
     )
     return args
 
@@ -76,10 +77,10 @@ def _both_settings(args: argparse.Namespace, argv: list[str]) -> int:
     document = {"environment": runs[0][1]["environment"]}
     document |= {key: [one for _, run in runs for one in run[key]] for key in ("rows", "goals")}
     document |= {key: run[key] for _, run in runs for key in run if key not in document}
-    if args.suite not in OWN and not document["rows"]:
+    if args.suite not in WORKLOADS and not document["rows"]:
         raise SystemExit(f"no row of {args.suite} has {args.match!r} in its title")
     if document["goals"]:
-        print(must_show.table(document["goals"]))
+        print(goals.table(document["goals"]))
     if args.json:
         Path(args.json).write_text(json.dumps(document, indent=1))
     missed = any(not goal["met"] for goal in document["goals"])

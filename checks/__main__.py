@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from checks import builds, compatibility, sanitize, torches, wheel
+from checks.families import command as families
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
 from checks.transformers_tests import command as transformers_tests
@@ -16,6 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("machine-code", help="what the GPU kernels compile to")
     machine_code.add_arguments(add)
     add.set_defaults(run=machine_code.run)
+    add = commands.add_parser("families", help="patch a tiny model of every transformers family")
+    families.add_arguments(add)
+    add.set_defaults(run=families.run)
     add = commands.add_parser("mutants", help="one-line bugs that the tests must see")
     mutants.add_arguments(add)
     add.set_defaults(run=mutants.run)

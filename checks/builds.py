@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
-from fusedops.measure import environment
+from benchmarks.harness import report
+from fusedops.profiling.timing import environment
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS = "fusedops", "eager"  # what a contender's name begins with

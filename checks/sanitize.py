@@ -2,9 +2,9 @@
 
 It runs the kernels' tests, the fuzz, and the growth tests of plain training. When the process ends,
 LeakSanitizer reports memory that nothing points to. Python's garbage collector points to every
-tensor that Python has seen, so a leak of such a tensor shows in tests/growth/test_growth.py alone. ODR
-detection compares global variables of different libraries and no classes: tests/tools/test_build.py
-compares those.
+tensor that Python has seen, so a leak of such a tensor shows in tests/growth/test_growth.py alone.
+ODR detection compares global variables of different libraries, not classes: those are compared by
+tests/tools/test_build.py.
 """
 
 import argparse
@@ -22,14 +22,8 @@ SUPPRESSIONS = ROOT / "checks" / "leaks.supp"
 
 # Those that call kernels, which is where bounds are. Compiled graphs are C++ of another's making.
 # Without -s the report of the process that it ends would be lost with what pytest has captured.
-NAMES = ("test_norm.py", "test_norm_torch.py", "test_norm_modules.py")
-NAMES += ("test_gated_activation.py", "test_gated_activation_torch.py")
-NAMES += ("test_linear.py", "test_linear_torch.py", "test_rotary.py", "test_rotary_torch.py")
-NAMES += ("test_cross_entropy.py", "test_cross_entropy_linear.py", "test_cross_entropy_torch.py")
-NAMES += ("test_attention.py", "test_attention_torch.py")
-NAMES += ("test_adamw.py", "test_adamw_torch.py", "test_adamw_mixed_precision.py", "test_fuzz*.py")
-NAMES += ("test_growth.py",)
-FILES = sorted(path for name in NAMES for path in ROOT.glob(f"tests/{name}"))
+NAMES = ("kernels", "torch", "modules", "linear", "mixed_precision", "fuzz", "growth")
+FILES = sorted(path for name in NAMES for path in ROOT.glob(f"tests/*/test_{name}.py"))
 TESTS = f"-s -W ignore {' '.join(str(path.relative_to(ROOT)) for path in FILES)} -k '{{}}'"
 KERNELS = "not (triton or interpreted or compile or opcheck or export or growth)"
 GROWTH = "growth and test_calls and training"

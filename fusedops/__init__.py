@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from fusedops import functional, integrations, nn, optim
+from fusedops.allocator import keep_freed_memory
 from fusedops.backends import backend, env_report
 from fusedops.functional import clip_grad_norm_
-from fusedops.memory import keep_freed_memory
 from fusedops.patching import (
     PatchReport,
     Site,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import fusedops
-from fusedops import building, coverage
+from fusedops import building
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -26,9 +26,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     command.add_argument("--jobs", type=int, help="compilers at a time (default: one for each CPU)")
     command.set_defaults(run=_build)
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
-    _add_coverage(
-        commands.add_parser("coverage", help="patch a tiny model of every transformers family")
-    )
     return parser.parse_args(argv)
 
 
@@ -39,17 +36,6 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     add("--out", default="demo", help="folder for demo.png and demo.json (default demo)")
     add("--quick", action="store_true", help="a tiny model, 8 steps")
     command.set_defaults(run=_demo)
-
-
-def _add_coverage(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("family", nargs="*", help="families, by their model_type (default all)")
-    add("--kind", action="append", choices=coverage.KINDS, help="may be given several times")
-    add("--json", help="file for the rows; those that it has are not judged again")
-    add("--markdown", help="file for the table")
-    add("--seconds-per-family", type=float, default=coverage.SECONDS, help="default %(default)g")
-    add("--again", action="store_true", help="judge families again that the JSON has")
-    command.set_defaults(run=_coverage)
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -78,18 +64,6 @@ def _demo(args: argparse.Namespace) -> int:
 
     demo.run(steps=args.steps, threads=args.threads, out=args.out, quick=args.quick)
     return 0
-
-
-def _coverage(args: argparse.Namespace) -> int:
-    all_right = coverage.run(
-        args.family,
-        args.kind or (),
-        args.json,
-        args.markdown,
-        args.seconds_per_family,
-        args.again,
-    )
-    return int(not all_right)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

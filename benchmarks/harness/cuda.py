@@ -1,11 +1,11 @@
 """The clocks of a GPU, by the names that cases call them.
 
 `device`: the device's time over a cold L2, between two events. For rows that move data; two sets of
-inputs take turns (benchmarks/harness.py), so that no call finds what the one before it read.
+inputs take turns (benchmarks/harness/run.py), so that no call finds what the one before it read.
 `graph`: the device's time in a replayed graph, where no host is waited for. For few tokens.
 `host`: the host's time to enqueue a call. What a small batch costs in eager code.
 
-`python -m benchmarks.cuda` prints what to compile for, before anything is compiled.
+`python -m benchmarks.harness.cuda` prints what to compile for, before anything is compiled.
 """
 
 import functools
@@ -15,8 +15,8 @@ from time import perf_counter
 import torch
 from torch.cuda import Event
 
-from benchmarks.memory import Memory, nbytes
-from benchmarks.timing import Call, Machine, Stopwatch
+from benchmarks.harness.memory import Memory, nbytes
+from benchmarks.harness.timing import Call, Machine, Stopwatch
 
 IN_GRAPH = 32  # calls in one graph: long against the launch of its replay
 IN_QUEUE = 32  # calls until the host waits; at some 1000 launches the driver makes it wait

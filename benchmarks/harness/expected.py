@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.case import FORWARD, TRAINING, Run, bind, grad_mode
+from benchmarks.harness.case import FORWARD, TRAINING, Run, bind, grad_mode
 from fusedops.testing import Errors, errors, has_rows, mean
 
 Outputs = tuple[Tensor, ...]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.case import Case, Operation
-from benchmarks.harness import COPY, Result
-from fusedops.measure import Ratio, spread
+from benchmarks.harness.case import Case, Operation
+from benchmarks.harness.run import COPY, Result
+from fusedops.profiling.timing import Ratio, spread
 
 OURS = "fusedops"
 LAUNCHES, MS, TFLOP_PER_S, BESIDE = "launches", "ms", "TFLOP/s", "bytes beside the results"

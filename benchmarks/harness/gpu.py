@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import cuda, must_show, report, suites
-from benchmarks.case import Case
-from benchmarks.ceilings import ceilings, keep_busy
-from benchmarks.harness import Result, count_launches, run_case, weigh
-from benchmarks.memory import Memory
-from benchmarks.must_show import OURS
-from benchmarks.record import Record
-from benchmarks.timing import Machine
-from fusedops.measure import environment, slug
+from benchmarks.harness import cuda, report, suites
+from benchmarks.harness import goals as asked
+from benchmarks.harness.case import Case
+from benchmarks.harness.goals import OURS
+from benchmarks.harness.memory import Memory
+from benchmarks.harness.record import Record
+from benchmarks.harness.roofline import ceilings, keep_busy
+from benchmarks.harness.run import Result, count_launches, run_case, weigh
+from benchmarks.harness.timing import Machine
+from fusedops.profiling.timing import environment, slug
 
 
 class Counted(NamedTuple):
@@ -92,6 +93,6 @@ def _family(
         print(report.text(record.add(result, "torch's")), flush=True)
     goals = [goal for case in cases for goal in record.goals.get(case.title, [])]
     print(report.reasons(results))
-    print(must_show.table(goals))
+    print(asked.table(goals))
     missed = any(not goal["met"] for goal in goals)
     return int(missed or any(result.wrong() for result in results))

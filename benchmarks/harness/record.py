@@ -4,10 +4,10 @@ import json
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import report
-from benchmarks.case import Case
-from benchmarks.harness import Result
-from benchmarks.must_show import Ask
+from benchmarks.harness import report
+from benchmarks.harness.case import Case
+from benchmarks.harness.goals import Ask
+from benchmarks.harness.run import Result
 
 # What must be the same for the rows of two runs to stand in one file.
 SAME = ("device", "commit", "torch", "triton", "kernels")

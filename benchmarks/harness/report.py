@@ -2,8 +2,8 @@
 
 import json
 
-from benchmarks.harness import COPY, Result
-from fusedops.measure import Ratio, spread
+from benchmarks.harness.run import COPY, Result
+from fusedops.profiling.timing import Ratio, spread
 
 BASES = ("eager", "huggingface")
 

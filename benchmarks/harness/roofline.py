@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import torch
 
-from benchmarks.harness import copy_of
-from benchmarks.timing import Call, Machine, interleaved
-from fusedops.measure import spread
+from benchmarks.harness.run import copy_of
+from benchmarks.harness.timing import Call, Machine, interleaved
+from fusedops.profiling.timing import spread
 
 COPY_BYTES, MATMUL_SIZE = 4 << 30, 8192
 IN_QUEUE = 500  # at some 1000 launches the driver makes the host wait

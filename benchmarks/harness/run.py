@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from benchmarks.answers import Answers, fault, leaves
-from benchmarks.case import Case, Contender, Run, Skip, bind, grad_mode, in_turn, with_inputs
-from benchmarks.memory import Memory
-from benchmarks.timing import Call, Clock, Machine, Timed, interleaved
-from fusedops.measure import Ratio, paired_ratio
+from benchmarks.harness.case import (
+    Case,
+    Contender,
+    Run,
+    Skip,
+    bind,
+    grad_mode,
+    in_turn,
+    with_inputs,
+)
+from benchmarks.harness.expected import Answers, fault, leaves
+from benchmarks.harness.memory import Memory
+from benchmarks.harness.timing import Call, Clock, Machine, Timed, interleaved
+from fusedops.profiling.timing import Ratio, paired_ratio
 from fusedops.testing import poisoned
 
 try:

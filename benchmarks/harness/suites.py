@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks import FAMILIES
-from benchmarks.case import FORWARD, TRAINING, Case, Operation
-from benchmarks.must_show import Goal
+from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation
+from benchmarks.harness.goals import Goal
 
 TOKENS, HIDDEN = (1, 4, 16, 64), (64, 1024)
 MMAP_THRESHOLD = 128 * 1024  # bytes; below it glibc keeps freed memory under either setting
 
 
 def family(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.{name}")
+    return importlib.import_module(f"benchmarks.operators.{name}")
 
 
 def cases(args: Namespace) -> list[Case]:

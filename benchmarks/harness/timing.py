@@ -1,7 +1,7 @@
 """Interleaved timing. A shared machine slows and recovers; contenders that take turns share that.
 
 One round gives every contender a block of calls, in an order that is shuffled anew each round.
-Ratios are then taken within a round (`fusedops.measure.paired_ratio`), never between runs.
+Ratios are then taken within a round (`fusedops.profiling.timing.paired_ratio`), never between runs.
 """
 
 import gc
@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.memory import Memory, profiled
+from benchmarks.harness.memory import Memory, profiled
 
 Call = Callable[[], object]
 Timed = tuple[Call, Callable[[], AbstractContextManager]]  # call, scope

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import OWN, report, suites
-from benchmarks.harness import COPY, Result, run_case, weigh
-from benchmarks.memory import Memory
-from benchmarks.timing import CPU
-from fusedops.measure import environment
-from fusedops.memory import keep_freed_memory
+from benchmarks import WORKLOADS
+from benchmarks.harness import report, suites
+from benchmarks.harness.memory import Memory
+from benchmarks.harness.run import COPY, Result, run_case, weigh
+from benchmarks.harness.timing import CPU
+from fusedops.allocator import keep_freed_memory
+from fusedops.profiling.timing import environment
 
 
 def measure(args: Namespace) -> int:
@@ -22,8 +23,8 @@ def measure(args: Namespace) -> int:
     torch.set_num_threads(args.threads)
     if args.allocator == "keep":
         keep_freed_memory()
-    if args.suite in OWN:
-        return importlib.import_module(OWN[args.suite]).measure(args)
+    if args.suite in WORKLOADS:
+        return importlib.import_module(WORKLOADS[args.suite]).measure(args)
     results: list[Result] = []
     weighed = suites.weighed() if args.allocator == "default" else []
     for case in suites.cases(args):

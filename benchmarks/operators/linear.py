@@ -16,8 +16,16 @@ from torch.nn import Parameter
 
 import fusedops
 import fusedops.functional as ours
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, compiled
-from benchmarks.must_show import Ask, Goal
+from benchmarks.harness.case import (
+    BACKWARD,
+    FORWARD,
+    TRAINING,
+    Case,
+    Contender,
+    Operation,
+    compiled,
+)
+from benchmarks.harness.goals import Ask, Goal
 from fusedops.functional.linear import linear_reference
 
 SHAPES = [

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fusedops
-from benchmarks.timing import CPU
-from fusedops.measure import environment, paired_ratio
+from benchmarks.harness.timing import CPU
+from fusedops.profiling.timing import environment, paired_ratio
 
 # The sites that patch leaves; None: nothing is patched.
 ALL = ("norm", "residual", "attention", "mlp", "rotary", "linear", "loss")

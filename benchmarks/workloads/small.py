@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import fusedops
-from benchmarks.must_show import MS
-from benchmarks.step import EAGER, MODELS, OURS, step, words
-from benchmarks.timing import CPU, interleaved
-from fusedops.measure import environment, paired_ratio, spread
+from benchmarks.harness.goals import MS
+from benchmarks.harness.timing import CPU, interleaved
+from benchmarks.workloads.step import EAGER, MODELS, OURS, step, words
+from fusedops.profiling.timing import environment, paired_ratio, spread
 
 LAYERS = 2
 TOKENS = 8, 32, 128

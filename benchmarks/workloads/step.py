@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import fusedops
-from benchmarks.timing import CPU, interleaved
+from benchmarks.harness.timing import CPU, interleaved
 from fusedops.demo.training import corpus
-from fusedops.measure import environment, paired_ratio, spread
+from fusedops.profiling.timing import environment, paired_ratio, spread
 
 BATCH, SEQUENCE, VOCABULARY = 4, 256, 8192
 HIDDEN, LAYERS, HEADS = 384, 6, 6

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import fusedops
-from benchmarks.case import Skip, find
-from benchmarks.step import COMPILED, EAGER, OURS, WHOLE, step, words
-from fusedops.measure import environment, spread
+from benchmarks.harness.case import Skip, find
+from benchmarks.workloads.step import COMPILED, EAGER, OURS, WHOLE, step, words
+from fusedops.profiling.timing import environment, spread
 
 LIGER = "liger"
 BATCHES, SEQUENCE, VOCABULARY = (1, 8), 2048, 128256

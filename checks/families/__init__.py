@@ -1,4 +1,4 @@
-"""`python -m fusedops coverage`: a tiny model of every family of transformers, patched and judged.
+"""`python -m checks families`: a tiny model of every family of transformers, patched and judged.
 
 Each model is built with random weights from a config that is made small by the names of its
 attributes, run, patched with all that patch has, run again, and unpatched. Outputs, loss, the
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from fusedops.coverage import sweep, table
-from fusedops.coverage.families import KINDS
-from fusedops.coverage.judge import Row
+from checks.families import sweep, table
+from checks.families.families import KINDS
+from checks.families.judge import Row
 
 __all__ = ["KINDS", "SECONDS", "run"]
 
@@ -35,7 +35,7 @@ def run(
     Raises ValueError for a family that there is not.
     """
     if find_spec("transformers") is None:
-        raise ModuleNotFoundError("coverage needs transformers: pip install 'fusedops[hf]'")
+        raise ModuleNotFoundError("families needs transformers: pip install 'fusedops[hf]'")
     pairs = sweep.wanted(names, kinds)
     file = None if json is None else Path(json)
     rows = sweep.sweep(pairs, file, seconds, again, _tell)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.coverage.media import media
-from fusedops.coverage.shrink import VOCABULARY
+from checks.families.media import media
+from checks.families.shrink import VOCABULARY
 
 __all__ = ["batches"]
 

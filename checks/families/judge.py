@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.coverage.families import auto_class
-from fusedops.coverage.inputs import batches
-from fusedops.coverage.media import unseen
-from fusedops.coverage.shrink import WAYS, Way, tiny
+from checks.families.families import auto_class
+from checks.families.inputs import batches
+from checks.families.media import unseen
+from checks.families.shrink import WAYS, Way, tiny
 from fusedops.patching import fuse_always, patch, unpatch
 from fusedops.patching.report import PatchReport
 from fusedops.patching.verify import Yardstick, run

@@ -11,14 +11,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fusedops.coverage.families import KINDS, families
-from fusedops.coverage.judge import Row, judge
+from checks.families.families import KINDS, families
+from checks.families.judge import Row, judge
 
 __all__ = ["DIED", "TOO_LONG", "alone", "key", "sweep", "versions", "wanted"]
 
 DIED, TOO_LONG = "died", "timeout"
 # What a family's process finds imported.
-PRELOADED = ["torch", "fusedops.coverage.judge", "transformers.modeling_utils"]
+PRELOADED = ["torch", "checks.families.judge", "transformers.modeling_utils"]
 PRELOADED += ["transformers.generation", "transformers.models.auto.modeling_auto"]
 
 Rows = dict[str, Row]
@@ -30,7 +30,7 @@ def wanted(names: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, str]]:
     names, kinds = list(names), list(kinds) or list(KINDS)
     pairs = [(kind, family) for kind in kinds for family in families(kind)]
     if unknown := set(names) - {family for _, family in pairs}:
-        raise ValueError(f"coverage: no {' or '.join(kinds)} family {', '.join(sorted(unknown))}")
+        raise ValueError(f"families: no {' or '.join(kinds)} family {', '.join(sorted(unknown))}")
     return [pair for pair in pairs if not names or pair[1] in names]
 
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from fusedops.coverage.families import KINDS
-from fusedops.coverage.judge import RIGHT, UNBUILT, UNRUN, Row
+from checks.families.families import KINDS
+from checks.families.judge import RIGHT, UNBUILT, UNRUN, Row
 
 __all__ = ["all_right", "line", "markdown", "summary"]
 

@@ -14,19 +14,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from checks.machine_code import BUILD, ROOT
 from checks.machine_code.gates import Compiled, Demand
 from checks.machine_code.sass import Resources, read
+from fusedops import backends
 
 ARCHITECTURES = (80, 90, 100)
-FAMILIES = (
-    "checks.machine_code.norm",
-    "checks.machine_code.cross_entropy",
-    "checks.machine_code.attention",
-    "checks.machine_code.quantized_linear",
+# The families with Triton kernels, whose cases are in modules of their names.
+FAMILIES = tuple(
+    f"checks.machine_code.{family}"
+    for family in backends.FAMILIES
+    if find_spec(f"checks.machine_code.{family}")
 )
 
 Call = tuple[str, str, Callable[[], object]]  # variant, case, and what launches

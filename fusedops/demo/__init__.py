@@ -12,7 +12,7 @@ import torch
 from fusedops.demo import show
 from fusedops.demo.peak import measure_peaks
 from fusedops.demo.training import CONTENDERS, QUICK, Settings, Trainer, batches
-from fusedops.measure import environment, paired_ratio
+from fusedops.profiling.timing import environment, paired_ratio
 
 __all__ = ["run"]
 

@@ -6,7 +6,7 @@ from statistics import fmean, median
 from typing import Any
 
 from fusedops.demo.training import CONTENDERS, Settings, Trainer
-from fusedops.measure import Ratio, paired_ratio, quantiles
+from fusedops.profiling.timing import Ratio, paired_ratio, quantiles
 
 WARMUP = 3  # steps whose time does not count: allocations, caches of the matrix library
 LAST = 10  # steps whose mean is the final loss

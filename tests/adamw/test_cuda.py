@@ -5,7 +5,7 @@ import torch
 from contract.cuda_graphs import capture, no_synchronisation
 
 from adamw.training import FORMATS, assert_close, gradients, parameters, train
-from benchmarks import cuda
+from benchmarks.harness import cuda
 from fusedops.optim import AdamW, AdamW8bit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

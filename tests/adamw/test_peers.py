@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from adamw.training import assert_close, parameters, params_of, train
-from benchmarks.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS, stepping
-from benchmarks.harness import COPY, run_case
-from benchmarks.timing import CPU, Machine, wall
+from benchmarks.harness.run import COPY, run_case
+from benchmarks.harness.timing import CPU, Machine, wall
+from benchmarks.operators.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS, stepping
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.optim.adamw.state import wide_moments
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from benchmarks.memory import profiled
+from benchmarks.harness.memory import profiled
 from cross_entropy.cases import (
     BACKENDS,
     F32,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedops
-from benchmarks import cuda
+from benchmarks.harness import cuda
 from fusedops.functional import swiglu
 from fusedops.testing import backends
 from gated_activation.cases import KINDS, inputs

@@ -5,7 +5,7 @@ import torch
 from contract.cuda_graphs import capture, no_synchronisation
 
 import fusedops
-from benchmarks import cuda
+from benchmarks.harness import cuda
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fusedops.testing import backends, gradients
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from fusedops import memory
+from fusedops import allocator
 
 CHILD = """
 import resource, torch
-from fusedops.memory import keep_freed_memory
+from fusedops.allocator import keep_freed_memory
 
 def faults():
     for _ in range(10):  # what this setting pays once
@@ -46,7 +46,7 @@ def test_kept_memory_does_not_fault_and_is_given_back():
 def test_c_library_without_mallopt(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     with pytest.raises(RuntimeError, match="keep_freed_memory: needs glibc"):
-        memory.keep_freed_memory()
+        allocator.keep_freed_memory()
 
 
 def test_refused_option():
@@ -56,4 +56,4 @@ def test_refused_option():
             return 0
 
     with pytest.raises(RuntimeError, match=r"mallopt\(-4, 0\) was refused"):
-        memory._set(Refuses, -4, 0)
+        allocator._set(Refuses, -4, 0)

@@ -8,14 +8,15 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import generate, memory, report, suites, timing, worker
 from benchmarks.__main__ import main, parse
-from benchmarks.answers import Answers
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, Skip
-from benchmarks.harness import COPY, Result, copy_of, run_case
-from benchmarks.must_show import Goal, table
-from benchmarks.timing import CPU
-from fusedops.measure import paired_ratio
+from benchmarks.harness import memory, report, suites, timing, worker
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, Skip
+from benchmarks.harness.expected import Answers
+from benchmarks.harness.goals import Goal, table
+from benchmarks.harness.run import COPY, Result, copy_of, run_case
+from benchmarks.harness.timing import CPU
+from benchmarks.workloads import generate
+from fusedops.profiling.timing import paired_ratio
 
 BUDGET_S = 0.05
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import cross_entropy, gpu, suites, worker
 from benchmarks.__main__ import parse
-from benchmarks.case import FORWARD, TRAINING, Case, Contender, Skip
-from benchmarks.harness import run_case, weigh
-from benchmarks.timing import CPU, Machine, wall
+from benchmarks.harness import gpu, suites, worker
+from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
+from benchmarks.harness.run import run_case, weigh
+from benchmarks.harness.timing import CPU, Machine, wall
+from benchmarks.operators import cross_entropy
 
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall))
 
@@ -109,7 +110,7 @@ def test_liger_overwrites_logits_of_its_own(monkeypatch, mode):
         def backward(ctx, grad):
             return ctx.saved_tensors[0], None
 
-    where = "benchmarks.cross_entropy.peers.find"
+    where = "benchmarks.operators.cross_entropy.peers.find"
     monkeypatch.setattr(where, lambda module, name: Overwriting.apply)
     case = replace(cross_entropy.gpu.SEPARATE, mode=mode, only=("liger", "fusedops"))
     case = replace(case, shape=(4, 100), dtype=torch.float32)

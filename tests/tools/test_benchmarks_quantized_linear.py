@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import quantized_linear
-from benchmarks.case import FORWARD, TRAINING, Case, Contender, Skip
-from benchmarks.harness import Result, run_case
-from benchmarks.quantized_linear import operations, peers
-from benchmarks.quantized_linear.quantize import quantize
-from benchmarks.timing import CPU
+from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
+from benchmarks.harness.run import Result, run_case
+from benchmarks.harness.timing import CPU
+from benchmarks.operators import quantized_linear
+from benchmarks.operators.quantized_linear import operations, peers
+from benchmarks.operators.quantized_linear.quantize import quantize
 
 BUDGET_S = 0.05
 SHAPE = (8, 128, 64)

@@ -6,10 +6,10 @@ from argparse import Namespace
 import pytest
 import torch
 
-from benchmarks import sentences
 from benchmarks.__main__ import main
-from benchmarks.case import Skip
-from benchmarks.must_show import MEAN_COSINE, SMALLEST_COSINE, table
+from benchmarks.harness.case import Skip
+from benchmarks.harness.goals import MEAN_COSINE, SMALLEST_COSINE, table
+from benchmarks.workloads import sentences
 
 
 def test_sentences_are_many_and_no_two_alike():

@@ -1,4 +1,4 @@
-"""`python -m fusedops coverage`: a selection of families is right, and a fault would be seen."""
+"""`make coverage`: a selection of families is right, and a fault would be seen."""
 
 import json
 import os
@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedops import coverage, functional
-from fusedops.coverage import families, sweep, table
-from fusedops.coverage import judge as judging
-from fusedops.coverage.judge import judge
+from checks import families
+from checks.families import judge as judging
+from checks.families import sweep, table
+from checks.families.judge import judge
+from fusedops import functional
 from fusedops.patching import linear
 
 transformers = pytest.importorskip("transformers")
@@ -80,7 +81,7 @@ def test_a_crash_is_a_verdict(monkeypatch):
     monkeypatch.setattr(linear, "linear", lambda *args: 1 / 0)
     row = judge("causal", "gpt2")
     assert row["verdict"] == "crash" and row["why"] == "ZeroDivisionError: division by zero"
-    assert "test_coverage.py" in row["trace"]
+    assert "test_families.py" in row["trace"]
 
 
 def end(to, kind, family):
@@ -101,18 +102,18 @@ def test_a_process_that_ends_or_hangs_is_a_verdict():
 def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     file, page = tmp_path / "rows.json", tmp_path / "page.md"
     how = {"kinds": ["causal"], "json": file, "markdown": page}
-    assert coverage.run(["gpt2"], **how)
+    assert families.run(["gpt2"], **how)
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["gpt2"]
-    assert coverage.run(["gpt2", "opt"], **how)
+    assert families.run(["gpt2", "opt"], **how)
     told = capsys.readouterr().out.splitlines()
     assert "2 of 2  causal opt" in told[2] and told[3].startswith("causal: 2 families: 2 right")
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["gpt2", "opt"]
     assert "| gpt2 | right | 5/5 | 6/6 | 2/2 |" in page.read_text()
     monkeypatch.setattr(sweep, "versions", lambda: {"transformers": "another"})
-    assert coverage.run(["opt"], **how)
+    assert families.run(["opt"], **how)
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["opt"]
     with pytest.raises(ValueError, match="no causal family gpt-0"):
-        coverage.run(["gpt-0"], **how)
+        families.run(["gpt-0"], **how)
 
 
 def test_a_table_says_what_is_wrong():

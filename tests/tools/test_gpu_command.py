@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ON_GPU, ceilings, cuda, gpu, norm, readme, record, suites
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Skip, find
-from benchmarks.harness import COPY, Result, count_launches
-from benchmarks.memory import Memory
-from benchmarks.must_show import Ask, table
-from benchmarks.timing import CPU, Machine, wall
-from fusedops import measure
+from benchmarks import ON_GPU
+from benchmarks.harness import cuda, gpu, readme, record, roofline, suites
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Skip, find
+from benchmarks.harness.goals import Ask, table
+from benchmarks.harness.memory import Memory
+from benchmarks.harness.run import COPY, Result, count_launches
+from benchmarks.harness.timing import CPU, Machine, wall
+from benchmarks.operators import norm
+from fusedops.profiling import timing
 
 ROOT = Path(__file__).parents[2]
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall), lambda call: 1)
@@ -43,7 +45,7 @@ def family(monkeypatch):
         GPU_MUST_SHOW=[replace(ask, case=small(ask.case)) for ask in asked],
     )
     monkeypatch.setattr(suites, "family", lambda name: toy)
-    monkeypatch.setattr(gpu, "ceilings", lambda m: ceilings.ceilings(m, 0.02, 1 << 16, 32))
+    monkeypatch.setattr(gpu, "ceilings", lambda m: roofline.ceilings(m, 0.02, 1 << 16, 32))
     monkeypatch.setattr(gpu, "count_apart", lambda *which: gpu.count(*which, DRY))
     return toy
 
@@ -349,20 +351,20 @@ def test_state_of_the_gpu_is_that_of_its_own_line(tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    state = measure._gpu_state("11-aa")
+    state = timing._gpu_state("11-aa")
     assert (state["driver"], state["sm_clock"], state["power_limit"]) == ("580.1", "345", "700.00")
-    assert measure._gpu_state("33-cc")["driver"] is None
+    assert timing._gpu_state("33-cc")["driver"] is None
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert set(measure._gpu_state("11-aa").values()) == {None}
+    assert set(timing._gpu_state("11-aa").values()) == {None}
 
 
 def test_slug():
-    assert measure.slug("NVIDIA H200") == "nvidia-h200"
-    assert measure.slug("AMD EPYC (9B14)") == "amd-epyc-9b14"
+    assert timing.slug("NVIDIA H200") == "nvidia-h200"
+    assert timing.slug("AMD EPYC (9B14)") == "amd-epyc-9b14"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.cuda"]], ids=str)
+@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.harness.cuda"]], ids=str)
 def test_without_a_gpu_it_says_so(command):
     run = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
@@ -385,7 +387,7 @@ def make(tmp_path, *targets, broken="nothing"):
     for fake in (tmp_path / "python", toolkit / "bin" / "compute-sanitizer"):
         fake.write_text(
             f"#!/bin/sh\necho {fake.name} $TORCH_CUDA_ARCH_LIST $FUSEDOPS_CUDA \"$@\" >> '{log}'\n"
-            f'case "$*" in *"{broken}"*) exit 1;; *"-m benchmarks.cuda") echo 9.0a;; esac\n'
+            f'case "$*" in *"{broken}"*) exit 1;; *"-m benchmarks.harness.cuda") echo 9.0a;; esac\n'
         )
         fake.chmod(0o755)
     own = ("MAKE", "MFLAGS", "TORCH_CUDA_ARCH_LIST")
@@ -408,7 +410,7 @@ STEPS = {
     "junitxml": "-k cuda or triton",
     "--tool memcheck": "--error-exitcode 1",
     "--tool racecheck": "--error-exitcode 1",
-    "benchmarks gpu": f"-m benchmarks gpu {' '.join(ON_GPU)} --out",
+    "benchmarks gpu": f"-m benchmarks gpu {' '.join(sorted(ON_GPU))} --out",
 }
 
 

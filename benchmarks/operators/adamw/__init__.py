@@ -1,5 +1,5 @@
 """AdamW: the time of a step, and the loss that its state formats train to."""
 
-from benchmarks.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS
 
 __all__ = ["GPU_MUST_SHOW", "GPU_ROWS"]

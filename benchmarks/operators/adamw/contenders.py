@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusedops
-from benchmarks.case import Skip, find
+from benchmarks.harness.case import Skip, find
 from fusedops.backends import version_of
 
 Step = Callable[[], object]

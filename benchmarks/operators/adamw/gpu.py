@@ -13,7 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.adamw.contenders import (
+from benchmarks.harness.case import FORWARD, Case, Contender, Operation, Run
+from benchmarks.harness.goals import Ask
+from benchmarks.harness.run import COPY
+from benchmarks.operators.adamw.contenders import (
     MAX_NORM,
     Make,
     bitsandbytes,
@@ -23,9 +26,6 @@ from benchmarks.adamw.contenders import (
     torch_fused,
     torchao,
 )
-from benchmarks.case import FORWARD, Case, Contender, Operation, Run
-from benchmarks.harness import COPY
-from benchmarks.must_show import Ask
 from fusedops.functional.adamw import stochastic
 
 LARGE = (1, 10**9)  # tensors and their elements

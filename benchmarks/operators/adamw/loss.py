@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.demo.training import Settings, batches, build_model
-from fusedops.measure import environment
 from fusedops.optim import AdamW, AdamW8bit
+from fusedops.profiling.timing import environment
 
 SETTINGS = Settings(steps=600, batch=8, length=64, hidden=128, layers=3, lr=5e-4)
 QUICK = Settings(steps=4, batch=2, length=16, hidden=64, layers=1, lr=1e-3)

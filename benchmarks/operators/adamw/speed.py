@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.adamw.contenders import (
+from benchmarks.harness.case import Skip
+from benchmarks.harness.timing import CPU, interleaved
+from benchmarks.operators.adamw.contenders import (
     MAX_NORM,
     Make,
     about,
@@ -29,9 +31,7 @@ from benchmarks.adamw.contenders import (
     torch_fused,
     torchao,
 )
-from benchmarks.case import Skip
-from benchmarks.timing import CPU, interleaved
-from fusedops.measure import Ratio, environment, paired_ratio, spread
+from fusedops.profiling.timing import Ratio, environment, paired_ratio, spread
 
 FLOAT32, INT8 = "fusedops float32", "fusedops int8"
 TORCH, COPY = "torch fused", "copy"

@@ -7,10 +7,10 @@ A shape is batch, heads of q, heads of k, queries, keys and the width of a head.
 
 import torch
 
-from benchmarks.attention.gpu import GPU_MUST_SHOW, GPU_ROWS
-from benchmarks.attention.operations import CAUSAL, DECODE, FULL, LAUNCH
-from benchmarks.case import FORWARD, TRAINING, Case
-from benchmarks.must_show import Goal
+from benchmarks.harness.case import FORWARD, TRAINING, Case
+from benchmarks.harness.goals import Goal
+from benchmarks.operators.attention.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.attention.operations import CAUSAL, DECODE, FULL, LAUNCH
 
 __all__ = ["GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from benchmarks.attention.operations import CAUSAL, DECODE, FULL
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case
-from benchmarks.must_show import Ask
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case
+from benchmarks.harness.goals import Ask
+from benchmarks.operators.attention.operations import CAUSAL, DECODE, FULL
 
 BF16, HEADS = torch.bfloat16, 16
 LENGTHS = (1024, 2048, 4096, 8192)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedops.functional as ours
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Contender, Operation, compiled
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Contender, Operation, compiled
 from fusedops.functional.attention import attention_reference
 
 

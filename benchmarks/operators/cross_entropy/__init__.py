@@ -7,12 +7,12 @@ Shapes are (rows, classes), and (rows, hidden, classes).
 
 import torch
 
-from benchmarks.case import FORWARD, TRAINING, Case, Operation
-from benchmarks.cross_entropy.gpu import GPU_MUST_SHOW, GPU_ROWS
-from benchmarks.cross_entropy.launch import LAUNCH
-from benchmarks.cross_entropy.linear import FROZEN, IGNORING, LINEAR
-from benchmarks.cross_entropy.operations import CAPPED, IN_FORWARD, PLAIN, SMOOTHED
-from benchmarks.must_show import Goal
+from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation
+from benchmarks.harness.goals import Goal
+from benchmarks.operators.cross_entropy.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.cross_entropy.launch import LAUNCH
+from benchmarks.operators.cross_entropy.linear import FROZEN, IGNORING, LINEAR
+from benchmarks.operators.cross_entropy.operations import CAPPED, IN_FORWARD, PLAIN, SMOOTHED
 
 __all__ = ["GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.case import FORWARD, TRAINING, Case, Operation
-from benchmarks.cross_entropy.linear import LINEAR
-from benchmarks.cross_entropy.operations import IN_FORWARD, PLAIN
-from benchmarks.cross_entropy.peers import PEERS
-from benchmarks.must_show import Ask
+from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation
+from benchmarks.harness.goals import Ask
+from benchmarks.operators.cross_entropy.linear import LINEAR
+from benchmarks.operators.cross_entropy.operations import IN_FORWARD, PLAIN
+from benchmarks.operators.cross_entropy.peers import PEERS
 
 LARGE, MIDDLE = (8192, 131072), (8192, 32000)
 HEAD = (8192, 4096, 131072)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import fusedops
 import fusedops.functional as ours
-from benchmarks.case import Contender, Operation, Run
-from benchmarks.cross_entropy.linear import LINEAR
-from benchmarks.cross_entropy.operations import PLAIN
+from benchmarks.harness.case import Contender, Operation, Run
+from benchmarks.operators.cross_entropy.linear import LINEAR
+from benchmarks.operators.cross_entropy.operations import PLAIN
 
 
 def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedops.functional as ours
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Contender, Operation, Run, find
-from benchmarks.cross_entropy.operations import contenders
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Contender, Operation, Run, find
+from benchmarks.operators.cross_entropy.operations import contenders
 from fusedops.functional.cross_entropy import linear_cross_entropy_reference
 
 IGNORED = -100

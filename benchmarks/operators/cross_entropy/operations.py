@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedops.functional as ours
-from benchmarks.case import Contender, Operation, compiled, traffic
+from benchmarks.harness.case import Contender, Operation, compiled, traffic
 from fusedops.functional.cross_entropy import cross_entropy_reference
 
 Loss = Callable[..., Tensor]

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.case import Contender, Run, find
+from benchmarks.harness.case import Contender, Run, find
 
 MODULE = "liger_kernel.transformers.functional"
 

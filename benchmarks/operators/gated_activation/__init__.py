@@ -6,11 +6,11 @@ the work can move. Read large rows under both allocator settings, as those of th
 
 import torch
 
-from benchmarks.case import FORWARD, TRAINING
-from benchmarks.gated_activation.gpu import GPU_MUST_SHOW, GPU_ROWS
-from benchmarks.gated_activation.launch import LAUNCH
-from benchmarks.gated_activation.operations import OPERATIONS, SWIGLU
-from benchmarks.must_show import Goal
+from benchmarks.harness.case import FORWARD, TRAINING
+from benchmarks.harness.goals import Goal
+from benchmarks.operators.gated_activation.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.gated_activation.launch import LAUNCH
+from benchmarks.operators.gated_activation.operations import OPERATIONS, SWIGLU
 
 __all__ = [
     "GPU_MUST_SHOW",

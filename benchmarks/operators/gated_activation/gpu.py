@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Operation, rivals
-from benchmarks.gated_activation.operations import OPERATIONS
-from benchmarks.gated_activation.peers import PEERS
-from benchmarks.harness import COPY
-from benchmarks.must_show import Ask
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Operation, rivals
+from benchmarks.harness.goals import Ask
+from benchmarks.harness.run import COPY
+from benchmarks.operators.gated_activation.operations import OPERATIONS
+from benchmarks.operators.gated_activation.peers import PEERS
 
 ROWS, WIDTHS = 8192, (2816, 5632, 11008, 14336)
 TOKENS, WIDTH = (1, 16, 64), 11008

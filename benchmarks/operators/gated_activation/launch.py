@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.case import Contender, Operation, Run, Skip
-from benchmarks.gated_activation.operations import GEGLU, SWIGLU
+from benchmarks.harness.case import Contender, Operation, Run, Skip
+from benchmarks.operators.gated_activation.operations import GEGLU, SWIGLU
 from fusedops import nn
 
 

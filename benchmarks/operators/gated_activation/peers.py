@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.case import Contender, Run, find
+from benchmarks.harness.case import Contender, Run, find
 
 
 def on_copies(apply: Callable[..., Tensor], gate: Tensor, up: Tensor) -> Tensor:

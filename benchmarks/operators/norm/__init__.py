@@ -8,11 +8,11 @@ rows under both allocator settings.
 
 import torch
 
-from benchmarks.case import FORWARD, TRAINING
-from benchmarks.must_show import Goal
-from benchmarks.norm.gpu import GPU_MUST_SHOW, GPU_ROWS
-from benchmarks.norm.launch import LAUNCH
-from benchmarks.norm.operations import ADD_LAYER_NORM, ADD_RMS_NORM, OPERATIONS
+from benchmarks.harness.case import FORWARD, TRAINING
+from benchmarks.harness.goals import Goal
+from benchmarks.operators.norm.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.norm.launch import LAUNCH
+from benchmarks.operators.norm.operations import ADD_LAYER_NORM, ADD_RMS_NORM, OPERATIONS
 
 __all__ = [
     "GPU_MUST_SHOW",

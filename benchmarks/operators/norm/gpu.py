@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, rivals
-from benchmarks.harness import COPY
-from benchmarks.must_show import Ask
-from benchmarks.norm.operations import OPERATIONS
-from benchmarks.norm.peers import one_layer_norm, peers
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, rivals
+from benchmarks.harness.goals import Ask
+from benchmarks.harness.run import COPY
+from benchmarks.operators.norm.operations import OPERATIONS
+from benchmarks.operators.norm.peers import one_layer_norm, peers
 
 ROWS, WIDTHS = 16384, (1024, 2048, 4096, 8192, 16384)
 TOKENS, HIDDEN = (1, 16, 64), 4096

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from benchmarks.case import Contender, Operation, Run, Skip
-from benchmarks.norm.operations import (
+from benchmarks.harness.case import Contender, Operation, Run, Skip
+from benchmarks.operators.norm.operations import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
     EPS,

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 import fusedops
 import fusedops.functional as ours
-from benchmarks.case import (
+from benchmarks.harness.case import (
     Contender,
     Operation,
     Run,

@@ -10,8 +10,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Contender, Run, find
-from benchmarks.norm.operations import EPS
+from benchmarks.harness.case import Contender, Run, find
+from benchmarks.operators.norm.operations import EPS
 
 
 def after_the_sum(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, *rest: Any):

@@ -8,10 +8,10 @@ adapter: the weight has no gradient, in eager neither.
 
 import torch
 
-from benchmarks.case import FORWARD, TRAINING, Case
-from benchmarks.must_show import Goal
-from benchmarks.quantized_linear.gpu import GPU_MUST_SHOW, GPU_ROWS
-from benchmarks.quantized_linear.operations import (
+from benchmarks.harness.case import FORWARD, TRAINING, Case
+from benchmarks.harness.goals import Goal
+from benchmarks.operators.quantized_linear.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.quantized_linear.operations import (
     DYNAMIC,
     FP8,
     INT4,
@@ -22,7 +22,7 @@ from benchmarks.quantized_linear.operations import (
     served,
     small,
 )
-from benchmarks.quantized_linear.quantize import quantize
+from benchmarks.operators.quantized_linear.quantize import quantize
 
 __all__ = ["GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 

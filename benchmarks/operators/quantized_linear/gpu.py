@@ -2,10 +2,10 @@
 
 import torch
 
-from benchmarks.case import FORWARD, Case
-from benchmarks.must_show import Ask
-from benchmarks.quantized_linear import peers
-from benchmarks.quantized_linear.operations import (
+from benchmarks.harness.case import FORWARD, Case
+from benchmarks.harness.goals import Ask
+from benchmarks.operators.quantized_linear import peers
+from benchmarks.operators.quantized_linear.operations import (
     DYNAMIC,
     DYNAMIC_FP8,
     FP8,

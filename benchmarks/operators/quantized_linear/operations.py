@@ -20,8 +20,8 @@ from torch import Tensor
 
 import fusedops
 import fusedops.functional as ours
-from benchmarks.case import FORWARD, Contender, Operation, Run, compiled
-from benchmarks.quantized_linear import peers
+from benchmarks.harness.case import FORWARD, Contender, Operation, Run, compiled
+from benchmarks.operators.quantized_linear import peers
 from fusedops.functional.quantized_linear import (
     check_format,
     product,

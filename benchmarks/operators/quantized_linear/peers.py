@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Contender, Run, Skip, find
+from benchmarks.harness.case import Contender, Run, Skip, find
 
 
 def bitsandbytes(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:

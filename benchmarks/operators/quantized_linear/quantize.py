@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import fusedops.functional as ours
-from benchmarks.case import Contender, Operation, Run, find
-from benchmarks.quantized_linear.operations import BITS, Kind
+from benchmarks.harness.case import Contender, Operation, Run, find
+from benchmarks.operators.quantized_linear.operations import BITS, Kind
 from fusedops.functional.quantized_linear import check_format, quantize_weight_reference
 
 Tensors = tuple[Tensor, ...]

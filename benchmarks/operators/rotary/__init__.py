@@ -6,11 +6,11 @@ the work can move. A shape is batch, heads of q, heads of k, positions and the w
 
 import torch
 
-from benchmarks.case import FORWARD, TRAINING
-from benchmarks.must_show import Goal
-from benchmarks.rotary.gpu import GPU_MUST_SHOW, GPU_ROWS
-from benchmarks.rotary.launch import LAUNCH
-from benchmarks.rotary.operations import OPERATIONS, PROJECTED, ROTARY
+from benchmarks.harness.case import FORWARD, TRAINING
+from benchmarks.harness.goals import Goal
+from benchmarks.operators.rotary.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.rotary.launch import LAUNCH
+from benchmarks.operators.rotary.operations import OPERATIONS, PROJECTED, ROTARY
 
 __all__ = [
     "GPU_MUST_SHOW",

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.case import BACKWARD, FORWARD, TRAINING, Case, Operation, rivals
-from benchmarks.harness import COPY
-from benchmarks.must_show import Ask
-from benchmarks.rotary.operations import OPERATIONS
-from benchmarks.rotary.peers import PEERS
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Operation, rivals
+from benchmarks.harness.goals import Ask
+from benchmarks.harness.run import COPY
+from benchmarks.operators.rotary.operations import OPERATIONS
+from benchmarks.operators.rotary.peers import PEERS
 
 LARGE_SHAPES = ((8, 32, 8, 2048, 128), (4, 32, 32, 4096, 64))
 SMALL_SHAPES = ((1, 32, 8, 1, 128), (16, 32, 8, 1, 128), (64, 32, 8, 1, 128))

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.case import Contender, Operation, Run
-from benchmarks.rotary.operations import ROTARY
+from benchmarks.harness.case import Contender, Operation, Run
+from benchmarks.operators.rotary.operations import ROTARY
 
 WIDTH = 64  # of a head
 

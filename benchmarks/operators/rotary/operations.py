@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fusedops.functional as ours
-from benchmarks.case import TRAINING, Contender, Operation, Run, compiled, find
+from benchmarks.harness.case import TRAINING, Contender, Operation, Run, compiled, find
 from fusedops.functional.rotary import rotary_embedding_reference
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from benchmarks.case import Contender, Run, find
+from benchmarks.harness.case import Contender, Run, find
 
 
 def liger(*inputs: Tensor) -> Run:

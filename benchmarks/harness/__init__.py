@@ -1,0 +1,1 @@
+"""How rows are timed, judged and reported."""

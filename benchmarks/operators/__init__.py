@@ -1,0 +1,1 @@
+"""One table of rows for each family of operators."""

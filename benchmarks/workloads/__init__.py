@@ -1,0 +1,1 @@
+"""What users run: training steps, generation, embedding sentences."""

@@ -1,0 +1,28 @@
+"""The command line of `python -m checks families`, which is `make coverage`."""
+
+import argparse
+
+from checks import families
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("family", nargs="*", help="families, by their model_type (default all)")
+    add("--kind", action="append", choices=families.KINDS, help="may be given several times")
+    add("--json", help="file for the rows; those that it has are not judged again")
+    add("--markdown", help="file for the table")
+    add("--seconds-per-family", type=float, default=families.SECONDS, help="default %(default)g")
+    add("--again", action="store_true", help="judge families again that the JSON has")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 1 when a family is not as it must be."""
+    all_right = families.run(
+        args.family,
+        args.kind or (),
+        args.json,
+        args.markdown,
+        args.seconds_per_family,
+        args.again,
+    )
+    return int(not all_right)
