@@ -16,7 +16,7 @@ from fusedops.patching import (
     register_attention,
     unpatch,
 )
-from fusedops.patching.compare import VerifyReport, verify
+from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig

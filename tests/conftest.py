@@ -40,7 +40,7 @@ def seeded():
 @pytest.fixture
 def sums():
     """Counts the fused sums of patched layers."""
-    from fusedops.patching import residual
+    from fusedops.patching.lines.residual import site as residual
 
     run = residual._fused_sum
     with mock.patch.object(residual, "_fused_sum", side_effect=run) as counted:
@@ -69,7 +69,7 @@ def products(request):
 @pytest.fixture
 def calls():
     """The keyword arguments of the calls of `attention` by patched models."""
-    from fusedops.patching import interface
+    from fusedops.patching.models.attention import interface
 
     made, run = [], interface.attention
 

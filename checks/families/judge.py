@@ -17,7 +17,7 @@ from checks.families.media import unseen
 from checks.families.shrink import WAYS, Way, tiny
 from fusedops.patching import fuse_always, patch, unpatch
 from fusedops.patching.report import PatchReport
-from fusedops.patching.verify import Yardstick, run
+from fusedops.patching.yardstick import Yardstick, run
 
 __all__ = ["RIGHT", "UNBUILT", "judge"]
 
@@ -30,7 +30,6 @@ HOPELESS = "required positional argument"  # of no other size of the model eithe
 WITH_LABELS = "causal", "masked", "seq2seq", "audio", "multimodal"
 
 Row = dict[str, Any]
-ANY = Exception  # what a model's code raises is of any class, and is what the table is to say
 
 
 def judge(kind: str, family: str) -> Row:
@@ -40,7 +39,7 @@ def judge(kind: str, family: str) -> Row:
         warnings.simplefilter("ignore")
         try:
             _judge(kind, family, row)
-        except ANY as error:
+        except Exception as error:  # noqa: BLE001  a model's own code raises anything
             row |= {
                 "verdict": CRASHED,
                 "why": _said(error),
@@ -86,7 +85,7 @@ def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Way] | Ro
     for way in WAYS:
         try:
             model = _build(kind, family, way)
-        except ANY as error:
+        except Exception as error:  # noqa: BLE001  a model's own code raises anything
             reasons.append((UNBUILT, _said(error)))
             continue
         tried = []
@@ -129,7 +128,7 @@ def _runs(model: nn.Module, batch: dict) -> str:
     try:
         run(model, batch)
         found = run(model, batch)  # a model may keep what the first one made
-    except ANY as error:
+    except Exception as error:  # noqa: BLE001  a model's own code raises anything
         return _said(error)
     broken = [name for name, t in found.items() if t.isnan().any()]
     return f"NaN in {broken[0]}" if broken else ""
@@ -230,7 +229,7 @@ def _decoding(model: Any, batch: dict, row: Row) -> Yardstick | None:
     try:
         tokens = _generate(model, given).sequences
         decoding = Yardstick(model, batch, _forced(given, tokens))
-    except ANY as error:
+    except Exception as error:  # noqa: BLE001  a model's own code raises anything
         row["generate"] = f"not run: {_said(error)}"
         return None
     row["generate"] = f"{NEW_TOKENS} tokens"

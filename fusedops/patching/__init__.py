@@ -1,10 +1,14 @@
-"""Finds sites in a model that fused kernels can take, swaps them, and reports."""
+"""Finds sites in a model that fused kernels can take, swaps them, and reports.
 
-from fusedops.patching.interface import register_attention
+Sites are recognised in three ways, each a wing over `core`: by running a module (`modules`), by
+reading the lines of a forward (`lines`), and through hooks of transformers (`models`).
+"""
+
+from fusedops.patching.core.thresholds import fuse_always
+from fusedops.patching.models.attention.interface import register_attention
 from fusedops.patching.patch import patch, patched, unpatch
 from fusedops.patching.quantize import quantize
 from fusedops.patching.report import PatchReport, Site
-from fusedops.patching.thresholds import fuse_always
 
 __all__ = [
     "PatchReport",

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from fusedops.patching.attention import attends
-from fusedops.patching.config import view_of
-from fusedops.patching.instance import instead
-from fusedops.patching.loss.site import LATE, LINEAR, OFF, loss_now
+from fusedops.patching.core.config import view_of
+from fusedops.patching.core.instance import instead
+from fusedops.patching.core.swap import fused_modules
+from fusedops.patching.models.attention.site import attends
+from fusedops.patching.models.loss.site import LATE, LINEAR, OFF, loss_now
 from fusedops.patching.report import PatchReport, Site
-from fusedops.patching.swap import fused_modules
 
 __all__ = ["look_again"]
 

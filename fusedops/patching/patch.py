@@ -9,20 +9,20 @@ from typing import Literal
 from torch import Tensor, nn
 
 from fusedops import notice
-from fusedops.patching.attention import patch_attention
-from fusedops.patching.epilogue import EPILOGUE
-from fusedops.patching.layer import patch_layers
-from fusedops.patching.linear import patch_linears
-from fusedops.patching.loss import KEEP, patch_losses
-from fusedops.patching.mlp import MLP
-from fusedops.patching.norm import patch_norms
+from fusedops.patching.core.swap import put_back, restore_all, states
+from fusedops.patching.core.undo import afterwards, on_failure, settings
+from fusedops.patching.lines.activated_linear import EPILOGUE
+from fusedops.patching.lines.layer import patch_layers
+from fusedops.patching.lines.mlp import MLP
+from fusedops.patching.lines.residual.site import RESIDUAL
+from fusedops.patching.lines.rotary import ROTARY
+from fusedops.patching.models.attention.site import patch_attention
+from fusedops.patching.models.loss import KEEP, patch_losses
+from fusedops.patching.modules.linear import patch_linears
+from fusedops.patching.modules.norm.site import patch_norms
 from fusedops.patching.quantize import quantize as quantize_linears
 from fusedops.patching.report import PatchReport
-from fusedops.patching.residual import RESIDUAL
-from fusedops.patching.rotary import ROTARY
-from fusedops.patching.swap import put_back, restore_all, states
-from fusedops.patching.undo import afterwards, on_failure, settings
-from fusedops.patching.verify import Yardstick
+from fusedops.patching.yardstick import Yardstick
 
 __all__ = ["patch", "patched", "unpatch"]
 

@@ -9,8 +9,8 @@ from torch import nn
 from fusedops import notice
 from fusedops.functional.quantized_linear import check_format
 from fusedops.nn import Linear, QuantizedLinear
+from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.report import PatchReport, Site
-from fusedops.patching.swap import has_hooks, original_class
 
 __all__ = ["HEAD", "check_options", "quantize", "quantized_layer", "sites"]
 

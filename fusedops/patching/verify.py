@@ -1,221 +1,254 @@
-"""Runs a model before and after patch, and compares outputs, loss and gradients."""
+"""verify: how far each fused module of a model, and the model, is from the original on a batch."""
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fusedops.patching.swap import original
-from fusedops.patching.undo import afterwards
+from fusedops.patching.core.swap import fused_modules, original, original_class
+from fusedops.patching.core.undo import afterwards, on_failure, settings
+from fusedops.patching.lines.layer import kinds_in
+from fusedops.patching.models.attention.site import attends
+from fusedops.patching.modules.linear import form_of
+from fusedops.patching.modules.norm.site import recipe_of
+from fusedops.patching.patch import patched
+from fusedops.patching.yardstick import GRADIENT, Batch, Yardstick, fresh, run
 
-__all__ = ["GRADIENT", "Batch", "Yardstick", "fresh", "run"]
+__all__ = ["Deviation", "VerifyReport", "verify"]
 
-GRADIENT = "gradient of "
-MOVED, MORE = 3, 16  # copies
-Batch = Mapping[str, object] | Tensor
-Results = Callable[[nn.Module, Batch], dict[str, Tensor]]
+HEAD = "path", "was", "fused", "furthest off", "error", "rounding", ""
 
 
-class Yardstick:
-    """What `model` gives for `batch` before patch, and how far rounding can move that.
+@dataclass(frozen=True)
+class Deviation:
+    """How far the results of one place are from a float64 run of the original.
 
-    exact is a float64 copy of the model (the model itself where that has no float64). Rounding
-    is seen several times, since one run may be right by luck: in the model, and in copies whose
-    parameters are half an ulp away. After patch a result may be off by twice the largest of these
-    errors and one ulp, |fused - exact| <= 2 max |seen - exact| + eps |exact|, in max norm and in
-    RMS norm, over each output, the loss and each gradient. A gradient that cancels to nothing (of
-    a key's bias: softmax does not see it) is all rounding; it may also be off by an ulp of the
-    model's typical gradient. Positions that attention_mask hides are not judged. Dropout is off in
-    all runs; the random stream, the modules' modes and the gradients stay as they are.
-    results: what to compare, `run` by default.
+    path: the module's name in the model, empty for the whole model. kinds: what is fused there.
+    result: the output or gradient that is furthest off. error: how far, in parts of the largest
+    element of it. rounding: how far the original itself is moved by rounding. right: whether all
+    results of the place are as near as rounding lets them be, as `patch(verify=...)` asks.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, results: Results | None = None) -> None:
-        self.batch, self.results = batch, results or run
-        with original(model):
-            self.eager = self.results(model, batch)
-            self.seen = [self.eager, *self._moved(model, range(MOVED))]
-            self.exact = self._exact(model) or self.eager
-        gradients = [t.double() for n, t in self.exact.items() if n.startswith(GRADIENT)]
-        squares = sum(float(t.square().sum()) for t in gradients)
-        self.typical = (squares / max(1, sum(t.numel() for t in gradients))) ** 0.5
-
-    def compare(self, model: nn.Module) -> None:
-        """Raises RuntimeError when the model is off by more than that."""
-        fused = self.results(model, self.batch)
-        off = self.off(fused, model)
-        for _ in range(2):  # the second makes the norms ahead that the first has shown
-            found = run(model, self.batch, gradients=False)
-            off += self.off(found, model, gradients=False)
-        if off := list(dict.fromkeys(off)):
-            raise RuntimeError(
-                f"patch: verify found differences beyond rounding in {', '.join(off[:8])}"
-                f" ({len(off)} of {len(fused)} results); the model is as it was"
-            )
-
-    def off(self, fused: dict[str, Tensor], model: nn.Module, gradients: bool = True) -> list[str]:
-        """The results that are missing, or off by more than that. gradients: they are among them.
-
-        Where one is off, rounding is seen in more copies before it is said: a few of them may all
-        be right by luck, of a loss of few tokens to the last bit.
-        """
-        names = [n for n in self.exact if gradients or not n.startswith(GRADIENT)]
-        off = self._off(fused, names)
-        if off and len(self.seen) <= MORE:
-            with original(model):
-                self.seen += self._moved(model, range(MOVED, MOVED + MORE))
-            off = self._off(fused, names)
-        return off
-
-    def _off(self, fused: dict[str, Tensor], names: Iterable[str]) -> list[str]:
-        return [n for n in names if n not in fused or not self.within(n, fused[n])]
-
-    def _moved(self, model: nn.Module, seeds: Iterable[int]) -> list[dict[str, Tensor]]:
-        return [self.results(_moved(model, seed), self.batch) for seed in seeds]
-
-    def within(self, name: str, fused: Tensor) -> bool:
-        """Whether one result is as near to the exact one as rounding lets it be."""
-        if not torch.equal(_infinities(fused), _infinities(self.eager[name])):
-            return False
-        exact, eps = self.exact[name], torch.finfo(fused.dtype).eps
-        ulp = _finite(exact).abs() + (self.typical if name.startswith(GRADIENT) else 0.0)
-        off = [_error(result, exact) for result in (fused, *(seen[name] for seen in self.seen))]
-        return all(
-            norm(off[0]) <= 2 * max(map(norm, off[1:])) + eps * norm(ulp)
-            for norm in (_largest, torch.linalg.vector_norm)
-        )
-
-    def _exact(self, model: nn.Module) -> dict[str, Tensor] | None:
-        try:
-            found = self.results(_copy(model).double(), _double(self.batch))
-        except RuntimeError:  # a layer without float64: grouped matmuls, masks of old models
-            return None
-        # A float64's smallest number in a mask is -inf to a softmax in float32.
-        both = ((t, self.eager[n]) for n, t in found.items() if n in self.eager)
-        broken = any(t.isnan().any() > eager.isnan().any() for t, eager in both)
-        return None if broken else found
+    path: str
+    was: str
+    kinds: str
+    result: str
+    error: float
+    rounding: float
+    right: bool
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    """A deepcopy, of what a module keeps of its last run too (RecurrentGemma's states)."""
-    kept = (t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor))
-    return copy.deepcopy(model, {id(t): t.detach().clone() for t in kept if not t.is_leaf})
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found. `print(report)` shows a table.
 
-
-def _moved(model: nn.Module, seed: int) -> nn.Module:
-    """A copy with every parameter half an ulp up or down."""
-    new, draws = _copy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in new.parameters():
-            sign = torch.randint(2, p.shape, generator=draws, device="cpu").to(p) * 2 - 1
-            p.mul_(1 + sign * torch.finfo(p.dtype).eps / 2)
-    return new
-
-
-def run(model: nn.Module, batch: Batch, gradients: bool = True) -> dict[str, Tensor]:
-    """Outputs, loss and gradients by name, of one run without dropout."""
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices), _in_eval_mode(model), torch.set_grad_enabled(gradients):
-        batch = fresh(batch)
-        output = model(**batch) if isinstance(batch, Mapping) else model(batch)
-        results = dict(_tensors("output", output))
-        results = {name: _shown(t, model, batch) for name, t in results.items()}
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        loss = getattr(output, "loss", None)
-        if not results and loss is None:
-            raise ValueError("patch: verify needs a model that gives floating-point results")
-        loss = _scalar(results) if loss is None else loss
-        if named and loss.requires_grad:  # not where everything is frozen
-            grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-            named_grads = zip(named, grads, strict=True)
-            results |= {GRADIENT + n: g for n, g in named_grads if g is not None}
-    return {name: t.detach() for name, t in results.items()}
-
-
-def fresh(batch: Any) -> Any:
-    """A batch that a run may change: of a cache, each run gets a copy."""
-    if isinstance(batch, Tensor):
-        return batch.clone()
-    if isinstance(batch, Mapping):
-        return {name: fresh(value) for name, value in batch.items()}
-    return copy.deepcopy(batch)
-
-
-def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in a tensor, a mapping or a sequence."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(str(key), item)
-    elif isinstance(value, tuple | list):
-        for i, item in enumerate(value):
-            yield from _tensors(f"{name}[{i}]", item)
-
-
-def _shown(t: Tensor, model: nn.Module, batch: Any) -> Tensor:
-    """A result without what it has at positions that the batch's attention_mask hides.
-
-    A query there sees no key at all, and what eager code gives for it depends on how it masks.
+    sites: the fused modules, in the order of the model; each was given what the original gets on
+    the batch. whole: the model's outputs, loss and gradients.
     """
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # lengths
-    if two or not isinstance(mask, Tensor) or mask.dim() != 2 or t.shape[:2] != mask.shape:
-        return t
-    return torch.where(mask.bool().view(*mask.shape, *[1] * (t.dim() - 2)), t, 0.0)
+
+    sites: list[Deviation]
+    whole: list[Deviation]
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing is further off than rounding explains."""
+        return all(one.right for one in [*self.sites, *self.whole])
+
+    @property
+    def worst(self) -> Deviation | None:
+        """The site that is furthest off: of those beyond rounding, where there are any."""
+        return max(self.sites, key=lambda one: (not one.right, one.error), default=None)
+
+    def __str__(self) -> str:
+        wrong = sum(not one.right for one in self.sites)
+        head = f"fusedops.verify  {len(self.sites)} fused modules, {wrong} beyond rounding"
+        rows = [HEAD, *map(_row, [*self.sites, *self.whole])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        worst = [f"furthest off: {_place(self.worst)}"] if self.worst else []
+        return "\n".join([head, *lines, *worst])
 
 
-def _scalar(results: dict[str, Tensor]) -> Tensor:
-    """A loss for a model without one. Fixed random weights: a mean of a norm's output is flat."""
-    seed = torch.Generator().manual_seed(0)
-    weights = [
-        torch.randn(t.shape, generator=seed, dtype=torch.float64, device="cpu").to(t)
-        for t in results.values()
-    ]
-    return torch.stack(
-        [(t * w).sum() for t, w in zip(results.values(), weights, strict=True)]
-    ).sum()
+def verify(model: nn.Module, batch: Batch) -> VerifyReport:
+    """Compares a patched model with what it was, module by module and as a whole.
+
+    batch: the model's keyword arguments in a dict, or one tensor. Each fused module is called with
+    what the original gets on the batch, so that its errors are its own and not those of the modules
+    before it; a layer's are also those of what is in it. Of a module that is called several times
+    it is the first call. A model that is not patched is patched with the defaults for as long as
+    this takes. Nothing stays: the gradients, the random stream and the modules' modes are as they
+    were.
+
+    Takes memory for the inputs of all fused modules and a float64 copy of the model. Raises
+    TypeError when model is not a module, ValueError when it gives no floating-point results.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"verify: model must be a torch.nn.Module, got {type(model).__name__}")
+    set_back = settings()
+    with on_failure(set_back), on_failure(set_back), ExitStack() as stack:
+        if not fused_modules(model) and not _attentions(model):
+            stack.enter_context(patched(model))
+        wanted = {p: m for p, m in model.named_modules() if p and _kinds(m)}
+        calls = _calls(model, batch, wanted)
+        sites = [_of_call(path, wanted[path], call) for path, call in calls.items()]
+        whole = _of_model(model, batch)
+    return VerifyReport([site for site in sites if site], whole)
 
 
-def _double(batch: Batch) -> Batch:
-    if isinstance(batch, Mapping):
-        return {name: _double_if_floating(value) for name, value in batch.items()}
-    return _double_if_floating(batch)
+class _Call(nn.Module):
+    """A call of a module. Inputs that need a gradient are parameters, the others the batch."""
+
+    def __init__(self, module: nn.Module, form: Any, values: list, needed: list[bool]) -> None:
+        super().__init__()
+        self.module = module
+        self.given = lambda values: tree_unflatten(values, form)
+        self.names = [f"input_{i}" for i in range(len(values))]
+        self.batch: dict[str, Any] = {}
+        for name, value, gradient in zip(self.names, values, needed, strict=True):
+            if gradient:
+                self.register_parameter(name, nn.Parameter(value.clone()))
+            else:
+                self.batch[name] = fresh(value)
+
+    def forward(self, **batch: Any) -> Any:
+        own: Any = self._parameters
+        # Times 1: a module may write into what it is given, which a leaf does not allow.
+        values = [own[name] * 1 if name in own else batch[name] for name in self.names]
+        args, kwargs = self.given(values)
+        return self.module(*args, **kwargs)
 
 
-def _double_if_floating(value):
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict[str, _Call]:
+    """The first call of each module in a run of the original, in the order of the model.
+
+    Which inputs need gradients is seen in a run with them; what they are in one without, so that
+    nothing of a graph is kept, by a cache in particular.
+    """
+    needed: dict[str, list[bool]] = {}
+    found: dict[str, _Call] = {}
+
+    def ask(path: str, module: nn.Module, given: tuple) -> None:
+        values, _ = tree_flatten(given)
+        needed.setdefault(path, [isinstance(v, Tensor) and v.requires_grad for v in values])
+
+    def keep(path: str, module: nn.Module, given: tuple) -> None:
+        values, form = tree_flatten(given)
+        if path not in found:
+            found[path] = _Call(module, form, values, needed[path])
+
+    with original(model):
+        with _watched(wanted, ask):
+            run(model, batch)
+        with _watched(wanted, keep):
+            run(model, batch, gradients=False)
+    return {path: found[path] for path in wanted if path in found}
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
+def _watched(wanted: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
+    """`seen` is told of each call: path, module, (args, kwargs)."""
+    hooks: list[Any] = []
 
-    def put_back() -> None:
-        for module, mode in modes.items():
-            module.training = mode
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
 
-    with afterwards(put_back), afterwards(put_back):
-        model.eval()
+    with afterwards(remove), afterwards(remove):
+        for path, module in wanted.items():
+            told = partial(_tell, seen, path)
+            hooks.append(module.register_forward_pre_hook(told, with_kwargs=True))
         yield
 
 
-def _infinities(t: Tensor) -> Tensor:
-    """1 where a result is infinite, -1 where it is minus that, else 0."""
-    return t.isposinf().char() - t.isneginf().char()
+def _tell(seen: Callable, path: str, module: nn.Module, *given: Any) -> None:
+    seen(path, module, given)
 
 
-def _finite(t: Tensor) -> Tensor:
-    return t.masked_fill(t.isinf(), 0.0)
+def _of_call(path: str, module: nn.Module, call: _Call) -> Deviation | None:
+    """None where the module gives no floating-point results."""
+    try:
+        before = Yardstick(call, call.batch)
+    except ValueError:
+        return None
+    found = before.results(call, call.batch)
+    names = [name for name in before.exact if name in found]
+    return _furthest(path, module, _kinds(module), before, found, names, call)
 
 
-def _error(t: Tensor, exact: Tensor) -> Tensor:
-    """How far each element is off, 0 where both are the same infinity."""
-    return (t - exact).masked_fill(t == exact, 0.0)
+def _of_model(model: nn.Module, batch: Batch) -> list[Deviation]:
+    before = Yardstick(model, batch)
+    found = before.results(model, batch)
+    gradients = [name for name in before.exact if name.startswith(GRADIENT)]
+    others = [name for name in before.exact if name not in gradients]
+    groups = ("outputs", others), ("gradients", gradients)
+    return [
+        _furthest("", model, what, before, found, names, model) for what, names in groups if names
+    ]
 
 
-def _largest(t: Tensor) -> Tensor:
-    return t.abs().max() if t.numel() else t.new_zeros(())
+def _furthest(
+    path: str,
+    module: nn.Module,
+    kinds: str,
+    before: Yardstick,
+    found: dict[str, Tensor],
+    names: list[str],
+    judged: nn.Module,
+) -> Deviation:
+    """The result that is furthest off, of those beyond rounding where there are any."""
+    off = set(before.off(found, judged))
+    worst = max(names, key=lambda n: (n in off, _share(found.get(n), before, n)))
+    rounding = max(_share(seen.get(worst), before, worst) for seen in before.seen)
+    error = _share(found.get(worst), before, worst)
+    said = worst.replace("module.", "", 1) if isinstance(judged, _Call) else worst
+    was = original_class(module).__name__
+    return Deviation(path, was, kinds, said, error, rounding, off.isdisjoint(names))
+
+
+def _share(result: Tensor | None, before: Yardstick, name: str) -> float:
+    """The largest error in parts of the exact result's largest element; inf where it is missing."""
+    exact = before.exact[name].double()
+    if result is None or not exact.numel():
+        return 0.0 if result is not None else math.inf
+    off = (result - exact).masked_fill(result == exact, 0.0).abs().max().item()
+    size = max(exact.abs().max().item(), before.typical if name.startswith(GRADIENT) else 0.0)
+    return off / size if size else off
+
+
+def _kinds(module: nn.Module) -> str:
+    """What is fused in the module's own forward, empty for nothing."""
+    return ", ".join(dict.fromkeys(_each_kind(module)))
+
+
+def _each_kind(module: nn.Module) -> Iterator[str]:
+    if attends(module):
+        yield "attention"
+    if fused_modules(module).isdisjoint({module}):
+        return
+    own = kinds_in(module)
+    yield from ("linear" if kind == "epilogue" else kind for kind in own)
+    if recipe_of(module) is not None:
+        yield "norm"
+    elif form_of(module) is not None:
+        yield "linear"
+    elif not own:
+        yield "module"
+
+
+def _attentions(model: nn.Module) -> bool:
+    return any(map(attends, model.modules()))
+
+
+def _row(one: Deviation) -> tuple[str, ...]:
+    verdict = "" if one.right else "BEYOND ROUNDING"
+    numbers = f"{one.error:.1e}", f"{one.rounding:.1e}"
+    return one.path or "the model", one.was, one.kinds, one.result, *numbers, verdict
+
+
+def _place(one: Deviation) -> str:
+    return f"{one.path} ({one.was}), {one.result}, by {one.error:.1e} of its largest element"

@@ -13,9 +13,9 @@ from torch import nn
 import fusedops
 from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.patching.again import look_again
-from fusedops.patching.instance import instead
-from fusedops.patching.loss import function as losses
-from fusedops.patching.loss import head as heads
+from fusedops.patching.core.instance import instead
+from fusedops.patching.models.loss import function as losses
+from fusedops.patching.models.loss import head as heads
 from patching.models.loss_cases import IDS, LABELS, llama
 
 

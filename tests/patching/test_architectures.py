@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fusedops.functional import norm as family
-from fusedops.patching import patch, rotary, unpatch
-from fusedops.patching.verify import Yardstick, run
+from fusedops.patching import patch, unpatch
+from fusedops.patching.lines import rotary
+from fusedops.patching.yardstick import Yardstick, run
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

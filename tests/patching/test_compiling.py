@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from fusedops import backend, fuse_always, patch
-from fusedops.patching.thresholds import LOOP, PRODUCT
+from fusedops.patching.core.thresholds import LOOP, PRODUCT
 
 transformers = pytest.importorskip("transformers")
 from patching.models.attention_models import batch, build  # noqa: E402

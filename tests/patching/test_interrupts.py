@@ -14,15 +14,17 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fusedops import _C, fuse_always, patch, patched, unpatch, verify
-from fusedops.patching import swap, thresholds
-from fusedops.patching.undo import afterwards, on_failure
+from fusedops.patching.core import swap, thresholds
+from fusedops.patching.core.undo import afterwards, on_failure
 
 transformers = pytest.importorskip("transformers")
 from patching.models.attention_models import build  # noqa: E402
 
-HOME = Path(swap.__file__).parent
+HOME = Path(swap.__file__).parents[1]
 EVERY = {str(path) for path in HOME.rglob("*.py")}
-RESTORING = {str(HOME / f"{name}.py") for name in ("swap", "undo", "config", "patch")}
+RESTORING = {
+    str(HOME / f"{name}.py") for name in ("core/swap", "core/undo", "core/config", "patch")
+}
 POINTS = 130
 DEVICES = ("cpu", "cuda")
 
@@ -157,7 +159,7 @@ def test_blocks(restored):
 
 def test_verify():
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
-    files = RESTORING | {str(HOME / "verify.py"), str(HOME / "compare.py")}
+    files = RESTORING | {str(HOME / "yardstick.py"), str(HOME / "verify.py")}
     x = torch.randn(3, 8)
 
     def run():
@@ -189,7 +191,7 @@ def test_interrupts_that_follow_one_another(block, times):
 
 
 def test_fuse_always():
-    files = {str(HOME / "undo.py"), thresholds.__file__}
+    files = {str(HOME / "core" / "undo.py"), thresholds.__file__}
 
     def run():
         with fuse_always():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedops.patching import PatchReport, Site, patch, patched, residual, unpatch
+from fusedops.patching import PatchReport, Site, patch, patched, unpatch
+from fusedops.patching.lines.residual import site as residual
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

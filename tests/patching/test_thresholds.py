@@ -12,9 +12,9 @@ from torch import nn
 
 import fusedops
 from fusedops import _C, backend, fuse_always, patch
-from fusedops.patching import thresholds
-from fusedops.patching.interface import attention_forward
-from fusedops.patching.linear import form_of
+from fusedops.patching.core import thresholds
+from fusedops.patching.models.attention.interface import attention_forward
+from fusedops.patching.modules.linear import form_of
 from patching.lines.residual_cases import N, PreNorm
 
 transformers = pytest.importorskip("transformers")

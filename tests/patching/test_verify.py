@@ -7,9 +7,9 @@ import torch
 
 import fusedops
 from fusedops import functional, patch, patched, unpatch, verify
-from fusedops.patching import linear
-from fusedops.patching.swap import fused_modules
-from fusedops.patching.verify import MORE, Yardstick
+from fusedops.patching.core.swap import fused_modules
+from fusedops.patching.modules import linear
+from fusedops.patching.yardstick import MORE, Yardstick
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -14,7 +14,7 @@ from checks.families import judge as judging
 from checks.families import sweep, table
 from checks.families.judge import judge
 from fusedops import functional
-from fusedops.patching import linear
+from fusedops.patching.modules import linear
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

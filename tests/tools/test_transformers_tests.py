@@ -9,7 +9,7 @@ from torch import nn
 
 from checks.transformers_tests.command import ABSENT, MODELS, OURS, Run, complaints, unpack
 from checks.transformers_tests.plugin import Patching
-from fusedops.patching.swap import fused_modules
+from fusedops.patching.core.swap import fused_modules
 
 
 def archive(path, files):

@@ -16,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
-from fusedops.patching import ahead, patch, residual, unpatch
+from fusedops.patching import patch, unpatch
+from fusedops.patching.core import next_norm as ahead
+from fusedops.patching.lines.residual import site as residual
 from patching.lines.residual_cases import N, PreNorm, close, residual_sites
 
 pytestmark = pytest.mark.usefixtures("any_size")

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedops.patching import mlp, patch, unpatch
+from fusedops.patching import patch, unpatch
+from fusedops.patching.lines import mlp
 from fusedops.testing import yardstick
 from patching.lines.mlp_cases import (
     CHANGED,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedops.patching import patch, residual, unpatch
+from fusedops.patching import patch, unpatch
+from fusedops.patching.lines.residual import site as residual
 from patching.lines.residual_cases import (
     FUSED,
     LEFT,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fusedops.patching import patch, rotary, unpatch
-from fusedops.patching.rotary import UNKNOWN, rotation_of
+from fusedops.patching import patch, unpatch
+from fusedops.patching.lines import rotary
+from fusedops.patching.lines.rotary import UNKNOWN, rotation_of
 from fusedops.testing import yardstick
 
 transformers = pytest.importorskip("transformers")

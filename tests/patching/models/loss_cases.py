@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 
 from fusedops.patching import patch
-from fusedops.patching.loss.logits import LazyLogits
+from fusedops.patching.models.loss.logits import LazyLogits
 from fusedops.testing import within
 
 SIZES = {

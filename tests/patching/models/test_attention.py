@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.patching import Site, attention, interface, patch, patched, unpatch
+from fusedops.patching import Site, patch, patched, unpatch
+from fusedops.patching.models.attention import interface
+from fusedops.patching.models.attention import site as attention
 
 transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface  # noqa: E402

@@ -6,8 +6,10 @@ import logging
 import pytest
 import torch
 
-from fusedops.patching import attention, interface, patch, unpatch
-from fusedops.patching.interface import attention_forward
+from fusedops.patching import patch, unpatch
+from fusedops.patching.models.attention import interface
+from fusedops.patching.models.attention import site as attention
+from fusedops.patching.models.attention.interface import attention_forward
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402

@@ -10,9 +10,9 @@ from inspect import signature
 import pytest
 import torch
 
-from fusedops.patching import config as views
 from fusedops.patching import patch, unpatch
-from fusedops.patching.swap import fused_class, fused_modules
+from fusedops.patching.core import config as views
+from fusedops.patching.core.swap import fused_class, fused_modules
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModel  # noqa: E402

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fusedops.patching import patch, unpatch
-from fusedops.patching.loss import function as functions
-from fusedops.patching.loss import head as heads
+from fusedops.patching.models.loss import function as functions
+from fusedops.patching.models.loss import head as heads
 from patching.models.loss_cases import (
     IDS,
     LABELS,

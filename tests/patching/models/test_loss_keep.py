@@ -12,10 +12,11 @@ import torch.nn.functional as F
 
 import fusedops
 from fusedops.optim import AdamW
-from fusedops.patching import patch, patched, thresholds, unpatch
-from fusedops.patching.loss import head as heads
-from fusedops.patching.loss import logits as logits_of
-from fusedops.patching.loss.logits import LazyLogits
+from fusedops.patching import patch, patched, unpatch
+from fusedops.patching.core import thresholds
+from fusedops.patching.models.loss import head as heads
+from fusedops.patching.models.loss import logits as logits_of
+from fusedops.patching.models.loss.logits import LazyLogits
 from patching.models.loss_cases import (
     IDS,
     LABELS,

@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 
 from fusedops.optim import AdamW
-from fusedops.patching.loss import logits as logits_module
-from fusedops.patching.loss.logits import SCOPE, LazyLogits, formula, read
+from fusedops.patching.models.loss import logits as logits_module
+from fusedops.patching.models.loss.logits import SCOPE, LazyLogits, formula, read
 from patching.models.loss_cases import (
     IDS,
     LABELS,

@@ -10,8 +10,8 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from fusedops.patching import patch
-from fusedops.patching.loss import function as functions
-from fusedops.patching.loss.function import loss_like
+from fusedops.patching.models.loss import function as functions
+from fusedops.patching.models.loss.function import loss_like
 from patching.models.loss_cases import (
     IDS,
     LABELS,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fusedops.functional import attention
-from fusedops.patching import masks, patch
-from fusedops.patching.masks import STRIP, simplest
+from fusedops.patching import patch
+from fusedops.patching.models.attention import masks
+from fusedops.patching.models.attention.masks import STRIP, simplest
 
 transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import eager_mask  # noqa: E402

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedops import patch, unpatch
-from fusedops.patching.reliance import RELIANCES, moved
+from fusedops.patching.models.transformers_api import RELIANCES, moved
 
 transformers = pytest.importorskip("transformers")
 

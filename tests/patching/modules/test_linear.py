@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
-from fusedops.patching import epilogue, patch, unpatch
-from fusedops.patching import linear as linears
+from fusedops.patching import patch, unpatch
+from fusedops.patching.lines import activated_linear as epilogue
+from fusedops.patching.modules import linear as linears
 from fusedops.testing import yardstick
 
 transformers = pytest.importorskip("transformers")

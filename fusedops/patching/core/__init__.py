@@ -1,0 +1,1 @@
+"""What all three wings stand on: swapping a module's class, running and reading its code aside."""

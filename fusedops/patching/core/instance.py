@@ -1,0 +1,130 @@
+"""Finds out whether an instance's own `forward` still runs the class's.
+
+Python finds the instance's attribute first. accelerate puts a wrapper there that calls the class's
+forward; TRL one that calls it only without a fused head of its own; Liger one that never does.
+"""
+
+import functools
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from fusedops.patching.core.introspection import enclosed, names_of
+from fusedops.patching.core.swap import fused_class
+
+__all__ = ["Other", "instead"]
+
+HELD = 64  # a longer list or dict holds data, not a forward
+
+
+@dataclass(frozen=True)
+class Other:
+    """A function that runs instead of a class's forward, or around it.
+
+    reads: the names in its code and in that of its helpers, and the strings that they enclose.
+    calls: whether one of them calls the class's forward.
+    """
+
+    name: str
+    reads: frozenset[str] = frozenset()
+    calls: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} runs instead of its forward"
+
+
+def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | None:
+    """Which function runs instead of the class's forward; None where that one runs.
+
+    A wrapper is followed to the class's forward through what it encloses, holds or reads.
+    does_without: names of attributes; a wrapper that reads one may do the forward's work by itself,
+    and is given although it calls the class's.
+    """
+    first, own = _first(module), _own(module)
+    if first is own:
+        return None
+    found = list(_behind(module, first, own))
+    foreign = [function for function in found if function is not own]
+    alone = [f for f in foreign if not names_of(f).isdisjoint(does_without)]
+    calls = len(foreign) < len(found)
+    if calls and not alone:
+        return None
+    if not foreign:
+        return Other(f"a {type(first).__name__}")
+    function = (alone or foreign)[0]
+    home = function.__globals__.get("__name__", "")
+    reads = frozenset().union(*map(_reads, foreign))
+    return Other(f"{function.__code__.co_name} of {home}", reads, calls)
+
+
+def _first(module: nn.Module) -> Any:
+    """What Python finds as the instance's forward."""
+    return vars(module).get("forward", type(module).forward)
+
+
+def _own(module: nn.Module) -> Any:
+    """The forward that patch made, also below another library's class; else the class's."""
+    cls: Any = fused_class(module) or type(module)
+    return cls.forward
+
+
+def _reads(function: FunctionType) -> set[str]:
+    return names_of(function) | {v for v in enclosed(function).values() if isinstance(v, str)}
+
+
+def _behind(module: nn.Module, first: Any, own: Any) -> Iterator[FunctionType]:
+    """The functions that `first` is made of, down to `own`."""
+    waiting: list[Any] = [first]
+    seen: dict[int, Any] = {}  # with the objects themselves: an id may be used again
+    for value in waiting:
+        if isinstance(value, nn.Module | type) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, FunctionType):
+            yield value
+        if value is not own:
+            waiting += filter(_may_call, _parts(value, module, own))
+
+
+def _may_call(value: Any) -> bool:
+    return callable(value) or isinstance(value, list | tuple | dict)
+
+
+def _parts(value: Any, module: nn.Module, own: Any) -> Iterable[Any]:
+    """What a callable may call, and what a list or dict holds."""
+    if isinstance(value, FunctionType):
+        return _called(value, module, own)
+    if isinstance(value, MethodType):
+        return value.__func__, *_attributes(value.__self__)
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    if isinstance(value, list | tuple | dict):
+        held = value.values() if isinstance(value, dict) else value
+        return held if len(held) <= HELD else ()
+    return _attributes(value)
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return () if isinstance(value, nn.Module) else list(getattr(value, "__dict__", {}).values())
+
+
+def _called(function: FunctionType, module: nn.Module, own: Any) -> Iterator[Any]:
+    """What a function encloses, the module's attributes and globals that it reads, and the class's
+    forward where it reads that: `type(self).forward(self, x)`, `super().forward(x)`.
+    """
+    names = names_of(function)
+    yield from enclosed(function).values()
+    for name in names:
+        yield vars(module).get(name)
+        value = function.__globals__.get(name)
+        # A library's functions lead everywhere: of these only the helpers in the same file.
+        foreign = isinstance(value, FunctionType) and value.__module__ != function.__module__
+        yield None if foreign else value
+    if "forward" in names and not names.isdisjoint(("type", "__class__", "super")):
+        yield own

@@ -1,0 +1,290 @@
+"""Gives one module instance another class, and gives the old class back.
+
+The new class is a subclass with the original's name, so that whatever asks a module for its class
+(isinstance, `_no_split_modules`, FSDP wrap policies, hidden-state capture) sees what it saw. It
+goes into no module namespace: a second model built from the original class is untouched.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+from torch import nn
+
+from fusedops.patching.core.config import set_view, view_of
+from fusedops.patching.core.undo import afterwards
+
+__all__ = [
+    "Unswappable",
+    "fused_class",
+    "fused_modules",
+    "given",
+    "has_hooks",
+    "new_class",
+    "original",
+    "original_class",
+    "overlay",
+    "put_back",
+    "restore",
+    "restore_all",
+    "said",
+    "stacked",
+    "states",
+    "subclass",
+    "swap",
+    "version",
+]
+
+OWN = "_fusedops_"
+NOT_HANDED_ON = "_fusedops_original", "_fusedops_forward"
+
+# (original class, its fused class) -> a class over both
+Over = Callable[[type[nn.Module], "type[Any] | None"], type]
+
+# (original class, its version, key) -> subclass, for as long as a module uses it.
+_subclasses: "WeakValueDictionary[tuple[type, Hashable, Hashable], type]" = WeakValueDictionary()
+
+
+class Unswappable(Exception):
+    """Why a module cannot be given another class."""
+
+
+def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], dict]) -> type:
+    """The subclass of `original` that `key` names, made of `namespace()` when it is not there yet.
+
+    `forward` has to be in the namespace: a class that wraps it does so when the class is made
+    (transformers' GradientCheckpointingLayer). `_fusedops_aside` names the instance attributes
+    that switch the fused code off.
+    """
+    place = original, version(original), key
+    made: Any = _subclasses.get(place)
+    if made is None:
+        named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+        own = {"_fusedops_original": original, **_copying(original), **_construction(original)}
+        made = new_class(original, {**named, **own, **namespace()})
+        made._fusedops_forward = made.forward  # as its metaclass or base may have wrapped it
+        _subclasses[place] = made
+    return made
+
+
+def given(module: nn.Module, name: str) -> Any:
+    """What patch has put on the module's class under a name; None once that is switched off, or
+    where a class on top of it has another forward.
+    """
+    cls: Any = type(module)
+    found = None if name in vars(module) else getattr(cls, name, None)
+    return None if found is None or cls.forward is not cls._fusedops_forward else found
+
+
+def version(cls: type) -> Hashable:
+    """What the methods and plain attributes of a class are now: someone may replace them."""
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if nn.Module in cls.__mro__ else cls.__mro__
+    return tuple(
+        (name, ref(value) if isinstance(value, FunctionType) else (type(value), value))
+        for base in bases
+        for name, value in ((k, getattr(v, "fget", v)) for k, v in vars(base).items())
+        if isinstance(value, FunctionType | int | float | str)
+    )
+
+
+def new_class(original: type[nn.Module], namespace: dict) -> type:
+    """A subclass of the same name, by the original's metaclass."""
+    metaclass: Any = type(original)
+    try:
+        return metaclass(original.__name__, (original,), namespace)
+    except Exception as error:
+        raise Unswappable(f"its class takes no subclass: {said(error)}") from error
+
+
+def said(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def fused_class(module: nn.Module) -> type[Any] | None:
+    """The class that patch gave the module, also from below another library's subclass of it."""
+    return _fused_in(type(module))
+
+
+def _fused_in(cls: type) -> type[Any] | None:
+    return next((base for base in cls.__mro__ if "_fusedops_original" in vars(base)), None)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class as it was before patch."""
+    fused = fused_class(module)
+    return type(module) if fused is None else fused._fusedops_original
+
+
+def fused_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules that run their fused forward now."""
+    known = ((module, fused_class(module)) for module in model.modules())
+    return {m for m, fused in known if fused and not fused._fusedops_aside.keys() & vars(m).keys()}
+
+
+def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
+    """Gives the module the class `fused(its class)`, or switches on what it has below another's."""
+    known = fused_class(module)
+    if known is None or type(module) is known:
+        made: Any = fused(original_class(module))
+        over: Any = getattr(known, "_fusedops_over", None)
+        stays = over and not hasattr(made, "_fusedops_over")
+        module.__class__ = _covered(over, original_class(module), made) if stays else made
+    if known is not None:
+        _switch_on(module, known)
+
+
+def overlay(module: nn.Module, over: Over) -> None:
+    """Puts `over(original class, fused class or None)` on what the module has, and has it stay
+    there when the module is swapped again.
+    """
+    known = fused_class(module)
+    below = getattr(known, "_fusedops_below", known)
+    swap(module, lambda original: _covered(over, original, below))
+
+
+def _covered(over: Over, original: type[nn.Module], below: type[Any] | None) -> type:
+    made: Any = over(original, below)
+    made._fusedops_over = staticmethod(over)
+    return made
+
+
+def stacked(
+    original: type[nn.Module], below: type[Any] | None, key: Hashable, more: dict[str, Any]
+) -> type:
+    """A subclass of `original` with what patch has put on `below`, and `more` over it.
+
+    What is in `more` under a name of patch's is None where it is switched off.
+    """
+
+    def namespace() -> dict:
+        held = {} if below is None else vars(below)
+        own = {k: v for k, v in held.items() if k.startswith(OWN) and k not in NOT_HANDED_ON}
+        off = {name: None for name in more if name.startswith(OWN)}
+        aside = {**own.get("_fusedops_aside", {}), **off}
+        return {**own, **more, "_fusedops_aside": aside, "_fusedops_below": below}
+
+    return subclass(original, (key, below), namespace)
+
+
+def restore(module: nn.Module) -> None:
+    """Puts the original class back, or switches our forward off below another library's class.
+
+    The module holds its config itself again. May be repeated.
+    """
+    set_view(module, None)
+    fused = fused_class(module)
+    if fused is None:
+        return
+    if type(module) is fused:
+        _switch_on(module, fused)
+        module.__class__ = original_class(module)
+    else:
+        vars(module).update(fused._fusedops_aside)
+
+
+def restore_all(model: nn.Module) -> None:
+    """Puts back the classes and configs of all modules. May be repeated."""
+    for module in model.modules():
+        restore(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something wants to see the call of the module."""
+    return type(module).__call__ is not nn.Module.__call__ or bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+        or nn.modules.module._has_any_global_hook()
+    )
+
+
+@contextmanager
+def original(model: nn.Module) -> Iterator[None]:
+    """The model as it is without patch, for the length of a block."""
+    as_it_was = functools.partial(put_back, model, states(model))
+    with afterwards(as_it_was), afterwards(as_it_was):
+        restore_all(model)
+        yield
+
+
+State = tuple[type, dict[str, Any], Any]
+
+
+def states(model: nn.Module) -> dict[nn.Module, State]:
+    """What `put_back` needs: the class of every module, what is switched off in it, and its view of
+    its config.
+    """
+    return {module: (type(module), _own(module), view_of(module)) for module in model.modules()}
+
+
+def put_back(model: nn.Module, before: dict[nn.Module, State]) -> None:
+    """Restore each module to its state in `before`; unfuse modules added since. Idempotent."""
+    for module in set(model.modules()):
+        was, own, view = before.get(module, (original_class(module), {}, None))
+        set_view(module, view)
+        _put_back(module, was, own)
+
+
+def _put_back(module: nn.Module, was: type, own: dict[str, Any]) -> None:
+    now, fused, before = type(module), fused_class(module), _fused_in(was)
+    refuses = before is was and now is before._fusedops_original
+    if now is not was and (now is fused or refuses):
+        module.__class__ = was
+    elif now is not was and (fused is None or before is None):  # another library's class
+        restore(module)
+        return
+    for name in _own(module):
+        del vars(module)[name]
+    vars(module).update(own)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """What patch has put into the instance."""
+    return {name: value for name, value in vars(module).items() if name.startswith(OWN)}
+
+
+def _switch_on(module: nn.Module, fused: type[Any]) -> None:
+    for name in fused._fusedops_aside:
+        vars(module).pop(name, None)
+
+
+def _construction(original: type[nn.Module]) -> dict:
+    """`type(module)(...)` makes an unfused module: no report would tell of a fused one.
+
+    Not in `__new__`, which torch calls alone to copy a module (nn.DataParallel's replicas).
+    """
+
+    @functools.wraps(original.__init__)
+    def __init__(self, *args, **kwargs):
+        if "_fusedops_original" in vars(type(self)):  # else a user's subclass
+            object.__setattr__(self, "__class__", original)
+        original.__init__(self, *args, **kwargs)
+
+    return {"__init__": __init__}
+
+
+def _copying(original: type[nn.Module]) -> dict:
+    """Pickle writes the original class, so that the file loads without fusedops; copies stay."""
+
+    def __reduce_ex__(self, protocol):
+        fused: Any = fused_class(self)
+        # Protocol 2 and newer pickle no object under another class than its own.
+        make, args, *rest = super(fused, self).__reduce_ex__(min(protocol, 1))
+        make, *args = (original if a is fused else a for a in (make, *args))
+        return make, tuple(args), *rest
+
+    def __deepcopy__(self, memo):
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+    own = {"__reduce_ex__": __reduce_ex__}
+    return own if hasattr(original, "__deepcopy__") else {**own, "__deepcopy__": __deepcopy__}

@@ -1,0 +1,118 @@
+"""The activation after a linear, in the linear.
+
+    self.act(self.fc(x))        _fusedops_activated(self, self.act, self.fc, x)
+
+    h = self.fc(x)              h = _fusedops_activated(self, self.act, self.fc, x)
+    h = self.act(h)
+
+Each call decides whether to run the fused function or the lines that it stands for: a linear or an
+activation with hooks is called.
+"""
+
+import ast
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusedops.functional import linear
+from fusedops.patching.core.swap import has_hooks, original_class
+from fusedops.patching.core.thresholds import inductor_multiplies
+from fusedops.patching.lines import syntax
+from fusedops.patching.lines.layer import Kind, lines_of
+from fusedops.patching.lines.reader import Names, Reader
+from fusedops.patching.modules.activation import Named, activation_of, patch_activation
+from fusedops.patching.modules.linear import operands_of, patch_linear
+from fusedops.patching.report import Site
+
+__all__ = ["EPILOGUE"]
+
+HELPER = "_fusedops_activated"
+
+
+@dataclass(frozen=True)
+class Activated:
+    """fc: the linear's name in the module."""
+
+    fc: str
+    act: Named
+
+
+def rewrite(tree: ast.FunctionDef, names: Names) -> list[Activated]:
+    """Changes `tree` in place. Returns the activations of linears."""
+    rewriter = _Rewriter(tree, names)
+    for block in syntax.blocks(tree):
+        for at in range(len(block)):
+            rewriter.inline(block, at)
+            rewriter.following(block, at)
+    ast.fix_missing_locations(tree)
+    return rewriter.found
+
+
+class _Rewriter:
+    def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
+        self.read = Reader(tree, names)
+        self.found: list[Activated] = []
+
+    def inline(self, block: list[ast.stmt], at: int) -> None:
+        """act(fc(x)), wherever it stands in a simple statement."""
+        if not syntax.is_simple(block[at]):
+            return
+        for act in [n for n in syntax.expressions(block[at]) if self.read.activation(n)]:
+            fc: Any = act.args[0]  # type: ignore[attr-defined]
+            if self.read.called("linear", fc):
+                block[at] = syntax.replaced(block[at], act, self._call(act, fc))
+
+    def following(self, block: list[ast.stmt], at: int) -> None:
+        """`h = fc(x)`, and act(h) first of all in the next statement, which alone reads this h."""
+        match block[at]:
+            case ast.Assign(targets=[ast.Name(id=h)], value=fc) if self.read.called("linear", fc):
+                user = block[at + 1] if at + 1 < len(block) else ast.Pass()
+            case _:
+                return
+        act: Any = syntax.first_call(user) if syntax.is_simple(user) else None
+        of_h = act and self.read.activation(act) and syntax.dotted(act.args[0]) == h
+        if of_h and self.read.dies(h, user):
+            block[at + 1] = syntax.replaced(user, act, self._call(act, fc))
+            block[at] = ast.copy_location(ast.Pass(), block[at])
+
+    def _call(self, act: Any, fc: Any) -> ast.Call:
+        name: Any = self.read.activation(act)
+        self.found.append(Activated(self.read.called("linear", fc), name))
+        return self.read.helper(HELPER, [copy.deepcopy(act.func), fc.func, fc.args[0]])
+
+
+def sites(path: str, module: nn.Module, found: list[Activated]) -> tuple[list[Site], list[str]]:
+    """Those that are fused: of the others, the linears are sites of their own."""
+    sites = (_site(path, module, activated) for activated in found)
+    return [site for site in sites if site], []
+
+
+def _site(path: str, module: nn.Module, found: Activated) -> Site | None:
+    known, fc = patch_activation(found.act.of(module)), getattr(module, found.fc)
+    if "forward" in vars(module) or isinstance(known, str) or not known.of_linear:
+        return None
+    if has_hooks(fc):
+        return None
+    if patch_linear(fc):
+        return None
+    where = f"{path}.{found.fc}" if path else found.fc
+    now = f"linear(activation={known.of_linear!r})"
+    return Site(where, "linear", original_class(fc).__name__, now)
+
+
+def unread(path: str, module: nn.Module, reason: str) -> None:
+    """Nothing: the linears are sites of their own."""
+
+
+def activated(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> Tensor:
+    """What a rewritten forward calls: act(fc(x))."""
+    on = not inductor_multiplies(x) and "epilogue" in lines_of(layer)
+    known = activation_of(act, x) if on else None
+    if known and known.of_linear and not has_hooks(fc) and (found := operands_of(fc, x)):
+        return linear(x, *found, known.of_linear)
+    return act(fc(x))
+
+
+EPILOGUE = Kind("epilogue", 2, "linear", rewrite, {HELPER: activated}, sites, unread)

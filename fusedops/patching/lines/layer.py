@@ -1,0 +1,199 @@
+"""Rewrites the forward of a layer where its lines do what fused functions do.
+
+The kinds of site that stand in such lines (a sum and its norm, a gated product, the activation of
+a linear) are rewritten together: a layer gets one new class, whose forward has all of them.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fusedops.nn import QuantizedLinear
+from fusedops.patching.core.swap import (
+    Unswappable,
+    fused_class,
+    original_class,
+    subclass,
+    swap,
+    version,
+)
+from fusedops.patching.lines.reader import Names
+from fusedops.patching.lines.source import Unreadable, innermost, parse, rebuild
+from fusedops.patching.modules.activation import function_of, looks_like_an_activation
+from fusedops.patching.modules.linear import is_linear
+from fusedops.patching.modules.norm.site import looks_like_a_norm
+from fusedops.patching.report import PatchReport, Site
+
+__all__ = ["Kind", "kinds_in", "lines_of", "patch_layers"]
+
+CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
+
+# (child's name, what it is) of the children that the rewriting asks for
+Roles = frozenset[tuple[str, str]]
+Lines = dict[str, list[Any]]  # what each kind found, by its name
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of site in the lines of a forward.
+
+    rank: which goes first over the same lines. asks: the role of a child that a layer with such a
+    site has. rewrite: changes the tree of a forward and returns what it found. helpers: what the
+    new lines call, by name; each gets the layer first. sites: what the finds are in one module, and
+    notes. unread: the site to report where the source cannot be read, for that reason.
+    """
+
+    name: str
+    rank: int
+    asks: str
+    rewrite: Callable[[Any, Names], list[Any]]
+    helpers: Mapping[str, Callable]
+    sites: Callable[[str, nn.Module, list[Any]], tuple[list[Site], list[str]]]
+    unread: Callable[[str, nn.Module, str], Site | None]
+
+
+def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -> None:
+    """Rewrites every forward that has a site. Norms, linears and activations come first."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        roles, original = _roles(module), original_class(module)
+        asked = {role for _, role in roles}
+        own = [kind for kind in kinds if kind.asks in asked]
+        if own and original.forward not in CONTAINERS:
+            _patch_layer(path, module, own, roles, report)
+
+
+def _patch_layer(
+    path: str, module: nn.Module, kinds: list[Kind], roles: Roles, report: PatchReport
+) -> None:
+    original, before = original_class(module), getattr(fused_class(module), "_fusedops_made_of", ())
+    both = sorted({*kinds, *before}, key=lambda kind: kind.rank)
+    lines = _find(original, roles, both)
+    if isinstance(lines, str):
+        unread = (kind.unread(path, module, lines) for kind in kinds)
+        report.skipped += [site for site in unread if site]
+        return
+    found = [kind.sites(path, module, lines[kind.name]) for kind in kinds]
+    sites = [site for some, _ in found for site in some]
+    if any(site.now for site in sites):
+        reason = _swap(module, kinds, both, roles)
+        sites = [replace(site, now="", reason=reason) if reason else site for site in sites]
+    report.fused += [site for site in sites if site.now]
+    report.skipped += [site for site in sites if not site.now]
+    notes = dict.fromkeys(note for _, some in found for note in some)
+    report.notes += [note for note in notes if note not in report.notes]
+
+
+def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles: Roles) -> str:
+    """Gives the module its new forward. Returns why it cannot, empty where it has."""
+    on = lines_of(module)
+    try:
+        swap(module, functools.partial(_fused, kinds=both, roles=roles))
+    except Unswappable as why:
+        return str(why)
+    fused: Any = fused_class(module)
+    if type(module) is fused:
+        return ""
+    asked = {kind.name for kind in kinds}
+    vars(module)["_fusedops_lines"] = on | asked
+    known = {kind.name for kind in fused._fusedops_made_of}
+    return "" if asked <= known else "another library's class is on top of it"
+
+
+def lines_of(layer: nn.Module) -> frozenset[str]:
+    """The kinds whose lines a rewritten forward runs fused now."""
+    return getattr(layer, "_fusedops_lines", frozenset())
+
+
+def kinds_in(module: nn.Module) -> list[str]:
+    """The kinds of the sites that stand in a rewritten forward and are switched on."""
+    made_of = getattr(fused_class(module), "_fusedops_made_of", ())
+    lines = _find(original_class(module), _roles(module), made_of)
+    found = {} if isinstance(lines, str) else lines
+    return [kind.name for kind in made_of if kind.name in lines_of(module) and found.get(kind.name)]
+
+
+def _roles(module: nn.Module) -> Roles:
+    roles = [(name, _role(name, child)) for name, child in module.named_children()]
+    own = (name for name, value in vars(module).items() if function_of(value))
+    return frozenset([*((n, role) for n, role in roles if role), *((n, "activation") for n in own)])
+
+
+def _role(name: str, module: nn.Module) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return ""
+    if isinstance(module, nn.Dropout):
+        return "dropout"
+    if getattr(module, "inplace", False) is True:
+        return "inplace"
+    if is_linear(module) or isinstance(module, QuantizedLinear):
+        return "linear"
+    if looks_like_an_activation(name, module):
+        return "activation"
+    return "norm" if looks_like_a_norm(module) or _wraps_norms(module) else ""
+
+
+def _wraps_norms(module: nn.Module) -> bool:
+    """Whether all that is in it are norms, as in PEFT's ModulesToSaveWrapper."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or next(module.children(), None) is None:
+        return False
+    leaves = (m for m in module.modules() if next(m.children(), None) is None)
+    return all(looks_like_a_norm(leaf) for leaf in leaves)
+
+
+# class -> (its version, kinds, its children's roles) -> the finds, or why it is not read
+_known: "WeakKeyDictionary[type, dict[Hashable, Lines | str]]" = WeakKeyDictionary()
+
+
+def _find(original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]) -> Lines | str:
+    names = tuple(kind.name for kind in kinds)
+    known, key = _known.setdefault(original, {}), (version(original), names, roles)
+    if key not in known:
+        try:
+            known[key] = _rewrite(original, roles, kinds)[1]
+        except (Unreadable, Unswappable) as why:
+            known[key] = str(why)
+    return known[key]
+
+
+def _rewrite(
+    original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]
+) -> tuple[Callable, Lines]:
+    """The forward of the class, rewritten, and what was found in it."""
+    function = innermost(original)
+    tree = parse(function)
+    if not (tree.args.posonlyargs or tree.args.args):
+        raise Unreadable("its forward names no self")
+    names = Names(dict(roles), functools.partial(_global, function))
+    lines = {kind.name: kind.rewrite(tree, names) for kind in kinds}
+    helpers = {name: helper for kind in kinds for name, helper in kind.helpers.items()}
+    return rebuild(tree, original, helpers), lines
+
+
+def _global(function: Any, dotted: str) -> object:
+    """What a dotted name means in the function, None when it means nothing there."""
+    head, *rest = dotted.split(".")
+    value = function.__globals__.get(head)
+    for name in rest:
+        value = inspect.getattr_static(value, name, None)
+    return value
+
+
+def _fused(original: type[nn.Module], kinds: Sequence[Kind], roles: Roles) -> type:
+    def namespace() -> dict:
+        names = frozenset(kind.name for kind in kinds)
+        return {
+            "forward": _rewrite(original, roles, kinds)[0],
+            "_fusedops_made_of": tuple(kinds),
+            "_fusedops_lines": names,
+            "_fusedops_aside": {"_fusedops_lines": frozenset()},
+        }
+
+    return subclass(original, (tuple(kind.name for kind in kinds), roles), namespace)

@@ -1,0 +1,223 @@
+"""MLP sites: an activation of one tensor times another, in one pass over both.
+
+    self.act(self.gate(x)) * self.up(x)        _fusedops_gated(self, self.act, gate=self.gate(x),
+                                                               up=self.up(x))
+
+    gate = self.act(self.gate(x))              gate = self.gate(x)
+    up = self.up(x)                            up = self.up(x)
+    x = gate * up                              x = _fusedops_gated(self, self.act, gate=gate, up=up)
+
+    gate, up = x.chunk(2, dim=-1)              x = _fusedops_packed(self, self.act, gate_up=x)
+    x = self.act(gate) * up
+
+The linears are called as the modules that they are. Each call decides whether to run the fused
+function or the lines that it stands for.
+"""
+
+import ast
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.patching.core.swap import original_class
+from fusedops.patching.core.thresholds import inductor_fuses
+from fusedops.patching.lines import syntax
+from fusedops.patching.lines.layer import Kind, lines_of
+from fusedops.patching.lines.reader import Names, Reader
+from fusedops.patching.modules.activation import (
+    Named,
+    activation_of,
+    looks_like_an_activation,
+    patch_activation,
+)
+from fusedops.patching.modules.linear import is_linear
+from fusedops.patching.modules.norm.site import row_major
+from fusedops.patching.report import Site
+
+__all__ = ["MLP"]
+
+GATED, PACKED = "_fusedops_gated", "_fusedops_packed"
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Product:
+    """source: the product as it was written."""
+
+    source: str
+    act: Named
+
+
+def rewrite(tree: ast.FunctionDef, names: Names) -> list[Product]:
+    """Changes `tree` in place. Returns the gated products in the order of the source."""
+    rewriter = _Rewriter(tree, names)
+    for block in syntax.blocks(tree):
+        for at in range(len(block)):
+            rewriter.statement(block, at)
+    ast.fix_missing_locations(tree)
+    return rewriter.found
+
+
+class _Rewriter:
+    def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
+        self.read = Reader(tree, names)
+        self.found: list[Product] = []
+
+    def statement(self, block: list[ast.stmt], at: int) -> None:
+        """Rewrites the products of a simple statement, and of a test or an iterator none."""
+        if not syntax.is_simple(block[at]):
+            return
+        for product in [n for n in syntax.expressions(block[at]) if _is_product(n)]:
+            call = self._inline(block, at, product) or self._earlier(block, at, product)
+            if call is not None:
+                block[at] = syntax.replaced(block[at], product, call)
+
+    def _inline(self, block: list[ast.stmt], at: int, product: Any) -> ast.Call | None:
+        """act(gate) * up or up * act(gate). gate and up are evaluated in the order of the lines."""
+        for act, up in (product.left, product.right), (product.right, product.left):
+            if self.read.activation(act) and self.read.made_by_call(up):
+                gate = act.args[0]
+                if self.read.changes_tensors(up):  # perhaps the gate, before it is activated
+                    return None
+                if at and self._unpacks(block[at - 1], gate, up, block[at]):
+                    block[at - 1] = _whole(block[at - 1])
+                    return self._call(
+                        PACKED, product, act, [ast.keyword("gate_up", gate)], act is product.left
+                    )
+                return self._gated(product, act, gate, up, act is product.left)
+        return None
+
+    def _unpacks(self, before: ast.stmt, gate: Any, up: Any, user: ast.stmt) -> bool:
+        """Whether the statement is `gate, up = packed.chunk(2, dim=-1)`, for this product alone."""
+        match before:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],
+                value=ast.Call(func=ast.Attribute(attr="chunk"), args=args, keywords=keywords),
+            ) if (first, second) == (syntax.dotted(gate), syntax.dotted(up)):
+                given = [ast.unparse(a) for a in args], [ast.unparse(k) for k in keywords]
+                halves = given in ((["2"], ["dim=-1"]), (["2", "-1"], []))
+                return halves and self.read.dies(first, user) and self.read.dies(second, user)
+        return False
+
+    def _earlier(self, block: list[ast.stmt], at: int, product: Any) -> ast.Call | None:
+        """A product of a name that an activation gave its value before, in the same block."""
+        if self.read.changes_tensors(block[at]):
+            return None
+        for side, other in (product.left, product.right), (product.right, product.left):
+            made = self._made(block, at, syntax.dotted(side))
+            apart = syntax.dotted(other) != syntax.dotted(side) and self.read.made_by_call(other)
+            if made is not None and apart:
+                act: Any = copy.copy(made.value)
+                made.value = act.args[0]
+                return self._gated(product, act, side, other, side is product.left)
+        return None
+
+    def _made(self, block: list[ast.stmt], at: int, name: str) -> ast.Assign | None:
+        """`name = act(call)` before `at`, when this statement alone reads the name, once.
+
+        No statement between says that it changes what the inner call has returned.
+        """
+        for statement in reversed(block[:at]):
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                    of_call = self.read.activation(value) and isinstance(value.args[0], ast.Call)  # type: ignore[attr-defined]
+                    return statement if of_call and self.read.dies(name, block[at]) else None
+            used = name in syntax.loads(statement) or name in syntax.stores(statement)
+            if used or self.read.changes_tensors(statement):
+                return None
+        return None
+
+    def _gated(self, product: Any, act: Any, gate: Any, up: Any, first: bool) -> ast.Call:
+        operands = [ast.keyword("gate", gate), ast.keyword("up", up)]
+        return self._call(GATED, product, act, operands if first else operands[::-1], first)
+
+    def _call(self, helper: str, product: Any, act: Any, operands: list, first: bool) -> ast.Call:
+        name: Any = self.read.activation(act)
+        self.found.append(Product(self.read.source(product), name))
+        turned = [] if first else [ast.keyword("turned", ast.Constant(True))]
+        return self.read.helper(helper, [copy.deepcopy(act.func)], [*operands, *turned])
+
+
+def _is_product(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+
+
+def _whole(unpacks: Any) -> ast.Assign:
+    """`gate = packed` of `gate, up = packed.chunk(2, dim=-1)`."""
+    whole = ast.Assign([unpacks.targets[0].elts[0]], unpacks.value.func.value)
+    return ast.copy_location(whole, unpacks)
+
+
+def sites(path: str, module: nn.Module, found: list[Product]) -> tuple[list[Site], list[str]]:
+    return [_site(path, module, product) for product in found], []
+
+
+def _site(path: str, module: nn.Module, product: Product) -> Site:
+    known = patch_activation(product.act.of(module))
+    if "forward" in vars(module):
+        known = "the instance carries its own forward"
+    if isinstance(known, str):
+        return Site(path, "mlp", product.source, reason=known)
+    if known.gated is None:
+        return Site(path, "mlp", product.source, reason=f"{known.name} has no gated function")
+    return Site(path, "mlp", product.source, known.gated_name)
+
+
+def unread(path: str, module: nn.Module, reason: str) -> Site | None:
+    """Of a module that has an activation and two linears, and so may be an MLP."""
+    linears = sum(is_linear(child) for child in module.children())
+    acts = any(looks_like_an_activation(*child) for child in module.named_children())
+    name = original_class(module).__name__
+    return Site(path, "mlp", name, reason=reason) if linears > 1 and acts else None
+
+
+def gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, turned: bool = False) -> Tensor:
+    """What a rewritten forward calls: act(gate) * up; turned: up * act(gate)."""
+    fused = _function(layer, act, gate) if _fusable(gate, up) else None
+    return fused(gate, up) if fused else _lines(act, gate, up, turned)
+
+
+def packed(layer: nn.Module, act: Any, gate_up: Tensor, turned: bool = False) -> Tensor:
+    """The same of a tensor that has gate and up side by side in its last dimension."""
+    whole = type(gate_up) is Tensor and _is_plain(gate_up) and gate_up.shape[-1] % 2 == 0
+    fused = _function(layer, act, gate_up) if whole else None
+    if fused:
+        return fused(gate_up, None)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _lines(act, gate, up, turned)
+
+
+def _lines(act: Any, gate: Tensor, up: Tensor, turned: bool) -> Tensor:
+    return up * act(gate) if turned else act(gate) * up
+
+
+def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor] | None:
+    """The fused function for the activation, None where the lines have to run."""
+    if inductor_fuses(gate) or "mlp" not in lines_of(layer):
+        return None
+    known = activation_of(act, gate)
+    return known.gated if known else None
+
+
+def _fusable(gate: Tensor, up: Tensor) -> bool:
+    return (
+        type(gate) is type(up) is Tensor
+        and _is_plain(gate)
+        and _is_plain(up)
+        and gate.dtype == up.dtype
+        and gate.shape == up.shape
+        and gate.device == up.device
+    )
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Rows that the result, which is contiguous, may have too: a later view may depend on them."""
+    strided = t.layout is torch.strided and not t.is_nested
+    return strided and t.dtype in FLOATS and t.dim() > 0 and row_major(t)
+
+
+MLP = Kind("mlp", 1, "linear", rewrite, {GATED: gated, PACKED: packed}, sites, unread)

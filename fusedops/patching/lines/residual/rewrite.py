@@ -1,0 +1,287 @@
+"""Rewrites `h = a + b` and a norm of `h` into one call, in the tree of a forward.
+
+    hidden = residual + hidden              y, hidden = _fusedops_add_norm(
+    residual = hidden                           self, residual, hidden, norm=self.norm)
+    hidden = self.norm(hidden)              residual = hidden
+                                            hidden = y
+                                            del y
+
+    self.norm(a + b)                        _fusedops_add_norm(self, self.norm, a, b)[0]
+
+A sum that leaves the forward may be normed by another module:
+
+    hidden = residual + hidden              hidden = _fusedops_sum(self, residual, hidden)
+    return hidden                           return hidden
+
+Each runs what the lines run in the order that they do: the norm moves past nothing that could
+change it. With `norm=` it is looked up after the terms are made.
+
+A dropout right before the sum goes into the call. The function comes from the closure, so that a
+forward which someone kept runs after unpatch too. The call decides each time whether to run the
+fused function or the lines it stands for, so a rewritten forward computes what the original does
+whatever the modules are.
+"""
+
+import ast
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from fusedops.patching.lines import syntax
+from fusedops.patching.lines.reader import Names, Reader, place
+
+__all__ = ["HELPER", "LEAVING", "Found", "rewrite"]
+
+HELPER, LEAVING = "_fusedops_add_norm", "_fusedops_sum"
+UNREAD = "the sum or the call of its norm has a form that is not read"
+IN_PLACE = "the sum is made in place"
+JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sum: its source, the norm that follows, and why it is not fused (if it is not).
+
+    norm: empty when the sum leaves the forward. in_place: such a sum that is made in place.
+    """
+
+    line: int
+    sum: str
+    norm: str = ""
+    dropout: bool = False
+    reason: str = ""
+    in_place: bool = False
+
+
+def rewrite(tree: ast.FunctionDef, names: Names) -> list[Found]:
+    """Changes `tree` in place. Returns every sum that is normed or leaves the forward."""
+    rewriter = _Rewriter(tree, names)
+    tree.body = rewriter.block(tree.body)
+    ast.fix_missing_locations(tree)
+    return rewriter.outcome()
+
+
+class _Rewriter:
+    def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
+        self.read = Reader(tree, names)
+        self.found: list[Found] = []
+        self.done: set[tuple] = set()  # places of the norm calls that are fused
+        self.stuck: set[int] = set()  # lines of sums that cannot be moved past an `if`
+
+    def outcome(self) -> list[Found]:
+        """In the order of the source. A sum in both branches of an `if` may be fused in one."""
+        self.found += self._unread()
+        found = sorted(dict.fromkeys(self.found), key=lambda f: f.line)
+        fused = {(f.line, f.norm) for f in found if f.norm and not f.reason}
+        return [f for f in found if not f.reason or (f.line, f.norm) not in fused]
+
+    def _unread(self) -> list[Found]:
+        """The normed sums that no other method has seen."""
+        known = {(f.line, f.norm) for f in self.found}
+        return [
+            Found(made.lineno, ast.unparse(made), norm, reason=UNREAD)
+            for call, norm, made in self.read.normed_sums()
+            if place(call) not in self.done and (made.lineno, norm) not in known
+        ]
+
+    def block(self, block: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements of one block, rewritten, and the blocks in them."""
+        at = 0
+        while at < len(block):
+            if named := syntax.sum_of(block[at]):
+                block = self._spread(block, at, *named) or self._fuse_named(block, at, *named)
+            block[at] = self._fuse_inline(block, at)
+            block[at] = self._left(block[at])
+            at += 1
+        for statement in block:
+            self._inner_blocks(statement)
+        return block
+
+    def _inner_blocks(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            return
+        for name in ("body", "orelse", "finalbody"):
+            if inner := getattr(statement, name, None):
+                setattr(statement, name, self.block(inner))
+        for handler in getattr(statement, "handlers", []):
+            handler.body = self.block(handler.body)
+
+    # h = a + b, and a norm of h in a later statement
+
+    def _fuse_named(self, block: list, at: int, h: str, add: ast.BinOp) -> list[ast.stmt]:
+        end, call = self._follow(block, at, h)
+        if call is None:
+            if self._miss(block[at], h, add, block[end] if end else None):
+                block[at] = self._leave(block[at], add)
+            return block
+        y = f"_fusedops_y{len(self.found)}"
+        fused = self._call(call, add, block, at)
+        fused.keywords.append(ast.keyword("norm", fused.args.pop(1)))
+        targets = ast.Tuple([ast.Name(y, ast.Store()), ast.Name(h, ast.Store())], ast.Store())
+        block[at] = ast.copy_location(ast.Assign([targets], fused), block[at])
+        block[end] = syntax.replaced(block[end], call, ast.Name(y, ast.Load()))
+        if not isinstance(block[end], ast.Return):  # or y would keep its memory until the end
+            delete = ast.Delete([ast.Name(y, ast.Del())])
+            block.insert(end + 1, ast.copy_location(delete, block[end]))
+        return block
+
+    def _follow(self, block: list, at: int, h: str) -> tuple[int, ast.Call | None]:
+        """The first statement after `at` that uses h, or a copy of it, and its call of a norm."""
+        same = {h}
+        for i in range(at + 1, len(block)):
+            copied = syntax.copied_name(block[i])
+            if copied and copied[1] in same:
+                same.add(copied[0])
+            elif syntax.mentions(block[i], same):
+                return i, self._norm_call(block[i], same)
+            elif syntax.is_idle(block[i]):
+                same -= syntax.stores(block[i])
+            else:
+                return i, None
+        return 0, None
+
+    def _norm_call(self, statement: ast.stmt, same: set[str]) -> ast.Call | None:
+        if not syntax.is_simple(statement):
+            return None
+        call = syntax.first_call(statement)
+        if call is None or not self.read.norm(call) or syntax.dotted(call.args[0]) not in same:
+            return None
+        return call
+
+    # self.norm(a + b)
+
+    def _fuse_inline(self, block: list, at: int) -> ast.stmt:
+        statement = block[at]
+        if not syntax.is_simple(statement):
+            return statement
+        for call in list(syntax.calls(statement)):
+            if self.read.norm(call) and syntax.is_sum(call.args[0]):
+                fused = self._call(call, call.args[0], block, at)
+                first = ast.Subscript(fused, ast.Constant(0), ast.Load())
+                statement = block[at] = syntax.replaced(statement, call, first)
+        return statement
+
+    # an `if` between the sum and its norm
+
+    def _spread(self, block: list, at: int, h: str, add: ast.BinOp) -> list[ast.stmt] | None:
+        """Moves the sum, and the norm after the `if`, into both branches of the `if`.
+
+        In each branch they then stand in a straight line (GPT-2's cross-attention).
+        """
+        end = _next_branch(block, at, h)
+        if end is None or not isinstance(block[end], ast.If):
+            return None
+        branch = block[end]
+        after = self._until_norm(block, end + 1)
+        if after == end + 1 and not any(self.read.norm(n) for n in ast.walk(branch)):
+            return None
+        start = at - 1 if at and self.read.is_dropout(block[at - 1]) else at
+        if not self._movable(branch.test, block[start:end]):
+            start = at
+        if not self._movable(branch.test, block[start:end]):
+            self.stuck.add(block[at].lineno)
+            return None
+        before, behind = block[start:end], block[end + 1 : after]
+        for name in ("body", "orelse"):
+            own = getattr(branch, name)
+            tail = [] if own and isinstance(own[-1], JUMPS) else copy.deepcopy(behind)
+            setattr(branch, name, [*copy.deepcopy(before), *own, *tail])
+        kept = [ast.copy_location(ast.Pass(), s) for s in before]
+        return [*block[:start], *kept, branch, *block[after:]]
+
+    def _movable(self, test: ast.expr, before: list[ast.stmt]) -> bool:
+        return syntax.movable(
+            test, before, self.read.own_names(), lambda call: self.read.dropout(call) is not None
+        )
+
+    def _until_norm(self, block: list, start: int) -> int:
+        """The end of the plain statements from `start` to a norm; `start` if there is no such."""
+        for i in range(start, len(block)):
+            if not syntax.is_simple(block[i]):
+                break
+            if any(self.read.norm(call) for call in syntax.calls(block[i])):
+                return i + 1
+        return start
+
+    # calls
+
+    def _call(self, norm: ast.Call, add: Any, block: list, at: int) -> ast.Call:
+        x, residual, dropout = self._operands(add, block, at)
+        line, source = add.lineno, self.read.source(add)
+        self.found.append(Found(line, source, self.read.norm(norm), dropout is not None))
+        self.done.add(place(norm))
+        operands = [copy.deepcopy(norm.func), x, residual, *([dropout] if dropout else [])]
+        turned = [ast.keyword("turned", ast.Constant(True))] if residual is add.left else []
+        return ast.copy_location(self.read.helper(HELPER, operands, turned), add)
+
+    def _operands(self, add: ast.BinOp, block: list, at: int) -> tuple:
+        """(x, residual, dropout) of residual + dropout(x); takes a dropout statement away."""
+        both = (add.left, add.right), (add.right, add.left)
+        for x, residual in both:
+            drop = self.read.dropout(x)
+            if drop and (x is add.left or syntax.dotted(residual)):  # else two calls change places
+                return drop[0], residual, drop[1]
+        for x, residual in both:
+            name = syntax.dotted(x)
+            if at and self.read.is_dropout(block[at - 1], name) and self.read.dies(name, block[at]):
+                dropped, dropout = self.read.dropout(block[at - 1].value) or (x, None)
+                block[at - 1] = ast.copy_location(ast.Pass(), block[at - 1])
+                return dropped, residual, dropout
+        return add.left, add.right, None
+
+    # sums that stay
+
+    def _miss(self, statement: ast.stmt, h: str, add: ast.expr, user: ast.stmt | None) -> bool:
+        """Notes a sum that no norm here takes with it. Whether it leaves the forward."""
+        line = statement.lineno
+        norm = self.read.norm_after(line, h)
+        if norm and user and line in self.stuck:
+            reason = f"the test of the `if` (line {user.lineno}) may depend on what the sum runs"
+        elif norm and user and not syntax.mentions(user, {h}):
+            reason = f"what runs between the sum and the norm (line {user.lineno}) may change it"
+        elif norm and user:
+            reason = f"`{h}` is used between the sum and the norm (line {user.lineno})"
+        elif norm:
+            reason = "the sum and the norm are not in the same block"
+        elif self.read.leaves(line, h):
+            reason = ""
+        else:
+            return False
+        self.found.append(Found(line, self.read.source(add), norm, reason=reason))
+        return not norm
+
+    def _leave(self, statement: ast.stmt, add: Any) -> ast.stmt:
+        call = self.read.helper(LEAVING, [add.left, add.right])
+        return syntax.replaced(statement, add, call)
+
+    def _left(self, statement: ast.stmt) -> ast.stmt:
+        """`return a + b`, and sums that are made in place."""
+        is_sum, normed = syntax.is_sum, self.read.norm_after
+        match statement:
+            case ast.Return(value=ast.BinOp() as add) if is_sum(add) and normed(0):
+                self.found.append(Found(add.lineno, self.read.source(add)))
+                return self._leave(statement, add)
+            case ast.AugAssign(target=ast.Name(id=h), op=ast.Add()):
+                norm = self.read.norm_after(statement.lineno, h)
+                reason = IN_PLACE if norm else ""
+                if norm or self.read.leaves(statement.lineno, h):
+                    line, source = statement.lineno, self.read.source(statement)
+                    self.found.append(Found(line, source, norm, False, reason, not norm))
+        return statement
+
+
+def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:
+    """The first compound statement that uses h, None when a plain one comes before."""
+    same = {h}
+    for i in range(at + 1, len(block)):
+        copied = syntax.copied_name(block[i])
+        used = syntax.mentions(block[i], same)
+        if copied and copied[1] in same:
+            same.add(copied[0])
+        elif not syntax.is_simple(block[i]) and (used or same & syntax.stores(block[i])):
+            return i
+        elif used:
+            return None
+        else:
+            same -= syntax.stores(block[i])
+    return None

@@ -1,0 +1,163 @@
+"""Residual sites: a layer's forward that adds two tensors and norms the sum."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fusedops.patching.core.next_norm import sum_and_norm_ahead
+from fusedops.patching.core.swap import has_hooks, original_class
+from fusedops.patching.core.thresholds import inductor_fuses
+from fusedops.patching.lines.layer import Kind, lines_of
+from fusedops.patching.lines.residual.rewrite import HELPER, LEAVING, Found, rewrite
+from fusedops.patching.modules.norm.site import recipe_of, row_major
+from fusedops.patching.report import Site
+
+__all__ = ["RESIDUAL", "add_norm"]
+
+LEAVES = "leaves the layer: with the norm of it that a forward has shown, if large and no gradients"
+IN_PLACE = "residual: `{1}` leaves {0}.forward and is made in place: left"
+WITHOUT = "residual: no sum of its own was recognised in {}.forward"
+
+
+def sites(path: str, module: nn.Module, found: list[Found]) -> tuple[list[Site], list[str]]:
+    """The sums that are normed or leave the forward, and notes of what is no site."""
+    name = original_class(module).__name__
+    notes = [IN_PLACE.format(name, sum_.sum) for sum_ in found if sum_.in_place]
+    notes += [] if found else [WITHOUT.format(name)]
+    return [_site(path, module, sum_) for sum_ in found if not sum_.in_place], notes
+
+
+def unread(path: str, module: nn.Module, reason: str) -> Site:
+    return Site(path, "residual", original_class(module).__name__, reason=reason)
+
+
+def _site(path: str, module: nn.Module, found: Found) -> Site:
+    if not found.norm:
+        left = _own_forward(module) or _without_norms(module)
+        return Site(path, "residual", found.sum, "" if left else "add_norm", left or LEAVES)
+    where = f"{path}.{found.norm}" if path else found.norm
+    if reason := found.reason or _obstacle(module, found.norm):
+        return Site(where, "residual", found.sum, reason=reason)
+    recipe = recipe_of(getattr(module, found.norm))
+    remark = "with the dropout, which draws its own mask" if found.dropout else ""
+    return Site(where, "residual", found.sum, f"add_{recipe.formula}", remark)
+
+
+def _obstacle(module: nn.Module, name: str) -> str:
+    """What keeps a sum from being fused into the norm that follows, empty for nothing."""
+    if reason := _own_forward(module):
+        return reason
+    norm = getattr(module, name)
+    recipe = recipe_of(norm)
+    if recipe is None:
+        return f"its norm ({type(norm).__name__}) is not fused"
+    return "" if recipe.adds else "fused sums are normed over the last dimension only"
+
+
+def _own_forward(module: nn.Module) -> str:
+    return "the instance carries its own forward" if "forward" in vars(module) else ""
+
+
+def _without_norms(module: nn.Module) -> str:
+    fused = any(recipe_of(m) is not None for m in module.modules())
+    return "" if fused else "no norm of the layer is fused"
+
+
+def layer_sum(layer: nn.Module, left: Any, right: Any) -> Any:
+    """What a rewritten forward calls for a sum that it returns."""
+    if "residual" not in lines_of(layer):
+        return left + right
+    return sum_and_norm_ahead(layer, left, right, _fused_ahead)
+
+
+def _fused_ahead(norm: nn.Module, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor] | None:
+    one, other = (right, left) if _mixed(right, left) else (left, right)
+    if not _fusable(norm, one, other) or not _is_here(norm, left):
+        return None
+    return _fused_sum(norm, one, other, 0.0)
+
+
+def _is_here(norm: nn.Module, x: Tensor) -> bool:
+    """Whether what the norm takes is in memory as it is: no shard, and nothing still to come."""
+    recipe = recipe_of(norm)
+    own = [norm._parameters.get(name) for name in (recipe.weight, recipe.bias) if name]
+    return all(
+        type(p) is nn.Parameter and p.device == x.device and p.shape == x.shape[-1:] for p in own
+    )
+
+
+def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
+    """What a rewritten forward calls: add_norm, or the lines that it stands for after unpatch."""
+    run = add_norm if "residual" in lines_of(layer) else add_norm_plain
+    norm = (how.pop("norm"),) if "norm" in how else ()
+    return run(*norm, *operands, **how)
+
+
+def add_norm(
+    norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, turned: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(norm(h), h) of h = x + residual, with dropout on x: fused where that changes nothing.
+
+    dropout: None, a module, or (p, training) of F.dropout. turned: the lines say residual + x, as
+    matters for the strides of h. A fused h is contiguous.
+    """
+    x, p = _dropout(x, dropout)
+    one, other = (residual, x) if not p and _mixed(residual, x) else (x, residual)
+    fused = _fused_sum(norm, one, other, p) if _fusable(norm, one, other) else None
+    return fused or _plain(norm, F.dropout(x, p) if p else x, residual, turned)
+
+
+def add_norm_plain(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, turned=False):
+    """The lines that add_norm stands for."""
+    x, p = _dropout(x, dropout)
+    return _plain(norm, F.dropout(x, p) if p else x, residual, turned)
+
+
+def _fused_sum(norm: Any, x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor] | None:
+    return norm._fusedops_add(x, residual, p)
+
+
+def _plain(norm: nn.Module, x: Tensor, residual: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+    h = residual + x if turned else x + residual
+    return norm(h), h
+
+
+def _dropout(x: Tensor, dropout) -> tuple[Tensor, float]:
+    """x and the share of it that is still to be dropped."""
+    if dropout is None:
+        return x, 0.0
+    if isinstance(dropout, tuple):
+        p, training = dropout
+        return x, p if training else 0.0
+    if type(dropout) is nn.Dropout and not dropout.inplace and not has_hooks(dropout):
+        return x, dropout.p if dropout.training else 0.0
+    return dropout(x), 0.0
+
+
+def _fusable(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
+    if inductor_fuses(x):  # first, as torch.compile guards what is read
+        return False
+    recipe = recipe_of(norm)
+    return (
+        recipe is not None
+        and recipe.adds
+        and type(x) is type(residual) is Tensor
+        and (x.dtype == residual.dtype or (recipe.mixes and _mixed(x, residual)))
+        and x.shape == residual.shape
+        and x.device == residual.device
+        and row_major(x)  # else h keeps their strides, and a later view may depend on them
+        and row_major(residual)
+        and not has_hooks(norm)
+    )
+
+
+def _mixed(x: Tensor, residual: Tensor) -> bool:
+    """bfloat16 beside a float32 stream; either may be a number."""
+    dtypes = torch.bfloat16, torch.float32
+    return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
+
+
+HELPERS = {HELPER: layer_add_norm, LEAVING: layer_sum}
+RESIDUAL = Kind("residual", 0, "norm", rewrite, HELPERS, sites, unread)

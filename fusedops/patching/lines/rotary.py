@@ -1,0 +1,397 @@
+"""Rotary embeddings: a model's own function of q, k, cos and sin, in one pass over q and k.
+
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    q, k = _fusedops_rotary(self, apply_rotary_pos_emb, q, k, cos, sin)
+
+The function is a global of the model's module and stays as it is. What it computes is found by
+running it. Each call decides whether to run the fused function or the model's.
+"""
+
+import ast
+import dis
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.functional import rotary_embedding
+from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.patching.core.introspection import enclosed, reached
+from fusedops.patching.core.sandbox import BF16, F16, F32, F64, drawn, quiet, undisturbed
+from fusedops.patching.core.swap import original_class
+from fusedops.patching.core.thresholds import inductor_fuses
+from fusedops.patching.lines import syntax
+from fusedops.patching.lines.layer import Kind, lines_of
+from fusedops.patching.lines.reader import Names, Reader
+from fusedops.patching.report import Site
+
+__all__ = ["ROTARY"]
+
+HELPER = "_fusedops_rotary"
+FLOATS = F32, BF16, F16
+UNKNOWN = "it is no rotation that rotary_embedding knows"
+FORM = "its call has a form that is not read"
+BRANCHES = "it branches, and may do otherwise than in the run that tells what it computes"
+VIEWED = "what it gives is seen in another shape, and lies otherwise in memory"
+
+FIXED = FunctionType, BuiltinFunctionType, ModuleType, type  # what a function may call or look into
+
+
+def _whole(table: Tensor) -> Tensor:
+    return table
+
+
+def _twice(table: Tensor) -> Tensor:
+    """Half a table, for both halves of a head."""
+    return torch.cat([table, table], -1)
+
+
+def _neighbours(table: Tensor) -> Tensor:
+    """Half a table, for pairs of neighbours."""
+    return table.repeat_interleave(2, -1)
+
+
+def _first_half(table: Tensor) -> Tensor:
+    return _neighbours(table[..., : table.shape[-1] // 2])
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What a function computes: `rotary_embedding` of a table made of cos and of sin.
+
+    back: whether the results have q's and k's dtypes whatever the table's. partial: whether it
+    takes a table that is narrower than a head. cast: whether autocast changes a dtype. keeps:
+    whether the results lie in memory as q does. dim: where it unsqueezes cos, unless told.
+    """
+
+    interleaved: bool
+    table: Callable[[Tensor], Tensor] = _whole
+    dim: int = 1
+    back: bool = False
+    partial: bool = False
+    cast: bool = False
+    keeps: bool = True
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self.by(rotary_embedding, q, k, cos, sin, unsqueeze_dim)
+
+    def by(self, run: Callable, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int | None):
+        """Its results by `run`, the fused function or the reference of it."""
+        dim = self.dim if dim is None else dim
+        tables = self.table(cos), self.table(sin)
+        found = run(q, k, *tables, unsqueeze_dim=dim, interleaved=self.interleaved)
+        return (found[0].to(q.dtype), found[1].to(k.dtype)) if self.back else found
+
+    def takes(self, width: int, table: int) -> bool:
+        """Whether a head of this width goes with cos of that."""
+        whole = table * (2 if self.table in (_twice, _neighbours) else 1)
+        return whole == width or (self.partial and whole < width)
+
+
+CANDIDATES = [
+    Rotation(False),  # Llama
+    Rotation(True),  # Cohere
+    Rotation(True, _first_half),  # GLM
+    Rotation(False, _twice),  # gpt-oss
+    Rotation(True, _neighbours),
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """source: the call as it was written. function: what it calls, now."""
+
+    source: str
+    function: Callable[[], Any]
+    read: bool
+    viewed: bool
+
+
+def rewrite(tree: ast.FunctionDef, names: Names) -> list[Call]:
+    """Changes `tree` in place. Returns the calls of rotary functions."""
+    read, found = Reader(tree, names), []
+    for block in syntax.blocks(tree):
+        for at, statement in enumerate(block):
+            for call in syntax.calls(statement) if syntax.is_simple(statement) else ():
+                if not _is_rotary(read.meaning(call.func)):
+                    continue
+                fits, source = _is_plain_call(call), ast.unparse(call)
+                meaning = partial(read.meaning, call.func)
+                found.append(Call(source, meaning, fits, _viewed(read.tree, statement)))
+                if fits:
+                    new = read.helper(HELPER, [call.func, *call.args], call.keywords)
+                    block[at] = statement = syntax.replaced(statement, call, new)
+    ast.fix_missing_locations(tree)
+    return found
+
+
+def _is_rotary(value: object) -> bool:
+    return isinstance(value, FunctionType) and "rotary" in value.__name__
+
+
+def _is_plain_call(call: ast.Call) -> bool:
+    starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+    return (
+        len(call.args) == 4 and not starred and {k.arg for k in call.keywords} <= {"unsqueeze_dim"}
+    )
+
+
+def _viewed(tree: ast.FunctionDef, statement: ast.stmt) -> bool:
+    """Whether `view` is called on what the statement has stored."""
+    names = syntax.stores(statement)
+    viewed = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "view")
+    return any(syntax.dotted(n.value) in names and n.lineno > statement.lineno for n in viewed)
+
+
+def sites(path: str, module: nn.Module, found: list[Call]) -> tuple[list[Site], list[str]]:
+    return [_site(path, module, call) for call in found], []
+
+
+def _site(path: str, module: nn.Module, call: Call) -> Site:
+    known = rotation_of(call.function())
+    if isinstance(known, str):
+        return Site(path, "rotary", call.source, reason=known)
+    if reason := _obstacle(module, call, known):
+        return Site(path, "rotary", call.source, reason=reason)
+    how = "(interleaved=True)" if known.interleaved else ""
+    return Site(path, "rotary", call.source, f"rotary_embedding{how}")
+
+
+def _obstacle(module: nn.Module, call: Call, known: Rotation) -> str:
+    """Why a call of a function that is known is left, empty where it is not."""
+    if "forward" in vars(module):
+        return "the instance carries its own forward"
+    if call.viewed and not known.keeps:
+        return VIEWED
+    return "" if call.read else FORM
+
+
+def unread(path: str, module: nn.Module, reason: str) -> Site | None:
+    """Of a module whose forward names a rotary function."""
+    cls = original_class(module)
+    names = getattr(inspect.unwrap(cls.forward), "__code__", rotated.__code__).co_names
+    named = any("rotary" in name for name in names)
+    return Site(path, "rotary", cls.__name__, reason=reason) if named else None
+
+
+def rotated(
+    layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
+) -> tuple[Tensor, Tensor]:
+    """What a rewritten forward calls: function(q, k, cos, sin)."""
+    on = not inductor_fuses(q) and "rotary" in lines_of(layer)
+    known = _rotations.get(function) if on else None
+    if known and _fusable(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
+        return known(q, k, cos, sin, **how)
+    return function(q, k, cos, sin, **how)
+
+
+def _fusable(known: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int) -> bool:
+    plain = all(
+        type(t) is Tensor and t.layout is torch.strided and t.dtype in FLOATS
+        for t in (q, k, cos, sin)
+    )
+    return (
+        plain
+        and not (known.cast and torch.is_autocast_enabled(q.device.type))
+        and q.dtype == k.dtype
+        and q.device == k.device == cos.device == sin.device
+        and cos.dim() > 0
+        and cos.shape == sin.shape
+        and _goes_with(cos, q, dim)
+        and _goes_with(cos, k, dim)
+        and known.takes(q.shape[-1], cos.shape[-1])
+        and known.takes(k.shape[-1], cos.shape[-1])
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+def _goes_with(cos: Tensor, x: Tensor, dim: int) -> bool:
+    """Whether cos, unsqueezed at dim, is broadcast over the heads of x and has its other sizes."""
+    heads = x.dim() - (-dim if dim < 0 else cos.dim() + 1 - dim)
+    if not 0 <= heads < x.dim() - 1 or x.dim() <= cos.dim():
+        return False
+    places = [size for at, size in enumerate(x.shape[:-1]) if at != heads]
+    sizes = zip(reversed(cos.shape[:-1]), reversed(places), strict=False)
+    return all(size in (1, place) for size, place in sizes)
+
+
+# The functions that were run: what they compute, and the code that they reach, with the result or
+# why there is none. A function that is not there has not been run.
+_rotations: "WeakKeyDictionary[Any, Rotation]" = WeakKeyDictionary()
+_probed: "WeakKeyDictionary[Any, tuple[tuple, Rotation | str]]" = WeakKeyDictionary()
+
+
+def rotation_of(function: Any) -> Rotation | str:
+    """What a function computes, or why it cannot be said."""
+    if not _is_rotary(function):
+        return "another function is there now"
+    uses = list(reached(object, [function]))
+    codes = tuple(f.__code__ for f in uses)
+    if _probed.get(function, ((), ""))[0] != codes:
+        known = _probe(function)
+        _probed[function] = codes, known if isinstance(known, str) else _unproven(uses) or known
+        _rotations.pop(function, None)
+    known = _probed[function][1]
+    if isinstance(known, Rotation):
+        _rotations[function] = known
+    return known
+
+
+def _unproven(uses: list[FunctionType]) -> str:
+    """Why a run would not tell what these functions do in another call, empty where it does: they
+    may take a branch that the run has not taken, or read what is another value then.
+    """
+    for function in uses:
+        instructions = list(_instructions(function.__code__))
+        if any(map(_branches, instructions)):
+            return BRANCHES
+        names = {i.argval for i in instructions if i.opname == "LOAD_GLOBAL"}
+        held = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
+        for name, value in {**held, **enclosed(function)}.items():
+            if not isinstance(value, FIXED):
+                return f"it reads {name}, which may change unseen"
+    return ""
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    """Of the code and of what is defined in it, as generators are."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+
+
+def _branches(i: dis.Instruction) -> bool:
+    """Whether it compares, or jumps for another reason than an argument that was not given."""
+    return i.opname == "COMPARE_OP" or ("_IF_" in i.opname and not i.opname.endswith("NONE"))
+
+
+def _probe(function: FunctionType) -> Rotation | str:
+    parameters = inspect.signature(function).parameters
+    first, rest = list(parameters)[:4], list(parameters.values())[4:]
+    if first[2:] != ["cos", "sin"] or any(p.default is p.empty for p in rest):
+        return "it does not take q, k, cos, sin"
+    given = parameters.get("unsqueeze_dim")
+    dims = (given.default, 2) if given else (-2,)
+    if given and given.default not in (1, 2):
+        return f"its unsqueeze_dim is {given.default}, and not 1 or 2"
+    no_autocast = torch.autocast("cpu", enabled=False)
+    try:
+        with undisturbed(), quiet("cpu"), torch.device("cpu"), no_autocast:
+            candidates = (replace(c, dim=dims[0]) for c in CANDIDATES)
+            known = next((c for c in candidates if _same(function, c, dims, 8, F64, F64)), None)
+            return UNKNOWN if known is None else _proven(function, known, dims)
+    except _Unrunnable as error:
+        return f"it cannot be run: {error}"
+
+
+class _Unrunnable(Exception):
+    """What a model's function raised."""
+
+
+@contextmanager
+def _theirs() -> Iterator[None]:
+    """Around a call of a model's function, and of nothing of ours."""
+    try:
+        yield
+    except Exception as error:
+        raise _Unrunnable(type(error).__name__) from error
+
+
+def _proven(function: FunctionType, known: Rotation, dims: tuple[int, ...]) -> Rotation | str:
+    """`known` with what else is true of the function; or why it is none."""
+    example = _arguments(known, 8, known.dim, BF16, F32)
+    turned = example[0].transpose(-3, -2).contiguous().transpose(-3, -2)
+    with torch.no_grad(), _theirs():
+        results, view = function(*example), function(turned, *example[1:])
+        with torch.autocast("cpu", BF16):
+            cast = [y.dtype for y in function(*example)] != [y.dtype for y in results]
+    back = results[0].dtype == BF16
+    known = replace(known, back=back, cast=cast, keeps=not view[0].is_contiguous())
+    for table, of in product(FLOATS, FLOATS):
+        if not _same(function, known, dims, 8, of, table):
+            return UNKNOWN
+    part = replace(known, partial=True)
+    return part if _same(function, part, dims, 14, F32, F32) else known
+
+
+def _arguments(
+    known: Rotation, width: int, dim: int, dtype: torch.dtype, table: torch.dtype
+) -> tuple[Tensor, ...]:
+    """q, k, cos and sin of one draw. The table is for 8 elements, of which no two are alike."""
+    draw = torch.Generator().manual_seed(0)
+    places = (5,) if known.dim == -2 else (2, 5)
+    at = dim % (len(places) + 2)
+    entries = 4 if known.table in (_twice, _neighbours) else 8
+    heads = (drawn(draw, *places[:at], h, *places[at:], width) for h in (3, 2))
+    tables = (drawn(draw, *places, entries) for _ in range(2))
+    return *(x.to(dtype) for x in heads), *(t.to(table) for t in tables)
+
+
+def _same(
+    function: Callable,
+    known: Rotation,
+    dims: tuple[int, ...],
+    width: int,
+    dtype: torch.dtype,
+    table: torch.dtype,
+) -> bool:
+    """Whether function and rotation give the same up to rounding, values and gradients."""
+    return all(_same_at(function, known, dim, width, dtype, table) for dim in dims)
+
+
+def _same_at(
+    function: Callable,
+    known: Rotation,
+    dim: int,
+    width: int,
+    dtype: torch.dtype,
+    table: torch.dtype,
+) -> bool:
+    args = _arguments(known, width, dim, dtype, table)
+    how = {} if dim == known.dim else {"unsqueeze_dim": dim}
+    exact = list(
+        _results(partial(known.by, rotary_embedding_reference, dim=dim), [a.double() for a in args])
+    )
+    with _theirs():
+        try:
+            theirs = list(_results(partial(function, **how), args))
+        except (RuntimeError, ValueError, IndexError, TypeError):  # of another width
+            return False
+    ours = list(_results(partial(known.by, rotary_embedding, dim=dim), args))
+    coarse = max(torch.finfo(dtype).eps, torch.finfo(F32).eps)  # some compute in float32
+    return len(theirs) == len(ours) and all(
+        one.shape == other.shape
+        and (one.dtype == other.dtype or dtype == F64)
+        and _near(one, to, coarse)
+        and _near(other, to, coarse)
+        for one, other, to in zip(theirs, ours, exact, strict=True)
+    )
+
+
+def _results(run: Callable, args: Any) -> Iterator[Tensor]:
+    """The outputs, and the gradients of q and k."""
+    leaves = [a.clone().requires_grad_() for a in args[:2]]
+    with torch.enable_grad():
+        outputs = run(*leaves, *args[2:])
+    yield from (y.detach() for y in outputs)
+    draw = torch.Generator().manual_seed(1)
+    cotangents = [drawn(draw, *y.shape).to(y.dtype) for y in outputs]
+    yield from torch.autograd.grad(outputs, leaves, cotangents)
+
+
+def _near(got: Tensor, exact: Tensor, eps: float) -> bool:
+    return bool((got.double() - exact).abs().max() <= 8 * eps * exact.abs().max())
+
+
+ROTARY = Kind("rotary", 3, "linear", rewrite, {HELPER: rotated}, sites, unread)

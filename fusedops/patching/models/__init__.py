@@ -1,0 +1,1 @@
+"""Sites that are entered through hooks of transformers: attention and the loss."""

@@ -1,0 +1,1 @@
+"""Attention: which modules call transformers' AttentionInterface, and what they call instead."""

@@ -1,0 +1,237 @@
+"""`attention` as an implementation that transformers' models can be told to use.
+
+transformers keeps two tables by name: functions of attention, and functions that make the masks
+for them. A name that is missing in the second loses padding masks without a word.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fusedops.functional import attention
+from fusedops.functional.attention import DEVICES
+from fusedops.patching.core.config import NAME, implementation
+from fusedops.patching.core.swap import original_class
+from fusedops.patching.core.thresholds import attention_pays, inductor_fuses
+from fusedops.patching.lines.source import Unreadable, innermost
+from fusedops.patching.models.attention.masks import simplest
+
+__all__ = ["attend", "attention_forward", "eager_function", "register_attention"]
+
+F32 = torch.float32
+SDPA = torch._C._nn.scaled_dot_product_attention
+log = logging.getLogger("fusedops.patching")
+
+# What models pass on that says nothing of the scores: sdpa reads none of them either.
+IGNORED = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "sliding_window",  # the mask has it
+    "use_cache",
+}
+
+
+def register_attention() -> None:
+    """Tells transformers of the attention implementation "fusedops".
+
+    After it, `model.set_attn_implementation("fusedops")` and `attn_implementation="fusedops"` are
+    known, for models whose attention goes through transformers' AttentionInterface. `patch` calls
+    it. Imports transformers, and raises ImportError where there is none.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' sdpa_attention_forward by `attention`, with a softcap and sinks.
+
+    query: [B, Hq, Sq, D]. key, value: [B, Hkv, Sk, D or Dv]. attention_mask: as sdpa_mask makes it,
+    True is seen, or numbers to add; None: causal where the module or the argument says so and there
+    is more than one query. Where the module's config says eager, a mask is eager_mask's: numbers,
+    and None hides nothing. position_bias: numbers to add beside the mask. s_aux: the sinks, [Hq].
+    Returns [B, Sq, Hq, Dv] and no weights. Calls that `attention` does not take go to transformers'
+    own function.
+    """
+    eager = _is_eager(module)
+    reason = _obstacle(eager, query, key, value, attention_mask, position_bias, kwargs)
+    biased = position_bias is not None and not inductor_fuses(query)
+    plain = softcap is None and s_aux is None and not biased
+    if not reason and plain and not attention_pays(query, key):
+        reason = "sdpa is not seen to be slower"
+    if reason:
+        if not torch.compiler.is_compiling():
+            log.debug("%s runs transformers' attention: %s", type(module).__name__, reason)
+        kwargs |= {"is_causal": is_causal, "position_bias": position_bias}
+        kwargs |= {"softcap": softcap, "s_aux": s_aux}
+        return _theirs(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    if eager:
+        attention_mask, is_causal = simplest(attention_mask)
+    given = query, key, value, attention_mask, dropout, scaling, is_causal
+    return attend(module, *given, position_bias, softcap, s_aux), None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """A call of attention_forward by `attention`, whatever its size and device."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and attention_mask is None and bool(query.shape[2] > 1)
+    if causal and key.shape[2] > query.shape[2]:  # a static cache that was empty
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        if position_bias is not None:
+            position_bias = position_bias[..., : query.shape[2]]
+    out: Any = attention(
+        query,
+        key,
+        value,
+        causal=causal,
+        softcap=softcap,
+        sinks=s_aux,
+        bias=_bias(attention_mask, position_bias),
+        scale=scaling,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _obstacle(
+    eager: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    position_bias: Tensor | None,
+    kwargs: dict[str, Any],
+) -> str:
+    """Why `attention` does not take the call, empty where it does. eager: that is set."""
+    if not eager and F.scaled_dot_product_attention is not SDPA:  # for context parallelism
+        return "torch's scaled_dot_product_attention has been replaced"
+    for name, given in kwargs.items():
+        if not (name in IGNORED or given is None or given is False):
+            return f"{name} is given"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return "a tensor has not four dimensions"
+    of_q, of_k, of_v, device = query.shape, key.shape, value.shape, query.device.type
+    if device not in DEVICES:
+        return f"there is no kernel for {device}"
+    if not of_q[0] == of_k[0] == of_v[0]:
+        return "the batches differ"
+    if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(device):
+        return "the dtypes differ"
+    if of_k[1] != of_v[1] or of_q[1] % of_k[1]:
+        return "the heads do not fit"
+    for name, added in (("attention_mask", mask), ("position_bias", position_bias)):
+        if added is None:
+            continue
+        if not isinstance(added, Tensor) or added.dtype not in (torch.bool, F32, query.dtype):
+            return f"{name} is neither bool, float32 nor of query's dtype"
+        whole = *of_q[:3], of_k[2]
+        if added.dim() != 4 or any(
+            n not in (1, size) for n, size in zip(added.shape, whole, strict=True)
+        ):
+            return f"{name} does not broadcast to the scores"
+    if eager and mask is not None and mask.dtype == torch.bool:
+        return "attention_mask is bool, and eager code adds it"
+    return ""
+
+
+def _bias(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
+    if position_bias is None or mask is None:
+        return mask if position_bias is None else position_bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, position_bias, -torch.inf)
+    return position_bias + mask
+
+
+def _theirs(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The call by the function that the model would have run: eager's where that is set, or where
+    sdpa's knows no such scores.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    scores = kwargs["softcap"] is not None or kwargs["s_aux"] is not None
+    run = eager_function(module) if _is_eager(module) or scores else None
+    if run is None:
+        run = sdpa_attention_forward
+    elif not _is_eager(module):
+        mask = _as_numbers(module, query, key, mask, kwargs.pop("is_causal"))
+    given = {k: v for k, v in kwargs.items() if v is not None}
+    return run(module, query, key, value, mask, dropout=dropout, scaling=scaling, **given)
+
+
+def _is_eager(module: nn.Module) -> bool:
+    """Whether its attention is eager's without us, and its masks are."""
+    return implementation(getattr(module, "config", None)) == "eager"
+
+
+def eager_function(module: nn.Module) -> Callable | None:
+    """The function that the module's code has for "eager"."""
+    try:
+        forward = innermost(original_class(module))
+    except Unreadable:
+        return None
+    names = (n for n in forward.__code__.co_names if n.endswith("eager_attention_forward"))
+    return forward.__globals__.get(next(names, ""))
+
+
+def _as_numbers(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> Tensor | None:
+    """A mask as eager's functions add it: the smallest number where a key is not seen."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if mask is None and causal and query.shape[2] > 1:
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = seen.tril()[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    least = torch.finfo(query.dtype).min
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, least)

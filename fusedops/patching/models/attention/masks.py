@@ -1,0 +1,102 @@
+"""Masks that models make for eager attention, in the form that `attention` reads fastest.
+
+Eager code adds a mask of numbers to the scores: 0 where a key is seen, the dtype's least where it
+is not. `attention` is faster on bools, and fastest without a mask and on "causal".
+"""
+
+import threading
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusedops.patching.core.tracing import is_transformed
+
+__all__ = ["simplest"]
+
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # of as many bytes as a number
+STRIP = 128  # queries
+
+Simple = tuple[Tensor | None, bool]
+
+
+class _Thread(threading.local):
+    """mask -> (its version, what it says). All layers get the same tensor: it is read once."""
+
+    def __init__(self) -> None:
+        self.known = WeakTensorKeyDictionary()
+
+
+_thread = _Thread()
+
+
+def simplest(mask: Tensor | None) -> Simple:
+    """(mask, causal): arguments of `attention` for an eager function's mask, [B or 1, .., Q, K].
+
+    A mask of nothing but 0 and the least numbers becomes bools, causal where it is the square lower
+    triangle, and None where every key is seen. Others stay numbers, as do all masks on other
+    devices than CPUs and in a graph or transform, where reading them is not free; -inf is in the
+    place of the least numbers, so that a query that sees no key gives zeros there too.
+    """
+    if mask is None or not mask.is_floating_point():
+        return mask, False
+    if not _readable(mask):
+        return _numbers(mask), False
+    if mask.is_inference():  # which counts no versions
+        return _read(mask)
+    version, found = _thread.known.get(mask, (None, None))
+    if version != mask._version:
+        found = _read(mask)
+        _thread.known[mask] = mask._version, found
+    return found
+
+
+def _numbers(mask: Tensor) -> Tensor:
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+
+
+def _readable(mask: Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and not is_transformed()
+        and type(mask) is Tensor
+        and mask.is_cpu
+        and not mask.requires_grad
+        and mask.numel() > 0
+    )
+
+
+def _read(mask: Tensor) -> Simple:
+    bits = mask.view(INTEGERS[mask.itemsize])  # CPUs reduce integers fastest
+    least = torch.full((), torch.finfo(mask.dtype).min, dtype=mask.dtype, device="cpu")
+    hidden = least.view(bits.dtype)
+    if _is_causal(bits, hidden):
+        return None, True
+    # As integers, negative numbers lie the other way round: the least and -inf come last.
+    lowest = bits.amin()
+    if not (lowest >= hidden and mask.amax() <= 0):  # the latter is False of NaN
+        return _numbers(mask), False
+    return (None, False) if lowest == 0 else (mask.bool().logical_not_(), False)
+
+
+def _is_causal(bits: Tensor, hidden: Tensor) -> bool:
+    """Whether each query sees all keys up to its own, and no other. Strip by strip."""
+    n, keys = bits.shape[-2:]
+    if n != keys:
+        return False
+    side = min(STRIP, n)
+    corner = hidden.expand(side, side).triu(1)
+    for start in range(0, n, STRIP):
+        end = min(start + STRIP, n)
+        earlier, here, later = bits[..., start:end, :].tensor_split((start, end), -1)
+        if not (
+            torch.equal(here, corner[: end - start, : end - start].expand_as(here))
+            and (start == 0 or _is_all(earlier, 0))
+            and (end == n or _is_all(later, int(hidden)))
+        ):
+            return False
+    return True
+
+
+def _is_all(bits: Tensor, value: int) -> bool:
+    return bits.amin().item() == value == bits.amax().item()

@@ -1,0 +1,185 @@
+"""The loss functions that are known, and what takes their place.
+
+A loss function is known when it is one of transformers' own, was run and gave what ours gives.
+Whatever else it is called with is its own business: then it runs itself, on logits. A run says
+nothing about what a user's function does with other labels, or notes elsewhere: that is left.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedops.functional import cross_entropy
+from fusedops.patching.core.introspection import known_to, reached
+from fusedops.patching.core.sandbox import quiet, undisturbed
+from fusedops.patching.core.swap import said
+from fusedops.patching.models.loss.head import FLOATS, loss_of, untraceable
+from fusedops.patching.models.loss.logits import LazyLogits, read
+
+__all__ = ["Loss", "loss_like"]
+
+OWN = "transformers.loss."  # the modules whose functions are run and replaced
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A model's function that computes the cross entropy of logits and labels.
+
+    shifts: position n predicts label n + 1. reads: the arguments beside ARGUMENTS that its code
+    knows: called with one of them, the function runs itself.
+    """
+
+    theirs: Callable
+    shifts: bool
+    reads: frozenset[str]
+
+    @functools.cached_property
+    def fused(self) -> Callable:
+        """What stands for it."""
+
+        @functools.wraps(self.theirs)
+        def fused(*args, **kwargs):
+            found = None if untraceable() else self.of(args, kwargs)
+            if found is None:
+                return self.theirs(*map(read, args), **{k: read(v) for k, v in kwargs.items()})
+            return found
+
+        return fused
+
+    def of(self, args: tuple, kwargs: dict) -> Tensor | None:
+        """The loss of a call; None where the model's own function has to run."""
+        if kwargs.keys() & self.reads:
+            return None
+        try:
+            call = CALL.bind(self.shifts, *args, **kwargs)
+        except TypeError:
+            return None
+        return _of_call(*call.args, **call.kwargs)
+
+
+def _of_call(
+    shifts: bool,
+    /,
+    logits: Any,
+    labels: Any,
+    vocab_size: Any,
+    num_items_in_batch: Any = None,
+    ignore_index: Any = -100,
+    shift_labels: Any = None,
+    **more: Any,
+) -> Tensor | None:
+    plain = type(logits) in (Tensor, LazyLogits) and logits.dtype in FLOATS and logits.dim() > 1
+    if not plain or type(ignore_index) is not int or logits.shape[-1] != vocab_size:
+        return None
+    given = shift_labels if shifts and shift_labels is not None else labels
+    if type(given) is not Tensor or given.dtype != torch.int64 or not given.dim():
+        return None
+    if shifts and shift_labels is None:
+        given = F.pad(given, (0, 1), value=ignore_index)[..., 1:]
+    targets = given.reshape(-1).to(logits.device)
+    if len(targets) != logits.shape[:-1].numel():
+        return None
+    how = {
+        "reduction": "mean" if num_items_in_batch is None else "sum",
+        "ignore_index": ignore_index,
+    }
+    loss = _of_rows(logits, targets, how)
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+CALL = inspect.signature(_of_call)
+ARGUMENTS = tuple(CALL.parameters)[1:-1]  # of a loss function: logits, ..., shift_labels
+
+
+def _of_rows(logits: Tensor, targets: Tensor, how: dict) -> Tensor:
+    loss = loss_of(logits, targets, how) if isinstance(logits, LazyLogits) else None
+    if loss is None:
+        rows = read(logits).flatten(0, -2)
+        loss = cross_entropy(rows, targets, dtype=torch.float32, **how)
+    return loss
+
+
+def loss_like(theirs: Any) -> Loss | str:
+    """What may stand for a loss function, or why nothing may."""
+    name = getattr(theirs, "__name__", type(theirs).__name__)
+    if not isinstance(theirs, FunctionType) or not _is_own(theirs):
+        return f"its loss function {name} is not transformers' own"
+    foreign = (f.__name__ for f in reached(object, [theirs]) if not _is_own(f))
+    if called := next(foreign, ""):
+        return f"its loss function {name} calls {called}, which is not transformers' own"
+    taken = inspect.signature(theirs).parameters
+    names = [n for n, p in taken.items() if p.kind is not p.VAR_KEYWORD]
+    if tuple(names) not in (ARGUMENTS, ARGUMENTS[:-1]) or len(names) == len(taken):
+        return f"its loss function {name} takes {', '.join(names)}"
+    reads = frozenset(known_to(theirs) - {*ARGUMENTS})
+    with undisturbed(), quiet("cpu"), torch.device("cpu"):
+        try:
+            wanted = [_results(theirs, *case) for case in _cases()]
+        except Exception as error:  # noqa: BLE001  a model's own code raises anything
+            return f"its loss function {name} cannot be run: {said(error)}"
+        losses = (Loss(theirs, shifts, reads) for shifts in (True, False))
+        found = next((loss for loss in losses if _gives(loss, wanted)), None)
+    return found or f"its loss function {name} differs from cross_entropy of labels"
+
+
+def _is_own(function: FunctionType) -> bool:
+    """By where it was defined: `__module__` is what functools.wraps makes it."""
+    return function.__globals__.get("__name__", "").startswith(OWN)
+
+
+def _gives(loss: Loss, wanted: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether loss and gradient are as wanted, in each case."""
+    ours = (_results(lambda **kwargs: loss.of((), kwargs), *case) for case in _cases())
+    return all(map(_same, ours, wanted))
+
+
+def _cases() -> Iterator[tuple[Tensor, dict]]:
+    """(logits of two rows of five positions and seven classes, the other arguments)"""
+    for dtype, (logits, call) in product((torch.float32, torch.bfloat16), _calls()):
+        yield logits.to(dtype), call
+
+
+def _calls() -> Iterator[tuple[Tensor, dict]]:
+    draw = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 5, 7, generator=draw, dtype=torch.float32, device="cpu")
+    labels, other = torch.randint(7, (2, 2, 5), generator=draw, device="cpu")
+    labels[0, 2] = other[1, 1] = -100
+    call = {"labels": labels, "vocab_size": 7}
+    yield logits, call
+    yield logits, {**call, "labels": torch.full_like(labels, -100)}
+    for more in (
+        {"num_items_in_batch": 3},
+        {"num_items_in_batch": torch.tensor(5, dtype=torch.int64, device="cpu")},
+        {"ignore_index": int(labels[1, 3]), "labels": labels.clamp(min=0)},
+        {"shift_labels": other},
+        {"shift_labels": other, "num_items_in_batch": 4},
+    ):
+        yield logits, {**call, **more}
+
+
+def _results(run: Callable, logits: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
+    """(loss, gradient of the logits)"""
+    logits = logits.clone().requires_grad_()
+    with torch.enable_grad():
+        loss = run(logits=logits, **kwargs)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+def _same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    eps = torch.finfo(one[1].dtype).eps
+    return one[0].dtype == other[0].dtype and all(
+        torch.allclose(a, b, rtol=max(4 * eps, 1e-5) if i else 1e-5, atol=1e-6, equal_nan=True)
+        for i, (a, b) in enumerate(zip(one, other, strict=True))
+    )

@@ -1,0 +1,295 @@
+"""A head that gives lazy logits where it may, and is called a second time for what they stand for.
+
+Both the loss and, where someone reads them, the values come from a call of the head itself, so that
+the hooks of FSDP and ZeRO gather its weight around it. The second call carries a question; the
+head's forward answers it instead of giving logits.
+"""
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from fusedops.functional import linear_cross_entropy
+from fusedops.patching.core.swap import Unswappable, given, overlay, stacked
+from fusedops.patching.core.thresholds import logits_pay
+from fusedops.patching.core.tracing import is_transformed
+from fusedops.patching.models.loss.logits import (
+    CHANGED,
+    SCOPE,
+    LazyLogits,
+    Origin,
+    State,
+    formula,
+    is_there,
+    version,
+)
+from fusedops.patching.modules.linear import Form, form_of
+
+__all__ = ["heads_of", "is_watched", "loss_of", "patch_head", "untraceable"]
+
+FLOATS = torch.float32, torch.float16, torch.bfloat16
+BITS = {4: torch.int32, 2: torch.int16}
+# What autograd calls the nodes of the operations that lazy logits note.
+NODES = {
+    *("AliasBackward0", "CloneBackward0", "DivBackward0", "MulBackward0", "TanhBackward0"),
+    *("ToCopyBackward0", "ViewBackward0"),
+}
+SAMPLES = 8  # rows and columns of the weight that tell whether it has changed
+
+
+@dataclass(eq=False)
+class Question:
+    """What a head is called for. answer: takes the head's weight, bias and input."""
+
+    head: nn.Module
+    answer: Callable[[Tensor, Tensor | None, Tensor], Tensor | None]
+    answered: bool = False
+
+
+ASKED: ContextVar[Question | None] = ContextVar("what the head is called for", default=None)
+
+
+def _ask(question: Question, hidden: Tensor) -> Tensor:
+    before = ASKED.set(question)
+    try:
+        return question.head(hidden)
+    finally:
+        ASKED.reset(before)
+
+
+def heads_of(model: Any) -> tuple[nn.Module, ...]:
+    """The model's head; of one that PEFT trains in full, the copies that it may call."""
+    head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        return tuple(copies.values())
+    return () if head is None else (head,)
+
+
+def patch_head(head: nn.Module) -> str:
+    """Lets the head give lazy logits. Returns why it cannot, empty where it can."""
+    form = form_of(head)
+    if form is None or form.turned:
+        library = type(head).__module__.partition(".")[0]
+        return f"{type(head).__name__} of {library} is not a plain linear"
+    if "forward" in vars(head):
+        return "the head carries its own forward"
+    try:
+        overlay(head, functools.partial(_head_class, form=form))
+    except Unswappable as why:
+        return str(why)
+    return "" if given(head, "_fusedops_head") else "another library's class is on top of the head"
+
+
+def _head_class(original: type[nn.Module], below: type[Any] | None, form: Form) -> type:
+    run: Any = (below or original).forward
+
+    @functools.wraps(run)
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or len(args) != 1 or kwargs:
+            return run(self, *args, **kwargs)
+        question = ASKED.get()
+        if question is not None and question.head is self:
+            found = _answer(question, self, args[0])
+        else:
+            found = _defer(self, args[0]) if self in SCOPE.get() else None
+        return run(self, *args) if found is None else found
+
+    return stacked(original, below, ("head", form), {"forward": forward, "_fusedops_head": form})
+
+
+def untraceable() -> bool:
+    """Whether a mode or a transform has to see the logits."""
+    return bool(torch.compiler.is_compiling() or is_transformed() or forward_ad._current_level >= 0)
+
+
+def _answer(question: Question, head: nn.Module, x: Tensor) -> Tensor | None:
+    held = head._parameters
+    found = question.answer(held.get("weight"), held.get("bias"), x)  # type: ignore[arg-type]
+    question.answered = True
+    return found
+
+
+def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
+    """Lazy logits of x, None where they have to be made."""
+    form = given(head, "_fusedops_head")
+    found = form and not untraceable() and not is_watched(head) and form.operands(head, x)
+    if not found:
+        return None
+    weight, bias = found
+    if x.device.type == "meta":  # there is no autocast for it: torch raises
+        return None
+    cast = _autocast(x)
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    if not dtypes <= set(FLOATS) or (cast is None and len(dtypes) > 1):
+        return None
+    if x.dim() < 2 or not x.numel() or not weight.numel():
+        return None
+    if x.shape[-1] != weight.shape[-1] or x.device != weight.device:
+        return None
+    if logits_pay(x, weight, cast or x.dtype):
+        return None
+    if x.is_inference():  # it counts no versions: whoever writes into it may not change logits
+        x = x.clone()
+    values = _Values(head, x, weight, bias, cast)
+    versions = tuple((t, version(t)) for t in (x, weight, bias) if t is not None)
+    origin = Origin(head, x, values, cast or x.dtype, versions)
+    return _Linear.apply(x, weight, bias, origin)
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def is_watched(head: nn.Module) -> bool:
+    """Whether a hook wants to see the logits: all but those that gather weights do."""
+    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+    return (
+        type(head).__call__ is not nn.Module.__call__
+        or "forward" in vars(head)  # accelerate's hooks
+        or bool(head._backward_hooks or head._backward_pre_hooks)
+        or nn.modules.module._has_any_global_hook()
+        or not all(map(_gathers, hooks))
+    )
+
+
+def _gathers(hook: Any) -> bool:
+    """Whether it is a hook of FSDP2 or of ZeRO-3, for a module by itself. FSDP's hooks for several
+    modules count the calls.
+    """
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    owner = type(getattr(hook, "__self__", None)).__module__
+    if owner.startswith("torch.distributed.fsdp._fully_shard."):
+        return True
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
+
+
+class _Linear(torch.autograd.Function):
+    """The node of a linear whose output has no values yet."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, origin):
+        ctx.save_for_backward(x, weight, bias)
+        return LazyLogits.of(State(origin), torch.Size((*x.shape[:-1], len(weight))), origin.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, bias = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight = (rows.T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = rows.sum(0).to(bias.dtype)
+        return dx, dweight, dbias, None
+
+
+def _leads_to_the_head(node: Any) -> bool:
+    """Whether the gradient of noted logits is that of the head's output times what was noted.
+
+    Not behind another's autograd function, but for those that gather the head's weight; nor of
+    logits that were detached and have a gradient of their own.
+    """
+    while type(node).__name__ in NODES or _gathers(getattr(type(node), "_forward_cls", None)):
+        node = node.next_functions[0][0]
+    return isinstance(node, _Linear._backward_cls)  # type: ignore[attr-defined]
+
+
+class _Values:
+    """Computes the logits of a call that has been made.
+
+    From the weight of that call. FSDP and ZeRO have freed it meanwhile: then the head is called
+    again. What was stepped in between gives other logits, and shards and `weight.data` count no
+    versions, so some elements are kept and compared.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cast: torch.dtype | None,
+    ) -> None:
+        self.head, self.x, self.weight, self.bias, self.cast = head, x, weight, bias, cast
+        self.sample = _sample(weight, bias)
+
+    def __call__(self) -> Tensor:
+        x = self.x.detach()
+        with torch.autocast(x.device.type, self.cast, enabled=self.cast is not None):
+            if is_there(self.weight):
+                return self._from(self.weight, self.bias, x)
+            question = Question(self.head, self._from)
+            logits = _ask(question, x)
+        if not question.answered:
+            raise RuntimeError(CHANGED)
+        return logits
+
+    def _from(self, weight: Any, bias: Any, x: Tensor) -> Tensor:
+        weight, bias = _whole(weight, bias)
+        self.compare(weight, bias)
+        return F.linear(x, weight, bias).contiguous()
+
+    def compare(self, weight: Tensor, bias: Tensor | None) -> None:
+        if not _equal(_sample(weight, bias), self.sample):
+            raise RuntimeError(CHANGED)
+
+
+def _whole(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
+    """Of a head that is sharded with the model around it, and is called alone."""
+    if hasattr(weight, "full_tensor"):
+        return weight.full_tensor(), None if bias is None else bias.full_tensor()
+    return weight, bias
+
+
+def _sample(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Copies of some elements of each."""
+    held = [weight] if bias is None else [weight, bias]
+    steps = [tuple(slice(None, None, max(1, n // SAMPLES)) for n in t.shape) for t in held]
+    return tuple(t.detach()[step].clone() for t, step in zip(held, steps, strict=True))
+
+
+def _equal(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    """Bit for bit: NaN is NaN."""
+    return len(some) == len(others) and all(
+        a.dtype == b.dtype
+        and a.device == b.device
+        and torch.equal(a.view(BITS[a.itemsize]), b.view(BITS[b.itemsize]))
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
+    """`cross_entropy(logits, targets)` in float32 from the head's input; None where it cannot be.
+
+    targets: [...], as many as there are rows of logits. how: linear_cross_entropy's arguments.
+    """
+    found = formula(logits)
+    if found is None or (logits.requires_grad and not _leads_to_the_head(logits.grad_fn)):
+        return None
+    how = how | {"scale": found[0], "softcap": found[1], "dtype": torch.float32}
+    origin = logits.state.origin
+    origin.check()
+
+    def answer(weight: Any, bias: Any, x: Tensor) -> Tensor:
+        weight, bias = _whole(weight, bias)
+        if not SCOPE.get():  # in a forward nothing was stepped in between
+            origin.values.compare(weight, bias)
+        rows = targets.view(x.shape[:-1])
+        return linear_cross_entropy(x, weight, rows, linear_bias=bias, **how)
+
+    question = Question(origin.head, answer)
+    with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
+        loss = _ask(question, origin.hidden)
+    # A policy of FSDP may round what comes from the head's call.
+    return loss if question.answered and loss.dtype == torch.float32 else None

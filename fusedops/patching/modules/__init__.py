@@ -1,0 +1,1 @@
+"""Sites that are recognised by running a module: norms, activations, linears."""

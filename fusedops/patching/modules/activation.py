@@ -1,0 +1,249 @@
+"""Finds out which activation a module or a function computes, by running it."""
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fusedops.functional import geglu, swiglu
+from fusedops.patching.core.introspection import MISSING, changes_state, fixed, plain
+from fusedops.patching.core.sandbox import BF16, F16, F32, F64, bare, device_of, quiet, undisturbed
+from fusedops.patching.core.swap import (
+    Unswappable,
+    given,
+    has_hooks,
+    original_class,
+    subclass,
+    swap,
+)
+
+__all__ = [
+    "Activation",
+    "Named",
+    "activation_of",
+    "function_of",
+    "looks_like_an_activation",
+    "patch_activation",
+]
+
+UNKNOWN = "it is none of silu, gelu, relu"
+NAMES = "act", "activation", "relu", "gelu", "silu", "swish"  # of classes and attributes
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function: `linear`'s "relu", "gelu", "gelu_tanh" or "silu".
+
+    alpha: of g * sigmoid(alpha * g), for "silu". cast: whether autocast computes it in another
+    dtype. fixed: the attributes of the module, as they were.
+    """
+
+    name: str
+    alpha: float = 1.0
+    cast: bool = False
+    fixed: tuple[tuple[str, Hashable], ...] = ()
+
+    @property
+    def of_linear(self) -> str | None:
+        """What `linear` calls it, None where it has no such."""
+        return self.name if self.alpha == 1 else None
+
+    @property
+    def gated(self) -> Callable[..., Tensor] | None:
+        """The function of (gate, up) with this activation of the gate."""
+        if self.name == "silu":
+            return functools.partial(swiglu, alpha=self.alpha)
+        if self.name not in ("gelu", "gelu_tanh"):
+            return None
+        return functools.partial(geglu, approximate="tanh" if self.name == "gelu_tanh" else "none")
+
+    @property
+    def gated_name(self) -> str:
+        how = f"(alpha={self.alpha})" if self.alpha != 1 else ""
+        how = "(approximate='tanh')" if self.name == "gelu_tanh" else how
+        return f"{'swiglu' if self.name == 'silu' else 'geglu'}{how}"
+
+
+@dataclass(frozen=True)
+class Named:
+    """An activation as a forward names it: an attribute of the module, or else a function."""
+
+    name: str
+    function: Any = None
+
+    def of(self, module: nn.Module) -> Any:
+        return attrgetter(self.name)(module) if self.name else self.function
+
+
+CANDIDATES: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation("silu"): F.silu,
+    Activation("gelu"): F.gelu,
+    Activation("gelu_tanh"): functools.partial(F.gelu, approximate="tanh"),
+    Activation("relu"): F.relu,
+    Activation("silu", alpha=1.702): lambda x: x * torch.sigmoid(1.702 * x),
+}
+FUNCTIONS: dict[Any, Activation] = {
+    F.silu: Activation("silu"),
+    F.gelu: Activation("gelu"),
+    F.relu: Activation("relu"),
+    torch.relu: Activation("relu"),
+}
+
+
+def looks_like_an_activation(name: str, module: nn.Module) -> bool:
+    """A leaf without state that is called so, or whose class is."""
+    if any(next(of, None) is not None for of in _state(module)):
+        return False
+    words = name.lower(), original_class(module).__name__.lower()
+    return any(known in word for word in words for known in NAMES)
+
+
+def _state(module: nn.Module) -> Iterator[Iterator]:
+    yield from (module.parameters(), module.buffers(), module.children())
+
+
+def patch_activation(act: Any) -> Activation | str:
+    """What a module or a function computes, or why it cannot be said. A module's class then has it.
+
+    The module's own forward stays: a layer that calls it after a linear, or on a gate, may then
+    run a fused function in the place of both.
+    """
+    if not isinstance(act, nn.Module):
+        return function_of(act) or UNKNOWN
+    if has_hooks(act):
+        return "something watches its activation"
+    known = given(act, "_fusedops_activation")
+    found = known if known and _unchanged(act, known) else _probe(act)
+    if isinstance(found, Activation):
+        try:
+            swap(act, functools.partial(_with, activation=found))
+        except Unswappable as why:
+            return str(why)
+    return found
+
+
+def _with(original: type[nn.Module], activation: Activation) -> type:
+    def namespace() -> dict:
+        return {
+            "forward": original.forward,
+            "_fusedops_activation": activation,
+            "_fusedops_aside": {"_fusedops_activation": None},
+        }
+
+    return subclass(original, activation, namespace)
+
+
+def function_of(value: object) -> Activation | None:
+    """What a function of torch computes, None for any other value."""
+    return next((known for function, known in FUNCTIONS.items() if value is function), None)
+
+
+def activation_of(act: Any, x: Tensor) -> Activation | None:
+    """What a module that patch knows, or a function of torch, computes when it is called on x."""
+    if not isinstance(act, nn.Module):
+        return function_of(act)
+    found = given(act, "_fusedops_activation")
+    if found is None or has_hooks(act) or not _unchanged(act, found):
+        return None
+    return None if found.cast and torch.is_autocast_enabled(x.device.type) else found
+
+
+def _unchanged(act: nn.Module, known: Activation) -> bool:
+    own = vars(act)
+    return all(own.get(name, MISSING) == value for name, value in known.fixed)
+
+
+def _probe(module: nn.Module) -> Activation | str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a TorchScript module"
+    if changes_state(type(module)):
+        return "its activation changes attributes"
+    read = fixed(module, set(), _is_torchs)
+    if isinstance(read, str):
+        return read
+    known = next((a for a, f in CANDIDATES.items() if _equal(module, f)), None)
+    if known is None:
+        return UNKNOWN
+    attributes = tuple(dict([*read, *plain(module)]).items())
+    return Activation(known.name, known.alpha, _is_cast(module), attributes)
+
+
+def _is_torchs(value: object) -> bool:
+    """Whether it is a function of torch, whose meaning nobody changes."""
+    if isinstance(value, functools.partial):
+        return _is_torchs(value.func)
+    home = str(getattr(value, "__module__", ""))
+    return callable(value) and home.partition(".")[0] == "torch"
+
+
+def _equal(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the module is the function: values and gradients, dtypes, both modes."""
+    device, module = device_of(module), bare(module)
+    try:
+        with undisturbed(), quiet(device):
+            x = torch.linspace(-14, 14, 2003, dtype=F64, device=device)
+            x = torch.cat([x, x.new_tensor([0.0, -0.0, 1e4, -1e4, torch.nan])])
+            same = all(_close(_values(m, x), _values(function, x)) for m in _both_modes(module))
+            return same and all(_keeps(module, function, x, dtype) for dtype in (F32, BF16, F16))
+    except Exception:  # noqa: BLE001  a model's own code raises anything
+        return False
+
+
+def _is_cast(module: nn.Module) -> bool:
+    """Whether autocast gives a 16-bit input another dtype, as pow has on some devices."""
+    device, module = device_of(module), bare(module)
+    with undisturbed(), quiet(device), torch.no_grad():
+        x = torch.ones(3, dtype=BF16, device=device)
+        with torch.autocast(device, BF16):
+            return any(module(t).dtype != t.dtype for t in (x, x.float()))
+
+
+def _both_modes(module: nn.Module) -> Iterator[nn.Module]:
+    for mode in (False, True):
+        module.training = mode
+        yield module
+
+
+def _values(run: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(y, the gradient of its sum)"""
+    leaf = x.clone().requires_grad_()
+    with torch.enable_grad():
+        y = run(leaf * 1)
+        return y.detach(), torch.autograd.grad(y.sum(), leaf)[0]
+
+
+def _close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
+    """In float64. transformers' FastGELU has ten digits of a constant."""
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, 1e-8, 1e-9, True)
+        for a, b in zip(got, wanted, strict=True)
+    )
+
+
+def _keeps(module: nn.Module, function: Callable, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the values are the function's in a narrower dtype too, up to its largest, in any
+    shape, with and without a gradient; x stays as it is.
+
+    Off by the roundings of a few operations on numbers as large as x.
+    """
+    info = torch.finfo(dtype)
+    x = torch.cat([x, x.new_tensor([-0.5, -0.02, 0.02, 0.5]) * info.max]).to(dtype)
+    for t in (x.clone(), x.view(4, -1, 1).clone(), x.clone().requires_grad_()):
+        with torch.set_grad_enabled(t.requires_grad):
+            y = module(t * 1 if t.requires_grad else t).detach()
+        wide = t.detach().double()
+        wanted = function(wide)
+        off = (y.double() - wanted).abs() - 8 * info.eps * (wanted.abs() + wide.abs()) - info.tiny
+        near = (off <= 0) | (y.isnan() & wanted.isnan())
+        if y.dtype != dtype or not near.all() or not _same_bits(t, x):
+            return False
+    return True
+
+
+def _same_bits(t: Tensor, other: Tensor) -> bool:
+    return torch.equal(t.detach().flatten().nan_to_num(), other.nan_to_num())

@@ -1,0 +1,195 @@
+"""Linear sites: nn.Linear, and modules that compute what it does, as Conv1D of transformers."""
+
+import functools
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from fusedops.functional import linear
+from fusedops.nn import QuantizedLinear
+from fusedops.patching.core.introspection import MISSING, changes_state, fixed
+from fusedops.patching.core.sandbox import F64, bare, quiet, undisturbed
+from fusedops.patching.core.swap import (
+    Unswappable,
+    given,
+    original_class,
+    subclass,
+    swap,
+    version,
+)
+from fusedops.patching.core.thresholds import inductor_multiplies, linear_loses
+from fusedops.patching.report import PatchReport, Site
+
+__all__ = ["Form", "form_of", "is_linear", "operands_of", "patch_linear", "patch_linears"]
+
+PLAIN = nn.Parameter, Tensor
+FORWARD = nn.Linear.forward  # as torch has it
+
+
+@dataclass(frozen=True)
+class Form:
+    """x @ weight.T + bias, or x @ weight + bias when turned.
+
+    fixed: the attributes that the module's code reads, as they were.
+    """
+
+    turned: bool = False
+    fixed: tuple[tuple[str, Hashable], ...] = ()
+
+    def operands(self, module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
+        """(weight, bias) for `linear`, None where the module's own code has to run.
+
+        Read from `_parameters`: all that a small linear pays for being patched.
+        """
+        held = module._parameters
+        weight, bias = held.get("weight"), held.get("bias")
+        plain = type(x) is Tensor and (bias is None or type(bias) in PLAIN) and not x.is_nested
+        if weight is None or type(weight) not in PLAIN or not plain or "bias" not in held:
+            return None  # a parameter that is missing is computed each time
+        if self.fixed and any(vars(module).get(k, MISSING) != value for k, value in self.fixed):
+            return None
+        return (weight.t() if self.turned else weight), bias
+
+
+# class -> (its version, its attributes) -> what it computes
+_known: "WeakKeyDictionary[type, dict[Hashable, Form | None]]" = WeakKeyDictionary()
+
+
+def is_linear(module: nn.Module) -> bool:
+    return form_of(module) is not None
+
+
+def patch_linears(model: nn.Module, report: PatchReport) -> None:
+    """Swaps the linears whose fused function is faster here. Those in the report are done."""
+    done, left = {site.path for site in report.fused if site.kind == "linear"}, Counter[str]()
+    for path, module in list(model.named_modules()):
+        form, was = form_of(module), original_class(module).__name__
+        if isinstance(module, QuantizedLinear):
+            continue  # has kernels of its own
+        if path in done or (form is None and not isinstance(module, nn.Linear)):
+            continue
+        if form is not None and (slower := linear_loses(module.weight, form.turned)):
+            left[slower] += 1
+        elif reason := patch_linear(module):
+            report.skipped.append(Site(path, "linear", was, reason=reason))
+        else:
+            report.fused.append(Site(path, "linear", was, "linear"))
+    report.notes += [f"linear: {n} run as written: {why}" for why, n in left.items()]
+
+
+def patch_linear(module: nn.Module) -> str:
+    """Gives the module its fused forward. Returns why it cannot, empty where it has."""
+    form = form_of(module)
+    if "forward" in vars(module):
+        return "the instance carries its own forward"
+    if form is None:
+        return "it does not compute x @ weight.T + bias"
+    try:
+        swap(module, functools.partial(_fused, form=form))
+    except Unswappable as why:
+        return str(why)
+    return "" if given(module, "_fusedops_form") else "another library's class is on top of it"
+
+
+def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
+    """What `linear` takes for the module now, None where its own code has to run."""
+    if inductor_multiplies(x):  # first, as torch.compile guards what is read
+        return None
+    form = given(module, "_fusedops_form")
+    return form and form.operands(module, x)
+
+
+def _fused(original: type[nn.Module], form: Form) -> type:
+    @functools.wraps(original.forward)
+    def forward(self, *args, **kwargs):
+        found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
+        return linear(args[0], *found) if found else original.forward(self, *args, **kwargs)
+
+    def namespace() -> dict:
+        return {
+            "forward": forward,
+            "_fusedops_form": form,
+            "_fusedops_aside": {"_fusedops_form": None},
+        }
+
+    return subclass(original, form, namespace)
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """What the module computes; None when it is no linear, or has no weight yet."""
+    if isinstance(module, torch.jit.ScriptModule) or not _is_matrix_and_row(module):
+        return None
+    original = original_class(module)
+    if original.forward is FORWARD and _is_plain(original):
+        return Form()
+    module = bare(module)
+    module.__class__ = original
+    attributes = fixed(module, {"weight", "bias"})
+    if isinstance(attributes, str) or changes_state(original):
+        return None
+    known, key = _known.setdefault(original, {}), (version(original), attributes)
+    if key not in known:
+        turns = (turned for turned in (False, True) if _equal(module, turned))
+        known[key] = next((Form(turned, attributes) for turned in turns), None)
+    return known[key]
+
+
+def _is_plain(original: type) -> bool:
+    """Whether no class on top of nn.Linear says what the parameters or a call are."""
+    bases = original.__mro__
+    if nn.Linear not in bases or nn.Linear.forward is not FORWARD:
+        return False
+    own = {name for base in bases[: bases.index(nn.Linear)] for name in vars(base)}
+    return own.isdisjoint(("weight", "bias", "__call__", "__getattr__", "__getattribute__"))
+
+
+def _is_matrix_and_row(module: nn.Module) -> bool:
+    """Whether all that it holds are a matrix and, of the length of a side of it, a row."""
+    held: dict = module._parameters
+    if any(isinstance(p, UninitializedParameter) for p in held.values()):
+        return False
+    if held.keys() != {"weight", "bias"} or module._modules or module._buffers:
+        return False
+    weight, bias = held["weight"], held["bias"]
+    sides = () if weight is None or weight.dim() != 2 else weight.shape
+    return bool(sides) and (bias is None or (bias.dim() == 1 and len(bias) in sides))
+
+
+def _equal(module: Any, turned: bool) -> bool:
+    """Whether the module computes x @ weight.T + bias, or when turned x @ weight + bias, of random
+    parameters: small ones, if its code asks for no size.
+    """
+    shape = tuple(module.weight.shape)
+    small = (min(shape[0], 24), min(shape[1], 24 if shape[0] == shape[1] else 40))
+    return any(_computes(bare(module), size, turned) for size in dict.fromkeys((small, shape)))
+
+
+def _computes(module: Any, shape: tuple[int, ...], turned: bool) -> bool:
+    depth, width = shape if turned else shape[::-1]
+    draw = functools.partial(torch.randn, dtype=F64, device="cpu", requires_grad=True)
+    try:
+        with undisturbed(), quiet("cpu"):
+            torch.manual_seed(0)
+            x, weight, bias = draw(2, 3, depth), draw(*shape), draw(width)
+            own = {"weight": weight, "bias": None if module.bias is None else bias}
+            vars(module)["_parameters"] = own
+            wanted = x @ (weight if turned else weight.T)
+            wanted = wanted if own["bias"] is None else wanted + bias
+            return _same(module(x), wanted, [t for t in (x, *own.values()) if t is not None])
+    except Exception:  # noqa: BLE001  a model's own code raises anything
+        return False
+
+
+def _same(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> bool:
+    """Whether two results and their gradients are equal."""
+    if got.shape != wanted.shape:
+        return False
+    down = torch.randn_like(wanted)
+    pairs = zip(*(torch.autograd.grad(y, leaves, down) for y in (got, wanted)), strict=True)
+    return all(torch.allclose(a, b) for a, b in [(got, wanted), *pairs])

@@ -1,0 +1,197 @@
+"""A norm under probe: a copy of the module with random parameters, and inputs for it.
+
+The copy shares the module's attributes and has parameters of its own, so a module on the meta
+device is probed too, and no state of the model is read or changed.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.patching.core.sandbox import BF16, F32, F64, bare, device_of, drawn, quiet
+from fusedops.patching.modules.norm.formula import Formula, same
+
+__all__ = ["Regime", "Specimen", "normalized_shape"]
+
+ELEMENTS = 200_000  # enough to see 1 in 10,000
+
+# (dtype of the input, dtype of the weight, under autocast)
+Regime = tuple[torch.dtype, torch.dtype, bool]
+
+
+def normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
+    shape = getattr(module, "normalized_shape", None)
+    return tuple(shape) if isinstance(shape, tuple | list) else None
+
+
+class Specimen:
+    """What a module and a formula give for the same random inputs."""
+
+    def __init__(self, module: nn.Module, weight: str | None, bias: str | None, eps) -> None:
+        self.module, self.weight, self.bias = module, weight, bias
+        self.eps = getattr(module, eps) if isinstance(eps, str) else eps
+        self.device = device_of(module)
+        shape = getattr(module, weight).shape if weight else normalized_shape(module)
+        self.shape = tuple(shape or (64,))
+        self.seed = torch.Generator().manual_seed(0)  # the user's random stream stays as it is
+        self.parameters = {name: self._draw(self.shape) for name in (weight, bias) if name}
+        self.input, self.residual = self._inputs(), self._inputs()
+        self.outputs: dict[Regime, Tensor | None] = {}
+
+    def _draw(self, shape: tuple[int, ...]) -> Tensor:
+        return drawn(self.seed, *shape, dtype=F64)
+
+    def _inputs(self) -> Tensor:
+        """[rows, *shape]; every other row is so small that eps matters as much as it does."""
+        rows = 2 + ELEMENTS // torch.Size(self.shape).numel()
+        x = self._draw((rows, *self.shape))
+        x[1::2] *= (self.eps or torch.finfo(F32).eps) ** 0.5
+        return x
+
+    def regimes(
+        self, formula: Formula, run: Callable, among: list[Regime], rows: int | None = None
+    ) -> list[Regime]:
+        """Those of `among` in which `run` gives what the module gives, on the first rows."""
+        lacking = self.bias if formula.rounding else self.eps is None
+        if lacking:  # rms_norm has no bias, layer_norm no default eps
+            return []
+        return [regime for regime in among if self._equal(formula, run, regime, rows)]
+
+    def _equal(self, formula: Formula, run: Callable, regime: Regime, rows: int | None) -> bool:
+        if regime not in self.outputs:
+            self.outputs[regime] = self._original(self._to(self.input, regime[0]), regime)
+        if (wanted := self.outputs[regime]) is None:
+            return False
+        x = self._to(self.input[:rows], regime[0])
+        with torch.no_grad(), _autocast(self.device, regime[2]):
+            got = run(x, self.shape, *self._operands(formula, regime[1]))
+        return same(got, wanted[:rows], x.dtype)
+
+    def same_in_every_rank(self, formula: Formula, regime: Regime) -> bool:
+        """False for GroupNorm of one group: layer_norm in 2-D, over channels and width in 3-D."""
+        for lead in (5,), (3, 5), (2, 3, 5):
+            x = self._to(self._draw((*lead, *self.shape)), regime[0])
+            wanted = self._original(x, regime)
+            with torch.no_grad(), _autocast(self.device, regime[2]):
+                got = formula.fused(x, self.shape, *self._operands(formula, regime[1]))
+            if wanted is None or not same(got, wanted, x.dtype):
+                return False
+        return True
+
+    def adds(self, formula: Formula, proven: list[Regime], rows: int) -> bool:
+        """Whether the fused sum and norm equals the module after the sum."""
+        return len(self.shape) == 1 and all(self._adds(formula, r, rows) for r in proven)
+
+    def mixes(self, formula: Formula, proven: list[Regime], rows: int) -> bool:
+        """Whether it does so for bfloat16 x beside a float32 stream, as autocast makes it."""
+        streams = [regime for regime in proven if regime[:2] == (F32, F32)]
+        return len(streams) == 2 and all(self._adds(formula, r, rows, BF16) for r in streams)
+
+    def _adds(
+        self, formula: Formula, regime: Regime, rows: int, dtype: torch.dtype | None = None
+    ) -> bool:
+        """dtype: of x, where the residual stream has another."""
+        x = self._to(self.input[:rows], dtype or regime[0])
+        residual = self._to(self.residual[:rows], regime[0])
+        with torch.no_grad(), _autocast(self.device, regime[2]):
+            y, h = formula.fused_add(x, residual, *self._operands(formula, regime[1]))
+        wanted = self._original(x + residual, regime)
+        equal = wanted is not None and same(y, wanted, residual.dtype)
+        return equal and torch.equal(h, x + residual)
+
+    def same_at_extremes(self, formula: Formula, regime: Regime) -> bool:
+        """Whether large values, infinities and NaN come out alike."""
+        x = self._draw((6, *self.shape)) * 1e4
+        for i, value in enumerate((torch.inf, -torch.inf, torch.nan)):
+            x[i].view(-1)[0] = value
+        x = self._to(x, regime[0])
+        wanted = self._original(x, regime)
+        with torch.no_grad(), _autocast(self.device, regime[2]):
+            got = formula.reference(x, self.shape, *self._operands(formula, regime[1]))
+        if wanted is None or not torch.equal(_kinds(got), _kinds(wanted)):
+            return False
+        return same(_finite(got), _finite(wanted), x.dtype)
+
+    def same_gradients(self, formula: Formula, regime: Regime, rows: int) -> bool:
+        """Whether autograd gives the formula's gradients, in norm, and the output has one.
+
+        The gradient of a small row is as much larger as the row is smaller: the output's gradient
+        makes up for that, so that every row counts.
+        """
+        x, cotangent = self.input[:rows], self._draw((rows, *self.shape))
+        cotangent[1::2] *= (self.eps or torch.finfo(F32).eps) ** 0.5
+        x = self._to(x, regime[0])
+        module = self._copy(regime[1])
+        operands = self._operands(formula, regime[1])
+        *parameters, eps = [t.requires_grad_() if isinstance(t, Tensor) else t for t in operands]
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with torch.enable_grad(), _autocast(self.device, regime[2]), quiet(self.device):
+            got = module(one)
+            wanted = formula.reference(other, self.shape, *parameters, eps)
+        if not got.requires_grad or not same(got.detach(), wanted.detach(), x.dtype):
+            return False
+        own = [module.get_parameter(n) for n in (self.weight, self.bias) if n]
+        leaves = [one, *own], [other, *(p for p in parameters if p is not None)]
+        cotangent = self._to(cotangent, got.dtype)
+        pairs = [
+            torch.autograd.grad(y, of, cotangent, allow_unused=True)
+            for y, of in zip((got, wanted), leaves, strict=True)
+        ]
+        return all(_near(a, b) for a, b in zip(*pairs, strict=True))
+
+    def same_in_both_modes(self, regime: Regime, rows: int) -> bool:
+        x = self._to(self.input[:rows], regime[0])
+        here, there = (self._original(x, regime, training) for training in (False, True))
+        return here is not None and there is not None and same(here, there, x.dtype)
+
+    def _original(self, x: Tensor, regime: Regime, training: bool | None = None) -> Tensor | None:
+        """The module's output, None where it refuses the dtypes."""
+        module = self._copy(regime[1])
+        module.training = module.training if training is None else training
+        try:
+            with torch.no_grad(), _autocast(self.device, regime[2]), quiet(self.device):
+                y = module(x)
+        except Exception:  # noqa: BLE001  a model's own code raises anything
+            return None
+        return y if isinstance(y, Tensor) else None
+
+    def _copy(self, dtype: torch.dtype) -> nn.Module:
+        """The module without its hooks, with parameters of our own."""
+        new, names = bare(self.module), self.module._parameters
+        own = {n: nn.Parameter(self._to(self.parameters[n], dtype)) for n in self.parameters}
+        vars(new)["_parameters"] = {**dict.fromkeys(names), **own}
+        return new
+
+    def _operands(self, formula: Formula, dtype: torch.dtype) -> list:
+        names = [self.weight, self.bias][: 2 if formula.function == "layer_norm" else 1]
+        return [n and self._to(self.parameters[n], dtype) for n in names] + [self.eps]
+
+    def _to(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        return t.to(self.device, dtype)
+
+    def keeps_strides(self) -> bool:
+        x = self._to(self._draw((2, 3, *self.shape)), F32).transpose(0, 1)
+        y = self._original(x, (F32, F32, False))
+        return y is None or not y.is_contiguous()
+
+
+def _autocast(device: str, enabled: bool) -> torch.autocast:
+    return torch.autocast(device, torch.bfloat16, enabled=enabled)
+
+
+def _near(got: Tensor | None, wanted: Tensor) -> bool:
+    """A few ulp in norm."""
+    if got is None or got.dtype != wanted.dtype or got.shape != wanted.shape:
+        return False
+    off = (got.double() - wanted.double()).norm()
+    return bool(off <= 32 * torch.finfo(got.dtype).eps * wanted.double().norm())
+
+
+def _kinds(t: Tensor) -> Tensor:
+    """Where it is NaN, an infinity, or finite."""
+    return t.isnan() * 3 + t.isposinf() * 2 + t.isneginf() * 1
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.masked_fill(~t.isfinite(), 0.0)

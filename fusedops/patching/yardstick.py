@@ -1,0 +1,221 @@
+"""Runs a model before and after patch, and compares outputs, loss and gradients."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.patching.core.swap import original
+from fusedops.patching.core.undo import afterwards
+
+__all__ = ["GRADIENT", "Batch", "Yardstick", "fresh", "run"]
+
+GRADIENT = "gradient of "
+MOVED, MORE = 3, 16  # copies
+Batch = Mapping[str, object] | Tensor
+Results = Callable[[nn.Module, Batch], dict[str, Tensor]]
+
+
+class Yardstick:
+    """What `model` gives for `batch` before patch, and how far rounding can move that.
+
+    exact is a float64 copy of the model (the model itself where that has no float64). Rounding
+    is seen several times, since one run may be right by luck: in the model, and in copies whose
+    parameters are half an ulp away. After patch a result may be off by twice the largest of these
+    errors and one ulp, |fused - exact| <= 2 max |seen - exact| + eps |exact|, in max norm and in
+    RMS norm, over each output, the loss and each gradient. A gradient that cancels to nothing (of
+    a key's bias: softmax does not see it) is all rounding; it may also be off by an ulp of the
+    model's typical gradient. Positions that attention_mask hides are not judged. Dropout is off in
+    all runs; the random stream, the modules' modes and the gradients stay as they are.
+    results: what to compare, `run` by default.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, results: Results | None = None) -> None:
+        self.batch, self.results = batch, results or run
+        with original(model):
+            self.eager = self.results(model, batch)
+            self.seen = [self.eager, *self._moved(model, range(MOVED))]
+            self.exact = self._exact(model) or self.eager
+        gradients = [t.double() for n, t in self.exact.items() if n.startswith(GRADIENT)]
+        squares = sum(float(t.square().sum()) for t in gradients)
+        self.typical = (squares / max(1, sum(t.numel() for t in gradients))) ** 0.5
+
+    def compare(self, model: nn.Module) -> None:
+        """Raises RuntimeError when the model is off by more than that."""
+        fused = self.results(model, self.batch)
+        off = self.off(fused, model)
+        for _ in range(2):  # the second makes the norms ahead that the first has shown
+            found = run(model, self.batch, gradients=False)
+            off += self.off(found, model, gradients=False)
+        if off := list(dict.fromkeys(off)):
+            raise RuntimeError(
+                f"patch: verify found differences beyond rounding in {', '.join(off[:8])}"
+                f" ({len(off)} of {len(fused)} results); the model is as it was"
+            )
+
+    def off(self, fused: dict[str, Tensor], model: nn.Module, gradients: bool = True) -> list[str]:
+        """The results that are missing, or off by more than that. gradients: they are among them.
+
+        Where one is off, rounding is seen in more copies before it is said: a few of them may all
+        be right by luck, of a loss of few tokens to the last bit.
+        """
+        names = [n for n in self.exact if gradients or not n.startswith(GRADIENT)]
+        off = self._off(fused, names)
+        if off and len(self.seen) <= MORE:
+            with original(model):
+                self.seen += self._moved(model, range(MOVED, MOVED + MORE))
+            off = self._off(fused, names)
+        return off
+
+    def _off(self, fused: dict[str, Tensor], names: Iterable[str]) -> list[str]:
+        return [n for n in names if n not in fused or not self.within(n, fused[n])]
+
+    def _moved(self, model: nn.Module, seeds: Iterable[int]) -> list[dict[str, Tensor]]:
+        return [self.results(_moved(model, seed), self.batch) for seed in seeds]
+
+    def within(self, name: str, fused: Tensor) -> bool:
+        """Whether one result is as near to the exact one as rounding lets it be."""
+        if not torch.equal(_infinities(fused), _infinities(self.eager[name])):
+            return False
+        exact, eps = self.exact[name], torch.finfo(fused.dtype).eps
+        ulp = _finite(exact).abs() + (self.typical if name.startswith(GRADIENT) else 0.0)
+        off = [_error(result, exact) for result in (fused, *(seen[name] for seen in self.seen))]
+        return all(
+            norm(off[0]) <= 2 * max(map(norm, off[1:])) + eps * norm(ulp)
+            for norm in (_largest, torch.linalg.vector_norm)
+        )
+
+    def _exact(self, model: nn.Module) -> dict[str, Tensor] | None:
+        try:
+            found = self.results(_copy(model).double(), _double(self.batch))
+        except RuntimeError:  # a layer without float64: grouped matmuls, masks of old models
+            return None
+        # A float64's smallest number in a mask is -inf to a softmax in float32.
+        both = ((t, self.eager[n]) for n, t in found.items() if n in self.eager)
+        broken = any(t.isnan().any() > eager.isnan().any() for t, eager in both)
+        return None if broken else found
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A deepcopy, of what a module keeps of its last run too (RecurrentGemma's states)."""
+    kept = (t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor))
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in kept if not t.is_leaf})
+
+
+def _moved(model: nn.Module, seed: int) -> nn.Module:
+    """A copy with every parameter half an ulp up or down."""
+    new, draws = _copy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in new.parameters():
+            sign = torch.randint(2, p.shape, generator=draws, device="cpu").to(p) * 2 - 1
+            p.mul_(1 + sign * torch.finfo(p.dtype).eps / 2)
+    return new
+
+
+def run(model: nn.Module, batch: Batch, gradients: bool = True) -> dict[str, Tensor]:
+    """Outputs, loss and gradients by name, of one run without dropout."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices), _in_eval_mode(model), torch.set_grad_enabled(gradients):
+        batch = fresh(batch)
+        output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+        results = dict(_tensors("output", output))
+        results = {name: _shown(t, model, batch) for name, t in results.items()}
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        loss = getattr(output, "loss", None)
+        if not results and loss is None:
+            raise ValueError("patch: verify needs a model that gives floating-point results")
+        loss = _scalar(results) if loss is None else loss
+        if named and loss.requires_grad:  # not where everything is frozen
+            grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            named_grads = zip(named, grads, strict=True)
+            results |= {GRADIENT + n: g for n, g in named_grads if g is not None}
+    return {name: t.detach() for name, t in results.items()}
+
+
+def fresh(batch: Any) -> Any:
+    """A batch that a run may change: of a cache, each run gets a copy."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, Mapping):
+        return {name: fresh(value) for name, value in batch.items()}
+    return copy.deepcopy(batch)
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors in a tensor, a mapping or a sequence."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(str(key), item)
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _tensors(f"{name}[{i}]", item)
+
+
+def _shown(t: Tensor, model: nn.Module, batch: Any) -> Tensor:
+    """A result without what it has at positions that the batch's attention_mask hides.
+
+    A query there sees no key at all, and what eager code gives for it depends on how it masks.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # lengths
+    if two or not isinstance(mask, Tensor) or mask.dim() != 2 or t.shape[:2] != mask.shape:
+        return t
+    return torch.where(mask.bool().view(*mask.shape, *[1] * (t.dim() - 2)), t, 0.0)
+
+
+def _scalar(results: dict[str, Tensor]) -> Tensor:
+    """A loss for a model without one. Fixed random weights: a mean of a norm's output is flat."""
+    seed = torch.Generator().manual_seed(0)
+    weights = [
+        torch.randn(t.shape, generator=seed, dtype=torch.float64, device="cpu").to(t)
+        for t in results.values()
+    ]
+    return torch.stack(
+        [(t * w).sum() for t, w in zip(results.values(), weights, strict=True)]
+    ).sum()
+
+
+def _double(batch: Batch) -> Batch:
+    if isinstance(batch, Mapping):
+        return {name: _double_if_floating(value) for name, value in batch.items()}
+    return _double_if_floating(batch)
+
+
+def _double_if_floating(value):
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+
+    def put_back() -> None:
+        for module, mode in modes.items():
+            module.training = mode
+
+    with afterwards(put_back), afterwards(put_back):
+        model.eval()
+        yield
+
+
+def _infinities(t: Tensor) -> Tensor:
+    """1 where a result is infinite, -1 where it is minus that, else 0."""
+    return t.isposinf().char() - t.isneginf().char()
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.masked_fill(t.isinf(), 0.0)
+
+
+def _error(t: Tensor, exact: Tensor) -> Tensor:
+    """How far each element is off, 0 where both are the same infinity."""
+    return (t - exact).masked_fill(t == exact, 0.0)
+
+
+def _largest(t: Tensor) -> Tensor:
+    return t.abs().max() if t.numel() else t.new_zeros(())
