@@ -15,7 +15,7 @@ from fusedops import _C, backend, fuse_always, patch
 from fusedops.patching.core import thresholds
 from fusedops.patching.models.attention.interface import attention_forward
 from fusedops.patching.modules.linear import form_of
-from patching.lines.residual_cases import N, PreNorm
+from patching.lines.residual_cases import N
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama  # noqa: E402
@@ -32,7 +32,6 @@ def always():
     x, weight = torch.randn(4, 8), torch.randn(16, 8)
     return [
         thresholds.attention_pays(q, q),
-        thresholds.sum_pays(x, x),
         not thresholds.logits_pay(x, weight, BF16),
         not thresholds.linear_loses(weight.bfloat16(), False),
         _C.own_product_pays(F32, 1, 1, 1, False),
@@ -70,31 +69,6 @@ def test_attention_of_few_numbers(queries, keys, dtype, trains, taken, calls):
     with fuse_always():
         attention_forward(Layer(), q, k, v, None)
     assert len(calls) == taken + 2
-
-
-@pytest.mark.parametrize(("dtype", "least"), [(BF16, 2**18), (F32, 2**20)])
-def test_sums_of_few_elements(dtype, least, sums):
-    """Their sum is in a cache when it is normed."""
-    model = nn.Sequential(*(PreNorm() for _ in range(3))).eval().to(dtype)
-    patch(model, linear=False)
-    with torch.no_grad():
-        for rows, ahead in ((least // N - 1, 0), (least // N, 2)):
-            x = torch.randn(rows, N, dtype=dtype)
-            model(x)
-            sums.reset_mock()
-            model(x)
-            assert sums.call_count == 3 + ahead
-        with fuse_always():
-            sums.reset_mock()
-            model(x[:1])
-            assert sums.call_count == 5
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_a_sum_of_two_dtypes_is_as_large_as_it_becomes(swapped):
-    x = torch.empty(2**20)
-    left, right = (x, x.bfloat16())[:: -1 if swapped else 1]
-    assert thresholds.sum_pays(left, right) and not thresholds.sum_pays(left[1:], right[1:])
 
 
 BYTES = 2 * IDS.numel() * 64

@@ -29,7 +29,6 @@ __all__ = [
     "inductor_multiplies",
     "linear_loses",
     "logits_pay",
-    "sum_pays",
 ]
 
 F32 = torch.float32
@@ -38,10 +37,6 @@ F32 = torch.float32
 # of a linear's input.
 LOOP = 2**18
 PRODUCT = 2**16
-
-# Elements of a sum that leaves its layer, in 16 bits and in 32: one core of an AMD EPYC.
-SUM = 2**18
-WIDE_SUM = 2**20
 
 # Bytes of a head's logits in bfloat16: an AMD EPYC with 8192 columns, where a loss without logits
 # took 1.4 times as long for 1024 rows and twice as long for 16.
@@ -122,14 +117,6 @@ def attention_pays(query: Tensor, key: Tensor) -> bool:
     if torch.is_grad_enabled() and query.requires_grad:
         return not _known(keys < KEYS_IN_TRAINING)
     return _known(queries == 1) or not _known(keys < KEYS)
-
-
-def sum_pays(left: Tensor, right: Tensor) -> bool:
-    """Whether one pass over a sum and its norm is faster than two, the second of which finds the
-    sum in a cache.
-    """
-    wide = max(left.element_size(), right.element_size()) > 2
-    return _always or not left.is_cpu or _known(left.numel() >= (WIDE_SUM if wide else SUM))
 
 
 def logits_pay(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:

@@ -163,23 +163,6 @@ class Reader:
                     return True
         return False
 
-    def leaves(self, line: int, h: str) -> bool:
-        """Whether h is returned as it is, or put in a tuple."""
-        others = self._other_branches(line)
-        nodes = (n for n in ast.walk(self.tree) if n not in others)
-        later = [n for n in nodes if getattr(n, "lineno", 0) > line]
-        if not self.norm_after(0) or h in syntax.stores(*later):
-            return False
-        values = [n.value for n in later if isinstance(n, ast.Return)]
-        values += [e for n in later if isinstance(n, ast.Tuple) for e in n.elts]
-        return any(syntax.dotted(v) == h for v in values if v is not None)
-
-    def _other_branches(self, line: int) -> set[ast.AST]:
-        """What does not run where the line runs: the `else` of an `if` that it stands in."""
-        branches = (n for n in ast.walk(self.tree) if isinstance(n, ast.If) and n.orelse)
-        owners = (n for n in branches if n.lineno < line < n.orelse[0].lineno)
-        return {node for owner in owners for s in owner.orelse for node in ast.walk(s)}
-
 
 def _calls(node: ast.AST) -> Iterator[ast.Call]:
     return (n for n in ast.walk(node) if isinstance(n, ast.Call))

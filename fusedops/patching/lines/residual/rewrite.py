@@ -8,11 +8,6 @@
 
     self.norm(a + b)                        _fusedops_add_norm(self, self.norm, a, b)[0]
 
-A sum that leaves the forward may be normed by another module:
-
-    hidden = residual + hidden              hidden = _fusedops_sum(self, residual, hidden)
-    return hidden                           return hidden
-
 Each runs what the lines run in the order that they do: the norm moves past nothing that could
 change it. With `norm=` it is looked up after the terms are made.
 
@@ -30,9 +25,9 @@ from typing import Any
 from fusedops.patching.lines import syntax
 from fusedops.patching.lines.reader import Names, Reader, place
 
-__all__ = ["HELPER", "LEAVING", "Found", "rewrite"]
+__all__ = ["HELPER", "Found", "rewrite"]
 
-HELPER, LEAVING = "_fusedops_add_norm", "_fusedops_sum"
+HELPER = "_fusedops_add_norm"
 UNREAD = "the sum or the call of its norm has a form that is not read"
 IN_PLACE = "the sum is made in place"
 JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
@@ -40,21 +35,17 @@ JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
 
 @dataclass(frozen=True)
 class Found:
-    """A sum: its source, the norm that follows, and why it is not fused (if it is not).
-
-    norm: empty when the sum leaves the forward. in_place: such a sum that is made in place.
-    """
+    """A sum: its source, the norm that follows, and why it is not fused (if it is not)."""
 
     line: int
     sum: str
-    norm: str = ""
+    norm: str
     dropout: bool = False
     reason: str = ""
-    in_place: bool = False
 
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Found]:
-    """Changes `tree` in place. Returns every sum that is normed or leaves the forward."""
+    """Changes `tree` in place. Returns every sum that is normed."""
     rewriter = _Rewriter(tree, names)
     tree.body = rewriter.block(tree.body)
     ast.fix_missing_locations(tree)
@@ -72,7 +63,7 @@ class _Rewriter:
         """In the order of the source. A sum in both branches of an `if` may be fused in one."""
         self.found += self._unread()
         found = sorted(dict.fromkeys(self.found), key=lambda f: f.line)
-        fused = {(f.line, f.norm) for f in found if f.norm and not f.reason}
+        fused = {(f.line, f.norm) for f in found if not f.reason}
         return [f for f in found if not f.reason or (f.line, f.norm) not in fused]
 
     def _unread(self) -> list[Found]:
@@ -91,7 +82,7 @@ class _Rewriter:
             if named := syntax.sum_of(block[at]):
                 block = self._spread(block, at, *named) or self._fuse_named(block, at, *named)
             block[at] = self._fuse_inline(block, at)
-            block[at] = self._left(block[at])
+            self._note_in_place(block[at])
             at += 1
         for statement in block:
             self._inner_blocks(statement)
@@ -111,8 +102,7 @@ class _Rewriter:
     def _fuse_named(self, block: list, at: int, h: str, add: ast.BinOp) -> list[ast.stmt]:
         end, call = self._follow(block, at, h)
         if call is None:
-            if self._miss(block[at], h, add, block[end] if end else None):
-                block[at] = self._leave(block[at], add)
+            self._miss(block[at], h, add, block[end] if end else None)
             return block
         y = f"_fusedops_y{len(self.found)}"
         fused = self._call(call, add, block, at)
@@ -231,43 +221,28 @@ class _Rewriter:
 
     # sums that stay
 
-    def _miss(self, statement: ast.stmt, h: str, add: ast.expr, user: ast.stmt | None) -> bool:
-        """Notes a sum that no norm here takes with it. Whether it leaves the forward."""
+    def _miss(self, statement: ast.stmt, h: str, add: ast.expr, user: ast.stmt | None) -> None:
+        """Notes why a normed sum is not fused."""
         line = statement.lineno
         norm = self.read.norm_after(line, h)
-        if norm and user and line in self.stuck:
+        if not norm:
+            return
+        if user and line in self.stuck:
             reason = f"the test of the `if` (line {user.lineno}) may depend on what the sum runs"
-        elif norm and user and not syntax.mentions(user, {h}):
+        elif user and not syntax.mentions(user, {h}):
             reason = f"what runs between the sum and the norm (line {user.lineno}) may change it"
-        elif norm and user:
+        elif user:
             reason = f"`{h}` is used between the sum and the norm (line {user.lineno})"
-        elif norm:
-            reason = "the sum and the norm are not in the same block"
-        elif self.read.leaves(line, h):
-            reason = ""
         else:
-            return False
+            reason = "the sum and the norm are not in the same block"
         self.found.append(Found(line, self.read.source(add), norm, reason=reason))
-        return not norm
 
-    def _leave(self, statement: ast.stmt, add: Any) -> ast.stmt:
-        call = self.read.helper(LEAVING, [add.left, add.right])
-        return syntax.replaced(statement, add, call)
-
-    def _left(self, statement: ast.stmt) -> ast.stmt:
-        """`return a + b`, and sums that are made in place."""
-        is_sum, normed = syntax.is_sum, self.read.norm_after
+    def _note_in_place(self, statement: ast.stmt) -> None:
         match statement:
-            case ast.Return(value=ast.BinOp() as add) if is_sum(add) and normed(0):
-                self.found.append(Found(add.lineno, self.read.source(add)))
-                return self._leave(statement, add)
             case ast.AugAssign(target=ast.Name(id=h), op=ast.Add()):
-                norm = self.read.norm_after(statement.lineno, h)
-                reason = IN_PLACE if norm else ""
-                if norm or self.read.leaves(statement.lineno, h):
-                    line, source = statement.lineno, self.read.source(statement)
-                    self.found.append(Found(line, source, norm, False, reason, not norm))
-        return statement
+                line, source = statement.lineno, self.read.source(statement)
+                if norm := self.read.norm_after(line, h):
+                    self.found.append(Found(line, source, norm, reason=IN_PLACE))
 
 
 def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:

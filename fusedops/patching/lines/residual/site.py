@@ -6,27 +6,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedops.patching.core.next_norm import sum_and_norm_ahead
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.core.thresholds import inductor_fuses
 from fusedops.patching.lines.layer import Kind, lines_of
-from fusedops.patching.lines.residual.rewrite import HELPER, LEAVING, Found, rewrite
+from fusedops.patching.lines.residual.rewrite import HELPER, Found, rewrite
 from fusedops.patching.modules.norm.site import recipe_of, row_major
 from fusedops.patching.report import Site
 
 __all__ = ["RESIDUAL", "add_norm"]
 
-LEAVES = "leaves the layer: with the norm of it that a forward has shown, if large and no gradients"
-IN_PLACE = "residual: `{1}` leaves {0}.forward and is made in place: left"
 WITHOUT = "residual: no sum of its own was recognised in {}.forward"
 
 
 def sites(path: str, module: nn.Module, found: list[Found]) -> tuple[list[Site], list[str]]:
-    """The sums that are normed or leave the forward, and notes of what is no site."""
-    name = original_class(module).__name__
-    notes = [IN_PLACE.format(name, sum_.sum) for sum_ in found if sum_.in_place]
-    notes += [] if found else [WITHOUT.format(name)]
-    return [_site(path, module, sum_) for sum_ in found if not sum_.in_place], notes
+    """The sums that are normed, and a note where there is none."""
+    notes = [] if found else [WITHOUT.format(original_class(module).__name__)]
+    return [_site(path, module, sum_) for sum_ in found], notes
 
 
 def unread(path: str, module: nn.Module, reason: str) -> Site:
@@ -34,9 +29,6 @@ def unread(path: str, module: nn.Module, reason: str) -> Site:
 
 
 def _site(path: str, module: nn.Module, found: Found) -> Site:
-    if not found.norm:
-        left = _own_forward(module) or _without_norms(module)
-        return Site(path, "residual", found.sum, "" if left else "add_norm", left or LEAVES)
     where = f"{path}.{found.norm}" if path else found.norm
     if reason := found.reason or _obstacle(module, found.norm):
         return Site(where, "residual", found.sum, reason=reason)
@@ -58,34 +50,6 @@ def _obstacle(module: nn.Module, name: str) -> str:
 
 def _own_forward(module: nn.Module) -> str:
     return "the instance carries its own forward" if "forward" in vars(module) else ""
-
-
-def _without_norms(module: nn.Module) -> str:
-    fused = any(recipe_of(m) is not None for m in module.modules())
-    return "" if fused else "no norm of the layer is fused"
-
-
-def layer_sum(layer: nn.Module, left: Any, right: Any) -> Any:
-    """What a rewritten forward calls for a sum that it returns."""
-    if "residual" not in lines_of(layer):
-        return left + right
-    return sum_and_norm_ahead(layer, left, right, _fused_ahead)
-
-
-def _fused_ahead(norm: nn.Module, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor] | None:
-    one, other = (right, left) if _mixed(right, left) else (left, right)
-    if not _fusable(norm, one, other) or not _is_here(norm, left):
-        return None
-    return _fused_sum(norm, one, other, 0.0)
-
-
-def _is_here(norm: nn.Module, x: Tensor) -> bool:
-    """Whether what the norm takes is in memory as it is: no shard, and nothing still to come."""
-    recipe = recipe_of(norm)
-    own = [norm._parameters.get(name) for name in (recipe.weight, recipe.bias) if name]
-    return all(
-        type(p) is nn.Parameter and p.device == x.device and p.shape == x.shape[-1:] for p in own
-    )
 
 
 def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
@@ -159,5 +123,5 @@ def _mixed(x: Tensor, residual: Tensor) -> bool:
     return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
 
 
-HELPERS = {HELPER: layer_add_norm, LEAVING: layer_sum}
+HELPERS = {HELPER: layer_add_norm}
 RESIDUAL = Kind("residual", 0, "norm", rewrite, HELPERS, sites, unread)

@@ -9,7 +9,6 @@ from torch import is_autocast_enabled as autocast
 from torch.amp import is_autocast_available
 
 from fusedops.patching.core.introspection import MISSING
-from fusedops.patching.core.next_norm import made_ahead
 from fusedops.patching.core.swap import Unswappable, original_class, subclass, swap
 from fusedops.patching.core.thresholds import inductor_fuses
 from fusedops.patching.modules.norm.probe import Recipe, eps_names, probe
@@ -82,8 +81,6 @@ def _methods(original: type[nn.Module], recipe: Recipe) -> dict:
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
             x = args[0]
-            if (y := made_ahead(self, x)) is not None:
-                return y
             found = operands(self, x)
             if found is not None:
                 if not keeps_strides or x.is_contiguous():
