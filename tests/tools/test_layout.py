@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+import fusedops
 from fusedops.backends import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -287,6 +288,12 @@ def test_no_attribute_hides_a_folder(path):
     parent, _, name = path.removesuffix("/__init__.py").replace("/", ".").rpartition(".")
     importlib.import_module(f"{parent}.{name}")
     assert isinstance(getattr(importlib.import_module(parent), name), ModuleType)
+
+
+def test_no_public_function_has_the_name_of_a_module():
+    modules = {path.stem for path in (ROOT / "fusedops").iterdir()}
+    named = {name for name in fusedops.__all__ if name in modules}
+    assert not {name for name in named if not isinstance(getattr(fusedops, name), ModuleType)}
 
 
 def test_nothing_names_the_machine_that_it_was_written_on():
