@@ -33,7 +33,7 @@ BOUNDS, LEAK = "ERROR: AddressSanitizer: ", "ERROR: LeakSanitizer: detected memo
 ODR = "ERROR: AddressSanitizer: odr-violation"
 PLANTED = {
     Mutant(
-        "csrc/cpu/vec.h",
+        "csrc/cpu/isa/vec.h",
         TESTS.format("cpu and test_forward_and_gradients and 33"),
         "reads past the row's end",
         "at::vec::Vectorized<T>::loadu(p, tail.count)",

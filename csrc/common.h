@@ -13,7 +13,7 @@
 #include <sstream>
 #include <string>
 
-#include "csrc/dtype.h"
+#include "csrc/kernels/dtype.h"
 
 namespace fusedops {
 

@@ -232,7 +232,7 @@ def kernels(torch: Torch, folder: Path) -> Iterator[Step]:
     }
     shared = {name: folder / name / "vec.h" for name in INSTRUCTION_SETS}
     for name, header in shared.items():
-        yield _header(_unit_file(["csrc/cpu/vec.h"], header), f"{header}.gch", flags[name])
+        yield _header(_unit_file(["csrc/cpu/isa/vec.h"], header), f"{header}.gch", flags[name])
     for source in sources("csrc/cpu/isa/**/*.cpp"):
         same = source.removeprefix("csrc/cpu/isa/").removesuffix(".cpp") in WITHOUT_BF16
         for name in [n for n in INSTRUCTION_SETS if not (same and n == "AVX512_BF16")]:
@@ -246,7 +246,7 @@ def glue(torch: Torch, folder: Path, most: int = UNIT) -> Iterator[Step]:
     Of each such file the compiler spends most of its time on torch's headers, which are compiled
     once, and on the templates in them, so that a unit is a few files of a folder, `most` at most.
     """
-    files = sources("csrc/*.cpp") + sources("csrc/ops/**/*.cpp")
+    files = sources("csrc/python/*.cpp") + sources("csrc/ops/**/*.cpp")
     files += [f for f in sources("csrc/cpu/**/*.cpp") if not f.startswith("csrc/cpu/isa/")]
     flags, header = _glue_flags(torch), folder / "all.h"
     yield _header(_unit_file(["csrc/precompiled.h"], header), f"{header}.gch", flags)
@@ -262,7 +262,7 @@ def glue(torch: Torch, folder: Path, most: int = UNIT) -> Iterator[Step]:
 def _units(files: Iterable[str], most: int) -> Iterator[tuple[str, ...]]:
     """Files that are compiled as one: of the same folder, so many of them at most."""
     for folder, group in itertools.groupby(files, key=os.path.dirname):
-        found, step = list(group), 1 if folder == "csrc" else most  # there each has its own headers
+        found, step = list(group), 1 if folder == "csrc/python" else most  # own headers
         yield from (tuple(found[i : i + step]) for i in range(0, len(found), step))
 
 

@@ -40,8 +40,8 @@ DEMANDS = dict.fromkeys(
 DEMANDS["gemv<*, true, *>"] = Demand(reads=True)  # what it writes is a few numbers
 PARSE = ("-std=c++20", "-Xcompiler", "-fsyntax-only", "-c")
 SHORT = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
-KINDS = ("swiglu", "swiglu limited", "geglu", "geglu tanh")  # csrc/gated_activation.h
-FORMATS = ("int8", "int4", "nf4", "fp8")  # csrc/quantized_linear.h
+KINDS = ("swiglu", "swiglu limited", "geglu", "geglu tanh")  # csrc/kernels/gated_activation.h
+FORMATS = ("int8", "int4", "nf4", "fp8")  # csrc/kernels/quantized_linear.h
 SHORT |= {f"WeightFormat {i}": format for i, format in enumerate(FORMATS)}
 SHORT |= {f"GatedKind {i}": kind for i, kind in enumerate(KINDS)}
 

@@ -5,7 +5,7 @@
 #include <ATen/Parallel.h>
 
 #include "csrc/cpu/isa/linear/activation.h"
-#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/linear/operators.h"
 
 namespace fusedops::cpu {
 

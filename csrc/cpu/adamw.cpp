@@ -12,7 +12,7 @@
 #include <numeric>
 
 #include "csrc/cpu/isa/adamw/adamw.h"
-#include "csrc/ops/adamw/adamw.h"
+#include "csrc/ops/adamw/operators.h"
 
 namespace fusedops::cpu {
 namespace {

@@ -12,7 +12,7 @@
 
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/gated_activation.h"
-#include "csrc/ops/gated_activation/gated_activation.h"
+#include "csrc/ops/gated_activation/operators.h"
 
 namespace fusedops::cpu {
 namespace {

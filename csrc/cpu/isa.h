@@ -2,7 +2,7 @@
 // each; this file and its includers are compiled for the baseline.
 #pragma once
 
-#include "csrc/dtype.h"
+#include "csrc/kernels/dtype.h"
 
 namespace fusedops::cpu {
 

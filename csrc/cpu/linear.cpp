@@ -19,7 +19,7 @@
 #include "csrc/cpu/activation.h"
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/linear/product.h"
-#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/linear/operators.h"
 
 namespace fusedops::cpu {
 namespace {

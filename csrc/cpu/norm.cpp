@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "csrc/cpu/isa/norm/norm.h"
-#include "csrc/ops/norm/norm.h"
+#include "csrc/ops/norm/operators.h"
 
 namespace fusedops::cpu {
 namespace {

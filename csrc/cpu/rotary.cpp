@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "csrc/cpu/isa/rotary.h"
-#include "csrc/ops/rotary/rotary.h"
+#include "csrc/ops/rotary/operators.h"
 
 namespace fusedops::cpu {
 namespace {

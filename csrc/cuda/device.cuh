@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "csrc/dtype.h"
+#include "csrc/kernels/dtype.h"
 
 #if defined(__CUDACC__)
 #include "csrc/cuda/launch.cuh"

@@ -4,7 +4,7 @@
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
-#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/linear/operators.h"
 
 namespace fusedops::cuda {
 namespace {

@@ -178,7 +178,7 @@ def adamw_scale_reference(grads, squares, max_norm):
         g.mul_(factor.to(g.dtype) if g.dtype == torch.float64 else factor.float())
 
 
-# The 8-bit codes, whose roots are evenly spaced: csrc/adamw.h.
+# The 8-bit codes, whose roots are evenly spaced: csrc/kernels/adamw.h.
 
 
 def blocks(t: Tensor, row: int = 0) -> Tensor:
@@ -266,7 +266,7 @@ def with_remainder(p: Tensor, remainder: Tensor) -> Tensor:
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 
-# Random numbers: a hash of (seed, step, parameter, element). csrc/adamw.h has the same.
+# Random numbers: a hash of (seed, step, parameter, element). csrc/kernels/adamw.h has the same.
 
 SQUARE8, PARAM, SQUARE16 = 0, 64, 192  # the first words of a block's random numbers
 

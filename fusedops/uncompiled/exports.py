@@ -1,4 +1,4 @@
-"""The functions of fusedops._C where it is not compiled: csrc/python.cpp."""
+"""The functions of fusedops._C where it is not compiled: csrc/python/python.cpp."""
 
 import importlib
 

@@ -122,7 +122,7 @@ def reference(family: str, name: str) -> Any:
 
 
 def short_path(name: str) -> Callable:
-    """The operator as a function of positional arguments, as csrc/python.cpp exports it.
+    """The operator as a function of positional arguments, as csrc/python/python.cpp exports it.
 
     An export to ONNX calls the operator's function, whose PyTorch operators it then traces.
     """

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps: csrc/optimizer.cpp."""
+"""What an optimizer keeps between steps: csrc/python/optimizer.cpp."""
 
 from typing import Any
 

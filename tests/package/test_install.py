@@ -48,7 +48,7 @@ def test_an_sdist_has_metadata_and_sources(tree, tmp_path):
         metadata = archive.extractfile(f"{archive.getnames()[0].partition('/')[0]}/PKG-INFO")
         said = metadata.read().decode()
     assert "Requires-Dist: torch>=2.11" in said and f"Version: {fusedops.__version__}" in said
-    assert {"csrc/python.cpp", "csrc/cpu/vec.h", "fusedops/building.py"} <= {*names}
+    assert {"csrc/python/python.cpp", "csrc/cpu/isa/vec.h", "fusedops/building.py"} <= {*names}
 
 
 def test_metadata_alone(tree, tmp_path):
@@ -61,7 +61,7 @@ def test_a_wheel_without_a_torch_is_pure_and_can_be_compiled(tree, tmp_path):
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {*archive.namelist()}
-    assert {"fusedops/csrc/python.cpp", "fusedops/building.py", "fusedops/py.typed"} <= names
+    assert {"fusedops/csrc/python/python.cpp", "fusedops/building.py", "fusedops/py.typed"} <= names
     assert not [name for name in names if name.endswith(".so")]
 
 

@@ -1,6 +1,7 @@
 """The architecture as a test: a family's floors, and imports and includes that point down."""
 
 import ast
+import collections
 import importlib
 import re
 import socket
@@ -40,26 +41,21 @@ SHARED = {
         "bfloat16.cpp",
         "bfloat16.h",
         "checks.h",
-        "dropout.h",
         "nested.cpp",
         "node.h",
+        "seed.h",
     },
-    "csrc/cpu": {
-        "activation.h",
+    "csrc/cpu": {"activation.h", "gemm.cpp", "gemm.h", "grain.h", "isa", "isa.cpp", "isa.h"},
+    "csrc/cpu/isa": {
         "dropout.h",
         "exp.h",
         "gates.h",
-        "grain.h",
-        "isa",
-        "isa.cpp",
-        "isa.h",
         "lanes.h",
-        "products.cpp",
-        "products.h",
+        "operands.cpp",
+        "operands.h",
         "vec.h",
         "with_type.h",
     },
-    "csrc/cpu/isa": {"operands.cpp", "operands.h"},
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
     "fusedops/functional": {"__init__.py", "jagged.py"},
@@ -110,59 +106,25 @@ PYTHON = [
     {"tests"},
 ]
 
-# C++ without torch, for the kernels of any device.
-PLAIN = (
-    "csrc/adamw.h",
-    "csrc/attention.h",
-    "csrc/cross_entropy.h",
-    "csrc/dtype.h",
-    "csrc/gated_activation.h",
-    "csrc/norm.h",
-    "csrc/philox.h",
-    "csrc/quantized_linear.h",
-    "csrc/rotary.h",
-)
-
 # Who may include what of csrc/, the longest prefix decides. Operators reach kernels through the
 # dispatcher alone; a kernel includes its operator's header, where allocation is declared.
 INCLUDES = {
     "csrc/": [],
-    "csrc/common.h": ["csrc/dtype.h"],
-    "csrc/adamw.h": ["csrc/dtype.h"],
-    "csrc/cross_entropy.h": ["csrc/dtype.h"],
-    "csrc/gated_activation.h": ["csrc/dtype.h"],
-    "csrc/norm.h": ["csrc/dtype.h", "csrc/philox.h"],
-    "csrc/quantized_linear.h": ["csrc/dtype.h"],
-    "csrc/rotary.h": ["csrc/dtype.h"],
-    "csrc/optimizer.": ["csrc/optimizer.h", "csrc/ops/adamw/adamw.h"],
-    "csrc/python.cpp": [
+    "csrc/common.h": ["csrc/kernels/dtype.h"],
+    "csrc/kernels/": ["csrc/kernels/"],
+    "csrc/python/": ["csrc/python/", "csrc/ops/"],
+    "csrc/python/python.cpp": [
+        "csrc/python/",
         "csrc/ops/",
-        "csrc/optimizer.h",
         "csrc/cpu/isa.h",
         "csrc/cpu/quantized_linear/plan.h",
     ],
-    "csrc/ops/": ["csrc/ops/", "csrc/common.h", *PLAIN],
+    "csrc/ops/": ["csrc/ops/", "csrc/common.h", "csrc/kernels/"],
     "csrc/cpu/": ["csrc/cpu/", "csrc/ops/", "csrc/common.h"],
-    "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/dtype.h"],
-    "csrc/cpu/vec.h": ["csrc/cpu/isa.h"],
-    "csrc/cpu/dropout.h": ["csrc/cpu/vec.h", "csrc/philox.h"],
-    "csrc/cpu/exp.h": ["csrc/cpu/vec.h"],
-    "csrc/cpu/gates.h": ["csrc/cpu/exp.h", "csrc/gated_activation.h"],
-    "csrc/cpu/lanes.h": ["csrc/cpu/vec.h"],
-    "csrc/cpu/with_type.h": ["csrc/cpu/vec.h"],
-    "csrc/cpu/isa/": [
-        "csrc/cpu/isa/",
-        "csrc/cpu/isa.h",
-        "csrc/cpu/vec.h",
-        "csrc/cpu/dropout.h",
-        "csrc/cpu/exp.h",
-        "csrc/cpu/gates.h",
-        "csrc/cpu/lanes.h",
-        "csrc/cpu/with_type.h",
-        *PLAIN,
-    ],
-    "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", *PLAIN],
-    "csrc/cuda/device.cuh": ["csrc/cuda/launch.cuh", "csrc/simt/simt.h", "csrc/dtype.h"],
+    "csrc/cpu/isa.": ["csrc/cpu/isa.h", "csrc/kernels/dtype.h"],
+    "csrc/cpu/isa/": ["csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/"],
+    "csrc/cuda/": ["csrc/cuda/", "csrc/ops/", "csrc/kernels/"],
+    "csrc/cuda/device.cuh": ["csrc/cuda/launch.cuh", "csrc/simt/simt.h", "csrc/kernels/dtype.h"],
     "csrc/cuda/launch.cuh": [],
     "csrc/cuda/stream.h": [],
     "csrc/simt/": ["csrc/simt/"],
@@ -173,17 +135,8 @@ INCLUDES = {
 KERNEL_HEADERS = {"c10/util/BFloat16.h", "c10/util/Half.h"}
 
 # Compiled once for each instruction set: an inline function of torch would leak from there.
-PER_ISA = (
-    "csrc/cpu/isa/",
-    "csrc/cpu/isa.h",
-    "csrc/cpu/vec.h",
-    "csrc/cpu/dropout.h",
-    "csrc/cpu/exp.h",
-    "csrc/cpu/gates.h",
-    "csrc/cpu/lanes.h",
-    "csrc/cpu/with_type.h",
-    *PLAIN,
-)
+# So would one of a header that the kernels of every device include.
+PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450
@@ -267,10 +220,20 @@ def test_includes_point_down(path):
     assert not wrong, f"{path} may include {allowed} only"
 
 
+def test_no_two_files_of_cpp_share_a_name_but_those_of_a_family():
+    """A folder of a family says whose its files are; elsewhere the name alone must tell."""
+    named = collections.defaultdict(list)
+    for path in map(Path, files(".cpp", ".h", ".cu", ".cuh")):
+        if path.parts[0] == "csrc" and not {*path.parts, path.stem} & {*FAMILIES}:
+            named[path.name].append(str(path))
+    assert not {name: paths for name, paths in named.items() if len(paths) > 1}
+
+
 @pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))
 def test_torch_is_included_where_it_does_no_harm(path):
     headers = re.findall(r"#include <((?:torch|ATen|c10)/.*)>", text(path))
-    assert path == "csrc/python.cpp" or "torch/extension.h" not in headers  # 18 s to compile
+    python = path == "csrc/python/python.cpp"
+    assert python or "torch/extension.h" not in headers  # 18 s to compile
     if path.startswith(PER_ISA):
         assert all(header.startswith("ATen/cpu/vec/") for header in headers)
     if path.endswith((".cu", ".cuh")):

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "csrc/cpu/isa/attention/scores.h"
-#include "csrc/cpu/products.h"
-#include "csrc/ops/attention/attention.h"
-#include "csrc/ops/dropout.h"
+#include "csrc/cpu/gemm.h"
+#include "csrc/ops/attention/operators.h"
+#include "csrc/ops/seed.h"
 
 namespace fusedops::cpu {
 

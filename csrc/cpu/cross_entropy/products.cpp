@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 
 #include "csrc/ops/bfloat16.h"
-#include "csrc/ops/cross_entropy/cross_entropy.h"
+#include "csrc/ops/cross_entropy/operators.h"
 
 namespace fusedops::cpu {
 namespace {

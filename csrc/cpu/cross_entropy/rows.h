@@ -1,5 +1,5 @@
 // What a row of logits adds to the loss, and what its gradient is made of. Formulas:
-// csrc/cross_entropy.h.
+// csrc/kernels/cross_entropy.h.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "csrc/cpu/isa/cross_entropy.h"
-#include "csrc/ops/cross_entropy/cross_entropy.h"
+#include "csrc/ops/cross_entropy/operators.h"
 
 namespace fusedops::cpu {
 

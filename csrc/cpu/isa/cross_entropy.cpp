@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/cpu/exp.h"
+#include "csrc/cpu/isa/exp.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {

@@ -1,8 +1,9 @@
-// The loops of cross entropy over logits that lie side by side. Formulas: csrc/cross_entropy.h.
+// The loops of cross entropy over logits that lie side by side. Formulas:
+// csrc/kernels/cross_entropy.h.
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/cross_entropy.h"
+#include "csrc/kernels/cross_entropy.h"
 
 namespace fusedops::cpu {
 

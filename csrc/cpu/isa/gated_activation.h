@@ -1,9 +1,9 @@
-// The loops of gated activations. Formulas: csrc/gated_activation.h; split and memory traffic:
-// csrc/cpu/gated_activation.cpp.
+// The loops of gated activations. Formulas: csrc/kernels/gated_activation.h; split and memory
+// traffic: csrc/cpu/gated_activation.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/gated_activation.h"
+#include "csrc/kernels/gated_activation.h"
 
 namespace fusedops::cpu {
 

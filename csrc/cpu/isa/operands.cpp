@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "csrc/cpu/with_type.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/vec.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {

@@ -1,9 +1,9 @@
-// The loops of the rotary embedding. Formulas: csrc/rotary.h; split and memory traffic:
+// The loops of the rotary embedding. Formulas: csrc/kernels/rotary.h; split and memory traffic:
 // csrc/cpu/rotary.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/rotary.h"
+#include "csrc/kernels/rotary.h"
 
 namespace fusedops::cpu {
 

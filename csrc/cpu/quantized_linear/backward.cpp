@@ -13,7 +13,7 @@
 #include "csrc/cpu/activation.h"
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/quantized_linear/dots.h"
-#include "csrc/cpu/products.h"
+#include "csrc/cpu/gemm.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 
 namespace fusedops::cpu {

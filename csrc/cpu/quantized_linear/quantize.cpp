@@ -7,7 +7,7 @@
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 #include "csrc/cpu/isa/quantized_linear/quantize.h"
-#include "csrc/ops/quantized_linear/quantized_linear.h"
+#include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops::cpu {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"
-#include "csrc/ops/quantized_linear/quantized_linear.h"
+#include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops::cpu {
 

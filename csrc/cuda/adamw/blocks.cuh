@@ -4,7 +4,7 @@
 // a run of neighbouring blocks, and its warps look for their tensor only where one ends.
 #pragma once
 
-#include "csrc/cuda/adamw/adamw.h"
+#include "csrc/cuda/adamw/launch.h"
 #include "csrc/cuda/device.cuh"
 
 namespace fusedops::cuda {

@@ -7,9 +7,9 @@
 #include <cstring>
 #include <mutex>
 
-#include "csrc/cuda/adamw/adamw.h"
+#include "csrc/cuda/adamw/launch.h"
 #include "csrc/cuda/stream.h"
-#include "csrc/ops/adamw/adamw.h"
+#include "csrc/ops/adamw/operators.h"
 
 namespace fusedops::cuda {
 namespace {

@@ -1,4 +1,4 @@
-// y = g S(g) (u + up_offset) and its gradients. Formulas: csrc/gated_activation.h.
+// y = g S(g) (u + up_offset) and its gradients. Formulas: csrc/kernels/gated_activation.h.
 //
 // A thread takes kVectors vectors of 16 bytes at a time, all of whose loads are under way before
 // the first is used, and the grid strides over the tensors. Global traffic is the minimum: forward
@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "csrc/cuda/device.cuh"
-#include "csrc/cuda/gated_activation/gated_activation.h"
+#include "csrc/cuda/gated_activation/launch.h"
 
 namespace fusedops::cuda {
 namespace {
@@ -27,7 +27,7 @@ struct Horner {
   }
 };
 
-// S and S' of csrc/gated_activation.h.
+// S and S' of csrc/kernels/gated_activation.h.
 struct Gate {
   float value, slope;
 };

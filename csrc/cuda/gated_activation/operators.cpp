@@ -2,9 +2,9 @@
 
 #include <torch/library.h>
 
-#include "csrc/cuda/gated_activation/gated_activation.h"
+#include "csrc/cuda/gated_activation/launch.h"
 #include "csrc/cuda/stream.h"
-#include "csrc/ops/gated_activation/gated_activation.h"
+#include "csrc/ops/gated_activation/operators.h"
 
 namespace fusedops::cuda {
 namespace {

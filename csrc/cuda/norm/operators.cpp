@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "csrc/cuda/norm/norm.h"
+#include "csrc/cuda/norm/launch.h"
 #include "csrc/cuda/stream.h"
-#include "csrc/ops/norm/norm.h"
+#include "csrc/ops/norm/operators.h"
 
 namespace fusedops::cuda {
 namespace {

@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "csrc/cuda/device.cuh"
-#include "csrc/cuda/norm/norm.h"
-#include "csrc/philox.h"
+#include "csrc/cuda/norm/launch.h"
+#include "csrc/kernels/philox.h"
 
 namespace fusedops::cuda {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "csrc/quantized_linear.h"
+#include "csrc/kernels/quantized_linear.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 

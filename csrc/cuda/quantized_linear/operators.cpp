@@ -6,8 +6,8 @@
 
 #include "csrc/cuda/quantized_linear/gemv.h"
 #include "csrc/cuda/stream.h"
-#include "csrc/ops/linear/linear.h"
-#include "csrc/ops/quantized_linear/quantized_linear.h"
+#include "csrc/ops/linear/operators.h"
+#include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops::cuda {
 namespace {

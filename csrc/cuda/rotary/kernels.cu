@@ -1,5 +1,5 @@
 // Rotates the heads of q and k by the cosines and sines of their positions. Formulas:
-// csrc/rotary.h.
+// csrc/kernels/rotary.h.
 //
 // A thread has a lane of a position: two vectors of N elements of a head, which are N pairs, or one
 // vector of what is copied. It loads their cosines and sines once and goes through kHeads heads of
@@ -9,7 +9,7 @@
 // start at multiples of 16 bytes, a vector is one element.
 
 #include "csrc/cuda/device.cuh"
-#include "csrc/cuda/rotary/rotary.h"
+#include "csrc/cuda/rotary/launch.h"
 
 namespace fusedops::cuda {
 namespace {

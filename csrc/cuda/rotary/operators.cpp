@@ -2,9 +2,9 @@
 
 #include <torch/library.h>
 
-#include "csrc/cuda/rotary/rotary.h"
+#include "csrc/cuda/rotary/launch.h"
 #include "csrc/cuda/stream.h"
-#include "csrc/ops/rotary/rotary.h"
+#include "csrc/ops/rotary/operators.h"
 
 namespace fusedops::cuda {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include "csrc/ops/adamw/adamw.h"
+#include "csrc/ops/adamw/operators.h"
 
 namespace fusedops {
 namespace {

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <limits>
 
-#include "csrc/ops/attention/attention.h"
+#include "csrc/ops/attention/operators.h"
 #include "csrc/ops/autograd.h"
 
 namespace fusedops {

@@ -5,8 +5,8 @@
 
 #include <limits>
 
-#include "csrc/ops/attention/attention.h"
-#include "csrc/ops/dropout.h"
+#include "csrc/ops/attention/operators.h"
+#include "csrc/ops/seed.h"
 
 namespace fusedops {
 namespace {
@@ -64,8 +64,8 @@ Tensor dropped(const Tensor& p, const OptionalTensor& seed, double dropout_p) {
   return p * keep.view_symint(p.sym_sizes()) * dropout_scale(dropout_p);
 }
 
-// All scores of a call, as csrc/attention.h names them; slope: ds over da, undefined without a
-// softcap. A row that sees nothing is dead: it has scores of 0, which do not count.
+// All scores of a call, as csrc/kernels/attention.h names them; slope: ds over da, undefined
+// without a softcap. A row that sees nothing is dead: it has scores of 0, which do not count.
 struct Scores {
   Tensor s, slope, dead;
 

@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include "csrc/ops/attention/attention.h"
+#include "csrc/ops/attention/operators.h"
 #include "csrc/ops/checks.h"
 
 namespace fusedops {

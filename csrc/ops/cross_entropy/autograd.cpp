@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "csrc/ops/autograd.h"
-#include "csrc/ops/cross_entropy/cross_entropy.h"
+#include "csrc/ops/cross_entropy/operators.h"
 #include "csrc/ops/cross_entropy/scaled.h"
 
 namespace fusedops {

@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include "csrc/ops/cross_entropy/cross_entropy.h"
+#include "csrc/ops/cross_entropy/operators.h"
 
 namespace fusedops {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "csrc/ops/autograd.h"
-#include "csrc/ops/gated_activation/gated_activation.h"
+#include "csrc/ops/gated_activation/operators.h"
 
 namespace fusedops {
 namespace {

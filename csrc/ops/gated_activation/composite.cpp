@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "csrc/ops/gated_activation/gated_activation.h"
+#include "csrc/ops/gated_activation/operators.h"
 
 namespace fusedops {
 namespace {
@@ -38,7 +38,7 @@ Halves limited(const Halves& raw, std::optional<double> limit, double up_offset)
   return found;
 }
 
-// S(g) and S'(g) of csrc/gated_activation.h
+// S(g) and S'(g) of csrc/kernels/gated_activation.h
 struct Gate {
   Tensor value, slope;
 };

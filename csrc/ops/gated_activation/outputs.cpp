@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include "csrc/ops/gated_activation/gated_activation.h"
+#include "csrc/ops/gated_activation/operators.h"
 
 namespace fusedops {
 namespace {

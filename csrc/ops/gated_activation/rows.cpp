@@ -1,6 +1,6 @@
 // From tensors to what the kernels are told of them.
 
-#include "csrc/ops/gated_activation/gated_activation.h"
+#include "csrc/ops/gated_activation/operators.h"
 
 namespace fusedops {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "csrc/ops/autograd.h"
-#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/linear/operators.h"
 
 namespace fusedops {
 namespace {

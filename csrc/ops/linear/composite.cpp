@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/linear/operators.h"
 
 namespace fusedops {
 Tensor as_rows(const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); }

@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 
 #include "csrc/ops/checks.h"
-#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/linear/operators.h"
 
 namespace fusedops {
 namespace {

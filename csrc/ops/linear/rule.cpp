@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "csrc/ops/linear/linear.h"
+#include "csrc/ops/linear/operators.h"
 
 namespace fusedops {
 namespace {

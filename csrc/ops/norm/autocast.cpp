@@ -4,7 +4,7 @@
 
 #include <torch/library.h>
 
-#include "csrc/ops/norm/norm.h"
+#include "csrc/ops/norm/operators.h"
 
 namespace fusedops {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "csrc/ops/autograd.h"
-#include "csrc/ops/norm/norm.h"
+#include "csrc/ops/norm/operators.h"
 
 namespace fusedops {
 namespace {

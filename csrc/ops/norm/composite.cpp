@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "csrc/ops/norm/norm.h"
+#include "csrc/ops/norm/operators.h"
 
 namespace fusedops {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include "csrc/ops/norm/norm.h"
+#include "csrc/ops/norm/operators.h"
 
 namespace fusedops {
 namespace {

@@ -1,6 +1,6 @@
 // From tensors to what the kernels are told of them.
 
-#include "csrc/ops/norm/norm.h"
+#include "csrc/ops/norm/operators.h"
 
 namespace fusedops {
 

@@ -8,8 +8,8 @@
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/checks.h"
-#include "csrc/ops/linear/linear.h"
-#include "csrc/ops/quantized_linear/quantized_linear.h"
+#include "csrc/ops/linear/operators.h"
+#include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops {
 namespace {

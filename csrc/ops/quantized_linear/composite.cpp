@@ -7,8 +7,8 @@
 #include <cmath>
 #include <vector>
 
-#include "csrc/ops/linear/linear.h"
-#include "csrc/ops/quantized_linear/quantized_linear.h"
+#include "csrc/ops/linear/operators.h"
+#include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops {
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "csrc/ops/checks.h"
-#include "csrc/ops/quantized_linear/quantized_linear.h"
+#include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops {
 namespace {

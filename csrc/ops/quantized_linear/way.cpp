@@ -4,7 +4,7 @@
 // every format, as the number of rows from which the next way is faster, at n and k of 4096 and
 // more. `python -m benchmarks quantized_linear` has rows on both sides of each.
 
-#include "csrc/ops/quantized_linear/quantized_linear.h"
+#include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops {
 namespace {

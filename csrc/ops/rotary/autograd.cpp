@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "csrc/ops/autograd.h"
-#include "csrc/ops/rotary/rotary.h"
+#include "csrc/ops/rotary/operators.h"
 
 namespace fusedops {
 namespace {

@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include "csrc/ops/rotary/rotary.h"
+#include "csrc/ops/rotary/operators.h"
 
 namespace fusedops {
 namespace {

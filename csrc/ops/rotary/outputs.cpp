@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "csrc/ops/rotary/rotary.h"
+#include "csrc/ops/rotary/operators.h"
 
 namespace fusedops {
 namespace {

@@ -1,6 +1,6 @@
 // From tensors to what the kernels are told of them.
 
-#include "csrc/ops/rotary/rotary.h"
+#include "csrc/ops/rotary/operators.h"
 
 namespace fusedops {
 namespace {

@@ -55,7 +55,7 @@ def attention_forward(
     window: Sequence[int],
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The operator fusedops::attention_forward: csrc/ops/attention/attention.h. (out, lse)"""
+    """The operator fusedops::attention_forward: csrc/ops/attention/operators.h. (out, lse)"""
     operator = torch.ops.fusedops.attention_forward.default
     tensors = q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed
     arguments = *tensors, max_q, max_k, how, window, bottom_right

@@ -1,5 +1,5 @@
 """What the kernels share: where a block of rows is, which keys it sees, and how products become
-probabilities. Formulas: csrc/attention.h.
+probabilities. Formulas: csrc/kernels/attention.h.
 
 Scores are [M, N], queries by keys: i, [M, 1], and j, [1, N], are the numbers of both in their
 sequence.

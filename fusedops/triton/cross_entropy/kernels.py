@@ -5,7 +5,7 @@ gradient is written once. A forward that makes the gradient walks over the row, 
 the columns that the L2 cache has got last.
 
 What a row has one of (lse, its loss, the gradient of its target's logit) is float64: lse and the
-target's logit may agree to their last float32 digit. Formulas: csrc/cross_entropy.h.
+target's logit may agree to their last float32 digit. Formulas: csrc/kernels/cross_entropy.h.
 """
 
 import triton

@@ -49,7 +49,7 @@ def linear_cross_entropy_forward(
     dtype: torch.dtype,
     gradients: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The operator fusedops::linear_cross_entropy_forward: csrc/ops/cross_entropy/cross_entropy.h.
+    """The operator fusedops::linear_cross_entropy_forward: csrc/ops/cross_entropy/operators.h.
 
     Returns (loss, lse, total, dinput, dlinear_weight, dlinear_bias), None for a gradient that was
     not asked for.

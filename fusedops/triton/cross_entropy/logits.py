@@ -31,7 +31,7 @@ def cross_entropy_forward(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The operator fusedops::cross_entropy_forward: csrc/ops/cross_entropy/cross_entropy.h.
+    """The operator fusedops::cross_entropy_forward: csrc/ops/cross_entropy/operators.h.
 
     Returns (loss, lse, total, dinput), dinput None without with_gradient.
     """

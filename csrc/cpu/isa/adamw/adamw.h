@@ -1,8 +1,8 @@
-// The loops of AdamW. Formulas: csrc/adamw.h and fusedops/functional/adamw.py; split and memory
-// traffic: csrc/cpu/adamw.cpp.
+// The loops of AdamW. Formulas: csrc/kernels/adamw.h and fusedops/functional/adamw.py; split and
+// memory traffic: csrc/cpu/adamw.cpp.
 #pragma once
 
-#include "csrc/adamw.h"
+#include "csrc/kernels/adamw.h"
 #include "csrc/cpu/isa.h"
 
 namespace fusedops::cpu {

@@ -1,7 +1,7 @@
 // What clipping does to gradients: the sum of their squares, and their scaling.
 
 #include "csrc/cpu/isa/adamw/adamw.h"
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/vec.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {

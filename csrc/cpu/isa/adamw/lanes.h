@@ -3,8 +3,8 @@
 
 #include <immintrin.h>
 
-#include "csrc/adamw.h"
-#include "csrc/cpu/vec.h"
+#include "csrc/kernels/adamw.h"
+#include "csrc/cpu/isa/vec.h"
 
 #define FUSEDOPS_INLINE inline __attribute__((always_inline))
 
@@ -210,7 +210,7 @@ FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) {
 
 #endif
 
-// The random words of csrc/adamw.h with these numbers.
+// The random words of csrc/kernels/adamw.h with these numbers.
 FUSEDOPS_INLINE Ints random_words(BlockKey key, Ints numbers) {
   Ints x = one_of(numbers, ints(key.low));
   x = multiply(one_of(x, right<16>(x)), ints(0x7FEB352D));

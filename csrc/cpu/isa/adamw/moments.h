@@ -1,4 +1,4 @@
-// The moments of a block in all formats. Codes: csrc/adamw.h.
+// The moments of a block in all formats. Codes: csrc/kernels/adamw.h.
 #pragma once
 
 #include <cmath>

@@ -1,12 +1,12 @@
-// The loops over a row of scores. Formulas: csrc/attention.h.
+// The loops over a row of scores. Formulas: csrc/kernels/attention.h.
 #pragma once
 
 #include <limits>
 
-#include "csrc/attention.h"
+#include "csrc/kernels/attention.h"
 #include "csrc/cpu/isa.h"
 #include "csrc/cpu/isa/operands.h"
-#include "csrc/philox.h"
+#include "csrc/kernels/philox.h"
 
 namespace fusedops::cpu {
 

@@ -2,7 +2,7 @@
 
 #include "csrc/cpu/isa/linear/activation.h"
 
-#include "csrc/cpu/gates.h"
+#include "csrc/cpu/isa/gates.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/norm.h"
+#include "csrc/kernels/norm.h"
 
 namespace fusedops::cpu {
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/cpu/dropout.h"
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/dropout.h"
+#include "csrc/cpu/isa/vec.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/vec.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/cpu/exp.h"
+#include "csrc/cpu/isa/exp.h"
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
-#include "csrc/cpu/with_type.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/quantized_linear.h"
+#include "csrc/kernels/quantized_linear.h"
 
 namespace fusedops::cpu {
 

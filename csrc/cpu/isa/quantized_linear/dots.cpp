@@ -3,8 +3,8 @@
 
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 
-#include "csrc/cpu/lanes.h"
-#include "csrc/cpu/with_type.h"
+#include "csrc/cpu/isa/lanes.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {

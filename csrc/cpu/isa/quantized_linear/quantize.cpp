@@ -12,7 +12,7 @@
 #include <cstring>
 #include <limits>
 
-#include "csrc/cpu/exp.h"
+#include "csrc/cpu/isa/exp.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {

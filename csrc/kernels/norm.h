@@ -2,8 +2,8 @@
 // fusedops/functional/norm.py. Plain C++ for any device.
 #pragma once
 
-#include "csrc/dtype.h"
-#include "csrc/philox.h"
+#include "csrc/kernels/dtype.h"
+#include "csrc/kernels/philox.h"
 
 namespace fusedops {
 

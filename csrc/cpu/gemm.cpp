@@ -1,4 +1,4 @@
-#include "csrc/cpu/products.h"
+#include "csrc/cpu/gemm.h"
 
 #include <ATen/native/CPUBlas.h>
 

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "csrc/dtype.h"
+#include "csrc/kernels/dtype.h"
 
 namespace fusedops {
 

@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "csrc/dtype.h"
+#include "csrc/kernels/dtype.h"
 
 namespace fusedops {
 

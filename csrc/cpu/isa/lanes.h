@@ -1,7 +1,7 @@
 // Sums over the lanes of many registers at a time.
 #pragma once
 
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/vec.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {

@@ -7,7 +7,7 @@
 #include <array>
 #include <vector>
 
-#include "csrc/ops/adamw/adamw.h"
+#include "csrc/ops/adamw/operators.h"
 
 namespace fusedops {
 

@@ -1,7 +1,7 @@
 // From a dtype to the C++ type of its numbers.
 #pragma once
 
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/vec.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {

@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "csrc/common.h"
-#include "csrc/rotary.h"
+#include "csrc/kernels/rotary.h"
 
 namespace fusedops {
 

@@ -1,4 +1,4 @@
-#include "csrc/optimizer.h"
+#include "csrc/python/optimizer.h"
 
 #include <ATen/ops/zeros.h>
 #include <pybind11/gil.h>

@@ -1,7 +1,7 @@
 // Gated activations on GPUs: what kernels.cu gives to operators.cpp.
 #pragma once
 
-#include "csrc/gated_activation.h"
+#include "csrc/kernels/gated_activation.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 

@@ -1,7 +1,7 @@
 // The rotary embedding on GPUs: what kernels.cu gives to operators.cpp.
 #pragma once
 
-#include "csrc/rotary.h"
+#include "csrc/kernels/rotary.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "csrc/norm.h"
+#include "csrc/kernels/norm.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 

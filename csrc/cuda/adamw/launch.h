@@ -1,7 +1,7 @@
 // AdamW on GPUs: what step.cu and gradients.cu give to operators.cpp.
 #pragma once
 
-#include "csrc/adamw.h"
+#include "csrc/kernels/adamw.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 

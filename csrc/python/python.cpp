@@ -7,15 +7,15 @@
 #include "csrc/ops/bfloat16.h"
 #include "csrc/cpu/isa.h"
 #include "csrc/cpu/quantized_linear/plan.h"
-#include "csrc/ops/attention/attention.h"
+#include "csrc/ops/attention/operators.h"
 #include "csrc/ops/autograd.h"
-#include "csrc/ops/cross_entropy/cross_entropy.h"
-#include "csrc/ops/gated_activation/gated_activation.h"
-#include "csrc/ops/linear/linear.h"
-#include "csrc/ops/norm/norm.h"
-#include "csrc/ops/quantized_linear/quantized_linear.h"
-#include "csrc/ops/rotary/rotary.h"
-#include "csrc/optimizer.h"
+#include "csrc/ops/cross_entropy/operators.h"
+#include "csrc/ops/gated_activation/operators.h"
+#include "csrc/ops/linear/operators.h"
+#include "csrc/ops/norm/operators.h"
+#include "csrc/ops/quantized_linear/operators.h"
+#include "csrc/ops/rotary/operators.h"
+#include "csrc/python/optimizer.h"
 
 namespace fusedops {
 namespace {

@@ -2,13 +2,13 @@
 // by value: of one whose address is taken GCC stores a copy that nobody reads.
 #pragma once
 
-#include "csrc/cpu/exp.h"
-#include "csrc/gated_activation.h"
+#include "csrc/cpu/isa/exp.h"
+#include "csrc/kernels/gated_activation.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
 
-// S and S' of csrc/gated_activation.h: an activation is x S(x), its slope S(x) + x S'(x).
+// S and S' of csrc/kernels/gated_activation.h: an activation is x S(x), its slope S(x) + x S'(x).
 struct Gate {
   Vec value, slope;
 };

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "csrc/common.h"
-#include "csrc/philox.h"
+#include "csrc/kernels/philox.h"
 
 namespace fusedops {
 

@@ -2,7 +2,7 @@
 // address is taken GCC stores a copy that nobody reads.
 #pragma once
 
-#include "csrc/cpu/vec.h"
+#include "csrc/cpu/isa/vec.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "csrc/dtype.h"
+#include "csrc/kernels/dtype.h"
 
 #if defined(__CUDACC__)
 #define FUSEDOPS_BOTH __host__ __device__ __forceinline__

@@ -12,7 +12,7 @@
 #include <tuple>
 
 #include "csrc/common.h"
-#include "csrc/quantized_linear.h"
+#include "csrc/kernels/quantized_linear.h"
 
 namespace fusedops {
 

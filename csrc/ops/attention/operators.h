@@ -1,4 +1,4 @@
-// Attention. Shapes and formulas: fusedops/functional/attention.py and csrc/attention.h.
+// Attention. Shapes and formulas: fusedops/functional/attention.py and csrc/kernels/attention.h.
 //
 // In the kernel operators q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], of any
 // strides; with cu_seqlens B is 1 and the sequences lie one after another. `how` has the options
@@ -10,7 +10,7 @@
 #include <array>
 #include <tuple>
 
-#include "csrc/attention.h"
+#include "csrc/kernels/attention.h"
 #include "csrc/common.h"
 
 namespace fusedops {

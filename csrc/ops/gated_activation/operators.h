@@ -10,7 +10,7 @@
 #include <tuple>
 
 #include "csrc/common.h"
-#include "csrc/gated_activation.h"
+#include "csrc/kernels/gated_activation.h"
 
 namespace fusedops {
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/adamw.h"
+#include "csrc/kernels/adamw.h"
 #include "csrc/common.h"
 
 namespace fusedops {

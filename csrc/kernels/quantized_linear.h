@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "csrc/dtype.h"
+#include "csrc/kernels/dtype.h"
 
 namespace fusedops {
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "csrc/cpu/vec.h"
-#include "csrc/philox.h"
+#include "csrc/cpu/isa/vec.h"
+#include "csrc/kernels/philox.h"
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {

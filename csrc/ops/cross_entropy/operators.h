@@ -1,5 +1,5 @@
 // Cross entropy, of logits and of a product. Formulas and shapes:
-// fusedops/functional/cross_entropy.py and csrc/cross_entropy.h.
+// fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
 //
 // In the kernel operators the logits are rows [rows, C], the targets int64 [rows], reduction is
 // torch's number, and `how` has the options that are numbers. Kept for the backward are lse, [rows]
@@ -12,7 +12,7 @@
 #include <tuple>
 
 #include "csrc/common.h"
-#include "csrc/cross_entropy.h"
+#include "csrc/kernels/cross_entropy.h"
 
 namespace fusedops {
 

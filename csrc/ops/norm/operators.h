@@ -1,0 +1,138 @@
+// The norm family: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and shapes:
+// fusedops/functional/norm.py.
+//
+// The four share one pair of kernel operators, norm_forward and norm_backward, in which the
+// residual, the weight, the bias and the dropout are optional: a backend implements two functions.
+#pragma once
+
+#include <array>
+#include <string_view>
+#include <tuple>
+
+#include "csrc/common.h"
+#include "csrc/kernels/norm.h"
+#include "csrc/ops/operator.h"
+#include "csrc/ops/seed.h"
+
+namespace fusedops {
+
+// rms_llama rounds before it multiplies. The schemas have the names.
+struct NormKind {
+  enum Value { layer, rms, rms_llama } value;
+
+  NormKind() = default;
+  NormKind(Value value) : value(value) {}
+  NormKind(std::string_view name);
+  operator Value() const { return value; }
+  const char* name() const;
+};
+
+// autograd.cpp: the public operators.
+
+Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                  const OptionalTensor& weight, const OptionalTensor& bias, double eps);
+Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                const OptionalTensor& weight, std::optional<double> eps, std::string_view rounding,
+                double offset);
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
+                                          const OptionalTensor& weight, const OptionalTensor& bias,
+                                          double eps, double dropout_p);
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
+                                        const OptionalTensor& weight, std::optional<double> eps,
+                                        std::string_view rounding, double offset, double dropout_p);
+
+// y [x's shape], h [x's shape; undefined without a residual], stats [mean and rstd, or rstd; rows].
+// stats are float64: rounded to float32, they would shift their row by up to half an ulp.
+using NormForward = std::tuple<Tensor, Tensor, Tensor>;
+struct NormForwardArguments {
+  using Signature = NormForward(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                const OptionalTensor&, int64_t, double, std::string_view, double,
+                                double, const OptionalTensor&);
+  const Tensor& x;
+  const OptionalTensor &residual, &weight, &bias;
+  int64_t dims;  // that are normalised, the last
+  double eps;
+  NormKind kind;
+  double offset, dropout_p;
+  const OptionalTensor& seed;
+};
+
+// dresidual [h's shape], the gradient of h: of residual, and of x without dropout;
+// dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is undefined.
+using NormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+struct NormBackwardArguments {
+  using Signature = NormBackward(const Tensor&, const OptionalTensor&, const Tensor&,
+                                 const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                                 int64_t, std::string_view, double, double, const OptionalTensor&,
+                                 std::array<bool, 4>);
+  const Tensor& dy;
+  const OptionalTensor& dh;
+  const Tensor& h;
+  const OptionalTensor &weight, &bias;
+  const Tensor& stats;
+  int64_t dims;
+  NormKind kind;
+  double offset, dropout_p;
+  const OptionalTensor& seed;
+  std::array<bool, 4> output_mask;
+};
+
+// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+
+void norm_check(const NormForwardArguments& a);
+NormForward norm_outputs(const NormForwardArguments& a);
+NormBackward norm_backward_outputs(const NormBackwardArguments& a);
+
+// The dtype to which y is rounded, before rms_llama's product may promote it.
+c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
+
+// rows.cpp: what the kernels are told.
+
+// The tensors of a forward as rows of n elements; not empty.
+struct NormForwardTensors {
+  NormForwardTensors(const NormForwardArguments& a, const NormForward& outputs);
+
+  const NormForwardArguments& a;
+  const NormForward& outputs;
+  int64_t rows, n;
+  Rows x, residual;  // residual in h's dtype; x again without one
+
+  void describe(NormForwardRows& args) const;
+};
+
+// The same of a backward. dy: a's, perhaps in another dtype.
+struct NormBackwardTensors {
+  NormBackwardTensors(const NormBackwardArguments& a, const Tensor& dy,
+                      const NormBackward& outputs);
+
+  const NormBackwardArguments& a;
+  const NormBackward& outputs;
+  int64_t rows, n;
+  Rows dy, dh, h;  // dh in h's dtype; h again without one
+
+  void describe(NormBackwardRows& args) const;
+};
+
+// composite.cpp: the formulas in ATen calls, differentiable to any order.
+
+struct NormComposite {
+  Tensor y, h, mean, rstd;  // mean and rstd keep their axes; RMSNorm has no mean
+};
+NormComposite norm_composite(const NormForwardArguments& a);
+
+// h as what sums are made of: float32, or float64 for a float64 h
+Tensor norm_accumulator(const Tensor& h);
+
+// mean (undefined for RMSNorm) and rstd, with their axes kept
+std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, double eps,
+                                          NormKind kind);
+
+// acc: norm_accumulator of h
+NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, const Tensor& mean,
+                            const Tensor& rstd);
+
+// norm_forward and norm_backward by these formulas, for dtypes and devices without a kernel.
+NormForward norm_forward_composite(const NormForwardArguments& a);
+NormBackward norm_backward_composite(const NormBackwardArguments& a);
+
+}  // namespace fusedops
