@@ -53,4 +53,4 @@ def _libc() -> ctypes.CDLL:
 
 def _set(libc: ctypes.CDLL, option: int, value: int) -> None:
     if libc.mallopt(option, value) != 1:
-        raise RuntimeError(f"keep_freed_memory: mallopt({option}, {value}) was refused")
+        raise RuntimeError(f"keep_freed_memory: mallopt({option}, {value}) failed")

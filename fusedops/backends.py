@@ -95,7 +95,7 @@ def unavailable(op: str, backend: str) -> str | None:
 
 
 def _uncompiled() -> str | None:
-    return f"no compiled part: {UNCOMPILED} ({COMMAND} makes one)" if UNCOMPILED else None
+    return f"no compiled part: {UNCOMPILED} (to compile it: {COMMAND})" if UNCOMPILED else None
 
 
 def _cpu_unavailable() -> str | None:
@@ -326,7 +326,7 @@ def _triton_kernel(family: str, name: str, warns: bool) -> Callable:
         if warns:
             families = ", ".join(family for family in _TRITON if family not in _WITH_CUDA)
             notice.warn_once(
-                f"fusedops was built without CUDA kernels: Triton's run for {families}"
+                f"fusedops was built without CUDA kernels: Triton kernels run for {families}"
             )
         return getattr(importlib.import_module(f"fusedops.triton.{family}"), name)
 

@@ -112,7 +112,7 @@ def _build(kind: str, family: str, way: Way) -> nn.Module:
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(config, **how).parameters())
     if size > MOST_PARAMETERS:
-        raise ValueError(f"{size / 1e6:.0f} million parameters are left")
+        raise ValueError(f"{size / 1e6:.0f} million parameters after shrinking")
     torch.manual_seed(0)
     model = auto.from_config(config, **how).eval()
     with torch.no_grad():
@@ -200,7 +200,7 @@ def _left_over(model: nn.Module, unpatched: dict[str, Any], before: Yardstick) -
     now, again = _state(model), run(model, before.batch)
     left = [f"{what} differ after unpatch" for what, was in unpatched.items() if was != now[what]]
     moved = _moved(before.eager, again)
-    return left + [f"{name} has other bits after unpatch" for name in moved[:4]]
+    return left + [f"{name} differs bitwise after unpatch" for name in moved[:4]]
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:

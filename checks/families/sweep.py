@@ -74,7 +74,7 @@ def alone(kind: str, family: str, seconds: float, work: Work | None = None) -> R
         row |= {"verdict": TOO_LONG, "why": f"more than {seconds:g} seconds"}
     except EOFError:
         process.join()
-        row |= {"verdict": DIED, "why": f"its process ended with {process.exitcode}"}
+        row |= {"verdict": DIED, "why": f"its process exited with code {process.exitcode}"}
     finally:
         process.join(seconds)
     return row

@@ -35,7 +35,7 @@ def _counts(rows: list[Row]) -> str:
     ran = [row for row in rows if "fused" in row]
     told = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
     sites = ", ".join(f"{site} {_families_with(ran, site)}" for site in SITES)
-    return f"{rows[0]['kind']}: {len(rows)} families: {told}; fused, of those that have it: {sites}"
+    return f"{rows[0]['kind']}: {len(rows)} families: {told}; fused where present: {sites}"
 
 
 def _families_with(rows: Iterable[Row], site: str) -> str:
@@ -46,18 +46,18 @@ def _families_with(rows: Iterable[Row], site: str) -> str:
 HEAD = """\
 # Families of transformers
 
-`make coverage` writes this file: a tiny model with random weights of every family, from the
-defaults of its config class made small, run in float32, patched with all that `patch` has, and
-unpatched. A family is right when every output, the loss, the logits of generated tokens and all
-gradients are as near to a float64 run as rounding allows, which is what `patch(verify=...)` asks,
-and when after `unpatch` every bit, class and name is what it was. Kernels that so small sizes do
-not pay for are switched on.
+`make coverage` writes this file. For every family it shrinks the default config to a tiny model
+with random weights, runs it in float32, patches it with all of `patch`'s defaults, runs it again
+and unpatches it. A family is right if every output, the loss, the logits of generated tokens and
+all gradients are as close to a float64 run as rounding allows (`patch(verify=...)`'s criterion),
+and if `unpatch` restores every bit, class and name. Size thresholds are switched off, so that these
+tiny models run the fused kernels.
 
-In the first table a site's column says in how many families it is fused, of those that have it; in
-the others, how many sites of how many. Families that are not built are those of which transformers
-makes no model from our sizes, or asks for a package that is not there; those that are not run take
-none of our inputs, or fail without a patch as well. Norms that are left are batch norms, gated ones
-and others that are neither `layer_norm` nor `rms_norm`.
+In the first table, a site's column counts the families that fuse it, out of those that have it. In
+the other tables, it counts the sites fused, out of those found. A family is "not built" if
+transformers cannot build a model with our sizes or needs a package that is not installed. It is
+"not run" if it accepts none of our inputs or fails without the patch too. Skipped norms are batch
+norms, gated norms and others that are neither `layer_norm` nor `rms_norm`.
 """
 
 
@@ -69,7 +69,7 @@ def markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     parts = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     parts = {kind: part for kind, part in parts.items() if part}
     told = " and ".join(f"{name} {version}" for name, version in versions.items())
-    text = [HEAD, f"Of {told}.\n", _summary_table(parts)]
+    text = [HEAD, f"Generated with {told}.\n", _summary_table(parts)]
     for kind, part in parts.items():
         text += [f"\n## {kind}\n", _table(sorted(part, key=lambda row: row["family"]))]
         text += _absent(part)
@@ -88,7 +88,7 @@ def _summary_table(parts: dict[str, list[Row]]) -> str:
 
 
 def _table(rows: list[Row]) -> str:
-    lines = ["| family | verdict | " + " | ".join(SITES) + " | left, and why |"]
+    lines = ["| family | verdict | " + " | ".join(SITES) + " | skipped, and why |"]
     lines.append("| --- " * (3 + len(SITES)) + "|")
     lines += [_row(row) for row in rows if row["verdict"] not in (UNBUILT, UNRUN)]
     return "\n".join(lines)
@@ -105,8 +105,8 @@ def _row(row: Row) -> str:
 
 def _remarks(row: Row) -> list[str]:
     remarks = ["draws random numbers in eval mode"] if row.get("random") else []
-    remarks += ["saw text alone"] if row.get("text alone") else []
-    remarks += ["judged by float32 alone"] if row.get("float64") is False else []
+    remarks += ["run with text only"] if row.get("text alone") else []
+    remarks += ["compared in float32 only"] if row.get("float64") is False else []
     if "not run" in row.get("generate", ""):
         remarks.append("generate " + row["generate"])
     if row.get("slack", 0) > 0.01:

@@ -101,7 +101,7 @@ def _write(results: dict, out: Path) -> None:
     print(show.verdict(results))
     print(f"wrote {' and '.join(map(str, written))}")
     if len(written) == 1:
-        print("pip install matplotlib for a plot of them")
+        print("to plot them: pip install matplotlib")
 
 
 def _print(table: object) -> None:

@@ -192,15 +192,19 @@ def _layout(q: QuantizedWeight) -> tuple[str, int, int, int]:
 def check_quantized(op: str, qweight: QuantizedWeight) -> None:
     if not isinstance(qweight, QuantizedWeight):
         got = type(qweight).__name__
-        raise TypeError(f"{op}: qweight must be a QuantizedWeight, of quantize_weight, got {got}")
+        raise TypeError(f"{op}: qweight must be a QuantizedWeight from quantize_weight, got {got}")
 
 
 def check_weight(weight: Tensor) -> None:
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight)
-        raise TypeError(f"quantize_weight: weight must be a floating matrix [N, K], got {got}")
+        raise TypeError(
+            f"quantize_weight: weight must be a floating-point matrix [N, K], got {got}"
+        )
     if hasattr(weight, "full_tensor"):
-        raise TypeError("quantize_weight: weight must be whole (full_tensor()), got a DTensor")
+        raise TypeError(
+            "quantize_weight: weight must be a full tensor, got a DTensor (use full_tensor())"
+        )
 
 
 def check_format(

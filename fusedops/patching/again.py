@@ -57,5 +57,5 @@ def _attention_off(module: nn.Module) -> str:
     if view is None:
         return OFF
     if getattr(view, "output_attentions", False):
-        return "output_attentions was set since: weights are wanted"
-    return f"{view._attn_implementation} was set since"
+        return "output_attentions was set after patch, so attention weights are needed"
+    return f"the implementation was set to {view._attn_implementation} after patch"

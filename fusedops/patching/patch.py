@@ -98,8 +98,8 @@ def patch(
     LoRA or hooks on the head, or under torch.compile, the forward computes logits normally. With
     loss="keep_logits" the values are computed in each forward with labels and stay in its outputs,
     at the cost of that product and of the logits' memory; all gradients are as with loss=True.
-    Raises TypeError when model is not a module, ValueError for another `loss` and for a format of
-    `quantize` that there is not. Warns when no site was fused.
+    Raises TypeError when model is not a module, ValueError for an unknown `loss` or `quantize`
+    format. Warns when no site was fused.
     """
     _check(model, loss)
     notice.give()

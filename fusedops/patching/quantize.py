@@ -72,7 +72,7 @@ def check_options(format: str, options: dict[str, Any]) -> None:
     """Raises ValueError where no layer could have them."""
     if format == "fp8" and options["group_size"] is not None:
         got = options["group_size"]
-        raise ValueError(f"quantize: group_size of fp8 must be None, the rows', got {got}")
+        raise ValueError(f"quantize: group_size of fp8 must be None (one scale per row), got {got}")
     check_format(format, 1, options["group_size"], options["scale"])
     QuantizedLinear(64, 1, device="meta", format=format, **options | {"group_size": None})
 
@@ -108,9 +108,9 @@ class Left:
     def why(self, path: str, module: nn.Linear) -> str:
         """The reason to leave a linear, empty where there is none."""
         if not path:
-            return "it is the model: QuantizedLinear.from_linear makes another"
+            return "it is the model itself: use QuantizedLinear.from_linear"
         if named := _named(path, self.skip) or (module is self.head and HEAD):
-            return f"skip has {named!r}"
+            return f"{named!r} is in skip"
         if original_class(module) not in (nn.Linear, Linear):
             return "its class may do more than nn.Linear"
         if len(self.holders[id(module.weight)]) > 1 or f"{path}.weight" in self.tied:
@@ -119,7 +119,7 @@ class Left:
             return f"the model keeps {named!r} in float32"
         parts = path.split(".")
         if "router" in parts or (parts[-1] == "gate" and module.out_features in self.experts):
-            return "it chooses experts"
+            return "it routes tokens to experts"
         return "it has hooks" if has_hooks(module) else ""
 
 

@@ -58,7 +58,7 @@ class PatchReport:
 
 
 def _row(path: str, site: Site) -> tuple[str, str, str, str]:
-    now = site.now or "left"
+    now = site.now or "skipped"
     return site.kind, path, site.was, f"{now}: {site.reason}" if site.reason else now
 
 

@@ -52,7 +52,7 @@ class Yardstick:
         if off := list(dict.fromkeys(off)):
             raise RuntimeError(
                 f"patch: verify found differences beyond rounding in {', '.join(off[:8])}"
-                f" ({len(off)} of {len(fused)} results); the model is as it was"
+                f" ({len(off)} of {len(fused)} results); the model was restored"
             )
 
     def off(self, fused: dict[str, Tensor], model: nn.Module, gradients: bool = True) -> list[str]:

@@ -160,7 +160,7 @@ def stepped(rank):
     try:
         outputs.logits.sum()
     except RuntimeError as error:
-        assert "has changed since the forward" in str(error)
+        assert "changed after the forward, before outputs.logits was read" in str(error)
     else:
         raise AssertionError("they were read")
 

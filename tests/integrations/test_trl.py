@@ -159,8 +159,8 @@ def test_the_report_says_what_ran(case, bf16, tmp_path, caplog):
     assert [coverage[kind] for kind in ("norm", "attention")] == [(5, 5), (2, 2)]
     if case is not reward:
         (left,) = (site for site in callback.report.skipped if site.kind == "loss")
-        whose = "_fused_forward of trl.trainer.utils runs instead of its forward"
-        assert left.reason == f"{whose}, with a head of its own"
+        whose = "_fused_forward of trl.trainer.utils replaces its forward"
+        assert left.reason == f"{whose} and uses its own head"
         first, then = caplog.messages
         assert "loss: 1 of 1 fused" in first and "loss: 0 of 1 fused" in then
         assert "keep_logits" in first and "keep_logits" not in then

@@ -55,5 +55,5 @@ def test_refused_option():
         def mallopt(option, value):
             return 0
 
-    with pytest.raises(RuntimeError, match=r"mallopt\(-4, 0\) was refused"):
+    with pytest.raises(RuntimeError, match=r"mallopt\(-4, 0\) failed"):
         allocator._set(Refuses, -4, 0)

@@ -144,7 +144,7 @@ def test_hooks_of_accelerate_change_nothing_but_the_loss():
         add_hook_to_module(module, ModelHook())
     assert look_again(model, report) and not report.skipped
     (loss,) = (site for site in report.fused if site.kind == "loss")
-    assert (loss.now, loss.reason) == ("cross_entropy", "of logits: something watches the head")
+    assert (loss.now, loss.reason) == ("cross_entropy", "computed from logits: the head has hooks")
     assert not count(heads, linear_cross_entropy, lambda: model(IDS, labels=LABELS))
     assert not look_again(model, report)
 
@@ -159,7 +159,7 @@ def test_a_module_whose_forward_was_replaced_is_left():
     assert report.coverage["norm"] == (fused[0] - 1, fused[1])
     (site,) = report.skipped
     assert (site.kind, site.path) == ("norm", "model.layers.1.input_layernorm")
-    assert site.reason == f"another_norm of {__name__} runs instead of its forward"
+    assert site.reason == f"another_norm of {__name__} replaces its forward"
     assert not look_again(model, report)
 
 
@@ -176,7 +176,7 @@ def test_a_forward_with_a_head_of_its_own_is_named_when_patched_too():
     method(model, forward)
     report = fusedops.patch(model)
     (site,) = (site for site in report.skipped if site.kind == "loss")
-    reason = f"forward of {__name__} runs instead of its forward, with a head of its own"
+    reason = f"forward of {__name__} replaces its forward and uses its own head"
     assert (site.path, site.reason) == ("lm_head", reason)
 
 
@@ -199,7 +199,7 @@ def test_a_wrapper_that_reads_the_head_may_have_one_of_its_own(keeps):
     reads_the_dtype(model)
     assert look_again(model, report)
     (loss,) = (site for site in report.fused if site.kind == "loss")
-    may = f"forward of {__name__} may compute the loss with a head of its own"
+    may = f"forward of {__name__} may compute the loss with its own head"
     assert loss.now == "linear_cross_entropy" and loss.reason.endswith(may)
     assert loss.reason.startswith("keep_logits") == (keeps == "keep_logits")
     assert count(heads, linear_cross_entropy, lambda: model(IDS, labels=LABELS)) == 1
@@ -221,7 +221,7 @@ def test_a_forward_without_a_head_of_its_own_has_the_loss_of_logits(function):
     function(model) if function is reads_the_dtype else method(model, function)
     report = fusedops.patch(model)
     (loss,) = (site for site in report.fused if site.kind == "loss")
-    reason = "of logits: the model carries its own forward"
+    reason = "computed from logits: the model has its own forward"
     assert (loss.now, loss.reason) == ("cross_entropy", reason)
     assert count(losses, cross_entropy, lambda: model(IDS, labels=LABELS)) == 1
     assert not look_again(model, report)
@@ -235,10 +235,10 @@ def test_the_forward_from_before_patch_is_not_the_fused_one():
     method(model, by_its_name)
     assert look_again(model, report)
     (left,) = report.skipped
-    reason = "forward of transformers.models.llama.modeling_llama runs instead of its forward"
+    reason = "forward of transformers.models.llama.modeling_llama replaces its forward"
     assert (left.path, left.reason) == ("model.norm", reason)
     (loss,) = (site for site in report.fused if site.kind == "loss")
-    assert loss.reason == f"of logits: by_its_name of {__name__} runs instead of its forward"
+    assert loss.reason == f"computed from logits: by_its_name of {__name__} replaces its forward"
     assert count(losses, cross_entropy, lambda: model(IDS, labels=LABELS)) == 1
 
 
@@ -265,7 +265,7 @@ def test_a_forward_that_asks_the_model_for_its_loss_has_ours_of_logits():
     assert look_again(again, before)
     for one, of in ((model, report), (again, before)):
         (site,) = (site for site in of.fused if site.kind == "loss")
-        assert site.now == "cross_entropy" and site.reason.startswith("of logits: ")
+        assert site.now == "cross_entropy" and site.reason.startswith("computed from logits: ")
         assert count(losses, cross_entropy, lambda: one(IDS, LABELS)) == 1  # noqa: B023
         assert "keep_logits" not in str(of)
 
@@ -273,7 +273,7 @@ def test_a_forward_that_asks_the_model_for_its_loss_has_ours_of_logits():
 def test_what_is_no_python_function_is_named_by_its_type():
     module = nn.Identity()
     module.forward = torch.relu
-    assert str(instead(module)) == "a builtin_function_or_method runs instead of its forward"
+    assert str(instead(module)) == "a builtin_function_or_method replaces its forward"
 
 
 # What was fused and is not any more.
@@ -289,7 +289,10 @@ def test_an_attention_that_was_set_since():
     assert report.coverage["attention"] == (2, 2)
     model.set_attn_implementation("eager")
     assert look_again(model, report) and report.coverage["attention"] == (0, 2)
-    assert reasons(report, "attention") == {"eager was set since"} and len(report.skipped) == 2
+    assert (
+        reasons(report, "attention") == {"the implementation was set to eager after patch"}
+        and len(report.skipped) == 2
+    )
     assert not look_again(model, report)
 
 
@@ -299,7 +302,7 @@ def test_weights_that_are_wanted_since():
     assert not look_again(model, report)
     model.config.output_attentions = True
     assert look_again(model, report)
-    reason = "output_attentions was set since: weights are wanted"
+    reason = "output_attentions was set after patch, so attention weights are needed"
     assert reasons(report, "attention") == {reason}
 
 
@@ -310,7 +313,7 @@ def test_a_model_that_is_unpatched():
     fusedops.unpatch(model)
     assert look_again(model, report) and not report.fused
     assert len(report.skipped) == fused and "keep_logits" not in str(report)
-    assert {site.reason for site in report.skipped} == {"it is not fused any more"}
+    assert {site.reason for site in report.skipped} == {"it is no longer fused"}
 
 
 def test_quantized_layers_stay():
@@ -329,9 +332,9 @@ def test_modules_that_were_replaced():
     model.model.norm, model.lm_head = nn.RMSNorm(32), nn.Linear(32, 64, bias=False)
     assert look_again(model, report)
     (left,) = report.skipped
-    assert (left.path, left.reason) == ("model.norm", "it is not fused any more")
+    assert (left.path, left.reason) == ("model.norm", "it is no longer fused")
     (loss,) = (site for site in report.fused if site.kind == "loss")
-    reason = "of logits: the head is not fused any more"
+    reason = "computed from logits: the head is no longer fused"
     assert (loss.now, loss.reason) == ("cross_entropy", reason)
     assert count(losses, cross_entropy, lambda: model(IDS, labels=LABELS)) == 1
     assert not look_again(model, report)
@@ -342,7 +345,7 @@ def test_another_loss_function():
     report = fusedops.patch(model)
     model.loss_function = lambda logits, *args, **kwargs: logits.sum()
     assert look_again(model, report) and report.coverage["loss"] == (0, 1)
-    assert reasons(report, "loss") == {"another loss_function was set since"}
+    assert reasons(report, "loss") == {"another loss_function was set after patch"}
     assert not count(heads, linear_cross_entropy, lambda: model(IDS, labels=LABELS))
 
 
@@ -357,7 +360,7 @@ def test_a_class_on_top_with_a_forward_of_its_own(calls):
 
     norm.__class__ = Top if calls else type("Top", (type(norm),), {"forward": another_norm})
     assert look_again(model, report) == (not calls)
-    wanted = set() if calls else {f"another_norm of {__name__} runs instead of its forward"}
+    wanted = set() if calls else {f"another_norm of {__name__} replaces its forward"}
     assert reasons(report, "norm") == wanted
 
 

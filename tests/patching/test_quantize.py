@@ -56,14 +56,14 @@ def test_what_is_replaced_and_what_is_left(format):
     ]
     assert all(type(m) is QuantizedLinear for b in model.blocks for m in (b["up"], b["down"]))
     assert reasons(report) == {
-        **{f"blocks.{i}.gate": "it chooses experts" for i in range(2)},
+        **{f"blocks.{i}.gate": "it routes tokens to experts" for i in range(2)},
         **{
             f"blocks.{i}.attention.out_proj": "its class may do more than nn.Linear"
             for i in range(2)
         },
         "wo": "the model keeps 'wo' in float32",
         "tied": "its weight is tied to another module's",
-        "lm_head": "skip has 'lm_head'",
+        "lm_head": "'lm_head' is in skip",
     }
     assert f"QuantizedLinear, {format}" in str(report)
     assert (model(ids) - expected).norm() < 0.1 * expected.norm()
@@ -74,7 +74,7 @@ def test_what_is_replaced_and_what_is_left(format):
 def test_skip_and_options():
     model = Net()
     report = quantize(model, "int8", skip=("blocks.1", "gate"), group_size=12, compute="exact")
-    assert reasons(report)["blocks.1.up"] == "skip has 'blocks.1'"
+    assert reasons(report)["blocks.1.up"] == "'blocks.1' is in skip"
     assert type(model.lm_head) is QuantizedLinear
     up = model.blocks[0]["up"]
     assert (up.group_size, up.compute, up.format) == (12, "exact", "int8")
@@ -91,7 +91,7 @@ def test_hooks_and_the_model_itself_are_left():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].register_forward_hook(lambda *_: None)
     assert reasons(quantize(model, "int8")) == {"0": "it has hooks"}
-    with pytest.warns(UserWarning, match="it is the model"):
+    with pytest.warns(UserWarning, match="it is the model itself: use QuantizedLinear.from_linear"):
         quantize(nn.Linear(8, 8), "int8")
 
 
@@ -143,7 +143,9 @@ def test_wrong_arguments():
         quantize(model, "int4", group_size=48)
     with pytest.raises(ValueError, match="input_format must be None, 'int8' or 'fp8', got 'int4'"):
         quantize(model, "int4", input_format="int4")
-    with pytest.raises(ValueError, match="group_size of fp8 must be None, the rows', got 64"):
+    with pytest.raises(
+        ValueError, match=r"group_size of fp8 must be None \(one scale per row\), got 64"
+    ):
         quantize(model, "fp8", group_size=64)
     for skip in ("lm_head", None):
         with pytest.raises(TypeError, match=f"skip must be a list of names, got {skip!r}"):
@@ -256,7 +258,7 @@ def test_peft_merges_and_unmerges(format, safe, dtype, caplog):
     for _ in range(2):
         caplog.clear()
         model.merge_adapter(safe_merge=safe)
-        said = [text for text in caplog.messages if "quantized anew" in text]
+        said = [text for text in caplog.messages if "re-quantized the assigned weight" in text]
         assert len(said) == 4 and said[0].startswith("model.layers.0.self_attn.q_proj: ")
         merged = model(input_ids=IDS).logits
         assert (merged - beside).norm() < 0.2 * (without - beside).norm()

@@ -35,7 +35,7 @@ def test_sites_with_different_outcomes_do_not_fold():
     head, *_, fused, skipped, note = str(report).splitlines()
     assert head.endswith("norm: 1 of 2 fused")
     assert fused.split() == ["norm", "h.0.n", "LayerNorm", "layer_norm"]
-    assert skipped.endswith("left: it has buffers")
+    assert skipped.endswith("skipped: it has buffers")
     assert note == "loss: not in this version"
 
 

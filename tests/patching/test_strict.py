@@ -261,7 +261,7 @@ def test_a_file_that_was_edited_since(edited, tmp_path):
     report = patch(model)
     assert report.coverage.get("residual", (0, 0))[0] == (not edited)
     if edited:
-        assert any("not what runs" in site.reason for site in report.skipped)
+        assert any("differs from the code that runs" in site.reason for site in report.skipped)
 
 
 def test_verify_gives_every_run_its_own_cache():

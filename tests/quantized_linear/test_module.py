@@ -273,7 +273,7 @@ def test_it_explains_a_backend_of_another_device(monkeypatch):
     monkeypatch.setattr(f"{QuantizedLinear.__module__}.forced", lambda: "cuda")
     said = QuantizedLinear(256, 64, format="nf4").explain(1)
     assert said.endswith(
-        "where backend 'cuda' is forced: an error, as that takes no tensors on cpu"
+        "where backend 'cuda' is forced: an error, as that backend takes no cpu tensors"
     )
 
 

@@ -26,7 +26,7 @@ def test_its_weight_is_a_view_to_be_read(kind):
     assert torch.equal(nn.functional.linear(x, weight), x @ dense.T)
     assert weight.float().norm() > 0 and "tensor" in repr(weight)
     for write in (lambda: weight.add_(1), lambda: weight.detach().zero_()):
-        with pytest.raises(RuntimeError, match="weight is a view to be read"):
+        with pytest.raises(RuntimeError, match="weight is a read-only view of quantized codes"):
             write()
     weight[0].copy_(x[0])  # of a row of the numbers that were made
     assert torch.equal(module.weight + 0, dense)
@@ -43,7 +43,9 @@ def test_what_is_written_to_its_data_is_quantized(kind, caplog):
     module.weight.data = linear.weight
     assert same(module, expected)
     assert re.match(
-        f"model.up: .* anew to {format}, and off by 0.* of its size", caplog.messages[1]
+        f"model.up: re-quantized the assigned weight to {format}; relative error 0.*, "
+        "or .* relative to the change",
+        caplog.messages[1],
     )
     twice = QuantizedLinear.from_linear(linear, format, **options)
     twice.weight.data.mul_(2)
@@ -114,7 +116,7 @@ def test_writes_that_are_no_sums():
     torch.testing.assert_close(module.weight + 0, before + 1, rtol=0.1, atol=0.1)
     module.weight.data[3] = 0
     assert not module.weight[3].any() and module.weight[4].any()
-    with pytest.raises(RuntimeError, match="weight is a view to be read"):
+    with pytest.raises(RuntimeError, match="weight is a read-only view of quantized codes"):
         module.weight[0] = 0
 
 

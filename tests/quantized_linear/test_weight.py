@@ -235,7 +235,12 @@ def test_nf4_is_that_of_bitsandbytes(shape, dtype):
 
 
 WRONG = [
-    ((torch.zeros(3), "int8"), {}, TypeError, r"floating matrix \[N, K\], got torch.float32 \[3\]"),
+    (
+        (torch.zeros(3), "int8"),
+        {},
+        TypeError,
+        r"floating-point matrix \[N, K\], got torch.float32 \[3\]",
+    ),
     ((torch.zeros(3, 3).int(), "int8"), {}, TypeError, "got torch.int32"),
     (([[1.0]], "int8"), {}, TypeError, "got <class 'list'>"),
     ((torch.zeros(3, 3), "int2"), {}, ValueError, "format must be one of .* got 'int2'"),
@@ -259,7 +264,7 @@ def test_a_sharded_weight_is_refused():
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        with pytest.raises(TypeError, match=r"weight must be whole .*, got a DTensor"):
+        with pytest.raises(TypeError, match=r"weight must be a full tensor, got a DTensor"):
             quantize_weight(DTensor.from_local(torch.zeros(4, 4), mesh), "int8")
     finally:
         torch.distributed.destroy_process_group()

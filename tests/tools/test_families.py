@@ -94,7 +94,7 @@ def hang(to, kind, family):
 
 def test_a_process_that_ends_or_hangs_is_a_verdict():
     row = sweep.alone("causal", "llama", 60, end)
-    assert (row["verdict"], row["why"]) == ("died", "its process ended with 3")
+    assert (row["verdict"], row["why"]) == ("died", "its process exited with code 3")
     row = sweep.alone("causal", "llama", 0.5, hang)
     assert (row["verdict"], row["why"]) == ("timeout", "more than 0.5 seconds")
 

@@ -182,7 +182,9 @@ def _check_loaded(path: str, layer: QuantizedLinear) -> None:
     missing = [name for name, t in here if not hasattr(t, INITIALIZED)]
     if missing:
         names = " and ".join(f"{path}.{name}" for name in missing)
-        raise ValueError(f"fusedops: the checkpoint's config says quantized, but has no {names}")
+        raise ValueError(
+            f"fusedops: the config says that the checkpoint is quantized, but it has no {names}"
+        )
     if layer.bias is not None and not hasattr(layer.bias, INITIALIZED):
         nn.init.zeros_(layer.bias)
 

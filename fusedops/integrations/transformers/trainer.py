@@ -49,7 +49,7 @@ class FusedOpsCallback(TrainerCallback):
             return
         if self.options.get("quantize") is not None:
             raise ValueError(
-                "FusedOpsCallback: quantize must be None where a model_init makes the model, got "
+                "FusedOpsCallback: quantize must be None when model_init makes the model, got "
                 f"{self.options['quantize']!r}: quantize the model in model_init"
             )
         self._patch(model, state)

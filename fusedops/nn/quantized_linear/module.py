@@ -198,16 +198,16 @@ class QuantizedLinear(torch.nn.Linear):
         if asked:
             what += f", where backend {asked!r} is forced"
             if not takes(asked, device):
-                return f"{what}: an error, as that takes no tensors on {device}"
+                return f"{what}: an error, as that backend takes no {device} tensors"
         if dtype != torch.float64 and (plan := self._plan(asked or device, rows)):
             return f"{what}: {plan}"
         wide = torch.promote_types(dtype, torch.float32)
         given = dtype if self.compute is None and self.input_format is None else wide
         operands = torch.bfloat16 if self.compute == "bf16" and wide == torch.float32 else given
         return (
-            f"{what}: ATen calls, as there is no kernel for these. Each call makes the weight in "
-            f"{_short(wide)}, {n * k * wide.itemsize >> 20} MiB, whatever the rows, and torch "
-            f"multiplies {_short(operands)}"
+            f"{what}: ATen calls, as no kernel takes these options. Each call dequantizes the "
+            f"weight to {_short(wide)} ({n * k * wide.itemsize >> 20} MiB), and torch multiplies "
+            f"in {_short(operands)}"
         )
 
     def _plan(self, runner: str, rows: int) -> str:
@@ -261,8 +261,8 @@ class QuantizedLinear(torch.nn.Linear):
         self._put(self._quantized(target.to(before.device)))
         off = (self._numbers() - target).norm()
         log.warning(
-            "%s: the weight that was written is quantized anew to %s, and off by %.2g of its size "
-            "and %.2g of what was changed",
+            "%s: re-quantized the assigned weight to %s; relative error %.2g, "
+            "or %.2g relative to the change",
             self.path or repr(self),
             self.format,
             off / target.norm(),

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from fusedops.nn.quantized_linear.module import QuantizedLinear
 
 READ_ONLY = (
-    "QuantizedLinear: weight is a view to be read, its numbers are codes; load_state_dict "
-    "quantizes a float weight, and so do writes to weight.data"
+    "QuantizedLinear: weight is a read-only view of quantized codes; load_state_dict and writes to "
+    "weight.data quantize a float weight"
 )
 
 

@@ -74,7 +74,7 @@ def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError where a CUDA graph is being captured."""
     if capturing(device):
         raise RuntimeError(
-            "AdamW: offload must be None where a CUDA graph is captured, which would not have the "
+            "AdamW: offload must be None while a CUDA graph is captured, as it would lack the "
             f"CPU's part of a step; got 'cpu' for parameters on {device}"
         )
 

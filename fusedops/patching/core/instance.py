@@ -34,7 +34,7 @@ class Other:
     calls: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} runs instead of its forward"
+        return f"{self.name} replaces its forward"
 
 
 def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | None:

@@ -37,7 +37,7 @@ def fixed(
     found = {name: vars(module).get(name, MISSING) for name in names - own.keys()}
     for name, value in found.items():
         if value is not MISSING and not _is_plain(value) and not too(value):
-            return f"its forward reads self.{name}, which may change unseen"
+            return f"its forward reads self.{name}, whose changes cannot be detected"
     known_to_it = (name for name in found if name in vars(module) or hasattr(type(module), name))
     return tuple((name, found[name]) for name in sorted(known_to_it) if not _inherited(name))
 

@@ -97,7 +97,7 @@ def new_class(original: type[nn.Module], namespace: dict) -> type:
     try:
         return metaclass(original.__name__, (original,), namespace)
     except Exception as error:
-        raise Unswappable(f"its class takes no subclass: {said(error)}") from error
+        raise Unswappable(f"its class cannot be subclassed: {said(error)}") from error
 
 
 def said(error: Exception) -> str:

@@ -134,10 +134,11 @@ def linear_loses(weight: Tensor, transposed: bool) -> str:
     if _always:
         return ""
     if device not in ("cpu", "meta") or weight.dtype != F32:
-        return f"in {dtype} on {device} the product alone is torch's"
+        where = {"cpu": "CPUs", "cuda": "GPUs"}.get(device, device)
+        return f"for {dtype} on {where} torch's matmul is already as fast"
     if _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
         return ""
-    return "torch's product of their size is as fast here"
+    return "torch's matmul of this size is as fast on this machine"
 
 
 def inductor_fuses(x: Any) -> bool:

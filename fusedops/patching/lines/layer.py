@@ -104,7 +104,7 @@ def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles:
     asked = {kind.name for kind in kinds}
     vars(module)["_fusedops_lines"] = on | asked
     known = {kind.name for kind in fused._fusedops_made_of}
-    return "" if asked <= known else "another library's class is on top of it"
+    return "" if asked <= known else "another library has wrapped its class"
 
 
 def lines_of(layer: nn.Module) -> frozenset[str]:
@@ -170,7 +170,7 @@ def _rewrite(
     function = innermost(original)
     tree = parse(function)
     if not (tree.args.posonlyargs or tree.args.args):
-        raise Unreadable("its forward names no self")
+        raise Unreadable("its forward has no self argument")
     names = Names(dict(roles), functools.partial(_global, function))
     lines = {kind.name: kind.rewrite(tree, names) for kind in kinds}
     helpers = {name: helper for kind in kinds for name, helper in kind.helpers.items()}

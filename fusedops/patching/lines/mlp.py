@@ -159,11 +159,13 @@ def sites(path: str, module: nn.Module, found: list[Product]) -> tuple[list[Site
 def _site(path: str, module: nn.Module, product: Product) -> Site:
     known = patch_activation(product.act.of(module))
     if "forward" in vars(module):
-        known = "the instance carries its own forward"
+        known = "the instance has its own forward"
     if isinstance(known, str):
         return Site(path, "mlp", product.source, reason=known)
     if known.gated is None:
-        return Site(path, "mlp", product.source, reason=f"{known.name} has no gated function")
+        return Site(
+            path, "mlp", product.source, reason=f"there is no fused gated function for {known.name}"
+        )
     return Site(path, "mlp", product.source, known.gated_name)
 
 

@@ -37,10 +37,10 @@ __all__ = ["ROTARY"]
 
 HELPER = "_fusedops_rotary"
 FLOATS = F32, BF16, F16
-UNKNOWN = "it is no rotation that rotary_embedding knows"
-FORM = "its call has a form that is not read"
-BRANCHES = "it branches, and may do otherwise than in the run that tells what it computes"
-VIEWED = "what it gives is seen in another shape, and lies otherwise in memory"
+UNKNOWN = "not a supported rotation"
+FORM = "unsupported call signature"
+BRANCHES = "it has branches, so one run does not show what every call computes"
+VIEWED = "its output is reshaped with .view, which needs a contiguous result"
 
 FIXED = FunctionType, BuiltinFunctionType, ModuleType, type  # what a function may call or look into
 
@@ -170,7 +170,7 @@ def _site(path: str, module: nn.Module, call: Call) -> Site:
 def _obstacle(module: nn.Module, call: Call, known: Rotation) -> str:
     """Why a call of a function that is known is left, empty where it is not."""
     if "forward" in vars(module):
-        return "the instance carries its own forward"
+        return "the instance has its own forward"
     if call.viewed and not known.keeps:
         return VIEWED
     return "" if call.read else FORM
@@ -234,7 +234,7 @@ _probed: "WeakKeyDictionary[Any, tuple[tuple, Rotation | str]]" = WeakKeyDiction
 def rotation_of(function: Any) -> Rotation | str:
     """What a function computes, or why it cannot be said."""
     if not _is_rotary(function):
-        return "another function is there now"
+        return "its name now refers to another function"
     uses = list(reached(object, [function]))
     codes = tuple(f.__code__ for f in uses)
     if _probed.get(function, ((), ""))[0] != codes:
@@ -259,7 +259,7 @@ def _unproven(uses: list[FunctionType]) -> str:
         held = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
         for name, value in {**held, **enclosed(function)}.items():
             if not isinstance(value, FIXED):
-                return f"it reads {name}, which may change unseen"
+                return f"it reads {name}, whose changes cannot be detected"
     return ""
 
 
@@ -284,7 +284,7 @@ def _probe(function: FunctionType) -> Rotation | str:
     given = parameters.get("unsqueeze_dim")
     dims = (given.default, 2) if given else (-2,)
     if given and given.default not in (1, 2):
-        return f"its unsqueeze_dim is {given.default}, and not 1 or 2"
+        return f"its unsqueeze_dim is {given.default}, not 1 or 2"
     no_autocast = torch.autocast("cpu", enabled=False)
     try:
         with undisturbed(), quiet("cpu"), torch.device("cpu"), no_autocast:
@@ -292,7 +292,7 @@ def _probe(function: FunctionType) -> Rotation | str:
             known = next((c for c in candidates if _same(function, c, dims, 8, F64, F64)), None)
             return UNKNOWN if known is None else _proven(function, known, dims)
     except _Unrunnable as error:
-        return f"it cannot be run: {error}"
+        return f"running it raised {error}"
 
 
 class _Unrunnable(Exception):

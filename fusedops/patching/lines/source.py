@@ -49,11 +49,11 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
         raise Unreadable("the source of its forward cannot be parsed") from None
     tree = home.body[0]
     if not isinstance(tree, ast.FunctionDef):
-        raise Unreadable("its forward is not a def")
+        raise Unreadable("its forward is not defined with def")
     ast.increment_lineno(tree, first - 2)
     same_names = _names(_compile(tree, function)) == _names(function.__code__)
     if not same_names or not _is_compiled_from_its_file(function):
-        raise Unreadable("the source of its forward is not what runs")
+        raise Unreadable("the source of its forward differs from the code that runs")
     return tree
 
 
@@ -161,7 +161,7 @@ def _rewrap(wrapper: Any, inner: Callable) -> Callable:
     cells = list(getattr(wrapper, "__closure__", None) or ())
     held = [i for i, cell in enumerate(cells) if _content(cell) is wrapper.__wrapped__]
     if len(held) != 1 or not isinstance(wrapper, types.FunctionType):
-        raise Unreadable("its forward has a decorator that cannot be carried over")
+        raise Unreadable("its forward has a decorator that cannot be reapplied")
     cells[held[0]] = types.CellType(inner)
     made: Any = types.FunctionType(
         wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, tuple(cells)

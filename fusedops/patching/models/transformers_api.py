@@ -73,7 +73,7 @@ def moved(kind: str) -> str:
     home = sys.modules.get("transformers")
     if home is None:
         return ""
-    version = getattr(home, "__version__", "of another version")
+    version = getattr(home, "__version__", "(unknown version)")
     gone = next((what for r in RELIANCES if r.kind == kind for what in _gone(r)), "")
     return f"transformers {version} has no {gone}, which patch relies on" if gone else ""
 

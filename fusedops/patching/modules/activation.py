@@ -31,7 +31,7 @@ __all__ = [
     "patch_activation",
 ]
 
-UNKNOWN = "it is none of silu, gelu, relu"
+UNKNOWN = "activation is not SiLU, GELU or ReLU"
 NAMES = "act", "activation", "relu", "gelu", "silu", "swish"  # of classes and attributes
 
 
@@ -116,7 +116,7 @@ def patch_activation(act: Any) -> Activation | str:
     if not isinstance(act, nn.Module):
         return function_of(act) or UNKNOWN
     if has_hooks(act):
-        return "something watches its activation"
+        return "its activation has hooks"
     known = given(act, "_fusedops_activation")
     found = known if known and _unchanged(act, known) else _probe(act)
     if isinstance(found, Activation):
@@ -162,7 +162,7 @@ def _probe(module: nn.Module) -> Activation | str:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module"
     if changes_state(type(module)):
-        return "its activation changes attributes"
+        return "its activation changes attributes when called"
     read = fixed(module, set(), _is_torchs)
     if isinstance(read, str):
         return read

@@ -80,21 +80,21 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
             report.skipped.append(Site(path, "linear", was, reason=reason))
         else:
             report.fused.append(Site(path, "linear", was, "linear"))
-    report.notes += [f"linear: {n} run as written: {why}" for why, n in left.items()]
+    report.notes += [f"linear: {n} kept as written: {why}" for why, n in left.items()]
 
 
 def patch_linear(module: nn.Module) -> str:
     """Gives the module its fused forward. Returns why it cannot, empty where it has."""
     form = form_of(module)
     if "forward" in vars(module):
-        return "the instance carries its own forward"
+        return "the instance has its own forward"
     if form is None:
         return "it does not compute x @ weight.T + bias"
     try:
         swap(module, functools.partial(_fused, form=form))
     except Unswappable as why:
         return str(why)
-    return "" if given(module, "_fusedops_form") else "another library's class is on top of it"
+    return "" if given(module, "_fusedops_form") else "another library has wrapped its class"
 
 
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:

@@ -176,15 +176,15 @@ class Remembers(nn.Module):
 
 
 OTHERS = {
-    Clamped(): "it is none of silu, gelu, relu",
-    Limited(): "it is none of silu, gelu, relu",
-    Remembers(): "its activation changes attributes",
-    nn.ReLU(): "relu has no gated function",
-    nn.Tanh(): "it is none of silu, gelu, relu",
-    WrongGradient(): "it is none of silu, gelu, relu",
-    OnlyInEval(): "it is none of silu, gelu, relu",
-    InFloat32(): "it is none of silu, gelu, relu",
-    transformers.activations.ClippedGELUActivation(-10, 10): "it is none of silu, gelu, relu",
+    Clamped(): "activation is not SiLU, GELU or ReLU",
+    Limited(): "activation is not SiLU, GELU or ReLU",
+    Remembers(): "its activation changes attributes when called",
+    nn.ReLU(): "there is no fused gated function for relu",
+    nn.Tanh(): "activation is not SiLU, GELU or ReLU",
+    WrongGradient(): "activation is not SiLU, GELU or ReLU",
+    OnlyInEval(): "activation is not SiLU, GELU or ReLU",
+    InFloat32(): "activation is not SiLU, GELU or ReLU",
+    transformers.activations.ClippedGELUActivation(-10, 10): "activation is not SiLU, GELU or ReLU",
     transformers.activations.GELUActivation(use_gelu_python=True): "self.act",
 }
 

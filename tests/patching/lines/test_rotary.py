@@ -148,12 +148,12 @@ REFUSED = {
     rotary_swapped: SHAPE,
     rotary_of_more: SHAPE,
     rotary_of_three: UNKNOWN,
-    rotary_at_no_dim: "its unsqueeze_dim is None, and not 1 or 2",
-    rotary_raises: "it cannot be run: KeyError",
+    rotary_at_no_dim: "its unsqueeze_dim is None, not 1 or 2",
+    rotary_raises: "running it raised KeyError",
     rotary_of_few: rotary.BRANCHES,
     rotary_with_a_helper: rotary.BRANCHES,
-    rotary_of_a_global: "it reads SCALE, which may change unseen",
-    rotary_of_a_closure: "it reads scale, which may change unseen",
+    rotary_of_a_global: "it reads SCALE, whose changes cannot be detected",
+    rotary_of_a_closure: "it reads scale, whose changes cannot be detected",
 }
 
 
@@ -312,7 +312,7 @@ def test_an_instance_with_a_forward_of_its_own():
     model = build()
     model.forward = types.MethodType(Attention.forward, model)
     (site,) = patched_sites(model)
-    assert site.reason == "the instance carries its own forward"
+    assert site.reason == "the instance has its own forward"
 
 
 def test_a_source_that_is_not_there(tmp_path):

@@ -97,9 +97,9 @@ def messages(caplog):
 
 
 OTHERS = {
-    "block_indices": ({"block_indices": torch.zeros(1)}, "block_indices is given"),
-    "head_mask": ({"head_mask": torch.ones(4)}, "head_mask is given"),
-    "output_attentions": ({"output_attentions": True}, "output_attentions is given"),
+    "block_indices": ({"block_indices": torch.zeros(1)}, "block_indices is set"),
+    "head_mask": ({"head_mask": torch.ones(4)}, "head_mask is set"),
+    "output_attentions": ({"output_attentions": True}, "output_attentions is set"),
 }
 
 
@@ -151,7 +151,7 @@ def test_tensors_that_do_not_fit_are_transformers(calls, caplog):
             attention_forward(Layer(False), q, k, v, torch.ones(2, 1, 5, 4, dtype=torch.bool))
     reasons = [message.partition(": ")[2] for message in messages(caplog)]
     assert reasons == [
-        "the batches differ",
+        "the batch sizes differ",
         "the dtypes differ",
         "attention_mask does not broadcast to the scores",
     ]
@@ -287,7 +287,7 @@ def test_code_that_does_not_ask_for_the_function():
 def test_an_implementation_that_was_chosen(name):
     model = build("llama")
     model.config._attn_implementation_internal = name
-    assert left(model) == f"{name} was chosen"
+    assert left(model) == f"its implementation is set to {name}"
     assert model.config._attn_implementation == name
 
 
@@ -295,7 +295,7 @@ def test_weights_that_are_wanted():
     model = build("bert")
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
-    assert left(model) == "output_attentions is set: weights are wanted"
+    assert left(model) == "output_attentions is set, so attention weights are needed"
 
 
 def test_eager_is_replaced_where_it_computes_the_same(calls):
@@ -311,7 +311,7 @@ def test_eager_is_replaced_where_it_computes_the_same(calls):
 def test_code_that_asks_for_a_name():
     model = build("gpt2")
     model.set_attn_implementation("eager")
-    assert left(model) == "its code asks whether the implementation is eager"
+    assert left(model) == "its code checks whether the implementation is eager"
 
 
 def test_masks_by_top_k_stay_with_the_names_that_make_them():
@@ -355,7 +355,7 @@ def test_whose_code_asks_for_a_name(tmp_path, monkeypatch):
 def test_a_model_that_says_no(monkeypatch):
     cls = modeling_gemma2.Gemma2PreTrainedModel
     monkeypatch.setattr(cls, "_supports_flash_attn", False)
-    assert "supports neither sdpa nor flash" in left(build("gemma2"))
+    assert "declares support for neither sdpa nor flash" in left(build("gemma2"))
 
 
 def without_softcap(module, *args, softcap=None, **kwargs):
@@ -373,7 +373,7 @@ eager = modeling_gemma2.eager_attention_forward
 @pytest.mark.parametrize("other", [without_softcap, of_the_module])
 def test_eager_code_that_gives_something_else(other, monkeypatch):
     monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", other)
-    assert left(build("gemma2")) == "its eager attention gives something else"
+    assert left(build("gemma2")) == "its eager attention gives different results"
 
 
 def test_sdpa_of_the_models_own(monkeypatch):
@@ -382,7 +382,7 @@ def test_sdpa_of_the_models_own(monkeypatch):
     monkeypatch.setattr(modeling_gemma2, "ALL_ATTENTION_FUNCTIONS", table)
     model = build("gemma2")
     model.config._attn_implementation_internal = "sdpa"
-    assert left(model) == "its file has another function for sdpa"
+    assert left(model) == "its module uses another function for sdpa"
 
 
 @pytest.mark.parametrize("side", [None, "left"])
@@ -395,7 +395,9 @@ def test_one_eager_attention_is_fused_beside_another_that_is_left(side, monkeypa
     shown = given.get("attention_mask", torch.ones(2, 9)).bool()
     want = model(**given).logits[shown]
     report = patch(model, **ALONE)
-    assert [site.reason for site in report.skipped] == ["its eager attention gives something else"]
+    assert [site.reason for site in report.skipped] == [
+        "its eager attention gives different results"
+    ]
     calls.clear()
     torch.testing.assert_close(model(**given).logits[shown], want)
     assert len(calls) == 1

@@ -294,7 +294,7 @@ def test_modes_replace_each_other():
 def test_the_report_shows_the_mode():
     site = loss_site(llama(), loss="keep_logits")
     assert site.now == "linear_cross_entropy"
-    assert site.reason == "keep_logits: the forward computes the logits too"
+    assert site.reason == "keep_logits: the forward also computes the logits"
     assert loss_site(llama(), loss=True).reason == ""
 
 

@@ -29,7 +29,7 @@ from patching.models.loss_cases import (
 
 pytestmark = pytest.mark.usefixtures("any_size")
 
-CHANGED = "weight of the head or its input has changed since the forward"
+CHANGED = "head's weight or input changed after the forward, before outputs.logits was read"
 
 
 class Scaled(torch.autograd.Function):

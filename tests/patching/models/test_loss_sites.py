@@ -48,8 +48,8 @@ def test_own_loss_code_is_left_and_strict_says_so():
     config.num_hidden_layers, config.vocab_size = 1, 64
     model = transformers.BertForMaskedLM(config)
     site = loss_site(model)
-    assert not site.now and site.reason == "its forward has its own loss code"
-    with pytest.raises(RuntimeError, match="own loss code"):
+    assert not site.now and site.reason == "its forward computes the loss itself"
+    with pytest.raises(RuntimeError, match="its forward computes the loss itself"):
         patch(model, strict=True)
 
 
@@ -63,7 +63,7 @@ def test_a_forward_without_labels_among_its_arguments_is_left():
     model.__class__ = Starred
     site = loss_site(model)
     assert not site.now and site.path == "lm_head"
-    assert site.reason == "its forward names no argument labels"
+    assert site.reason == "its forward has no labels argument"
 
 
 def test_masked_models_are_known_by_their_loss():
@@ -137,8 +137,8 @@ def raises(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-10
 
 
 LEFT = {
-    smoothed: "smoothed differs from cross_entropy of labels",
-    raises: "cannot be run: KeyError",
+    smoothed: "smoothed differs from the cross entropy of labels",
+    raises: "running its loss function raises failed: KeyError",
 }
 
 
@@ -153,7 +153,7 @@ def test_a_function_of_transformers_that_gives_something_else_is_left(function):
 def test_a_function_of_transformers_with_other_arguments_is_left():
     model = llama()
     model.loss_function = loss_utils.ForTokenClassification
-    reason = "its loss function ForTokenClassification takes logits, labels, config"
+    reason = "its loss function ForTokenClassification has other arguments: logits, labels, config"
     assert loss_site(model).reason == reason
 
 

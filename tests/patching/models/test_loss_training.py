@@ -80,7 +80,7 @@ def test_adapters(name, build, order):
 def test_the_report_says_that_logits_are_made():
     site = loss_site(adapted(llama(), ADAPTERS["lora"]))
     assert site.path == "base_model.model.lm_head" and site.now == "cross_entropy"
-    assert site.reason == "of logits: Linear of peft is not a plain linear"
+    assert site.reason == "computed from logits: the head, a Linear of peft, is not a plain linear"
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -138,7 +138,7 @@ def test_accelerate_in_bfloat16(order, no_accelerator):
         model = whole.prepare(patched(model))
     else:
         site = loss_site(model := whole.prepare(model))
-        assert site.reason == "of logits: the model carries its own forward"
+        assert site.reason == "computed from logits: the model has its own forward"
     outputs = model(input_ids=IDS, labels=LABELS)
     assert made(outputs) == (order == "after") and outputs.logits.dtype == torch.float32
     theirs = whole.prepare(llama())

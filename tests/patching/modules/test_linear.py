@@ -243,7 +243,7 @@ def test_what_only_looks_like_a_linear_is_left(cls):
 def test_instance_forward_is_left_alone():
     model = nn.Sequential(nn.Linear(N, N))
     model[0].forward = lambda x: x
-    assert skipped(model) == ["the instance carries its own forward"]
+    assert skipped(model) == ["the instance has its own forward"]
 
 
 def test_a_machine_on_which_torch_is_as_fast(monkeypatch, calls):
@@ -252,7 +252,7 @@ def test_a_machine_on_which_torch_is_as_fast(monkeypatch, calls):
     model = build(Inline)
     report = patch(model, strict=True)
     assert {(s.path, s.now) for s in report.fused} == {("0.fc1", "linear(activation='gelu')")}
-    assert "linear: 1 run as written: torch's is as fast" in report.notes
+    assert "linear: 1 kept as written: torch's is as fast" in report.notes
     model(torch.randn(2, N))
     assert calls == ["gelu"]
 

@@ -108,11 +108,11 @@ RECOGNISED = {
     "layer_norm    ": lambda: nn.LayerNorm(N, bias=False),
 }
 LEFT = {
-    "inputs of other shapes": lambda: ScaleNorm(),
-    "neither layer_norm nor rms_norm": lambda: EpsOutside(),
-    "takes x, gate": lambda: Gated(),
+    "its weight may broadcast to inputs of other shapes": lambda: ScaleNorm(),
+    "its output is neither layer_norm nor rms_norm of its input": lambda: EpsOutside(),
+    "its forward takes x, gate, not one input": lambda: Gated(),
     "neither layer_norm nor": lambda: nn.GroupNorm(2, N),
-    "last dimensions of every input": lambda: nn.GroupNorm(1, N),
+    "it does not normalize the last dimensions of every input": lambda: nn.GroupNorm(1, N),
     "has buffers": lambda: nn.BatchNorm1d(N),
 }
 
@@ -408,7 +408,7 @@ class Tagged(LlamaLike):
 
 ODD = {
     "neither layer_norm nor rms_norm": lambda: RaisesAnything(),
-    "takes no subclass: TypeError": lambda: Tagged(),
+    "its class cannot be subclassed: TypeError": lambda: Tagged(),
     "it is parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.LayerNorm(N), dim=None),
 }
 
@@ -434,7 +434,7 @@ def test_a_probe_that_cannot_be_set_up():
     model = holder(OddNorm())
     with pytest.warns(UserWarning):
         (site,) = patch(model).skipped
-    assert "cannot be probed: TypeError" in site.reason
+    assert "probing it failed: TypeError" in site.reason
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -448,7 +448,7 @@ def test_a_norm_that_is_another_in_training_is_left(training):
     with pytest.warns(UserWarning):
         (site,) = patch(model).skipped
     assert torch.equal(torch.get_rng_state(), state)
-    assert training or "training mode" in site.reason
+    assert training or "its output differs between training and eval mode" in site.reason
 
 
 def test_a_forward_that_was_kept_runs_after_unpatch(calls):

@@ -28,8 +28,8 @@ from fusedops.patching.lines.reader import Names, Reader, place
 __all__ = ["HELPER", "Found", "rewrite"]
 
 HELPER = "_fusedops_add_norm"
-UNREAD = "the sum or the call of its norm has a form that is not read"
-IN_PLACE = "the sum is made in place"
+UNREAD = "the sum or its norm call is written in an unsupported form"
+IN_PLACE = "the sum is computed in place"
 JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
 
 
@@ -228,9 +228,9 @@ class _Rewriter:
         if not norm:
             return
         if user and line in self.stuck:
-            reason = f"the test of the `if` (line {user.lineno}) may depend on what the sum runs"
+            reason = f"the condition of the `if` (line {user.lineno}) may depend on the sum"
         elif user and not syntax.mentions(user, {h}):
-            reason = f"what runs between the sum and the norm (line {user.lineno}) may change it"
+            reason = f"code between the sum and the norm (line {user.lineno}) may change the sum"
         elif user:
             reason = f"`{h}` is used between the sum and the norm (line {user.lineno})"
         else:

@@ -15,7 +15,7 @@ from fusedops.patching.report import Site
 
 __all__ = ["RESIDUAL", "add_norm"]
 
-WITHOUT = "residual: no sum of its own was recognised in {}.forward"
+WITHOUT = "residual: no residual sum was recognised in {}.forward"
 
 
 def sites(path: str, module: nn.Module, found: list[Found]) -> tuple[list[Site], list[str]]:
@@ -33,7 +33,7 @@ def _site(path: str, module: nn.Module, found: Found) -> Site:
     if reason := found.reason or _obstacle(module, found.norm):
         return Site(where, "residual", found.sum, reason=reason)
     recipe = recipe_of(getattr(module, found.norm))
-    remark = "with the dropout, which draws its own mask" if found.dropout else ""
+    remark = "includes the dropout, which draws its own mask" if found.dropout else ""
     return Site(where, "residual", found.sum, f"add_{recipe.formula}", remark)
 
 
@@ -45,11 +45,11 @@ def _obstacle(module: nn.Module, name: str) -> str:
     recipe = recipe_of(norm)
     if recipe is None:
         return f"its norm ({type(norm).__name__}) is not fused"
-    return "" if recipe.adds else "fused sums are normed over the last dimension only"
+    return "" if recipe.adds else "fused sums are normalized over the last dimension only"
 
 
 def _own_forward(module: nn.Module) -> str:
-    return "the instance carries its own forward" if "forward" in vars(module) else ""
+    return "the instance has its own forward" if "forward" in vars(module) else ""
 
 
 def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ def attention_forward(
     biased = position_bias is not None and not inductor_fuses(query)
     plain = softcap is None and s_aux is None and not biased
     if not reason and plain and not attention_pays(query, key):
-        reason = "sdpa is not seen to be slower"
+        reason = "sdpa is as fast for this size"
     if reason:
         if not torch.compiler.is_compiling():
             log.debug("%s runs transformers' attention: %s", type(module).__name__, reason)
@@ -148,30 +148,30 @@ def _obstacle(
         return "torch's scaled_dot_product_attention has been replaced"
     for name, given in kwargs.items():
         if not (name in IGNORED or given is None or given is False):
-            return f"{name} is given"
+            return f"{name} is set"
     if not query.dim() == key.dim() == value.dim() == 4:
-        return "a tensor has not four dimensions"
+        return "query, key and value are not all 4-D"
     of_q, of_k, of_v, device = query.shape, key.shape, value.shape, query.device.type
     if device not in DEVICES:
         return f"there is no kernel for {device}"
     if not of_q[0] == of_k[0] == of_v[0]:
-        return "the batches differ"
+        return "the batch sizes differ"
     if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(device):
         return "the dtypes differ"
     if of_k[1] != of_v[1] or of_q[1] % of_k[1]:
-        return "the heads do not fit"
+        return "the numbers of heads are incompatible"
     for name, added in (("attention_mask", mask), ("position_bias", position_bias)):
         if added is None:
             continue
         if not isinstance(added, Tensor) or added.dtype not in (torch.bool, F32, query.dtype):
-            return f"{name} is neither bool, float32 nor of query's dtype"
+            return f"{name} is neither bool, float32 nor query's dtype"
         whole = *of_q[:3], of_k[2]
         if added.dim() != 4 or any(
             n not in (1, size) for n, size in zip(added.shape, whole, strict=True)
         ):
             return f"{name} does not broadcast to the scores"
     if eager and mask is not None and mask.dtype == torch.bool:
-        return "attention_mask is bool, and eager code adds it"
+        return "attention_mask is bool, but eager code adds it to the scores"
     return ""
 
 

@@ -28,7 +28,7 @@ from fusedops.patching.report import PatchReport, Site
 __all__ = ["attends", "patch_attention"]
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
-ASIDE = "its code does not go through transformers' AttentionInterface"
+ASIDE = "its code does not use transformers' AttentionInterface"
 OWN = re.compile(r"self(\.\w+)+")
 WEIGHTLESS = "sdpa", "flash_attn"  # of a model whose code does without attention's weights
 SCORES = "position_bias", "softcap", "s_aux"  # what changes them
@@ -57,7 +57,7 @@ def _fuse(module: nn.Module, was: str | None) -> str:
     try:
         fit_view(module)
     except Exception as error:  # noqa: BLE001  a config's class may be anybody's
-        return f"there is no view of its config: {said(error)}"
+        return f"making a view of its config failed: {said(error)}"
     return ""
 
 
@@ -116,16 +116,16 @@ def _obstacle(module: nn.Module, owner: Any) -> str:
     if not _asks(cls) or was is None:
         return ASIDE
     if was not in ("sdpa", "eager", NAME):
-        return f"{was} was chosen"
+        return f"its implementation is set to {was}"
     if getattr(config, "output_attentions", False):
-        return "output_attentions is set: weights are wanted"
+        return "output_attentions is set, so attention weights are needed"
     supported = WEIGHTLESS if was == "eager" else (*WEIGHTLESS, "attention_backend")
     if not any(getattr(owner, f"_supports_{what}", False) for what in supported):
-        return f"{original_class(owner).__name__} says that it supports neither sdpa nor flash"
+        return f"{original_class(owner).__name__} declares support for neither sdpa nor flash"
     for asked in sorted(_asked(cls)):
         names = asked.split(",")
         if (was in names) != (NAME in names):
-            return f"its code asks whether the implementation is {' or '.join(names)}"
+            return f"its code checks whether the implementation is {' or '.join(names)}"
     return _unlike(module, was)
 
 
@@ -179,18 +179,18 @@ def _unlike(module: nn.Module, was: str) -> str:
     table = innermost(original_class(module)).__globals__.get(TABLE)
     if was == "sdpa":
         same = table is not None and table.get(was) is sdpa_attention_forward
-        return "" if same else "its file has another function for sdpa"
+        return "" if same else "its module uses another function for sdpa"
     run = eager_function(module)
     if run is None:
-        return "its code names no eager_attention_forward"
+        return "its code has no eager_attention_forward"
     try:
         device = device_of(module)
         plain = torch.autocast(device, enabled=False)
         with undisturbed(), torch.no_grad(), quiet(device), plain:
             same = _same(module, run)
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
-        return f"its eager attention cannot be run: {said(error)}"
-    return "" if same else "its eager attention gives something else"
+        return f"running its eager attention failed: {said(error)}"
+    return "" if same else "its eager attention gives different results"
 
 
 def _same(module: nn.Module, run: Any) -> bool:

@@ -122,16 +122,16 @@ def loss_like(theirs: Any) -> Loss | str:
     taken = inspect.signature(theirs).parameters
     names = [n for n, p in taken.items() if p.kind is not p.VAR_KEYWORD]
     if tuple(names) not in (ARGUMENTS, ARGUMENTS[:-1]) or len(names) == len(taken):
-        return f"its loss function {name} takes {', '.join(names)}"
+        return f"its loss function {name} has other arguments: {', '.join(names)}"
     reads = frozenset(known_to(theirs) - {*ARGUMENTS})
     with undisturbed(), quiet("cpu"), torch.device("cpu"):
         try:
             wanted = [_results(theirs, *case) for case in _cases()]
         except Exception as error:  # noqa: BLE001  a model's own code raises anything
-            return f"its loss function {name} cannot be run: {said(error)}"
+            return f"running its loss function {name} failed: {said(error)}"
         losses = (Loss(theirs, shifts, reads) for shifts in (True, False))
         found = next((loss for loss in losses if _gives(loss, wanted)), None)
-    return found or f"its loss function {name} differs from cross_entropy of labels"
+    return found or f"its loss function {name} differs from the cross entropy of labels"
 
 
 def _is_own(function: FunctionType) -> bool:

@@ -78,14 +78,14 @@ def patch_head(head: nn.Module) -> str:
     form = form_of(head)
     if form is None or form.turned:
         library = type(head).__module__.partition(".")[0]
-        return f"{type(head).__name__} of {library} is not a plain linear"
+        return f"the head, a {type(head).__name__} of {library}, is not a plain linear"
     if "forward" in vars(head):
-        return "the head carries its own forward"
+        return "the head has its own forward"
     try:
         overlay(head, functools.partial(_head_class, form=form))
     except Unswappable as why:
         return str(why)
-    return "" if given(head, "_fusedops_head") else "another library's class is on top of the head"
+    return "" if given(head, "_fusedops_head") else "another library has wrapped the head's class"
 
 
 def _head_class(original: type[nn.Module], below: type[Any] | None, form: Form) -> type:

@@ -40,9 +40,9 @@ SCOPE: ContextVar[tuple[nn.Module, ...]] = ContextVar("heads of a forward with l
 KEPT: ContextVar["WeakSet[State] | None"] = ContextVar("states in a forward", default=None)
 
 CHANGED = (
-    "logits: the weight of the head or its input has changed since the forward, and the logits "
-    'were not read before; read outputs.logits earlier, or patch with loss="keep_logits", which '
-    "computes them in the forward, or with loss=False"
+    "logits: the head's weight or input changed after the forward, before outputs.logits was read; "
+    'read it earlier, or patch with loss="keep_logits", which computes the logits in the forward, '
+    "or with loss=False"
 )
 SCALED = {aten.mul.Tensor: lambda by: by, aten.div.Tensor: lambda by: 1 / by}
 SAME = aten.detach.default, aten.alias.default, aten.view.default  # the same memory

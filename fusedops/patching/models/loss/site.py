@@ -25,8 +25,8 @@ KEEP = "keep_logits"
 FUNCTION = "loss_function"
 # How code gets at a model without its head, and what it takes from it.
 BODY = "base_model", "base_model_prefix", "get_decoder", "last_hidden_state"
-OFF = "it is not fused any more"
-TOO = f"{KEEP}: the forward computes the logits too"
+OFF = "it is no longer fused"
+TOO = f"{KEEP}: the forward also computes the logits"
 LATE = f'loss: read outputs.logits before optimizer.step(), or patch with loss="{KEEP}"'
 
 
@@ -85,8 +85,8 @@ def _as_it_runs(model: nn.Module, site: Site) -> Site:
     if site.now != LINEAR:
         return site
     if reason := _needs_logits(model, other):
-        return replace(site, now=OF_LOGITS, reason=f"of logits: {reason}")
-    may = f"{other.name} may compute the loss with a head of its own" if other else ""
+        return replace(site, now=OF_LOGITS, reason=f"computed from logits: {reason}")
+    may = f"{other.name} may compute the loss with its own head" if other else ""
     known = may in site.reason
     return site if known else replace(site, reason="; ".join(filter(None, (site.reason, may))))
 
@@ -97,15 +97,15 @@ def _needs_logits(model: nn.Module, other: Other | None) -> str:
     if other and not other.calls:
         return str(other)
     if any(map(is_watched, heads)):
-        return "something watches the head"
+        return "the head has hooks"
     fused = heads and all(given(head, "_fusedops_head") for head in heads)
-    return "" if fused else "the head is not fused any more"
+    return "" if fused else "the head is no longer fused"
 
 
 def _off(model: nn.Module) -> str:
     """Why the loss function of a model that was patched is not ours."""
     known = given(model, "_fusedops_loss")
-    return OFF if known is None else "another loss_function was set since"
+    return OFF if known is None else "another loss_function was set after patch"
 
 
 def _where(path: str, model: nn.Module, head: nn.Module) -> str:
@@ -135,7 +135,7 @@ def _leaves(other: Other | None, model: Any, where: str) -> bool:
 
 
 def _left_to(other: Other | None, site: Site) -> Site:
-    return replace(site, now="", reason=f"{other}, with a head of its own")
+    return replace(site, now="", reason=f"{other} and uses its own head")
 
 
 def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
@@ -154,7 +154,7 @@ def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
     if reason := loss if isinstance(loss, str) else _swap(model, loss, keeps):
         return replace(site, reason=reason)
     if reason := _patch_heads(model):
-        return replace(site, now=OF_LOGITS, reason=f"of logits: {reason}")
+        return replace(site, now=OF_LOGITS, reason=f"computed from logits: {reason}")
     return replace(site, now=LINEAR, reason=TOO if keeps else "")
 
 
@@ -162,14 +162,14 @@ def _unreadable(original: type[nn.Module]) -> str:
     """Why patch cannot tell how a class computes its loss, empty where it can."""
     own = inspect.getattr_static(original, FUNCTION, None)
     if not isinstance(own, property) or FUNCTION not in names_in(original):
-        return "its forward has its own loss code"
-    return "its forward names no argument labels" if _labels_at(original) is None else ""
+        return "its forward computes the loss itself"
+    return "its forward has no labels argument" if _labels_at(original) is None else ""
 
 
 def _patch_heads(model: nn.Module) -> str:
     """Has the heads give lazy logits. Returns why one cannot, empty where all do."""
     if "forward" in vars(model):
-        return "the model carries its own forward"
+        return "the model has its own forward"
     return next((why for one in heads_of(model) if (why := patch_head(one))), "")
 
 
@@ -179,7 +179,7 @@ def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
         overlay(model, functools.partial(_model_class, loss=loss, keeps=keeps))
     except Unswappable as why:
         return str(why)
-    return "" if given(model, "_fusedops_loss") else "another library's class is on top of it"
+    return "" if given(model, "_fusedops_loss") else "another library has wrapped its class"
 
 
 def _is_on(model: nn.Module) -> bool:

@@ -61,7 +61,7 @@ def probe(module: nn.Module) -> Recipe | str:
         with undisturbed():
             return _probe(module)
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
-        return f"it cannot be probed: {said(error)}"
+        return f"probing it failed: {said(error)}"
 
 
 def _probe(module: nn.Module) -> Recipe | str:
@@ -97,7 +97,7 @@ def _anatomy(module: nn.Module) -> tuple[str | None, str | None, Sequence[str | 
         return "it has buffers"
     inputs = [p.name for p in inspect.signature(type(module).forward).parameters.values()][1:]
     if len(inputs) != 1:
-        return f"its forward takes {', '.join(inputs) or 'nothing'}"
+        return f"its forward takes {', '.join(inputs) or 'no input'}, not one input"
     eps = eps_names(module)
     if len(eps) > 1:
         return "it has more than one eps attribute"
@@ -107,11 +107,11 @@ def _anatomy(module: nn.Module) -> tuple[str | None, str | None, Sequence[str | 
     if len({tuple(p.shape) for _, p in named}) > 1 or len(biases) > 1 or len(weights) > 1:
         return "its parameters are not one weight and one bias of the same shape"
     if biases and not weights:
-        return "it has a bias and no weight"
+        return "it has a bias but no weight"
     if any(p.numel() == 0 for _, p in named):
         return "its weight is empty"
     if any(p.dim() == 0 or 1 in p.shape for _, p in named) and normalized_shape(module) is None:
-        return "its weight may stand for inputs of other shapes"
+        return "its weight may broadcast to inputs of other shapes"
     return next(iter(weights), None), next(iter(biases), None), eps or USUAL_EPS
 
 
@@ -149,16 +149,16 @@ def _classify_with(
         return "its output is neither layer_norm nor rms_norm of its input"
     proven = specimen.regimes(formula, formula.fused, matches[formula])
     if not proven:
-        return f"{formula} differs from it by more than rounding"
+        return f"its output differs from {formula} by more than rounding"
     proven = [regime for regime in proven if specimen.same_at_extremes(formula, regime)]
     if not proven:
-        return f"{formula} differs from it where an input is large, infinite or NaN"
+        return f"its output differs from {formula} for large, infinite or NaN inputs"
     if not specimen.same_gradients(formula, proven[0], some):
-        return f"its gradients are not those of {formula}"
+        return f"its gradients differ from those of {formula}"
     if not all(specimen.same_in_both_modes(regime, some) for regime in proven):
-        return "it gives something else in training mode than in eval mode"
+        return "its output differs between training and eval mode"
     if not specimen.same_in_every_rank(formula, proven[0]):
-        return "it does not norm the last dimensions of every input"
+        return "it does not normalize the last dimensions of every input"
     attributes = fixed(module, {weight, bias, eps, "normalized_shape" if weight else None})
     if isinstance(attributes, str):
         return attributes

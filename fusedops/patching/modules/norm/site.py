@@ -53,7 +53,7 @@ def patch_norms(model: nn.Module, report: PatchReport) -> None:
 def _patch_norm(module: nn.Module) -> Recipe | str:
     """The recipe by which the module is now fused, or the reason why it is not."""
     if "forward" in vars(module):
-        return "the instance carries its own forward"
+        return "the instance has its own forward"
     found = recipe_of(module) or probe(module)
     if isinstance(found, Recipe):
         try:
