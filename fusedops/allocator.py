@@ -1,4 +1,4 @@
-"""Lets the C library keep the memory that tensors free, so that the next tensor gets warm pages."""
+"""Makes the C library keep freed memory, so that new tensors get warm pages."""
 
 import ctypes
 
@@ -7,30 +7,30 @@ __all__ = ["keep_freed_memory"]
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _DEFAULT_TRIM_THRESHOLD, _DEFAULT_MMAP_MAX = 128 * 1024, 65536
-_NEVER = -1  # as a trim threshold: give nothing back
+_NEVER = -1  # as a trim threshold: never trim
 
 
 def keep_freed_memory(keep: bool = True) -> None:
     """Keep freed CPU memory in this process instead of returning it to the kernel.
 
-    A large tensor on a CPU is fresh memory: the kernel maps and zeroes it page by page while an
-    operator writes it, and takes it back when the tensor dies. For memory-bound operators that
-    costs more than the operator. With `keep`, glibc serves every size from its heap
-    (M_MMAP_MAX=0) and never trims it (M_TRIM_THRESHOLD=-1): pages are paid for once. Measured,
-    float32 [4096, 4096], one thread of an AMD EPYC: `x + y` from 39.6 to 7.0 ms, `F.layer_norm`
-    from 34.8 to 8.9 ms. Tensors that glibc keeps anyway (a few MB) gain nothing.
+    A large CPU tensor is fresh memory: the kernel maps and zeroes it page by page while an operator
+    writes it, and takes it back when the tensor is freed. For memory-bound operators this costs
+    more than the operator. With `keep`, glibc serves every size from its heap (M_MMAP_MAX=0) and
+    never trims it (M_TRIM_THRESHOLD=-1), so each page is paid for once. Measured for float32
+    [4096, 4096], one thread of an AMD EPYC: `x + y` went from 39.6 to 7.0 ms, `F.layer_norm` from
+    34.8 to 8.9 ms. Tensors that glibc keeps anyway (a few MB) gain nothing.
 
-    Process-wide, for torch and all else that uses malloc. The price: the process stays as large
-    as it ever was, and a heap of mixed sizes fragments more. glibc 2.36 (measured) reuses an
-    aligned block only from the eighth of its size on, as the slivers that alignment cuts off wait
-    in a cache of seven: repeated 64 MiB results cost 448 MiB before they cost no more.
+    The setting is process-wide: torch and everything else that uses malloc. The price: the process
+    never shrinks, and a heap of mixed sizes fragments more. glibc 2.36 (measured) reuses an aligned
+    block only from its eighth allocation on, because the slivers cut off for alignment fill a cache
+    of seven first: repeated 64 MiB results cost 448 MiB before they cost no more.
 
-    `keep=False` gives freed memory back at once and restores glibc's documented defaults (65536
-    mappings, trim above 128 KiB). Two things are not restored: gaps in the grown heap go on being
-    used, and glibc no longer raises its mmap threshold as large blocks are freed, which it stops
-    after any mallopt.
+    `keep=False` returns freed memory at once and restores glibc's documented defaults (65536
+    mappings, trim above 128 KiB). Two things are not restored: gaps in the grown heap stay in use,
+    and glibc no longer raises its mmap threshold when large blocks are freed; any mallopt call
+    stops that.
 
-    Raises RuntimeError where the C library has no mallopt (musl, macOS, Windows) or refuses.
+    Raises RuntimeError if the C library has no mallopt (musl, macOS, Windows) or mallopt fails.
     """
     libc = _libc()
     _set(libc, _M_MMAP_MAX, 0 if keep else _DEFAULT_MMAP_MAX)
@@ -40,7 +40,7 @@ def keep_freed_memory(keep: bool = True) -> None:
 
 
 def _libc() -> ctypes.CDLL:
-    # None is the running program: the allocator that torch really uses, also under LD_PRELOAD.
+    # None means the running program: the allocator that torch really uses, even under LD_PRELOAD.
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt, libc.malloc_trim  # noqa: B018

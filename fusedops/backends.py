@@ -1,7 +1,7 @@
-"""Which kernels run: what each backend can do here, and how to force one.
+"""Backends: which kernels can run here, and how to force one.
 
-By default an operator's device decides: csrc/cpu on CPUs, csrc/cuda (or, in a build without
-nvcc, Triton) on GPUs, differentiable ATen calls elsewhere.
+By default an operator's device decides: csrc/cpu on CPUs, csrc/cuda (or Triton, in a build without
+nvcc) on GPUs, differentiable ATen calls elsewhere.
 """
 
 import functools
@@ -39,7 +39,7 @@ FAMILIES = {
     "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),
 }
 
-# The operators that a family's kernels are, where they are not `<family>_forward`, `_backward`.
+# A family's kernel operators, if they are not `<family>_forward` and `<family>_backward`.
 KERNELS = {
     "adamw": FAMILIES["adamw"],
     "cross_entropy": (
@@ -59,20 +59,20 @@ KERNELS = {
 SIMT_KEY = "PrivateUse1"  # where csrc/cuda/stream.h registers the emulated kernels
 
 
-@dataclass(eq=False)  # a block is itself, whatever other blocks force
+@dataclass(eq=False)  # blocks compare by identity
 class _Block:
     name: str
 
 
-_blocks: list[_Block] = []  # in the order in which they were entered, by any thread
-_overrides: list[torch.library.Library] = []  # what forces the last of them
-_followed: list[str | None] = [None]  # the backend that the dispatcher follows; empty: in between
-_lock = threading.RLock()  # of _blocks, _overrides and _followed
-_any_size = False  # of `linear`
+_blocks: list[_Block] = []  # in order of entry, across threads
+_overrides: list[torch.library.Library] = []  # implements the last block
+_followed: list[str | None] = [None]  # the dispatcher's backend; empty while it changes
+_lock = threading.RLock()  # guards _blocks, _overrides and _followed
+_any_size = False  # `linear` runs its kernel at any size
 
 
 def unavailable(op: str, backend: str) -> str | None:
-    """Why `backend` cannot run operator `op` on this machine; None when it can."""
+    """Why `backend` cannot run operator `op` on this machine; None if it can."""
     family = _family(op)
     if backend == "reference":
         return None
@@ -106,12 +106,12 @@ def _cpu_unavailable() -> str | None:
 def backend(name: str) -> Iterator[None]:
     """Run every operator on one backend: "cpu", "cuda", "triton", "simt" or "reference".
 
-    Process-wide until the block ends; for tests, and to find out which kernel is wrong. Of blocks
-    that overlap, in whichever threads, the one that was entered last decides. torch's dispatcher
-    changes as a block begins and ends: no other thread may run an operator at that moment. What
-    torch.compile has compiled before keeps its kernels. The environment variable FUSEDOPS_BACKEND
-    does the same for a whole process. Raises ValueError for an unknown name and RuntimeError when
-    no operator can run on it, with the reason.
+    For tests, and for finding a wrong kernel. The setting is process-wide until the block ends. If
+    blocks overlap, in any threads, the one entered last wins. Entering and leaving a block changes
+    torch's dispatcher, so no other thread may run an operator at that moment. Code already compiled
+    by torch.compile keeps its kernels. The environment variable FUSEDOPS_BACKEND does the same for
+    a whole process. Raises ValueError for an unknown name, and RuntimeError, with the reason, if no
+    operator can run on it.
     """
     reasons = {op: unavailable(op, name) for ops in FAMILIES.values() for op in ops}
     if all(reasons.values()):
@@ -125,7 +125,7 @@ def backend(name: str) -> Iterator[None]:
         finally:
             leave()
     finally:
-        leave()  # a KeyboardInterrupt may have ended the first before it was done
+        leave()  # in case a KeyboardInterrupt cut the first call short
 
 
 def _enter(block: _Block) -> None:
@@ -135,7 +135,7 @@ def _enter(block: _Block) -> None:
 
 
 def _leave(block: _Block, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """Does nothing for a block that has been left, or when Python ends."""
+    """Does nothing if the block has already been left, or if Python is shutting down."""
     if ending():
         return
     with _lock:
@@ -145,12 +145,12 @@ def _leave(block: _Block, ending: Callable[[], bool] = sys.is_finalizing) -> Non
 
 
 def forced() -> str | None:
-    """The backend that is forced, None where devices decide."""
+    """The backend that is forced; None if devices decide."""
     return next((block.name for block in reversed(_blocks)), None)
 
 
 def takes(name: str, device: str) -> bool:
-    """Whether tensors on a device are for a backend."""
+    """Whether a backend takes tensors on a device."""
     return name == "reference" or _runs_on(name) == device.upper()
 
 
@@ -172,7 +172,7 @@ def env_report() -> str:
 
 
 def _build() -> str:
-    """The compiled part in words, or why there is none and the command that compiles it."""
+    """Describes the compiled library, or says why it is missing and how to compile it."""
     if UNCOMPILED:
         return f"not compiled: {UNCOMPILED}. Compile it: {COMMAND}"
     return f"built for torch {BUILD['torch']}"
@@ -181,7 +181,7 @@ def _build() -> str:
 def _operator_line(op: str) -> str:
     cannot = {name: unavailable(op, name) for name in BACKENDS}
     reasons = {name: reason for name, reason in cannot.items() if reason}
-    if UNCOMPILED:  # the report's first line says why
+    if UNCOMPILED:  # the report's first line gives the reason
         reasons |= {name: "not compiled" for name, why in reasons.items() if why == _uncompiled()}
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     on_cpu = "composite" if cannot["cpu"] else "cpu"
@@ -200,7 +200,7 @@ def _kernels(family: str) -> tuple[str, ...]:
 
 
 def _is_kernels(family: str) -> bool:
-    """Whether a family's operators are its kernels, without a composite or autograd above them."""
+    """Whether a family's operators are the kernels themselves, with nothing above them."""
     return _kernels(family) == FAMILIES[family]
 
 
@@ -225,9 +225,9 @@ def _interpreting() -> bool:
 
 
 def _follow() -> None:
-    """Makes the dispatcher follow the innermost forced backend, and no other.
+    """Makes the dispatcher use the innermost forced backend only.
 
-    Interrupted at any line, the next call completes it.
+    If this is interrupted at any line, the next call completes it.
     """
     name = forced()
     if _followed == [name]:
@@ -246,15 +246,15 @@ def _follow() -> None:
 
 
 def linear_of_any_size(asked: bool) -> None:
-    """Whether `linear` runs its kernel also where torch's own lines are faster, for fuse_always."""
+    """Sets whether `linear` runs its kernel even where torch is faster, for fuse_always."""
     global _any_size
     _any_size = asked
     _follow_linear()
 
 
 def _follow_linear() -> None:
-    """A backend that is asked for by name runs every size of `linear` as well."""
-    while True:  # until no other thread has changed it meanwhile
+    """A backend forced by name runs `linear` at every size too."""
+    while True:  # until no other thread has changed it in between
         wanted = bool(_blocks) or _any_size
         _C.linear_always(wanted)
         if wanted == (bool(_blocks) or _any_size):
@@ -305,7 +305,7 @@ def _register_triton(
     names: Sequence[str] = (),
     warns: bool = False,
 ) -> None:
-    """names: those of the family's kernels, all of them by default. warns: at the first call."""
+    """names: the kernels to register, all by default. warns: warn at the first call."""
     for name in names or _kernels(family):
         library.impl(name, _triton_kernel(family, name, warns), key)
 

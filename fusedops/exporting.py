@@ -1,4 +1,4 @@
-"""Whether an export is under way that has to see torch's own operators in the place of ours."""
+"""Detects exports that need torch's own operators instead of ours."""
 
 import torch
 
@@ -6,5 +6,5 @@ __all__ = ["exports_onnx"]
 
 
 def exports_onnx() -> bool:
-    """Whether torch.onnx.export(dynamo=False) is tracing: ONNX has none of our operators."""
+    """Whether torch.onnx.export(dynamo=False) is tracing: ONNX lacks our operators."""
     return torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export()

@@ -1,4 +1,4 @@
-"""What the tests and the benchmarks share: which backends can run, and the error yardstick."""
+"""Helpers for tests and benchmarks: the available backends and the error yardstick."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,13 +33,13 @@ def backends(op: str) -> list[str]:
 
 
 def device_of(name: str) -> torch.device:
-    """Where the tensors must be that backend `name` is given."""
+    """The device whose tensors backend `name` takes."""
     interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     return torch.device("cuda" if name in ("cuda", "triton") and not interpreted else "cpu")
 
 
 def placed(args: tuple, device: torch.device) -> tuple:
-    """`args` with its tensors on `device`, in the memory layout that they have."""
+    """`args` with its tensors on `device`, in the same memory layout."""
     return tuple(_placed(a, device) if isinstance(a, Tensor) else a for a in args)
 
 
@@ -51,14 +51,14 @@ def check(
     draws: Iterable[Callable] = (),
     **kwargs: Any,
 ) -> None:
-    """Assert that `function` on backend `name` is as good as eager PyTorch, backward too.
+    """Asserts that `function` on backend `name` is as accurate as eager PyTorch, backward too.
 
-    exact is `reference` in float64 and eager is `reference` in the dtype of `args`; each result
-    and each gradient must pass `yardstick`. Floating tensors in `args` get gradients. Everything
-    runs on the device of the backend: a dropout mask is another one elsewhere.
+    The exact result is `reference` in float64; eager's is `reference` in the dtype of `args`. Each
+    result and each gradient must pass `yardstick`. Floating-point tensors in `args` get gradients.
+    Everything runs on the backend's device, as a dropout mask depends on the device.
 
-    draws: the reference with its terms in another order. Where a few large terms make up a result,
-    eager's error is now and then almost none by chance; each result may pass by any of them.
+    draws: the reference with its terms in other orders. If a few large terms make up a result,
+    eager's error is sometimes almost zero by chance; each result may pass against any of them.
     """
     args = placed(args, device_of(name))
     with backend(name), poisoned():
@@ -81,11 +81,12 @@ def check(
 
 
 def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tensor]:
-    """The outputs of `function(*args)` and the gradients of its floating arguments, by name.
+    """The outputs of `function(*args)` and the gradients of its floating-point args, by name.
 
-    The random numbers (dropout, output gradients) are the same at each call. The output gradients
-    are drawn in float32, so that every dtype of `args` gets the same ones; that of a single number
-    is 2, whose product every dtype has: a rounding there would be an error of all gradients.
+    The random numbers (dropout, output gradients) are the same in each call. Output gradients are
+    drawn in float32, so that every dtype of `args` gets the same ones. A scalar output's gradient
+    is 2, which multiplies exactly in every dtype; rounding there would be an error in all
+    gradients.
     """
     leaves = [a.detach().requires_grad_() if _floating(a) else a for a in args]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -110,7 +111,7 @@ def _cotangent(output: Tensor) -> Tensor:
 
 
 def yardstick(kernel: Tensor, eager: Tensor, exact: Tensor) -> str | None:
-    """What is wrong with `kernel`; None when it errs at most twice as much as eager does.
+    """What is wrong with `kernel`; None if its error is at most twice eager's.
 
         |kernel - exact| <= 2 |eager - exact| + eps(dtype) / 2 |exact|
 
@@ -123,12 +124,12 @@ def yardstick(kernel: Tensor, eager: Tensor, exact: Tensor) -> str | None:
 
 
 def has_rows(exact: Tensor) -> bool:
-    """Whether the yardstick judges each row."""
+    """Whether the yardstick checks each row."""
     return exact.dim() > 1 and exact.shape[-1] > 64
 
 
 def within(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> str | None:
-    """`yardstick` over each row (the last dimension) or over the whole tensor."""
+    """`yardstick` over each row (the last dimension), or over the whole tensor."""
     if exact.numel() == 0:
         return None
     found = errors(kernel, eager, exact, rows=rows)
@@ -136,7 +137,7 @@ def within(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> str |
 
 
 class Errors(NamedTuple):
-    """Norms over each row, max and RMS, [2, rows]: of a kernel's error, eager's, the result."""
+    """Norms per row, max and RMS, [2, rows]: the kernel's error, eager's, the result's size."""
 
     kernel: Tensor
     eager: Tensor
@@ -144,7 +145,7 @@ class Errors(NamedTuple):
     half_ulp: Tensor  # relative
 
     def complaint(self, times: float = 2) -> str | None:
-        """The first norm in which the kernel errs more than `times` as much as eager, or None."""
+        """The first norm in which the kernel's error exceeds `times` eager's, or None."""
         for name, error, allowed, size in zip(("max", "RMS"), *self[:3], strict=True):
             beyond = error - times * allowed - self.half_ulp * size
             if (beyond > 0).any():
@@ -157,12 +158,12 @@ class Errors(NamedTuple):
 
 
 def mean(draws: Sequence[Errors]) -> Errors:
-    """Of several draws of the inputs: the largest error of a row is luck, its mean is not."""
+    """The mean over several draws of inputs: one row's largest error is luck, its mean is not."""
     return Errors(*(torch.stack(norms).mean(0) for norms in zip(*draws, strict=True)))
 
 
 def errors(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> Errors | str:
-    """The norms of `within`; in words, what is NaN or infinite and should not be."""
+    """The norms that `within` compares; or a text, if NaNs or infinities are misplaced."""
     half_ulp = torch.finfo(kernel.dtype).eps / 2
     kernel, eager, exact = (
         t.double().reshape(-1, t.shape[-1] if rows else t.numel()) for t in (kernel, eager, exact)
@@ -185,7 +186,7 @@ def errors(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> Error
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills fresh tensors with NaN, so that a kernel that skips an element is seen."""
+    """Fills fresh tensors with NaN, so that a kernel that skips an element is caught."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -197,7 +198,7 @@ def poisoned() -> Iterator[None]:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """So many threads within an operator, and afterwards as many as before."""
+    """Runs the block with `number` threads per operator, then restores the old number."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -207,7 +208,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def _placed(a: Tensor, device: torch.device) -> Tensor:
-    """All of the memory behind `a` moves: strides and offset choose a kernel's path."""
+    """Moves all of the memory behind `a`: strides and offset choose a kernel's path."""
     if a.device.type == device.type:
         return a
     memory = a.detach().as_strided((a.untyped_storage().nbytes() // a.itemsize,), (1,), 0)

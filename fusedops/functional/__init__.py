@@ -1,4 +1,4 @@
-"""The public functions. Each file holds one family: functions, docstrings, references."""
+"""Public functions, one file per operator family."""
 
 from fusedops.functional.adamw import clip_grad_norm_
 from fusedops.functional.attention import attention, scaled_dot_product_attention

@@ -1,14 +1,14 @@
-"""AdamW's step and global-norm clipping: what the operators compute, and their references.
+"""AdamW's step and gradient clipping: formulas and reference implementations.
 
-Loshchilov and Hutter, arXiv:1711.05101. Users call `fusedops.optim` and `clip_grad_norm_`; the
-operators below take lists of tensors, as csrc/ops/adamw/schema.cpp says.
+Loshchilov and Hutter, arXiv:1711.05101. Users call `fusedops.optim` and `clip_grad_norm_`. The
+operators below take lists of tensors; csrc/ops/adamw/schema.cpp declares them.
 
     p = p (1 - lr weight_decay)
     m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
     p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-An element whose g^2 is not finite in float32 keeps its p, m and v. A step whose gradients' norm is
-not finite, or whose found_inf says so, changes nothing.
+If an element's g^2 is not finite in float32, the element keeps its p, m and v. If the gradients'
+norm is not finite, or found_inf is set, the step changes nothing.
 """
 
 import math
@@ -21,9 +21,9 @@ from torch import Tensor
 __all__ = ["clip_grad_norm_"]
 
 BLOCK = 256  # elements that share a scale and a key of random numbers
-SQUARE_PARTS = 256  # a sum of squares is the sum of so many
-NEAREST, STOCHASTIC, REMAINDER = range(3)  # how a parameter of 16 bits is written
-KINDS = 5  # numbers of a tensor: its group, rounding, index, row of blocks, and first block
+SQUARE_PARTS = 256  # a sum of squares is stored as this many partial sums
+NEAREST, STOCHASTIC, REMAINDER = range(3)  # how a 16-bit parameter is rounded
+KINDS = 5  # numbers per tensor: group, rounding, index, row of blocks, first block
 OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -37,14 +37,15 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` in one pass over the gradients, or two where they are long.
+    """`torch.nn.utils.clip_grad_norm_` in one pass over the gradients (two for long ones).
 
         norm = sqrt(sum of g^2)          g = g min(1, max_norm / (norm + 1e-6))
 
-    parameters: those whose .grad is scaled in place. The 2-norm of dense float32, float16 and
-    bfloat16 gradients on one device has kernels, which sum in float32 and float64; all else is
-    torch's. Nothing waits for a GPU, unless error_if_nonfinite asks. Returns the norm before
-    clipping, float32 []. Raises RuntimeError where it is not finite and error_if_nonfinite is set.
+    parameters: their .grad tensors are scaled in place. The kernels handle the 2-norm of dense
+    float32, float16 and bfloat16 gradients on one device, with sums in float32 and float64. torch's
+    function handles everything else. The host never waits for a GPU unless error_if_nonfinite is
+    set. Returns the norm before clipping, float32 []. Raises RuntimeError if error_if_nonfinite is
+    set and the norm is not finite.
     """
     from torch.nn.utils import clip_grad_norm_ as original
 
@@ -52,7 +53,7 @@ def clip_grad_norm_(
     grads = [p.grad for p in parameters if p.grad is not None]
     if norm_type != 2 or not grads or not _have_kernels(grads):
         if foreach is None and any(map(_is_lazy, grads)):
-            foreach = False  # torch's foreach functions cannot write to these
+            foreach = False  # torch's foreach functions cannot write to these tensors
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     squares = torch.ops.fusedops.adamw_squares(grads)
     norm = squares.sum().sqrt().float()
@@ -80,7 +81,7 @@ def _have_kernels(grads: list[Tensor]) -> bool:
 
 
 def _is_lazy(t: Tensor) -> bool:
-    """Whether t has the negative or the conjugate bit. Dynamo cannot ask: there it is False."""
+    """Whether t has the negative or conjugate bit. False under Dynamo, which cannot read it."""
     return not torch.compiler.is_compiling() and (t.is_neg() or t.is_conj())
 
 
@@ -155,7 +156,7 @@ def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
             tensor.copy_(value.reshape(tensor.shape))  # scales may be [rows, blocks of a row]
     else:
         m.copy_(new_m)
-        rounds = v.dtype.itemsize == 2  # random numbers take longer than the rest of the step
+        rounds = v.dtype.itemsize == 2  # random numbers cost more than the rest of the step
         v.copy_(stochastic(new_v, draw.halves(SQUARE16), v.dtype) if rounds else new_v)
     if rounding == REMAINDER:
         for tensor, value in zip((p, remainder), split(updated), strict=True):
@@ -182,16 +183,16 @@ def adamw_scale_reference(grads, squares, max_norm):
 
 
 def blocks(t: Tensor, row: int = 0) -> Tensor:
-    """The elements of t in blocks, [blocks, BLOCK], with zeros behind the end of each row.
+    """t's elements in blocks, [blocks, BLOCK], each row padded with zeros to full blocks.
 
-    row: elements of one; 0: all are.
+    row: elements per row; 0 means that t is one row.
     """
     rows = t.reshape(-1, row or max(t.numel(), 1)) if t.numel() else t.reshape(0, BLOCK)
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).reshape(-1, BLOCK)
 
 
 def unblocked(t: Tensor, like: Tensor, row: int = 0) -> Tensor:
-    """What `blocks` made blocks of, in the shape of `like`."""
+    """The inverse of `blocks`: a tensor shaped like `like`."""
     row = row or like.numel()
     if not like.numel():
         return t.reshape(like.shape)
@@ -201,7 +202,7 @@ def unblocked(t: Tensor, like: Tensor, row: int = 0) -> Tensor:
 def decoded(
     m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, row: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Moments of m's shape, in the scales' dtype, from int8 and uint8 codes and scales [blocks]."""
+    """Dequantizes int8 and uint8 moment codes with scales [blocks]; keeps m's shape."""
     m_scale, v_scale = m_scale.reshape(-1, 1), v_scale.reshape(-1, 1)
     c = blocks(m, row).to(m_scale.dtype)
     root = (blocks(v, row).to(v_scale.dtype) + 1) * (v_scale / BLOCK)
@@ -213,7 +214,7 @@ def decoded(
 def encoded(
     m: Tensor, v: Tensor, key: int, row: int = 0, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """int8 and uint8 codes of m's shape, and their scales: what `decoded` takes."""
+    """Quantizes moments to int8 and uint8 codes of m's shape, and scales, for `decoded`."""
     return _encoded(m, v, Random(key, m.numel(), row, first))
 
 
@@ -232,28 +233,28 @@ def _encoded(m: Tensor, v: Tensor, draw: "Random") -> tuple[Tensor, Tensor, Tens
     return m_codes, v_codes, m_scale.float(), most.sqrt().float()
 
 
-# Parameters of 16 bits.
+# 16-bit parameters.
 
 
 def stochastic(t: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
-    """t in `dtype`, up or down by chance. random: 16 bits of each element, [t's elements]."""
+    """Rounds t to `dtype` up or down at random. random: 16 bits per element, [t's elements]."""
     random = random.view(t.shape).to(t.device)
     if dtype in (torch.float32, torch.float64):
         return t.to(dtype)
     if dtype == torch.bfloat16:
         bits = (t.float().view(torch.int32) + random) & -0x10000
         return torch.where(t.isnan(), t.float(), bits.view(torch.float32)).to(dtype)
-    # in units of the last place, which are 2^-24 at the least
+    # in units of the last place, at least 2^-24
     exponent = torch.frexp(t.float().abs()).exponent
     one, last = torch.ones_like(t, dtype=torch.float32), exponent.clamp(min=-13) - 11
-    unit = torch.ldexp(one, last.float())  # of an int, ldexp computes in the default dtype
+    unit = torch.ldexp(one, last.float())  # ldexp of an int computes in the default dtype
     bits = torch.where(exponent < -13, random, random >> 3 << 3)
     rounded = (t.float().abs() / unit + bits.float() / 65536).floor() * unit
     return torch.copysign(torch.where(t.isfinite(), rounded, t.float().abs()), t).to(dtype)
 
 
 def split(t: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 as bfloat16 and the int16 that is missing."""
+    """Splits float32 into a bfloat16 and the int16 remainder."""
     bits = t.float().view(torch.int32)
     bits = torch.where(t.isnan(), 0x7FC00000, bits)  # the sum of another NaN might be -0
     high = (bits + 0x8000) >> 16
@@ -261,14 +262,14 @@ def split(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_remainder(p: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 that `split` took apart."""
+    """Joins what `split` separated: the float32 value."""
     high = p.float().view(torch.int32)
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 
 # Random numbers: a hash of (seed, step, parameter, element). csrc/kernels/adamw.h has the same.
 
-SQUARE8, PARAM, SQUARE16 = 0, 64, 192  # the first words of a block's random numbers
+SQUARE8, PARAM, SQUARE16 = 0, 64, 192  # each use's first word in a block's random numbers
 
 
 def mixed(x: int) -> int:
@@ -284,9 +285,9 @@ def adamw_key(seed: int, step: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class Random:
-    """The random bits of a tensor of `numel` elements, in rows whose blocks begin anew.
+    """Random bits for a tensor of `numel` elements; each row starts a new block.
 
-    row: elements of one; 0: all are. first: blocks that lie before the tensor's own.
+    row: elements per row; 0 means one row. first: number of blocks before this tensor's own.
     """
 
     key: int
@@ -295,7 +296,7 @@ class Random:
     first: int = 0
 
     def words(self, begin: int, count: int) -> Tensor:
-        """int64 [blocks, count]: the words from `begin` on of each block."""
+        """int64 [blocks, count]: each block's words, starting at `begin`."""
         row = self.row or self.numel
         number = self.numel // row * -(-row // BLOCK) if self.numel else 0
         keys = [mixed((self.key + self.first + block) & _MASK) for block in range(number)]
@@ -310,12 +311,12 @@ class Random:
         return x ^ (x >> 16)
 
     def bytes(self) -> Tensor:
-        """int64 [blocks, BLOCK]: 8 bits of each element."""
+        """int64 [blocks, BLOCK]: 8 bits per element."""
         words = self.words(SQUARE8, BLOCK // 4)
         return torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)], -1).flatten(1)
 
     def halves(self, begin: int) -> Tensor:
-        """int32 [numel]: 16 bits of each element."""
+        """int32 [numel]: 16 bits per element."""
         words = self.words(begin, BLOCK // 2)
         halves = torch.stack([words & 0xFFFF, words >> 16], -1).flatten(1)
         like = torch.empty(self.numel, dtype=torch.int32, device="meta")
@@ -323,7 +324,7 @@ class Random:
 
 
 def rounding_of(p: Tensor, group: dict) -> int:
-    """How a parameter is written under a group's options."""
+    """How a parameter is rounded under its group's options."""
     if p.dtype == torch.float32:
         return NEAREST
     if group["master_weights"] == "remainder" and p.dtype == torch.bfloat16:

@@ -1,8 +1,8 @@
-"""attention, scaled_dot_product_attention as torch's, and their references.
+"""attention, torch's scaled_dot_product_attention, and their reference.
 
-One pass over the keys with the softmax's sums corrected on the way: Dao et al., arXiv:2205.14135;
-Dao, arXiv:2307.08691. Grouped heads: Ainslie et al., arXiv:2305.13245. Sinks: Xiao et al.,
-arXiv:2309.17453, as a number for each head in the softmax's sum.
+One pass over the keys, with the softmax's sums corrected on the way: Dao et al., arXiv:2205.14135;
+Dao, arXiv:2307.08691. Grouped heads: Ainslie et al., arXiv:2305.13245. Sinks, one number per head
+added to the softmax's sum: Xiao et al., arXiv:2309.17453.
 """
 
 import math
@@ -17,8 +17,8 @@ from fusedops.functional.norm import dropout_reference
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
-# Where `attention` has a kernel: its ATen calls hold all scores in memory, as eager does. Triton's
-# are registered later.
+# Devices with an `attention` kernel. Elsewhere its ATen calls store all scores, like eager code.
+# Triton's kernels are registered later.
 DEVICES = {
     device
     for device, key in {"cpu": "CPU", "meta": "Meta"}.items()
@@ -44,30 +44,32 @@ def attention(
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention without the scores in memory, forward and backward.
+    """Softmax attention that never stores the scores, forward or backward.
 
         s = softcap tanh(scale q k^T / softcap) + bias      without a softcap: scale q k^T + bias
         out = dropout(softmax(s)) v, lse = logsumexp(s)     sinks: exp(sinks) is in both sums
 
-    q: [B, Hq, Sq, D]. k: [B, Hkv, Sk, D], where Hkv divides Hq: query head h has the keys of head
-    h // (Hq / Hkv). v: [B, Hkv, Sk, Dv]. All of one dtype, float32, float16, bfloat16 or float64,
-    and of any strides. bias: bool (True is seen) or numbers of float32 or q's dtype, and has a
-    gradient; it broadcasts to [B, Hq, Sq, Sk]. sinks: [Hq]. scale: 1 / sqrt(D) by default.
+    q: [B, Hq, Sq, D]. k: [B, Hkv, Sk, D]. Hkv divides Hq; query head h uses key head h //
+    (Hq / Hkv). v: [B, Hkv, Sk, Dv]. All have the same dtype (float32, float16, bfloat16 or float64)
+    and may have any strides. bias: bool (True means visible), or numbers in float32 or q's dtype;
+    it broadcasts to [B, Hq, Sq, Sk] and gets a gradient. sinks: [Hq]. scale: 1 / sqrt(D) by
+    default.
 
-    causal: a query sees no later key; the last query is at the last key ("bottom right"). window:
-    (left, right), how many keys before and after its own place a query sees, -1 is all. With
-    cu_seqlens_q and cu_seqlens_k, int32 or int64 [sequences + 1] from 0 on, q is [tokens, Hq, D], k
-    and v likewise; sequence n is the tokens from cu_seqlens[n] to cu_seqlens[n + 1], and sees
-    itself alone. max_seqlen_* say how long the longest is, or it is looked up. Tokens after the
-    last sequence have outputs and gradients of 0, as do queries that see no key.
+    causal: a query sees no later key; the last query is aligned with the last key ("bottom right").
+    window: (left, right), how many keys before and after its own position a query sees; -1 means
+    all. cu_seqlens_q and cu_seqlens_k pack sequences: int32 or int64 [sequences + 1], starting at
+    0. Then q is [tokens, Hq, D], and k and v likewise. Sequence n has the tokens from cu_seqlens[n]
+    to cu_seqlens[n + 1] and sees only itself. max_seqlen_* is the longest sequence's length; if it
+    is missing, it is read from cu_seqlens. Tokens after the last sequence, and queries that see no
+    key, get outputs and gradients of 0.
 
-    Returns out [B, Hq, Sq, Dv] ([tokens, Hq, Dv]) in q's dtype, which lies in memory as
-    [B, Sq, Hq, Dv]; with return_lse also lse [B, Hq, Sq] ([Hq, tokens]), float32 (float64 for
-    float64), which has a gradient too. Sums are float32 (float64 for float64); where a CPU
-    multiplies bfloat16 as such, probabilities are rounded to it before v. The dropout's mask is
-    drawn anew in the backward from a seed that follows `torch.manual_seed`. Raises RuntimeError
-    when a shape or a dtype does not fit, ValueError for a softcap, window or dropout_p that is
-    none.
+    Returns out, [B, Hq, Sq, Dv] or [tokens, Hq, Dv], in q's dtype. Its memory order is
+    [B, Sq, Hq, Dv]. With return_lse, it also returns lse, [B, Hq, Sq] or [Hq, tokens], float32
+    (float64 for float64 inputs), which has a gradient too. Sums are float32 (float64 for float64).
+    On CPUs with bfloat16 matmul instructions, probabilities are rounded to bfloat16 before they
+    multiply v. The backward redraws the dropout mask from a seed that follows `torch.manual_seed`.
+    Raises RuntimeError if a shape or dtype does not fit, and ValueError for an invalid softcap,
+    window or dropout_p.
     """
     out, lse = _attention(
         q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, cu_seqlens_q,
@@ -88,14 +90,15 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, by `attention`.
+    """`torch.nn.functional.scaled_dot_product_attention`, computed by `attention`.
 
-    query: [..., Hq, L, E]. key: [..., H, S, E]. value: [..., H, S, Ev]. Batch dimensions broadcast;
-    so do heads, unless enable_gqa gives each head of key and value to several of query; key and
-    value may then have different head counts. is_causal: the first query is at the first key, as
-    torch has it. torch's own function takes or refuses nested tensors, and is_causal beside
-    attn_mask: on CPUs, torch 2.13 applies both in its flash kernel and raises where that does not
-    run. Raises RuntimeError when shapes do not broadcast or head counts do not divide.
+    query: [..., Hq, L, E]. key: [..., H, S, E]. value: [..., H, S, Ev]. Batch dimensions broadcast.
+    Heads broadcast too, unless enable_gqa is set: then each head of key and value serves several
+    query heads, and key and value may have different head counts. is_causal aligns the first query
+    with the first key, as in torch. Nested tensors, and is_causal together with attn_mask, go to
+    torch's own function. (On CPUs, torch 2.13 applies both masks in its flash kernel, and raises
+    where that kernel does not run.) Raises RuntimeError if shapes do not broadcast or head counts
+    do not divide.
     """
     if not isinstance(is_causal, bool):
         raise TypeError(
@@ -137,7 +140,7 @@ def _not_a_tensor(**given: object) -> TypeError:
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether nothing is to broadcast: batch and heads are equal, or only query has more heads."""
+    """Whether no broadcasting is needed: equal batch and heads, or only query has more heads."""
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if shape == key_shape == value_shape:
         return True
@@ -146,7 +149,7 @@ def _alike(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
 
 
 def _no_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether value has no heads and another tensor has some: torch then returns zeros."""
+    """Whether value has no heads while another tensor has some: torch then returns zeros."""
     tensors = query, key, value
     return (
         min(t.dim() for t in tensors) > 2
@@ -156,7 +159,7 @@ def _no_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _scores_shape(query: Tensor, key: Tensor, value: Tensor, batch_end: int) -> tuple[int, ...]:
-    """[*batch, heads, L, S]. The dimensions before `batch_end` broadcast."""
+    """[*batch, heads, L, S], after the dimensions before `batch_end` are broadcast."""
     shapes = [list(t.shape) for t in (query, key, value)]
     got = f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
     if min(map(len, shapes)) < -batch_end:
@@ -176,7 +179,7 @@ def _scores_shape(query: Tensor, key: Tensor, value: Tensor, batch_end: int) -> 
 
 
 def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """key and value with their heads repeated to the least count that both divide."""
+    """Repeats key's and value's heads to their least common multiple."""
     heads, counts = query.shape[-3], (key.shape[-3], value.shape[-3])
     if counts[0] == counts[1]:
         return key, value
@@ -192,7 +195,7 @@ def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
 
 
 def _as_four_dims(t: Tensor, scores_shape: tuple[int, ...], batch_end: int) -> Tensor:
-    """[batch, heads, length, width] of query, key or value, expanded to the scores' batch."""
+    """query, key or value as [batch, heads, length, width], expanded to the scores' batch."""
     t = t.expand(*scores_shape[:batch_end], *t.shape[batch_end:])
     if t.dim() > 4:
         return t.flatten(0, -4)
@@ -224,8 +227,8 @@ def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, 
     )  # fmt: skip
 
 
-# The reference: plain PyTorch that follows the input's dtype. With float64 inputs it is exact. It
-# returns (out, lse), as the operator does.
+# The reference: plain PyTorch in the input's dtype, exact for float64 inputs. Like the operator, it
+# returns (out, lse).
 
 
 def attention_reference(
@@ -276,7 +279,10 @@ def attention_reference(
 
 
 def _logsumexp(s):
-    """torch's has gradients of 1 where all scores are finfo.min, for want of log(n) in its sum."""
+    """logsumexp that is also right if all scores are finfo.min.
+
+    There, torch's loses log(n) in its sum and gives gradients of 1.
+    """
     if s.shape[-1] == 0:
         return s.sum(-1, keepdim=True) - torch.inf
     most = s.detach().amax(-1, keepdim=True)
@@ -285,7 +291,7 @@ def _logsumexp(s):
 
 
 def _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left):
-    """[Sq, Sk], which key which query sees."""
+    """[Sq, Sk] bool: which keys each query sees."""
     queries, keys = q.shape[-2], k.shape[-2]
     i, j = torch.arange(queries, device=q.device), torch.arange(keys, device=q.device)
     if cu_seqlens_q is None:
@@ -300,7 +306,7 @@ def _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left):
 
 
 def _places(cu_seqlens, tokens):
-    """The sequence of each token, -1 past the last one, and the token's place in it."""
+    """Each token's sequence (-1 past the last one) and its position in it."""
     cu_seqlens = cu_seqlens.long()
     sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
     place = tokens - cu_seqlens[sequence]

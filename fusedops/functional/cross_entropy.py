@@ -1,8 +1,7 @@
-"""cross_entropy and linear_cross_entropy, torch's, and their references.
+"""torch's cross_entropy and linear_cross_entropy, and their references.
 
-The softmax's denominator in one pass over the logits: Milakov and Gimelshein, arXiv:1805.02867. Of
-a product with the head's weight the logits exist a tile at a time: Wijmans et al.,
-arXiv:2411.09009.
+The softmax's denominator takes one pass over the logits: Milakov and Gimelshein, arXiv:1805.02867.
+linear_cross_entropy computes the logits one tile at a time: Wijmans et al., arXiv:2411.09009.
 """
 
 import torch
@@ -31,30 +30,35 @@ def cross_entropy(
     grad_in_forward: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`F.cross_entropy` in one pass over the logits forward, and one backward.
+    """`F.cross_entropy` in one pass over the logits forward and one backward.
 
         z = softcap tanh(scale input / softcap)      without a softcap: scale input
         lse = log sum_c exp(z_c)
         loss = w_t ((1 - a) (lse - z_t) + z_loss lse^2) + a / C sum_c w_c (lse - z_c)
 
-    with a = label_smoothing. input: [C], [N, C] or [N, C, ...] logits, float32, float16, bfloat16
-    or float64, of any strides; the classes of a row are read where they lie together, as in
-    `logits.transpose(1, 2)`, and by ATen calls otherwise. target: int64 class indices of input's
-    shape without C, or probabilities of its shape, which go by ATen calls too; w_t of their z_loss
-    is 1. weight: [C]. reduction: "mean" over the w_t of the targets that are not ignored (over N
-    with probabilities), "sum" or "none". Where every target is ignored the mean is NaN, as torch's,
-    and the gradients are zeros; where those that are not weigh 0 both are NaN.
+    where a = label_smoothing. input: logits [C], [N, C] or [N, C, ...], float32, float16, bfloat16
+    or float64, any strides. The kernels need a row's classes to be adjacent in memory, as in
+    `logits.transpose(1, 2)`; otherwise ATen calls run. target: int64 class indices of input's shape
+    without C, or probabilities of input's shape. Probabilities run ATen calls, and their z_loss has
+    w_t = 1. weight: [C]. reduction: "mean" over the w_t of targets that are not ignored (over N for
+    probabilities), "sum" or "none". If every target is ignored, the mean is NaN, as in torch, and
+    the gradients are zeros. If the remaining targets all have weight 0, both are NaN.
 
     Returns the loss in dtype, by default the input's: `cross_entropy(x, t, dtype=torch.float32)` is
-    `F.cross_entropy(x.float(), t)` without the copy. Under autocast that is float32, as torch's.
-    Computed in float32 (float64 for float64, whose loss is float64). The gradient is made in
-    backward. With grad_in_forward the forward pass makes it, which reads the logits once less and
-    keeps the gradient in their place: rounded before it is scaled by the loss's own, and without a
-    double backward. In float16, where it would underflow before a GradScaler's factor comes, and by
-    ATen calls grad_in_forward changes nothing. The logits are never written to. Raises RuntimeError
-    when a shape, a dtype or label_smoothing does not fit, IndexError for a target that is no class
-    (on a GPU its loss is NaN), ValueError for another reduction or softcap. Szegedy et al.,
-    arXiv:1512.00567 (label_smoothing); Chowdhery et al., arXiv:2204.02311 (z_loss).
+    `F.cross_entropy(x.float(), t)` without the copy. Under autocast the loss is float32, as in
+    torch. Computation is in float32 (float64 for float64, whose loss is float64). The logits are
+    never written to.
+
+    The backward computes the gradient, by default. With grad_in_forward, the forward computes it:
+    that reads the logits once less and stores the gradient instead of them. That gradient is
+    rounded before it is scaled by the loss's own gradient, and has no double backward.
+    grad_in_forward has no effect for ATen calls or for float16, which would underflow before a
+    GradScaler's factor is applied.
+
+    Raises RuntimeError if a shape, a dtype or label_smoothing does not fit, IndexError for a target
+    that is not a class (on a GPU its loss is NaN), and ValueError for an unknown reduction or
+    invalid softcap. Szegedy et al., arXiv:1512.00567 (label_smoothing); Chowdhery et al.,
+    arXiv:2204.02311 (z_loss).
     """
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
@@ -94,19 +98,19 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(F.linear(input, linear_weight, linear_bias), target)` without the logits.
 
-    They exist a tile at a time. input: [..., H]. linear_weight: [C, H]. target: int64
-    class indices [...]. linear_bias, weight: [C]. Input and linear_weight have one dtype, float32,
-    float16 or bfloat16 (float64 by ATen calls, with all logits, as are probabilities and the
-    linear_weight [C, d1, ..., H] of a K-dimensional loss). All strides do. The other arguments, the
-    formula and the result are `cross_entropy`'s.
+    The logits exist only one tile at a time. input: [..., H]. linear_weight: [C, H]. target: int64
+    class indices [...]. linear_bias, weight: [C]. input and linear_weight share a dtype: float32,
+    float16 or bfloat16. Three cases run ATen calls with all logits in memory: float64,
+    probabilities, and the linear_weight [C, d1, ..., H] of a K-dimensional loss. Any strides. The
+    other arguments, the formula and the result are `cross_entropy`'s.
 
-    Tiles and sums are float32; CPUs that multiply bfloat16 faster have tiles of it, rounded as
-    eager's logits are. In 16 bits the backward computes the logits again, which costs a product and
-    saves the float32 sum of the weight's gradient. In float32, or for a frozen linear_weight in
-    bfloat16, the forward makes the gradients of "mean" and "sum", of 128 rows at a time or more;
-    those of bfloat16 are rounded before they are scaled by the loss's own. Rows whose target is
-    ignored cost nothing on a CPU. `options` is torch's choice of pieces, and not used. Raises as
-    `cross_entropy`.
+    Tiles and sums are float32. CPUs with fast bfloat16 matmuls use bfloat16 tiles, rounded as
+    eager's logits are. For 16-bit inputs, the backward recomputes the logits: this costs one matmul
+    and saves the float32 sum of the weight's gradient. For float32, or bfloat16 with a frozen
+    linear_weight, the forward computes the gradients of "mean" and "sum", in blocks of at least 128
+    rows; those of bfloat16 are rounded before they are scaled by the loss's own gradient. On a CPU,
+    rows with an ignored target cost nothing. `options` is torch's choice of chunks and has no
+    effect. Raises as `cross_entropy` does.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     tensors = input, linear_weight, target, linear_bias, weight
@@ -128,7 +132,7 @@ def linear_cross_entropy(
     )
 
 
-# References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.
+# References: plain PyTorch in the input's dtype, exact for float64 inputs.
 
 
 def cross_entropy_reference(

@@ -1,8 +1,8 @@
 """swiglu and geglu, the gated activations of transformers' MLPs, and their references.
 
-The gate's activation times the up projection: Shazeer, arXiv:2002.05202. One operator each, with
-one pass over memory forward and one backward, which computes the activation again instead of
-keeping it.
+An activation of the gate, times the up projection: Shazeer, arXiv:2002.05202. Each is one operator
+with one pass over memory forward and one backward. The backward recomputes the activation instead
+of storing it.
 """
 
 import math
@@ -25,17 +25,17 @@ def swiglu(
     alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> Tensor:
-    """`F.silu(gate) * up` in one pass over memory, and gpt-oss's variant of it.
+    """`F.silu(gate) * up` in one pass over memory, and gpt-oss's variant.
 
         g = min(gate, limit), u = clamp(up, -limit, limit)      without a limit: gate and up
         y = g * sigmoid(alpha * g) * (u + up_offset)
 
-    gate, up: one shape, float32, float16, bfloat16 or float64, any strides. Without up, gate is
-    packed: [..., 2 n], gate and up side by side in the last dimension; it is read in place, and its
-    gradient is packed as well. gpt-oss has limit=7.0, alpha=1.702, up_offset=1.0. Returns y, [...]
-    or [..., n], contiguous, in the dtype that gate and up promote to. Computed in float32 (float64
-    for float64) and rounded once. Raises RuntimeError when a shape or a dtype does not fit,
-    ValueError for a limit below 0. Shazeer, arXiv:2002.05202; gpt-oss, arXiv:2508.10925.
+    gate, up: the same shape, float32, float16, bfloat16 or float64, any strides. Without up, gate
+    is packed: [..., 2 n], with gate and up side by side in the last dimension. It is read in place,
+    and its gradient is packed too. gpt-oss uses limit=7.0, alpha=1.702, up_offset=1.0. Returns y,
+    [...] or [..., n], contiguous, in the dtype that gate and up promote to. Computed in float32
+    (float64 for float64) and rounded once. Raises RuntimeError if a shape or dtype does not fit,
+    and ValueError for a negative limit. Shazeer, arXiv:2002.05202; gpt-oss, arXiv:2508.10925.
     """
     op = operator("swiglu", gate, up) if traced(gate, up) else _C.swiglu
     return op(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
@@ -46,14 +46,14 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
 
         y = gate * P(X <= gate) * up      X standard normal; approximate="tanh": torch's formula
 
-    Shapes, dtypes and the packed form as in `swiglu`. Raises RuntimeError when a shape or a dtype
-    does not fit, ValueError for another `approximate`. Shazeer, arXiv:2002.05202.
+    Shapes, dtypes and the packed form are `swiglu`'s. Raises RuntimeError if a shape or dtype does
+    not fit, and ValueError for an unknown `approximate`. Shazeer, arXiv:2002.05202.
     """
     op = operator("geglu", gate, up) if traced(gate, up) else _C.geglu
     return op(gate, up, approximate=approximate)
 
 
-# References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.
+# References: plain PyTorch in the input's dtype, exact for float64 inputs.
 
 
 def swiglu_reference(gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0):

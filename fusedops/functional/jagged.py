@@ -1,9 +1,9 @@
-"""Functions of rows on jagged nested tensors: they run on the values of all rows.
+"""Row-wise operators on jagged nested tensors: runs them on the packed values.
 
-torch.nested keeps a batch of sequences of different lengths as one tensor of values and the
-offsets of the sequences. A function that computes each row by itself needs the values alone, so
-only the arguments that hold rows may be jagged, all with the same sequences, and a row must not
-reach across the ragged dimension. Anything else would mix sequences without an error.
+torch.nested stores a batch of sequences of different lengths as one tensor of values plus offsets.
+A function that computes each row independently needs only the values. So only the arguments that
+hold rows may be jagged, all must have the same sequences, and a row must not span the ragged
+dimension. Anything else would silently mix sequences.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,10 @@ ARGUMENTS = {
 
 
 def operator(name: str, *tensors: Tensor | None) -> Callable:
-    """The operator as torch.ops has it; on jagged tensors, the same on their values.
+    """The operator from torch.ops; for jagged tensors, the same on their values.
 
-    Then it raises TypeError for a parameter that is nested and for rows that are not jagged while
-    others are, RuntimeError for different sequences, and ValueError where a row would reach across
+    For jagged tensors it raises TypeError if a parameter is nested or if only some of the row
+    arguments are jagged, RuntimeError if their sequences differ, and ValueError if a row would span
     the ragged dimension.
     """
     op = getattr(torch.ops.fusedops, name)
@@ -55,7 +55,7 @@ def _on_values(op: Any, op_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _sequences(op_name: str, named: dict[str, Any]) -> Any:
-    """The first jagged argument, after a check that the others go with it."""
+    """The first jagged argument, after checking that the others match it."""
     tensors = {name: t for name, t in named.items() if isinstance(t, Tensor)}
     for name, t in tensors.items():
         if name not in ROWS and t.is_nested:
@@ -70,7 +70,7 @@ def _sequences(op_name: str, named: dict[str, Any]) -> Any:
 
 
 def _row_dims(named: dict[str, Any]) -> int:
-    """How many of the last dimensions are a row."""
+    """How many trailing dimensions make up a row."""
     if "normalized_shape" in named:
         return len(named["normalized_shape"])
     weight = named.get("weight")
@@ -103,7 +103,7 @@ def _check_same_sequences(op_name: str, name: str, t: Any, reference: str, seque
 
 
 def _same_offsets(a: Any, b: Any) -> bool:
-    """Of two tensors of the same ragged size, which is the lengths' where a tensor has them."""
+    """Whether two jagged tensors of the same ragged size have the same offsets."""
     if a.lengths() is None and b.lengths() is None:
         return True
     return a.offsets() is b.offsets() or torch.equal(a.offsets(), b.offsets())
@@ -114,7 +114,7 @@ def _dtype(t: Tensor) -> str:
 
 
 def _like(sequences: Any, values: Tensor) -> Tensor:
-    """The values in the sequences of another jagged tensor."""
+    """The values as a jagged tensor with `sequences`' offsets."""
     return torch.nested.nested_tensor_from_jagged(
         values, sequences.offsets(), sequences.lengths(), jagged_dim=sequences._ragged_idx
     )

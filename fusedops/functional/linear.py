@@ -1,4 +1,4 @@
-"""linear: a product with its bias and its activation, forward and backward, and its reference."""
+"""linear: a matmul with bias and activation, forward and backward, and its reference."""
 
 import math
 
@@ -18,25 +18,25 @@ def linear(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """`F.linear` and the activation that follows it.
+    """`F.linear` followed by an activation.
 
         z = input weight^T + bias
         y = activation(z)           None, "relu", "gelu", "gelu_tanh" or "silu"
 
-    input: [..., K]; weight: [N, K], any strides, so a transposed view too; bias: [N]. "gelu" is
-    `F.gelu`, "gelu_tanh" its `approximate="tanh"`. float32, float16 and bfloat16 have kernels; what
-    else `F.linear` takes is computed by it. Returns y, [..., N], in input's dtype, with sums in
-    float32. Where torch's own lines are faster (small sizes; products on CPUs that are not AMD's)
-    they run. Raises what `F.linear` raises, and ValueError for another activation. Hendrycks and
-    Gimpel, arXiv:1606.08415; Elfwing et al., arXiv:1702.03118.
+    input: [..., K]. weight: [N, K], any strides, including a transposed view. bias: [N]. "gelu" is
+    `F.gelu`; "gelu_tanh" is `F.gelu(approximate="tanh")`. float32, float16 and bfloat16 have
+    kernels; `F.linear` computes anything else that it accepts. Returns y, [..., N], in input's
+    dtype; sums are float32. Torch's own code runs where it is faster: small sizes, and matmuls on
+    CPUs other than AMD's. Raises what `F.linear` raises, and ValueError for an unknown activation.
+    Hendrycks and Gimpel, arXiv:1606.08415; Elfwing et al., arXiv:1702.03118.
     """
     seen = traced(input, weight, bias)
     op = operator("linear", input, weight, bias) if seen else _C.linear
     return op(input, weight, bias, activation)
 
 
-# Reference: plain PyTorch that follows the input's dtype. With float64 inputs it is exact, so both
-# GELUs are without the cancellation that torch's formulas have in their tails.
+# Reference: plain PyTorch in the input's dtype, exact for float64 inputs. So both GELUs avoid the
+# cancellation in the tails of torch's formulas.
 
 
 ACTIVATIONS = {

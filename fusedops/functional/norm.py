@@ -1,7 +1,7 @@
-"""layer_norm, rms_norm and both of a residual sum: the public functions and their references.
+"""layer_norm, rms_norm and their residual-sum variants: functions and references.
 
-Every function is one operator: C++ on CPUs, Triton (or CUDA C++) on GPUs, differentiable ATen
-calls elsewhere. The references below define what they compute.
+Every function is one operator: C++ on CPUs, Triton (or CUDA C++) on GPUs, differentiable ATen calls
+elsewhere. The references below define the results.
 """
 
 import math
@@ -27,10 +27,10 @@ def layer_norm(
 
         y = (input - mean(input)) / sqrt(var(input) + eps) * weight + bias      biased variance
 
-    input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
-    weight, bias: normalized_shape, any of these dtypes. Returns y, contiguous, shape and dtype of
-    input. Statistics are float32 (float64 for float64). Raises RuntimeError when a shape or a
-    dtype does not fit. Ba et al., arXiv:1607.06450.
+    input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides. weight,
+    bias: normalized_shape, any of these dtypes. Returns y, contiguous, with input's shape and
+    dtype. Statistics are float32 (float64 for float64). Raises RuntimeError if a shape or dtype
+    does not fit. Ba et al., arXiv:1607.06450.
     """
     seen = traced(input, weight, bias)
     op = operator("layer_norm", input, weight, bias) if seen else _C.layer_norm
@@ -46,19 +46,18 @@ def rms_norm(
     rounding: str = "torch",
     offset: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.rms_norm`, in the roundings that models use.
+    """`torch.nn.functional.rms_norm`, with a choice of the roundings that models use.
 
         n = input / sqrt(mean(input^2) + eps)
         rounding="torch":  y = (n * (offset + weight)) rounded to input's dtype
         rounding="llama":  y = (offset + weight) * (n rounded to input's dtype)
 
-    input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
-    weight: normalized_shape, any of these dtypes. eps=None is the machine epsilon of the
-    statistics (float32, or float64 for a float64 input), as in torch. offset=1.0 is Gemma's.
-    Returns y, contiguous, in input's dtype; with rounding="llama" in the dtype that input and
-    weight promote to. Raises RuntimeError when a shape or a dtype does not fit, ValueError for
-    another `rounding`.
-    Zhang and Sennrich, arXiv:1910.07467.
+    input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides. weight:
+    normalized_shape, any of these dtypes. eps=None means the machine epsilon of the statistics'
+    dtype (float32, or float64 for a float64 input), as in torch. Gemma uses offset=1.0. Returns y,
+    contiguous, in input's dtype; with rounding="llama", in the dtype that input and weight promote
+    to. Raises RuntimeError if a shape or dtype does not fit, and ValueError for an unknown
+    `rounding`. Zhang and Sennrich, arXiv:1910.07467.
     """
     op = operator("rms_norm", input, weight) if traced(input, weight) else _C.rms_norm
     return op(input, normalized_shape, weight, eps, rounding=rounding, offset=offset)
@@ -78,13 +77,13 @@ def add_layer_norm(
         h = residual + dropout(x)
         y = layer_norm(h, weight.shape, weight, bias, eps)
 
-    x, residual: [..., n], float32, float16, bfloat16 or float64, any strides. h has the dtype
-    that the two promote to (a float32 residual stream beside bfloat16 x stays float32). weight,
-    bias: [n]; without a weight the last dimension is normalised. y has h's dtype where the weight
-    has it too, else x's. Returns (y, h), both contiguous. dropout_p drops elements of x and is
-    always on: pass 0.0 in eval mode. No mask is stored; `torch.manual_seed` reproduces it. One
-    node gives both outputs: a hook or `retain_grad` on h sees what comes in through h alone.
-    Raises RuntimeError when a shape, a dtype or dropout_p does not fit. Ba et al.,
+    x, residual: [..., n], float32, float16, bfloat16 or float64, any strides. h has the dtype that
+    the two promote to, so a float32 residual stream stays float32 if x is bfloat16. weight, bias:
+    [n]; without a weight, the last dimension is normalized. y has h's dtype if the weight has it
+    too, else x's. Returns (y, h), both contiguous. dropout_p drops elements of x, always: pass 0.0
+    in eval mode. No mask is stored; `torch.manual_seed` makes it reproducible. One autograd node
+    produces both outputs, so a hook or `retain_grad` on h sees only the gradient that arrives
+    through h. Raises RuntimeError if a shape, a dtype or dropout_p does not fit. Ba et al.,
     arXiv:1607.06450.
     """
     seen = traced(x, residual, weight, bias)
@@ -107,16 +106,16 @@ def add_rms_norm(
         h = residual + dropout(x)
         y = rms_norm(h, weight.shape, weight, eps, rounding=rounding, offset=offset)
 
-    Shapes, dtypes and dropout as in `add_layer_norm`; eps, rounding and offset as in `rms_norm`.
-    Returns (y, h), both contiguous. Raises RuntimeError when a shape, a dtype or dropout_p does
-    not fit, ValueError for another `rounding`. Zhang and Sennrich, arXiv:1910.07467.
+    Shapes, dtypes and dropout are `add_layer_norm`'s; eps, rounding and offset are `rms_norm`'s.
+    Returns (y, h), both contiguous. Raises RuntimeError if a shape, a dtype or dropout_p does not
+    fit, and ValueError for an unknown `rounding`. Zhang and Sennrich, arXiv:1910.07467.
     """
     seen = traced(x, residual, weight)
     op = operator("add_rms_norm", x, residual, weight) if seen else _C.add_rms_norm
     return op(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
 
 
-# References: plain PyTorch that follows the input's dtype. With float64 inputs they are exact.
+# References: plain PyTorch in the input's dtype, exact for float64 inputs.
 
 
 def layer_norm_reference(input, normalized_shape, weight=None, bias=None, eps=1e-5, dtype=None):
@@ -160,24 +159,24 @@ def add_rms_norm_reference(
 
 
 def dropout_reference(x, p, dims=1, seed=None):
-    """x with a share p of its elements dropped: the mask that every kernel draws.
+    """x with a fraction p of its elements dropped, by the mask that every kernel draws.
 
-    Philox4x32-7 (Salmon et al., SC 2011) keyed by a 64-bit seed; the counter of element [row, col]
-    is (col // 4, low and high half of row, 0), and word col % 4 of its output keeps the element
-    when it is at least p * 2^32. A row is the last `dims` dimensions.
+    Philox4x32-7 (Salmon et al., SC 2011), keyed by a 64-bit seed. Element [row, col] has the
+    counter (col // 4, low half of row, high half of row, 0). Word col % 4 of the output keeps the
+    element if it is at least p * 2^32. A row is the last `dims` dimensions.
     """
     if p == 0:
         return x
     if seed is None:
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
     rows, n = math.prod(x.shape[:-dims]), math.prod(x.shape[-dims:])
-    tracing = torch._C._len_torch_dispatch_stack() > 0  # inductor miscompiles wrapping products
+    tracing = torch._C._len_torch_dispatch_stack() > 0  # Inductor miscompiles wrapping products
     mask = torch.ops.fusedops.dropout_mask if tracing else dropout_mask_reference
     return x * mask(seed, rows, n, p).reshape(x.shape) * (0.0 if p == 1 else 1 / (1 - p))
 
 
 def dropout_mask_reference(seed, rows, n, p):
-    """[rows, n], which elements stay."""
+    """[rows, n] bool: which elements are kept."""
     row = torch.arange(rows, device=seed.device)[:, None]
     zero = torch.zeros(rows, -(-n // 4), dtype=torch.int64, device=seed.device)
     low = 0xFFFFFFFF
@@ -185,7 +184,7 @@ def dropout_mask_reference(seed, rows, n, p):
     c1, c2 = c1 & low, c2 + (row >> 32)
     k0, k1 = seed & low, seed >> 32
     for _ in range(7):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, whatever the sign
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, regardless of sign
         c0, c1, c2, c3 = p1 >> 32 & low ^ c1 ^ k0, p1 & low, p0 >> 32 & low ^ c3 ^ k1, p0 & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
     word = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :n]
@@ -197,5 +196,5 @@ def _accumulate(t):
 
 
 def _stream_dtype(x, h, weight):
-    """y has h's dtype where the weight has it too, else x's (h is a float32 residual stream)."""
+    """y's dtype: h's if the weight has it too, else x's (h is a float32 residual stream)."""
     return h.dtype if weight is not None and weight.dtype == h.dtype else x.dtype

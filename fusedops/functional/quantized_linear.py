@@ -1,6 +1,7 @@
-"""quantized_linear: a product with a weight of 4 or 8 bits, and the weight's formats.
+"""quantized_linear: a matmul with a 4- or 8-bit weight, and the weight's formats.
 
-A weight w [N, K] is codes q and scales s, of which a group of neighbours along K shares one:
+A weight w [N, K] is stored as codes q and scales s. A group of adjacent codes along K shares one
+scale:
 
     format  qweight                    scales, float32      w
     int8    int8 [N, K]                scales [N, groups]   q s, q from -127 to 127
@@ -8,13 +9,13 @@ A weight w [N, K] is codes q and scales s, of which a group of neighbours along 
     nf4     uint8 [ceil(N K / 2), 1]   absmax [blocks]      NF4[q] s
     fp8     float8_e4m3fn [N, K]       scales [N, 1]        q s
 
-A group of int8 is a row unless it is told otherwise, of int4 64 elements (or 32, or 128), of fp8 a
-row. The blocks of nf4 are of 64 elements of the flattened weight, whatever its shape, and all its
-bytes are those of bitsandbytes. The first of two codes in a byte is the high half. The last group
-of a row may be shorter. These tensors are the weight, on every device.
+Default groups: a row for int8, 64 elements for int4 (or 32 or 128), a row for fp8. An nf4 block is
+64 elements of the flattened weight, whatever its shape, and every byte is as in bitsandbytes. The
+first of two codes in a byte is the high half. The last group of a row may be shorter. The tensors
+have the same layout on every device.
 
-A group that holds a NaN or an infinity is NaN as a whole. One whose scale would be below 1e-38 is
-of zeros.
+A group with a NaN or infinity is entirely NaN. A group whose scale would be below 1e-38 is all
+zeros.
 """
 
 import dataclasses
@@ -35,10 +36,10 @@ FORMATS = ("int8", "int4", "nf4", "fp8")
 CODES = {"int8": torch.int8, "int4": torch.uint8, "nf4": torch.uint8, "fp8": torch.float8_e4m3fn}
 INT4_GROUPS = (32, 64, 128)
 NF4_BLOCK = 64
-LARGEST = {"int8": 127.0, "fp8": 448.0}  # of the codes
-SMALLEST = 1e-38  # of the scales; its inverse is finite
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # largest code
+SMALLEST = 1e-38  # smallest scale; its inverse is finite
 
-# Quantiles of a normal distribution, of which 0 and both ends are exact.
+# Quantiles of a normal distribution; 0 and both ends are exact.
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -61,9 +62,9 @@ NF4 = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight [out_features, in_features] in codes. What its tensors hold: see the module.
+    """A quantized weight [out_features, in_features]; the module describes its tensors.
 
-    scales: the absmax of nf4 too. zeros: int4's, None in another format.
+    scales: for nf4, the absmax. zeros: int4's, None for other formats.
     """
 
     format: str
@@ -79,12 +80,12 @@ class QuantizedWeight:
         return torch.Size((self.out_features, self.in_features))
 
     def tensors(self) -> dict[str, Tensor]:
-        """By the names that they have in a state dict."""
+        """The tensors, by their names in a state dict."""
         named = {"qweight": self.qweight, scales_name(self.format): self.scales}
         return named if self.zeros is None else {**named, "zeros": self.zeros}
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
-        """The same on another device; a copy where it is on another one now."""
+        """The same weight on another device; copies only if the device differs."""
         qweight, scales = self.qweight.to(device), self.scales.to(device)
         zeros = None if self.zeros is None else self.zeros.to(device)
         return dataclasses.replace(self, qweight=qweight, scales=scales, zeros=zeros)
@@ -97,17 +98,17 @@ def scales_name(format: str) -> str:
 def quantize_weight(
     weight: Tensor, format: str, *, group_size: int | None = None, scale: str | None = None
 ) -> QuantizedWeight:
-    """A weight in codes. The same bytes on every device.
+    """Quantizes a weight. The bytes are the same on every device.
 
-    weight: [N, K], floating, any strides; rounded to float32 first. format: "int8", "int4", "nf4"
-    or "fp8", see the module. group_size: of int8 any (a row by default), of int4 32, 64 (default)
-    or 128; the others have one. scale: what a group's scale is chosen by. "absmax" takes the one
-    that just covers the group, as bitsandbytes does; it is the only one of int8 and fp8, and nf4's
-    default. "mse" tries some around it and keeps that of the least squared error; it is int4's
-    default. In nf4 that is still bitsandbytes' format, with other numbers in it.
-    Raises TypeError when weight is no floating matrix, or a DTensor, and ValueError for another
-    format, group_size or scale. Has no gradient. Dettmers et al., arXiv:2208.07339 and
-    arXiv:2305.14314.
+    weight: [N, K], floating-point, any strides; rounded to float32 first. format: "int8", "int4",
+    "nf4" or "fp8", described in the module. group_size: any for int8 (default: a row); 32, 64
+    (default) or 128 for int4; fixed for the others. scale: how a group's scale is chosen. "absmax"
+    is the scale that just covers the group, as in bitsandbytes; it is the only choice for int8 and
+    fp8, and nf4's default. "mse" tries several scales near it and keeps the one with the least
+    squared error; it is int4's default. With nf4, "mse" is still bitsandbytes' format, with
+    different codes and scales. Raises TypeError if weight is not a floating-point matrix or is a
+    DTensor, and ValueError for an invalid format, group_size or scale. Has no gradient. Dettmers et
+    al., arXiv:2208.07339 and arXiv:2305.14314.
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
@@ -120,8 +121,10 @@ def quantize_weight(
 
 
 def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [N, K] that the codes stand for: products in float32 (float64 for that), rounded
-    once to `dtype`.
+    """The dequantized weight [N, K]: products in float32, rounded once to `dtype`.
+
+    For dtype=torch.float64, products are float64. Raises TypeError if qweight is not a
+    QuantizedWeight.
     """
     check_quantized("dequantize_weight", qweight)
     run = dequantize_weight_reference if exports_onnx() else torch.ops.fusedops.dequantize_weight
@@ -137,32 +140,33 @@ def quantized_linear(
     input_format: str | None = None,
     compute: str | None = None,
 ) -> Tensor:
-    """A product with a quantized weight, its bias and its activation.
+    """A linear layer with a quantized weight, bias and activation.
 
-        z = x w^T + bias            w: what the codes stand for
+        z = x w^T + bias            w: the dequantized weight
         y = activation(z)           None, "relu", "gelu", "gelu_tanh" or "silu", as in `linear`
 
-    x: [..., K], any strides, float32, float16, bfloat16 or float64; bias: [N] like x. Returns y,
-    [..., N], in x's dtype; z is rounded to it before the activation. Gradients are those of x and
-    bias, from the same codes; a QuantizedWeight has none.
+    x: [..., K], any strides, float32, float16, bfloat16 or float64. bias: [N], like x. Returns y,
+    [..., N], in x's dtype; z is rounded to it before the activation. x and bias get gradients,
+    computed from the same codes; a QuantizedWeight has none.
 
-    input_format: rounds each row of x first, in float32, to codes times a step: "int8" to multiples
-    of its largest absolute value / 127, "fp8" to float8_e4m3fn, in which that value is 448. The
-    gradient passes through that as if it were not there. A row that is not finite gives NaN.
+    input_format: first rounds each row of x, in float32, to codes times a step. "int8" uses
+    multiples of the row's largest absolute value / 127; "fp8" uses float8_e4m3fn scaled so that
+    this value is 448. The gradient ignores this rounding. A row that is not finite gives NaN.
 
-    compute: what the product's operands are rounded to. Sums are float32; on GPUs above 1024 rows
-    torch's own product of bfloat16 may add parts in bfloat16 (torch.backends.cuda.matmul), and fp8
-    by fp8 adds 128 products at a time as its tensor cores do, on sm_90 with fewer digits.
-        "exact"  to nothing: float32 products of x and w
-        "bf16"   x and w (or its codes) to bfloat16; backward dy and w
-        "int8"   codes as integers, or in float32 where scales of groups come between them: for
-                 input_format="int8" and weights of integers, int8 and int4. Backward as None
-        None     the fastest of these here, never lower than "bf16". A bfloat16 moves an output by
-                 0.2 % of its size, beside codes that move it by 0.8 % (int8) to 9 % (4 bits)
+    compute: the precision of the matmul's operands. Sums are float32, with two exceptions on GPUs:
+    above 1024 rows, torch's bfloat16 matmul may add partial sums in bfloat16 (see
+    torch.backends.cuda.matmul), and fp8 by fp8 adds 128 products at a time in the tensor cores,
+    with fewer digits on sm_90.
+        "exact"  no rounding: float32 products of x and w
+        "bf16"   x and w (or its codes) are rounded to bfloat16; backward: dy and w
+        "int8"   codes multiply as integers, or in float32 where group scales come between them;
+                 for input_format="int8" and int8 or int4 weights. Backward: as None
+        None     the fastest of these on this machine, never below "bf16". bfloat16 moves an
+                 output by 0.2 % of its size; the codes move it by 0.8 % (int8) to 9 % (4 bits)
     float64 is computed in float64.
 
-    Raises TypeError when qweight is no QuantizedWeight, RuntimeError when a shape, dtype or device
-    does not go with it and ValueError for another activation, input_format or compute.
+    Raises TypeError if qweight is not a QuantizedWeight, RuntimeError if a shape, dtype or device
+    does not match it, and ValueError for an invalid activation, input_format or compute.
     """
     check_quantized("quantized_linear", qweight)
     return product(x, _operands(qweight), bias, _layout(qweight), activation, input_format, compute)
@@ -175,7 +179,7 @@ def product(
     layout: tuple[str, int, int, int],
     *how: str | None,
 ) -> Tensor:
-    """quantized_linear of a weight that is not gathered in a QuantizedWeight."""
+    """quantized_linear for a weight given as separate tensors and layout."""
     is_traced = traced(x, bias, *operands)
     op = operator("quantized_linear", x, bias) if is_traced else _C.quantized_linear
     return op(x, *operands, bias, *layout, *how)
@@ -210,7 +214,7 @@ def check_weight(weight: Tensor) -> None:
 def check_format(
     format: str, in_features: int, group_size: int | None, scale: str | None
 ) -> tuple[int, str]:
-    """The group_size and scale of a format that were asked for, or its own."""
+    """The group_size and scale for a format: those given, or its defaults."""
     if format not in FORMATS:
         known = ", ".join(map(repr, FORMATS))
         raise ValueError(f"quantize_weight: format must be one of {known}, got {format!r}")
@@ -232,10 +236,10 @@ def check_format(
     return size, scale
 
 
-# References: plain PyTorch. Every step is one float32 operation for each element, and sums are of
-# halves, so that no device, instruction set or number of threads changes a byte.
+# References: plain PyTorch. Every step is one float32 operation per element, and sums add halves,
+# so that no device, instruction set or thread count changes a byte.
 
-SHARES = {  # of the scale that covers the group: what "mse" tries, the first of equals is kept
+SHARES = {  # fractions of the covering scale that "mse" tries; the first of equals wins
     "int4": tuple(p / 100 for p in (100, 103, *range(97, 69, -3))),
     "nf4": tuple(p / 100 for p in (100, *range(110, 100, -2), *range(98, 70, -2))),
 }
@@ -247,7 +251,7 @@ def quantize_weight_reference(weight, format, group_size, scale):
 
 
 def quantize_groups_reference(groups, format, shares):
-    """Codes, scales [groups] and zeros [groups] of groups [groups, size], a few at a time."""
+    """Quantizes groups [groups, size] in parts: codes, scales [groups], zeros [groups]."""
     at_once = max(ELEMENTS_AT_ONCE // groups.shape[1], 1)
     parts = [_quantize_groups(part, format, shares) for part in groups.split(at_once)]
     codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -293,10 +297,9 @@ def quantized_linear_reference(
 def operands_reference(
     qweight, scales, zeros, format, out_features, in_features, group_size, dtype
 ):
-    """A weight as it is multiplied, and what multiplies its sums, [N] or None.
+    """The weight as the matmul reads it, and the factors [N] of its sums, or None.
 
-    Where a row has one scale it is the codes that are multiplied, and nothing rounds them: they are
-    bfloat16 numbers.
+    If each row has one scale, the matmul reads the codes themselves. They are exact in bfloat16.
     """
     layout = format, out_features, in_features, group_size, dtype
     if format not in LARGEST or scales.shape[1] != 1:
@@ -306,8 +309,9 @@ def operands_reference(
 
 
 def product_reference(x, weight, factors, bias, activation, input_format, compute):
-    """Of operands_reference's, whose dtype is x's or wider. None as "bf16", the lowest that it may
-    be; float64 is rounded to nothing but inputs of 8 bits.
+    """The matmul of `operands_reference`'s result, in x's dtype or wider.
+
+    None means "bf16", the lowest precision that it allows. float64 rounds only 8-bit inputs.
     """
     wide = weight.dtype
     a = (rounded_rows(x, input_format) if input_format else x).to(wide)
@@ -320,7 +324,7 @@ def product_reference(x, weight, factors, bias, activation, input_format, comput
 
 
 def rounded_rows(x, input_format):
-    """Rows of x as codes, the largest of its largest number; the gradient passes through."""
+    """Rows of x rounded to codes scaled by their largest element; straight-through gradient."""
     wide = x.detach().to(torch.float32)
     largest = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.sum(-1, keepdim=True)
     most = LARGEST[input_format]
@@ -333,7 +337,7 @@ def rounded_rows(x, input_format):
 
 
 class _Product(torch.autograd.Function):
-    """F.linear(a, weight) and its gradient, of operands that are bfloat16 numbers or are not."""
+    """F.linear(a, weight) and its gradient, with operands optionally rounded to bfloat16."""
 
     @staticmethod
     def forward(ctx, a, weight, rounds_weight, rounds_a, rounds_backward):
@@ -349,7 +353,7 @@ class _Product(torch.autograd.Function):
 
 
 def _in_groups(run, weight, format, group_size, scale):
-    """Cuts a weight into groups for `run`, and what becomes of them into the format's shapes."""
+    """Cuts a weight into groups for `run`, and shapes the result for the format."""
     n, k = weight.shape
     weight = weight.detach().to(torch.float32)
     rows = _padded(weight.reshape(1, -1) if format == "nf4" else weight, group_size)
@@ -383,7 +387,7 @@ def _quantize_groups(w, format, shares):
 
 
 def _nf4_candidates(w, shares):
-    """Codes, absmax, zeros and squared error of each share of the largest."""
+    """Codes, absmax, zeros and squared error for each fraction of the largest element."""
     table = torch.tensor(NF4, dtype=torch.float32, device=w.device)
     middles = (table[1:] + table[:-1]) / 2
     largest = _finite_or_nan(w.abs().amax(-1))
@@ -416,7 +420,7 @@ def _inverse(step):
 
 
 def _sum_of_squares(t):
-    """[groups, size], size a power of two -> [groups]: halves are added until one is left."""
+    """[groups, size], size a power of two, -> [groups]: adds halves until one is left."""
     t = t * t
     while t.shape[-1] > 1:
         low, high = t.chunk(2, -1)
@@ -425,13 +429,13 @@ def _sum_of_squares(t):
 
 
 def _padded(t, size):
-    """Zeros behind each row, up to a multiple of a size. They are codes of 0 in every format."""
+    """Pads each row with zeros to a multiple of a size. Zeros have code 0 in every format."""
     missing = -t.shape[-1] % size
     return F.pad(t, (0, missing)) if missing else t
 
 
 def _halves(packed):
-    low = packed.bitwise_and(15)  # an export to ONNX takes `&` of bools alone
+    low = packed.bitwise_and(15)  # the ONNX exporter supports `&` for bools only
     return torch.stack([packed >> 4, low], -1).flatten(-2)
 
 

@@ -1,7 +1,7 @@
-"""rotary_embedding, transformers' apply_rotary_pos_emb, and its reference.
+"""rotary_embedding (transformers' apply_rotary_pos_emb) and its reference.
 
-Positions as rotations of pairs of elements: Su et al., arXiv:2104.09864. One pass over q and k
-forward and one over their gradients backward, which keeps nothing but cos and sin.
+Encodes positions as rotations of pairs of elements: Su et al., arXiv:2104.09864. One pass over q
+and k forward, and one over their gradients backward; only cos and sin are stored.
 """
 
 import torch
@@ -26,23 +26,24 @@ def rotary_embedding(
         y = x * cos + quarter_turn(x) * sin      (a, b) -> (-b, a) of each pair
 
     q: [batch, heads, seq, width] with unsqueeze_dim=1, [batch, seq, heads, width] with 2. k: the
-    same but for its heads and width. cos, sin: [batch or 1, seq, rotary], both unsqueezed at
-    unsqueeze_dim and broadcast. rotary is even; the elements of a head past it are copied. A pair
-    is an element of the first half of these and one of the second (Llama), or interleaved two
-    neighbours (GPT-J, Cohere). All are float32, float16, bfloat16 or float64, of any strides: a
-    transposed view is read where it lies. Fewer dimensions do, and others as torch broadcasts them.
+    same, except for its heads and width. cos, sin: [batch or 1, seq, rotary]; both are unsqueezed
+    at unsqueeze_dim and broadcast. rotary is even; a head's elements beyond it are copied. A pair
+    has one element in the first half of the rotary elements and one in the second (Llama). With
+    interleaved, it is two neighbours (GPT-J, Cohere). All are float32, float16, bfloat16 or
+    float64, with any strides; a transposed view is read in place. Fewer dimensions work too, and
+    others broadcast as in torch.
 
-    Returns q and k rotated: each in the dtype that it, cos and sin promote to, and with the heads
-    inside the sequence in memory where its input has them so. Computed in float32 (float64 for
-    float64) and rounded once, where transformers' lines round three times. Gradients of cos and
-    sin take ATen calls. Raises RuntimeError when a shape or a dtype does not fit, ValueError for
-    another unsqueeze_dim. Su et al., arXiv:2104.09864.
+    Returns q and k rotated, each in the dtype that it, cos and sin promote to, and in its input's
+    memory order of heads and sequence. Computed in float32 (float64 for float64) and rounded once,
+    where transformers' code rounds three times. Gradients for cos and sin run ATen calls. Raises
+    RuntimeError if a shape or dtype does not fit, and ValueError for an unsupported unsqueeze_dim.
+    Su et al., arXiv:2104.09864.
     """
     run = torch.ops.fusedops.rotary_embedding if traced(q, k, cos, sin) else _C.rotary_embedding
     return run(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)
 
 
-# Reference: plain PyTorch that follows the input's dtype. With float64 inputs it is exact.
+# Reference: plain PyTorch in the input's dtype, exact for float64 inputs.
 
 
 def rotary_embedding_reference(q, k, cos, sin, *, unsqueeze_dim=1, interleaved=False):

@@ -5,7 +5,7 @@ import importlib.abc
 import sys
 import warnings
 
-# Another package's module: the module of ours that is imported right after it.
+# Another package's module -> our module that is imported right after it.
 AFTER_IMPORT = {
     "torch.utils.flop_counter": "fusedops.integrations.flops",
     "transformers.quantizers.auto": "fusedops.integrations.transformers.quantization",
@@ -13,7 +13,7 @@ AFTER_IMPORT = {
 
 
 class ImportFinder(importlib.abc.MetaPathFinder):
-    """Finds AFTER_IMPORT's modules by the other finders. It imports none itself."""
+    """Finds AFTER_IMPORT's modules through the other finders. It imports nothing itself."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in AFTER_IMPORT:
@@ -29,7 +29,7 @@ class ImportFinder(importlib.abc.MetaPathFinder):
 
 
 class NotifyingLoader(importlib.abc.Loader):
-    """Imports a module of AFTER_IMPORT by its own loader, then ours."""
+    """Imports an AFTER_IMPORT module with its own loader, then ours."""
 
     def __init__(self, loader) -> None:
         self.loader = loader
@@ -49,9 +49,9 @@ class NotifyingLoader(importlib.abc.Loader):
 
 
 def install() -> None:
-    """Registers with the packages already imported; installs the finder for the others.
+    """Registers with packages already imported, and installs the finder for the others.
 
-    An older finder is replaced: two that search with each other would recurse without end.
+    An older finder is replaced: two finders that search through each other would recurse forever.
     """
     for theirs in AFTER_IMPORT:
         if theirs in sys.modules:
@@ -63,5 +63,5 @@ def install() -> None:
 def _register_with(theirs: str) -> None:
     try:
         importlib.import_module(AFTER_IMPORT[theirs])
-    except ImportError as error:  # of another version, which has to work without us as well
+    except ImportError as error:  # another version, which must work without us too
         warnings.warn(f"could not register fusedops with {theirs}: {error}", stacklevel=2)

@@ -1,18 +1,18 @@
-"""The formulas by which torch's flop counter counts fusedops' operators.
+"""FLOP formulas for fusedops' operators, for torch's flop counter.
 
 Imported after torch.utils.flop_counter (see AFTER_IMPORT), so FlopCounterMode and every tool that
-reads its table count them. The conventions are torch's:
+reads its table count our operators. The conventions are torch's:
 
 - A product [m, k] x [k, n] is 2 m n k. What a kernel computes twice where separate operators
   compute it once (the logits of linear_cross_entropy) is counted once.
-- Elementwise and row-wise operators have no formula, so they count 0 (norms, activations, rotary
+- Elementwise and row-wise operators have no formula, so they count as 0 (norms, activations, rotary
   embeddings, cross_entropy, AdamW, quantize_weight and dequantize_weight).
 - Attention counts every query with every key of its sequence, whatever causal, window and masks
   hide, and counts each query head of grouped heads. Its backward counts as the backward that torch
   would run for the call: fused kernels compute the scores a second time, separate operators do not.
 
 torch up to 2.13 has no formula for its own fused attention on CPUs; later versions have one. It is
-added here: otherwise a model's attention would count after patch and not before.
+added here: otherwise a model's attention would count after patch but not before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ def linear_forward(input: Tensor, weight: Tensor, **_: Any) -> int:
 def linear_backward(
     dy: Tensor, input: Tensor | None, weight: Tensor | None, output_mask: Sequence[bool], **_: Any
 ) -> int:
-    """The node keeps the input for the weight's gradient and the weight for the input's."""
+    """The node keeps the input for the weight's gradient, and the weight for the input's."""
     products = sum(output_mask[:2])
     held = weight if input is None else input
     return 2 * dy.numel() * held.shape[-1] * products if products and held is not None else 0
@@ -56,7 +56,7 @@ def quantized_linear_backward(
 def linear_cross_entropy_forward(
     input: Tensor, linear_weight: Tensor, gradients: Sequence[bool], **_: Any
 ) -> int:
-    """gradients: those that the forward makes; the backward then only scales them."""
+    """gradients: those that the forward computes; the backward then only scales them."""
     return 2 * input.numel() * linear_weight.shape[0] * (1 + sum(gradients[:2]))
 
 
@@ -86,7 +86,7 @@ def sdpa_backward(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
 
 
 def _products(q: Shape, k: Shape, v: Shape, of_width: int, of_value: int) -> int:
-    """So many products of all queries and keys over the width of q, so many over that of v."""
+    """of_width products of all queries and keys over q's width, of_value over v's."""
     return 2 * prod(q[:3]) * k[2] * (of_width * q[3] + of_value * v[3])
 
 
@@ -95,8 +95,8 @@ def _torch_fuses(
 ) -> bool:
     """Whether scaled_dot_product_attention runs a fused kernel for the call.
 
-    No fused kernel takes softcaps, sinks or meta tensors. The one for CPUs takes no dropout, no
-    gradient of the mask and no v of another width than q.
+    No fused kernel takes softcaps, sinks or meta tensors. The CPU kernel takes no dropout, no
+    gradient of the mask, and no v whose width differs from q's.
     """
     _scale, softcap, dropout = how
     if softcap or sinks is not None or q.is_meta:
@@ -114,7 +114,7 @@ def _sequences(
     max_k: int,
     **_: Any,
 ) -> Iterator[tuple[Shape, Shape, Shape]]:
-    """The shapes of q, k and v: one triple, or one for each sequence of cu_seqlens."""
+    """The shapes of q, k and v: one triple, or one per sequence of cu_seqlens."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         yield q.shape, k.shape, v.shape
         return
@@ -129,7 +129,7 @@ def _of(packed: Tensor, length: int) -> Shape:
 
 
 def _lengths(offsets: Tensor, longest: int) -> list[int]:
-    """Of the sequences; as long as the longest where offsets has no values to read."""
+    """Each sequence's length; all as long as the longest if offsets cannot be read."""
     if offsets.is_meta or isinstance(offsets, FakeTensor | FunctionalTensor):
         return [longest] * (len(offsets) - 1)
     return offsets.diff().tolist()
@@ -151,7 +151,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def _register(name: str, formula: Callable[..., int]) -> None:
-    """formula: of the operator's arguments, by their names in its schema."""
+    """formula: takes the operator's arguments by their names in its schema."""
     library, _, operator = name.partition("::")
     packet = getattr(getattr(torch.ops, library), operator)
     names = [argument.name for argument in packet.default._schema.arguments]

@@ -1,4 +1,4 @@
-"""torch.nn twins: same constructor, parameters and state dict, fused forward and backward."""
+"""Drop-in torch.nn modules: same constructor, parameters and state dict, fused passes."""
 
 from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss

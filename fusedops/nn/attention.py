@@ -1,4 +1,4 @@
-"""MultiheadAttention as torch has it, by `scaled_dot_product_attention`."""
+"""torch.nn.MultiheadAttention, computed by `scaled_dot_product_attention`."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ __all__ = ["MultiheadAttention"]
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention without the scores in memory. Same arguments and state dict.
+    """torch.nn.MultiheadAttention that never stores the scores. Same arguments and state dict.
 
-    Calls with need_weights=True, torch's default, are torch's own: weights are scores. So are those
-    on a device without a kernel, with nested tensors or tensor subclasses, and with arguments that
-    do not fit, for torch's error.
+    Some calls run torch's own code: need_weights=True (torch's default, since weights are scores),
+    devices without a kernel, nested tensors, tensor subclasses, and invalid arguments, so that
+    torch raises its own error.
     """
 
     def forward(
@@ -64,11 +64,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> Tensor:
         """query: [B, L, embed_dim]. key, value: [B, S, kdim or vdim]. Returns [B, L, embed_dim]."""
         if is_causal and key_padding_mask is None:
-            attn_mask = None  # the hint says what is in it
+            attn_mask = None  # the hint says that it is causal
         else:
             is_causal = False
         q, k, v = self._projected(query, key, value)
-        more = 0  # keys that every query sees
+        more = 0  # appended keys, which every query sees
         if self.bias_k is not None and self.bias_v is not None:
             k, v = (
                 torch.cat([t, own.to(t.dtype).expand(len(t), 1, -1)], 1)
@@ -103,7 +103,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _seen(
         self, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
     ) -> Tensor | None:
-        """Both masks as one that broadcasts to [B, H, L, S]: True is seen, numbers are added."""
+        """Both masks as one that broadcasts to [B, H, L, S]: True is visible, numbers are added."""
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         if key_padding_mask is not None:
@@ -124,7 +124,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> bool:
-        """Whether the arguments are those that torch documents, and plain tensors."""
+        """Whether the arguments are plain tensors of the shapes that torch documents."""
         given = [t for t in (query, key, value, key_padding_mask, attn_mask) if t is not None]
         if overridden(*given) or any(t.is_nested for t in given):
             return False
@@ -153,7 +153,7 @@ def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers to add: where a bool is True, nothing is seen."""
+    """A mask as numbers to add: a bool True becomes -inf."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)

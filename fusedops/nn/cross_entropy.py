@@ -1,4 +1,4 @@
-"""CrossEntropyLoss and LinearCrossEntropyLoss as torch.nn has them."""
+"""torch.nn's CrossEntropyLoss and LinearCrossEntropyLoss, fused."""
 
 import math
 
@@ -13,7 +13,7 @@ __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss in one pass over the logits. Same arguments and state dict.
 
-    The arguments beyond torch's: see `fusedops.functional.cross_entropy`.
+    For the arguments beyond torch's, see `fusedops.functional.cross_entropy`.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 class LinearCrossEntropyLoss(torch.nn.modules.loss._WeightedLoss):
     """torch.nn.LinearCrossEntropyLoss: a linear layer and the cross entropy of its output.
 
-    The logits exist a tile at a time. Arguments, parameters (`linear.weight`, `linear.bias`) and
-    state dict are torch's, which has the module since 2.13; its `options`, which choose the pieces,
-    are taken and not used. The arguments beyond torch's: see
-    `fusedops.functional.linear_cross_entropy`. Raises RuntimeError as torch's does.
+    The logits exist only one tile at a time. Arguments, parameters (`linear.weight`, `linear.bias`)
+    and state dict are those of torch's module, which exists since torch 2.13. Its `options`, which
+    choose the chunks, are accepted and have no effect. For the arguments beyond torch's, see
+    `fusedops.functional.linear_cross_entropy`. Raises RuntimeError as torch's module does.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""SwiGLU and GEGLU as modules: they have no parameters."""
+"""SwiGLU and GEGLU as modules without parameters."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ __all__ = ["GEGLU", "SwiGLU"]
 
 
 class SwiGLU(torch.nn.Module):
-    """`silu(gate) * up`; of one argument, its two halves. See `fusedops.functional.swiglu`."""
+    """`silu(gate) * up`, or of one tensor's two halves. See `fusedops.functional.swiglu`."""
 
     def __init__(
         self, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
@@ -25,7 +25,7 @@ class SwiGLU(torch.nn.Module):
 
 
 class GEGLU(torch.nn.Module):
-    """`gelu(gate) * up`; of one argument, its two halves. See `fusedops.functional.geglu`."""
+    """`gelu(gate) * up`, or of one tensor's two halves. See `fusedops.functional.geglu`."""
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()

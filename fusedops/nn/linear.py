@@ -1,4 +1,4 @@
-"""Linear as torch.nn has it, with the activation that follows."""
+"""torch.nn.Linear with a fused activation."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ __all__ = ["Linear"]
 
 
 class Linear(torch.nn.Linear):
-    """torch.nn.Linear with an activation. Same arguments, parameters and state dict.
+    """torch.nn.Linear with a fused activation. Same arguments, parameters and state dict.
 
-    activation: see `fusedops.functional.linear`. Raises ValueError for another.
+    activation: see `fusedops.functional.linear`. Raises ValueError for an unknown one.
     """
 
     def __init__(

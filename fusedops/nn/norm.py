@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as torch.nn has them, and both of a residual sum."""
+"""torch.nn's LayerNorm and RMSNorm, fused, and both for residual sums."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ __all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"]
 
 
 def _extra_repr(text: str, module: torch.nn.Module, defaults: dict[str, object]) -> str:
-    """text and the arguments beyond torch's that are not at their defaults."""
+    """text, plus the arguments beyond torch's that differ from their defaults."""
     given = {name: getattr(module, name) for name in defaults}
     beyond = [f"{name}={given[name]!r}" for name in defaults if given[name] != defaults[name]]
     return ", ".join([text, *beyond])
@@ -46,8 +46,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """offset + weight starts at 1."""
-        if self.elementwise_affine:  # torch's constructor comes here before there is an offset
+        """Sets offset + weight to 1."""
+        if self.elementwise_affine:  # torch's constructor calls this before offset is set
             torch.nn.init.constant_(self.weight, 1 - getattr(self, "offset", 0.0))
 
     def extra_repr(self) -> str:
@@ -79,7 +79,7 @@ class _AddNorm(torch.nn.Module):
         p = self.dropout_p if self.training else 0.0
         if self.weight is not None:
             return self._fused(x, residual, p)
-        # The operator reads the dimensions to normalise off the weight; without one it is the last.
+        # The operator takes the normalized dimensions from the weight; without one, the last.
         dims = len(self.normalized_shape)
         if x.shape[-dims:] != self.normalized_shape:
             raise RuntimeError(
@@ -93,7 +93,7 @@ class _AddNorm(torch.nn.Module):
         return _extra_repr(super().extra_repr(), self, {"dropout_p": 0.0})
 
 
-class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]  # takes two, gives two
+class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]  # two inputs, two outputs
     """torch.nn.LayerNorm of `h = residual + dropout(x)`; returns (y, h).
 
     x, residual: [..., *normalized_shape]. Same parameters and state dict as torch.nn.LayerNorm.

@@ -1,7 +1,8 @@
-"""Finds sites in a model that fused kernels can take, swaps them, and reports.
+"""Finds sites in a model that fused kernels can replace, swaps them, and reports.
 
-Sites are recognised in three ways, each a wing over `core`: by running a module (`modules`), by
-reading the lines of a forward (`lines`), and through hooks of transformers (`models`).
+Sites are recognised in three ways, each a subpackage on top of `core`: by running a module
+(`modules`), by reading the lines of a forward (`lines`), and through transformers' hooks
+(`models`).
 """
 
 from fusedops.patching.core.thresholds import fuse_always

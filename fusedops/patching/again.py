@@ -1,4 +1,4 @@
-"""Looks at a patched model a second time: what was fused may have been overtaken since."""
+"""Re-checks a patched model: later changes may have overridden what was fused."""
 
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ __all__ = ["look_again"]
 
 
 def look_again(model: nn.Module, report: PatchReport) -> bool:
-    """Corrects patch's report where a fused function does not run any more.
+    """Updates patch's report where a fused function no longer runs.
 
-    Trainers put forwards on the model, or on modules in it, after patch; users set another
+    After patch, trainers may replace the forward of the model or its modules; users may set another
     attention, replace modules, or unpatch. Such a site moves from `fused` to `skipped`, with that
-    as the reason. Returns whether anything has changed.
+    reason. Returns whether anything changed.
     """
     now = [_now(model, site) for site in report.fused]
     changed = now != report.fused
@@ -35,9 +35,9 @@ def _now(model: nn.Module, site: Site) -> Site:
         return loss_now(model, site)
     try:
         module = model.get_submodule(site.path)
-    except AttributeError:  # another library has put the module elsewhere
+    except AttributeError:  # another library has moved the module
         return site
-    if site.kind == "quantize":  # stays, whatever becomes of patch
+    if site.kind == "quantize":  # unpatch does not undo it
         return site
     reason = _attention_off(module) if site.kind == "attention" else _off(module)
     reason = reason or str(instead(module) or "")
@@ -45,12 +45,12 @@ def _now(model: nn.Module, site: Site) -> Site:
 
 
 def _off(module: nn.Module) -> str:
-    """Why neither the module nor any in it is fused now, empty where one is."""
+    """Why neither the module nor any module inside it is fused now; empty if one is."""
     return "" if fused_modules(module) else OFF
 
 
 def _attention_off(module: nn.Module) -> str:
-    """Why the attention's config does not name ours now, empty where it does."""
+    """Why the attention's config no longer names ours; empty if it does."""
     if attends(module):
         return ""
     view = view_of(module)

@@ -1,4 +1,4 @@
-"""patch, unpatch, patched: fused kernels into a model in place, and out again."""
+"""patch, unpatch and patched: put fused kernels into a model, and take them out."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -41,65 +41,76 @@ def patch(
     strict: bool = False,
     verify: Mapping[str, object] | Tensor | None = None,
 ) -> PatchReport:
-    """Puts fused kernels into `model`, in place, and says what was fused and what was left.
+    """Puts fused kernels into `model`, in place, and reports what was fused and what was skipped.
 
-    Sites are found by structure and swapped only when the fused function was seen to give what the
-    module gives: norms, activations, and linears whose forward is not nn.Linear's are run.
-    Parameters stay the same objects under the same names; other instances of the same classes are
-    untouched. `unpatch(model)` takes everything back. Patching twice is patching once.
+    Sites are found by structure. A site is swapped only if its fused function gave the module's
+    results when both were run; this covers norms, activations, and linears with their own forward.
+    Parameters stay the same objects under the same names, and other instances of the same classes
+    are untouched. `unpatch(model)` undoes everything. Patching twice has the effect of patching
+    once.
 
-    norm: modules that compute layer_norm or rms_norm. residual: a sum and the norm of it, where
-    norm has fused the norm: in one forward, or, without gradients and where it is large, the sum
-    that a layer returns and the norm of it in another module, which the first forward shows. mlp:
-    an activation of one tensor times another, in one pass; the linears around it are called as the
-    modules that they are. linear: linears, with the activation that follows in the same forward,
-    where that is faster on this machine. rotary: calls of a function of q, k, cos and sin, whose
-    name has "rotary" in it, which has no branches and was seen to rotate. loss: the loss function
-    of a model with a head, where it is one of transformers' own and was seen to be the cross
-    entropy of labels; of a plain head the loss is computed without the logits, unless they are few,
-    in bfloat16 and on a CPU. loss="keep_logits": the forward computes the logits' values as well,
-    for those who read `outputs.logits` after the optimizer's step. attention: modules of
-    transformers models that look up their attention function in the config; each gets a view of the
-    config. quantize: a format of `fusedops.quantize`, which comes first, with its defaults; unpatch
-    and errors do not undo it. strict: raise RuntimeError with the reasons when a site cannot be
-    fused. verify: a batch (the model's keyword arguments in a dict, or one tensor); runs it before
-    and after, and raises RuntimeError when outputs, loss or gradients differ by more than rounding.
-    That takes memory for a float64 copy of the model. Whatever error or interrupt ends the call,
-    the model is as it was; an interrupt in the call's last few instructions may leave it fully
-    patched, never partly.
+    - norm: modules that compute layer_norm or rms_norm.
+    - residual: a sum and the norm of it, if norm has fused the norm. Both may be in one forward. If
+      the sum is large and there are no gradients, the norm may also be in another module, which the
+      first forward identifies.
+    - mlp: an activation of one tensor times another, in one pass. The linears around it are still
+      called as modules.
+    - rotary: calls to a function of q, k, cos and sin whose name contains "rotary", which has no
+      branches and was seen to rotate.
+    - linear: linears, together with the activation that follows in the same forward, where that is
+      faster on this machine.
+    - loss: the loss function of a model with a head, if it is one of transformers' own and was seen
+      to compute the cross entropy of labels. For a plain head, the loss is computed without the
+      logits, unless there are few, in bfloat16 on a CPU. loss="keep_logits": the forward also
+      computes the logits' values, for code that reads `outputs.logits` after the optimizer's step.
+    - attention: modules of transformers models that look up their attention function in the config.
+      Each gets a view of the config.
+    - quantize: a format of `fusedops.quantize`, which runs first, with its defaults. Neither
+      unpatch nor errors undo it.
+    - strict: raise RuntimeError with the reasons if a site cannot be fused.
+    - verify: a batch (the model's keyword arguments in a dict, or one tensor). It is run before and
+      after; if outputs, loss or gradients differ by more than rounding, RuntimeError is raised.
+      This takes memory for a float64 copy of the model.
 
-    Calls on few tokens, where torch's own lines were measured to be as fast, run those, unless
-    `fuse_always` says otherwise.
+    If an error or interrupt ends the call, the model is restored. An interrupt in the last few
+    instructions may leave it fully patched, but never partly.
 
-    The class of a fused module is a subclass of its own with the same name: `type(m) is nn.Linear`
-    is False, and tools that ask so (quantize_dynamic, torch.jit.script) come before patch or after
-    unpatch. `type(m)(...)` makes an unfused module of the original class. An activation that
-    appends to a global list when it is called is not seen to do so. A fused dropout draws another
-    random mask than torch's, with the same distribution. In 16 bits a gated product and an
-    activated linear are rounded once, where the lines round twice; so are rotary embeddings, where
-    most lines round three times. In bfloat16 an in-place change of a norm's input after the call
-    raises in backward, where lines that cast to float32 (Llama's) had kept a copy. Under autocast a
-    sum of bfloat16 and float32 is fused where the result was proven to be the same, else it runs as
-    written. What autocast changes is proven on the device that the model is on at the call: after a
-    move to another one, norms run as written under autocast. A sum that is fused with a norm is one
-    node with it: what a hook sees of the sum's gradient (`retain_grad`), where a layer returns
-    both, is without the norm's part.
+    Calls on few tokens run torch's code where that was measured to be as fast, unless `fuse_always`
+    is active.
 
-    Attention is replaced where the config says sdpa, or eager and the model's eager function was
-    seen to give the same. The model's config stays as it is, so that what is set in it later, by
-    `set_attn_implementation` or `output_attentions`, does what it does without patch. Where eager
-    is set, a call that asks for attention weights runs eager's function. A query that sees no key
-    gives zeros, as in sdpa; eager code gives the mean of the values.
+    What changes for the model's code:
 
-    In a forward with labels `outputs.logits` then computes its values when someone reads them,
-    which costs a product with the head's weight. Read them before that weight is stepped:
-    afterwards a RuntimeError says so. Where the weight is sharded, every rank has to read. The loss
-    has no gradient by them; what is computed from them has all gradients. With
-    LoRA or hooks on the head, or under torch.compile, the forward computes logits normally. With
-    loss="keep_logits" the values are computed in each forward with labels and stay in its outputs,
-    at the cost of that product and of the logits' memory; all gradients are as with loss=True.
-    Raises TypeError when model is not a module, ValueError for an unknown `loss` or `quantize`
-    format. Warns when no site was fused.
+    - A fused module's class is a subclass with the same name. `type(m) is nn.Linear` is False, so
+      tools that check this (quantize_dynamic, torch.jit.script) must run before patch or after
+      unpatch. `type(m)(...)` creates an unfused module of the original class.
+    - An activation that appends to a global list when called is not detected.
+    - A fused dropout draws another random mask than torch's, from the same distribution.
+    - In 16 bits, a gated product and an activated linear are rounded once, where the model's code
+      rounds twice. Rotary embeddings are rounded once, where most code rounds three times.
+    - In bfloat16, changing a norm's input in place after the call makes backward raise, where code
+      that casts to float32 (Llama's) had kept a copy.
+    - Under autocast, a sum of bfloat16 and float32 is fused only if the result was shown to be the
+      same. Autocast is checked on the model's device at the time of the call: after a move to
+      another device, norms run unfused under autocast.
+    - A sum and the norm fused with it are one autograd node. Where a layer returns both, a hook on
+      the sum (`retain_grad`) sees its gradient without the norm's part.
+
+    Attention is replaced if the config says sdpa, or if it says eager and the model's eager
+    function was seen to give the same results. The model's config is not changed, so later calls to
+    `set_attn_implementation` or `output_attentions` work as without patch. With eager, a call that
+    asks for attention weights runs the eager function. A query that sees no key gives zeros, as in
+    sdpa; eager code gives the mean of the values.
+
+    In a forward with labels, `outputs.logits` computes its values when they are first read, which
+    costs one matmul with the head's weight. Read them before that weight is stepped; afterwards,
+    reading raises RuntimeError. If the weight is sharded, every rank must read them. The loss gets
+    no gradient through them; results computed from them have all gradients. With LoRA or hooks on
+    the head, or under torch.compile, the forward computes the logits as usual. With
+    loss="keep_logits", each forward with labels computes the values and keeps them in its outputs,
+    at the cost of that matmul and the logits' memory; all gradients are as with loss=True.
+
+    Raises TypeError if model is not a module, and ValueError for an unknown `loss` or `quantize`
+    format. Warns if no site was fused.
     """
     _check(model, loss)
     notice.give()
@@ -146,7 +157,7 @@ def _check(model: nn.Module, loss: object) -> None:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Gives every module of `model` its own class back: bit for bit what it was before patch."""
+    """Restores the original class of every module of `model`, bit for bit as before patch."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
     undo = partial(restore_all, model)
@@ -156,9 +167,9 @@ def unpatch(model: nn.Module) -> None:
 
 @contextmanager
 def patched(model: nn.Module, **kwargs) -> Iterator[PatchReport]:
-    """Patches on entry; on exit every module is fused, or not, as it was before.
+    """Patches on entry; on exit, restores each module's state from before.
 
-    Takes patch's arguments and gives its report.
+    Takes patch's arguments and yields its report.
     """
     _check(model, kwargs.get("loss", True))
     undo = partial(put_back, model, states(model))

@@ -1,4 +1,4 @@
-"""quantize: the linears of a model as QuantizedLinear, and what is left as it is."""
+"""quantize: replaces a model's linears with QuantizedLinears, except those that must stay."""
 
 import warnings
 from collections.abc import Collection, Iterator
@@ -29,18 +29,19 @@ def quantize(
     input_format: str | None = None,
     compute: str | None = None,
 ) -> PatchReport:
-    """Replaces the linears of `model` by QuantizedLinears, in place, one after the other.
+    """Replaces the linears of `model` with QuantizedLinears, in place, one after another.
 
-    The float weights go as their codes come, so the memory that it takes beside the model is that
-    of one layer. There is no way back: unpatch leaves quantized layers.
+    Each float weight is freed when its codes exist, so the extra memory is one layer's. This cannot
+    be undone: unpatch keeps quantized layers.
 
-    format and the options: those of `quantize_weight` and `quantized_linear`. skip: names, or parts
-    of names between dots, of modules that are left with all that is in them; "lm_head" stands for
-    the model's output embeddings too. Left as well are weights that another module shares, linears
-    that choose experts, what transformers keeps in float32, modules with hooks, and subclasses of
-    nn.Linear, which may do more. The report says so of each.
-    Raises TypeError when model is not a module or skip no list of names, and ValueError for a
-    format or option that there is not. Warns when nothing was quantized.
+    format and the options: those of `quantize_weight` and `quantized_linear`. skip: names, or
+    dot-separated parts of names, of modules to skip with everything inside them; "lm_head" also
+    means the model's output embeddings. Also skipped, with a reason in the report: weights that
+    another module shares, linears that route to experts, modules that transformers keeps in
+    float32, modules with hooks, and subclasses of nn.Linear, which may do more.
+
+    Raises TypeError if model is not a module or skip is not a list of names, and ValueError for an
+    invalid format or option. Warns if nothing was quantized.
     """
     notice.give()
     if not isinstance(model, nn.Module):
@@ -51,7 +52,7 @@ def quantize(
     if isinstance(skip, str) or not isinstance(skip, Collection):
         raise TypeError(f"quantize: skip must be a list of names, got {skip!r}")
     report = PatchReport()
-    made: dict[int, QuantizedLinear] = {}  # by the id of a linear, which is kept by the model alone
+    made: dict[int, QuantizedLinear] = {}  # by linear id: only the model keeps it alive
     for path, linear, was, reason in [
         (path, id(module), original_class(module).__name__, reason)
         for path, module, reason in sites(model, skip)
@@ -69,7 +70,7 @@ def quantize(
 
 
 def check_options(format: str, options: dict[str, Any]) -> None:
-    """Raises ValueError where no layer could have them."""
+    """Raises ValueError if no layer could have these options."""
     if format == "fp8" and options["group_size"] is not None:
         got = options["group_size"]
         raise ValueError(f"quantize: group_size of fp8 must be None (one scale per row), got {got}")
@@ -78,7 +79,7 @@ def check_options(format: str, options: dict[str, Any]) -> None:
 
 
 def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Linear, str]]:
-    """The linears of a model, with the reason to leave each, empty where there is none."""
+    """Yields each linear's path, module and the reason to skip it (empty if none)."""
     left = Left(model, skip)
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear) and not isinstance(module, QuantizedLinear):
@@ -92,7 +93,7 @@ def quantized_layer(path: str, module: Any, format: str, options: dict) -> Quant
 
 
 class Left:
-    """Which linears of a model keep their floats, and why."""
+    """The rules for which linears of a model stay unquantized."""
 
     def __init__(self, model: nn.Module, skip: Collection[str]) -> None:
         self.model, self.skip = model, set(skip)
@@ -106,7 +107,7 @@ class Left:
         self.experts = set(_numbers_of_experts(model))
 
     def why(self, path: str, module: nn.Linear) -> str:
-        """The reason to leave a linear, empty where there is none."""
+        """The reason to skip a linear, or an empty string."""
         if not path:
             return "it is the model itself: use QuantizedLinear.from_linear"
         if named := _named(path, self.skip) or (module is self.head and HEAD):
@@ -124,7 +125,7 @@ class Left:
 
 
 def _named(path: str, names: Collection[str]) -> str:
-    """That of the names which is the path, or stands in it between dots."""
+    """The first name that equals the path or is a dot-separated part of it."""
     return next((name for name in sorted(names) if f".{name}." in f".{path}."), "")
 
 
@@ -134,7 +135,7 @@ def _head(model: Any) -> nn.Module | None:
 
 
 def _tied_by_name(model: Any) -> Iterator[str]:
-    """What transformers is going to tie, which of a model that is being loaded is not tied yet."""
+    """The names that transformers will tie, which are not yet tied while a model loads."""
     for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         yield from pair
 

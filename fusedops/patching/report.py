@@ -1,4 +1,4 @@
-"""What patch did: one Site a place in the model, and a table that folds repeated layers."""
+"""patch's report: one `Site` per location in the model, shown as a table."""
 
 import math
 import re
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 __all__ = ["PatchReport", "Site"]
 
-INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number; the 1 of `ln_1` is none
+INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number; the 1 in `ln_1` is not one
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place in a model: what stood there, what runs there now, or why it was left.
+    """One location in a model: what was there, and what runs now or why it was skipped.
 
     path: the module's name in the model. kind: "norm", "residual", "mlp", "linear", "rotary",
-    "loss", "attention" or "quantize". was: class, of an attention with its implementation, or
-    source line. now: the fused function, empty when the site was left alone. reason: why, or a
-    remark.
+    "loss", "attention" or "quantize". was: the class (for attention, with the implementation) or
+    the source line. now: the fused function, empty if the site was skipped. reason: why it was
+    skipped, or a remark.
     """
 
     path: str
@@ -29,10 +29,10 @@ class Site:
 
 @dataclass
 class PatchReport:
-    """Every site that patch looked at. `print(report)` shows a table.
+    """All sites that patch considered. `print(report)` shows a table.
 
-    fused: the sites that run a fused function. skipped: the sites left alone, with the reason.
-    notes: remarks on more than one site: what patch does not look for, and how to read logits.
+    fused: the sites that run a fused function. skipped: the unchanged sites, with reasons. notes:
+    remarks on several sites, such as how to read the logits.
     """
 
     fused: list[Site] = field(default_factory=list)
@@ -72,7 +72,7 @@ def _table(rows: list[tuple[str, str, str, str]]) -> list[str]:
 
 
 def _fold(sites: Iterable[Site]) -> list[tuple[str, Site]]:
-    """Sites that differ only in the numbers of their paths become one row: `layers.0-31.norm`."""
+    """Merges sites that differ only in their paths' numbers into one row: `layers.0-31.norm`."""
     groups: dict[tuple[str, ...], list[Site]] = {}
     for site in sites:
         key = (INDEX.sub("#", site.path), site.kind, site.was, site.now, site.reason)
@@ -89,7 +89,7 @@ def _numbers(path: str) -> tuple[int, ...]:
 
 
 def _ranges(template: str, rows: list[tuple[int, ...]]) -> list[str]:
-    """One path when the numbers are a full grid; else one for each first number, and so on."""
+    """One path if the numbers form a full grid; else one per first number, recursively."""
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
     if math.prod(map(len, columns)) == len(rows):
         return [_fill(template, map(_span, columns))]

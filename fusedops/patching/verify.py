@@ -1,4 +1,4 @@
-"""verify: how far each fused module of a model, and the model, is from the original on a batch."""
+"""verify: compares each fused module, and the model, with the original on a batch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -26,12 +26,12 @@ HEAD = "path", "was", "fused", "furthest off", "error", "rounding", ""
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far the results of one place are from a float64 run of the original.
+    """How far one module's results are from a float64 run of the original.
 
-    path: the module's name in the model, empty for the whole model. kinds: what is fused there.
-    result: the output or gradient that is furthest off. error: how far, in parts of the largest
-    element of it. rounding: how far the original itself is moved by rounding. right: whether all
-    results of the place are as near as rounding lets them be, as `patch(verify=...)` asks.
+    path: the module's name in the model, empty for the whole model. was: its original class. kinds:
+    what is fused in it. result: the output or gradient with the largest error. error: that error,
+    relative to the result's largest element. rounding: the same for the original in its own dtype.
+    right: whether all results are within what rounding allows, as in `patch(verify=...)`.
     """
 
     path: str
@@ -45,10 +45,10 @@ class Deviation:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found. `print(report)` shows a table.
+    """The result of `verify`. `print(report)` shows a table.
 
-    sites: the fused modules, in the order of the model; each was given what the original gets on
-    the batch. whole: the model's outputs, loss and gradients.
+    sites: the fused modules, in the model's order; each was called with the original's inputs.
+    whole: the model's outputs and loss, and its gradients.
     """
 
     sites: list[Deviation]
@@ -56,12 +56,12 @@ class VerifyReport:
 
     @property
     def right(self) -> bool:
-        """Whether nothing is further off than rounding explains."""
+        """Whether no error exceeds what rounding explains."""
         return all(one.right for one in [*self.sites, *self.whole])
 
     @property
     def worst(self) -> Deviation | None:
-        """The site that is furthest off: of those beyond rounding, where there are any."""
+        """The site with the largest error, preferring those beyond rounding."""
         return max(self.sites, key=lambda one: (not one.right, one.error), default=None)
 
     def __str__(self) -> str:
@@ -75,17 +75,16 @@ class VerifyReport:
 
 
 def verify(model: nn.Module, batch: Batch) -> VerifyReport:
-    """Compares a patched model with what it was, module by module and as a whole.
+    """Compares a patched model with the original, module by module and as a whole.
 
     batch: the model's keyword arguments in a dict, or one tensor. Each fused module is called with
-    what the original gets on the batch, so that its errors are its own and not those of the modules
-    before it; a layer's are also those of what is in it. Of a module that is called several times
-    it is the first call. A model that is not patched is patched with the defaults for as long as
-    this takes. Nothing stays: the gradients, the random stream and the modules' modes are as they
-    were.
+    the inputs that it gets in a run of the original, so its errors do not include those of earlier
+    modules. A layer's errors include those of the modules inside it. If a module is called several
+    times, the first call counts. If the model is not patched, it is patched with the defaults
+    during the call. Afterwards gradients, the random state and the modules' modes are as before.
 
     Takes memory for the inputs of all fused modules and a float64 copy of the model. Raises
-    TypeError when model is not a module, ValueError when it gives no floating-point results.
+    TypeError if model is not a module, and ValueError if it returns no floating-point results.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"verify: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -101,7 +100,7 @@ def verify(model: nn.Module, batch: Batch) -> VerifyReport:
 
 
 class _Call(nn.Module):
-    """A call of a module. Inputs that need a gradient are parameters, the others the batch."""
+    """A call to a module. Inputs that need gradients are parameters; the others are the batch."""
 
     def __init__(self, module: nn.Module, form: Any, values: list, needed: list[bool]) -> None:
         super().__init__()
@@ -117,17 +116,17 @@ class _Call(nn.Module):
 
     def forward(self, **batch: Any) -> Any:
         own: Any = self._parameters
-        # Times 1: a module may write into what it is given, which a leaf does not allow.
+        # Times 1: a module may write to its inputs in place, which a leaf does not allow.
         values = [own[name] * 1 if name in own else batch[name] for name in self.names]
         args, kwargs = self.given(values)
         return self.module(*args, **kwargs)
 
 
 def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict[str, _Call]:
-    """The first call of each module in a run of the original, in the order of the model.
+    """Each module's first call in a run of the original, in the model's order.
 
-    Which inputs need gradients is seen in a run with them; what they are in one without, so that
-    nothing of a graph is kept, by a cache in particular.
+    One run with gradients shows which inputs need them. A second run without gradients records the
+    values, so that nothing (a cache in particular) keeps a graph alive.
     """
     needed: dict[str, list[bool]] = {}
     found: dict[str, _Call] = {}
@@ -151,7 +150,7 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
 
 @contextmanager
 def _watched(wanted: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
-    """`seen` is told of each call: path, module, (args, kwargs)."""
+    """Calls `seen(path, module, (args, kwargs))` before each call to a wanted module."""
     hooks: list[Any] = []
 
     def remove() -> None:
@@ -170,7 +169,7 @@ def _tell(seen: Callable, path: str, module: nn.Module, *given: Any) -> None:
 
 
 def _of_call(path: str, module: nn.Module, call: _Call) -> Deviation | None:
-    """None where the module gives no floating-point results."""
+    """None if the module returns no floating-point results."""
     try:
         before = Yardstick(call, call.batch)
     except ValueError:
@@ -200,7 +199,7 @@ def _furthest(
     names: list[str],
     judged: nn.Module,
 ) -> Deviation:
-    """The result that is furthest off, of those beyond rounding where there are any."""
+    """The result with the largest error, preferring those beyond rounding."""
     off = set(before.off(found, judged))
     worst = max(names, key=lambda n: (n in off, _share(found.get(n), before, n)))
     rounding = max(_share(seen.get(worst), before, worst) for seen in before.seen)
@@ -211,7 +210,7 @@ def _furthest(
 
 
 def _share(result: Tensor | None, before: Yardstick, name: str) -> float:
-    """The largest error in parts of the exact result's largest element; inf where it is missing."""
+    """The largest error relative to the exact result's largest element; inf if it is missing."""
     exact = before.exact[name].double()
     if result is None or not exact.numel():
         return 0.0 if result is not None else math.inf
@@ -221,7 +220,7 @@ def _share(result: Tensor | None, before: Yardstick, name: str) -> float:
 
 
 def _kinds(module: nn.Module) -> str:
-    """What is fused in the module's own forward, empty for nothing."""
+    """What is fused in the module's own forward; empty for nothing."""
     return ", ".join(dict.fromkeys(_each_kind(module)))
 
 

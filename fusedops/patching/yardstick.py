@@ -14,23 +14,25 @@ from fusedops.patching.core.undo import afterwards
 __all__ = ["GRADIENT", "Batch", "Yardstick", "fresh", "run"]
 
 GRADIENT = "gradient of "
-MOVED, MORE = 3, 16  # copies
+MOVED, MORE = 3, 16  # perturbed copies
 Batch = Mapping[str, object] | Tensor
 Results = Callable[[nn.Module, Batch], dict[str, Tensor]]
 
 
 class Yardstick:
-    """What `model` gives for `batch` before patch, and how far rounding can move that.
+    """A model's results for `batch` before patch, and how far rounding can move them.
 
-    exact is a float64 copy of the model (the model itself where that has no float64). Rounding
-    is seen several times, since one run may be right by luck: in the model, and in copies whose
-    parameters are half an ulp away. After patch a result may be off by twice the largest of these
-    errors and one ulp, |fused - exact| <= 2 max |seen - exact| + eps |exact|, in max norm and in
-    RMS norm, over each output, the loss and each gradient. A gradient that cancels to nothing (of
-    a key's bias: softmax does not see it) is all rounding; it may also be off by an ulp of the
-    model's typical gradient. Positions that attention_mask hides are not judged. Dropout is off in
-    all runs; the random stream, the modules' modes and the gradients stay as they are.
-    results: what to compare, `run` by default.
+    exact comes from a float64 copy of the model, or from the model itself if it cannot run in
+    float64. Rounding is sampled several times, since one run may be right by luck: in the model,
+    and in copies whose parameters are moved by half an ulp. After patch, a result may be off by
+    twice the largest of these errors plus one ulp, |fused - exact| <= 2 max |seen - exact| + eps
+    |exact|, in max norm and in RMS norm, for each output, the loss and each gradient. A gradient
+    that cancels to zero (a key's bias, which softmax ignores) is all rounding; it may also be off
+    by one ulp of the model's typical gradient. Positions that attention_mask hides are ignored.
+    Dropout is off in all runs; the random state, the modules' modes and the gradients are
+    unchanged.
+
+    results: computes what to compare, `run` by default.
     """
 
     def __init__(self, model: nn.Module, batch: Batch, results: Results | None = None) -> None:
@@ -44,7 +46,7 @@ class Yardstick:
         self.typical = (squares / max(1, sum(t.numel() for t in gradients))) ** 0.5
 
     def compare(self, model: nn.Module) -> None:
-        """Raises RuntimeError when the model is off by more than that."""
+        """Raises RuntimeError if the patched model is off by more than rounding allows."""
         fused = self.results(model, self.batch)
         off = self.off(fused, model)
         found = run(model, self.batch, gradients=False)
@@ -56,10 +58,11 @@ class Yardstick:
             )
 
     def off(self, fused: dict[str, Tensor], model: nn.Module, gradients: bool = True) -> list[str]:
-        """The results that are missing, or off by more than that. gradients: they are among them.
+        """The names of results that are missing or off by more than rounding allows.
 
-        Where one is off, rounding is seen in more copies before it is said: a few of them may all
-        be right by luck, of a loss of few tokens to the last bit.
+        gradients: whether to check gradients. If a result is off, rounding is sampled in more
+        copies before it is reported: a few copies may all be right by luck, for example to the last
+        bit of a loss over few tokens.
         """
         names = [n for n in self.exact if gradients or not n.startswith(GRADIENT)]
         off = self._off(fused, names)
@@ -76,7 +79,7 @@ class Yardstick:
         return [self.results(_moved(model, seed), self.batch) for seed in seeds]
 
     def within(self, name: str, fused: Tensor) -> bool:
-        """Whether one result is as near to the exact one as rounding lets it be."""
+        """Whether one result is as close to the exact one as rounding allows."""
         if not torch.equal(_infinities(fused), _infinities(self.eager[name])):
             return False
         exact, eps = self.exact[name], torch.finfo(fused.dtype).eps
@@ -90,22 +93,22 @@ class Yardstick:
     def _exact(self, model: nn.Module) -> dict[str, Tensor] | None:
         try:
             found = self.results(_copy(model).double(), _double(self.batch))
-        except RuntimeError:  # a layer without float64: grouped matmuls, masks of old models
+        except RuntimeError:  # no float64: grouped matmuls, old models' masks
             return None
-        # A float64's smallest number in a mask is -inf to a softmax in float32.
+        # float64's smallest number in a mask becomes -inf in a float32 softmax.
         both = ((t, self.eager[n]) for n, t in found.items() if n in self.eager)
         broken = any(t.isnan().any() > eager.isnan().any() for t, eager in both)
         return None if broken else found
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A deepcopy, of what a module keeps of its last run too (RecurrentGemma's states)."""
+    """A deepcopy, including tensors that a module keeps from its last run (RecurrentGemma)."""
     kept = (t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor))
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in kept if not t.is_leaf})
 
 
 def _moved(model: nn.Module, seed: int) -> nn.Module:
-    """A copy with every parameter half an ulp up or down."""
+    """A copy with every parameter moved half an ulp up or down."""
     new, draws = _copy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in new.parameters():
@@ -115,7 +118,7 @@ def _moved(model: nn.Module, seed: int) -> nn.Module:
 
 
 def run(model: nn.Module, batch: Batch, gradients: bool = True) -> dict[str, Tensor]:
-    """Outputs, loss and gradients by name, of one run without dropout."""
+    """Outputs, loss and gradients by name, from one run without dropout."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices), _in_eval_mode(model), torch.set_grad_enabled(gradients):
         batch = fresh(batch)
@@ -127,7 +130,7 @@ def run(model: nn.Module, batch: Batch, gradients: bool = True) -> dict[str, Ten
         if not results and loss is None:
             raise ValueError("patch: verify needs a model that gives floating-point results")
         loss = _scalar(results) if loss is None else loss
-        if named and loss.requires_grad:  # not where everything is frozen
+        if named and loss.requires_grad:  # False if everything is frozen
             grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
             named_grads = zip(named, grads, strict=True)
             results |= {GRADIENT + n: g for n, g in named_grads if g is not None}
@@ -135,7 +138,7 @@ def run(model: nn.Module, batch: Batch, gradients: bool = True) -> dict[str, Ten
 
 
 def fresh(batch: Any) -> Any:
-    """A batch that a run may change: of a cache, each run gets a copy."""
+    """A copy of the batch, since a run may change it (a cache, for example)."""
     if isinstance(batch, Tensor):
         return batch.clone()
     if isinstance(batch, Mapping):
@@ -156,9 +159,9 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shown(t: Tensor, model: nn.Module, batch: Any) -> Tensor:
-    """A result without what it has at positions that the batch's attention_mask hides.
+    """A result with zeros at positions that the batch's attention_mask hides.
 
-    A query there sees no key at all, and what eager code gives for it depends on how it masks.
+    A query there sees no key at all, and eager code's result for it depends on how it masks.
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # lengths
@@ -168,7 +171,7 @@ def _shown(t: Tensor, model: nn.Module, batch: Any) -> Tensor:
 
 
 def _scalar(results: dict[str, Tensor]) -> Tensor:
-    """A loss for a model without one. Fixed random weights: a mean of a norm's output is flat."""
+    """A loss for models without one. Random weights: the mean of a norm's output is flat."""
     seed = torch.Generator().manual_seed(0)
     weights = [
         torch.randn(t.shape, generator=seed, dtype=torch.float64, device="cpu").to(t)
@@ -203,7 +206,7 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _infinities(t: Tensor) -> Tensor:
-    """1 where a result is infinite, -1 where it is minus that, else 0."""
+    """1 where a result is inf, -1 where it is -inf, else 0."""
     return t.isposinf().char() - t.isneginf().char()
 
 
@@ -212,7 +215,7 @@ def _finite(t: Tensor) -> Tensor:
 
 
 def _error(t: Tensor, exact: Tensor) -> Tensor:
-    """How far each element is off, 0 where both are the same infinity."""
+    """Each element's error, 0 where both are the same infinity."""
     return (t - exact).masked_fill(t == exact, 0.0)
 
 

@@ -200,9 +200,9 @@ class InSameStatement(Layer):
 
 
 BETWEEN = {
-    Recast: "may change it",
-    GradMode: "may change it",
-    Swapped: "may change it",
+    Recast: "may change the sum",
+    GradMode: "may change the sum",
+    Swapped: "may change the sum",
     InSameStatement: "is used between",
 }
 

@@ -201,11 +201,11 @@ def test_it_explains_what_runs():
     """A device without a kernel makes the weight at each call, and says how large that is."""
     said = QuantizedLinear(1024, 2048, format="nf4", device="meta", compute="bf16").explain(16)
     assert said.startswith("16 rows of float32 by nf4 [2048, 1024] on meta: ATen calls")
-    assert "8 MiB" in said and said.endswith("torch multiplies bfloat16")
+    assert "8 MiB" in said and said.endswith("torch multiplies in bfloat16")
     wide = QuantizedLinear(8, 8, dtype=torch.float64, input_format="int8").explain(1)
-    assert "ATen calls" in wide and wide.endswith("torch multiplies float64")
+    assert "ATen calls" in wide and wide.endswith("torch multiplies in float64")
     half = QuantizedLinear(8, 8, device="meta", dtype=torch.float16)
-    assert half.explain(1).endswith("torch multiplies float16")
+    assert half.explain(1).endswith("torch multiplies in float16")
 
 
 @pytest.mark.skipif(_C.cpu_isa() == "none", reason="no kernels")

@@ -1,6 +1,6 @@
-"""What transformers has of this package: quantized weights, and a callback for its Trainer.
+"""Integration with transformers: quantized weights, and a callback for its Trainer.
 
-Each is imported when it is asked for: the Trainer's modules take seconds.
+Each is imported on first use, because the Trainer's modules take seconds to import.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Fused kernels in the model that transformers' Trainer trains."""
+"""A callback that patches the model of transformers' Trainer."""
 
 import logging
 from typing import Any
@@ -17,19 +17,19 @@ log = logging.getLogger(__name__)
 class FusedOpsCallback(TrainerCallback):
     """`fusedops.patch` for a Trainer's model: `Trainer(..., callbacks=[FusedOpsCallback()])`.
 
-    The arguments are those of `fusedops.patch`. The model is patched when the Trainer is made,
-    before anything wraps it; the one that a `model_init` makes later, when its training begins.
-    It stays patched: what the Trainer saves is what it would save without.
+    The arguments are those of `fusedops.patch`. The model is patched when the Trainer is created,
+    before anything wraps it. A model that `model_init` creates later is patched when training
+    begins. It stays patched; the Trainer saves the same files as without the callback.
 
-    report: what was fused; None before there is a model. Trainers may put a forward of their own on
-    the model after it was patched (TRL's, with a fused head), and users set another attention: when
-    training begins, a site that no longer runs moves to `report.skipped`, with the reason.
-    log_level: of the report in the log of this module, on the first process. Python shows warnings
-    and no less until a program says otherwise: `log_level=logging.WARNING` shows the report in any
-    program, `logging.basicConfig(level=logging.INFO)` shows all that is logged at the default.
+    report: what was fused; None before there is a model. After patch, a trainer may replace the
+    model's forward (TRL's does, with its own fused head), and users may set another attention. When
+    training begins, sites that no longer run move to `report.skipped`, with the reason. log_level:
+    the level at which this module's logger writes the report, on the first process. By default
+    Python shows only warnings: `log_level=logging.WARNING` shows the report in any program;
+    `logging.basicConfig(level=logging.INFO)` shows everything logged at the default level.
 
-    Raises what `fusedops.patch` raises, and ValueError for `quantize` with a `model_init`, whose
-    optimizer would have the weights that are quantized.
+    Raises what `fusedops.patch` raises, and ValueError for `quantize` with a `model_init`, because
+    the optimizer would hold the weights that are quantized.
     """
 
     def __init__(self, *, log_level: int = logging.INFO, **options: Any) -> None:
@@ -64,4 +64,4 @@ class FusedOpsCallback(TrainerCallback):
 
     def _log(self, message: str, state: Any) -> None:
         if state.is_world_process_zero:
-            log.log(self.log_level, message, str(self.report))  # as it is now
+            log.log(self.log_level, message, str(self.report))  # the current report

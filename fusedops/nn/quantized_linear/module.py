@@ -1,4 +1,4 @@
-"""QuantizedLinear: torch.nn.Linear with a weight of 4 or 8 bits."""
+"""QuantizedLinear: torch.nn.Linear with a 4- or 8-bit weight."""
 
 import copy
 import json
@@ -33,25 +33,26 @@ log = logging.getLogger(__name__)
 
 
 class QuantizedLinear(torch.nn.Linear):
-    """torch.nn.Linear whose weight is codes and scales: see `fusedops.functional.quantized_linear`.
+    """torch.nn.Linear with a quantized weight; see `fusedops.functional.quantized_linear`.
 
-    The state dict holds them as plain tensors: qweight, scales (of nf4 absmax), zeros (of int4),
-    and bias. A checkpoint with a float `weight` is quantized as it is loaded, and one of
-    bitsandbytes' Linear4bit is taken as it is by nf4, unless its absmax are quantized as well. A
-    load warns of scales that are not finite.
-    Moves take the codes along, casts leave them: `dtype`, the bias and what `weight` looks like
-    follow. There is no gradient of the weight; the input and the bias have theirs, in train and in
-    eval. The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear.
+    The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear. The
+    input and the bias get gradients in train and eval mode; the weight gets none.
 
-    What is written to `weight.data`, as peft's merge does, is quantized anew, and the log says how
-    far the codes are from it. The codes of before stay beside the new ones: taking away from
-    `weight.data` just what was added gives them back, bit for bit. `forget()` drops them, as do
-    load_state_dict and `weight = ...`, which quantizes as well.
+    The state dict stores plain tensors: qweight, scales (nf4: absmax), zeros (int4 only) and bias.
+    Loading a checkpoint with a float `weight` quantizes it. nf4 layers also load bitsandbytes'
+    Linear4bit unchanged, unless its absmax are quantized too. Loading warns of scales that are not
+    finite. Moving the module moves the codes. Casting it leaves them: only `dtype`, the bias and
+    the dtype of `weight` change.
+
+    Writes to `weight.data`, as in peft's merge, re-quantize the weight and log the error. The
+    previous codes are kept: subtracting exactly what was added to `weight.data` restores them bit
+    for bit. `forget()` drops them, and so do load_state_dict and `weight = ...`, which quantizes
+    too.
     """
 
     dtype: torch.dtype
     qweight: Tensor
-    path: str = ""  # in the model that it was made for
+    path: str = ""  # its name in the model, for messages
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class QuantizedLinear(torch.nn.Linear):
                 f"QuantizedLinear: activation must be one of {known}, got {activation!r}"
             )
         self.activation, self.input_format, self.compute = activation, input_format, compute
-        self._before: list[QuantizedWeight] = []  # the last is what the last write replaced
+        self._before: list[QuantizedWeight] = []  # the last entry is what the last write replaced
         empty = torch.empty(out_features, in_features, dtype=torch.float32, device="meta")
-        # Shapes alone: "mse" has the same ones and takes many times as long.
+        # Only shapes matter here; "mse" has the same ones and is much slower.
         made = quantize_weight(empty, format, group_size=group_size, scale="absmax")
-        # Of no rows: the operator says what is wrong with the options.
+        # A call with no rows, so that the operator checks the options.
         operands = made.qweight, made.scales, made.zeros
         product(empty[:0], operands, None, self._layout(), activation, input_format, compute)
         for name, t in made.tensors().items():
@@ -104,8 +105,9 @@ class QuantizedLinear(torch.nn.Linear):
         input_format: str | None = None,
         compute: str | None = None,
     ) -> "QuantizedLinear":
-        """The same layer with its weight quantized. Its bias is the same parameter. A Linear of
-        ours keeps its activation where none is given. Raises TypeError for another layer.
+        """Quantizes a linear layer's weight. The new layer shares the bias parameter.
+
+        A fusedops Linear keeps its activation if none is given. Raises TypeError for another layer.
         """
         if not isinstance(linear, torch.nn.Linear):
             got = type(linear).__name__
@@ -133,7 +135,7 @@ class QuantizedLinear(torch.nn.Linear):
         return new.train(linear.training)
 
     def reset_parameters(self) -> None:
-        """torch.nn.Linear's numbers, quantized."""
+        """Draws torch.nn.Linear's initial values and quantizes them."""
         device = self.qweight.device
         if device.type == "meta":
             return
@@ -156,10 +158,11 @@ class QuantizedLinear(torch.nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [N, K] in `dtype`, to be read. Its numbers are made by what asks for them;
-        dtype, shape and device cost nothing. Its `data` can be written to.
+        """A read-only view of the weight [N, K] in `dtype`; only its `data` is writable.
+
+        An operation on it dequantizes the weight. Reading dtype, shape or device costs nothing.
         """
-        if torch.compiler.is_compiling():  # which drops the numbers where nobody asks for them
+        if torch.compiler.is_compiling():  # which removes unused dequantization
             return dequantize_weight(self.quantized_weight, self.dtype)
         return DequantizedWeight(self)
 
@@ -168,23 +171,24 @@ class QuantizedLinear(torch.nn.Linear):
         if isinstance(value, DequantizedWeight) and value._layer is self:
             self._set(value._quantized)
         else:
-            self._set(copy.deepcopy(self.quantized_weight))  # who has read it may put it back
+            self._set(copy.deepcopy(self.quantized_weight))  # a view may be assigned back
             self._write(value)
         self.forget()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":  # or torch would register a Parameter beside the property
+        if name == "weight":  # else torch would register a Parameter next to the property
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
     def forget(self) -> None:
-        """Frees the codes that writes to `weight.data` replaced: there is no unmerge after that."""
+        """Frees the codes kept from before writes to `weight.data`. Unmerging is then inexact."""
         self._before.clear()
 
     def explain(self, rows: int) -> str:
-        """Which code runs for so many rows of input in `dtype`, and why. Raises TypeError when rows
-        is no int, and ValueError for fewer than none.
+        """Says which kernel runs for `rows` rows of input in `dtype`, and why.
+
+        Raises TypeError if rows is not an int, and ValueError if it is negative.
         """
         if not isinstance(rows, int):
             got = type(rows).__name__
@@ -211,7 +215,7 @@ class QuantizedLinear(torch.nn.Linear):
         )
 
     def _plan(self, runner: str, rows: int) -> str:
-        """The kernel of a device or of a backend in words; empty where it has none."""
+        """Describes a device's or backend's kernel; empty if it has none."""
         how = self.input_format or "none", self.compute or "any"
         if runner == "cpu":
             return _C.quantized_linear_plan(*self._layout(), rows, *how)
@@ -219,7 +223,7 @@ class QuantizedLinear(torch.nn.Linear):
             return ""
         has_gemv = runner != "triton" and not unavailable("quantized_linear", runner)
         while _C.quantized_linear_way(rows, *how) == "gemv" and not has_gemv:
-            rows += 1  # the next kernel takes these as well
+            rows += 1  # the next kernel takes these rows too
         gemv = _C.quantized_linear_way(rows, *how) == "gemv"
         runs = gemv or (runner != "simt" and not unavailable("quantized_linear", "triton"))
         return _C.quantized_linear_gpu_plan(*self._layout(), rows, *how) if runs else ""
@@ -246,13 +250,13 @@ class QuantizedLinear(torch.nn.Linear):
             setattr(self, name, tensor)
 
     def _numbers(self) -> Tensor:
-        """The weight in float32, or float64, before `dtype` rounds it."""
+        """The dequantized weight in float32 or float64, before rounding to `dtype`."""
         acc = torch.promote_types(self.dtype, torch.float32)
         return dequantize_weight(self.quantized_weight, acc)
 
     @torch.no_grad()
     def _write(self, target: Tensor) -> None:
-        """The codes of another weight, in place, and a line in the log of what that costs."""
+        """Quantizes another weight in place and logs the error."""
         if target.shape != self.weight.shape:
             wanted, got = list(self.weight.shape), list(target.shape)
             raise ValueError(f"QuantizedLinear: weight must be {wanted}, got {got}")
@@ -275,7 +279,7 @@ class QuantizedLinear(torch.nn.Linear):
 
     @torch.no_grad()
     def _add(self, change: Tensor, alpha: float) -> None:
-        """weight + alpha change. Where that takes back what the last write added, its codes."""
+        """Adds alpha * change; restores the old codes if that undoes the last write."""
         change = change.to(self.dtype)
         if self._before and self._gives_these_codes(self._before[-1], -alpha * change):
             self._put(self._before.pop())
@@ -283,8 +287,10 @@ class QuantizedLinear(torch.nn.Linear):
             self._write(self._numbers() + alpha * change)
 
     def _gives_these_codes(self, before: QuantizedWeight, change: Tensor) -> bool:
-        """Whether before + change is what is here. The sum is rounded to dtype or is not: peft's
-        merge adds to the weight, its safe_merge to a copy of it.
+        """Whether quantizing before + change gives the current codes.
+
+        Tries the sum both rounded to dtype and not: peft's merge adds to the weight, its safe_merge
+        to a copy of it.
         """
         now = self.quantized_weight.tensors()
         for dtype in {self.dtype, torch.promote_types(self.dtype, torch.float32)}:
@@ -295,7 +301,7 @@ class QuantizedLinear(torch.nn.Linear):
         return False
 
     def _apply(self, fn, recurse=True):
-        """As torch's, but that codes and scales pass as bytes, which a cast of floats leaves."""
+        """Like torch's, but passes codes and scales as bytes, which float casts leave alone."""
         names = ["qweight", scales_name(self.format), "zeros"]
         held: dict[str, Any] = self._buffers
         own = {name: held[name] for name in names if name in held}
@@ -307,7 +313,7 @@ class QuantizedLinear(torch.nn.Linear):
             self.dtype = fn(example).dtype
         finally:
             for name, t in own.items():
-                if held[name].dtype != torch.uint8:  # Module.type casts integers as well
+                if held[name].dtype != torch.uint8:  # Module.type casts integers too
                     held[name] = as_bytes[name].to(held[name].device)
                 held[name] = held[name].view(t.dtype).view(t.shape)
         return self
@@ -333,12 +339,13 @@ class QuantizedLinear(torch.nn.Linear):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self.forget()
-        if self.bias is not None:  # with assign=True it may be another one
+        if self.bias is not None:  # with assign=True it may be a new tensor
             self.dtype = self.bias.dtype
 
     def _take_weight(self, state_dict: dict[str, Any], name: str, assign: bool) -> str:
-        """Puts codes in the place of floats, or under our names those of bitsandbytes. What is
-        wrong with the weight, empty where nothing is.
+        """Replaces float or bitsandbytes weights in a state dict with our codes.
+
+        Returns what is wrong with the weight, or an empty string.
         """
         prefix, weight = name.removesuffix("weight"), state_dict.get(name)
         if weight is not None and weight.is_floating_point():
@@ -364,7 +371,7 @@ class QuantizedLinear(torch.nn.Linear):
         return "" if got == wanted else f"must be {wanted}, got {got}"
 
 
-MOST_BEFORE = 8  # adapters that are merged into one layer
+MOST_BEFORE = 8  # how many merged adapters can be undone
 QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
@@ -373,7 +380,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _of_bitsandbytes(state_dict: dict[str, Tensor], name: str) -> dict[str, Any]:
-    """The state of a Linear4bit that has our blocks and plain absmax; empty where it is none."""
+    """The state of a Linear4bit with our block size and plain absmax; empty otherwise."""
     if not {f"{name}.absmax", f"{name}.quant_map", f"{name}.{QUANT_STATE}"} <= state_dict.keys():
         return {}
     state = json.loads(bytes(state_dict[f"{name}.{QUANT_STATE}"].tolist()))

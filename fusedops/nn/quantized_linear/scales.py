@@ -1,4 +1,4 @@
-"""The warning that a loaded weight has scales which are not finite."""
+"""A warning for loaded scales that are not finite."""
 
 import warnings
 
@@ -8,7 +8,7 @@ __all__ = ["warn_of_scales"]
 
 
 def warn_of_scales(name: str, scales: object) -> None:
-    """Warns where scales are NaN or infinite. name: the path of the scales in the model."""
+    """Warns if scales are NaN or infinite. name: the scales' path in the model."""
     if not isinstance(scales, Tensor) or scales.is_meta:
         return
     wrong = int((~scales.isfinite()).sum())

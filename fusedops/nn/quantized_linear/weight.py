@@ -1,4 +1,4 @@
-"""The weight of a QuantizedLinear to who reads it, and how it is written to."""
+"""The view that `QuantizedLinear.weight` returns: reads dequantize, writes re-quantize."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +18,22 @@ READ_ONLY = (
 
 
 class DequantizedWeight(Tensor):
-    """A quantized weight to who reads it: an operation on it gets the dequantized numbers, which
-    are made each time. Only its `data` can be written to, as a whole or by an index, and is
-    quantized anew; what is viewed of it, or copied, is numbers of its own.
+    """A view of a quantized weight. Each operation on it dequantizes the weight first.
+
+    Only its `data` can be written to, as a whole or by index; that re-quantizes the weight. Slices
+    and copies of the view are independent dequantized tensors.
     """
 
     _layer: "QuantizedLinear"
     _quantized: QuantizedWeight
-    _written: bool  # whether it is `data`
+    _written: bool  # whether this is `data`
 
     @staticmethod
     def __new__(cls, layer: "QuantizedLinear", written: bool = False) -> "DequantizedWeight":
         weight = layer.quantized_weight
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         view = make(cls, weight.shape, dtype=layer.dtype, device=weight.qweight.device)
-        # What others noted on the codes: transformers, that they are loaded and not to be drawn.
+        # Keep marks on the codes: transformers marks loaded tensors so as not to initialize them.
         view.__dict__.update(weight.qweight.__dict__)
         view._layer, view._quantized, view._written = layer, weight, written
         return view
@@ -62,7 +63,7 @@ class DequantizedWeight(Tensor):
         return func(*args, **kwargs)
 
     def _changed(self, func, args, kwargs) -> "DequantizedWeight":
-        """An operation in place, on the numbers in float32 where it is a sum."""
+        """Applies an in-place operation to the dequantized weight, in float32 for a sum."""
         if args[0] is not self:
             raise RuntimeError(READ_ONLY)
         self._check_written()

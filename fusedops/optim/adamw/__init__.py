@@ -1,4 +1,4 @@
-"""AdamW and AdamW8bit."""
+"""The fused AdamW and AdamW8bit optimizers."""
 
 from fusedops.optim.adamw.optimizer import AdamW, AdamW8bit
 

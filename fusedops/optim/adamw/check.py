@@ -1,4 +1,4 @@
-"""Checks of a loaded state's entries, and the error for an entry that does not fit."""
+"""Checks a loaded state's entries; the error for an entry that does not fit."""
 
 import math
 from numbers import Real
@@ -19,7 +19,7 @@ __all__ = [
     "number_of",
 ]
 
-MISSING = object()  # stands for an entry that a state lacks
+MISSING = object()  # marks an entry that a state lacks
 
 
 class Misfit(ValueError):
@@ -30,9 +30,9 @@ class Misfit(ValueError):
 
 
 def check_entry(entry: str, value: Any, p: Tensor, *kinds: str) -> None:
-    """Raises Misfit unless value is a dense tensor of p's shape whose dtype is one of the kinds.
+    """Raises Misfit unless value is a dense tensor of p's shape with one of these dtypes.
 
-    kinds: names of dtypes; "floating-point" and "complex" stand for all such dtypes.
+    kinds: names of dtypes; "floating-point" and "complex" mean all such dtypes.
     """
     fits = _is_dense(value, p.is_meta) and _shape(value, p) in (p.shape, local(p).shape)
     if not fits or not any(_is_kind(value, kind) for kind in kinds):
@@ -57,9 +57,9 @@ def check_step(step: Any, p: Tensor) -> None:
 
 
 def number_of(value: Any, on_meta: bool) -> Any:
-    """A real number, or the one in a tensor; NaN for any other value.
+    """A real number, or a one-element tensor's value; NaN for anything else.
 
-    on_meta: whether a tensor on meta is accepted; its number is 0.
+    on_meta: whether to accept a meta tensor, whose value is taken as 0.
     """
     if isinstance(value, Tensor):
         single = _is_dense(value, on_meta) and value.numel() == 1
@@ -72,13 +72,13 @@ def _only_number(t: Tensor) -> Any:
 
 
 def _is_dense(value: Any, on_meta: bool) -> bool:
-    """Whether a value is a dense tensor, with numbers unless it may be on meta."""
+    """Whether a value is a dense tensor, with data unless it may be on meta."""
     dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
     return dense and (on_meta or not value.is_meta)
 
 
 def _shape(value: Tensor, p: Tensor) -> torch.Size | None:
-    """Its shape; None for a DTensor that is cut unlike p, as a load does not redistribute."""
+    """Its shape; None for a DTensor sharded unlike p, as loading does not redistribute."""
     if is_dtensor(value) and value.to_local().shape != local(p).shape:
         return None
     return value.shape
@@ -91,7 +91,7 @@ def _is_kind(t: Tensor, kind: str) -> bool:
 
 
 def described(value: object) -> str:
-    """A value in an error message: a tensor by dtype and shape, another object by its type."""
+    """A value for an error message: a tensor's dtype and shape, or an object's type."""
     if value is MISSING:
         return "nothing"
     if not isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""Checks and converts every loaded state before `load_state_dict` changes anything.
+"""Checks and converts all loaded states before `load_state_dict` changes anything.
 
 torch's `load_state_dict` would cast every state to its parameter's dtype. `prepare` is its last
-pre-hook. It gives torch finished states that torch does not look into, and commits all at once.
+pre-hook: it gives torch finished states that torch does not look into, and commits all at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ OPERATOR = "AdamW: load_state_dict"
 
 
 class Prepared:
-    """A parameter's finished state. torch's loading passes on an object of an unknown class."""
+    """A parameter's finished state. torch's loading leaves objects of unknown classes alone."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -31,7 +31,7 @@ class Prepared:
 
 @torch.no_grad()
 def prepare(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict in this optimizer's format, with `Prepared` states. Changes nothing.
+    """Converts a state dict to this optimizer's format, with `Prepared` states. Changes nothing.
 
     Raises ValueError with the parameter or group, the entry, the requirement and the value. If the
     groups do not match the optimizer's, torch raises its own error.
@@ -57,7 +57,7 @@ def prepare(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(saved: Group, own: Group) -> Group:
-    """A loaded group with the options of format that the constructor asked for."""
+    """A loaded group with the constructor's format options."""
     return saved | {name: own[name] for name in OURS if name != "seed" or name not in saved}
 
 

@@ -1,7 +1,7 @@
-"""Memory of loaded tensors, which a step writes in place.
+"""Makes loaded tensors safe to update in place.
 
-State dicts can hold expanded tensors, tensors with the negative bit, and one tensor twice. In-place
-operators refuse the first two, and write two updates into the third.
+State dicts can hold expanded tensors, tensors with the negative bit, and the same tensor twice.
+In-place operators refuse the first two, and would apply two updates to the third.
 """
 
 from bisect import bisect_right
@@ -54,6 +54,6 @@ def separate(t: Tensor, claims: Claims) -> Tensor:
 
 
 def _has_addresses(t: Tensor) -> bool:
-    """Whether t has elements and their addresses: subclasses may have no memory of their own."""
+    """Whether t has elements with addresses: subclasses may have no memory of their own."""
     plain = type(t) in (Tensor, torch.nn.Parameter) and not (t.is_meta or t.is_nested)
     return plain and t.layout == torch.strided and t.numel() > 0

@@ -1,15 +1,15 @@
-"""States on the host: a GPU's parameters are stepped by the CPU's kernel, in chunks.
+"""Offloading: keeps GPU parameters' states on the host and steps them on the CPU.
 
-Parameters and gradients of a chunk are copied to the host on one side stream, stepped there, and
-the parameters copied back on another, so that both directions of the bus and the CPU work at once:
+A side stream copies a chunk's parameters and gradients to the host. The CPU steps the chunk, and
+another stream copies the parameters back, so that both directions of the bus and the CPU work at
+once:
 
-    fetching   0 1 2 3   4   5          chunk 4 has the slot of chunk 0, once that is sent
+    fetching   0 1 2 3   4   5          chunk 4 reuses chunk 0's slot once that is sent
     the CPU        0   1   2   3   4   5
     sending          0   1   2   3   4   5
 
-Between steps the host keeps the states alone. A parameter is what the device has, whoever wrote it
-last: a copy that is kept, and a version counter to say whether it is stale, would miss what is
-written through `p.data`.
+Between steps the host keeps only the states. The device's parameter is the truth, whoever wrote it
+last: a host copy with a version counter would miss writes through `p.data`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ from fusedops.functional.adamw import BLOCK, FLOATS, KINDS
 from fusedops.optim.adamw.shard import local, with_local
 from fusedops.optim.adamw.state import MAXIMUM, MOMENTS, REST, SCALES, STEP, WRITTEN, Group, State
 
-DEVICES = ("cuda",)  # whose parameters can have their states elsewhere
-CHUNK = 32 << 20  # bytes of parameters and gradients: about a millisecond of the bus
-SLOTS = 4  # chunks on the host at a time: one is stepped, one is sent, two arrive
+DEVICES = ("cuda",)  # devices whose states can be offloaded
+CHUNK = 32 << 20  # bytes of parameters and gradients: about 1 ms of bus time
+SLOTS = 4  # chunks on the host at once: one is stepped, one sent, two arrive
 ALIGNMENT = 64  # bytes
 
-Copies = list[tuple[Tensor, Tensor]]  # where to, from
+Copies = list[tuple[Tensor, Tensor]]  # (destination, source)
 
 
 def offloads(p: Tensor, group: Group) -> bool:
-    """Whether a parameter's state lies on the host, and the parameter does not."""
+    """Whether a parameter's state is on the host while the parameter is not."""
     return group["offload"] == "cpu" and p.device.type in DEVICES and p.dtype in FLOATS
 
 
 def home(p: Tensor, group: Group) -> Tensor:
-    """What a parameter's state is made like: itself; or, where the state is to lie on the host, a
-    tensor there of its shape and dtype, without memory of its own."""
+    """The tensor that a parameter's state is created like.
+
+    This is the parameter itself; or, for an offloaded state, a host tensor of its shape and dtype
+    without memory of its own.
+    """
     if not offloads(p, group):
         return p
     part = torch.empty((), dtype=p.dtype, device="cpu").expand(local(p).shape)
@@ -52,7 +55,7 @@ def home(p: Tensor, group: Group) -> Tensor:
 
 
 def hosted(state: State, device: torch.device) -> State:
-    """The state, its tensors contiguous on the host, and pinned for a GPU's parameters."""
+    """Moves the state's tensors to the host: contiguous, and pinned for GPU parameters."""
     for name in WRITTEN:
         if name in state:
             state[name] = _hosted(state[name], pins(device))
@@ -66,12 +69,12 @@ def _hosted(t: Tensor, pinned: bool) -> Tensor:
 
 
 def pins(device: torch.device) -> bool:
-    """Whether the device copies from and to pinned memory by itself, while the host goes on."""
+    """Whether the device copies to and from pinned memory asynchronously."""
     return device.type == "cuda"
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises RuntimeError where a CUDA graph is being captured."""
+    """Raises RuntimeError while a CUDA graph is being captured."""
     if capturing(device):
         raise RuntimeError(
             "AdamW: offload must be None while a CUDA graph is captured, as it would lack the "
@@ -80,23 +83,23 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream's work goes into a CUDA graph."""
+    """Whether the current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Offloaded:
-    """Parameters of one device with states on the host, in the place of an AdamWBucket.
+    """One device's parameters with states on the host; has AdamWBucket's interface.
 
-    params: on a device, or DTensors whose local part is. states: what `hosted` returns, for each.
-    kinds: as AdamWBucket has them.
+    params: on a device, or DTensors whose local part is. states: what `hosted` returns for each.
+    kinds: as in AdamWBucket.
     """
 
     def __init__(self, params: list[Tensor], states: list[State], kinds: list[int]) -> None:
         self.params = params
         self.known = [(p.device, p.shape) for p in params]
-        self.bucket = _C.AdamWBucket(params, states, kinds)  # to watch, and for the squares
+        self.bucket = _C.AdamWBucket(params, states, kinds)  # detects changes, and sums squares
         self.streams = Streams(params[0].device)
-        self.steps: Copies = []  # of pieces, and of their parameters
+        self.steps: Copies = []  # (a piece's step, its parameter's step)
         pieces = []
         for i, (p, state) in enumerate(zip(params, states, strict=True)):
             cut = pieces_of(p, state, kinds[KINDS * i : KINDS * (i + 1)])
@@ -105,16 +108,16 @@ class Offloaded:
         self.chunks = chunks_of(pieces, pins(params[0].device))
 
     def unchanged(self, state: dict[Tensor, State]) -> bool:
-        """Whether the optimizer has the same states, and nobody moved a parameter."""
+        """Whether the optimizer has the same states and no parameter was moved."""
         found = ((p.device, p.shape) for p in self.params)
         return self.bucket.unchanged(state) and all(map(tuple.__eq__, found, self.known))
 
     def squares(self) -> Tensor | None:
-        """The sum of the squares of the gradients, on the device."""
+        """The sum of the gradients' squares, on the device."""
         return self.bucket.squares()
 
     def renew_table(self, captured: bool) -> None:
-        """There is no table, and a step is not captured."""
+        """Part of AdamWBucket's interface: there is no table, and capture is refused."""
         refuse_capture(self.streams.device)
 
     @torch.no_grad()
@@ -128,10 +131,10 @@ class Offloaded:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """A step of the parameters that have gradients. Arguments: AdamWBucket's, on the device.
+        """Steps the parameters that have gradients. The arguments are AdamWBucket's, on the device.
 
-        Returns when the CPU is done, and the copies back are queued, which the current stream
-        waits for. The host waits for copies from the device alone.
+        Returns when the CPU is done and the copies back are queued; the current stream waits for
+        them. The host waits only for copies from the device.
         """
         streams = self.streams
         streams.begin()
@@ -141,7 +144,7 @@ class Offloaded:
         arrived = [streams.fetch(chunk.begin()) for chunk in self.chunks[:SLOTS]]
         try:
             for i, chunk in enumerate(self.chunks):
-                arrived[i].synchronize()  # and with the first one the numbers, queued before it
+                arrived[i].synchronize()  # the first wait covers the numbers, queued before it
                 chunk.bucket.step(options, rates, seed, norm, max_grad_norm, scale, inf)
                 sent = streams.send(chunk.results())
                 if i + SLOTS < len(self.chunks):
@@ -149,14 +152,14 @@ class Offloaded:
                     arrived.append(streams.fetch(self.chunks[i + SLOTS].begin()))
         finally:
             streams.end()
-        # a DTensor's version is not that of its local part, which was written
+        # writing a DTensor's local part does not change the DTensor's version
         increment_version([p for p in self.params if p.grad is not None])
 
 
 class Streams:
-    """A device's side streams: the one place that knows of streams and events.
+    """A device's side streams: the only class that handles streams and events.
 
-    On a CPU they do nothing, and a copy is done at once.
+    On a CPU they do nothing, and copies are immediate.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,12 +168,12 @@ class Streams:
         self.fetching, self.sending = (self.module.Stream(device) for _ in range(2))
 
     def begin(self) -> None:
-        """What is fetched from now on has been written, and its slot has been sent."""
+        """Makes fetching wait for pending writes on the device and for sends from its slots."""
         self.fetching.wait_stream(self.module.current_stream(self.device))
         self.fetching.wait_stream(self.sending)
 
     def numbers(self, tensors: list[Tensor | None]) -> list[Any]:
-        """Copies on the host, which are there when what is fetched next is."""
+        """Copies on the host, which have arrived once the next fetch has."""
         there = [t for t in tensors if t is not None]
         pinned = pins(self.device)
         here = [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in there]
@@ -179,19 +182,19 @@ class Streams:
         return [None if t is None else next(copies) for t in tensors]
 
     def fetch(self, copies: Copies) -> Any:
-        """Queues copies from the device, and returns the event of their end."""
+        """Queues copies from the device and returns an event that marks their end."""
         return self._queue(self.fetching, copies)
 
     def send(self, copies: Copies) -> Any:
-        """Queues copies to the device, and returns the event of their end."""
+        """Queues copies to the device and returns an event that marks their end."""
         return self._queue(self.sending, copies)
 
     def free(self, sent: Any) -> None:
-        """What is fetched from now on may lie where that lay which was sent."""
+        """Lets later fetches reuse the buffer that was just sent."""
         self.fetching.wait_event(sent)
 
     def end(self) -> None:
-        """The current stream goes on when all is sent."""
+        """Makes the current stream wait until everything is sent."""
         self.module.current_stream(self.device).wait_stream(self.sending)
 
     def _queue(self, stream: Any, copies: Copies) -> Any:
@@ -205,27 +208,27 @@ class Streams:
 
 @dataclass
 class Piece:
-    """Slices of a parameter's first dimension, which the CPU's kernel takes for a tensor."""
+    """Slices of a parameter's first dimension, which the CPU kernel treats as one tensor."""
 
     owner: Tensor  # the parameter
     part: slice | EllipsisType
-    state: State  # the part's, but for a step of its own
+    state: State  # the slices' state, with its own step
     kind: list[int]
 
     def of(self, t: Tensor) -> Tensor:
-        """The same part of the parameter or its gradient."""
+        """The same slices of a tensor like the parameter, for example its gradient."""
         return local(t)[self.part]
 
     @property
     def nbytes(self) -> int:
-        """On the host: parameter and gradient."""
+        """Bytes on the host for parameter and gradient."""
         return 2 * _aligned(self.of(self.owner).nbytes)
 
 
 def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
-    """A parameter in pieces of about a chunk, of one slice at least, cut where a block begins.
+    """Cuts a parameter into chunk-sized pieces of whole slices, at block boundaries.
 
-    The random numbers of a piece, and its scales, are those that its elements have in the whole.
+    A piece has the random numbers and scales that its elements have in the whole parameter.
     """
     part = local(p)
     count = -(-2 * part.nbytes // CHUNK)
@@ -233,7 +236,7 @@ def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
         return [Piece(p, ..., state, kind)]
     group, rounding, index, row, first = kind
     slices, each = part.shape[0], part.shape[1:].numel()
-    grain = 1 if row else BLOCK // math.gcd(each, BLOCK)  # slices between two cuts
+    grain = 1 if row else BLOCK // math.gcd(each, BLOCK)  # slices between possible cuts
     taken = -(-slices // (count * grain)) * grain
     pieces = []
     for begin in range(0, slices, taken):
@@ -246,7 +249,7 @@ def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
 
 
 def _state_of_part(state: State, part: slice, blocks: slice, first: bool) -> State:
-    """Views; the step is the parameter's own in the first piece alone, for each counts it up."""
+    """Views of the state; only the first piece has the real step, as each piece counts it up."""
     own = {name: local(state[name])[part] for name in (*MOMENTS, MAXIMUM, REST) if name in state}
     own |= {name: local(state[name]).view(-1)[blocks] for name in SCALES if name in state}
     return own | {STEP: state[STEP] if first else state[STEP].clone()}
@@ -256,7 +259,7 @@ class Chunk:
     """Pieces that are fetched, stepped and sent together."""
 
     def __init__(self, pieces: list[Piece], slot: Tensor) -> None:
-        """slot: uint8, where they lie on the host, as other chunks do at other times."""
+        """slot: uint8 host memory for the pieces; other chunks use it at other times."""
         self.pieces = pieces
         likes = [piece.of(piece.owner) for piece in pieces]
         views = list(_laid_out(slot, [*likes, *likes]))
@@ -265,7 +268,7 @@ class Chunk:
         self.bucket = _C.AdamWBucket(self.params, [piece.state for piece in pieces], kinds)
 
     def begin(self) -> Copies:
-        """What a step reads: of the pieces that have a gradient now."""
+        """The copies that a step reads: the pieces that have a gradient now."""
         copies = []
         for piece, param, grad in zip(self.pieces, self.params, self.grads, strict=True):
             found = piece.owner.grad
@@ -275,7 +278,7 @@ class Chunk:
         return copies
 
     def results(self) -> Copies:
-        """What the step has written."""
+        """The copies back of what the step has written."""
         return [
             (piece.of(piece.owner), param)
             for piece, param in zip(self.pieces, self.params, strict=True)
@@ -284,7 +287,7 @@ class Chunk:
 
 
 def chunks_of(pieces: list[Piece], pinned: bool) -> list[Chunk]:
-    """Neighbours in chunks of at most CHUNK bytes, or of one piece; chunk i in slot i % SLOTS."""
+    """Groups neighbours into chunks of at most CHUNK bytes; chunk i uses slot i % SLOTS."""
     groups: list[list[Piece]] = []
     room = -1
     for piece in pieces:
@@ -302,7 +305,7 @@ def chunks_of(pieces: list[Piece], pinned: bool) -> list[Chunk]:
 
 
 def _laid_out(memory: Tensor, likes: list[Tensor]) -> Iterable[Tensor]:
-    """Contiguous views of memory, uint8, one behind the other, of the same shapes and dtypes."""
+    """Consecutive contiguous views of uint8 memory, with the given shapes and dtypes."""
     begin = 0
     for like in likes:
         yield memory[begin : begin + like.nbytes].view(like.dtype).view(like.shape)

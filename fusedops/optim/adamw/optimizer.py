@@ -17,7 +17,7 @@ from fusedops.optim.adamw.state import STEP, wide_moments
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` in one pass over memory: on a GPU one launch for all parameters.
+    """`torch.optim.AdamW` in one pass over memory; on a GPU, one launch for all parameters.
 
         p = p (1 - lr weight_decay)
         m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
@@ -26,30 +26,30 @@ class AdamW(torch.optim.AdamW):
     The arguments before state_dtype are torch's, in torch's order. float32, float16 and bfloat16
     parameters have kernels, with any strides. torch's own code steps all others (sparse, complex,
     float64, differentiable, tensor betas, tensor subclasses, the negative bit). `foreach` and
-    `fused` are accepted and make no difference where there are kernels.
+    `fused` are accepted and have no effect where a kernel runs.
 
-    state_dtype: "float32", "bfloat16" or "int8" (a byte for each moment, and two float32 scales for
-        256 elements). Tensors of fewer than min_8bit_size elements keep float32. Whatever was
-        loaded, the state has the format that the constructor asked for.
-    stochastic_rounding: of parameters of 16 bits, by default on: rounded to nearest, most updates
-        are too small to move a bfloat16 at all. The random bits are a hash of the seed, the step,
-        the parameter's number and the element: the same on every device and every replica.
-    master_weights: "remainder" keeps the 16 bits that a bfloat16 parameter lacks, so that it is
-        trained as float32 is. Then nothing is rounded by chance.
-    max_grad_norm: clips the norm of all gradients as `clip_grad_norm_` does, within the step, and
-        leaves p.grad unchanged. A norm that is not finite skips the step.
-    offload: "cpu" keeps the state of a GPU's parameters in pinned memory of the host, also in state
-        dicts. The CPU's kernel steps them in chunks, while other chunks are copied. A step returns
-        when the CPU is done and the copies back are queued; the current stream waits for these.
-        Each step reads the parameters from the GPU. Raises RuntimeError in a CUDA graph's capture.
-        The state of a CPU's parameters stays on the CPU.
-    seed: of the random bits; in the state dict.
+    state_dtype: "float32", "bfloat16" or "int8" (one byte per moment, plus two float32 scales per
+        256 elements). Tensors with fewer than min_8bit_size elements keep float32. The state always
+        has the constructor's format, whatever was loaded.
+    stochastic_rounding: for 16-bit parameters, on by default: with rounding to nearest, most
+        updates are too small to change a bfloat16. The random bits are a hash of the seed, the
+        step, the parameter's index and the element, so every device and replica has the same ones.
+    master_weights: "remainder" stores the 16 bits that a bfloat16 parameter lacks, so that it
+        trains like float32. No stochastic rounding is then used.
+    max_grad_norm: clips the norm of all gradients within the step, as `clip_grad_norm_` does, but
+        leaves p.grad unchanged. If the norm is not finite, the step is skipped.
+    offload: "cpu" keeps the state of GPU parameters in the host's pinned memory, in state dicts
+        too. The CPU kernel steps them in chunks while other chunks are copied. A step returns when
+        the CPU is done and the copies back are queued; the current stream waits for the copies.
+        Each step reads the parameters from the GPU. Raises RuntimeError during CUDA graph capture.
+        CPU parameters keep their state on the CPU.
+    seed: seeds the random bits; stored in the state dict.
 
-    GradScaler's scale and found_inf are applied within the step. Without it, an element whose g^2
-    is not finite keeps its p, m and v, and no other is touched. `state_dict()` of float32 states
-    is torch.optim.AdamW's and loads there; `torch_state_dict()` is that of any format. Raises what
-    torch.optim.AdamW raises, and ValueError for an option of ours that is not as above.
-    Loshchilov and Hutter, arXiv:1711.05101; 8-bit state: Dettmers et al., arXiv:2110.02861.
+    The step applies GradScaler's scale and found_inf. Without a GradScaler, an element whose g^2 is
+    not finite keeps its p, m and v, and other elements are updated. With float32 states,
+    `state_dict()` is torch.optim.AdamW's and loads there; `torch_state_dict()` converts any format
+    to it. Raises what torch.optim.AdamW raises, and ValueError for an invalid option. Loshchilov
+    and Hutter, arXiv:1711.05101; 8-bit state: Dettmers et al., arXiv:2110.02861.
     """
 
     def __init__(
@@ -142,12 +142,14 @@ class AdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of ours or torch.optim.AdamW's, or states of bitsandbytes or torchao.
+        """Loads a state dict of fusedops or torch.optim.AdamW, or bitsandbytes' or torchao's
+        states.
 
-        Converts moments to the format that the constructor asked for, and keeps the bits of those
-        that have it. As 8-bit codes, moments that are not finite restart from zeros, and so do
-        blocks of codes whose scale is not finite. Like torch's, keeps the dict's tensors where it
-        can. It copies those that share memory with one another or with a parameter.
+        Moments are converted to the constructor's format; those that already have it keep their
+        bits. Moments that are not finite become zeros when they are converted to 8-bit codes, and
+        so do blocks of codes whose scale is not finite. Like torch's, it keeps the dict's tensors
+        where it can. It copies tensors that share memory with one another or with a parameter.
+
         Raises ValueError with the parameter or group, the entry, the requirement and the value;
         then nothing has changed.
         """
@@ -158,7 +160,7 @@ class AdamW(torch.optim.AdamW):
             handle.remove()
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state dict as torch.optim.AdamW has it: moments in float32, and its options alone."""
+        """The state dict in torch.optim.AdamW's format: float32 moments, torch's options only."""
         found = self.state_dict()
         params = [p for group in self.param_groups for p in group["params"]]
         state = {
@@ -172,7 +174,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamW8bit(AdamW):
-    """`AdamW` with state_dtype="int8": 2.03 bytes of state a parameter instead of 8."""
+    """`AdamW` with state_dtype="int8": 2.03 bytes of state per parameter instead of 8."""
 
     def __init__(self, params: ParamsT, *args: Any, state_dtype: str = "int8", **kwargs: Any):
         super().__init__(params, *args, state_dtype=state_dtype, **kwargs)
@@ -180,7 +182,7 @@ class AdamW8bit(AdamW):
 
 @_disable_dynamo  # torch.compiler.disable would import Dynamo, which takes a second
 def _graph_break(optimizer: AdamW) -> None:
-    """A step that Dynamo does not trace, so that it is one launch under torch.compile too."""
+    """A step that Dynamo does not trace, so that torch.compile keeps it one launch."""
     optimizer._update()
 
 

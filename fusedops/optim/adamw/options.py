@@ -1,4 +1,4 @@
-"""Checks of AdamW's options: its own on construction and load, torch's on load."""
+"""Checks AdamW's options: ours on construction and load, torch's on load."""
 
 import math
 from typing import Any
@@ -11,9 +11,9 @@ from fusedops.optim.adamw.state import DTYPES
 
 __all__ = ["OURS", "check_options", "check_torchs_options"]
 
-# The options that a state's format follows from: the constructor's hold, whatever is loaded.
+# Options that decide a state's format; a load keeps the constructor's values.
 FORMAT = ("state_dtype", "block_size", "min_8bit_size", "stochastic_rounding", "master_weights")
-SAME = ("max_grad_norm", "offload", "seed")  # in all groups
+SAME = ("max_grad_norm", "offload", "seed")  # must be equal in all groups
 OURS = (*FORMAT, *SAME)
 
 LEAST_LR = -1e-12  # torch's LinearLR ends at -1e-20 instead of 0, by a rounding error
@@ -24,8 +24,7 @@ Options = dict[str, Any]
 
 
 def check_options(options: Options, of_all: Options, operator: str = "AdamW") -> None:
-    """Raises ValueError where an option of ours is not one that AdamW's docstring has, or where
-    one that is of all groups differs in one."""
+    """Raises ValueError for an invalid fusedops option, or a shared one that differs in a group."""
     seed, limit = options["seed"], options["max_grad_norm"]
     wanted = {
         "state_dtype": (options["state_dtype"] in DTYPES, f"one of {', '.join(DTYPES)}"),
@@ -52,9 +51,9 @@ def check_options(options: Options, of_all: Options, operator: str = "AdamW") ->
 
 
 def check_torchs_options(group: Options, on_meta: bool, operator: str) -> None:
-    """Raises ValueError where a step could not use one of torch's options in a loaded group.
+    """Raises ValueError if a step could not use torch's options in a loaded group.
 
-    A missing flag is fine, as torch then sets its default. on_meta: whether numbers may be
+    A missing flag is fine, because torch then sets its default. on_meta: whether numbers may be
     tensors on meta.
     """
     for name, least in (("lr", LEAST_LR), ("eps", 0.0), ("weight_decay", 0.0)):
@@ -84,7 +83,7 @@ def _require(fits: bool, options: Options, name: str, what: str, operator: str) 
 
 
 def _is_flag(value: Any) -> bool:
-    """Whether a value is True or False, or equals one, as 0, 1 and NumPy's do."""
+    """Whether a value is True or False or equals one, like 0, 1 and NumPy's."""
     scalar = not isinstance(value, Tensor) and getattr(value, "ndim", 0) == 0
     return scalar and value in (True, False)
 

@@ -1,4 +1,4 @@
-"""Conversion of bitsandbytes' and torchao's states to torch's names and float32 moments."""
+"""Converts bitsandbytes' and torchao's states to torch's names and float32 moments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ __all__ = ["decoded_peers", "flat"]
 
 State = dict[str, Any]
 
-HIDDEN = "__bnb_optimizer_quant_state__"  # bitsandbytes hides its tensors in it from FSDP
-NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' names: torch's
-MAP = 256  # bitsandbytes' codes index a map of as many numbers
+HIDDEN = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
+NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' name -> torch's
+MAP = 256  # entries in bitsandbytes' code map
 
 
 def flat(state: Mapping[str, Any]) -> State:
@@ -28,7 +28,7 @@ def flat(state: Mapping[str, Any]) -> State:
 def decoded_peers(state: State, p: Tensor) -> State:
     """Renames entries to torch's names and dequantizes bitsandbytes' and torchao's codes.
 
-    Both moments are zeros where a scale is not finite. Raises Misfit.
+    Both moments become zeros where a scale is not finite. Raises Misfit.
     """
     if "state1" in state:
         found = {NAMES[name]: _of_bitsandbytes(state, name, p) for name in NAMES}
@@ -43,7 +43,7 @@ def decoded_peers(state: State, p: Tensor) -> State:
 
 
 def _zero_unless_finite(m: Tensor, v: Tensor) -> None:
-    """Writes zeros where one of two decoded moments is not finite, in place."""
+    """Writes zeros in place where either of two decoded moments is not finite."""
     if m.shape == v.shape:
         finite = m.isfinite() & v.isfinite()
         for t in (m, v):
@@ -51,7 +51,7 @@ def _zero_unless_finite(m: Tensor, v: Tensor) -> None:
 
 
 def _dequantized(value: Any) -> Any:
-    """Dequantizes torchao's codes to float32, and a DTensor's on each rank."""
+    """Dequantizes torchao's codes to float32; a DTensor's on each rank."""
     if is_dtensor(value) and hasattr(value.to_local(), "codes"):
         from torch.distributed.tensor import DTensor
 
@@ -67,7 +67,7 @@ def _dequantized(value: Any) -> Any:
 
 
 def _of_bitsandbytes(state: State, name: str, p: Tensor) -> Tensor:
-    """Dequantizes state1 or state2 by its map and block maxima; returns floats as they are."""
+    """Dequantizes state1 or state2 with its map and block maxima; returns floats as they are."""
     number = name.removeprefix("state")
     codes, most, numbers = (
         state.get(f"{part}{number}", MISSING) for part in ("state", "absmax", "qmap")
@@ -85,5 +85,5 @@ def _of_bitsandbytes(state: State, name: str, p: Tensor) -> Tensor:
 
 
 def _block(count: int, blocks: int) -> int:
-    """Elements of a block of bitsandbytes, a power of two."""
+    """bitsandbytes' block size in elements, a power of two."""
     return 1 << (-(-count // max(blocks, 1)) - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What a step does with each parameter, found once and kept while nothing changes."""
+"""The step's plan: which kernel steps each parameter, cached while nothing changes."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """Parameters with a state by place, for the kernels; those for torch's lines; the others.
+    """Parameters grouped for the kernels, for torch's step, and those without gradients yet.
 
-    It does not hold its optimizer, which is then freed, with its states, as soon as it is dropped.
+    It does not reference its optimizer, so that the optimizer and its states are freed as soon as
+    they are dropped.
     """
 
     def __init__(self, optimizer: AdamW) -> None:
@@ -59,7 +60,7 @@ class Plan:
         self.asked = [_asked(group) for group in optimizer.param_groups]
         self.waiting: list[Tensor] = []  # without a gradient so far
         self.captured = False  # whether the last step is in a CUDA graph
-        self.others: list[tuple[Group, list[Tensor]]] = []  # torch's
+        self.others: list[tuple[Group, list[Tensor]]] = []  # stepped by torch
         rows: dict[tuple, tuple[list, list, list]] = {}
         index = 0
         for number, group in enumerate(optimizer.param_groups):
@@ -84,7 +85,7 @@ class Plan:
         ]
 
     def holds(self, optimizer: AdamW) -> bool:
-        """Whether another plan would be the same."""
+        """Whether a new plan would be the same."""
         groups = optimizer.param_groups
         return (
             len(groups) == len(self.groups)
@@ -98,7 +99,7 @@ class Plan:
         )
 
     def run(self, optimizer: AdamW, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """A step. grad_scale, found_inf: GradScaler's, float32 scalars."""
+        """Runs a step. grad_scale, found_inf: GradScaler's, float32 scalars."""
         limit = optimizer.defaults["max_grad_norm"]
         squares = None if limit is None else self._squares()
         before = self.captured
@@ -121,7 +122,7 @@ class Plan:
             self._run_others(optimizer, squares, limit, grad_scale, found_inf)
 
     def _squares(self) -> Tensor | None:
-        """The gradients' squared norm in float64, over all devices and, sharded, all ranks."""
+        """The gradients' squared norm in float64, over all devices and, if sharded, all ranks."""
         found = [_squares_of(first, bucket) for first, bucket in self.buckets]
         found += [
             reduced(p, adamw_squares_reference([local(p.grad)]))
@@ -135,7 +136,7 @@ class Plan:
         return torch.stack([squares.to(there[0].device) for squares in there]).sum(0)
 
     def _run_others(self, optimizer: AdamW, squares, limit, grad_scale, found_inf) -> None:
-        """torch's own step of what has no kernel."""
+        """torch's own step for parameters without a kernel."""
         if found_inf is not None and found_inf.item() != 0:
             return
         factor = 1.0 if grad_scale is None else 1 / float(grad_scale)
@@ -185,7 +186,7 @@ def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
 
 
 def _fits(state: State, like: Tensor, group: Group) -> bool:
-    """Not where torch's step had the state before, or it was on another device."""
+    """False if torch's step had the state before, or it was on another device."""
     wanted = {"exp_avg": moments_dtype(like, group), STEP: torch.float32}
     found = {name: state.get(name) for name in wanted}
     return all(
@@ -195,14 +196,16 @@ def _fits(state: State, like: Tensor, group: Group) -> bool:
 
 
 def _rows(p: Tensor, group: Group) -> tuple[int, int]:
-    """Where blocks begin anew: it matters to those that have a scale or random numbers."""
+    """Where blocks start over; this matters only with scales or random numbers."""
     plain = moments_dtype(p, group) == torch.float32 and rounding_of(p, group) != STOCHASTIC
     return (0, 0) if plain else rows_of(p)
 
 
 def _place(p: Tensor, group: Group) -> tuple:
-    """Parameters of one place are stepped together: with states on the host or not, of one device,
-    and cut over the same ranks."""
+    """Parameters with the same key are stepped together.
+
+    The key says whether states are offloaded, the device, and how a DTensor is sharded.
+    """
     if not is_dtensor(p):
         return (offloads(p, group), p.device)
     whole = (placement.is_replicate() for placement in p.placements)
@@ -210,7 +213,7 @@ def _place(p: Tensor, group: Group) -> tuple:
 
 
 def _squares_of(first: Tensor, bucket: _C.AdamWBucket | Offloaded) -> Tensor | None:
-    """A bucket's squares on all ranks. Ranks without gradients take part in the sum as well."""
+    """A bucket's squares on all ranks. Ranks without gradients join the sum too."""
     found = bucket.squares()
     if found is None and sharded_dims(first):
         found = torch.zeros(SQUARE_PARTS, dtype=torch.float64, device=first.device)
@@ -267,12 +270,12 @@ def _plain(grad: Tensor, p: Tensor) -> bool:
 
 
 def _asked(group: Group) -> list:
-    """The options that decide what becomes of a parameter."""
+    """The options that decide how a parameter is stepped."""
     return [group[name] for name in _CHOOSING]
 
 
 def _options(groups: list[Group], device: torch.device) -> tuple[list[float], list[Tensor]]:
-    """The numbers of all groups, and their learning rates where these lie on the device."""
+    """The numbers of all groups, and their learning rates if these are on the device."""
     options: list[float] = []
     lrs: list[Tensor] = []
     on_device = any(isinstance(g["lr"], Tensor) and g["lr"].device == device for g in groups)

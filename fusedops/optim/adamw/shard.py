@@ -1,7 +1,7 @@
-"""DTensors: the part of a parameter that lies on this rank, and how its blocks of 256 are cut.
+"""DTensor helpers: a parameter's part on this rank, and its blocks of 256.
 
-Blocks of a tensor that is sharded begin anew with each slice of its first dimension, so that any
-cut between two slices is one between two blocks: states of any number of ranks load on any other.
+A sharded tensor's blocks restart with each slice of its first dimension. Any cut between two slices
+is then a cut between two blocks, so states saved on any number of ranks load on any other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-LEAST_ROW = 64  # elements of a slice: below, its scale would be a tenth of its codes
+LEAST_ROW = 64  # elements per slice; below this, a scale would cost a tenth of its codes
 
 
 def dtensor_class() -> type[DTensor] | None:
-    """DTensor, if a program has imported it: its module loads sympy, which takes 0.4 s."""
+    """DTensor, if it has been imported: its module loads sympy, which takes 0.4 s."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
@@ -37,7 +37,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def with_local(t: Tensor, part: Tensor) -> Tensor:
-    """The tensor like t that has another part on this rank."""
+    """A tensor like t with another part on this rank."""
     if not is_dtensor(t):
         return part
     from torch.distributed.tensor import DTensor
@@ -46,7 +46,7 @@ def with_local(t: Tensor, part: Tensor) -> Tensor:
 
 
 def sharded_dims(p: Tensor) -> set[int]:
-    """The dimensions that are cut; -1 stands for one that is cut in another way than in a row."""
+    """The sharded dimensions; -1 for a kind of sharding other than plain slices."""
     if not is_dtensor(p):
         return set()
     from torch.distributed.tensor import Shard
@@ -56,13 +56,13 @@ def sharded_dims(p: Tensor) -> set[int]:
 
 
 def takes_codes(p: Tensor) -> bool:
-    """Whether a parameter's moments can be 8-bit codes, wherever it will be cut."""
+    """Whether a parameter's moments can be 8-bit codes, however it will be sharded."""
     cut = sharded_dims(p)
     return not cut or (cut == {0} and p.shape[1:].numel() >= LEAST_ROW and p.dim() > 1)
 
 
 def rows_of(p: Tensor) -> tuple[int, int]:
-    """Elements of a row of blocks (0: all), and the blocks of other ranks before this one's."""
+    """Elements per row of blocks (0: all), and the number of blocks on earlier ranks."""
     if not is_dtensor(p) or sharded_dims(p) != {0} or p.dim() < 2:
         return 0, 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -73,14 +73,14 @@ def rows_of(p: Tensor) -> tuple[int, int]:
 
 
 def scales_count(p: Tensor) -> int:
-    """Blocks of this rank, each of which has a scale."""
+    """The number of blocks on this rank; each has one scale."""
     count = local(p).numel()
     row = rows_of(p)[0] or count
     return count // row * -(-row // BLOCK) if count else 0
 
 
 def scales_shape(p: Tensor) -> tuple[int, ...]:
-    """Of all ranks' scales together: of whole rows of blocks, a row for each slice."""
+    """The global shape of the scales: one row per slice if rows are whole blocks."""
     row = p.shape[1:].numel() if p.dim() > 1 else 0
     if sharded_dims(p) or (row and row % BLOCK == 0):
         return (p.shape[0], -(-row // BLOCK))
@@ -88,7 +88,7 @@ def scales_shape(p: Tensor) -> tuple[int, ...]:
 
 
 def distributed(p: Tensor, t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """t, of this rank, as the local part of a tensor of `shape` that lies as p does."""
+    """Wraps this rank's t as a DTensor of `shape`, sharded as p is."""
     if not is_dtensor(p):
         return t.reshape(shape)
     from torch.distributed.tensor import DTensor

@@ -1,9 +1,9 @@
-"""The state of one parameter: made, and brought from one format to another.
+"""One parameter's optimizer state: creates it and converts its format.
 
-`step` float32 []; `exp_avg` and `exp_avg_sq` of the parameter's shape, in float32, bfloat16, or as
-int8 and uint8 codes with `exp_avg_scale` and `exp_avg_sq_scale`, float32, one for 256 elements;
+`step` float32 []; `exp_avg` and `exp_avg_sq` in the parameter's shape, as float32, bfloat16, or
+int8 and uint8 codes with `exp_avg_scale` and `exp_avg_sq_scale` (float32, one per 256 elements);
 `max_exp_avg_sq` float32 with amsgrad; `remainder` int16, the lower half of a float32 parameter
-whose upper half is the bfloat16 one. Of a DTensor they are DTensors, but for the step.
+whose upper half is the bfloat16 parameter. For a DTensor, all but the step are DTensors.
 """
 
 from typing import Any
@@ -38,15 +38,15 @@ State = dict[str, Any]
 Group = dict[str, Any]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-CODES = {torch.int8: torch.uint8}  # exp_avg's dtype to exp_avg_sq's, where they differ
+CODES = {torch.int8: torch.uint8}  # exp_avg's dtype -> exp_avg_sq's, where they differ
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 STEP, MAXIMUM, REST = "step", "max_exp_avg_sq", "remainder"
-WRITTEN = (STEP, *MOMENTS, *SCALES, MAXIMUM, REST)  # by a step, in place
+WRITTEN = (STEP, *MOMENTS, *SCALES, MAXIMUM, REST)  # what a step writes in place
 
 
 def moments_dtype(p: Tensor, group: Group) -> torch.dtype:
-    """What the moments are kept in: small tensors have no 8-bit ones."""
+    """The moments' dtype: small tensors never have 8-bit ones."""
     wanted = group["state_dtype"]
     if wanted == "int8" and (p.numel() < group["min_8bit_size"] or not takes_codes(p)):
         return torch.float32
@@ -71,7 +71,7 @@ def empty_state(p: Tensor, group: Group) -> State:
 
 
 def complete(state: State, p: Tensor, group: Group) -> None:
-    """Adds what the group's options ask for now and did not before."""
+    """Adds entries that the group's current options need and that are missing."""
     if group["amsgrad"] and MAXIMUM not in state:
         state[MAXIMUM] = _zeros(p, torch.float32)
     if rounding_of(p, group) == REMAINDER and REST not in state:
@@ -83,11 +83,11 @@ def _zeros(p: Tensor, dtype: torch.dtype, layout=torch.preserve_format) -> Tenso
 
 
 def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
-    """A state of any format, of ours or torch's, in the one that the group asks for.
+    """Converts a state of any format, ours or torch's, to the group's format.
 
-    What has the format already keeps its bits. Else the moments are decoded and encoded again.
-    Blocks of codes with a scale that is NaN, infinite or negative restart from zeros, both moments.
-    Leaves `state` as it is. Raises Misfit where an entry cannot be loaded.
+    A state already in that format keeps its bits. Otherwise the moments are decoded and encoded
+    again. Blocks of codes with a NaN, infinite or negative scale restart from zeros, in both
+    moments. `state` is not changed. Raises Misfit if an entry cannot be loaded.
     """
     state = decoded_peers(flat(state), p)
     check_step(state.get(STEP, MISSING), p)
@@ -137,10 +137,10 @@ def _checked(found: State, p: Tensor, wanted: State) -> State:
 
 
 def _without_bad_blocks(found: State, p: Tensor) -> State:
-    """The entries of 8-bit moments, with zeros in blocks that have a scale no step would write.
+    """The 8-bit moments' entries, zeroed in blocks whose scale no step would write.
 
-    The fourth power of exp_avg_sq's scale bounds its moments. Empty where every scale is sound, and
-    of moments that are not codes.
+    The fourth power of exp_avg_sq's scale bounds its moments. Empty if every scale is valid, or if
+    the moments are not codes.
     """
     if found["exp_avg"].dtype != torch.int8 or found["exp_avg"].is_meta:
         return {}
@@ -160,7 +160,7 @@ def _without_bad_blocks(found: State, p: Tensor) -> State:
 
 
 def as_torchs(state: State | None, p: Tensor) -> None:
-    """Makes a state, if there is one, what torch's own step has: of the parameter's dtype."""
+    """Converts a state, if any, to what torch's own step has: the parameter's dtype."""
     if not state or STEP not in state:
         return
     if state["exp_avg"].dtype == torch.int8:
@@ -184,7 +184,7 @@ def wide_moments(state: State, p: Tensor) -> tuple[Tensor, Tensor]:
 
 def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State, key: int) -> State:
     codes = wanted["exp_avg"].dtype == torch.int8
-    if codes:  # a scale is 256 elements': one that is not finite starts anew, and they go on
+    if codes:  # 256 elements share a scale: zero those that are not finite
         finite = m.isfinite() & v.isfinite()
         m, v = (torch.where(finite, t, 0) for t in (m, v))
     values: tuple[Tensor, ...] = encoded(m, v, key, *rows_of(p)) if codes else (m, v)
@@ -195,7 +195,7 @@ def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State, key: int) -> State:
 
 
 def _placed(value: Any, p: Tensor, like: Any) -> Any:
-    """A loaded tensor where the parameter is, and cut as `like` is."""
+    """A loaded tensor, moved to the parameter's device and sharded as `like` is."""
     if not isinstance(value, Tensor) or value.is_meta or value.is_nested:
         return value
     value = value.to(p.device)

@@ -311,7 +311,10 @@ def test_the_error_names_the_mode():
     model = llama()
     patch(model, **OTHERS)
     outputs = stepped(model)
-    with pytest.raises(RuntimeError, match='patch with loss="keep_logits", which computes them'):
+    with pytest.raises(
+        RuntimeError,
+        match='patch with loss="keep_logits", which computes the logits in the forward',
+    ):
         outputs.logits.argmax(-1)
 
 
