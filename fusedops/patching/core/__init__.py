@@ -1,1 +1,1 @@
-"""What all three wings stand on: swapping a module's class, running and reading its code aside."""
+"""Shared tools for patching: swapping classes, and running and inspecting model code."""

@@ -1,8 +1,8 @@
-"""Views of transformers configs: how one attention of a model reads another implementation.
+"""Config views: let one attention read another implementation from a shared config.
 
-Models that are built from one config share the object, and transformers compares, copies and saves
-what it says. So patch leaves configs alone. The attention that it fuses holds a view instead, which
-shares the config's attributes and names our implementation.
+Models built from one config share the object, and transformers compares, copies and saves it. So
+patch leaves configs alone. A fused attention holds a view instead: it shares the config's
+attributes, but names our implementation.
 """
 
 import copy
@@ -22,18 +22,19 @@ WEIGHTS = "_output_attentions"
 
 
 class View:
-    """Mixed in before a config's class: the same attributes, and attention by our name.
+    """Mixed in before a config's class: the same attributes, with our attention's name.
 
-    The name is ours for as long as the config's own is the one of patch's time and no weights are
-    asked for. So `set_attn_implementation` and `output_attentions` do what they do unpatched.
+    It names ours while the config still has the implementation from patch's time and no attention
+    weights are requested. So `set_attn_implementation` and `output_attentions` work as if
+    unpatched.
     """
 
     __slots__ = ("_fusedops_config",)
     _fusedops_config: Any
-    _fusedops_was: str  # on the subclass
+    _fusedops_was: str  # set on the subclass
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Not transformers': it would make the view's class a dataclass of its own."""
+        """Skips transformers' hook, which would turn the view's class into a dataclass."""
 
     @property
     def _attn_implementation(self) -> str | None:
@@ -42,16 +43,16 @@ class View:
         return NAME if now == type(self)._fusedops_was and not held.get(WEIGHTS) else now
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """`type(view)()` is a config."""
+        """`type(view)()` makes a plain config."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
         return self._fusedops_config == getattr(other, "_fusedops_config", other)
 
-    __hash__ = None  # type: ignore[assignment]  # as a config's
+    __hash__ = None  # type: ignore[assignment]  # like a config's
 
     def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._fusedops_config, name, value)  # whose setters read the config's own name
+        setattr(self._fusedops_config, name, value)  # its setters read the config's own name
 
     def __delattr__(self, name: str) -> None:
         delattr(self._fusedops_config, name)
@@ -63,11 +64,11 @@ class View:
         return _view(copy.deepcopy(self._fusedops_config, memo), type(self)._fusedops_was)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """Pickle writes the config, so that the file loads without fusedops."""
+        """Pickles the config itself, so that the file loads without fusedops."""
         return operator.getitem, ([self._fusedops_config], 0)
 
 
-# (config class, name) -> the class of its views, for as long as there is one
+# (config class, implementation) -> the class of its views, while any view exists
 _classes: "WeakValueDictionary[tuple[type, str], type]" = WeakValueDictionary()
 
 
@@ -88,18 +89,18 @@ def _class_of(cls: type, was: str) -> type:
 
 
 def _attributes(config: Any) -> dict[str, Any]:
-    """vars(config), without its own __getattribute__, which costs a microsecond."""
+    """vars(config), bypassing its own __getattribute__, which costs a microsecond."""
     return vars(config) if is_compiling() else object.__getattribute__(config, "__dict__")
 
 
 def is_config(value: object) -> bool:
-    """Whether it is a config of transformers'. Imports nothing."""
+    """Whether the value is a transformers config. Imports nothing."""
     home = sys.modules.get("transformers.configuration_utils")
     return home is not None and isinstance(value, home.PreTrainedConfig)
 
 
 def config_of(module: nn.Module) -> Any:
-    """The config that a module holds, also where it has a view of it; None where it has none."""
+    """The module's config, even if the module holds a view of it; None if it has none."""
     held = vars(module).get("config")
     if isinstance(held, View):
         return held._fusedops_config
@@ -107,18 +108,18 @@ def config_of(module: nn.Module) -> Any:
 
 
 def view_of(module: nn.Module) -> Any:
-    """The view that patch gave the module; None where it has none."""
+    """The view that patch gave the module; None if there is none."""
     held = vars(module).get("config")
     return held if isinstance(held, View) else None
 
 
 def implementation(config: Any) -> str | None:
-    """The attention that is set in a config, also by its view; None in what is no config."""
+    """The attention set in a config, or in a view's config; None for other objects."""
     return _attributes(config).get(ATTENTION) if hasattr(config, "__dict__") else None
 
 
 def fit_view(module: nn.Module) -> None:
-    """Gives the module a view of its config, in which its attention is ours."""
+    """Gives the module a view of its config that names our attention."""
     config = config_of(module)
     vars(module)["config"] = _view(config, implementation(config) or "")
 

@@ -1,7 +1,8 @@
-"""Finds out whether an instance's own `forward` still runs the class's.
+"""Checks whether an instance's own `forward` still runs the class's forward.
 
-Python finds the instance's attribute first. accelerate puts a wrapper there that calls the class's
-forward; TRL one that calls it only without a fused head of its own; Liger one that never does.
+Python looks up the instance's attribute first. accelerate puts a wrapper there that calls the
+class's forward. TRL's wrapper calls it only if it does not use its own fused head. Liger's never
+calls it.
 """
 
 import functools
@@ -23,10 +24,10 @@ HELD = 64  # a longer list or dict holds data, not a forward
 
 @dataclass(frozen=True)
 class Other:
-    """A function that runs instead of a class's forward, or around it.
+    """A function that runs instead of, or around, a class's forward.
 
-    reads: the names in its code and in that of its helpers, and the strings that they enclose.
-    calls: whether one of them calls the class's forward.
+    reads: the names in its code and its helpers' code, and the strings in their closures. calls:
+    whether one of them calls the class's forward.
     """
 
     name: str
@@ -38,11 +39,11 @@ class Other:
 
 
 def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | None:
-    """Which function runs instead of the class's forward; None where that one runs.
+    """The function that runs instead of the class's forward; None if the class's runs.
 
-    A wrapper is followed to the class's forward through what it encloses, holds or reads.
-    does_without: names of attributes; a wrapper that reads one may do the forward's work by itself,
-    and is given although it calls the class's.
+    A wrapper is followed to the class's forward through its closure, its attributes and the names
+    that it reads. does_without: attribute names; a wrapper that reads one may do the forward's work
+    itself, and is returned even if it calls the class's forward.
     """
     first, own = _first(module), _own(module)
     if first is own:
@@ -62,12 +63,12 @@ def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | No
 
 
 def _first(module: nn.Module) -> Any:
-    """What Python finds as the instance's forward."""
+    """The forward that Python finds on the instance."""
     return vars(module).get("forward", type(module).forward)
 
 
 def _own(module: nn.Module) -> Any:
-    """The forward that patch made, also below another library's class; else the class's."""
+    """The forward that patch made, even below another library's class; else the class's."""
     cls: Any = fused_class(module) or type(module)
     return cls.forward
 
@@ -77,9 +78,9 @@ def _reads(function: FunctionType) -> set[str]:
 
 
 def _behind(module: nn.Module, first: Any, own: Any) -> Iterator[FunctionType]:
-    """The functions that `first` is made of, down to `own`."""
+    """The functions that `first` is built from, down to `own`."""
     waiting: list[Any] = [first]
-    seen: dict[int, Any] = {}  # with the objects themselves: an id may be used again
+    seen: dict[int, Any] = {}  # keeps the objects alive: an id may be reused
     for value in waiting:
         if isinstance(value, nn.Module | type) or id(value) in seen:
             continue
@@ -95,7 +96,7 @@ def _may_call(value: Any) -> bool:
 
 
 def _parts(value: Any, module: nn.Module, own: Any) -> Iterable[Any]:
-    """What a callable may call, and what a list or dict holds."""
+    """What a callable may call, and what a list or dict contains."""
     if isinstance(value, FunctionType):
         return _called(value, module, own)
     if isinstance(value, MethodType):
@@ -115,15 +116,17 @@ def _attributes(value: Any) -> Iterable[Any]:
 
 
 def _called(function: FunctionType, module: nn.Module, own: Any) -> Iterator[Any]:
-    """What a function encloses, the module's attributes and globals that it reads, and the class's
-    forward where it reads that: `type(self).forward(self, x)`, `super().forward(x)`.
+    """What a function may call.
+
+    Yields its closure's values, the module's attributes and globals that it reads, and the class's
+    forward if it reads that: `type(self).forward(self, x)`, `super().forward(x)`.
     """
     names = names_of(function)
     yield from enclosed(function).values()
     for name in names:
         yield vars(module).get(name)
         value = function.__globals__.get(name)
-        # A library's functions lead everywhere: of these only the helpers in the same file.
+        # A library's functions lead everywhere, so follow only helpers in the same file.
         foreign = isinstance(value, FunctionType) and value.__module__ != function.__module__
         yield None if foreign else value
     if "forward" in names and not names.isdisjoint(("type", "__class__", "super")):

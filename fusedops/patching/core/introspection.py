@@ -1,4 +1,4 @@
-"""The attributes that the code of a module reads, and whether it changes any."""
+"""Introspection of a module's code: the attributes it reads and whether it sets any."""
 
 import dis
 from collections.abc import Callable, Hashable, Iterator
@@ -20,17 +20,17 @@ __all__ = [
     "reached",
 ]
 
-MISSING = "not there", object()
+MISSING = "missing", object()
 PLAIN = int, float, bool, str, type(None), torch.dtype
 
 
 def fixed(
     module: nn.Module, known: set, too: Callable[[object], bool] = lambda value: False
 ) -> tuple[tuple[str, Hashable], ...] | str:
-    """(name, value) of the attributes that the forward reads, less those in `known`.
+    """(name, value) of the attributes that the forward reads, except those in `known`.
 
-    The value is MISSING where the instance has no such attribute. Or the reason why their changes
-    could not be seen: a value is no plain one, nor one that `too` says is as good.
+    The value is MISSING if the instance has no such attribute. If a value is neither plain data nor
+    accepted by `too`, changes to it cannot be detected: then the reason is returned instead.
     """
     own = {**dict.fromkeys(vars(nn.Module())), **module._parameters, **dict.fromkeys(known)}
     names = {name for code in _codes(type(module)) for name in _read(code)}
@@ -43,15 +43,13 @@ def fixed(
 
 
 def changes_state(cls: type) -> bool:
-    """Whether the forward, or a method or function of its own that it calls, sets an attribute of
-    anything or a global.
-    """
+    """Whether the forward, or code of its own that it calls, sets an attribute or a global."""
     names = {i.opname for code in _codes(cls) for i in dis.get_instructions(code)}
     return not names.isdisjoint(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))
 
 
 def plain(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
-    """(name, value) of all attributes of the module that are plain data."""
+    """(name, value) of all of the module's attributes that are plain data."""
     known = vars(nn.Module()).keys()
     own = (item for item in vars(module).items() if item[0] not in known)
     return tuple(sorted((name, value) for name, value in own if _is_plain(value)))
@@ -73,12 +71,12 @@ def names_in(cls: type) -> set[str]:
 
 
 def names_of(function: FunctionType) -> set[str]:
-    """The names in the code of a function alone."""
+    """The names in one function's code."""
     return _read(function.__code__)
 
 
 def known_to(function: FunctionType) -> set[str]:
-    """The names in the code of a function and of what it may call, its arguments among them."""
+    """The names and arguments in the code of a function and of what it may call."""
     codes = [f.__code__ for f in reached(object, [function])]
     arguments = {name for code in codes for name in code.co_varnames[: _arguments(code)]}
     return arguments.union(*map(_read, codes))
@@ -94,8 +92,9 @@ def _codes(cls: type) -> Iterator[CodeType]:
 
 
 def reached(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
-    """The functions in `waiting` and what they may call, less torch's: globals, what is in a
-    closure, methods of `cls`.
+    """Yields the functions in `waiting` and the functions they may call, except torch's.
+
+    Follows globals, closures and methods of `cls`.
     """
     seen: set[CodeType] = set()
     while waiting:
@@ -113,7 +112,7 @@ def reached(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
 
 
 def _called(cls: type, name: str) -> list[FunctionType]:
-    """What the name may mean in the class and, by super(), in its bases."""
+    """What the name may mean in the class and, through super(), in its bases."""
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if issubclass(cls, nn.Module) else ()
     return [f for base in bases for f in _functions(vars(base).get(name))]
 
@@ -127,7 +126,7 @@ def _functions(value: Any) -> list[FunctionType]:
 
 
 def enclosed(function: FunctionType) -> dict[str, object]:
-    """What a function has from the one around it, by name."""
+    """The values in a function's closure, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: _content(cell) for name, cell in cells}
 
@@ -140,7 +139,7 @@ def _content(cell: Any) -> object:
 
 
 def _read(code: CodeType) -> set[str]:
-    """The names in the code, those in strings (`getattr(self, "scale")`) among them."""
+    """The names in the code, including those in strings (`getattr(self, "scale")`)."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():

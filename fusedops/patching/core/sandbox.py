@@ -1,4 +1,4 @@
-"""Runs a model's code aside: its modes, hooks, warnings and random numbers stay out of it."""
+"""Runs a model's code in isolation from modes, hooks, warnings and the random state."""
 
 import warnings
 from collections import OrderedDict
@@ -26,13 +26,13 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 
 
 def device_of(module: nn.Module) -> str:
-    """Where to probe: where the module is, the CPU for one without storage."""
+    """The device to probe on: the module's, or the CPU for one without storage."""
     kinds = {p.device.type for p in module.parameters()} - {"meta"}
     return next(iter(kinds), "cpu")
 
 
 def drawn(draw: torch.Generator, *shape: int, dtype: torch.dtype = F32) -> Tensor:
-    """Random numbers on the CPU, whatever the default device and dtype are."""
+    """Normal random numbers on the CPU, whatever the default device and dtype are."""
     return torch.randn(shape, generator=draw, dtype=dtype, device="cpu")
 
 
@@ -46,7 +46,7 @@ def bare(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Plain tensors that know gradients, whatever mode or transform the caller is in."""
+    """Disables the caller's modes and transforms, so that tensors are plain and have gradients."""
     plain = torch.inference_mode(False)
     with plain, _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
@@ -54,7 +54,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def quiet(device: str) -> Iterator[None]:
-    """No warnings, and the random stream stays as it is."""
+    """Suppresses warnings and preserves the random state."""
     devices = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")

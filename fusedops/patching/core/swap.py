@@ -1,8 +1,8 @@
-"""Gives one module instance another class, and gives the old class back.
+"""Swaps the class of one module instance, and restores it.
 
-The new class is a subclass with the original's name, so that whatever asks a module for its class
-(isinstance, `_no_split_modules`, FSDP wrap policies, hidden-state capture) sees what it saw. It
-goes into no module namespace: a second model built from the original class is untouched.
+The new class is a subclass with the original's name, so code that checks a module's class
+(isinstance, `_no_split_modules`, FSDP wrap policies, hidden-state capture) still works. It is not
+added to any Python module's namespace, and other instances of the original class are unaffected.
 """
 
 import copy
@@ -45,7 +45,7 @@ NOT_HANDED_ON = "_fusedops_original", "_fusedops_forward"
 # (original class, its fused class) -> a class over both
 Over = Callable[[type[nn.Module], "type[Any] | None"], type]
 
-# (original class, its version, key) -> subclass, for as long as a module uses it.
+# (original class, its version, key) -> subclass, while a module uses it.
 _subclasses: "WeakValueDictionary[tuple[type, Hashable, Hashable], type]" = WeakValueDictionary()
 
 
@@ -54,11 +54,11 @@ class Unswappable(Exception):
 
 
 def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], dict]) -> type:
-    """The subclass of `original` that `key` names, made of `namespace()` when it is not there yet.
+    """The subclass of `original` for `key`; built from `namespace()` on first use.
 
-    `forward` has to be in the namespace: a class that wraps it does so when the class is made
-    (transformers' GradientCheckpointingLayer). `_fusedops_aside` names the instance attributes
-    that switch the fused code off.
+    The namespace must contain `forward`: a class that wraps forwards does so when a subclass is
+    created (transformers' GradientCheckpointingLayer). `_fusedops_aside` names the instance
+    attributes that switch the fused code off.
     """
     place = original, version(original), key
     made: Any = _subclasses.get(place)
@@ -66,14 +66,15 @@ def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], d
         named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         own = {"_fusedops_original": original, **_copying(original), **_construction(original)}
         made = new_class(original, {**named, **own, **namespace()})
-        made._fusedops_forward = made.forward  # as its metaclass or base may have wrapped it
+        made._fusedops_forward = made.forward  # its metaclass or base may have wrapped it
         _subclasses[place] = made
     return made
 
 
 def given(module: nn.Module, name: str) -> Any:
-    """What patch has put on the module's class under a name; None once that is switched off, or
-    where a class on top of it has another forward.
+    """The value that patch stored on the module's class under a name.
+
+    None if it is switched off, or if a class on top of it has another forward.
     """
     cls: Any = type(module)
     found = None if name in vars(module) else getattr(cls, name, None)
@@ -81,7 +82,7 @@ def given(module: nn.Module, name: str) -> Any:
 
 
 def version(cls: type) -> Hashable:
-    """What the methods and plain attributes of a class are now: someone may replace them."""
+    """A key for a class's current methods and plain attributes, which someone may replace."""
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if nn.Module in cls.__mro__ else cls.__mro__
     return tuple(
         (name, ref(value) if isinstance(value, FunctionType) else (type(value), value))
@@ -92,7 +93,7 @@ def version(cls: type) -> Hashable:
 
 
 def new_class(original: type[nn.Module], namespace: dict) -> type:
-    """A subclass of the same name, by the original's metaclass."""
+    """A subclass with the same name, made by the original's metaclass."""
     metaclass: Any = type(original)
     try:
         return metaclass(original.__name__, (original,), namespace)
@@ -101,12 +102,12 @@ def new_class(original: type[nn.Module], namespace: dict) -> type:
 
 
 def said(error: Exception) -> str:
-    """An error in one line."""
+    """An error as one line of text."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def fused_class(module: nn.Module) -> type[Any] | None:
-    """The class that patch gave the module, also from below another library's subclass of it."""
+    """The class that patch gave the module, even below another library's subclass."""
     return _fused_in(type(module))
 
 
@@ -115,7 +116,7 @@ def _fused_in(cls: type) -> type[Any] | None:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class as it was before patch."""
+    """The module's class before patch."""
     fused = fused_class(module)
     return type(module) if fused is None else fused._fusedops_original
 
@@ -127,7 +128,7 @@ def fused_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
-    """Gives the module the class `fused(its class)`, or switches on what it has below another's."""
+    """Gives the module the class `fused(its class)`, or re-enables it below another's class."""
     known = fused_class(module)
     if known is None or type(module) is known:
         made: Any = fused(original_class(module))
@@ -139,9 +140,7 @@ def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
 
 
 def overlay(module: nn.Module, over: Over) -> None:
-    """Puts `over(original class, fused class or None)` on what the module has, and has it stay
-    there when the module is swapped again.
-    """
+    """Puts `over(original class, fused class or None)` on the module, kept by later swaps."""
     known = fused_class(module)
     below = getattr(known, "_fusedops_below", known)
     swap(module, lambda original: _covered(over, original, below))
@@ -156,9 +155,9 @@ def _covered(over: Over, original: type[nn.Module], below: type[Any] | None) -> 
 def stacked(
     original: type[nn.Module], below: type[Any] | None, key: Hashable, more: dict[str, Any]
 ) -> type:
-    """A subclass of `original` with what patch has put on `below`, and `more` over it.
+    """A subclass of `original` with what patch put on `below`, plus `more`.
 
-    What is in `more` under a name of patch's is None where it is switched off.
+    Patch's own entries in `more` are None while they are switched off.
     """
 
     def namespace() -> dict:
@@ -172,9 +171,9 @@ def stacked(
 
 
 def restore(module: nn.Module) -> None:
-    """Puts the original class back, or switches our forward off below another library's class.
+    """Unfuses the module: restores its class, or disables our forward below another's class.
 
-    The module holds its config itself again. May be repeated.
+    The module then holds its config itself again. Idempotent.
     """
     set_view(module, None)
     fused = fused_class(module)
@@ -188,13 +187,13 @@ def restore(module: nn.Module) -> None:
 
 
 def restore_all(model: nn.Module) -> None:
-    """Puts back the classes and configs of all modules. May be repeated."""
+    """Restores the classes and configs of all modules. Idempotent."""
     for module in model.modules():
         restore(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something wants to see the call of the module."""
+    """Whether something observes the module's calls: hooks, or a replaced call or forward."""
     return type(module).__call__ is not nn.Module.__call__ or bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -207,7 +206,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 @contextmanager
 def original(model: nn.Module) -> Iterator[None]:
-    """The model as it is without patch, for the length of a block."""
+    """Runs the block with the model unpatched."""
     as_it_was = functools.partial(put_back, model, states(model))
     with afterwards(as_it_was), afterwards(as_it_was):
         restore_all(model)
@@ -218,9 +217,7 @@ State = tuple[type, dict[str, Any], Any]
 
 
 def states(model: nn.Module) -> dict[nn.Module, State]:
-    """What `put_back` needs: the class of every module, what is switched off in it, and its view of
-    its config.
-    """
+    """Each module's class, its switched-off entries and its config view, for `put_back`."""
     return {module: (type(module), _own(module), view_of(module)) for module in model.modules()}
 
 
@@ -246,7 +243,7 @@ def _put_back(module: nn.Module, was: type, own: dict[str, Any]) -> None:
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """What patch has put into the instance."""
+    """The entries that patch put into the instance."""
     return {name: value for name, value in vars(module).items() if name.startswith(OWN)}
 
 
@@ -256,9 +253,10 @@ def _switch_on(module: nn.Module, fused: type[Any]) -> None:
 
 
 def _construction(original: type[nn.Module]) -> dict:
-    """`type(module)(...)` makes an unfused module: no report would tell of a fused one.
+    """Makes `type(module)(...)` build an unfused module, as no report would mention a fused one.
 
-    Not in `__new__`, which torch calls alone to copy a module (nn.DataParallel's replicas).
+    It does not use `__new__`, which torch calls alone to copy a module (nn.DataParallel's
+    replicas).
     """
 
     @functools.wraps(original.__init__)
@@ -271,11 +269,11 @@ def _construction(original: type[nn.Module]) -> dict:
 
 
 def _copying(original: type[nn.Module]) -> dict:
-    """Pickle writes the original class, so that the file loads without fusedops; copies stay."""
+    """Makes pickle write the original class, which loads without fusedops; copies stay fused."""
 
     def __reduce_ex__(self, protocol):
         fused: Any = fused_class(self)
-        # Protocol 2 and newer pickle no object under another class than its own.
+        # Protocol 2 and newer cannot pickle an object under a class other than its own.
         make, args, *rest = super(fused, self).__reduce_ex__(min(protocol, 1))
         make, *args = (original if a is fused else a for a in (make, *args))
         return make, tuple(args), *rest

@@ -1,11 +1,11 @@
-"""Where a fused call is worth it: every size that decides between our kernels and torch's lines.
+"""Size thresholds that choose between our kernels and torch's code.
 
-They were measured on CPUs, on one thread; on GPUs nobody has measured. `fuse_always` switches them
-off.
+They were measured on CPUs with one thread; nothing was measured on GPUs. `fuse_always` switches
+them off.
 
-Under torch.compile, and strict torch.export, which traces alike, an operator is opaque to Inductor.
-Of small tensors, what Inductor would have fused costs more than the operator gains. Of large ones
-its loops are as fast as our operators, and our products are faster than the ones that it calls.
+Under torch.compile (and strict torch.export, which traces alike) an operator is opaque to Inductor.
+For small tensors, this loses more of Inductor's own fusion than the operator gains. For large ones,
+Inductor's loops are as fast as our operators, but our matmuls are faster than the ones it calls.
 """
 
 import os
@@ -33,38 +33,40 @@ __all__ = [
 
 F32 = torch.float32
 
-# Elements of what Inductor would fuse: a norm, a sum and its norm, a gated product, a rotation; and
-# of a linear's input.
+# Elements of a loop that Inductor would fuse (a norm, a sum and its norm, a gated product, a
+# rotation), and of a linear's input.
 LOOP = 2**18
 PRODUCT = 2**16
 
-# Bytes of a head's logits in bfloat16: an AMD EPYC with 8192 columns, where a loss without logits
-# took 1.4 times as long for 1024 rows and twice as long for 16.
+# Bytes of a head's bfloat16 logits. On an AMD EPYC with 8192 columns, the loss without logits took
+# 1.4 times as long for 1024 rows, and twice as long for 16.
 LOGITS = 2**25
 
-# Rows of input for which a linear is chosen: the tokens of a training step.
+# Input rows assumed when choosing linears: the tokens of a training step.
 ROWS = 1024
 
-# Attention: an AMD EPYC for a step of generation, an Intel Xeon for forward and backward.
+# Attention: an AMD EPYC for a generation step, an Intel Xeon for forward and backward.
 FEW_QUERIES = 16
-KEYS, KEYS_IN_TRAINING = 128, 512  # of few queries
-SCORES, WIDE_SCORES = 128 * 128, 256 * 256  # queries times keys of many, in 16 bits and in 32
+KEYS, KEYS_IN_TRAINING = 128, 512  # for few queries
+SCORES, WIDE_SCORES = 128 * 128, 256 * 256  # queries times keys for many queries, 16-bit and 32-bit
 
 _blocks: set[object] = set()
-_always = False  # whether there are any; torch.compile guards on it
+_always = False  # whether _blocks has any; torch.compile guards on it
 
 
 @contextmanager
 def fuse_always() -> Iterator[None]:
-    """Run every fused site by its kernel, whatever its size.
+    """Run every fused site with its kernel, whatever its size.
 
-    `patch` and the models that it has patched leave to torch what was measured to be as fast there:
-    attention of few tokens, linears on some machines, small tensors under torch.compile. Within
-    this block they do not, which may be slower: for tests, and to see what the kernels give. A
-    linear is chosen when `patch` is called, everything else at each call.
+    By default, `patch` and patched models leave to torch what was measured to be as fast there:
+    attention over few tokens, linears on some machines, small tensors under torch.compile. Inside
+    this block they do not, which may be slower. It is for tests, and for seeing what the kernels
+    compute. Whether a linear is fused is decided when `patch` is called, everything else in each
+    call.
 
-    Process-wide until the block ends, for all threads. Blocks may be nested. Models that
-    torch.compile has compiled are compiled again. FUSEDOPS_FUSE=always does the same for a process.
+    The setting is process-wide, for all threads, until the block ends. Blocks may be nested. Models
+    compiled by torch.compile are recompiled. FUSEDOPS_FUSE=always does the same for a whole
+    process.
     """
     block = object()
     leave = partial(_leave, block)
@@ -84,7 +86,7 @@ def _leave(block: object) -> None:
 
 
 def _follow() -> None:
-    """Without a lock, which an interrupt could leave held: a thread that wrote looks again."""
+    """Lock-free, as an interrupt could leave a lock held: re-checks after writing."""
     global _always
     while True:
         wanted = bool(_blocks)
@@ -106,7 +108,7 @@ _read_environment()
 
 
 def attention_pays(query: Tensor, key: Tensor) -> bool:
-    """Whether `attention` takes no longer than sdpa. True of sizes that are symbols."""
+    """Whether `attention` is at least as fast as sdpa. True for symbolic sizes."""
     if _always:
         return True
     queries, keys = query.shape[2], key.shape[2]
@@ -120,15 +122,16 @@ def attention_pays(query: Tensor, key: Tensor) -> bool:
 
 
 def logits_pay(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `cross_entropy` of a head's logits is faster than a loss without them: where they are
-    few. In bfloat16 on CPUs, as the backward of the latter makes the product again.
+    """Whether `cross_entropy` of a head's logits beats the loss without logits.
+
+    It does for few logits in bfloat16 on CPUs, where the latter's backward repeats the matmul.
     """
     few = len(weight) * (x.numel() // x.shape[-1]) * dtype.itemsize <= LOGITS
     return not _always and x.is_cpu and dtype == torch.bfloat16 and few
 
 
 def linear_loses(weight: Tensor, transposed: bool) -> str:
-    """Why the fused linear without an activation would be no faster here, empty where it is."""
+    """Why a fused linear without an activation would be no faster here; empty if it is."""
     dtype, device = str(weight.dtype).removeprefix("torch."), weight.device.type
     columns, depth = weight.shape[::-1] if transposed else weight.shape
     if _always:
@@ -142,12 +145,12 @@ def linear_loses(weight: Tensor, transposed: bool) -> str:
 
 
 def inductor_fuses(x: Any) -> bool:
-    """Whether Inductor's own loop over x is to run: also of a size that is a symbol."""
+    """Whether to leave a loop over x to Inductor; also for symbolic sizes."""
     return _may_compile(x) and not _known(x.numel() >= LOOP)
 
 
 def inductor_multiplies(x: Any) -> bool:
-    """Whether the product of x that Inductor calls is to run."""
+    """Whether to leave the matmul of x to the one that Inductor calls."""
     return _may_compile(x) and _known(x.numel() < PRODUCT)
 
 
@@ -157,10 +160,10 @@ def _may_compile(x: Any) -> bool:
 
 
 def _known(condition: Any) -> bool:
-    """Whether a condition on sizes is true of all that a graph is for.
+    """Whether a condition on sizes holds for all sizes that a graph serves.
 
-    A question about symbols would be a guard, for which a graph is made again or an export refused.
-    torch.jit.trace makes tensors of sizes: of these nothing is known either.
+    Evaluating a symbol would add a guard, which causes recompilation or makes an export fail.
+    torch.jit.trace makes sizes tensors; nothing is known about those either.
     """
     if not is_compiling() and not isinstance(condition, SymBool):
         return condition is True

@@ -1,4 +1,4 @@
-"""Whether somebody besides autograd looks at the operations that run now."""
+"""Detects tracing and transforms, which must see every operation."""
 
 import torch
 
@@ -6,9 +6,9 @@ __all__ = ["is_transformed"]
 
 
 def is_transformed() -> bool:
-    """Whether torch.jit.trace, a dispatch mode or torch.func has to see every operation.
+    """Whether torch.jit.trace, a dispatch mode or torch.func must see every operation.
 
-    Then values may be no numbers yet, and what was seen before in this thread may not be used.
+    Then tensors may have no values yet, and nothing cached in this thread may be used.
     """
     return (
         torch.jit.is_tracing()

@@ -1,7 +1,7 @@
 """Restores state after a block, even if KeyboardInterrupt arrives while restoring.
 
-A KeyboardInterrupt may be raised between any two lines. So what puts things back is written such
-that it may be repeated, and is repeated until it ends.
+A KeyboardInterrupt may arrive between any two lines. So every restore function is idempotent and is
+repeated until it completes.
 """
 
 import sys
@@ -27,12 +27,12 @@ __all__ = ["afterwards", "on_failure", "settings"]
 
 @contextmanager
 def afterwards(restore: Callable[[], object]) -> Iterator[None]:
-    """Runs `restore`, which may be repeated, to its end after the block.
+    """Runs the idempotent `restore` to completion after the block.
 
-    An interrupt on the way from the block to here goes past it. Where that would leave a model in
-    between, it is entered twice: the outer one does what the inner one has missed.
+    An interrupt between the block's end and this code skips it. Where that would leave a model half
+    restored, callers nest this twice: the outer one then does what the inner one missed.
     """
-    to_its_end = _to_its_end  # a local: globals may be None when Python ends
+    to_its_end = _to_its_end  # a local, as globals may be None at shutdown
     try:
         yield
     finally:
@@ -41,7 +41,7 @@ def afterwards(restore: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def on_failure(undo: Callable[[], object]) -> Iterator[None]:
-    """Runs `undo` as `afterwards` does, where the block was not left by its end or a return."""
+    """Runs `undo` as `afterwards` does, but only if the block raised."""
     try:
         yield
     except BaseException:
@@ -52,9 +52,9 @@ def on_failure(undo: Callable[[], object]) -> Iterator[None]:
 def _to_its_end(
     restore: Callable[[], object], ending: Callable[[], bool] = sys.is_finalizing
 ) -> None:
-    """Runs `restore`, which may be repeated, until it ends; an interrupt of it is raised then.
+    """Repeats the idempotent `restore` until it completes; then raises a pending interrupt.
 
-    A block that is never left ends with Python: nothing is restored then.
+    Nothing is restored when Python is shutting down, which ends blocks that were never left.
     """
     if ending():
         return
@@ -70,11 +70,10 @@ def _to_its_end(
 
 
 def settings() -> Callable[[], None]:
-    """The thread's settings of torch and Python's warning filters now: a function that restores
-    them, which may be repeated.
+    """Returns an idempotent function that restores torch's thread settings and warning filters.
 
-    An interrupt between a `with` block and its exit skips the exit. A skipped exit of
-    `torch.no_grad()` would leave the caller without gradients.
+    An interrupt between a `with` block and its exit skips the exit. For `torch.no_grad()`, that
+    would leave the caller without gradients.
     """
     gradients = torch.is_grad_enabled()
     devices = ("cpu", "cuda")
@@ -106,6 +105,6 @@ def settings() -> Callable[[], None]:
 
 
 def _autocast_depth() -> int:
-    """How many autocast blocks are open: one call of C, which no interrupt divides."""
+    """The number of open autocast blocks; one C call, which no interrupt can split."""
     both = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     return [*map(call, both)][1]

@@ -1,1 +1,1 @@
-"""Sites that are recognised by reading the lines of a module's forward."""
+"""Sites recognised by reading the lines of a module's forward."""

@@ -1,12 +1,12 @@
-"""The activation after a linear, in the linear.
+"""Fuses an activation into the linear before it.
 
     self.act(self.fc(x))        _fusedops_activated(self, self.act, self.fc, x)
 
     h = self.fc(x)              h = _fusedops_activated(self, self.act, self.fc, x)
     h = self.act(h)
 
-Each call decides whether to run the fused function or the lines that it stands for: a linear or an
-activation with hooks is called.
+Each call decides whether to run the fused function or the original lines: a linear or activation
+with hooks is called.
 """
 
 import ast
@@ -33,14 +33,14 @@ HELPER = "_fusedops_activated"
 
 @dataclass(frozen=True)
 class Activated:
-    """fc: the linear's name in the module."""
+    """A linear and its activation. fc: the linear's name in the module."""
 
     fc: str
     act: Named
 
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Activated]:
-    """Changes `tree` in place. Returns the activations of linears."""
+    """Rewrites `tree` in place. Returns the activated linears."""
     rewriter = _Rewriter(tree, names)
     for block in syntax.blocks(tree):
         for at in range(len(block)):
@@ -56,7 +56,7 @@ class _Rewriter:
         self.found: list[Activated] = []
 
     def inline(self, block: list[ast.stmt], at: int) -> None:
-        """act(fc(x)), wherever it stands in a simple statement."""
+        """act(fc(x)), anywhere in a simple statement."""
         if not syntax.is_simple(block[at]):
             return
         for act in [n for n in syntax.expressions(block[at]) if self.read.activation(n)]:
@@ -65,7 +65,7 @@ class _Rewriter:
                 block[at] = syntax.replaced(block[at], act, self._call(act, fc))
 
     def following(self, block: list[ast.stmt], at: int) -> None:
-        """`h = fc(x)`, and act(h) first of all in the next statement, which alone reads this h."""
+        """`h = fc(x)`, if act(h) comes first in the next statement, the only reader of h."""
         match block[at]:
             case ast.Assign(targets=[ast.Name(id=h)], value=fc) if self.read.called("linear", fc):
                 user = block[at + 1] if at + 1 < len(block) else ast.Pass()
@@ -84,7 +84,7 @@ class _Rewriter:
 
 
 def sites(path: str, module: nn.Module, found: list[Activated]) -> tuple[list[Site], list[str]]:
-    """Those that are fused: of the others, the linears are sites of their own."""
+    """The fused sites; other linears are sites of their own."""
     sites = (_site(path, module, activated) for activated in found)
     return [site for site in sites if site], []
 
@@ -103,11 +103,11 @@ def _site(path: str, module: nn.Module, found: Activated) -> Site | None:
 
 
 def unread(path: str, module: nn.Module, reason: str) -> None:
-    """Nothing: the linears are sites of their own."""
+    """Reports nothing: the linears are sites of their own."""
 
 
 def activated(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> Tensor:
-    """What a rewritten forward calls: act(fc(x))."""
+    """act(fc(x)), called by a rewritten forward."""
     on = not inductor_multiplies(x) and "epilogue" in lines_of(layer)
     known = activation_of(act, x) if on else None
     if known and known.of_linear and not has_hooks(fc) and (found := operands_of(fc, x)):

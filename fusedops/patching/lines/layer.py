@@ -1,7 +1,7 @@
-"""Rewrites the forward of a layer where its lines do what fused functions do.
+"""Rewrites a layer's forward where fused functions can replace its lines.
 
-The kinds of site that stand in such lines (a sum and its norm, a gated product, the activation of
-a linear) are rewritten together: a layer gets one new class, whose forward has all of them.
+All kinds of sites in the lines (a sum and its norm, a gated product, a linear's activation) are
+rewritten together: a layer gets one new class, whose forward contains all of them.
 """
 
 import functools
@@ -34,19 +34,20 @@ __all__ = ["Kind", "kinds_in", "lines_of", "patch_layers"]
 
 CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
 
-# (child's name, what it is) of the children that the rewriting asks for
+# (child's name, its role), for the children that matter to rewriting
 Roles = frozenset[tuple[str, str]]
-Lines = dict[str, list[Any]]  # what each kind found, by its name
+Lines = dict[str, list[Any]]  # each kind's finds, by the kind's name
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of site in the lines of a forward.
 
-    rank: which goes first over the same lines. asks: the role of a child that a layer with such a
-    site has. rewrite: changes the tree of a forward and returns what it found. helpers: what the
-    new lines call, by name; each gets the layer first. sites: what the finds are in one module, and
-    notes. unread: the site to report where the source cannot be read, for that reason.
+    rank: the order in which kinds rewrite the same lines. asks: the role of a child that a layer
+    with such a site must have. rewrite: changes a forward's tree and returns its finds. helpers:
+    the functions that the new lines call, by name; each gets the layer first. sites: turns the
+    finds into sites of one module, and notes. unread: the site to report if the source cannot be
+    read.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Kind:
 
 
 def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -> None:
-    """Rewrites every forward that has a site. Norms, linears and activations come first."""
+    """Rewrites every forward that has a site. Run after norms, linears and activations."""
     for path, module in list(model.named_modules()):
         if isinstance(module, torch.jit.ScriptModule):
             continue
@@ -92,7 +93,7 @@ def _patch_layer(
 
 
 def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles: Roles) -> str:
-    """Gives the module its new forward. Returns why it cannot, empty where it has."""
+    """Gives the module its new forward. Returns why it cannot; empty on success."""
     on = lines_of(module)
     try:
         swap(module, functools.partial(_fused, kinds=both, roles=roles))
@@ -108,12 +109,12 @@ def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles:
 
 
 def lines_of(layer: nn.Module) -> frozenset[str]:
-    """The kinds whose lines a rewritten forward runs fused now."""
+    """The kinds that a rewritten forward currently runs fused."""
     return getattr(layer, "_fusedops_lines", frozenset())
 
 
 def kinds_in(module: nn.Module) -> list[str]:
-    """The kinds of the sites that stand in a rewritten forward and are switched on."""
+    """The kinds of sites in a rewritten forward that are switched on."""
     made_of = getattr(fused_class(module), "_fusedops_made_of", ())
     lines = _find(original_class(module), _roles(module), made_of)
     found = {} if isinstance(lines, str) else lines
@@ -141,14 +142,14 @@ def _role(name: str, module: nn.Module) -> str:
 
 
 def _wraps_norms(module: nn.Module) -> bool:
-    """Whether all that is in it are norms, as in PEFT's ModulesToSaveWrapper."""
+    """Whether it contains only norms, like PEFT's ModulesToSaveWrapper."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or next(module.children(), None) is None:
         return False
     leaves = (m for m in module.modules() if next(m.children(), None) is None)
     return all(looks_like_a_norm(leaf) for leaf in leaves)
 
 
-# class -> (its version, kinds, its children's roles) -> the finds, or why it is not read
+# class -> (its version, kinds, its children's roles) -> the finds, or why it cannot be read
 _known: "WeakKeyDictionary[type, dict[Hashable, Lines | str]]" = WeakKeyDictionary()
 
 
@@ -166,7 +167,7 @@ def _find(original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]) -> Lin
 def _rewrite(
     original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]
 ) -> tuple[Callable, Lines]:
-    """The forward of the class, rewritten, and what was found in it."""
+    """The class's forward, rewritten, and the finds in it."""
     function = innermost(original)
     tree = parse(function)
     if not (tree.args.posonlyargs or tree.args.args):
@@ -178,7 +179,7 @@ def _rewrite(
 
 
 def _global(function: Any, dotted: str) -> object:
-    """What a dotted name means in the function, None when it means nothing there."""
+    """What a dotted name means in the function; None if it means nothing there."""
     head, *rest = dotted.split(".")
     value = function.__globals__.get(head)
     for name in rest:

@@ -10,8 +10,8 @@
     gate, up = x.chunk(2, dim=-1)              x = _fusedops_packed(self, self.act, gate_up=x)
     x = self.act(gate) * up
 
-The linears are called as the modules that they are. Each call decides whether to run the fused
-function or the lines that it stands for.
+The linears are still called as modules. Each call decides whether to run the fused function or the
+original lines.
 """
 
 import ast
@@ -46,14 +46,14 @@ FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Product:
-    """source: the product as it was written."""
+    """A gated product. source: its original text."""
 
     source: str
     act: Named
 
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Product]:
-    """Changes `tree` in place. Returns the gated products in the order of the source."""
+    """Rewrites `tree` in place. Returns the gated products in source order."""
     rewriter = _Rewriter(tree, names)
     for block in syntax.blocks(tree):
         for at in range(len(block)):
@@ -68,7 +68,7 @@ class _Rewriter:
         self.found: list[Product] = []
 
     def statement(self, block: list[ast.stmt], at: int) -> None:
-        """Rewrites the products of a simple statement, and of a test or an iterator none."""
+        """Rewrites the products of a simple statement, but not those of a test or iterator."""
         if not syntax.is_simple(block[at]):
             return
         for product in [n for n in syntax.expressions(block[at]) if _is_product(n)]:
@@ -77,11 +77,11 @@ class _Rewriter:
                 block[at] = syntax.replaced(block[at], product, call)
 
     def _inline(self, block: list[ast.stmt], at: int, product: Any) -> ast.Call | None:
-        """act(gate) * up or up * act(gate). gate and up are evaluated in the order of the lines."""
+        """act(gate) * up or up * act(gate). Keeps the evaluation order of gate and up."""
         for act, up in (product.left, product.right), (product.right, product.left):
             if self.read.activation(act) and self.read.made_by_call(up):
                 gate = act.args[0]
-                if self.read.changes_tensors(up):  # perhaps the gate, before it is activated
+                if self.read.changes_tensors(up):  # perhaps the gate, before its activation
                     return None
                 if at and self._unpacks(block[at - 1], gate, up, block[at]):
                     block[at - 1] = _whole(block[at - 1])
@@ -92,7 +92,7 @@ class _Rewriter:
         return None
 
     def _unpacks(self, before: ast.stmt, gate: Any, up: Any, user: ast.stmt) -> bool:
-        """Whether the statement is `gate, up = packed.chunk(2, dim=-1)`, for this product alone."""
+        """Whether it is `gate, up = packed.chunk(2, dim=-1)`, used only by this product."""
         match before:
             case ast.Assign(
                 targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],
@@ -104,7 +104,7 @@ class _Rewriter:
         return False
 
     def _earlier(self, block: list[ast.stmt], at: int, product: Any) -> ast.Call | None:
-        """A product of a name that an activation gave its value before, in the same block."""
+        """A product of a name that an activation assigned earlier in the same block."""
         if self.read.changes_tensors(block[at]):
             return None
         for side, other in (product.left, product.right), (product.right, product.left):
@@ -117,9 +117,9 @@ class _Rewriter:
         return None
 
     def _made(self, block: list[ast.stmt], at: int, name: str) -> ast.Assign | None:
-        """`name = act(call)` before `at`, when this statement alone reads the name, once.
+        """The earlier `name = act(call)`, if only this statement reads the name, once.
 
-        No statement between says that it changes what the inner call has returned.
+        No statement in between may mutate the inner call's result.
         """
         for statement in reversed(block[:at]):
             match statement:
@@ -147,7 +147,7 @@ def _is_product(node: ast.AST) -> bool:
 
 
 def _whole(unpacks: Any) -> ast.Assign:
-    """`gate = packed` of `gate, up = packed.chunk(2, dim=-1)`."""
+    """Turns `gate, up = packed.chunk(2, dim=-1)` into `gate = packed`."""
     whole = ast.Assign([unpacks.targets[0].elts[0]], unpacks.value.func.value)
     return ast.copy_location(whole, unpacks)
 
@@ -170,7 +170,7 @@ def _site(path: str, module: nn.Module, product: Product) -> Site:
 
 
 def unread(path: str, module: nn.Module, reason: str) -> Site | None:
-    """Of a module that has an activation and two linears, and so may be an MLP."""
+    """Reports a module with an activation and two linears, which may be an MLP."""
     linears = sum(is_linear(child) for child in module.children())
     acts = any(looks_like_an_activation(*child) for child in module.named_children())
     name = original_class(module).__name__
@@ -178,13 +178,13 @@ def unread(path: str, module: nn.Module, reason: str) -> Site | None:
 
 
 def gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, turned: bool = False) -> Tensor:
-    """What a rewritten forward calls: act(gate) * up; turned: up * act(gate)."""
+    """act(gate) * up, or up * act(gate) if turned; called by a rewritten forward."""
     fused = _function(layer, act, gate) if _fusable(gate, up) else None
     return fused(gate, up) if fused else _lines(act, gate, up, turned)
 
 
 def packed(layer: nn.Module, act: Any, gate_up: Tensor, turned: bool = False) -> Tensor:
-    """The same of a tensor that has gate and up side by side in its last dimension."""
+    """Like `gated`, for a tensor with gate and up side by side in its last dimension."""
     whole = type(gate_up) is Tensor and _is_plain(gate_up) and gate_up.shape[-1] % 2 == 0
     fused = _function(layer, act, gate_up) if whole else None
     if fused:
@@ -198,7 +198,7 @@ def _lines(act: Any, gate: Tensor, up: Tensor, turned: bool) -> Tensor:
 
 
 def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor] | None:
-    """The fused function for the activation, None where the lines have to run."""
+    """The activation's fused function; None if the original lines must run."""
     if inductor_fuses(gate) or "mlp" not in lines_of(layer):
         return None
     known = activation_of(act, gate)
@@ -217,7 +217,7 @@ def _fusable(gate: Tensor, up: Tensor) -> bool:
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Rows that the result, which is contiguous, may have too: a later view may depend on them."""
+    """Whether the result's contiguous rows match t's: a later view may depend on them."""
     strided = t.layout is torch.strided and not t.is_nested
     return strided and t.dtype in FLOATS and t.dim() > 0 and row_major(t)
 

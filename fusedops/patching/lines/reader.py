@@ -1,4 +1,4 @@
-"""What the calls in a forward run: a submodule of some role, or a function of torch."""
+"""Reads a forward's tree: which submodule or torch function each call runs."""
 
 import ast
 import copy
@@ -16,7 +16,7 @@ __all__ = ["Names", "Reader", "place"]
 
 @dataclass(frozen=True)
 class Names:
-    """What the dotted names of a forward stand for: submodules by their roles, and globals."""
+    """What a forward's dotted names mean: submodules by role, and globals."""
 
     roles: Mapping[str, str]
     meaning: Callable[[str], object]
@@ -26,7 +26,7 @@ class Names:
 
 
 class Reader:
-    """Answers questions about a forward as it was written. A name is dotted, without `self`."""
+    """Answers questions about the original forward. Names are dotted, without `self`."""
 
     def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
         self.names = names
@@ -37,15 +37,15 @@ class Reader:
         self.text = {place(n): ast.unparse(n) for n in sums}
 
     def source(self, node: ast.expr | ast.stmt) -> str:
-        """The text of a sum, whatever has been replaced in it since."""
+        """The original text of a sum, even if parts of it were replaced since."""
         return self.text[place(node)]
 
     def norm(self, node: ast.AST) -> str:
-        """The dotted name of the norm that a call runs on its one argument, else empty."""
+        """The dotted name of the norm that a call applies to its one argument, else empty."""
         return self.called("norm", node)
 
     def called(self, role: str, node: ast.AST) -> str:
-        """The dotted name of the submodule of a role that a call runs on its one argument."""
+        """The dotted name of the role's submodule that a call applies to its one argument."""
         match node:
             case ast.Call(func=func, args=[argument], keywords=[]):
                 name = self.submodule(func)
@@ -54,7 +54,7 @@ class Reader:
         return ""
 
     def activation(self, node: ast.AST) -> Named | None:
-        """The activation that a call runs on one tensor: a submodule, or a function of torch."""
+        """The activation that a call applies to one tensor: a submodule or torch function."""
         if name := self.called("activation", node):
             return Named(name)
         match node:
@@ -65,7 +65,7 @@ class Reader:
         return None
 
     def normed_sums(self) -> Iterator[tuple[ast.Call, str, ast.expr | ast.stmt]]:
-        """Every call of a norm on what is, or is made of, a sum: (call, norm, the sum)."""
+        """Yields each norm call on a sum, or on a value made from one: (call, norm, sum)."""
         for call in (n for n in ast.walk(self.tree) if isinstance(n, ast.Call)):
             name = self.submodule(call.func)
             if name and self.names.is_a("norm", name):
@@ -83,7 +83,7 @@ class Reader:
         return made.value if made and syntax.holds_sum(made.value) else None
 
     def own_names(self) -> set[str]:
-        """The names that only the function itself can give another value."""
+        """The names that only the function itself can assign."""
         nodes = list(ast.walk(self.tree))
         shared = [n for n in nodes if isinstance(n, ast.Global | ast.Nonlocal)]
         arguments = {n.arg for n in nodes if isinstance(n, ast.arg)}
@@ -94,22 +94,22 @@ class Reader:
         return name if head == self.self_name else ""
 
     def helper(self, name: str, operands: list[Any], keywords: Sequence = ()) -> ast.Call:
-        """A call of what the closure holds under a name, with the layer as its first argument."""
+        """A call to a closure helper, with the layer as the first argument."""
         layer, called = ast.Name(self.self_name, ast.Load()), ast.Name(name, ast.Load())
         return ast.Call(called, [layer, *operands], list(keywords))
 
     def meaning(self, func: ast.expr) -> object:
-        """What a name stands for that the function has from outside."""
+        """What a name from outside the function refers to."""
         name = syntax.dotted(func)
         return None if name.partition(".")[0] in self.own else self.names.meaning(name)
 
     def changes_tensors(self, node: ast.AST) -> bool:
-        """Whether it says that it changes an object, or runs a submodule that works in place."""
+        """Whether the node mutates an object or runs a submodule that works in place."""
         inplace = any(self.names.is_a("inplace", self.submodule(c.func)) for c in _calls(node))
         return inplace or syntax.changes_tensors(node)
 
     def made_by_call(self, node: ast.expr) -> bool:
-        """Whether the value is what a call has returned, or one of several that it has."""
+        """Whether the value is a call's result, or one of several results."""
         if isinstance(node, ast.Call):
             return True
         given = (n for n in ast.walk(self.tree) if isinstance(n, ast.Assign))
@@ -125,13 +125,13 @@ class Reader:
         return False
 
     def dies(self, name: str, statement: ast.stmt) -> bool:
-        """Whether the value of a name is read once in the statement and never after it."""
+        """Whether a name's value is read once in the statement and never afterwards."""
         once = syntax.loads(statement).count(name) == 1
         gone = name in syntax.stores(statement) or isinstance(statement, ast.Return)
         return once and (gone or syntax.loads(self.tree).count(name) == 1)
 
     def dropout(self, node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
-        """(x, dropout) of a call: the module, or (p, training) of F.dropout."""
+        """(x, dropout) of a dropout call: the module, or (p, training) of F.dropout."""
         match node:
             case ast.Call(func=func, args=[x], keywords=[]) if self.names.is_a(
                 "dropout", self.submodule(func)
@@ -144,7 +144,7 @@ class Reader:
         return None
 
     def norm_after(self, line: int, h: str = "") -> str:
-        """The first norm of h (of anything, when not given) after a line of the original."""
+        """The first norm of h (of anything, if h is empty) after a source line."""
         nodes = (n for n in ast.walk(self.tree) if isinstance(n, ast.Call))
         calls = [n for n in nodes if self.norm(n) and n.lineno > line]
         if h:
@@ -153,7 +153,7 @@ class Reader:
         return self.norm(min(calls, key=lambda c: c.lineno)) if calls else ""
 
     def _replaced(self, h: str, line: int, norm: ast.Call) -> bool:
-        """Whether h is sure to get another value than `h.method(...)` before the norm."""
+        """Whether h certainly gets another value, not `h.method(...)`, before the norm."""
         for owner in ast.walk(self.tree):
             if isinstance(owner, ast.If) and norm not in ast.walk(owner):
                 continue
@@ -173,7 +173,7 @@ def place(node: ast.expr | ast.stmt) -> tuple:
 
 
 def _functional_dropout(args: list, keywords: list) -> tuple[ast.expr, ast.expr] | None:
-    """(x, (p, training)) of the arguments of F.dropout."""
+    """(x, (p, training)) from F.dropout's arguments."""
     given = dict(zip(("input", "p", "training"), args, strict=False))
     given.update({k.arg: k.value for k in keywords})
     if len(args) > 3 or not {"input"} <= given.keys() <= {"input", "p", "training"}:

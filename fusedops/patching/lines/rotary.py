@@ -1,10 +1,11 @@
-"""Rotary embeddings: a model's own function of q, k, cos and sin, in one pass over q and k.
+"""Rotary embeddings: replaces a model's own function of q, k, cos and sin.
 
     q, k = apply_rotary_pos_emb(q, k, cos, sin)
     q, k = _fusedops_rotary(self, apply_rotary_pos_emb, q, k, cos, sin)
 
-The function is a global of the model's module and stays as it is. What it computes is found by
-running it. Each call decides whether to run the fused function or the model's.
+The fused version takes one pass over q and k. The function is a global of the model's module and is
+not changed. Running it shows what it computes. Each call decides whether to run the fused function
+or the model's.
 """
 
 import ast
@@ -42,7 +43,7 @@ FORM = "unsupported call signature"
 BRANCHES = "it has branches, so one run does not show what every call computes"
 VIEWED = "its output is reshaped with .view, which needs a contiguous result"
 
-FIXED = FunctionType, BuiltinFunctionType, ModuleType, type  # what a function may call or look into
+FIXED = FunctionType, BuiltinFunctionType, ModuleType, type  # values assumed not to change
 
 
 def _whole(table: Tensor) -> Tensor:
@@ -50,12 +51,12 @@ def _whole(table: Tensor) -> Tensor:
 
 
 def _twice(table: Tensor) -> Tensor:
-    """Half a table, for both halves of a head."""
+    """Repeats half a table for both halves of a head."""
     return torch.cat([table, table], -1)
 
 
 def _neighbours(table: Tensor) -> Tensor:
-    """Half a table, for pairs of neighbours."""
+    """Repeats each entry of half a table for pairs of neighbours."""
     return table.repeat_interleave(2, -1)
 
 
@@ -65,11 +66,11 @@ def _first_half(table: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a function computes: `rotary_embedding` of a table made of cos and of sin.
+    """What a function computes: `rotary_embedding` with a table made from cos and sin.
 
-    back: whether the results have q's and k's dtypes whatever the table's. partial: whether it
-    takes a table that is narrower than a head. cast: whether autocast changes a dtype. keeps:
-    whether the results lie in memory as q does. dim: where it unsqueezes cos, unless told.
+    back: whether results have q's and k's dtypes whatever the table's dtype is. partial: whether it
+    takes a table narrower than a head. cast: whether autocast changes a dtype. keeps: whether
+    results have q's memory layout. dim: where it unsqueezes cos by default.
     """
 
     interleaved: bool
@@ -86,14 +87,14 @@ class Rotation:
         return self.by(rotary_embedding, q, k, cos, sin, unsqueeze_dim)
 
     def by(self, run: Callable, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int | None):
-        """Its results by `run`, the fused function or the reference of it."""
+        """The results computed by `run`: the fused function or its reference."""
         dim = self.dim if dim is None else dim
         tables = self.table(cos), self.table(sin)
         found = run(q, k, *tables, unsqueeze_dim=dim, interleaved=self.interleaved)
         return (found[0].to(q.dtype), found[1].to(k.dtype)) if self.back else found
 
     def takes(self, width: int, table: int) -> bool:
-        """Whether a head of this width goes with cos of that."""
+        """Whether a head of this width goes with a table of that width."""
         whole = table * (2 if self.table in (_twice, _neighbours) else 1)
         return whole == width or (self.partial and whole < width)
 
@@ -109,7 +110,7 @@ CANDIDATES = [
 
 @dataclass(frozen=True)
 class Call:
-    """source: the call as it was written. function: what it calls, now."""
+    """A call to a rotary function. source: its text. function: returns what it calls now."""
 
     source: str
     function: Callable[[], Any]
@@ -118,7 +119,7 @@ class Call:
 
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Call]:
-    """Changes `tree` in place. Returns the calls of rotary functions."""
+    """Rewrites `tree` in place. Returns the calls to rotary functions."""
     read, found = Reader(tree, names), []
     for block in syntax.blocks(tree):
         for at, statement in enumerate(block):
@@ -147,7 +148,7 @@ def _is_plain_call(call: ast.Call) -> bool:
 
 
 def _viewed(tree: ast.FunctionDef, statement: ast.stmt) -> bool:
-    """Whether `view` is called on what the statement has stored."""
+    """Whether `view` is called on the statement's results."""
     names = syntax.stores(statement)
     viewed = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "view")
     return any(syntax.dotted(n.value) in names and n.lineno > statement.lineno for n in viewed)
@@ -168,7 +169,7 @@ def _site(path: str, module: nn.Module, call: Call) -> Site:
 
 
 def _obstacle(module: nn.Module, call: Call, known: Rotation) -> str:
-    """Why a call of a function that is known is left, empty where it is not."""
+    """Why a call to a known function is skipped; empty if it is not."""
     if "forward" in vars(module):
         return "the instance has its own forward"
     if call.viewed and not known.keeps:
@@ -177,7 +178,7 @@ def _obstacle(module: nn.Module, call: Call, known: Rotation) -> str:
 
 
 def unread(path: str, module: nn.Module, reason: str) -> Site | None:
-    """Of a module whose forward names a rotary function."""
+    """Reports a module whose forward names a rotary function."""
     cls = original_class(module)
     names = getattr(inspect.unwrap(cls.forward), "__code__", rotated.__code__).co_names
     named = any("rotary" in name for name in names)
@@ -187,7 +188,7 @@ def unread(path: str, module: nn.Module, reason: str) -> Site | None:
 def rotated(
     layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
 ) -> tuple[Tensor, Tensor]:
-    """What a rewritten forward calls: function(q, k, cos, sin)."""
+    """function(q, k, cos, sin), called by a rewritten forward."""
     on = not inductor_fuses(q) and "rotary" in lines_of(layer)
     known = _rotations.get(function) if on else None
     if known and _fusable(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
@@ -216,7 +217,7 @@ def _fusable(known: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, di
 
 
 def _goes_with(cos: Tensor, x: Tensor, dim: int) -> bool:
-    """Whether cos, unsqueezed at dim, is broadcast over the heads of x and has its other sizes."""
+    """Whether cos, unsqueezed at dim, broadcasts over x's heads and matches its other sizes."""
     heads = x.dim() - (-dim if dim < 0 else cos.dim() + 1 - dim)
     if not 0 <= heads < x.dim() - 1 or x.dim() <= cos.dim():
         return False
@@ -225,14 +226,14 @@ def _goes_with(cos: Tensor, x: Tensor, dim: int) -> bool:
     return all(size in (1, place) for size, place in sizes)
 
 
-# The functions that were run: what they compute, and the code that they reach, with the result or
-# why there is none. A function that is not there has not been run.
+# Results of running functions: their rotation; and the code they reach, with the rotation or the
+# reason why there is none. A function missing here has not been run.
 _rotations: "WeakKeyDictionary[Any, Rotation]" = WeakKeyDictionary()
 _probed: "WeakKeyDictionary[Any, tuple[tuple, Rotation | str]]" = WeakKeyDictionary()
 
 
 def rotation_of(function: Any) -> Rotation | str:
-    """What a function computes, or why it cannot be said."""
+    """What a function computes, or why that cannot be determined."""
     if not _is_rotary(function):
         return "its name now refers to another function"
     uses = list(reached(object, [function]))
@@ -248,8 +249,9 @@ def rotation_of(function: Any) -> Rotation | str:
 
 
 def _unproven(uses: list[FunctionType]) -> str:
-    """Why a run would not tell what these functions do in another call, empty where it does: they
-    may take a branch that the run has not taken, or read what is another value then.
+    """Why one run does not show what these functions do in other calls; empty if it does.
+
+    They may take a branch that the run did not take, or read a value that changes later.
     """
     for function in uses:
         instructions = list(_instructions(function.__code__))
@@ -264,7 +266,7 @@ def _unproven(uses: list[FunctionType]) -> str:
 
 
 def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
-    """Of the code and of what is defined in it, as generators are."""
+    """Instructions of the code and of code defined inside it, such as generators."""
     yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -272,7 +274,7 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 def _branches(i: dis.Instruction) -> bool:
-    """Whether it compares, or jumps for another reason than an argument that was not given."""
+    """Whether it compares or jumps, except for jumps on an omitted argument."""
     return i.opname == "COMPARE_OP" or ("_IF_" in i.opname and not i.opname.endswith("NONE"))
 
 
@@ -296,12 +298,12 @@ def _probe(function: FunctionType) -> Rotation | str:
 
 
 class _Unrunnable(Exception):
-    """What a model's function raised."""
+    """The error that a model's function raised."""
 
 
 @contextmanager
 def _theirs() -> Iterator[None]:
-    """Around a call of a model's function, and of nothing of ours."""
+    """Wraps calls to a model's function, and nothing of ours."""
     try:
         yield
     except Exception as error:
@@ -309,7 +311,7 @@ def _theirs() -> Iterator[None]:
 
 
 def _proven(function: FunctionType, known: Rotation, dims: tuple[int, ...]) -> Rotation | str:
-    """`known` with what else is true of the function; or why it is none."""
+    """`known`, completed with what else holds for the function; or why it does not match."""
     example = _arguments(known, 8, known.dim, BF16, F32)
     turned = example[0].transpose(-3, -2).contiguous().transpose(-3, -2)
     with torch.no_grad(), _theirs():
@@ -328,7 +330,7 @@ def _proven(function: FunctionType, known: Rotation, dims: tuple[int, ...]) -> R
 def _arguments(
     known: Rotation, width: int, dim: int, dtype: torch.dtype, table: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """q, k, cos and sin of one draw. The table is for 8 elements, of which no two are alike."""
+    """Random q, k, cos and sin. The table has 8 elements, all different."""
     draw = torch.Generator().manual_seed(0)
     places = (5,) if known.dim == -2 else (2, 5)
     at = dim % (len(places) + 2)
@@ -346,7 +348,7 @@ def _same(
     dtype: torch.dtype,
     table: torch.dtype,
 ) -> bool:
-    """Whether function and rotation give the same up to rounding, values and gradients."""
+    """Whether function and rotation agree up to rounding, in values and gradients."""
     return all(_same_at(function, known, dim, width, dtype, table) for dim in dims)
 
 
@@ -366,10 +368,10 @@ def _same_at(
     with _theirs():
         try:
             theirs = list(_results(partial(function, **how), args))
-        except (RuntimeError, ValueError, IndexError, TypeError):  # of another width
+        except (RuntimeError, ValueError, IndexError, TypeError):  # wrong width for the function
             return False
     ours = list(_results(partial(known.by, rotary_embedding, dim=dim), args))
-    coarse = max(torch.finfo(dtype).eps, torch.finfo(F32).eps)  # some compute in float32
+    coarse = max(torch.finfo(dtype).eps, torch.finfo(F32).eps)  # some functions compute in float32
     return len(theirs) == len(ours) and all(
         one.shape == other.shape
         and (one.dtype == other.dtype or dtype == F64)

@@ -1,8 +1,8 @@
-"""The source of a method as a tree, and a method made from a changed tree.
+"""Parses a method's source into a tree, and builds a method from a changed tree.
 
-The new method keeps the file name and the line numbers of the original, so that tracebacks and
-debuggers show the model's own source; its globals are the original's live ones and its closure
-holds the original's cells, `__class__` of `super()` included.
+The new method keeps the original's file name and line numbers, so that tracebacks and debuggers
+show the model's source. It uses the original's live globals, and its closure holds the original's
+cells, including `__class__` for `super()`.
 """
 
 import __future__
@@ -36,12 +36,12 @@ def innermost(cls: type[nn.Module]) -> types.FunctionType:
 
 
 def parse(function: types.FunctionType) -> ast.FunctionDef:
-    """The function's tree. Raises Unreadable where its source is not what runs."""
+    """The function's tree. Raises Unreadable if its source differs from the code that runs."""
     try:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
         raise Unreadable("the source of its forward cannot be read") from None
-    # The class gives the indentation a home, and `self.__name` its meaning.
+    # The class line makes the indentation valid, and `self.__name` is mangled as in the class.
     text = f"class {_home(function)}:\n{''.join(lines)}"
     try:
         home: Any = ast.parse(text).body[0]
@@ -60,7 +60,7 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
 def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: Mapping[str, object]) -> Callable:
     """`tree` as the forward of `cls`: same globals, closure, defaults and decorators.
 
-    more: what the closure holds beside the original's cells.
+    more: values that the closure holds in addition to the original's cells.
     """
     old = innermost(cls)
     code = _compile(tree, old, more)
@@ -70,7 +70,7 @@ def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: Mapping[str, obje
     new: Any = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, closure)
     new.__kwdefaults__ = old.__kwdefaults__
     functools.update_wrapper(new, old)
-    del new.__wrapped__  # it wraps nothing
+    del new.__wrapped__  # it wraps no other function
     for wrapper in _wrappers(cls):
         new = _rewrap(wrapper, new)
     return new
@@ -81,7 +81,7 @@ def _compile(
 ) -> types.CodeType:
     bare = ast.FunctionDef(**{**dict(ast.iter_fields(tree)), "decorator_list": []})
     home = ast.ClassDef(_home(like), [], [], [ast.copy_location(bare, tree)], [])
-    # A function around it makes the names of the original's closure free variables.
+    # An enclosing function makes the original closure's names free variables.
     free = ", ".join({*like.__code__.co_freevars, *more} - {"__class__"})
     outer: Any = ast.parse(f"def _({free}): pass")
     outer.body[0].body = [home]
@@ -92,7 +92,7 @@ def _compile(
 
 
 def _is_compiled_from_its_file(function: types.FunctionType) -> bool:
-    """Whether the whole file, as it is now, compiles to the code that runs."""
+    """Whether the current file as a whole compiles to the code that runs."""
     code = function.__code__
     text = "".join(inspect.findsource(function)[0])
     same = [c for c in _file(text, code.co_flags & FUTURE) if c.co_name == code.co_name]
@@ -118,7 +118,7 @@ def _instructions(code: types.CodeType) -> tuple:
 
 
 def _names(code: types.CodeType) -> tuple:
-    """What two compilations share: the instructions differ with the imports of the file."""
+    """What two compilations share; the instructions vary with the file's imports."""
     plain = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
     return code.co_names, code.co_varnames, code.co_freevars, plain
 
@@ -136,7 +136,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _wrappers(cls: type[nn.Module]) -> list[Any]:
-    """The decorators' wrappers, innermost first, less those that every subclass is given."""
+    """The decorators' wrappers, innermost first, except those added to every subclass."""
     given = _given_wrapper(cls)
     wrappers: list[Any] = []
     function: Any = cls.forward
@@ -157,7 +157,7 @@ def _given_wrapper(cls: type[nn.Module]) -> types.CodeType | None:
 
 
 def _rewrap(wrapper: Any, inner: Callable) -> Callable:
-    """The wrapper with `inner` in the cell that holds what it wraps."""
+    """A copy of the wrapper whose cell holds `inner` instead of the wrapped function."""
     cells = list(getattr(wrapper, "__closure__", None) or ())
     held = [i for i, cell in enumerate(cells) if _content(cell) is wrapper.__wrapped__]
     if len(held) != 1 or not isinstance(wrapper, types.FunctionType):

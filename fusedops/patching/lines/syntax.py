@@ -1,4 +1,4 @@
-"""Questions about statements: what they call, read, store, and whether they can be moved."""
+"""Syntax queries: what statements call, read and store, and whether they can be moved."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def sum_of(statement: ast.stmt) -> tuple[str, Any] | None:
-    """("h", a + b) of `h = a + b` and of `h: Tensor = a + b`."""
+    """("h", a + b) for `h = a + b` and for `h: Tensor = a + b`."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=h)], value=add) if is_sum(add):
             return h, add
@@ -66,7 +66,7 @@ def is_sum(node: ast.expr) -> bool:
 
 
 def holds_sum(node: ast.AST | None) -> bool:
-    """Whether a value is a sum of two tensors, or made of one by casts and other operations."""
+    """Whether a value is a sum of two tensors, or made from one by casts and other operations."""
     match node:
         case ast.BinOp() if is_sum(node):
             return True
@@ -82,7 +82,7 @@ def holds_sum(node: ast.AST | None) -> bool:
 
 
 def given(tree: ast.AST, name: str, line: int) -> ast.stmt | None:
-    """The last statement before a line that gives a dotted name a value."""
+    """The last statement before a line that assigns a dotted name."""
     found: list[Any] = []
     for node in ast.walk(tree):
         match node:
@@ -100,7 +100,7 @@ def is_simple(statement: ast.stmt) -> bool:
 
 
 def changes_tensors(node: ast.AST) -> bool:
-    """Whether it says that it changes an object: `x += y`, `x[0] = y`, `x.add_(y)`, `inplace=`."""
+    """Whether the node mutates an object: `x += y`, `x[0] = y`, `x.add_(y)`, `inplace=`."""
     match node:
         case ast.AugAssign():
             return True
@@ -114,8 +114,9 @@ def changes_tensors(node: ast.AST) -> bool:
 
 
 def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Every block of statements in a tree; not those of functions inside it, nor of a `try`, whose
-    handlers may see what a statement has left half done.
+    """Yields every block of statements in a tree.
+
+    Skips blocks of inner functions and of a `try`, whose handlers may see a half-done statement.
     """
     for name in ("body", "orelse"):
         block = getattr(node, name, None)
@@ -127,7 +128,7 @@ def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def expressions(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a statement without those of scopes inside it, where names mean other things."""
+    """A statement's nodes, without inner scopes, where names mean other things."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.Lambda, *COMPREHENSIONS)):
@@ -135,7 +136,7 @@ def expressions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def replaced(tree: Any, old: ast.AST, new: ast.expr) -> Any:
-    """The tree with `new` where `old` is."""
+    """The tree with `new` in place of `old`."""
 
     class Replace(ast.NodeTransformer):
         def visit(self, node):
@@ -145,7 +146,7 @@ def replaced(tree: Any, old: ast.AST, new: ast.expr) -> Any:
 
 
 def calls(node: ast.AST) -> Iterator[ast.Call]:
-    """The calls of a statement that are sure to be made when it runs."""
+    """The calls that certainly happen when a statement runs."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, CONDITIONAL):
             if isinstance(child, ast.Call):
@@ -154,13 +155,13 @@ def calls(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def first_call(statement: ast.stmt) -> ast.Call | None:
-    """The call that is sure to be made, and before which the statement runs no code but sums."""
+    """The call that certainly happens, if only sums run before it."""
     ran = next((n for n in _in_order(statement) if isinstance(n, RUNS)), None)
     return ran if isinstance(ran, ast.Call) and ran in calls(statement) else None
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes as they are evaluated, of an assignment its value first."""
+    """The nodes in evaluation order; for an assignment, its value first."""
     children = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.Assign):
         children = [node.value, *node.targets]
@@ -170,7 +171,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_idle(statement: ast.stmt) -> bool:
-    """Whether it changes nothing but names: `a = b`, `pass`, and a check that raises."""
+    """Whether it changes only names: `a = b`, `pass`, or a check that raises."""
     match statement:
         case ast.Pass() | ast.Expr(value=ast.Constant()):
             return True
@@ -194,7 +195,7 @@ def copied_name(statement: ast.stmt) -> tuple[str, str] | None:
 
 
 def mentions(node: ast.AST, names: set[str]) -> bool:
-    """Whether the value of a name is used, for more than its shape, dtype or device."""
+    """Whether a name's value is used for more than its shape, dtype or device."""
     match node:
         case ast.Attribute(value=ast.Name(), attr=attr) if attr in SHAPE_ONLY:
             return False
@@ -205,7 +206,7 @@ def mentions(node: ast.AST, names: set[str]) -> bool:
 
 
 def assigns(statement: ast.AST, name: str) -> bool:
-    """Whether it gives the name another value than a view or a cast of it, `name.method(...)`."""
+    """Whether it assigns the name something other than its own view or cast, `name.method(...)`."""
     if not isinstance(statement, ast.Assign) or name not in stores(*statement.targets):
         return False
     method = statement.value.func if isinstance(statement.value, ast.Call) else statement.value
@@ -213,7 +214,7 @@ def assigns(statement: ast.AST, name: str) -> bool:
 
 
 def loads(node: ast.AST) -> list[str]:
-    """The names that are read, those of `x += y` too."""
+    """The names that are read, including those of `x += y`."""
     names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
     read = [n.id for n in names if isinstance(n.ctx, ast.Load)]
     changed = (n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign))
@@ -228,11 +229,11 @@ def stores(*nodes: ast.AST) -> set[str]:
 def movable(
     test: ast.expr, before: list[ast.stmt], own: set[str], harmless: Callable[[ast.Call], bool]
 ) -> bool:
-    """Whether the test of an `if` gives the same before these statements as after them.
+    """Whether an `if` test gives the same result before these statements as after them.
 
-    A call among them may change any object that it reaches; then the test may ask no attribute, no
-    container and no name but those of `own`, the function's own, and for the value of no name that
-    the statements use, only for its identity. harmless: calls that change nothing.
+    A call among them may change any object that it reaches. The test may then read no attribute, no
+    container and only names in `own`, the function's own names. Of a name that the statements use,
+    it may test only the identity. harmless: says which calls change nothing.
     """
     if set(loads(test)) & stores(*before):
         return False
@@ -260,7 +261,7 @@ def _changes_objects(node: ast.AST, harmless: Callable[[ast.Call], bool]) -> boo
 
 
 def _names_by_value(test: ast.AST) -> set[str]:
-    """The names whose value the test asks for: not those in `a is None`."""
+    """The names whose value the test uses, not those in `a is None`."""
     match test:
         case ast.Compare(ops=ops) if all(isinstance(op, ast.Is | ast.IsNot) for op in ops):
             return set()

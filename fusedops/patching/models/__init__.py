@@ -1,1 +1,1 @@
-"""Sites that are entered through hooks of transformers: attention and the loss."""
+"""Sites entered through transformers' hooks: attention and the loss."""

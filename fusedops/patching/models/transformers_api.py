@@ -1,7 +1,7 @@
-"""What patch relies on in transformers, in one place, and whether it is there.
+"""The transformers APIs that patch relies on, and whether they still exist.
 
-No version is pinned: a newer one works for as long as these names are where they are and take what
-they take. Where one has moved, the sites of its kind are left, and the report says which.
+No version is pinned: a newer transformers works as long as these names exist and take these
+arguments. If one is missing, the sites of its kind are skipped, and the report names it.
 """
 
 import importlib
@@ -18,10 +18,10 @@ __all__ = ["RELIANCES", "Reliance", "moved"]
 
 @dataclass(frozen=True)
 class Reliance:
-    """A name in transformers that a kind of site needs.
+    """A name in transformers that one kind of site needs.
 
-    has: the attributes of a class, of an instance that is made where `made`, or of a table.
-    takes: the parameters of a function, those that we pass or are passed by name.
+    has: attributes of a class (or of an instance, if `made`) or of a table. takes: parameters of a
+    function, those that we pass or are passed by name.
     """
 
     kind: str
@@ -32,8 +32,8 @@ class Reliance:
 
 
 RELIANCES = (
-    # Models and configs are known by their bases. A config names the attention in a property, of
-    # which a view has another, and says whether weights are wanted.
+    # Models and configs are recognised by their bases. A config has a property that names the
+    # attention, which a view overrides, and says whether attention weights are needed.
     Reliance("attention", "modeling_utils.PreTrainedModel"),
     Reliance(
         "attention",
@@ -41,12 +41,12 @@ RELIANCES = (
         has=("_attn_implementation", "_attn_implementation_internal", "_output_attentions"),
         made=True,
     ),
-    # A function is entered in two tables, of functions and of what makes their masks.
+    # A function is registered in two tables: of functions, and of their mask builders.
     Reliance("attention", "modeling_utils.AttentionInterface", has=("register",)),
     Reliance("attention", "modeling_utils.ALL_ATTENTION_FUNCTIONS", has=("get",)),
     Reliance("attention", "masking_utils.AttentionMaskInterface", has=("register",)),
     Reliance("attention", "masking_utils.sdpa_mask"),
-    # What runs where sdpa is set, and what ours is called with.
+    # The function that runs for sdpa; ours is called with the same arguments.
     Reliance(
         "attention",
         "integrations.sdpa_attention.sdpa_attention_forward",
@@ -55,7 +55,7 @@ RELIANCES = (
             *("is_causal", "position_bias"),
         ),
     ),
-    # A model's loss is a property, which a subclass overrides; its functions are known by module.
+    # A model's loss function is a property that a subclass overrides.
     Reliance("loss", "modeling_utils.PreTrainedModel", has=("loss_function",)),
     Reliance(
         "loss",
@@ -66,9 +66,10 @@ RELIANCES = (
 
 
 def moved(kind: str) -> str:
-    """The reason to leave the sites of a kind: what of transformers is not where it was.
+    """Why sites of this kind are skipped: which transformers API is missing.
 
-    Empty where all is there, and where transformers is not loaded: then no model is one of its.
+    Empty if nothing is missing, or if transformers is not loaded: then no model is one of its
+    models.
     """
     home = sys.modules.get("transformers")
     if home is None:
@@ -79,7 +80,7 @@ def moved(kind: str) -> str:
 
 
 def _gone(reliance: Reliance) -> Iterator[str]:
-    """What of it is not there."""
+    """Yields the missing parts of a reliance."""
     value = _found(reliance.name)
     if value is MISSING:
         yield reliance.name

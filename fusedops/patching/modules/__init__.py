@@ -1,1 +1,1 @@
-"""Sites that are recognised by running a module: norms, activations, linears."""
+"""Sites recognised by running a module: norms, activations, linears."""

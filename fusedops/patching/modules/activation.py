@@ -1,4 +1,4 @@
-"""Finds out which activation a module or a function computes, by running it."""
+"""Identifies the activation that a module or function computes, by running it."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
@@ -32,15 +32,15 @@ __all__ = [
 ]
 
 UNKNOWN = "activation is not SiLU, GELU or ReLU"
-NAMES = "act", "activation", "relu", "gelu", "silu", "swish"  # of classes and attributes
+NAMES = "act", "activation", "relu", "gelu", "silu", "swish"  # in class and attribute names
 
 
 @dataclass(frozen=True)
 class Activation:
     """An elementwise function: `linear`'s "relu", "gelu", "gelu_tanh" or "silu".
 
-    alpha: of g * sigmoid(alpha * g), for "silu". cast: whether autocast computes it in another
-    dtype. fixed: the attributes of the module, as they were.
+    alpha: for "silu", g * sigmoid(alpha * g). cast: whether autocast changes its output dtype.
+    fixed: the module's attributes when it was probed.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Activation:
 
     @property
     def of_linear(self) -> str | None:
-        """What `linear` calls it, None where it has no such."""
+        """`linear`'s name for it; None if `linear` lacks it."""
         return self.name if self.alpha == 1 else None
 
     @property
     def gated(self) -> Callable[..., Tensor] | None:
-        """The function of (gate, up) with this activation of the gate."""
+        """The function of (gate, up) that applies this activation to the gate."""
         if self.name == "silu":
             return functools.partial(swiglu, alpha=self.alpha)
         if self.name not in ("gelu", "gelu_tanh"):
@@ -71,7 +71,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Named:
-    """An activation as a forward names it: an attribute of the module, or else a function."""
+    """An activation as a forward refers to it: a module attribute, or else a function."""
 
     name: str
     function: Any = None
@@ -96,7 +96,7 @@ FUNCTIONS: dict[Any, Activation] = {
 
 
 def looks_like_an_activation(name: str, module: nn.Module) -> bool:
-    """A leaf without state that is called so, or whose class is."""
+    """Whether it is a stateless leaf named like an activation, or whose class is."""
     if any(next(of, None) is not None for of in _state(module)):
         return False
     words = name.lower(), original_class(module).__name__.lower()
@@ -108,10 +108,10 @@ def _state(module: nn.Module) -> Iterator[Iterator]:
 
 
 def patch_activation(act: Any) -> Activation | str:
-    """What a module or a function computes, or why it cannot be said. A module's class then has it.
+    """Identifies a module's or function's activation, or says why it cannot be identified.
 
-    The module's own forward stays: a layer that calls it after a linear, or on a gate, may then
-    run a fused function in the place of both.
+    A known module gets a class that records the activation. Its own forward stays; a layer that
+    applies it after a linear or to a gate may then run a fused function in place of both.
     """
     if not isinstance(act, nn.Module):
         return function_of(act) or UNKNOWN
@@ -139,12 +139,12 @@ def _with(original: type[nn.Module], activation: Activation) -> type:
 
 
 def function_of(value: object) -> Activation | None:
-    """What a function of torch computes, None for any other value."""
+    """The activation that a torch function computes; None for any other value."""
     return next((known for function, known in FUNCTIONS.items() if value is function), None)
 
 
 def activation_of(act: Any, x: Tensor) -> Activation | None:
-    """What a module that patch knows, or a function of torch, computes when it is called on x."""
+    """The activation that a known module or torch function computes for x now, or None."""
     if not isinstance(act, nn.Module):
         return function_of(act)
     found = given(act, "_fusedops_activation")
@@ -174,7 +174,7 @@ def _probe(module: nn.Module) -> Activation | str:
 
 
 def _is_torchs(value: object) -> bool:
-    """Whether it is a function of torch, whose meaning nobody changes."""
+    """Whether it is a torch function, whose meaning does not change."""
     if isinstance(value, functools.partial):
         return _is_torchs(value.func)
     home = str(getattr(value, "__module__", ""))
@@ -182,7 +182,7 @@ def _is_torchs(value: object) -> bool:
 
 
 def _equal(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether the module is the function: values and gradients, dtypes, both modes."""
+    """Whether the module equals the function: values, gradients, dtypes, both modes."""
     device, module = device_of(module), bare(module)
     try:
         with undisturbed(), quiet(device):
@@ -195,7 +195,7 @@ def _equal(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _is_cast(module: nn.Module) -> bool:
-    """Whether autocast gives a 16-bit input another dtype, as pow has on some devices."""
+    """Whether autocast changes the dtype of a 16-bit input, as pow does on some devices."""
     device, module = device_of(module), bare(module)
     with undisturbed(), quiet(device), torch.no_grad():
         x = torch.ones(3, dtype=BF16, device=device)
@@ -218,7 +218,7 @@ def _values(run: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
-    """In float64. transformers' FastGELU has ten digits of a constant."""
+    """Equality in float64; transformers' FastGELU has only ten digits of a constant."""
     return all(
         a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, 1e-8, 1e-9, True)
         for a, b in zip(got, wanted, strict=True)
@@ -226,10 +226,10 @@ def _close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
 
 
 def _keeps(module: nn.Module, function: Callable, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the values are the function's in a narrower dtype too, up to its largest, in any
-    shape, with and without a gradient; x stays as it is.
+    """Whether the values also match in a narrower dtype, up to its largest number.
 
-    Off by the roundings of a few operations on numbers as large as x.
+    Checks several shapes, with and without gradients, and that x is not modified. Allows the
+    rounding errors of a few operations on numbers as large as x.
     """
     info = torch.finfo(dtype)
     x = torch.cat([x, x.new_tensor([-0.5, -0.02, 0.02, 0.5]) * info.max]).to(dtype)

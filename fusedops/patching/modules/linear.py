@@ -1,4 +1,4 @@
-"""Linear sites: nn.Linear, and modules that compute what it does, as Conv1D of transformers."""
+"""Linear sites: nn.Linear, and modules that compute the same, like transformers' Conv1D."""
 
 import functools
 from collections import Counter
@@ -29,35 +29,35 @@ from fusedops.patching.report import PatchReport, Site
 __all__ = ["Form", "form_of", "is_linear", "operands_of", "patch_linear", "patch_linears"]
 
 PLAIN = nn.Parameter, Tensor
-FORWARD = nn.Linear.forward  # as torch has it
+FORWARD = nn.Linear.forward  # torch's, before anyone replaces it
 
 
 @dataclass(frozen=True)
 class Form:
-    """x @ weight.T + bias, or x @ weight + bias when turned.
+    """x @ weight.T + bias, or x @ weight + bias if turned.
 
-    fixed: the attributes that the module's code reads, as they were.
+    fixed: the attributes that the module's code reads, as they were when it was probed.
     """
 
     turned: bool = False
     fixed: tuple[tuple[str, Hashable], ...] = ()
 
     def operands(self, module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
-        """(weight, bias) for `linear`, None where the module's own code has to run.
+        """(weight, bias) for `linear`; None if the module's own code has to run.
 
-        Read from `_parameters`: all that a small linear pays for being patched.
+        Reads `_parameters` directly: this is a patched small linear's only overhead.
         """
         held = module._parameters
         weight, bias = held.get("weight"), held.get("bias")
         plain = type(x) is Tensor and (bias is None or type(bias) in PLAIN) and not x.is_nested
         if weight is None or type(weight) not in PLAIN or not plain or "bias" not in held:
-            return None  # a parameter that is missing is computed each time
+            return None  # a missing parameter is computed in each call
         if self.fixed and any(vars(module).get(k, MISSING) != value for k, value in self.fixed):
             return None
         return (weight.t() if self.turned else weight), bias
 
 
-# class -> (its version, its attributes) -> what it computes
+# class -> (its version, its attributes) -> its form
 _known: "WeakKeyDictionary[type, dict[Hashable, Form | None]]" = WeakKeyDictionary()
 
 
@@ -66,12 +66,12 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def patch_linears(model: nn.Module, report: PatchReport) -> None:
-    """Swaps the linears whose fused function is faster here. Those in the report are done."""
+    """Swaps linears whose fused function is faster here. Skips those already in the report."""
     done, left = {site.path for site in report.fused if site.kind == "linear"}, Counter[str]()
     for path, module in list(model.named_modules()):
         form, was = form_of(module), original_class(module).__name__
         if isinstance(module, QuantizedLinear):
-            continue  # has kernels of its own
+            continue  # has its own kernels
         if path in done or (form is None and not isinstance(module, nn.Linear)):
             continue
         if form is not None and (slower := linear_loses(module.weight, form.turned)):
@@ -84,7 +84,7 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
 
 
 def patch_linear(module: nn.Module) -> str:
-    """Gives the module its fused forward. Returns why it cannot, empty where it has."""
+    """Gives the module its fused forward. Returns why it cannot; empty on success."""
     form = form_of(module)
     if "forward" in vars(module):
         return "the instance has its own forward"
@@ -98,7 +98,7 @@ def patch_linear(module: nn.Module) -> str:
 
 
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
-    """What `linear` takes for the module now, None where its own code has to run."""
+    """The operands of `linear` for the module now; None if its own code has to run."""
     if inductor_multiplies(x):  # first, as torch.compile guards what is read
         return None
     form = given(module, "_fusedops_form")
@@ -122,7 +122,7 @@ def _fused(original: type[nn.Module], form: Form) -> type:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """What the module computes; None when it is no linear, or has no weight yet."""
+    """What the module computes; None if it is not a linear or has no weight yet."""
     if isinstance(module, torch.jit.ScriptModule) or not _is_matrix_and_row(module):
         return None
     original = original_class(module)
@@ -141,7 +141,7 @@ def form_of(module: nn.Module) -> Form | None:
 
 
 def _is_plain(original: type) -> bool:
-    """Whether no class on top of nn.Linear says what the parameters or a call are."""
+    """Whether no subclass of nn.Linear redefines the parameters or the call."""
     bases = original.__mro__
     if nn.Linear not in bases or nn.Linear.forward is not FORWARD:
         return False
@@ -150,7 +150,7 @@ def _is_plain(original: type) -> bool:
 
 
 def _is_matrix_and_row(module: nn.Module) -> bool:
-    """Whether all that it holds are a matrix and, of the length of a side of it, a row."""
+    """Whether it holds just a matrix and, as long as one of its sides, a vector."""
     held: dict = module._parameters
     if any(isinstance(p, UninitializedParameter) for p in held.values()):
         return False
@@ -162,8 +162,9 @@ def _is_matrix_and_row(module: nn.Module) -> bool:
 
 
 def _equal(module: Any, turned: bool) -> bool:
-    """Whether the module computes x @ weight.T + bias, or when turned x @ weight + bias, of random
-    parameters: small ones, if its code asks for no size.
+    """Whether the module computes x @ weight.T + bias (turned: x @ weight + bias).
+
+    Tested on random parameters: small ones, unless its code needs the real size.
     """
     shape = tuple(module.weight.shape)
     small = (min(shape[0], 24), min(shape[1], 24 if shape[0] == shape[1] else 40))

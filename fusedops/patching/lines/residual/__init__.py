@@ -1,1 +1,1 @@
-"""Residual sums that are followed by a norm: both become one operator."""
+"""Residual sums followed by a norm: both become one operator."""

@@ -1,4 +1,4 @@
-"""Rewrites `h = a + b` and a norm of `h` into one call, in the tree of a forward.
+"""Rewrites `h = a + b` and a norm of `h` into one call, in a forward's tree.
 
     hidden = residual + hidden              y, hidden = _fusedops_add_norm(
     residual = hidden                           self, residual, hidden, norm=self.norm)
@@ -8,12 +8,12 @@
 
     self.norm(a + b)                        _fusedops_add_norm(self, self.norm, a, b)[0]
 
-Each runs what the lines run in the order that they do: the norm moves past nothing that could
-change it. With `norm=` it is looked up after the terms are made.
+The rewritten lines run everything in the original order: the norm moves past nothing that could
+change it. With `norm=`, the norm is looked up after the terms are computed.
 
-A dropout right before the sum goes into the call. The function comes from the closure, so that a
-forward which someone kept runs after unpatch too. The call decides each time whether to run the
-fused function or the lines it stands for, so a rewritten forward computes what the original does
+A dropout right before the sum becomes part of the call. The helper functions are in the closure, so
+that a forward that someone kept still runs after unpatch. Each call decides whether to run the
+fused function or the original lines, so a rewritten forward computes what the original does,
 whatever the modules are.
 """
 
@@ -56,18 +56,18 @@ class _Rewriter:
     def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
         self.read = Reader(tree, names)
         self.found: list[Found] = []
-        self.done: set[tuple] = set()  # places of the norm calls that are fused
-        self.stuck: set[int] = set()  # lines of sums that cannot be moved past an `if`
+        self.done: set[tuple] = set()  # positions of fused norm calls
+        self.stuck: set[int] = set()  # lines of sums that cannot move past an `if`
 
     def outcome(self) -> list[Found]:
-        """In the order of the source. A sum in both branches of an `if` may be fused in one."""
+        """The finds in source order. A sum in both branches of an `if` may be fused in one."""
         self.found += self._unread()
         found = sorted(dict.fromkeys(self.found), key=lambda f: f.line)
         fused = {(f.line, f.norm) for f in found if not f.reason}
         return [f for f in found if not f.reason or (f.line, f.norm) not in fused]
 
     def _unread(self) -> list[Found]:
-        """The normed sums that no other method has seen."""
+        """The normed sums that no other method has handled."""
         known = {(f.line, f.norm) for f in self.found}
         return [
             Found(made.lineno, ast.unparse(made), norm, reason=UNREAD)
@@ -76,7 +76,7 @@ class _Rewriter:
         ]
 
     def block(self, block: list[ast.stmt]) -> list[ast.stmt]:
-        """The statements of one block, rewritten, and the blocks in them."""
+        """Rewrites one block's statements and the blocks inside them."""
         at = 0
         while at < len(block):
             if named := syntax.sum_of(block[at]):
@@ -110,13 +110,13 @@ class _Rewriter:
         targets = ast.Tuple([ast.Name(y, ast.Store()), ast.Name(h, ast.Store())], ast.Store())
         block[at] = ast.copy_location(ast.Assign([targets], fused), block[at])
         block[end] = syntax.replaced(block[end], call, ast.Name(y, ast.Load()))
-        if not isinstance(block[end], ast.Return):  # or y would keep its memory until the end
+        if not isinstance(block[end], ast.Return):  # else y would keep its memory until the end
             delete = ast.Delete([ast.Name(y, ast.Del())])
             block.insert(end + 1, ast.copy_location(delete, block[end]))
         return block
 
     def _follow(self, block: list, at: int, h: str) -> tuple[int, ast.Call | None]:
-        """The first statement after `at` that uses h, or a copy of it, and its call of a norm."""
+        """The first statement after `at` that uses h or a copy of it, and its norm call."""
         same = {h}
         for i in range(at + 1, len(block)):
             copied = syntax.copied_name(block[i])
@@ -151,12 +151,12 @@ class _Rewriter:
                 statement = block[at] = syntax.replaced(statement, call, first)
         return statement
 
-    # an `if` between the sum and its norm
+    # An `if` between the sum and its norm
 
     def _spread(self, block: list, at: int, h: str, add: ast.BinOp) -> list[ast.stmt] | None:
         """Moves the sum, and the norm after the `if`, into both branches of the `if`.
 
-        In each branch they then stand in a straight line (GPT-2's cross-attention).
+        In each branch they then form a straight line (GPT-2's cross-attention).
         """
         end = _next_branch(block, at, h)
         if end is None or not isinstance(block[end], ast.If):
@@ -185,7 +185,7 @@ class _Rewriter:
         )
 
     def _until_norm(self, block: list, start: int) -> int:
-        """The end of the plain statements from `start` to a norm; `start` if there is no such."""
+        """The end of the plain statements from `start` to a norm; `start` if there is none."""
         for i in range(start, len(block)):
             if not syntax.is_simple(block[i]):
                 break
@@ -193,7 +193,7 @@ class _Rewriter:
                 return i + 1
         return start
 
-    # calls
+    # Calls
 
     def _call(self, norm: ast.Call, add: Any, block: list, at: int) -> ast.Call:
         x, residual, dropout = self._operands(add, block, at)
@@ -205,11 +205,11 @@ class _Rewriter:
         return ast.copy_location(self.read.helper(HELPER, operands, turned), add)
 
     def _operands(self, add: ast.BinOp, block: list, at: int) -> tuple:
-        """(x, residual, dropout) of residual + dropout(x); takes a dropout statement away."""
+        """(x, residual, dropout) of residual + dropout(x); removes a dropout statement."""
         both = (add.left, add.right), (add.right, add.left)
         for x, residual in both:
             drop = self.read.dropout(x)
-            if drop and (x is add.left or syntax.dotted(residual)):  # else two calls change places
+            if drop and (x is add.left or syntax.dotted(residual)):  # else calls swap order
                 return drop[0], residual, drop[1]
         for x, residual in both:
             name = syntax.dotted(x)
@@ -219,7 +219,7 @@ class _Rewriter:
                 return dropped, residual, dropout
         return add.left, add.right, None
 
-    # sums that stay
+    # Sums that are not fused
 
     def _miss(self, statement: ast.stmt, h: str, add: ast.expr, user: ast.stmt | None) -> None:
         """Notes why a normed sum is not fused."""
@@ -246,7 +246,7 @@ class _Rewriter:
 
 
 def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:
-    """The first compound statement that uses h, None when a plain one comes before."""
+    """The first compound statement that uses h; None if a plain one comes first."""
     same = {h}
     for i in range(at + 1, len(block)):
         copied = syntax.copied_name(block[i])

@@ -38,7 +38,7 @@ def _site(path: str, module: nn.Module, found: Found) -> Site:
 
 
 def _obstacle(module: nn.Module, name: str) -> str:
-    """What keeps a sum from being fused into the norm that follows, empty for nothing."""
+    """Why a sum cannot be fused into the norm that follows; empty if it can."""
     if reason := _own_forward(module):
         return reason
     norm = getattr(module, name)
@@ -53,7 +53,7 @@ def _own_forward(module: nn.Module) -> str:
 
 
 def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
-    """What a rewritten forward calls: add_norm, or the lines that it stands for after unpatch."""
+    """add_norm, or the original lines after unpatch; called by a rewritten forward."""
     run = add_norm if "residual" in lines_of(layer) else add_norm_plain
     norm = (how.pop("norm"),) if "norm" in how else ()
     return run(*norm, *operands, **how)
@@ -62,10 +62,10 @@ def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
 def add_norm(
     norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, turned: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(norm(h), h) of h = x + residual, with dropout on x: fused where that changes nothing.
+    """(norm(h), h) of h = x + residual, with dropout on x; fused if that gives the same result.
 
-    dropout: None, a module, or (p, training) of F.dropout. turned: the lines say residual + x, as
-    matters for the strides of h. A fused h is contiguous.
+    dropout: None, a module, or (p, training) of F.dropout. turned: the lines say residual + x,
+    which matters for h's strides. A fused h is contiguous.
     """
     x, p = _dropout(x, dropout)
     one, other = (residual, x) if not p and _mixed(residual, x) else (x, residual)
@@ -74,7 +74,7 @@ def add_norm(
 
 
 def add_norm_plain(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, turned=False):
-    """The lines that add_norm stands for."""
+    """The original lines that add_norm replaces."""
     x, p = _dropout(x, dropout)
     return _plain(norm, F.dropout(x, p) if p else x, residual, turned)
 
@@ -89,7 +89,7 @@ def _plain(norm: nn.Module, x: Tensor, residual: Tensor, turned: bool) -> tuple[
 
 
 def _dropout(x: Tensor, dropout) -> tuple[Tensor, float]:
-    """x and the share of it that is still to be dropped."""
+    """x, and the fraction of it that is still to be dropped."""
     if dropout is None:
         return x, 0.0
     if isinstance(dropout, tuple):
@@ -101,7 +101,7 @@ def _dropout(x: Tensor, dropout) -> tuple[Tensor, float]:
 
 
 def _fusable(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
-    if inductor_fuses(x):  # first, as torch.compile guards what is read
+    if inductor_fuses(x):  # first, since torch.compile guards every attribute that is read
         return False
     recipe = recipe_of(norm)
     return (
@@ -118,7 +118,7 @@ def _fusable(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
 
 
 def _mixed(x: Tensor, residual: Tensor) -> bool:
-    """bfloat16 beside a float32 stream; either may be a number."""
+    """Whether x is bfloat16 and residual a float32 stream; either may be a number."""
     dtypes = torch.bfloat16, torch.float32
     return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
 

@@ -1,1 +1,1 @@
-"""Attention: which modules call transformers' AttentionInterface, and what they call instead."""
+"""Attention: which modules use transformers' AttentionInterface, and what they call instead."""

@@ -1,7 +1,7 @@
-"""`attention` as an implementation that transformers' models can be told to use.
+"""`attention` as an implementation that transformers' models can select.
 
-transformers keeps two tables by name: functions of attention, and functions that make the masks
-for them. A name that is missing in the second loses padding masks without a word.
+transformers keeps two tables by name: attention functions, and functions that build their masks. If
+a name is missing in the second one, padding masks are silently lost.
 """
 
 import logging
@@ -26,7 +26,7 @@ F32 = torch.float32
 SDPA = torch._C._nn.scaled_dot_product_attention
 log = logging.getLogger("fusedops.patching")
 
-# What models pass on that says nothing of the scores: sdpa reads none of them either.
+# Arguments that models pass on but that do not affect the scores; sdpa ignores them too.
 IGNORED = {
     "cache_position",
     "cu_seq_lens_k",
@@ -40,17 +40,17 @@ IGNORED = {
     "output_router_logits",
     "position_ids",
     "return_dict",
-    "sliding_window",  # the mask has it
+    "sliding_window",  # already in the mask
     "use_cache",
 }
 
 
 def register_attention() -> None:
-    """Tells transformers of the attention implementation "fusedops".
+    """Registers the attention implementation "fusedops" with transformers.
 
-    After it, `model.set_attn_implementation("fusedops")` and `attn_implementation="fusedops"` are
-    known, for models whose attention goes through transformers' AttentionInterface. `patch` calls
-    it. Imports transformers, and raises ImportError where there is none.
+    Afterwards `model.set_attn_implementation("fusedops")` and `attn_implementation="fusedops"`
+    work, for models whose attention uses transformers' AttentionInterface. `patch` calls this
+    function. Imports transformers, and raises ImportError if it is not installed.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -76,11 +76,11 @@ def attention_forward(
     """transformers' sdpa_attention_forward by `attention`, with a softcap and sinks.
 
     query: [B, Hq, Sq, D]. key, value: [B, Hkv, Sk, D or Dv]. attention_mask: as sdpa_mask makes it,
-    True is seen, or numbers to add; None: causal where the module or the argument says so and there
-    is more than one query. Where the module's config says eager, a mask is eager_mask's: numbers,
-    and None hides nothing. position_bias: numbers to add beside the mask. s_aux: the sinks, [Hq].
-    Returns [B, Sq, Hq, Dv] and no weights. Calls that `attention` does not take go to transformers'
-    own function.
+    True means visible, or numbers to add. None means causal if the module or the argument says so
+    and there is more than one query. If the module's config says eager, the mask is eager_mask's:
+    numbers, and None hides nothing. position_bias: numbers to add to the mask. s_aux: the sinks,
+    [Hq]. Returns [B, Sq, Hq, Dv] and no weights. Calls that `attention` does not support go to
+    transformers' own function.
     """
     eager = _is_eager(module)
     reason = _obstacle(eager, query, key, value, attention_mask, position_bias, kwargs)
@@ -113,10 +113,10 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """A call of attention_forward by `attention`, whatever its size and device."""
+    """Runs attention_forward's call by `attention`, whatever its size and device."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and bool(query.shape[2] > 1)
-    if causal and key.shape[2] > query.shape[2]:  # a static cache that was empty
+    if causal and key.shape[2] > query.shape[2]:  # an empty static cache
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         if position_bias is not None:
             position_bias = position_bias[..., : query.shape[2]]
@@ -143,8 +143,8 @@ def _obstacle(
     position_bias: Tensor | None,
     kwargs: dict[str, Any],
 ) -> str:
-    """Why `attention` does not take the call, empty where it does. eager: that is set."""
-    if not eager and F.scaled_dot_product_attention is not SDPA:  # for context parallelism
+    """Why `attention` cannot take the call; empty if it can. eager: the config says eager."""
+    if not eager and F.scaled_dot_product_attention is not SDPA:  # by context parallelism
         return "torch's scaled_dot_product_attention has been replaced"
     for name, given in kwargs.items():
         if not (name in IGNORED or given is None or given is False):
@@ -193,8 +193,9 @@ def _theirs(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """The call by the function that the model would have run: eager's where that is set, or where
-    sdpa's knows no such scores.
+    """Runs the function that the model would have run.
+
+    That is eager's if it is set, or if sdpa does not support such scores.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -209,12 +210,12 @@ def _theirs(
 
 
 def _is_eager(module: nn.Module) -> bool:
-    """Whether its attention is eager's without us, and its masks are."""
+    """Whether its attention, and thus its masks, would be eager's without patch."""
     return implementation(getattr(module, "config", None)) == "eager"
 
 
 def eager_function(module: nn.Module) -> Callable | None:
-    """The function that the module's code has for "eager"."""
+    """The function that the module's code uses for "eager"."""
     try:
         forward = innermost(original_class(module))
     except Unreadable:
@@ -226,7 +227,7 @@ def eager_function(module: nn.Module) -> Callable | None:
 def _as_numbers(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
 ) -> Tensor | None:
-    """A mask as eager's functions add it: the smallest number where a key is not seen."""
+    """A mask as eager functions add it: the dtype's smallest number hides a key."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if mask is None and causal and query.shape[2] > 1:
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)

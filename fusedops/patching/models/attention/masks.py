@@ -1,7 +1,7 @@
-"""Masks that models make for eager attention, in the form that `attention` reads fastest.
+"""Converts eager attention's masks to the form that `attention` reads fastest.
 
-Eager code adds a mask of numbers to the scores: 0 where a key is seen, the dtype's least where it
-is not. `attention` is faster on bools, and fastest without a mask and on "causal".
+Eager code adds a mask of numbers to the scores: 0 where a key is visible, the dtype's smallest
+number where it is not. `attention` is faster with bools, and fastest with no mask or "causal".
 """
 
 import threading
@@ -14,14 +14,14 @@ from fusedops.patching.core.tracing import is_transformed
 
 __all__ = ["simplest"]
 
-INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # of as many bytes as a number
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # integers of the same size
 STRIP = 128  # queries
 
 Simple = tuple[Tensor | None, bool]
 
 
 class _Thread(threading.local):
-    """mask -> (its version, what it says). All layers get the same tensor: it is read once."""
+    """mask -> (its version, its meaning). All layers share one tensor, so it is read once."""
 
     def __init__(self) -> None:
         self.known = WeakTensorKeyDictionary()
@@ -31,18 +31,18 @@ _thread = _Thread()
 
 
 def simplest(mask: Tensor | None) -> Simple:
-    """(mask, causal): arguments of `attention` for an eager function's mask, [B or 1, .., Q, K].
+    """(mask, causal) for `attention`, from an eager function's mask [B or 1, .., Q, K].
 
-    A mask of nothing but 0 and the least numbers becomes bools, causal where it is the square lower
-    triangle, and None where every key is seen. Others stay numbers, as do all masks on other
-    devices than CPUs and in a graph or transform, where reading them is not free; -inf is in the
-    place of the least numbers, so that a query that sees no key gives zeros there too.
+    A mask of only 0 and the smallest number becomes bools; it becomes causal if it is the square
+    lower triangle, and None if every key is visible. Other masks stay numbers. So do all masks on
+    other devices than CPUs and inside a graph or transform, where reading them is costly. The
+    smallest number is replaced by -inf, so that a query that sees no key gives zeros there too.
     """
     if mask is None or not mask.is_floating_point():
         return mask, False
     if not _readable(mask):
         return _numbers(mask), False
-    if mask.is_inference():  # which counts no versions
+    if mask.is_inference():  # it has no version counter
         return _read(mask)
     version, found = _thread.known.get(mask, (None, None))
     if version != mask._version:
@@ -72,15 +72,15 @@ def _read(mask: Tensor) -> Simple:
     hidden = least.view(bits.dtype)
     if _is_causal(bits, hidden):
         return None, True
-    # As integers, negative numbers lie the other way round: the least and -inf come last.
+    # As integers, negative floats sort in reverse: the smallest number and -inf come last.
     lowest = bits.amin()
-    if not (lowest >= hidden and mask.amax() <= 0):  # the latter is False of NaN
+    if not (lowest >= hidden and mask.amax() <= 0):  # the second test is False for NaN
         return _numbers(mask), False
     return (None, False) if lowest == 0 else (mask.bool().logical_not_(), False)
 
 
 def _is_causal(bits: Tensor, hidden: Tensor) -> bool:
-    """Whether each query sees all keys up to its own, and no other. Strip by strip."""
+    """Whether each query sees exactly the keys up to its own. Checked strip by strip."""
     n, keys = bits.shape[-2:]
     if n != keys:
         return False

@@ -1,7 +1,7 @@
 """Attention sites: modules that call the function that their config names.
 
-A transformers model asks `ALL_ATTENTION_FUNCTIONS` for the function at each call. Each attention
-that is fused gets a view of its config, which names `attention`; its code stays as it is.
+A transformers model looks up its function in `ALL_ATTENTION_FUNCTIONS` in each call. Each fused
+attention gets a view of its config that names `attention`; its code is not changed.
 """
 
 import ast
@@ -30,8 +30,8 @@ __all__ = ["attends", "patch_attention"]
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 ASIDE = "its code does not use transformers' AttentionInterface"
 OWN = re.compile(r"self(\.\w+)+")
-WEIGHTLESS = "sdpa", "flash_attn"  # of a model whose code does without attention's weights
-SCORES = "position_bias", "softcap", "s_aux"  # what changes them
+WEIGHTLESS = "sdpa", "flash_attn"  # a model that supports these needs no attention weights
+SCORES = "position_bias", "softcap", "s_aux"  # arguments that change the scores
 
 
 def patch_attention(model: nn.Module, report: PatchReport) -> None:
@@ -50,9 +50,9 @@ def patch_attention(model: nn.Module, report: PatchReport) -> None:
 
 
 def _fuse(module: nn.Module, was: str | None) -> str:
-    """Has the attention call ours. Returns why it cannot, empty where it does."""
+    """Makes the attention call ours. Returns why it cannot; empty on success."""
     register_attention()
-    if was == NAME:  # the user has said so
+    if was == NAME:  # the user chose it
         return ""
     try:
         fit_view(module)
@@ -74,7 +74,7 @@ def _left(model: nn.Module, reason: str) -> Iterator[Site]:
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """(path, module, the PreTrainedModel that it is in)."""
+    """Yields (path, module, the PreTrainedModel that contains it)."""
     home = sys.modules.get("transformers.modeling_utils")
     if home is None:
         return
@@ -93,7 +93,7 @@ def _inner(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """It asks the table, or its class calls itself so and has weights."""
+    """Whether it uses the table, or its class is named attention and has weights."""
     cls = original_class(module)
     if isinstance(module, torch.jit.ScriptModule):
         return False
@@ -102,7 +102,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _asks(cls: type[nn.Module]) -> bool:
-    """Whether its forward asks transformers' table for the function."""
+    """Whether its forward looks up the function in transformers' table."""
     try:
         return TABLE in innermost(cls).__code__.co_names
     except Unreadable:
@@ -110,7 +110,7 @@ def _asks(cls: type[nn.Module]) -> bool:
 
 
 def _obstacle(module: nn.Module, owner: Any) -> str:
-    """Why the attention of a module is left, empty where it is not."""
+    """Why a module's attention is skipped; empty if it is not."""
     cls, config = original_class(module), config_of(module)
     was = implementation(config)
     if not _asks(cls) or was is None:
@@ -130,8 +130,9 @@ def _obstacle(module: nn.Module, owner: Any) -> str:
 
 
 def _asked(cls: type) -> frozenset[str]:
-    """The names, joined, that the code of a class compares the implementation with: that of its
-    bases, and functions beside them, which may be given the module.
+    """The implementation names, joined, that a class's code compares with.
+
+    Includes its bases, and functions in the same files, which may be given the module.
     """
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     files = ((getattr(sys.modules.get(b.__module__), "__file__", None), b.__name__) for b in bases)
@@ -141,7 +142,7 @@ def _asked(cls: type) -> frozenset[str]:
 
 @cache
 def _compared(file: str) -> dict[str, frozenset[str]]:
-    """What `_asked` looks up in a file: by class, and of all functions under an empty name."""
+    """What `_asked` looks up in a file: by class; functions' names under an empty key."""
     try:
         with open(file, encoding="utf-8") as source:
             tree = ast.parse(source.read())
@@ -167,11 +168,11 @@ def _is_implementation(node: ast.expr) -> bool:
     return getattr(node, "attr", getattr(node, "id", "")).endswith("attn_implementation")
 
 
-# Whether the function that runs now is one that `attention` stands for.
+# Checks that the function that runs now computes what `attention` does.
 
 
 def _unlike(module: nn.Module, was: str) -> str:
-    """Why what runs now is not what `attention` computes, empty where it is."""
+    """Why the function that runs now differs from `attention`; empty if it does not."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if was == NAME:
@@ -194,7 +195,7 @@ def _unlike(module: nn.Module, was: str) -> str:
 
 
 def _same(module: nn.Module, run: Any) -> bool:
-    """Whether both give the same for a few queries, with and without masks."""
+    """Whether both give the same results for a few queries, with and without masks."""
     device = device_of(module)
     device = device if any(not p.is_meta for p in module.parameters()) else "cpu"
     draw = torch.Generator().manual_seed(0)
@@ -229,7 +230,7 @@ def _cut(more: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def _passed(module: nn.Module, draw: torch.Generator) -> dict[str, Any]:
-    """The keyword arguments that the module gives to the function, as far as they are its own."""
+    """The keyword arguments that the module passes to the function, as far as they are its own."""
     values: dict[str, Any] = {}
     for name, source in _keywords(innermost(original_class(module))).items():
         if name == "position_bias":
@@ -243,7 +244,7 @@ def _passed(module: nn.Module, draw: torch.Generator) -> dict[str, Any]:
 
 @cache
 def _keywords(forward: FunctionType) -> dict[str, str]:
-    """name -> source of the keyword arguments of the call in a forward."""
+    """name -> source text of the keyword arguments in a forward's attention call."""
     calls = (n for n in ast.walk(parse(forward)) if isinstance(n, ast.Call))
     ours = (c for c in calls if getattr(c.func, "id", "") == "attention_interface")
     return {k.arg: ast.unparse(k.value) for call in ours for k in call.keywords if k.arg}

@@ -1,8 +1,8 @@
-"""The loss functions that are known, and what takes their place.
+"""Recognises transformers' loss functions and builds their replacements.
 
-A loss function is known when it is one of transformers' own, was run and gave what ours gives.
-Whatever else it is called with is its own business: then it runs itself, on logits. A run says
-nothing about what a user's function does with other labels, or notes elsewhere: that is left.
+A loss function is known if it is one of transformers' own and gave our results when both were run.
+If it is called with other arguments, it runs itself, on logits. A user's function is skipped: a run
+cannot show what it does with other labels, or what it records elsewhere.
 """
 
 import functools
@@ -26,15 +26,15 @@ from fusedops.patching.models.loss.logits import LazyLogits, read
 
 __all__ = ["Loss", "loss_like"]
 
-OWN = "transformers.loss."  # the modules whose functions are run and replaced
+OWN = "transformers.loss."  # modules whose functions may be run and replaced
 
 
 @dataclass(frozen=True)
 class Loss:
     """A model's function that computes the cross entropy of logits and labels.
 
-    shifts: position n predicts label n + 1. reads: the arguments beside ARGUMENTS that its code
-    knows: called with one of them, the function runs itself.
+    shifts: whether position n predicts label n + 1. reads: arguments other than ARGUMENTS that its
+    code uses; if a call has one of them, the function runs itself.
     """
 
     theirs: Callable
@@ -43,7 +43,7 @@ class Loss:
 
     @functools.cached_property
     def fused(self) -> Callable:
-        """What stands for it."""
+        """The function that replaces it."""
 
         @functools.wraps(self.theirs)
         def fused(*args, **kwargs):
@@ -55,7 +55,7 @@ class Loss:
         return fused
 
     def of(self, args: tuple, kwargs: dict) -> Tensor | None:
-        """The loss of a call; None where the model's own function has to run."""
+        """The loss for a call; None if the model's own function must run."""
         if kwargs.keys() & self.reads:
             return None
         try:
@@ -100,7 +100,7 @@ def _of_call(
 
 
 CALL = inspect.signature(_of_call)
-ARGUMENTS = tuple(CALL.parameters)[1:-1]  # of a loss function: logits, ..., shift_labels
+ARGUMENTS = tuple(CALL.parameters)[1:-1]  # a loss function's: logits, ..., shift_labels
 
 
 def _of_rows(logits: Tensor, targets: Tensor, how: dict) -> Tensor:
@@ -112,7 +112,7 @@ def _of_rows(logits: Tensor, targets: Tensor, how: dict) -> Tensor:
 
 
 def loss_like(theirs: Any) -> Loss | str:
-    """What may stand for a loss function, or why nothing may."""
+    """The `Loss` that may replace a loss function, or why none may."""
     name = getattr(theirs, "__name__", type(theirs).__name__)
     if not isinstance(theirs, FunctionType) or not _is_own(theirs):
         return f"its loss function {name} is not transformers' own"
@@ -135,18 +135,18 @@ def loss_like(theirs: Any) -> Loss | str:
 
 
 def _is_own(function: FunctionType) -> bool:
-    """By where it was defined: `__module__` is what functools.wraps makes it."""
+    """Judges by where it was defined, as functools.wraps changes `__module__`."""
     return function.__globals__.get("__name__", "").startswith(OWN)
 
 
 def _gives(loss: Loss, wanted: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether loss and gradient are as wanted, in each case."""
+    """Whether loss and gradient match in each case."""
     ours = (_results(lambda **kwargs: loss.of((), kwargs), *case) for case in _cases())
     return all(map(_same, ours, wanted))
 
 
 def _cases() -> Iterator[tuple[Tensor, dict]]:
-    """(logits of two rows of five positions and seven classes, the other arguments)"""
+    """Yields (logits of 2 rows, 5 positions, 7 classes; the other arguments)."""
     for dtype, (logits, call) in product((torch.float32, torch.bfloat16), _calls()):
         yield logits.to(dtype), call
 

@@ -1,8 +1,8 @@
-"""A head that gives lazy logits where it may, and is called a second time for what they stand for.
+"""A head that may return lazy logits, and is called again to compute them or the loss.
 
-Both the loss and, where someone reads them, the values come from a call of the head itself, so that
-the hooks of FSDP and ZeRO gather its weight around it. The second call carries a question; the
-head's forward answers it instead of giving logits.
+The loss, and the values if someone reads them, both come from a call to the head itself, so that
+the hooks of FSDP and ZeRO gather its weight. The second call carries a question, which the head's
+forward answers instead of returning logits.
 """
 
 import functools
@@ -36,17 +36,17 @@ __all__ = ["heads_of", "is_watched", "loss_of", "patch_head", "untraceable"]
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 BITS = {4: torch.int32, 2: torch.int16}
-# What autograd calls the nodes of the operations that lazy logits note.
+# Names of autograd's nodes for the operations that lazy logits record.
 NODES = {
     *("AliasBackward0", "CloneBackward0", "DivBackward0", "MulBackward0", "TanhBackward0"),
     *("ToCopyBackward0", "ViewBackward0"),
 }
-SAMPLES = 8  # rows and columns of the weight that tell whether it has changed
+SAMPLES = 8  # rows and columns of the weight that are compared to detect changes
 
 
 @dataclass(eq=False)
 class Question:
-    """What a head is called for. answer: takes the head's weight, bias and input."""
+    """Why a head is called. answer: takes the head's weight, bias and input."""
 
     head: nn.Module
     answer: Callable[[Tensor, Tensor | None, Tensor], Tensor | None]
@@ -65,7 +65,7 @@ def _ask(question: Question, hidden: Tensor) -> Tensor:
 
 
 def heads_of(model: Any) -> tuple[nn.Module, ...]:
-    """The model's head; of one that PEFT trains in full, the copies that it may call."""
+    """The model's head; if PEFT trains it in full, the copies that PEFT may call."""
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
@@ -74,7 +74,7 @@ def heads_of(model: Any) -> tuple[nn.Module, ...]:
 
 
 def patch_head(head: nn.Module) -> str:
-    """Lets the head give lazy logits. Returns why it cannot, empty where it can."""
+    """Makes the head return lazy logits. Returns why it cannot; empty on success."""
     form = form_of(head)
     if form is None or form.turned:
         library = type(head).__module__.partition(".")[0]
@@ -106,7 +106,7 @@ def _head_class(original: type[nn.Module], below: type[Any] | None, form: Form) 
 
 
 def untraceable() -> bool:
-    """Whether a mode or a transform has to see the logits."""
+    """Whether a mode or transform must see the logits."""
     return bool(torch.compiler.is_compiling() or is_transformed() or forward_ad._current_level >= 0)
 
 
@@ -118,13 +118,13 @@ def _answer(question: Question, head: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
-    """Lazy logits of x, None where they have to be made."""
+    """Lazy logits of x; None if they must be computed."""
     form = given(head, "_fusedops_head")
     found = form and not untraceable() and not is_watched(head) and form.operands(head, x)
     if not found:
         return None
     weight, bias = found
-    if x.device.type == "meta":  # there is no autocast for it: torch raises
+    if x.device.type == "meta":  # it has no autocast: torch raises
         return None
     cast = _autocast(x)
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
@@ -136,7 +136,7 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
         return None
     if logits_pay(x, weight, cast or x.dtype):
         return None
-    if x.is_inference():  # it counts no versions: whoever writes into it may not change logits
+    if x.is_inference():  # no version counter: writes to x must not change the logits
         x = x.clone()
     values = _Values(head, x, weight, bias, cast)
     versions = tuple((t, version(t)) for t in (x, weight, bias) if t is not None)
@@ -150,7 +150,7 @@ def _autocast(x: Tensor) -> torch.dtype | None:
 
 
 def is_watched(head: nn.Module) -> bool:
-    """Whether a hook wants to see the logits: all but those that gather weights do."""
+    """Whether a hook needs the logits; hooks that only gather weights do not."""
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     return (
         type(head).__call__ is not nn.Module.__call__
@@ -162,8 +162,9 @@ def is_watched(head: nn.Module) -> bool:
 
 
 def _gathers(hook: Any) -> bool:
-    """Whether it is a hook of FSDP2 or of ZeRO-3, for a module by itself. FSDP's hooks for several
-    modules count the calls.
+    """Whether it is FSDP2's or ZeRO-3's hook for a single module.
+
+    FSDP's hooks for several modules count the calls, so they do not qualify.
     """
     hook = hook.func if isinstance(hook, functools.partial) else hook
     owner = type(getattr(hook, "__self__", None)).__module__
@@ -173,7 +174,7 @@ def _gathers(hook: Any) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """The node of a linear whose output has no values yet."""
+    """The autograd node of a linear whose output has no values yet."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, origin):
@@ -195,10 +196,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _leads_to_the_head(node: Any) -> bool:
-    """Whether the gradient of noted logits is that of the head's output times what was noted.
+    """Whether the logits' gradient is the head output's, times the noted operations.
 
-    Not behind another's autograd function, but for those that gather the head's weight; nor of
-    logits that were detached and have a gradient of their own.
+    False behind another autograd function (except those that gather the head's weight), and for
+    logits that were detached and have their own gradient.
     """
     while type(node).__name__ in NODES or _gathers(getattr(type(node), "_forward_cls", None)):
         node = node.next_functions[0][0]
@@ -206,11 +207,11 @@ def _leads_to_the_head(node: Any) -> bool:
 
 
 class _Values:
-    """Computes the logits of a call that has been made.
+    """Computes the logits of an earlier call, with the weight of that call.
 
-    From the weight of that call. FSDP and ZeRO have freed it meanwhile: then the head is called
-    again. What was stepped in between gives other logits, and shards and `weight.data` count no
-    versions, so some elements are kept and compared.
+    FSDP and ZeRO may have freed the weight; then the head is called again. A weight stepped in
+    between would give other logits. Shards and `weight.data` have no version counter, so some
+    elements are kept for comparison.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class _Values:
 
 
 def _whole(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
-    """Of a head that is sharded with the model around it, and is called alone."""
+    """The full weight and bias of a head that is sharded with its model but called alone."""
     if hasattr(weight, "full_tensor"):
         return weight.full_tensor(), None if bias is None else bias.full_tensor()
     return weight, bias
@@ -260,7 +261,7 @@ def _sample(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _equal(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
-    """Bit for bit: NaN is NaN."""
+    """Bitwise equality, so NaN equals NaN."""
     return len(some) == len(others) and all(
         a.dtype == b.dtype
         and a.device == b.device
@@ -270,9 +271,9 @@ def _equal(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
 
 
 def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
-    """`cross_entropy(logits, targets)` in float32 from the head's input; None where it cannot be.
+    """`cross_entropy(logits, targets)` in float32 from the head's input; None if impossible.
 
-    targets: [...], as many as there are rows of logits. how: linear_cross_entropy's arguments.
+    targets: [...], one per row of logits. how: linear_cross_entropy's arguments.
     """
     found = formula(logits)
     if found is None or (logits.requires_grad and not _leads_to_the_head(logits.grad_fn)):
@@ -283,7 +284,7 @@ def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
 
     def answer(weight: Any, bias: Any, x: Tensor) -> Tensor:
         weight, bias = _whole(weight, bias)
-        if not SCOPE.get():  # in a forward nothing was stepped in between
+        if not SCOPE.get():  # within a forward, nothing was stepped in between
             origin.values.compare(weight, bias)
         rows = targets.view(x.shape[:-1])
         return linear_cross_entropy(x, weight, rows, linear_bias=bias, **how)
@@ -291,5 +292,5 @@ def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
     question = Question(origin.head, answer)
     with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
         loss = _ask(question, origin.hidden)
-    # A policy of FSDP may round what comes from the head's call.
+    # FSDP's mixed precision may round the result of the head's call.
     return loss if question.answered and loss.dtype == torch.float32 else None

@@ -1,8 +1,8 @@
-"""Logits whose values are computed when someone reads them.
+"""Logits whose values are computed on first read.
 
-`LazyLogits` is what a head gives in their place. Its autograd node is a linear's and torch makes
-the nodes of whatever is done with it, so gradients are right whether or not values are ever read:
-only the values wait. A few operations are noted instead of done; all others read the values.
+A head returns `LazyLogits` instead of logits. Its autograd node is a linear's, and torch builds the
+nodes of later operations, so gradients are right whether or not the values are ever read: only the
+values are deferred. A few operations are recorded instead of run; all others read the values.
 """
 
 import inspect
@@ -33,10 +33,10 @@ __all__ = [
 
 aten: Any = torch.ops.aten
 
-# The heads whose logits may wait: those of the model that is in a forward with labels.
+# The heads whose logits may wait: those of the model currently in a forward with labels.
 SCOPE: ContextVar[tuple[nn.Module, ...]] = ContextVar("heads of a forward with labels", default=())
 
-# The states of lazy logits made in a forward that keeps them; None in one that does not.
+# The states of lazy logits in a forward that keeps them; None in one that does not.
 KEPT: ContextVar["WeakSet[State] | None"] = ContextVar("states in a forward", default=None)
 
 CHANGED = (
@@ -45,17 +45,17 @@ CHANGED = (
     "or with loss=False"
 )
 SCALED = {aten.mul.Tensor: lambda by: by, aten.div.Tensor: lambda by: 1 / by}
-SAME = aten.detach.default, aten.alias.default, aten.view.default  # the same memory
-# Up to torch 2.13 `apply` is a Python function; later it is C, which has no frame.
+SAME = aten.detach.default, aten.alias.default, aten.view.default  # results share memory
+# Up to torch 2.13, `apply` is a Python function; later it is C and has no frame.
 APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where logits come from: `head(hidden)`. hidden is what the head's forward got.
+    """Where logits come from: `head(hidden)`. hidden is the input of the head's forward.
 
-    values: computes them, without a gradient; its `compare` raises where the weight and bias that
-    it is given are others now. dtype: theirs. versions: hidden's, the weight's and the bias's.
+    values: computes them without gradients; its `compare` raises if a given weight and bias differ
+    from those of the call. dtype: the logits' dtype. versions: of hidden, the weight and the bias.
     """
 
     head: nn.Module
@@ -65,8 +65,9 @@ class Origin:
     versions: tuple[tuple[Tensor, int], ...]
 
     def check(self) -> None:
-        """Raises where someone has written into one of them since. Weights that FSDP and ZeRO have
-        freed are gathered anew.
+        """Raises if one of them was written to since.
+
+        Weights that FSDP and ZeRO have freed are gathered again, so they are not checked here.
         """
         if any(is_there(t) and version(t) != known for t, known in self.versions):
             raise RuntimeError(CHANGED)
@@ -83,9 +84,10 @@ def is_there(t: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """steps: (function, its arguments after the first, keywords) of what was done to the logits.
+    """What lazy logits stand for: an origin and the operations recorded since.
 
-    cell: the values, once they were read. Tensors that share memory share a state.
+    steps: (function, its other arguments, keywords) per operation. cell: the values, once they were
+    read. Tensors that share memory share a state.
     """
 
     origin: Origin
@@ -108,7 +110,7 @@ class State:
 
 
 class LazyLogits(Tensor):
-    """[..., classes]. Torch's functions take it as any tensor, and give plain tensors."""
+    """Lazy logits [..., classes]. torch functions accept it and return plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     state: State
@@ -143,12 +145,12 @@ class LazyLogits(Tensor):
 
     def __deepcopy__(self, memo):
         plain = read(self)
-        memo.setdefault(id(memo), []).append(plain)  # as `copy` does: it may not die before memo
+        memo.setdefault(id(memo), []).append(plain)  # like `copy`: keep it alive as long as memo
         return plain.__deepcopy__(memo)
 
 
 def _reading(name: str) -> Callable:
-    """A method of the plain tensor: it goes to the memory, where no dispatch sees it."""
+    """A plain tensor's method that accesses memory directly, where no dispatch happens."""
 
     def method(self, *args, **kwargs):
         return getattr(read(self), name)(*args, **kwargs)
@@ -176,16 +178,16 @@ class _Read(torch.autograd.Function):
 
 
 def read(logits: Any) -> Any:
-    """Lazy logits as a plain tensor, with their place in the graph. Anything else as it is."""
+    """Lazy logits as a plain tensor in the same graph; anything else unchanged."""
     return _Read.apply(logits) if isinstance(logits, LazyLogits) else logits
 
 
 def keep(outputs: Any, states: "WeakSet[State]") -> None:
-    """Computes the values of the lazy logits in a model's outputs, whose places in the graph stay:
-    what is computed from them has the gradients that it has without.
+    """Computes the values of the lazy logits in a model's outputs; the graph is unchanged.
 
-    states: those of the forward. Outputs may be of a class that torch does not look into: of a head
-    none of whose logits are found in them, all logits that are left have to be computed.
+    Results computed from them have the same gradients as without. states: those of the forward.
+    Outputs may have a class that torch does not look into: if no logits of a head are found in
+    them, all of its remaining logits are computed.
     """
     found = [t.state for t in tree_leaves(outputs) if isinstance(t, LazyLogits)]
     origins = {state.origin for state in found}
@@ -194,7 +196,7 @@ def keep(outputs: Any, states: "WeakSet[State]") -> None:
 
 
 def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
-    """The result of an operation that can wait; None where it has to run."""
+    """The result of an operation that can wait; None if it must run now."""
     logits = args[0] if args else None
     if not isinstance(logits, LazyLogits) or logits.state.cell:
         return None
@@ -202,7 +204,7 @@ def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
     waits = bool(SCOPE.get())
     if not waits and logits.requires_grad and not torch.is_grad_enabled():
         waits = _in_an_autograd_function()
-        if not waits:  # a user keeps the values
+        if not waits:  # a user wants the values
             return None
     if function is aten._to_copy.default:
         dtype: Any = kwargs.get("dtype")
@@ -222,8 +224,9 @@ def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
 
 
 def _in_an_autograd_function() -> bool:
-    """As DDP and ZeRO-3 call them on a module's outputs: what they do there, they do to hand the
-    same values on.
+    """Whether an autograd function is running.
+
+    DDP and ZeRO-3 call theirs on a model's outputs, only to pass the same values on.
     """
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_code is APPLY or _has_context(frame)):
@@ -247,8 +250,9 @@ def _more(
 
 
 def formula(logits: LazyLogits) -> tuple[float | None, float | None] | None:
-    """(scale, softcap) of cross_entropy that do what was done to the head's output; None where
-    none do, or where the values are there.
+    """cross_entropy's (scale, softcap) that match the operations on the head's output.
+
+    None if no such numbers exist or if the values have been computed.
 
         after tanh(before x) = softcap tanh(scale x / softcap)
     """

@@ -1,4 +1,4 @@
-"""Finds models that compute a loss from a head and labels, and swaps model and head."""
+"""Loss sites: models that compute a loss from a head and labels."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ __all__ = ["KEEP", "LATE", "LINEAR", "OFF", "loss_now", "patch_losses"]
 LINEAR, OF_LOGITS = "linear_cross_entropy", "cross_entropy"
 KEEP = "keep_logits"
 FUNCTION = "loss_function"
-# How code gets at a model without its head, and what it takes from it.
+# How code accesses a model without its head, and the result that it reads.
 BODY = "base_model", "base_model_prefix", "get_decoder", "last_hidden_state"
 OFF = "it is no longer fused"
 TOO = f"{KEEP}: the forward also computes the logits"
@@ -31,9 +31,9 @@ LATE = f'loss: read outputs.logits before optimizer.step(), or patch with loss="
 
 
 def patch_losses(model: nn.Module, report: PatchReport, keeps: bool = False) -> None:
-    """Swaps every causal model in `model`, and the heads that can do without their logits.
+    """Swaps every causal model in `model`, and the heads that can skip their logits.
 
-    keeps: the forward computes the logits' values too, beside a loss without them.
+    keeps: the forward also computes the logits' values, next to a loss without them.
     """
     sites = []
     for path, module in list(model.named_modules()):
@@ -46,7 +46,7 @@ def patch_losses(model: nn.Module, report: PatchReport, keeps: bool = False) -> 
 
 
 def _head(module: nn.Module) -> nn.Module | None:
-    """The head of a model that takes labels or names a loss function; None of all others."""
+    """The head of a model that takes labels or names a loss function; None for others."""
     if isinstance(module, torch.jit.ScriptModule) or not hasattr(module, "get_output_embeddings"):
         return None
     original: Any = original_class(module)
@@ -62,13 +62,13 @@ def _head(module: nn.Module) -> nn.Module | None:
 
 
 def _labels_at(original: type[nn.Module]) -> int | None:
-    """Where `labels` stands among the arguments of the forward."""
+    """The position of `labels` among the forward's arguments."""
     names = list(inspect.signature(original.forward).parameters)
     return names.index("labels") - 1 if "labels" in names else None
 
 
 def loss_now(model: nn.Module, site: Site) -> Site:
-    """A loss that patch has fused, as it is computed by now."""
+    """The site of a fused loss, updated to how it is computed now."""
     for path, module in model.named_modules():
         head = _head(module)
         if head is not None and _where(path, module, head) == site.path:
@@ -92,7 +92,7 @@ def _as_it_runs(model: nn.Module, site: Site) -> Site:
 
 
 def _needs_logits(model: nn.Module, other: Other | None) -> str:
-    """Why a loss that was computed without logits is computed of them now, empty where not."""
+    """Why a loss fused without logits now needs them; empty if it does not."""
     heads = heads_of(model)
     if other and not other.calls:
         return str(other)
@@ -103,7 +103,7 @@ def _needs_logits(model: nn.Module, other: Other | None) -> str:
 
 
 def _off(model: nn.Module) -> str:
-    """Why the loss function of a model that was patched is not ours."""
+    """Why a patched model's loss function is no longer ours."""
     known = given(model, "_fusedops_loss")
     return OFF if known is None else "another loss_function was set after patch"
 
@@ -118,15 +118,16 @@ def _head_names(where: str) -> set[str]:
 
 
 def _other_head(model: nn.Module, where: str) -> Other | None:
-    """The function that runs in place of the model's forward, or around it and reads the head."""
+    """The function that replaces or wraps the model's forward and reads the head."""
     return instead(model, _head_names(where))
 
 
 def _leaves(other: Other | None, model: Any, where: str) -> bool:
-    """Whether the function computes the loss with a head of its own.
+    """Whether the function computes the loss with its own head.
 
-    One that asks the model for its loss function has ours, of logits. One that calls the model's
-    forward and reads the head does both where it runs the model's body by itself, as TRL's.
+    If it asks the model for its loss function, it gets ours, with logits. If it calls the model's
+    forward and reads the head, it counts only if it also runs the model's body itself, as TRL's
+    does.
     """
     if other is None or FUNCTION in other.reads or other.reads.isdisjoint(_head_names(where)):
         return False
@@ -139,7 +140,7 @@ def _left_to(other: Other | None, site: Site) -> Site:
 
 
 def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
-    """Fuses the loss of a model where it can. Returns its site."""
+    """Fuses a model's loss if possible. Returns its site."""
     where = _where(path, model, head)
     original: Any = original_class(model)
     site = Site(where, "loss", original.__name__)
@@ -159,7 +160,7 @@ def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
 
 
 def _unreadable(original: type[nn.Module]) -> str:
-    """Why patch cannot tell how a class computes its loss, empty where it can."""
+    """Why patch cannot tell how a class computes its loss; empty if it can."""
     own = inspect.getattr_static(original, FUNCTION, None)
     if not isinstance(own, property) or FUNCTION not in names_in(original):
         return "its forward computes the loss itself"
@@ -167,14 +168,14 @@ def _unreadable(original: type[nn.Module]) -> str:
 
 
 def _patch_heads(model: nn.Module) -> str:
-    """Has the heads give lazy logits. Returns why one cannot, empty where all do."""
+    """Makes the heads return lazy logits. Returns why one cannot; empty if all do."""
     if "forward" in vars(model):
         return "the model has its own forward"
     return next((why for one in heads_of(model) if (why := patch_head(one))), "")
 
 
 def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
-    """Gives the model its loss function. Returns why it cannot, empty where it has."""
+    """Gives the model its loss function. Returns why it cannot; empty on success."""
     try:
         overlay(model, functools.partial(_model_class, loss=loss, keeps=keeps))
     except Unswappable as why:

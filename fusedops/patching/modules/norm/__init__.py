@@ -1,1 +1,1 @@
-"""Norm modules: which formula and rounding a module computes, found by running it."""
+"""Norm modules: finds their formula and rounding by running them."""

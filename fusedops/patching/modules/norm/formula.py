@@ -15,7 +15,7 @@ __all__ = ["FORMULAS", "Formula", "same"]
 
 @dataclass(frozen=True)
 class Formula:
-    """layer_norm, or rms_norm in one of its roundings (see fusedops.functional)."""
+    """layer_norm, or rms_norm with one of its roundings (see fusedops.functional)."""
 
     function: str
     rounding: str = ""
@@ -31,7 +31,7 @@ class Formula:
 
     @property
     def fused(self) -> Callable:
-        """(x, shape, weight, [bias,] eps) -> y; the bias is layer_norm's."""
+        """(x, shape, weight, [bias,] eps) -> y; only layer_norm has a bias."""
         return partial(getattr(F, self.function), **self.how)
 
     @property
@@ -55,11 +55,11 @@ FORMULAS = (
 
 
 def same(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
-    """Equal up to the order of a sum, for inputs of `dtype`, and of the same output dtype.
+    """Whether results for inputs of `dtype` are equal up to summation order, with equal dtypes.
 
-    In float32 and float64 that is a few ulp in max norm. A 16-bit input is rounded on the way, so
-    another order may move 1 element in 10,000 by one rounding step in bfloat16, and 8 in float16,
-    whose steps are 8 times finer; a wrong rounding moves 1 in 4.
+    In float32 and float64 that means a few ulp in max norm. A 16-bit input is rounded on the way,
+    so another order may move 1 element in 10,000 by one rounding step in bfloat16, and 8 in
+    float16, whose steps are 8 times finer. A wrong rounding moves 1 in 4.
     """
     if got.dtype != wanted.dtype or got.shape != wanted.shape:
         return False

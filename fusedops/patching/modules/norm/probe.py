@@ -1,4 +1,4 @@
-"""Finds out what a norm module computes: its parts by their names, its formula by running it."""
+"""Identifies what a norm module computes: parts by name, formula by running it."""
 
 import inspect
 from collections.abc import Hashable, Sequence
@@ -26,17 +26,16 @@ REGIMES: list[Regime] = [
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a fused function takes the place of a norm module's forward.
+    """How a fused function replaces a norm module's forward.
 
-    weight, bias: parameter names, None where the module has none. eps: the attribute's name, or
-    its value. shape: the normalized shape where no weight gives it, None for the last dimension.
-    absent: the names of parameters that the module may have and has not. fixed: the other
-    attributes that its code reads, as they were: while one is different, the original runs.
-    regimes: (input dtype, weight dtype, device type when under autocast else False) in which the
-    fused function was seen to equal the module. adds: so was the fused function of a sum.
-    mixes: and of a sum of bfloat16 and float32, with and without autocast.
-    keeps_strides: the module's output is permuted in memory where its input is; the fused output
-    is always contiguous.
+    weight, bias: parameter names, None if the module has none. eps: the attribute's name, or its
+    value. shape: the normalized shape if no weight gives it, None for the last dimension. absent:
+    names of parameters that the module could have but lacks. fixed: the other attributes that its
+    code reads, with their values; if one changes, the original runs. regimes: (input dtype, weight
+    dtype, device type under autocast, else False) for which the fused function was seen to equal
+    the module. adds: the same holds for the fused function of a sum. mixes: and for a sum of
+    bfloat16 and float32, with and without autocast. keeps_strides: whether the module's output is
+    permuted in memory like its input; the fused output is always contiguous.
     """
 
     formula: Formula
@@ -56,7 +55,7 @@ _known: "WeakKeyDictionary[type, dict[Hashable, Recipe | str]]" = WeakKeyDiction
 
 
 def probe(module: nn.Module) -> Recipe | str:
-    """The module's recipe, or the reason why no fused function can stand for it."""
+    """The module's recipe, or the reason why no fused function can replace it."""
     try:
         with undisturbed():
             return _probe(module)
@@ -83,9 +82,9 @@ def _classify(module: nn.Module, weight: str | None, bias: str | None, eps: Sequ
 
 
 def _anatomy(module: nn.Module) -> tuple[str | None, str | None, Sequence[str | float]] | str:
-    """The names of weight, bias and eps; or what keeps the module from being a plain norm.
+    """The names of weight, bias and eps; or why the module is not a plain norm.
 
-    A module without an eps attribute has it in its code: then the usual values are tried.
+    A module without an eps attribute has it in its code; then the usual values are tried.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module"
@@ -116,13 +115,13 @@ def _anatomy(module: nn.Module) -> tuple[str | None, str | None, Sequence[str | 
 
 
 def eps_names(module: nn.Module) -> list[str]:
-    """The attributes that may be an eps: `eps`, `variance_epsilon`, not `steps`."""
+    """The attributes that may be an eps: `eps` and `variance_epsilon`, but not `steps`."""
     plain = (k for k, v in vars(module).items() if v is None or type(v) is float)
     return [name for name in plain if {"eps", "epsilon"} & set(name.split("_"))]
 
 
 def _signature(module: nn.Module) -> Hashable | None:
-    """What the outcome depends on; None when an attribute is not plain data."""
+    """A key for what the outcome depends on; None if an attribute is not plain data."""
     plain = int, float, bool, str, type(None), tuple, torch.dtype
     skip = vars(nn.Module()).keys()
     own = {k: v for k, v in vars(module).items() if k not in skip}
@@ -142,7 +141,7 @@ def _classify_with(
     module: nn.Module, weight: str | None, bias: str | None, eps: str | float
 ) -> Recipe | str:
     specimen = Specimen(module, weight, bias, eps)
-    some = len(specimen.input) // 10 + 2  # rows that tell the formulas apart
+    some = len(specimen.input) // 10 + 2  # enough rows to tell the formulas apart
     matches = {f: specimen.regimes(f, f.reference, REGIMES, some) for f in FORMULAS}
     formula = max(matches, key=lambda f: len(matches[f]))
     if not matches[formula]:

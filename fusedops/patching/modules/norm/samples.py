@@ -1,7 +1,7 @@
-"""A norm under probe: a copy of the module with random parameters, and inputs for it.
+"""A norm under test: a copy of the module with random parameters, and inputs for it.
 
-The copy shares the module's attributes and has parameters of its own, so a module on the meta
-device is probed too, and no state of the model is read or changed.
+The copy shares the module's attributes but has its own parameters. So modules on the meta device
+can be probed, and the model's state is neither read nor changed.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
 
 
 class Specimen:
-    """What a module and a formula give for the same random inputs."""
+    """Compares a module and a formula on the same random inputs."""
 
     def __init__(self, module: nn.Module, weight: str | None, bias: str | None, eps) -> None:
         self.module, self.weight, self.bias = module, weight, bias
@@ -34,7 +34,7 @@ class Specimen:
         self.device = device_of(module)
         shape = getattr(module, weight).shape if weight else normalized_shape(module)
         self.shape = tuple(shape or (64,))
-        self.seed = torch.Generator().manual_seed(0)  # the user's random stream stays as it is
+        self.seed = torch.Generator().manual_seed(0)  # leaves the user's random state alone
         self.parameters = {name: self._draw(self.shape) for name in (weight, bias) if name}
         self.input, self.residual = self._inputs(), self._inputs()
         self.outputs: dict[Regime, Tensor | None] = {}
@@ -43,7 +43,7 @@ class Specimen:
         return drawn(self.seed, *shape, dtype=F64)
 
     def _inputs(self) -> Tensor:
-        """[rows, *shape]; every other row is so small that eps matters as much as it does."""
+        """[rows, *shape]; every other row is so small that eps matters."""
         rows = 2 + ELEMENTS // torch.Size(self.shape).numel()
         x = self._draw((rows, *self.shape))
         x[1::2] *= (self.eps or torch.finfo(F32).eps) ** 0.5
@@ -52,9 +52,9 @@ class Specimen:
     def regimes(
         self, formula: Formula, run: Callable, among: list[Regime], rows: int | None = None
     ) -> list[Regime]:
-        """Those of `among` in which `run` gives what the module gives, on the first rows."""
+        """The regimes in `among` where `run` matches the module on the first `rows` rows."""
         lacking = self.bias if formula.rounding else self.eps is None
-        if lacking:  # rms_norm has no bias, layer_norm no default eps
+        if lacking:  # rms_norm has no bias, layer_norm has no default eps
             return []
         return [regime for regime in among if self._equal(formula, run, regime, rows)]
 
@@ -69,7 +69,7 @@ class Specimen:
         return same(got, wanted[:rows], x.dtype)
 
     def same_in_every_rank(self, formula: Formula, regime: Regime) -> bool:
-        """False for GroupNorm of one group: layer_norm in 2-D, over channels and width in 3-D."""
+        """False for GroupNorm with one group: it norms other dimensions of 3-D inputs."""
         for lead in (5,), (3, 5), (2, 3, 5):
             x = self._to(self._draw((*lead, *self.shape)), regime[0])
             wanted = self._original(x, regime)
@@ -80,18 +80,18 @@ class Specimen:
         return True
 
     def adds(self, formula: Formula, proven: list[Regime], rows: int) -> bool:
-        """Whether the fused sum and norm equals the module after the sum."""
+        """Whether the fused sum and norm equals the module applied to the sum."""
         return len(self.shape) == 1 and all(self._adds(formula, r, rows) for r in proven)
 
     def mixes(self, formula: Formula, proven: list[Regime], rows: int) -> bool:
-        """Whether it does so for bfloat16 x beside a float32 stream, as autocast makes it."""
+        """Whether it also does for bfloat16 x and a float32 stream, as under autocast."""
         streams = [regime for regime in proven if regime[:2] == (F32, F32)]
         return len(streams) == 2 and all(self._adds(formula, r, rows, BF16) for r in streams)
 
     def _adds(
         self, formula: Formula, regime: Regime, rows: int, dtype: torch.dtype | None = None
     ) -> bool:
-        """dtype: of x, where the residual stream has another."""
+        """dtype: x's, if it differs from the residual stream's."""
         x = self._to(self.input[:rows], dtype or regime[0])
         residual = self._to(self.residual[:rows], regime[0])
         with torch.no_grad(), _autocast(self.device, regime[2]):
@@ -101,7 +101,7 @@ class Specimen:
         return equal and torch.equal(h, x + residual)
 
     def same_at_extremes(self, formula: Formula, regime: Regime) -> bool:
-        """Whether large values, infinities and NaN come out alike."""
+        """Whether large values, infinities and NaN give the same results."""
         x = self._draw((6, *self.shape)) * 1e4
         for i, value in enumerate((torch.inf, -torch.inf, torch.nan)):
             x[i].view(-1)[0] = value
@@ -114,10 +114,10 @@ class Specimen:
         return same(_finite(got), _finite(wanted), x.dtype)
 
     def same_gradients(self, formula: Formula, regime: Regime, rows: int) -> bool:
-        """Whether autograd gives the formula's gradients, in norm, and the output has one.
+        """Whether autograd's gradients are the formula's, in norm, and the output has one.
 
-        The gradient of a small row is as much larger as the row is smaller: the output's gradient
-        makes up for that, so that every row counts.
+        A small row has a proportionally larger gradient. The output's gradient compensates for
+        that, so that every row counts.
         """
         x, cotangent = self.input[:rows], self._draw((rows, *self.shape))
         cotangent[1::2] *= (self.eps or torch.finfo(F32).eps) ** 0.5
@@ -146,7 +146,7 @@ class Specimen:
         return here is not None and there is not None and same(here, there, x.dtype)
 
     def _original(self, x: Tensor, regime: Regime, training: bool | None = None) -> Tensor | None:
-        """The module's output, None where it refuses the dtypes."""
+        """The module's output; None if it rejects the dtypes."""
         module = self._copy(regime[1])
         module.training = module.training if training is None else training
         try:
@@ -157,7 +157,7 @@ class Specimen:
         return y if isinstance(y, Tensor) else None
 
     def _copy(self, dtype: torch.dtype) -> nn.Module:
-        """The module without its hooks, with parameters of our own."""
+        """The module without its hooks, with our own parameters."""
         new, names = bare(self.module), self.module._parameters
         own = {n: nn.Parameter(self._to(self.parameters[n], dtype)) for n in self.parameters}
         vars(new)["_parameters"] = {**dict.fromkeys(names), **own}
@@ -181,7 +181,7 @@ def _autocast(device: str, enabled: bool) -> torch.autocast:
 
 
 def _near(got: Tensor | None, wanted: Tensor) -> bool:
-    """A few ulp in norm."""
+    """Equality to a few ulp in norm."""
     if got is None or got.dtype != wanted.dtype or got.shape != wanted.shape:
         return False
     off = (got.double() - wanted.double()).norm()
@@ -189,7 +189,7 @@ def _near(got: Tensor | None, wanted: Tensor) -> bool:
 
 
 def _kinds(t: Tensor) -> Tensor:
-    """Where it is NaN, an infinity, or finite."""
+    """Classifies each element: NaN, an infinity, or finite."""
     return t.isnan() * 3 + t.isposinf() * 2 + t.isneginf() * 1
 
 

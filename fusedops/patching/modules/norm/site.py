@@ -1,4 +1,4 @@
-"""Norm sites: leaf modules that compute layer_norm or rms_norm, under whatever name."""
+"""Norm sites: leaf modules that compute layer_norm or rms_norm, whatever their name."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -20,15 +20,15 @@ USUAL = "cpu", "cuda"
 
 
 def find_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module under two names comes once."""
+    """Yields each norm-like module once, even if it has two names."""
     for path, module in model.named_modules():
         if looks_like_a_norm(module):
             yield path, module
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """A leaf that carries an eps, or whose class (or a base of it) calls itself a norm."""
-    if recipe_of(module) is not None:  # no leaf any more when it was parametrized since
+    """Whether it is a leaf with an eps, or its class (or a base) has norm in its name."""
+    if recipe_of(module) is not None:  # may not be a leaf if parametrized later
         return True
     if any(name != "parametrizations" for name, _ in module.named_children()):
         return False
@@ -51,7 +51,7 @@ def patch_norms(model: nn.Module, report: PatchReport) -> None:
 
 
 def _patch_norm(module: nn.Module) -> Recipe | str:
-    """The recipe by which the module is now fused, or the reason why it is not."""
+    """The recipe with which the module is now fused, or why it is not."""
     if "forward" in vars(module):
         return "the instance has its own forward"
     found = recipe_of(module) or probe(module)
@@ -64,7 +64,7 @@ def _patch_norm(module: nn.Module) -> Recipe | str:
 
 
 def recipe_of(module: nn.Module) -> Any:
-    """How the module is fused, None when it is not."""
+    """The module's recipe; None if it is not fused."""
     return getattr(type(module), "_fusedops_recipe", None)
 
 
@@ -91,7 +91,7 @@ def _methods(original: type[nn.Module], recipe: Recipe) -> dict:
         return original.forward(self, *args, **kwargs)
 
     def add(self, x, residual, dropout_p):
-        found = operands(self, residual)  # whose dtype h has
+        found = operands(self, residual)  # h has its dtype
         return found and norm_of_sum(x, residual, *found[1:], dropout_p=dropout_p)
 
     return {
@@ -104,10 +104,10 @@ def _methods(original: type[nn.Module], recipe: Recipe) -> dict:
 
 
 def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
-    """Reads (shape, weight, [bias,] eps) from a module; None in a regime that was not proven.
+    """Returns a function that reads (shape, weight, [bias,] eps) from a module.
 
-    Written for speed: this is all that a small norm pays for being patched. `self.weight` and
-    `x.device` would each cost as much as the rest.
+    It returns None in a regime that was not verified. It is optimised, as this is a patched small
+    norm's only overhead: `self.weight` and `x.device` would each cost as much as the rest.
     """
     weight_name, bias_name, eps_name = recipe.weight, recipe.bias, str(recipe.eps)
     absent, fixed = recipe.absent, recipe.fixed
@@ -126,7 +126,7 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
                     return None
             of_weight = weight.dtype
         device = "cpu" if x.is_cpu else x.device.type
-        known = device in USUAL or is_autocast_available(device)  # meta has none, and raises
+        known = device in USUAL or is_autocast_available(device)  # meta has no autocast, and raises
         regime = x.dtype, of_weight, known and autocast(device) and device
         if regime not in getattr(self, "_fusedops_regimes", ()):  # kept from before unpatch
             return None
@@ -154,10 +154,10 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
 
 
 def _memory_order(x: Tensor, normed: int) -> list[int] | None:
-    """The dimensions in the order of memory, None when the normed ones are not the innermost.
+    """The dimensions in memory order; None if the normed ones are not innermost.
 
-    An elementwise norm keeps the strides of its input, and a later view may depend on them: of a
-    query [batch, head, token, n] that lies in memory as [batch, token, head, n].
+    An elementwise norm keeps its input's strides, and a later view may depend on them: for example
+    a query [batch, head, token, n] stored as [batch, token, head, n].
     """
     rows = x.dim() - normed
     order: list[int] = []
@@ -171,6 +171,6 @@ def _memory_order(x: Tensor, normed: int) -> list[int] | None:
 
 
 def row_major(x: Tensor) -> bool:
-    """Whether an elementwise result of x is contiguous too: x is, or is a slice of such."""
+    """Whether an elementwise result of x is contiguous: x is, or is a slice of such a tensor."""
     strides = x.stride()
     return all(strides[i] >= strides[i + 1] for i in range(x.dim() - 1))
