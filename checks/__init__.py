@@ -1,1 +1,1 @@
-"""Checks that outlast a test run: `python -m checks machine-code`."""
+"""Checks that take too long for a test run; see `python -m checks --help`."""

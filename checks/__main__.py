@@ -1,4 +1,4 @@
-"""`python -m checks machine-code --write docs/machine_code.md`."""
+"""The command line of the checks, for example `python -m checks machine-code`."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from checks.transformers_tests import command as transformers_tests
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 1 when something is not as it must be."""
+    """Runs a check and returns the exit status: 1 if it finds a fault."""
     parser = argparse.ArgumentParser(prog="python -m checks")
     commands = parser.add_subparsers(required=True)
     add = commands.add_parser("machine-code", help="what the GPU kernels compile to")

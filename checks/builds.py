@@ -1,10 +1,10 @@
-"""`python -m checks builds OTHER`: the launch table of this tree and of another one, interleaved.
+"""`python -m checks builds OTHER`: compares launch times of this tree and another.
 
-OTHER is a checkout that is built, such as a worktree of an earlier commit. The processes of the two
-trees alternate. Each row compares the fastest process of each tree; below 1 this tree is faster.
-The fastest, because other programs only ever add time, and because a row can be 1.4 times slower in
-a process, of either tree, by where its memory lies. eager's rows show how far two runs of the same
-code are apart.
+OTHER is a built checkout, such as a worktree of an earlier commit. Processes of the two trees
+alternate. Each row compares the fastest process of each tree; below 1, this tree is faster. The
+fastest, because other programs only ever add time, and because a row can be 1.4 times slower in a
+process of either tree, depending on memory placement. eager's rows show how much two runs of the
+same code differ.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from benchmarks.harness import report
 from fusedops.profiling.timing import environment
 
 ROOT = Path(__file__).parents[1]
-OURS, THEIRS = "fusedops", "eager"  # what a contender's name begins with
+OURS, THEIRS = "fusedops", "eager"  # prefix of our contenders' names
 Row = tuple[str, str, str, tuple[int, ...]]  # contender, operation, mode, shape
 
 
 def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]:
-    """Seconds of each row of one process: fusedops', and eager's."""
+    """Each row's seconds in one process: fusedops' and eager's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile", f"--match={match}"]
@@ -47,7 +47,7 @@ def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]
 
 
 def ratios(pairs: Iterable[tuple[dict[Row, float], dict[Row, float]]]) -> dict[Row, float]:
-    """The fastest round after over the fastest before, of each row that both have."""
+    """The fastest round after over the fastest before, for each row that both have."""
     best: tuple[dict[Row, float], dict[Row, float]] = ({}, {})
     for pair in pairs:
         for fastest, times in zip(best, pair, strict=True):
@@ -57,7 +57,7 @@ def ratios(pairs: Iterable[tuple[dict[Row, float], dict[Row, float]]]) -> dict[R
 
 
 def summary(of: dict[Row, float]) -> dict[str, Any]:
-    """The geometric mean, and the rows that are slower by more than 5 %."""
+    """The geometric mean, and the rows that are more than 5 % slower."""
     mean = math.exp(sum(map(math.log, of.values())) / max(len(of), 1))
     slower = sorted(((ratio, row) for row, ratio in of.items() if ratio > 1.05), reverse=True)
     return {
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints both summaries. The exit status is 1 where the mean is worse by more than 2 %."""
+    """Prints both summaries. The exit status is 1 if the mean is more than 2 % worse."""
     trees, rounds = (args.other.resolve(), ROOT), []
     for turn in range(args.rounds):
         order = trees if turn % 2 == 0 else trees[::-1]

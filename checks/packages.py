@@ -1,7 +1,7 @@
-"""`python -m checks.packages FOLDER`: downloads the torch packages that a wheel is compiled for.
+"""`python -m checks.packages FOLDER`: downloads the torch packages to compile against.
 
-With FUSEDOPS_TORCHES=FOLDER a build compiles for all of them. Needs pip and the standard library
-alone: a machine that builds wheels has no torch.
+With FUSEDOPS_TORCHES=FOLDER, a build compiles for all of them. Needs only pip and the standard
+library: a machine that builds wheels has no torch.
 """
 
 import shutil
@@ -11,9 +11,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# One for each minor version that is supported.
+# One per supported minor version.
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-PARTS = (  # of torch's wheel: what compiling and linking needs
+PARTS = (  # what compiling and linking needs from torch's wheel
     "torch/version.py",
     "torch/include/",
     *(f"torch/lib/lib{name}.so" for name in ("c10", "torch", "torch_cpu", "torch_python")),
@@ -21,9 +21,9 @@ PARTS = (  # of torch's wheel: what compiling and linking needs
 
 
 def package(version: str, folder: Path) -> Path:
-    """The package of a torch in a folder of its own, downloaded the first time.
+    """One torch's package in its own folder, downloaded once.
 
-    Without its dependencies: it can be compiled against, and not imported.
+    Without its dependencies: it can be compiled against, but not imported.
     """
     into = folder / version
     if not (into / "unpacked").exists():
@@ -38,7 +38,7 @@ def package(version: str, folder: Path) -> Path:
 
 
 def download(folder: Path) -> None:
-    """Makes the folder hold every version of VERSIONS, and no other."""
+    """Makes the folder contain exactly the versions in VERSIONS."""
     for other in folder.glob("*/torch"):
         if other.parent.name not in VERSIONS:
             shutil.rmtree(other.parent)

@@ -1,10 +1,10 @@
-"""`python -m checks sanitize`: the C++ under AddressSanitizer, LeakSanitizer and UBSan.
+"""`python -m checks sanitize`: runs the C++ under AddressSanitizer, LeakSanitizer, UBSan.
 
-It runs the kernels' tests, the fuzz, and the growth tests of plain training. When the process ends,
-LeakSanitizer reports memory that nothing points to. Python's garbage collector points to every
-tensor that Python has seen, so a leak of such a tensor shows in tests/growth/test_growth.py alone.
-ODR detection compares global variables of different libraries, not classes: those are compared by
-tests/tools/test_build.py.
+It runs the kernels' tests, the fuzz tests, and the growth tests of plain training. When the process
+ends, LeakSanitizer reports memory that nothing points to. Python's garbage collector points to
+every tensor that Python has seen, so leaks of those show only in tests/growth/test_growth.py. ODR
+detection compares global variables of different libraries, but not classes: tests/tools/
+test_build.py compares those.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from checks.tree import ROOT, Tree
 DETECTED = "detect_leaks=1:detect_odr_violation=2"
 SUPPRESSIONS = ROOT / "checks" / "leaks.supp"
 
-# Those that call kernels, which is where bounds are. Compiled graphs are C++ of another's making.
-# Without -s the report of the process that it ends would be lost with what pytest has captured.
+# Tests that call kernels, where out-of-bounds accesses can be. Compiled graphs are not our C++.
+# Without -s, pytest's capturing would lose the report of a process that a sanitizer ends.
 NAMES = ("kernels", "torch", "modules", "linear", "mixed_precision", "fuzz", "growth")
 FILES = sorted(path for name in NAMES for path in ROOT.glob(f"tests/*/test_{name}.py"))
 TESTS = f"-s -W ignore {' '.join(str(path.relative_to(ROOT)) for path in FILES)} -k '{{}}'"
 KERNELS = "not (triton or interpreted or compile or opcheck or export or growth)"
 GROWTH = "growth and test_calls and training"
 
-# What the sanitizers must see, or they see nothing, and what they say of it.
+# Planted bugs that the sanitizers must report, and their reports.
 BOUNDS, LEAK = "ERROR: AddressSanitizer: ", "ERROR: LeakSanitizer: detected memory leaks"
 ODR = "ERROR: AddressSanitizer: odr-violation"
 PLANTED = {
@@ -60,7 +60,7 @@ PLANTED = {
         "two classes of one name, of which the linker keeps the destructor that releases nothing",
         "class LogitProducts {\n public:",
         "#define LogitProducts BrgemmScope\nclass LogitProducts {\n public:\n"
-        "[[gnu::noinline]] ~LogitProducts() {}",  # inlined, it would be the right one
+        "[[gnu::noinline]] ~LogitProducts() {}",  # if it were inlined, it would be the right one
     ): LEAK,
     Mutant(
         "csrc/cpu/cross_entropy/products.cpp",
@@ -70,7 +70,7 @@ PLANTED = {
         '[[gnu::visibility("default")]] char planted[4] = {1};\nnamespace fusedops::cpu {',
     ): ODR,
 }
-# The other library. Within one library g++ and the linker leave no such violation to see.
+# A second library: within one, g++ and the linker leave no such violation to detect.
 TWIN = "char planted[64] = {1};"
 
 
@@ -82,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 when a test fails or a sanitizer ends it, or does not see what it must."""
+    """Returns the exit status: 1 if a test fails, a sanitizer stops it, or one misses a planted
+    bug.
+    """
     tree = sanitized()
     tree.sync()
     tree.build()
@@ -96,19 +98,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sanitized() -> Tree:
-    """The copy that is built with the sanitizers: their first error ends the process."""
+    """The copy built with the sanitizers: their first error ends the process."""
     return Tree(
         ROOT / "build" / "asan" / "tree",
         [library("libasan.so"), library("libubsan.so")],
         FUSEDOPS_SANITIZE="address,undefined",
         ASAN_OPTIONS=f"{DETECTED}:{os.environ.get('ASAN_OPTIONS', '')}",
         LSAN_OPTIONS=f"suppressions={SUPPRESSIONS}:print_suppressions=0",
-        PYTHONMALLOC="malloc",  # memory of Python's own may hold all that points to a tensor
+        PYTHONMALLOC="malloc",  # Python's own memory may hold the only pointers to a tensor
     )
 
 
 def library(name: str) -> str:
-    """Where the compiler has it."""
+    """The path of a library that comes with the compiler."""
     command = ["g++", f"-print-file-name={name}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

@@ -1,7 +1,7 @@
 """`python -m checks torches`: compiles every source against the headers of several torches.
 
-The commands are the build's, with -fsyntax-only and a unit for each source; nvcc compiles csrc/cuda
-too. pip downloads each torch without its dependencies. docs/compatibility.json has the result,
+The commands are the build's, with -fsyntax-only, one unit per source; nvcc compiles csrc/cuda too.
+pip downloads each torch without its dependencies. docs/compatibility.json stores the result;
 docs/compatibility.md shows it.
 """
 
@@ -27,7 +27,7 @@ PACKAGES = ROOT / "build" / "torches"
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A source as one compiler takes it, with one set of flags."""
+    """A source as one compiler compiles it, with one set of flags."""
 
     name: str
     command: list[str]
@@ -42,9 +42,9 @@ class Unit:
 
 
 def units(torch: Path) -> tuple[list[Unit], list[Unit]]:
-    """The headers that are compiled first, and every source by itself, against a torch package.
+    """All units for a torch package: the precompiled headers, and every source by itself.
 
-    With the build's flags, each instruction set's, and csrc/cuda also by nvcc where that is there.
+    With the build's flags and each instruction set's; csrc/cuda also with nvcc if it is installed.
     """
     against = dataclasses.replace(building.Torch.unpacked(torch), simt=True)
     folder = PACKAGES / "units" / against.name
@@ -82,7 +82,7 @@ def _of_nvcc(include: Path) -> Iterator[Unit]:
 
 
 def check(version: str, jobs: int) -> dict[str, object]:
-    """What docs/compatibility.json says of a torch."""
+    """A torch's entry for docs/compatibility.json."""
     first, sources = units(package(version, PACKAGES))
     errors: dict[str, str] = {}
     with ThreadPoolExecutor(jobs) as pool:
@@ -110,13 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 where a torch refuses a unit."""
+    """Returns the exit status: 1 if a unit does not compile with some torch."""
     failures = [_report(version, args.jobs) for version in args.versions]  # each is reported
     return int(any(failures))
 
 
 def _report(version: str, jobs: int) -> bool:
-    """Checks a torch, writes and prints what was found. Returns whether a unit failed."""
+    """Checks a torch; writes and prints the result. Returns whether a unit failed."""
     found = check(version, jobs)
     write(version, found)
     failed: dict[str, str] = found["failed"]  # type: ignore[assignment]
@@ -127,7 +127,7 @@ def _report(version: str, jobs: int) -> bool:
 
 
 def write(version: str, found: dict[str, object]) -> None:
-    """Replaces what docs/compatibility.json says of one torch."""
+    """Replaces one torch's entry in docs/compatibility.json."""
     known = compatibility.load()
     compiled = known.get("compiled", {}) | {version: found}
     order: Sequence[str] = sorted(compiled, key=lambda v: [int(n) for n in v.split(".")])

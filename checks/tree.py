@@ -1,6 +1,6 @@
-"""A copy of the sources that is built and tested apart: nothing in the developer's tree is touched.
+"""A separate copy of the sources to build and test, without touching the working tree.
 
-It stays under build/, so that the next run compiles only what has changed.
+It stays under build/, so that the next run compiles only what changed.
 """
 
 import os
@@ -29,9 +29,9 @@ COPIED = (
 
 
 class Tree:
-    """A copy of the sources in `folder`, with a build of its own.
+    """A copy of the sources in `folder`, with its own build.
 
-    preload: libraries that the tests need before all others. environment: beside the caller's.
+    preload: libraries that the tests must load first. environment: added to the caller's.
     """
 
     def __init__(self, folder: Path, preload: Sequence[str] = (), **environment: str) -> None:
@@ -47,7 +47,7 @@ class Tree:
         self.environment = os.environ | own | environment
 
     def sync(self) -> None:
-        """Make the copy what the sources are. What is the same keeps its time and its object."""
+        """Updates the copy. Unchanged files keep their times and object files."""
         wanted = {path.relative_to(ROOT): path.read_bytes() for path in _sources(ROOT)}
         for path in _sources(self.folder):
             if path.relative_to(self.folder) not in wanted:
@@ -59,16 +59,16 @@ class Tree:
                 path.write_bytes(content)
 
     def build(self) -> None:
-        """All of it. Prints what the compiler says and exits where it fails."""
+        """Builds everything. Prints the compiler's output and exits if it fails."""
         try:
             self._run([sys.executable, "setup.py", "build_ext", "--inplace"])
         except subprocess.CalledProcessError as error:
             raise SystemExit(error.stdout) from error
 
     def rebuild(self) -> None:
-        """What has changed since `build`, for the instruction set of this machine alone.
+        """Rebuilds what changed since `build`, for this machine's instruction set only.
 
-        Raises CalledProcessError where it does not compile.
+        Raises CalledProcessError if it does not compile.
         """
         work = self.folder / "build" / "temp"
         others = tuple(f".{isa}.o" for isa in INSTRUCTION_SETS if isa != _C.cpu_isa().upper())
@@ -80,7 +80,7 @@ class Tree:
         shutil.copy2(work / library.name, library)
 
     def pytest(self, selection: str, timeout: float | None = None) -> subprocess.CompletedProcess:
-        """Run the tests that a command line selects, until the first failure."""
+        """Runs the tests that a command line selects, until the first failure."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         return self._run([*command, *shlex.split(selection)], False, timeout, tuple(self.preload))
 
@@ -116,5 +116,5 @@ def _is_source(path: Path) -> bool:
 
 
 def objects(work: Path) -> list[str]:
-    """The object files of a build, by what its ninja file says."""
+    """A build's object files, from its ninja file."""
     return re.findall(r"^build (\S+\.o):", (work / "build.ninja").read_text(), re.M)

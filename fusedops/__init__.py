@@ -46,7 +46,7 @@ integrations.install()
 
 
 def __getattr__(name: str):
-    """QuantizationConfig, a subclass of transformers', which is imported when it is asked for."""
+    """Imports QuantizationConfig, a subclass of transformers', on first use."""
     if name != "QuantizationConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fusedops.integrations.transformers import QuantizationConfig

@@ -1,4 +1,4 @@
-"""The command line, `fusedops` or `python -m fusedops`. Each subcommand calls one function."""
+"""The command line, `fusedops` or `python -m fusedops`; each subcommand calls one function."""
 
 import argparse
 import subprocess
@@ -23,7 +23,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     command.set_defaults(run=_doctor)
     command = commands.add_parser("build", help="compile the kernels for the installed torch")
-    command.add_argument("--jobs", type=int, help="compilers at a time (default: one for each CPU)")
+    command.add_argument("--jobs", type=int, help="parallel compilers (default: one per CPU)")
     command.set_defaults(run=_build)
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
     return parser.parse_args(argv)
@@ -67,7 +67,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Runs a command and returns the exit status."""
     args = parse(argv)
     return args.run(args)
 

@@ -1,9 +1,9 @@
-"""`python -m checks families`: a tiny model of every family of transformers, patched and judged.
+"""`python -m checks families`: patches and checks a tiny model of every family.
 
-Each model is built with random weights from a config that is made small by the names of its
-attributes, run, patched with all that patch has, run again, and unpatched. Outputs, loss, the
-logits of generated tokens and all gradients are held to what `patch(verify=...)` holds them to;
-after unpatch all bits, classes and names have to be those from before.
+Each transformers family gets a model with random weights, from a config shrunk by its attributes'
+names. It is run, patched with everything patch has, run again, and unpatched. Outputs, loss, the
+logits of generated tokens and all gradients must meet `patch(verify=...)`'s criterion; after
+unpatch, all bits, classes and names must be as before.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ def run(
     seconds: float = SECONDS,
     again: bool = False,
 ) -> bool:
-    """Judges the families, prints each, and writes the tables. True where none is wrong.
+    """Checks the families, prints each result, and writes the tables. True if none is wrong.
 
-    names: families, all by default. kinds: of `families.KINDS`, all by default. json: a file that
-    gets every row; those that it has are not judged again, unless `again`. markdown: a file that
-    gets the table. seconds: for one family, whose process is ended after that.
-    Raises ValueError for a family that there is not.
+    names: families, all by default. kinds: of `families.KINDS`, all by default. json: a file for
+    all rows; families already in it are skipped, unless `again`. markdown: a file for the table.
+    seconds: time limit per family, after which its process is killed. Raises ValueError for an
+    unknown family, and ModuleNotFoundError if transformers is not installed.
     """
     if find_spec("transformers") is None:
         raise ModuleNotFoundError("families needs transformers: pip install 'fusedops[hf]'")

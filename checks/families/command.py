@@ -1,4 +1,4 @@
-"""The command line of `python -m checks families`, which is `make coverage`."""
+"""The command line of `python -m checks families` (`make coverage`)."""
 
 import argparse
 
@@ -8,15 +8,15 @@ from checks import families
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("family", nargs="*", help="families, by their model_type (default all)")
-    add("--kind", action="append", choices=families.KINDS, help="may be given several times")
-    add("--json", help="file for the rows; those that it has are not judged again")
+    add("--kind", action="append", choices=families.KINDS, help="may be repeated")
+    add("--json", help="file for the rows; families already in it are skipped")
     add("--markdown", help="file for the table")
     add("--seconds-per-family", type=float, default=families.SECONDS, help="default %(default)g")
-    add("--again", action="store_true", help="judge families again that the JSON has")
+    add("--again", action="store_true", help="check families again that the JSON already has")
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 when a family is not as it must be."""
+    """Returns the exit status: 1 if a family is wrong."""
     all_right = families.run(
         args.family,
         args.kind or (),

@@ -1,4 +1,4 @@
-"""The families of models that transformers has, by the kind of task that builds them."""
+"""transformers' model families, by the kind of task that builds them."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ KINDS: dict[str, tuple[tuple[str, str], ...]] = {
         ("AutoModelForDepthEstimation", "MODEL_FOR_DEPTH_ESTIMATION"),
     ),
     "multimodal": (("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"),),
-    "base": (("AutoModel", "MODEL"),),  # those of no kind above
+    "base": (("AutoModel", "MODEL"),),  # families in none of the kinds above
 }
 
 
 def families(kind: str) -> dict[str, str]:
-    """family -> the Auto class that builds it, each family once in a kind."""
+    """family -> the Auto class that builds it; each family once per kind."""
     found: dict[str, str] = {}
     for auto, table in KINDS[kind]:
         for family in _table(table):

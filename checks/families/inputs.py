@@ -1,4 +1,4 @@
-"""Batches for a model of any kind, from the names that its forward takes."""
+"""Builds batches for any kind of model, from its forward's argument names."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from checks.families.shrink import VOCABULARY
 __all__ = ["batches"]
 
 BATCH, TOKENS, PADDED = 2, 12, 3
-FIRST_WORD = 40  # below it are the ids that mean something
+FIRST_WORD = 40  # smaller ids have special meanings
 Batch = dict[str, Any]
 
 
 def batches(model: nn.Module, labelled: bool) -> Iterator[Batch]:
-    """Batches that the model may take, the fullest first. The caller tries them.
+    """Yields batches that the model may accept, the fullest first. The caller tries them.
 
-    labelled: with labels where the forward has them.
+    labelled: include labels if the forward takes them.
     """
     names = set(inspect.signature(model.forward).parameters)
     for seen in media(model, names, BATCH):
@@ -34,7 +34,7 @@ def _switches(names: set[str]) -> Batch:
 
 
 def _texts(model: Any, names: set[str], seen: Any) -> Iterator[Batch]:
-    """Tokens, those that stand for pictures and sounds before the others."""
+    """Tokens; those that stand for images and sounds come first."""
     words = _words(model, TOKENS)
     if "input_ids" in names:
         ids = torch.cat([seen.tokens, words], 1)
@@ -60,7 +60,7 @@ def _texts(model: Any, names: set[str], seen: Any) -> Iterator[Batch]:
 
 
 def _labels(model: Any, names: set[str], text: Batch) -> Iterator[Batch]:
-    """A label a token, of a sentence without alignment, of a row, none."""
+    """Yields labels per token, per sentence without alignment, per row, and none."""
     if "labels" in names:
         tokens = text.get("decoder_input_ids", text.get("input_ids"))
         if tokens is not None:

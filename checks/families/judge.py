@@ -1,4 +1,4 @@
-"""One family, tiny: built, run, patched, compared, unpatched, compared again."""
+"""Checks one family with a tiny model: builds, runs, patches, compares and unpatches it."""
 
 import re
 import time
@@ -26,16 +26,16 @@ UNBUILT, UNRUN = "not built", "not run"
 MOST_PARAMETERS = 30_000_000
 NOISE = 0.1
 NEW_TOKENS = 4
-HOPELESS = "required positional argument"  # of no other size of the model either
+HOPELESS = "required positional argument"  # no other size of the model would help
 WITH_LABELS = "causal", "masked", "seq2seq", "audio", "multimodal"
 
 Row = dict[str, Any]
 
 
 def judge(kind: str, family: str) -> Row:
-    """The family's row of the table. What goes wrong is its verdict, no error."""
+    """The family's row in the table. A failure becomes its verdict, not an error."""
     start, row = time.perf_counter(), {"kind": kind, "family": family, "verdict": UNRUN}
-    with warnings.catch_warnings(), fuse_always():  # a tiny model runs what a large one does
+    with warnings.catch_warnings(), fuse_always():  # a tiny model then runs as a large one
         warnings.simplefilter("ignore")
         try:
             _judge(kind, family, row)
@@ -65,7 +65,7 @@ def _judge(kind: str, family: str, row: Row) -> None:
     row |= _sites(report)
     row["slack"] = _slack(before)
     complaints = _complaints(before, run(model, batch), model)
-    for _ in range(2):  # the second makes the norms ahead that the first has shown
+    for _ in range(2):  # the second precomputes the norms that the first has linked
         found = run(model, batch, gradients=False)
         complaints += _complaints(before, found, model, gradients=False)
     if decoding:
@@ -76,11 +76,11 @@ def _judge(kind: str, family: str, row: Row) -> None:
     row["why"] = "; ".join(complaints or left)
 
 
-# building
+# Building
 
 
 def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Way] | Row:
-    """The family's model and a batch that it takes, or why there is none."""
+    """The family's model and a batch that it accepts, or why there is none."""
     reasons: list[tuple[str, str]] = []
     for way in WAYS:
         try:
@@ -101,14 +101,14 @@ def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Way] | Ro
 
 
 def _build(kind: str, family: str, way: Way) -> nn.Module:
-    """In eval mode, with random weights everywhere: norms and biases begin as ones and zeros."""
+    """A model in eval mode with random weights everywhere, even in norms and biases."""
     from transformers import CONFIG_MAPPING
 
     more = {"is_decoder": True} if kind == "causal" else {}
     config = tiny(CONFIG_MAPPING[family], way, **more)
-    config.architectures = config.architectures or []  # where a family has several, else None
+    config.architectures = config.architectures or []  # set where a family has several, else None
     auto = auto_class(kind, family)
-    how = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped has no float64
+    how = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped: no float64
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(config, **how).parameters())
     if size > MOST_PARAMETERS:
@@ -118,27 +118,27 @@ def _build(kind: str, family: str, way: Way) -> nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
-                drawn = p.isfinite() & (p.abs() < 1e3)  # else memory that nothing was written to
+                drawn = p.isfinite() & (p.abs() < 1e3)  # else uninitialised memory
                 p.copy_(torch.where(drawn, p, 0.0) + NOISE * torch.randn_like(p))
     return model
 
 
 def _runs(model: nn.Module, batch: dict) -> str:
-    """Why the batch is none for the model, empty where it is one."""
+    """Why the model does not accept the batch; empty if it does."""
     try:
         run(model, batch)
-        found = run(model, batch)  # a model may keep what the first one made
+        found = run(model, batch)  # a model may cache results of the first run
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
         return _said(error)
     broken = [name for name, t in found.items() if t.isnan().any()]
     return f"NaN in {broken[0]}" if broken else ""
 
 
-# judging
+# Checking
 
 
 def _own_randomness(model: nn.Module, batch: dict, before: Yardstick, row: Row) -> None:
-    """A model that draws random numbers in eval mode draws others in float64."""
+    """Handles models that draw random numbers in eval mode, which differ in float64."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         again = run(model, batch)
@@ -165,7 +165,7 @@ def _complaint(before: Yardstick, name: str, fused: Tensor | None) -> str:
 
 
 def _slack(before: Yardstick) -> float:
-    """How far rounding alone moves the result that it moves most: beyond 0.01 little is proven."""
+    """How far rounding alone moves the most affected result; above 0.01, little is proven."""
     moved = [0.0]
     for name, exact in before.exact.items():
         size = max(exact.abs().max().item(), before.typical) if exact.numel() else 0.0
@@ -185,7 +185,7 @@ def _sites(report: PatchReport) -> Row:
     }
 
 
-# unpatch
+# Unpatch
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _left_over(model: nn.Module, unpatched: dict[str, Any], before: Yardstick) -
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """The results that have not the same bits, NaN included."""
+    """The results that are not bitwise equal, NaN included."""
     both = before.keys() & after.keys()
     other = (n for n in both if not torch.equal(_bits(before[n]), _bits(after[n])))
     return sorted({*other, *(before.keys() ^ after.keys())})
@@ -214,13 +214,14 @@ def _bits(t: Tensor) -> Tensor:
     return t.reshape(-1).view(torch.uint8)
 
 
-# generation
+# Generation
 
 
 def _decoding(model: Any, batch: dict, row: Row) -> Yardstick | None:
-    """The logits of each new token, with the cache, where the unpatched model decodes greedily.
+    """The logits of each generated token, if the unpatched model can decode greedily.
 
-    The tokens are the unpatched model's in all runs: after one that differs all would.
+    All runs use the unpatched model's tokens: after one different token, all later ones would
+    differ.
     """
     if not getattr(model, "can_generate", bool)():
         return None
@@ -259,6 +260,6 @@ def _generate(model: Any, given: dict, **how: Any) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """The error in a line, without the folder that packages are in."""
+    """The error on one line, without the folder that packages are in."""
     first = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {first}"[:200].rstrip()

@@ -1,4 +1,4 @@
-"""Pictures and sounds of random numbers, in the forms that models take them in."""
+"""Random images and sounds in the formats that models accept."""
 
 import inspect
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["Seen", "media", "unseen"]
 
 SIDE, PATCH, FRAMES, SAMPLES = 32, 8, 2, 2400
-LARGEST = 256  # a side; pictures of more take minutes
+LARGEST = 256  # longest side; larger images take minutes
 PICTURES = "pixel_values", "pixel_values_videos", "flattened_patches"
 SOUNDS = "input_features", "input_values", "audio_values"
 Batch = dict[str, Any]
@@ -19,9 +19,9 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a model sees and hears, and the tokens [rows, n] that stand for it in the text.
+    """A model's image and sound inputs, and the tokens [rows, n] that stand for them in text.
 
-    type: what `mm_token_type_ids` calls these tokens.
+    type: these tokens' value in `mm_token_type_ids`.
     """
 
     batch: Batch
@@ -30,7 +30,7 @@ class Seen:
 
 
 def media(model: Any, names: set[str], rows: int) -> Iterator[Seen]:
-    """What the model may take, the fullest first, at last nothing."""
+    """Yields inputs that the model may accept, the fullest first, finally none."""
     nothing = torch.zeros(rows, 0, dtype=torch.long)
     draws = torch.Generator().manual_seed(3)
     for kind, forms in (("image", _pictures), ("audio", _sounds)):
@@ -56,12 +56,12 @@ def _required(model: Any) -> set[str]:
 
 
 def unseen(model: Any, batch: Batch) -> bool:
-    """Whether a model that takes pictures or sounds gets none."""
+    """Whether a model that takes images or sounds gets none."""
     takes = inspect.signature(model.forward).parameters.keys() & {*PICTURES, *SOUNDS}
     return bool(takes) and takes.isdisjoint(batch)
 
 
-# pictures
+# Images
 
 
 def _pictures(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Batch]:
@@ -82,7 +82,7 @@ def _pictures(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Ba
 
 
 def _whole(pictures: Tensor, configs: list, names: set[str], draws: Any) -> Iterator[Batch]:
-    """One picture a row, several, a film, of three channels after all, of other sizes."""
+    """One image per row, several, a video, three channels, and other sizes."""
     name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
     rows, depth, high, wide = pictures.shape
     sizes = {"image_sizes": torch.tensor([[high, wide]] * rows)}
@@ -102,7 +102,7 @@ def _whole(pictures: Tensor, configs: list, names: set[str], draws: Any) -> Iter
 
 
 def _patches(pictures: Tensor, configs: list, names: set[str], draws: Any) -> Iterator[Batch]:
-    """Rows of patches, and how many of them are one above the other and side by side."""
+    """Rows of patches, and the numbers of patches vertically and horizontally."""
     rows, depth, high, wide = pictures.shape
     patch = _patch(configs)
     high, wide = max(2, high // patch), max(2, wide // patch)
@@ -122,7 +122,7 @@ def _patches(pictures: Tensor, configs: list, names: set[str], draws: Any) -> It
 
 
 def _flattened(pictures: Tensor, configs: list, draws: Any) -> Batch:
-    """Six patches, each after its row and column."""
+    """Six patches, each preceded by its row and column."""
     size = pictures.shape[1] * _patch(configs) ** 2
     patches = torch.randn(len(pictures), 6, 2 + size, generator=draws)
     patches[:, :, :2] = torch.tensor([[1 + i // 3, 1 + i % 3] for i in range(6)])
@@ -134,7 +134,7 @@ def _patch(configs: list) -> int:
     return size[-1] if isinstance(size, list | tuple) else size
 
 
-# sounds
+# Sounds
 
 
 def _sounds(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Batch]:
@@ -160,11 +160,11 @@ def _sounds(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Batc
             yield {"input_features": torch.randn(rows, 32, width, generator=draws)}
 
 
-# the tokens that stand for them
+# Placeholder tokens
 
 
 def _stand_ins(model: Any, kind: str, batch: Batch, rows: int) -> Tensor | None:
-    """As many as the model has features of what it sees; None where it does not say."""
+    """As many tokens as the model computes features; None if it does not say."""
     token = _first(list(_configs(model.config)), _names_of_token(kind), None)
     features = _method(model, f"get_{kind}_features")
     if token is None or features is None:
@@ -189,7 +189,7 @@ def _method(model: Any, name: str) -> Any:
 
 
 def _tensors(found: Any) -> list[Tensor]:
-    """The features in what a model gives for them: a tensor, several, or an output with a pool."""
+    """The feature tensors in a model's result: a tensor, several, or a pooled output."""
     if isinstance(found, Tensor):
         return [found]
     pooled = getattr(found, "pooler_output", None)
@@ -206,7 +206,7 @@ def _parts(part: Any) -> list[Tensor]:
 
 
 def _first(configs: list, names: tuple[str, ...], otherwise: Any) -> Any:
-    """The attribute of the first config that has it, those of parts before the whole's."""
+    """The attribute from the first config that has it; parts come before the whole."""
     for config in configs:
         for name in names:
             value = vars(config).get(name)

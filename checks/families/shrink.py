@@ -1,7 +1,6 @@
-"""Tiny configs of any class of transformers', by the names of their attributes.
+"""Shrinks any transformers config to a tiny one, by its attributes' names.
 
-One width serves all: what one part of a model hands to another then fits. No family has a line of
-its own.
+All parts share one width, so that their interfaces fit. No family has special code.
 """
 
 import dataclasses
@@ -13,9 +12,9 @@ __all__ = ["VOCABULARY", "WAYS", "tiny"]
 
 WIDTH, HEADS, GROUPS, HEAD = 64, 4, 2, 16
 LAYERS, MOST_LAYERS, VOCABULARY, POSITIONS = 2, 8, 128, 64
-FIRST_ID = 3  # 0, 1 and 2 are padding, begin and end
+FIRST_ID = 3  # 0, 1 and 2 are padding, start and end
 
-# (names, what becomes of a number of that name that is larger), the first that fits
+# (pattern of names, largest value); the first match counts
 KEY_HEADS = r".*(key_value_heads|kv_heads|num_groups_kv)|num_kv_groups"
 HEAD_COUNTS = r".*(heads|n_head|num_head)(_per_stage)?"
 LAYER_COUNTS = r".*(layers|n_layer|depth|num_blocks)"
@@ -73,12 +72,12 @@ USUAL_IDS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to make a config small.
+    """One way to shrink a config.
 
-    table: the sizes by name; else layers and vocabulary alone are fewer, for models whose sizes
-    hang together in ways of their own. fills: a number that the defaults leave open gets one.
-    types: the kinds of the layers are handed over instead of derived. deep: all layers stay, where
-    others of their attributes name some of them.
+    table: use the sizes by name; otherwise only layers and vocabulary shrink, for models whose
+    sizes depend on each other in special ways. fills: set numbers that the defaults leave unset.
+    types: pass the layers' types instead of letting the config derive them. deep: keep all layers,
+    if other attributes refer to some of them.
     """
 
     name: str
@@ -92,7 +91,7 @@ class Way:
         if small == LAYERS and re.fullmatch(LAYER_COUNTS, name):
             return value if self.deep else min(value, layers)
         if re.fullmatch(HEAD_COUNTS, name):
-            return min(value, small) & -2 or 1  # of 3, 6, 12 and 24 too, they divide a width
+            return min(value, small) & -2 or 1  # so that 3, 6, 12 and 24 heads divide the width too
         return min(value, small) if self.table or small == VOCABULARY else value
 
 
@@ -109,9 +108,9 @@ WAYS = (
 
 
 def tiny(cls: type[Any], way: Way, **more: Any) -> Any:
-    """A small config of the class: that of its defaults with smaller sizes.
+    """The class's default config with smaller sizes.
 
-    more: attributes that it is to have, where the class knows them.
+    more: attributes to set, if the class has them.
     """
     default = cls()
     ids = {name: at for at, name in enumerate(sorted(_ids(default)), FIRST_ID)}
@@ -133,21 +132,21 @@ def _small(config: Any, way: Way, ids: dict[str, int], more: dict[str, Any]) -> 
             sizes[name] = default if value is None else _id(name, value, ids)
         else:
             sizes[name] = _size(config, name, value, default, way, layers)
-    if way.deep and getattr(config, "out_indices", None):  # of a backbone: no field of the class
+    if way.deep and getattr(config, "out_indices", None):  # a backbone's, no field
         sizes["out_indices"] = list(config.out_indices)
     return type(config)(**{name: size for name, size in sizes.items() if size is not LEFT})
 
 
 def _size(config: Any, name: str, value: Any, default: Any, way: Way, layers: int) -> Any:
-    """What becomes of an attribute. LEFT where the constructor derives it from others."""
+    """An attribute's new value; LEFT if the constructor derives it from others."""
     known = vars(config)
     if re.fullmatch(KEY_HEADS, name) and value == known.get("num_attention_heads"):
-        return value and min(value, HEADS)  # as many keys as queries stay as many
+        return value and min(value, HEADS)  # keep key heads equal to query heads
     if isinstance(value, dict) and value and "rope" in name:
         sectioned = "mrope_section" in type(config).ignore_keys_at_rope_validation
         return _small_rope({"mrope_section": [2, 3, 3], **value} if sectioned else value)
     if name == "window_size" and "spatial_merge_size" in known:
-        return value  # of pixels
+        return value  # in pixels
     if _is_kinds(value) and len(value) > layers:
         return value[:layers] if way.types or default is not None else LEFT
     if default is not None:
@@ -158,7 +157,7 @@ def _size(config: Any, name: str, value: Any, default: Any, way: Way, layers: in
 
 
 def _open(name: str, layers: int) -> Any:
-    """A size for what the defaults leave open."""
+    """A size for an attribute that the defaults leave unset."""
     if name == "layer_types":
         return ["full_attention"] * min(layers, LAYERS)
     return OPEN.get(name, LEFT)
@@ -175,7 +174,7 @@ def _number(name: str, value: Any, way: Way, layers: int) -> Any:
 
 
 def _layers(config: Any, way: Way) -> int:
-    """So many layers that each kind of them occurs."""
+    """Enough layers for each type to occur."""
     if way.deep:
         return 10**9
     kinds = [value for value in vars(config).values() if _is_kinds(value)]
@@ -184,12 +183,12 @@ def _layers(config: Any, way: Way) -> int:
 
 
 def _is_kinds(value: Any) -> bool:
-    """Names of kinds, one a layer."""
+    """Whether it lists one type name per layer."""
     return isinstance(value, list) and len(value) > LAYERS and all(type(v) is str for v in value)
 
 
 def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Sections of a head's frequencies that add up to those of a small head."""
+    """Sections of a head's frequencies that add up to a small head's."""
     new = {k: _small_rope(v) if isinstance(v, dict) else v for k, v in rope.items()}
     if sections := new.get("mrope_section"):
         part: Any = new.get("partial_rotary_factor", 1.0)

@@ -1,7 +1,7 @@
-"""Judges families one after the other, each in a process of its own, and keeps what was found.
+"""Checks families one after another, each in its own process, and stores the rows.
 
-A model that ends its process or takes too long is a verdict. The rows are written after each
-family, so that a sweep which was cut off goes on where it stopped.
+A process that dies or takes too long is a verdict too. Rows are written after each family, so that
+an interrupted sweep continues where it stopped.
 """
 
 import json
@@ -17,7 +17,7 @@ from checks.families.judge import Row, judge
 __all__ = ["DIED", "TOO_LONG", "alone", "key", "sweep", "versions", "wanted"]
 
 DIED, TOO_LONG = "died", "timeout"
-# What a family's process finds imported.
+# Modules that each family's process starts with.
 PRELOADED = ["torch", "checks.families.judge", "transformers.modeling_utils"]
 PRELOADED += ["transformers.generation", "transformers.models.auto.modeling_auto"]
 
@@ -26,7 +26,7 @@ Work = Callable[[Connection, str, str], None]
 
 
 def wanted(names: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, str]]:
-    """(kind, family) of those named, in each of the kinds that has them; without names of all."""
+    """(kind, family) for the named families, in each given kind; all without names."""
     names, kinds = list(names), list(kinds) or list(KINDS)
     pairs = [(kind, family) for kind in kinds for family in families(kind)]
     if unknown := set(names) - {family for _, family in pairs}:
@@ -41,9 +41,9 @@ def sweep(
     again: bool = False,
     seen: Callable[[Row, int, int], object] = lambda row, done, of: None,
 ) -> Rows:
-    """The rows of `pairs` and those that are in the file, which gets all of them.
+    """The rows of `pairs` plus those already in the file, which is updated.
 
-    again: families that the file has are judged anew. seen: is told of each new row.
+    again: check families again that the file has. seen: is called with each new row.
     """
     rows, pairs = _read(file), list(pairs)
     left = [pair for pair in pairs if again or key(*pair) not in rows]
@@ -59,7 +59,7 @@ def key(kind: str, family: str) -> str:
 
 
 def alone(kind: str, family: str, seconds: float, work: Work | None = None) -> Row:
-    """The row of one family, from a process of its own, that runs `work`."""
+    """One family's row, from its own process, which runs `work`."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
@@ -84,20 +84,20 @@ def _work(to: Connection, kind: str, family: str) -> None:
     import torch
     import transformers
 
-    torch.set_num_threads(1)  # the bits of a run do not depend on who else computes
+    torch.set_num_threads(1)  # makes results independent of other load
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     to.send(judge(kind, family))
 
 
 def _read(file: Path | None) -> Rows:
-    """The rows that the file has of these versions: others say nothing."""
+    """The file's rows, if they are for the installed versions."""
     held = json.loads(file.read_text()) if file is not None and file.exists() else {}
     rows = held["rows"] if held.get("versions") == versions() else []
     return {key(row["kind"], row["family"]): row for row in rows}
 
 
 def _write(file: Path | None, rows: Rows) -> None:
-    """A row a line: what changed between two sweeps is what differs."""
+    """Writes one row per line, so that a diff shows which rows changed."""
     if file is None:
         return
     lines = ",\n".join(json.dumps(rows[name], sort_keys=True) for name in sorted(rows))
@@ -107,7 +107,7 @@ def _write(file: Path | None, rows: Rows) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what a row is about."""
+    """The versions that the rows are for."""
     import torch
     import transformers
 

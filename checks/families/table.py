@@ -1,4 +1,4 @@
-"""The rows of a sweep as text: a line, a summary, and a Markdown page."""
+"""Formats a sweep's rows as text: a line, a summary, and a Markdown page."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,20 +12,20 @@ SITES = "norm", "residual", "attention", "mlp", "rotary", "linear", "loss"
 
 
 def line(row: Row) -> str:
-    """What is told of a family when it is done."""
+    """The line printed when a family is done."""
     seconds = f" {row['seconds']} s" if "seconds" in row else ""
     why = f": {row['why']}" if row.get("why") else ""
     return f"{row['kind']} {row['family']}{seconds}  {row['verdict']}{why}"
 
 
 def all_right(rows: Iterable[Row]) -> bool:
-    """Whether every family that transformers builds for us is right, and there is one."""
+    """Whether there are right families, and none that was built is wrong."""
     verdicts = {row["verdict"] for row in rows}
     return RIGHT in verdicts and verdicts <= {RIGHT, UNBUILT, UNRUN}
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """A line a kind: how many were built, are right, and have which sites fused."""
+    """One line per kind: how many were built, are right, and have which sites fused."""
     parts = [[row for row in rows if row["kind"] == kind] for kind in KINDS]
     return "\n".join(_counts(part) for part in parts if part)
 
@@ -62,9 +62,9 @@ norms, gated norms and others that are neither `layer_norm` nor `rms_norm`.
 
 
 def markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
-    """The page: a summary, and for each kind a table of its families.
+    """The page: a summary, and a table of families for each kind.
 
-    versions: of torch and transformers, by name.
+    versions: torch's and transformers', by name.
     """
     parts = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     parts = {kind: part for kind, part in parts.items() if part}

@@ -1,8 +1,8 @@
-"""Gates on the machine code of every GPU kernel, without a GPU.
+"""Checks the machine code of every GPU kernel, without a GPU.
 
-nvcc.py compiles csrc/cuda; launches.py compiles what the Triton launchers launch, in a process of
-its own; sass.py reads what a kernel uses; gates.py judges it; table.py writes it down. A family's
-file (norm.py) holds the calls that reach its kernels and what it demands of them.
+nvcc.py compiles csrc/cuda; launches.py compiles what the Triton launchers launch, in its own
+process; sass.py reads what a kernel uses; gates.py judges it; table.py writes it down. Each
+family's file (norm.py) has the calls that reach its kernels and its demands on them.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The calls that reach the tiles of the Triton kernels of attention.
+"""Calls that reach every tile of the Triton attention kernels.
 
-They may not spill, and in 16 bits a product of 64 rows and more runs on the tensor cores that the
-architecture is known for. Smaller tiles, of a few queries and of many options, run on those of
-sm_80; float32 on none, as its products are to be float32's.
+They must not spill. In 16 bits, a dot with 64 or more rows must use the architecture's own tensor
+cores. Smaller tiles (few queries, or many options) use sm_80's. float32 uses none, as its products
+must be float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """(variant, case, call): each kernel at each width; some of them when quick."""
+    """(variant, case, call): each kernel at each width; a selection if quick."""
     for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
         for options in ("causal", "all options") if quick else OPTIONS:
             for width in WIDTHS[1:2] if quick else WIDTHS:
@@ -59,7 +59,7 @@ RUNS = {forward: "", decode: ", few queries", backward: ""}
 
 
 def arguments(dtype: torch.dtype, width: int, options: str, queries: int) -> tuple[tuple, tuple]:
-    """What both operators take, on the CPU: heads inside the sequence, four to one of k and v."""
+    """Both operators' arguments, on the CPU: heads inside the sequence, four per k and v head."""
     how, window, biased, varlen = OPTIONS[options]
     q, k, v = (heads(dtype, n, of, width) for n, of in ((queries, 8), (KEYS, 2), (KEYS, 2)))
     bias = torch.empty(1, 8, queries, KEYS, dtype=dtype) if biased else None
@@ -74,5 +74,5 @@ def heads(dtype: torch.dtype, rows: int, count: int, width: int) -> Tensor:
 
 
 def demand(launch: Launch) -> Demand:
-    rows = launch.constants.get("M", 0)  # none of the kernel that joins parts
+    rows = launch.constants.get("M", 0)  # not the kernel that joins parts
     return Demand(dot=rows >= 64 and launch.types["q"] != "*fp32")

@@ -1,4 +1,4 @@
-"""`python -m checks machine-code`: compiles everything, judges it, writes or compares the table."""
+"""`python -m checks machine-code`: compiles and judges all kernels, updates the table."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 when a kernel is not as it must be, or the table not what it was."""
+    """Returns the exit status: 1 if a kernel fails, or the table has changed."""
     if nvcc.find() is None:
         raise SystemExit("machine-code needs nvcc, on the PATH or under CUDA_HOME")
     bridges = nvcc.sources(".cpp")

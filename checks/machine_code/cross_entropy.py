@@ -1,10 +1,9 @@
-"""The calls that reach the tiles of the Triton kernels of cross entropy, and the traffic they may
-have.
+"""Calls that reach every tile of the Triton cross-entropy kernels, and their traffic.
 
-Global memory moves 16 bytes at a time, and each byte once, but that a forward which makes the
-gradient reads a row again. Rows that are not whole vectors move as many vectors: only what lies
-before the first aligned one and after the last goes element by element. That holds where logits and
-gradients lie alike; where they do not, the stores are vectors.
+Global memory is accessed 16 bytes at a time, and each byte once, except that a forward that
+computes the gradient reads a row again. Rows that are not whole vectors take as many vector
+accesses: only elements before the first aligned vector and after the last are accessed singly. That
+holds if logits and gradients have the same alignment; otherwise the stores are vectors.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +19,14 @@ from fusedops.triton.cross_entropy.logits import MEAN, NONE, Call
 BYTES = {"*bf16": 2, "*fp32": 4}
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 PLAIN, ALL = (0.0, 0.0, 1.0, 0.0), (0.1, 0.1, 2.0, 30.0)
-# Logits, gradient: of cross_entropy, and of a product in 16 bits.
+# Dtypes of logits and gradient: for cross_entropy, and for a 16-bit matmul.
 DTYPES = {"bf16": (BF16, BF16), "fp32": (FP32, FP32), "fp32 to bf16": (FP32, BF16)}
-# One warp, some, as many as there may be; then whole vectors and ragged rows of a vocabulary.
+# One warp, several, the most allowed; then a vocabulary's rows, in whole vectors and ragged.
 LENGTHS = (1024, 4096, 128256, 33, 50257)
 
 
 def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
-    """(variant, case, call): each kernel in its dtypes and options; some of them when quick."""
+    """(variant, case, call): each kernel in its dtypes and options; a selection if quick."""
     for name, dtypes in DTYPES.items():
         for how in (PLAIN,) if quick else (PLAIN, ALL):
             for n in LENGTHS[2::2] if quick else LENGTHS:
@@ -83,7 +82,7 @@ RUNS = {forward: "", forward_of_stripe: "", forward_and_gradient: " and gradient
 
 
 def demand(launch: Launch) -> Demand:
-    """As many 16-byte accesses as each thread has of what the kernel reads and writes."""
+    """One 16-byte access per 16 bytes that a thread reads or writes."""
     if launch.kernel.__name__ == "reduce_kernel":
         return Demand()
     facts = launch.constants
@@ -97,6 +96,6 @@ def demand(launch: Launch) -> Demand:
 
 
 def vectors(launch: Launch, names: list[str]) -> int:
-    """16-byte vectors of a tile that a thread has of the arguments given."""
+    """The number of 16-byte vectors of the given arguments per thread and tile."""
     tile = launch.constants["UNROLL"] * launch.constants["VECTOR"]
     return sum(tile * BYTES.get(launch.types[name], 0) // 16 for name in names)

@@ -1,4 +1,4 @@
-"""What machine code must be: no spills, no local memory, and what a family demands of a kernel."""
+"""Rules for machine code: no spills, no local memory, and each family's demands."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,39 +8,39 @@ from fnmatch import fnmatchcase
 
 from checks.machine_code.sass import Resources
 
-# Where a dot is the work: the instructions that run at the architecture's full rate.
+# For kernels whose work is dots: the instructions at the architecture's full rate.
 TENSOR_CORES = {
     "sm_80": {"HMMA", "IMMA"},
     "sm_90": {"HGMMA", "IGMMA", "QGMMA"},
     "sm_100": {"UTCHMMA", "UTCIMMA", "UTCQMMA"},
 }
 
-REGISTERS = 65536  # of a multiprocessor, on every architecture
+REGISTERS = 65536  # per multiprocessor, on every architecture
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a family asks of a kernel beside no spills."""
+    """What a family requires of a kernel, in addition to no spills."""
 
-    loads: int | None = None  # of 16 bytes of global memory: as many, no more
+    loads: int | None = None  # accesses of 16 bytes of global memory: exactly as many
     stores: int | None = None
-    wide: bool = False  # some of both
-    reads: bool = False  # some loads
+    wide: bool = False  # needs both
+    reads: bool = False  # needs loads
     dot: bool = False
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as one compiler makes it for one architecture."""
+    """A kernel as compiled by one compiler for one architecture."""
 
     compiler: str  # "nvcc 13.0.88"
     kernel: str
-    variant: str  # which of its instances: a row of the table
-    case: str  # which of those that a row stands for
+    variant: str  # which instance: a row of the table
+    case: str  # which case within the row
     arch: str
     resources: Resources
     demand: Demand = Demand()
-    warps: int | None = None  # of a block, where the compiler is told
+    warps: int | None = None  # per block, if the compiler knows
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Excuse:
-    """Why kernels may spill or use local memory; `kernel` and `arch` are patterns as of a shell."""
+    """Why kernels may spill or use local memory; `kernel` and `arch` are shell patterns."""
 
     kernel: str  # of Compiled.name
     arch: str
@@ -88,7 +88,7 @@ EXCUSES: tuple[Excuse, ...] = (
 
 
 def failures(kernels: Iterable[Compiled], excuses: Sequence[Excuse] = EXCUSES) -> list[str]:
-    """A line for each thing that is wrong."""
+    """One line per fault."""
     return [
         f"{one.name} on {one.arch}, {one.compiler}: {wrong}"
         for one in kernels
@@ -99,7 +99,7 @@ def failures(kernels: Iterable[Compiled], excuses: Sequence[Excuse] = EXCUSES) -
 def idle(
     kernels: Sequence[Compiled], patterns: Iterable[str], excuses: Sequence[Excuse] = EXCUSES
 ) -> list[str]:
-    """A line for each name that no kernel has and each excuse that none needs. kernels: all."""
+    """One line per name without a kernel and per unused excuse. kernels: all of them."""
     spilling = [one for one in kernels if any(_local_memory(one, ()))]
     unused = [e for e in excuses if not any(e.covers(one) for one in spilling)]
     names = [one.kernel for one in kernels]
@@ -118,7 +118,7 @@ def _local_memory(one: Compiled, excuses: Sequence[Excuse]) -> Iterator[str]:
 
 
 def _too_large(one: Compiled) -> Iterator[str]:
-    """A block whose registers are more than there are is not launched; they come by eights."""
+    """Whether a block needs more registers than exist; they are allocated in eights."""
     registers = -(-one.resources.registers // 8) * 8
     if one.warps is not None and registers * 32 * one.warps > REGISTERS:
         yield f"{one.resources.registers} registers in {one.warps} warps, of {REGISTERS}"

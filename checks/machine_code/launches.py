@@ -1,10 +1,11 @@
-"""What the Triton launchers of a family launch, compiled ahead of time for each architecture.
+"""Compiles what a family's Triton launchers launch, for each architecture.
 
-The launchers themselves run, on tensors of the CPU, before a driver that has an architecture but no
-GPU. Each launch stops where it would be compiled; what triton made of its arguments until then is
-compiled afterwards. So nothing here copies a signature, an alignment or a choice of a launcher.
+The launchers themselves run, on CPU tensors, with a driver that has an architecture but no GPU.
+Each launch stops where it would be compiled; what Triton derived from its arguments until then is
+compiled afterwards. So nothing here duplicates a signature, an alignment or a launcher's choice.
 
-TRITON_INTERPRET=1 replaces triton.jit, and a process has one triton: `compiled` starts another.
+TRITON_INTERPRET=1 replaces triton.jit, and a process has only one triton: `compiled` starts another
+process.
 """
 
 import importlib
@@ -24,30 +25,30 @@ from checks.machine_code.sass import Resources, read
 from fusedops import backends
 
 ARCHITECTURES = (80, 90, 100)
-# The families with Triton kernels, whose cases are in modules of their names.
+# The families with Triton kernels; their cases are in modules of the same names.
 FAMILIES = tuple(
     f"checks.machine_code.{family}"
     for family in backends.FAMILIES
     if find_spec(f"checks.machine_code.{family}")
 )
 
-Call = tuple[str, str, Callable[[], object]]  # variant, case, and what launches
+Call = tuple[str, str, Callable[[], object]]  # variant, case, and the launching call
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel as its launcher wants it compiled."""
+    """A kernel as its launcher wants it compiled."""
 
     kernel: Any  # triton.JITFunction
-    types: dict[str, str]  # of each argument: "*bf16", "i32", "constexpr"
+    types: dict[str, str]  # each argument's type: "*bf16", "i32", "constexpr"
     aligned: frozenset[str]  # arguments that are multiples of 16
     constants: dict[str, Any]
     num_warps: int
-    specialization: str  # all of it, in triton's own words
+    specialization: str  # the whole specialisation, as Triton writes it
 
 
 class NoGPU:
-    """A driver for triton that knows which architecture to compile for, and no more."""
+    """A Triton driver that knows which architecture to compile for, and nothing else."""
 
     def __init__(self, arch: int):
         from triton.backends.compiler import GPUTarget
@@ -58,14 +59,14 @@ class NoGPU:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch  # triton keeps a cache for each device
+        return self.target.arch  # Triton keeps a cache per device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 class Recorder:
-    """What triton asks before it compiles: keeps each launch once, with the case that was first."""
+    """A compile hook that records each launch once, with its first case."""
 
     def __init__(self) -> None:
         self.launches: dict[str, tuple[str, str, Launch]] = {}
@@ -73,7 +74,7 @@ class Recorder:
 
     def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         self.launches.setdefault(f"{fn.name} {key}", (*self.case, launch_of(fn, compile)))
-        return True  # someone else compiles, and there is nothing to run
+        return True  # another process compiles, and there is nothing to run
 
 
 def recorded(calls: Iterable[Call]) -> list[tuple[str, str, Launch]]:
@@ -121,7 +122,7 @@ def compile_family(family: Any, arch: int, quick: bool) -> Iterator[Compiled]:
 def compiled(
     family: str, arch: int, path: Path | None = None, quick: bool = False
 ) -> list[Compiled]:
-    """Every launch of a family, under the triton in folder `path` or the one installed."""
+    """Every launch of a family, under the triton in folder `path` or the installed one."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     first = [str(path.resolve(strict=True))] if path else []
     env["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), env.get("PYTHONPATH", "")])

@@ -1,6 +1,7 @@
-"""The calls that reach every tile of the Triton norm kernels, and the traffic that norms may have.
+"""Calls that reach every tile of the Triton norm kernels, and their allowed traffic.
 
-Global memory moves 16 bytes at a time, and each byte once, but that a long row is read again.
+Global memory is accessed 16 bytes at a time, and each byte once, except that a long row is read
+again.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ CHOICES = [("layer", 0.1, "bf16"), ("layer", 0.1, "fp32"), ("rms_llama", 0.0, "b
 
 
 def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
-    """(variant, case, call): every tile that the launchers may choose, some of them when quick."""
+    """(variant, case, call): every tile that the launchers may choose; a selection if quick."""
     for kind, p, dtype in CHOICES[::2] if quick else CHOICES:
         choice = f"{kind}{', dropout' if p else ''}, {dtype}"
         for length, n in lengths(forward.LONGEST, quick):
@@ -34,8 +35,11 @@ def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
 
 
 def lengths(longest: int, quick: bool) -> list[tuple[str, int]]:
-    """The longest row of each tile, with the range that it belongs to: rows that share a program,
-    have one each, or are walked; made of whole vectors (n % 16 == 0) or ragged."""
+    """The longest row of each tile, with its range.
+
+    Covers rows that share a program, have their own, or are walked; of whole vectors (n % 16 == 0)
+    or ragged.
+    """
     ranges: dict[tuple[bool, bool, bool], dict[tuple, list[int]]] = {}
     for n in range(1, longest + 17):
         tile, ragged = tile_of(n, longest), n % 16 != 0
@@ -56,7 +60,7 @@ def run_forward(n: int, kind: str, p: float, dtype: str) -> None:
 
 
 def run_backward(n: int, few: bool, kind: str, p: float, dtype: str) -> None:
-    """Few rows are one program's, which then writes dweight and dbias itself."""
+    """Few rows are one program's work, which then writes dweight and dbias itself."""
     rows = 1 if few else 5 * tile_of(n, backward.LONGEST)["ROWS"]
     x, weight, bias, seed = tensors(rows, n, kind, p, dtype)
     stats = torch.empty(1 if bias is None else 2, rows, dtype=torch.float64)
@@ -67,13 +71,13 @@ def run_backward(n: int, few: bool, kind: str, p: float, dtype: str) -> None:
 def tensors(
     rows: int, n: int, kind: str, p: float, dtype: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """x [rows, n], weight [n], bias [n], seed []; without what the kind and p do not use."""
+    """x [rows, n], weight [n], bias [n], seed []; without those that the kind and p do not use."""
     x, row = torch.empty(rows, n, dtype=DTYPES[dtype]), torch.empty(n, dtype=DTYPES[dtype])
     return x, row, row if kind == "layer" else None, torch.tensor(0) if p else None
 
 
 def demand(launch: Launch) -> Demand:
-    """As many 16-byte accesses as each thread has of what the kernel reads and writes."""
+    """One 16-byte access per 16 bytes that a thread reads or writes."""
     if "n" not in launch.aligned:
         return Demand()
     loads, stores = TRAFFIC[launch.kernel.__name__](partial(vectors, launch), launch.constants)
@@ -81,7 +85,7 @@ def demand(launch: Launch) -> Demand:
 
 
 def vectors(launch: Launch, elements: int, names: str) -> int:
-    """Whole 16-byte vectors that a thread has of `elements` of each of the arguments given."""
+    """Whole 16-byte vectors per thread for `elements` of each given argument."""
     sizes = [BYTES.get(launch.types[name], 0) for name in names.split()]
     return sum(elements * size // (16 * 32 * launch.num_warps) for size in sizes)
 

@@ -1,7 +1,7 @@
-"""csrc/cuda as nvcc compiles it for each architecture; needs no GPU and no torch with CUDA.
+"""Compiles csrc/cuda with nvcc for each architecture; needs no GPU and no CUDA torch.
 
-The flags are those of the build. The bridges from tensors (*.cpp) are only parsed, against CUDA's
-headers. What was compiled is kept under build/, by the content of everything it depends on.
+The flags are the build's. The bridges from tensors (*.cpp) are only parsed, against CUDA's headers.
+Results are cached under build/, by the content of everything they depend on.
 """
 
 import functools
@@ -23,7 +23,7 @@ from checks.machine_code.sass import read, write
 from fusedops import building
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
-# Of kernels by the patterns of their names.
+# By pattern of kernel names.
 DEMANDS = dict.fromkeys(
     (
         "norm_*_held<*",
@@ -37,7 +37,7 @@ DEMANDS = dict.fromkeys(
     ),
     Demand(wide=True),
 )
-DEMANDS["gemv<*, true, *>"] = Demand(reads=True)  # what it writes is a few numbers
+DEMANDS["gemv<*, true, *>"] = Demand(reads=True)  # it writes only a few numbers
 PARSE = ("-std=c++20", "-Xcompiler", "-fsyntax-only", "-c")
 SHORT = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
 KINDS = ("swiglu", "swiglu limited", "geglu", "geglu tanh")  # csrc/kernels/gated_activation.h
@@ -78,7 +78,7 @@ def object_of(source: Path, architectures: Sequence[str]) -> bytes:
 
 
 def parses(source: Path) -> bool:
-    """Whether g++ takes a file that is C++ with CUDA's headers; it says why not."""
+    """Whether g++ accepts a C++ file that includes CUDA's headers; prints why not."""
     path = BUILD / "nvcc" / f"{source.stem}-{_key(source, [])}.parsed"
     if path.exists():
         return True
@@ -94,7 +94,7 @@ def gencode(arch: str) -> list[str]:
 
 @functools.cache
 def flags() -> list[str]:
-    """The build's, and those that torch adds to every extension."""
+    """The build's flags, and those that torch adds to every extension."""
     return [*cpp_extension.COMMON_NVCC_FLAGS, *building.NVCC_FLAGS]
 
 
@@ -108,7 +108,7 @@ def short(name: str) -> str:
     """`void a::(anonymous namespace)::f<c10::BFloat16, true>(int*)` is f<bf16, true>."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     name = re.sub(r"\((?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name)  # an enum's value
-    name = name.partition("(")[0]  # what is left is the parameters'
+    name = name.partition("(")[0]  # the rest is the parameters
     for long, brief in SHORT.items():
         name = re.sub(rf"\b{long}\b", brief, name)
     return re.sub(r"\b(?:\w+::)+", "", name)
@@ -134,7 +134,7 @@ def _nvcc(source: Path, target: Path, *arguments: str) -> int:
 
 
 def stub() -> Path:
-    """A folder with the header that others include and a torch without CUDA lacks; it is empty."""
+    """A folder with an empty version of the header that a torch without CUDA lacks."""
     header = BUILD / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
     write(header, b"#pragma once\n")
     return BUILD / "include"

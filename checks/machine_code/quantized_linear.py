@@ -1,8 +1,8 @@
-"""The calls that reach the tiles of the Triton kernels of quantized_linear.
+"""Calls that reach every tile of the Triton quantized_linear kernels.
 
-They may not spill, and products of 16 bits or of codes by codes run on the tensor cores that the
-architecture is known for, where the tile is as high as these take. Those of float32 run on none, as
-they are to be float32's.
+They must not spill. Matmuls in 16 bits, or of codes by codes, must use the architecture's own
+tensor cores if the tile is tall enough for them. float32 uses none, as its products must be
+float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ from fusedops.triton.quantized_linear import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 N = K = 8192
-FEW = 64  # columns, of which the depth is split
+FEW = 64  # columns for which the depth is split
 # Format: group_size, and the shapes of its tensors.
 FORMATS = {"int8": K, "int8 in groups": 128, "int4": 64, "nf4": 64, "fp8": K}
-ROWS = (16, 64, 512)  # that share depth, as many as do, tiles
+ROWS = (16, 64, 512)  # rows: depth is split, the most with split depth, tiles
 # Name: dtype, input_format, compute.
 HOW = {
     "bf16": (BF16, "none", "any"),
@@ -38,7 +38,7 @@ HOW = {
 
 
 def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """(variant, case, call): each format by each kernel; some of them when quick."""
+    """(variant, case, call): each format with each kernel; a selection if quick."""
     for kind in ("int8", "int4") if quick else FORMATS:
         for how in list(HOW)[: 1 if quick else None]:
             for rows in ROWS[::2] if quick else ROWS:
@@ -101,6 +101,6 @@ def demand(launch: Launch) -> Demand:
 
 
 def multiplies_integers() -> bool:
-    """On the tensor cores of this architecture: before triton 3.7 sm_100's get none."""
+    """Whether integers use this architecture's tensor cores: not on sm_100 before triton 3.7."""
     arch = triton.runtime.driver.active.get_current_target().arch
     return arch < 100 or Version(triton.__version__) >= Version("3.7")

@@ -1,4 +1,4 @@
-"""What a kernel uses, read from its machine code by the disassembler in triton's package."""
+"""Reads a kernel's resources from machine code, with the disassembler in triton's package."""
 
 import functools
 import hashlib
@@ -20,24 +20,24 @@ USAGE = re.compile(r"^ Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LO
 CODE = re.compile(r"^\s*Function : (\S+)\n(.*?)(?=^\s*Function : |\Z)", re.M | re.S)
 OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)")  # @: its predicate
 
-RESERVED_SHARED = 1024  # of a block's shared memory, since sm_90: the system's own
+RESERVED_SHARED = 1024  # shared memory that the system reserves per block, since sm_90
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel. Instructions are counted as they stand in the code, not as they run."""
+    """One kernel's resources. Instructions are counted in the code, not as executed."""
 
     registers: int
-    shared: int  # static bytes of a block
-    local: int  # bytes a thread: spilled registers and arrays that registers cannot hold
+    shared: int  # static bytes per block
+    local: int  # bytes per thread: spilled registers, and arrays that do not fit in registers
     spills: int  # instructions that load or store local memory
     loads: int  # of at least 16 bytes of global memory
     stores: int
-    tensor_cores: tuple[str, ...]  # their instructions
+    tensor_cores: tuple[str, ...]  # tensor core instructions
 
 
 def read(binary: bytes) -> dict[tuple[str, str], Resources]:
-    """(architecture, mangled kernel): its resources, of every kernel in a cubin or object file."""
+    """(architecture, mangled kernel) -> its resources, for each kernel in a cubin or object."""
     key = hashlib.sha256(binary + _own_hash()).hexdigest()
     cached = BUILD / "sass" / f"{key}.json"
     if not cached.exists():
@@ -50,7 +50,7 @@ def read(binary: bytes) -> dict[tuple[str, str], Resources]:
 
 
 def parse(text: str) -> Iterator[tuple[tuple[str, str], Resources]]:
-    """Of the text of `cuobjdump -sass -res-usage`: for each architecture, all usage, then code."""
+    """Parses `cuobjdump -sass -res-usage`: per architecture, all usage, then code."""
     for part in re.split(r"^Resource usage:", text, flags=re.M)[1:]:
         usages, arch, code = re.split(r"^\s*code for (sm_\w+)", part, flags=re.M)
         usage = {name: numbers for name, *numbers in USAGE.findall(usages)}
@@ -92,7 +92,7 @@ def _disassembled(binary: bytes) -> str:
 
 
 def write(path: Path, content: bytes) -> None:
-    """In one step: other processes and threads see the whole file or none."""
+    """Writes a file atomically: others see the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     unfinished.write_bytes(content)
@@ -106,7 +106,7 @@ def _own_hash() -> bytes:
 
 @functools.cache
 def tool(name: str) -> str:
-    """A program of the CUDA toolkit that triton brings along."""
+    """A CUDA toolkit program that comes with triton."""
     spec = importlib.util.find_spec("triton")  # not imported: it may not be interpreting here
     if spec is None or spec.origin is None:
         raise SystemExit(f"machine-code needs {name}, which comes with the package triton")

@@ -1,6 +1,6 @@
-"""docs/machine_code.md: a section for each compiler, a row for each kernel.
+"""Writes docs/machine_code.md: a section per compiler, a row per kernel.
 
-A cell has the architectures' values side by side, or one value where they agree.
+A cell shows one value per architecture, or one value if they agree.
 """
 
 import re
@@ -39,7 +39,7 @@ def document(kernels: Sequence[Compiled], excuses: Sequence[Excuse] = EXCUSES) -
 
 
 def sections(kernels: Sequence[Compiled]) -> dict[str, str]:
-    """Compiler, with its version: its table."""
+    """Compiler, with its version -> its table."""
     found = {}
     for compiler in dict.fromkeys(one.compiler for one in kernels):
         rows: dict[tuple[str, str], list[Compiled]] = {}
@@ -55,7 +55,7 @@ def sections(kernels: Sequence[Compiled]) -> dict[str, str]:
 
 
 def cell(row: Sequence[Compiled], fact: str) -> str:
-    """One fact of a row: for each architecture its value, or its least and greatest."""
+    """One fact of a row: each architecture's value, or its range."""
     values: dict[str, list] = {}
     for one in row:
         values.setdefault(one.arch, []).append(getattr(one.resources, fact))
@@ -64,7 +64,7 @@ def cell(row: Sequence[Compiled], fact: str) -> str:
 
 
 def differences(kernels: Sequence[Compiled], committed: str) -> list[str]:
-    """Lines that only one of the two tables has. They must have a compiler in common."""
+    """Lines that only one of two tables has. They must share a compiler."""
     parts = (part.partition("\n") for part in re.split(r"^## ", committed, flags=re.M))
     theirs = {compiler: set(text.strip().splitlines()) for compiler, _, text in parts}
     ours = {name: set(text.splitlines()) for name, text in sections(kernels).items()}

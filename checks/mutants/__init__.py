@@ -1,6 +1,6 @@
-"""One-line bugs that the tests must see: `python -m checks mutants`.
+"""One-line bugs that the tests must catch: `python -m checks mutants`.
 
-csrc/cpu/norm.cpp's are in csrc/cpu/norm.cpp.toml beside this file. A table there is named after
-the tests that must turn red, and has a line for each mutant: what is wrong, the text to find, which
-stands in the file once, and what takes its place.
+The bugs for csrc/cpu/norm.cpp are in csrc/cpu/norm.cpp.toml next to this file. Each table there is
+named after the tests that must fail. Each of its lines is one mutant: what is wrong, the text to
+find (once in the file), and its replacement.
 """

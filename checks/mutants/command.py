@@ -1,4 +1,4 @@
-"""`python -m checks mutants`: each mutant is built and tested; one that survives is a failure."""
+"""`python -m checks mutants`: builds and tests each mutant; none may survive."""
 
 import argparse
 import subprocess
@@ -16,9 +16,9 @@ from rich.table import Table
 from checks.mutants.mutant import LEAST, Mutant, kernel_files, mutants
 from checks.tree import ROOT, Tree
 
-LONGEST = 300  # seconds that tests may take: a mutant that hangs is caught
+LONGEST = 300  # time limit for tests: a mutant that hangs counts as caught
 
-Result = tuple[Mutant, str, float]  # what became of it, and the seconds that it took
+Result = tuple[Mutant, str, float]  # its fate, and the seconds that it took
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 when a mutant is not caught, or a kernel file has too few."""
+    """Returns the exit status: 1 if a mutant survives, or a kernel file has too few."""
     todo, console = list(mutants(args.file)), Console()
     groups = [list(group) for _, group in groupby(todo, lambda mutant: mutant.file)]
     folders = [ROOT / "build" / "mutants" / str(job) for job in range(min(args.jobs, len(groups)))]
@@ -59,7 +59,7 @@ def ready(tree: Tree) -> None:
 
 
 def must_pass(pool: Executor, trees: list[Tree], selections: set[str]) -> None:
-    """Exits with what the tests say where they fail without any mutant."""
+    """Exits with the tests' output if they fail without any mutant."""
     todo = sorted(selections)
     for tests, found in zip(todo, pool.map(trees[0].pytest, todo), strict=True):
         if found.returncode != 0:
@@ -69,7 +69,7 @@ def must_pass(pool: Executor, trees: list[Tree], selections: set[str]) -> None:
 def tried(
     free: SimpleQueue[Tree], group: list[Mutant], tell: Callable[[Result], None]
 ) -> list[Result]:
-    """The results of the mutants of one file, in a tree that nobody else uses meanwhile."""
+    """The results for one file's mutants, in a tree that nothing else uses meanwhile."""
     tree, results = free.get(), []
     path = tree.folder / group[0].file
     right = path.read_text()
@@ -85,7 +85,7 @@ def tried(
 
 
 def fate(tree: Tree, mutant: Mutant, right: str) -> str:
-    """`caught` when a test fails, or when the tests crash or hang."""
+    """`caught` if a test fails, or if the tests crash or hang."""
     if right.count(mutant.find) != 1:
         return "misplaced"
     (tree.folder / mutant.file).write_text(right.replace(mutant.find, mutant.replace))
@@ -111,7 +111,7 @@ def table(results: list[Result]) -> Table:
 
 
 def failures(console: Console, results: list[Result], only: str) -> int:
-    """How many mutants are not caught and files have too few; each is printed."""
+    """Counts and prints the surviving mutants and the files with too few."""
     wrong = [f"{m.file}: {what}: {m.why}" for m, what, _ in results if what != "caught"]
     count = Counter(mutant.file for mutant, _, _ in results)
     files = sorted(file for file in kernel_files() if only in file)

@@ -1,4 +1,4 @@
-"""A mutant, and the lists of them."""
+"""A mutant, and the lists of all mutants."""
 
 import tomllib
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from pathlib import Path
 from checks.tree import ROOT
 
 LISTS = Path(__file__).parent
-LEAST = 10  # of a kernel file
+LEAST = 10  # for each kernel file
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`file` with one line made wrong: `replace` where `find` is. `tests` must see it."""
+    """`file` with one line made wrong: `find` becomes `replace`. `tests` must catch it."""
 
     file: str
     tests: str
@@ -23,7 +23,7 @@ class Mutant:
 
 
 def mutants(only: str = "") -> Iterator[Mutant]:
-    """Those of every file whose path contains `only`, file by file."""
+    """The mutants of every file whose path contains `only`, file by file."""
     for path in sorted(LISTS.rglob("*.toml")):
         file = str(path.relative_to(LISTS).with_suffix(""))
         if only not in file:
@@ -33,7 +33,7 @@ def mutants(only: str = "") -> Iterator[Mutant]:
 
 
 def kernel_files() -> set[str]:
-    """The files that compute something, each of which must have its mutants."""
+    """The files with computations; each must have mutants."""
     patterns = ("csrc/cpu/**/*.cpp", "csrc/cuda/*/*.c*", "csrc/cuda/device.cuh")
     patterns += ("fusedops/triton/*/*.py",)
     found = {str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p)}

@@ -1,5 +1,5 @@
-"""transformers' own tests on patched models: `python -m checks transformers-tests`.
+"""Runs transformers' own tests on patched models: `python -m checks transformers-tests`.
 
-command.py fetches the tests and compares two runs of them; plugin.py, which pytest loads, patches
-the models and records outcomes; models.py has the model testers that the tests need.
+command.py fetches the tests and compares two runs of them. plugin.py, a pytest plugin, patches the
+models and records outcomes. models.py has the model testers that the tests need.
 """

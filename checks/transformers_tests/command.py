@@ -1,8 +1,8 @@
-"""`python -m checks transformers-tests`: transformers' own tests, unpatched and patched.
+"""`python -m checks transformers-tests`: transformers' tests, unpatched and patched.
 
-The tests are those of the installed transformers: its source distribution on PyPI has the methods
-that every model must pass, without the testers of single models, for which `models.py` stands in.
-Generation and export tests are not in the distribution. `--checkout` takes them all from a clone.
+The tests are the installed transformers': its source distribution on PyPI has the methods that
+every model must pass, but not the single models' testers, which `models.py` replaces. Generation
+and export tests are not in the distribution. `--checkout` uses all tests from a clone instead.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TESTS = (
     "test_can_set_attention_dynamically",
     "test_sdpa_can_dispatch_non_composite_models",
 )
-# Files that the distribution lacks and its tests import, with the class that they import.
+# Files that the tests import but the distribution lacks, with the imported class.
 ABSENT = {
     "exporters/test_export.py": "ExportTesterMixin",
     "generation/test_utils.py": "GenerationTesterMixin",
@@ -40,7 +40,7 @@ OURS = Path(__file__).with_name("models.py")
 
 @dataclass(frozen=True)
 class Run:
-    """What the plugin has written. outcomes: of each test `outcome`, `subtests` and `said`."""
+    """The plugin's results. outcomes: each test's `outcome`, `subtests` and `said`."""
 
     outcomes: dict[str, dict[str, Any]]
     models: int = 0
@@ -51,7 +51,7 @@ class Run:
         return ", ".join(f"{found[name]} {name}" for name in ("passed", "failed", "skipped"))
 
     def of(self, test: str) -> str:
-        """A test's outcome, with those of its subtests, in words."""
+        """A test's outcome, with its subtests', in words."""
         known = self.outcomes.get(test)
         if known is None:
             return "absent"
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 when an outcome differs, nothing passed or no model was patched."""
+    """Returns the exit status: 1 if an outcome differs, nothing passed or nothing was patched."""
     WORK.mkdir(parents=True, exist_ok=True)
     path, tests = _from_checkout(args) if args.checkout else _from_package(args)
     plain, patched = (pytest(path, tests, args.tests, patch) for patch in (False, True))
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complaints(plain: Run, patched: Run) -> Iterator[str]:
-    """The tests whose outcome differs, and what makes a comparison worthless."""
+    """The tests whose outcome differs, and whatever invalidates the comparison."""
     if not any(test["outcome"] == "passed" for test in plain.outcomes.values()):
         yield "no test passed without patch"
     if not patched.models:
@@ -99,7 +99,7 @@ def complaints(plain: Run, patched: Run) -> Iterator[str]:
 
 
 def pytest(path: Path, tests: list[str], selection: str, patch: bool) -> Run:
-    """Runs the tests in a process of its own. Fused sites run their kernels at every size."""
+    """Runs the tests in their own process. Fused sites run their kernels at every size."""
     file = WORK / ("patched.json" if patch else "unpatched.json")
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
@@ -116,7 +116,7 @@ def pytest(path: Path, tests: list[str], selection: str, patch: bool) -> Run:
 
 
 def _from_package(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """The folder for PYTHONPATH, and what pytest runs."""
+    """The folder for PYTHONPATH, and pytest's arguments."""
     folder = unpacked(importlib.metadata.version("transformers"))
     return folder, [f"{OURS}::{model}" for model in args.models]
 
@@ -128,7 +128,7 @@ def _from_checkout(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def unpacked(version: str) -> Path:
-    """The folder with the tests of a transformers, from its source distribution, as PACKAGE."""
+    """The folder with a transformers' tests, from its source distribution, as PACKAGE."""
     _need_parameterized()
     folder = WORK / version
     if not (folder / "complete").exists():
@@ -141,7 +141,7 @@ def unpacked(version: str) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """The archive's tests into a folder, with empty classes for what is absent."""
+    """Unpacks the archive's tests into a folder, with empty classes for missing ones."""
     with tarfile.open(archive) as source:
         for member in source.getmembers():
             _, *inside = member.name.split("/")
@@ -155,7 +155,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _need_parameterized() -> None:
-    """transformers' tests import it, nothing else here does."""
+    """Checks for `parameterized`, which only transformers' tests import."""
     packages = WORK / "packages"
     known = importlib.util.find_spec("parameterized") or (packages / "parameterized").exists()
     if not known:

@@ -1,8 +1,8 @@
-"""Model testers for transformers' own tests, which its source distribution comes without.
+"""Model testers for transformers' own tests, missing in its source distribution.
 
 A test of transformers is a method of its ModelTesterMixin. It takes a tiny config, a batch and
-their sizes from a model tester. The distribution on PyPI has no model testers. These follow
-transformers' own: two layers of width 32, all of a family's classes.
+their sizes from a model tester, which the distribution on PyPI lacks. These follow transformers'
+own: two layers of width 32, all classes of a family.
 """
 
 import unittest
@@ -68,7 +68,7 @@ LABELS = {
 def with_labels(
     case: Any, inputs: dict[str, Any], model: type, return_labels: bool = False
 ) -> dict[str, Any]:
-    """The mixin's method, with labels of the classes that it leaves to a family's test case."""
+    """The mixin's method, plus labels for classes that it leaves to a family's test case."""
     inputs = ModelTesterMixin._prepare_for_class(case, inputs, model, return_labels)
     shapes = LABELS.get(model.__name__, {}) if return_labels else {}
     return inputs | {name: torch.zeros(s, dtype=torch.long) for name, s in shapes.items()}
@@ -76,8 +76,10 @@ def with_labels(
 
 @dataclass(frozen=True)
 class Family:
-    """classes: the first is the base model. lengths: what tests compare shapes with. left: tests
-    that the family's own test case skips or replaces, and why.
+    """A family to test. classes: the base model comes first.
+
+    lengths: the sizes that tests compare shapes with. left: tests that the family's own test case
+    skips or replaces, with the reason.
     """
 
     config: str
@@ -191,7 +193,7 @@ FAMILIES = {
 
 
 class ModelTester:
-    """What the mixin reads sizes and inputs from."""
+    """Provides the sizes and inputs that the mixin reads."""
 
     batch_size, hidden_size, is_training, num_choices, pad_token_id = BATCH, WIDTH, True, 4, 0
     num_hidden_layers, num_attention_heads = LAYERS, HEADS
@@ -208,7 +210,7 @@ class ModelTester:
 
 
 def case(family: Family) -> type:
-    """The test case of a family: transformers' methods over our tester."""
+    """A family's test case: transformers' methods with our tester."""
     classes = tuple(getattr(transformers, name) for name in family.classes)
 
     def setUp(self: Any) -> None:

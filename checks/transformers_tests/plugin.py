@@ -1,8 +1,8 @@
-"""A pytest plugin: writes each test's outcome to a file, and patches the models that tests make.
+"""A pytest plugin that records each test's outcome and patches the models it makes.
 
-`--outcomes FILE` names the file. With `--patch-models` every model of transformers is patched when
-its constructor ends, or, if it has no memory yet, when `from_pretrained` has loaded it. Both kinds
-of run draw the same random numbers.
+`--outcomes FILE` names the output file. With `--patch-models`, every transformers model is patched
+when its constructor ends or, if it has no memory yet, when `from_pretrained` has loaded it. Both
+kinds of run draw the same random numbers.
 """
 
 import functools
@@ -21,16 +21,16 @@ RANK = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 class Patching:
-    """Patches models as they are made. models counts them; sites counts fused sites by kind."""
+    """Patches models as they are created. models counts them; sites counts fused sites by kind."""
 
     def __init__(self) -> None:
         self.models, self.sites = 0, Counter[str]()
         self._base: type = object
         self._seen: WeakSet[Any] = WeakSet()
-        self._making = threading.local()  # how many constructors are running
+        self._making = threading.local()  # number of running constructors
 
     def install(self, base: Any) -> None:
-        """Watches constructors, `train` and `to` of transformers' PreTrainedModel."""
+        """Wraps the constructors, `train` and `to` of transformers' PreTrainedModel."""
         self._base, patching, wrapped = base, self, set[type]()
 
         def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -68,12 +68,12 @@ class Patching:
         return getattr(self._making, "depth", 0)
 
     def patch(self, model: Any) -> None:
-        """Patches a model once, unless it is part of one that is still being made."""
+        """Patches a model once, unless it is part of one still under construction."""
         if self._depth() or model in self._seen or any(p.is_meta for p in model.parameters()):
             return
         import fusedops
 
-        self._making.depth = 1  # what patch itself makes stays as it is
+        self._making.depth = 1  # models that patch itself makes stay unpatched
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -86,7 +86,7 @@ class Patching:
 
 
 class Outcomes:
-    """Each test's outcome, the number of its subtests by theirs, and what the worst one said."""
+    """Each test's outcome, its subtests' counts by outcome, and the worst one's message."""
 
     def __init__(self, file: Path, patching: Patching | None) -> None:
         self.file, self.patching = file, patching
@@ -118,7 +118,7 @@ class Outcomes:
 
 
 def _said(report: pytest.TestReport) -> str:
-    if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
+    if isinstance(report.longrepr, tuple):  # a skip's file, line and reason
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)
     return crash.message.partition("\n")[0] if crash else str(report.longrepr)[-200:]

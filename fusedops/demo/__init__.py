@@ -1,4 +1,4 @@
-"""`python -m fusedops demo`: one model trained with fusedops and without, side by side."""
+"""`python -m fusedops demo`: trains one model with and without fusedops, side by side."""
 
 import json
 import random
@@ -28,16 +28,16 @@ def run(
 ) -> dict:
     """Trains a 10M-parameter Llama twice on the standard library's source: eager and fused.
 
-    Same seed, same batches, bfloat16; `torch.optim.AdamW`, or `AdamW8bit`, which rounds the weights
-    by chance. At each step both train on the batch, in random order, so that a noisy machine
-    disturbs both alike; speed is the median of the ratios of a step's two times. Peak memory is
-    that of a fresh process for each.
+    Same seed, same batches, bfloat16. Eager uses `torch.optim.AdamW`; fused uses `AdamW8bit`, which
+    rounds the weights stochastically. In each step both train on the batch, in random order, so
+    that a noisy machine disturbs both alike. Speed is the median ratio of the two times of a step.
+    Peak memory is measured in a fresh process for each.
 
-    Prints the patch report and a table, writes loss and step times to `out`/demo.png (where
-    matplotlib is installed) and every number to `out`/demo.json, and returns what the JSON holds.
-    One thread by default: more wait for each other whenever a neighbour takes a core. quick: a tiny
-    model, 8 steps.
-    Raises ModuleNotFoundError, with the command that helps, where a package is missing.
+    Prints the patch report and a table, writes loss and step times to `out`/demo.png (if matplotlib
+    is installed) and every number to `out`/demo.json, and returns what the JSON contains. It uses
+    one thread by default: several threads wait for each other whenever another process takes a
+    core. quick: a tiny model, 8 steps. Raises ModuleNotFoundError, with the command that helps, if
+    a package is missing, and ValueError if steps is too small.
     """
     _require()
     settings = _settings(steps, quick)
@@ -69,7 +69,7 @@ def _require() -> None:
 
 
 def _train(trainers: dict[str, Trainer], settings: Settings) -> None:
-    """Every contender on every batch; who goes first is drawn anew at each step."""
+    """Trains every contender on every batch, in an order drawn for each step."""
     from tqdm import tqdm
 
     order, start = random.Random(settings.seed), perf_counter()

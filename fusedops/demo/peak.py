@@ -1,4 +1,4 @@
-"""Peak memory of one contender: a fresh process that trains a few steps and reads its own peak."""
+"""Measures one contender's peak memory in a fresh process that trains a few steps."""
 
 import json
 import subprocess
@@ -11,11 +11,11 @@ import torch
 from fusedops.demo.training import CONTENDERS, Settings, Trainer, batches
 
 CHILD = "import sys; from fusedops.demo.peak import main; main(*sys.argv[1:])"
-STEPS = 3  # the second step has the optimizer's state and the gradients of the first
+STEPS = 3  # from the second step on, memory holds the optimizer's state and old gradients
 
 
 def measure_peaks(settings: Settings, threads: int) -> dict[str, int]:
-    """Peak resident bytes of each contender. The processes run side by side: nothing is timed."""
+    """Peak resident bytes of each contender. The processes run in parallel: nothing is timed."""
     few = json.dumps(asdict(replace(settings, steps=STEPS)))
     command = [sys.executable, "-c", CHILD]
     processes = {
@@ -30,16 +30,16 @@ def measure_peaks(settings: Settings, threads: int) -> dict[str, int]:
 
 
 def peak_bytes() -> int:
-    """The peak of this process, from the kernel (VmHWM).
+    """This process's peak memory, from the kernel (VmHWM).
 
-    Not ru_maxrss: a child starts with its parent's, which here is a large training process.
+    Not ru_maxrss: a child starts with its parent's value, which here is a large training process.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def main(contender: str, settings: str, threads: str) -> None:
-    """What a child runs: trains, then prints its peak as the last word."""
+    """Runs in the child: trains, then prints its peak as the last word."""
     torch.set_num_threads(int(threads))
     chosen = Settings(**json.loads(settings))
     trainer = Trainer(contender, chosen)

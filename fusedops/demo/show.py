@@ -1,4 +1,4 @@
-"""The demo's results: numbers, a table, a plot."""
+"""Shows the demo's results: numbers, a table and a plot."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +8,13 @@ from typing import Any
 from fusedops.demo.training import CONTENDERS, Settings, Trainer
 from fusedops.profiling.timing import Ratio, paired_ratio, quantiles
 
-WARMUP = 3  # steps whose time does not count: allocations, caches of the matrix library
-LAST = 10  # steps whose mean is the final loss
+WARMUP = 3  # steps excluded from timing: allocations, the matrix library's caches
+LAST = 10  # the final loss is the mean of the last steps
 COLORS = {"eager": "#9aa5b1", "fused": "#d1495b"}
 
 
 def summary(trainers: dict[str, Trainer], peaks: dict[str, int], settings: Settings) -> dict:
-    """Every number of the table, and the curves."""
+    """All numbers in the table, and the curves."""
     eager, fused = (trainers[name] for name in CONTENDERS)
     gaps = [abs(a - b) for a, b in zip(eager.losses, fused.losses, strict=True)]
     return {
@@ -45,12 +45,12 @@ def _numbers(trainer: Trainer, peak: int, settings: Settings) -> dict:
 
 
 def table(results: dict) -> object:
-    """A rich table, a column for each contender; plain text where rich is not installed."""
+    """A rich table with a column per contender; plain text if rich is not installed."""
     try:
         from rich.table import Table
     except ModuleNotFoundError:
         return _plain(_rows(results))
-    shown = Table(title="Same model, same batches, step by step in turns")
+    shown = Table(title="Same model, same batches, alternating steps")
     shown.add_column()
     for name in CONTENDERS:
         shown.add_column(name, justify="right")
@@ -84,17 +84,17 @@ def speed(results: dict) -> str:
 
 
 def verdict(results: dict) -> str:
-    """What the interval allows to say, also when it is not what we hoped for."""
+    """What the interval lets us claim, favourable or not."""
     ratio = Ratio(**results["ratio"])
     if ratio.low > 1:
         return f"Fused trains {ratio.median:.2f} times as fast as eager here."
     if ratio.high < 1:
         return f"Fused is slower here: {ratio.median:.2f} times eager's speed."
-    return f"No difference in speed can be told here: the interval of {ratio} holds 1."
+    return f"No difference in speed was found here: the interval of {ratio} contains 1."
 
 
 def plot(results: dict, path: Path) -> None:
-    """Both loss curves and both distributions of step times, as a PNG."""
+    """Plots both loss curves and both distributions of step times, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -117,7 +117,7 @@ def _title(results: dict) -> str:
 
 
 def _plot_losses(axes, results: dict) -> None:
-    # The curves lie on each other when all is well: eager broad below, fused thin on top.
+    # The curves should coincide: eager is drawn broad below, fused thin on top.
     for name, width in (("eager", 4.0), ("fused", 1.2)):
         losses = results["contenders"][name]["losses"]
         axes.plot(range(1, len(losses) + 1), losses, color=COLORS[name], lw=width, label=name)
@@ -131,7 +131,7 @@ def _plot_times(axes, results: dict) -> None:
         for name in CONTENDERS
     }
     every = [step for steps in millis.values() for step in steps]
-    longest = min(max(every), 1.6 * median(every))  # a few stalls would flatten the rest
+    longest = min(max(every), 1.6 * median(every))  # else a few stalls would flatten the plot
     shown: dict[str, Any] = {"bins": 35, "range": (min(every), longest), "alpha": 0.6}
     for name, steps in millis.items():
         middle = median(steps)

@@ -1,4 +1,4 @@
-"""What the demo trains: a small Llama on the bytes of Python's standard library."""
+"""The demo's model and data: a small Llama on the standard library's bytes."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ CONTENDERS = ("eager", "fused")
 
 @dataclass(frozen=True)
 class Settings:
-    """The model has 10.8M parameters with the defaults."""
+    """The demo's model and training settings; by default the model has 10.8M parameters."""
 
     steps: int = 150
     batch: int = 4
-    length: int = 128  # tokens in a sequence
+    length: int = 128  # tokens per sequence
     hidden: int = 384
     layers: int = 6
     lr: float = 4e-4
@@ -28,7 +28,7 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a step."""
+        """Tokens per step."""
         return self.batch * self.length
 
 
@@ -36,14 +36,14 @@ QUICK = Settings(steps=8, batch=2, length=32, hidden=64, layers=2)
 
 
 def corpus() -> Tensor:
-    """The source of the standard library, a token a byte: int64 [bytes]."""
+    """The standard library's source, one token per byte: int64 [bytes]."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     source = b"".join(file.read_bytes() for file in files)
     return torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
 
 
 def batches(settings: Settings) -> Iterator[Tensor]:
-    """The same int64 [batch, length] pieces of the corpus for everyone with the same seed."""
+    """int64 [batch, length] pieces of the corpus, the same for the same seed."""
     text, random = corpus(), torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.steps):
         starts = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=random)
@@ -51,7 +51,7 @@ def batches(settings: Settings) -> Iterator[Tensor]:
 
 
 def build_model(settings: Settings) -> torch.nn.Module:
-    """A bfloat16 LlamaForCausalLM with the weights that the seed gives."""
+    """A bfloat16 LlamaForCausalLM with weights drawn from the seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -68,7 +68,7 @@ def build_model(settings: Settings) -> torch.nn.Module:
 
 
 class Trainer:
-    """One contender: its model, its optimizer, and the loss and the seconds of each step."""
+    """One contender: its model, its optimizer, and each step's loss and seconds."""
 
     def __init__(self, contender: str, settings: Settings) -> None:
         self.model = build_model(settings)

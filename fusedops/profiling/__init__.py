@@ -1,1 +1,1 @@
-"""Where the time of a step goes, and how it is measured."""
+"""Measuring where a training step spends its time."""

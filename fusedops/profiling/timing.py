@@ -1,4 +1,4 @@
-"""What every measurement needs: statistics of noisy timings, and where they were taken."""
+"""Statistics of noisy timings, and a record of where they were measured."""
 
 import datetime
 import os
@@ -52,7 +52,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def quantiles(samples: Sequence[float], *shares: float) -> list[float]:
-    """Interpolated linearly between samples. In torch, as numpy may be missing."""
+    """Interpolates linearly between samples. Uses torch, as numpy may be missing."""
     return _float64(samples).quantile(_float64(shares)).tolist()
 
 
@@ -63,8 +63,8 @@ def _float64(values: Sequence[float]) -> torch.Tensor:
 def paired_ratio(base: Sequence[float], other: Sequence[float], resamples: int = 2000) -> Ratio:
     """How many times faster `other` is than `base`: the median of base[i] / other[i].
 
-    Both were measured in the same round i, so what slowed the machine in that round divides out.
-    The interval is the percentile bootstrap over rounds, with a fixed seed.
+    Both were measured in the same round i, so a slowdown of the machine in that round cancels out.
+    The interval is a percentile bootstrap over rounds, with a fixed seed.
     """
     ratios = _float64(base) / _float64(other)
     random = torch.Generator("cpu").manual_seed(0)
@@ -76,7 +76,7 @@ def paired_ratio(base: Sequence[float], other: Sequence[float], resamples: int =
 
 
 def slug(device: str) -> str:
-    """A device's name as a folder's: `NVIDIA H200` is nvidia-h200."""
+    """A device name as a folder name: `NVIDIA H200` becomes nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -95,7 +95,7 @@ def environment(threads: int, device: torch.device) -> dict:
 
 
 def _gpu(device: torch.device) -> dict:
-    """What a GPU adds. `kernels` is the CUDA that ours were built with; None: Triton runs."""
+    """GPU details. `kernels` is the CUDA version of our build; None means that Triton runs."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": properties.name,
@@ -108,7 +108,7 @@ def _gpu(device: torch.device) -> dict:
 
 
 def _gpu_state(uuid: str) -> dict[str, str | None]:
-    """Driver, clocks, power and heat as nvidia-smi gives them; None where it is missing."""
+    """Driver, clocks, power and temperature from nvidia-smi; None if it is missing."""
     query = f"--query-gpu=uuid,{','.join(GPU_STATE.values())}"
     listed = _output(["nvidia-smi", query, "--format=csv,noheader,nounits"]) or ""
     line = next((line for line in listed.splitlines() if uuid in line), None)
@@ -118,16 +118,16 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The commit of this tree, `-dirty` when it was changed since.
+    """This tree's commit, with `-dirty` if it has changes.
 
-    Outside a checkout FUSEDOPS_COMMIT can say what was copied there; else None.
+    Outside a checkout, FUSEDOPS_COMMIT can name the commit that was copied there; else None.
     """
     described = _output(["git", "describe", "--always", "--dirty", "--abbrev=12"])
     return described or os.environ.get("FUSEDOPS_COMMIT")
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command prints, run here; None where it is missing, fails or prints nothing."""
+    """A command's output, run here; None if it is missing, fails or prints nothing."""
     here = Path(__file__).parent
     try:
         run = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)

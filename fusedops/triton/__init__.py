@@ -1,1 +1,1 @@
-"""Triton kernels: one file a family, functions with the signature of the operators they fill."""
+"""Triton kernels, one package per family; launchers have their operators' signatures."""

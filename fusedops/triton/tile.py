@@ -1,5 +1,4 @@
-"""What several families share. Launchers: an operator's other kernels, a device's size. Kernels: a
-dropout, tanh, and numbers of the softmax."""
+"""Shared by several families: launch helpers, dropout, tanh and exp."""
 
 import functools
 from typing import Any
@@ -9,18 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is an instruction, exp another four
-# Where a largest number begins: the least float32, so that exp(z - largest) is 0 for -inf, not NaN.
+LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction, exp is five
+# Initial maximum: the least float32, so that exp(z - largest) is 0 for -inf, not NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 def outputs_of(operator: Any, *arguments: Any) -> Any:
-    """Of the Meta kernel, which checks the arguments and makes the outputs, on any device."""
+    """The outputs from the Meta kernel, which checks the arguments, on any device."""
     return operator.redispatch(_keys(torch._C.DispatchKey.Meta), *arguments)
 
 
 def composite(operator: Any, *arguments: Any) -> Any:
-    """An operator's ATen calls: what runs under a key that has no kernel."""
+    """An operator's ATen calls, which run where there is no kernel."""
     return operator.redispatch(_keys(torch._C.DispatchKey.PrivateUse3), *arguments)
 
 
@@ -30,12 +29,12 @@ _keys = functools.cache(torch._C.DispatchKeySet)
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
-        return 3  # in the interpreter: few programs, but parts
+        return 3  # in the interpreter: few programs, but several parts
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:
-    """(seed, threshold, scale) of the kernels; without dropout they compile without a seed."""
+    """The kernels' (seed, threshold, scale); without dropout they compile without a seed."""
     if p == 0:
         return None, 0, 1.0
     return seed, min(int(p * 2**32), 2**32 - 1), 0.0 if p == 1 else 1 / (1 - p)
@@ -43,9 +42,9 @@ def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int
 
 @triton.jit
 def dropout(t, seed, threshold, scale, row, start, BLOCK: tl.constexpr):
-    """A tile, [ROWS, BLOCK], after dropout; as it is without a seed. row: [ROWS, 1] int64.
+    """A tile, [ROWS, BLOCK], after dropout; unchanged without a seed. row: [ROWS, 1] int64.
 
-    One Philox counter gives four columns. The interleaving moves nothing between threads: a
+    One Philox counter serves four columns. Interleaving moves nothing between threads, as one
     thread owns all four.
     """
     if seed is not None:
@@ -61,9 +60,12 @@ def dropout(t, seed, threshold, scale, row, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def exact_exp(x):
-    """Within 1.3 ulp of any x up to 80, where exp2(x LOG2E) has one more for each 1.5 of x: the
-    powers of 2 are split off before a product is rounded. Of less than -150 it is 0."""
-    x = tl.where(x < -150, -150.0, x)  # of -inf the rest would be NaN
+    """exp within 1.3 ulp, for any x up to 80; 0 for x < -150.
+
+    exp2(x LOG2E) has another ulp of error per 1.5 of x. This splits off the powers of 2 before a
+    product is rounded.
+    """
+    x = tl.where(x < -150, -150.0, x)  # for -inf the rest would be NaN
     n = tl.floor(x * LOG2E + 0.5)
     rest = tl.fma(n, -0.693145751953125, x)  # ln 2: 16 bits of it, so that n times them is exact
     rest = tl.fma(n, -1.4286068203094172e-6, rest)
@@ -72,8 +74,11 @@ def exact_exp(x):
 
 @triton.jit
 def tanh(x, EXACT: tl.constexpr = False):
-    """Within 2 ulp: a polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) cancels. EXACT: within 1.1,
-    as the sum in the divisor is taken without its rounding."""
+    """tanh within 2 ulp; with EXACT, within 1.1.
+
+    A polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) cancels. EXACT computes the divisor's sum
+    without rounding.
+    """
     size, square = tl.abs(x), x * x
     p = tl.fma(square, -0.00661576, 0.02131275)
     p = tl.fma(p, square, -0.05391007)
@@ -91,7 +96,7 @@ def tanh(x, EXACT: tl.constexpr = False):
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """90 of sm_90. Of a CPU's tensors that which is compiled for."""
+    """90 for sm_90. For CPU tensors, the architecture that is compiled for."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor

@@ -1,5 +1,5 @@
-"""Stands in for the compiled part: the same operators in PyTorch.
+"""Replaces the compiled library: the same operators in plain PyTorch.
 
-Each family's file has its operators' schemas, the checks of their arguments, and calls the
-references of fusedops/functional. `exports` has the functions of fusedops._C.
+Each family's file has its operators' schemas and argument checks, and calls the references in
+fusedops/functional. `exports` has the functions of fusedops._C.
 """

@@ -1,5 +1,4 @@
-"""AdamW's operators without a compiled part: the checks of csrc/ops/adamw/schema.cpp, and their
-references."""
+"""AdamW's operators in plain PyTorch: the checks of csrc/ops/adamw/schema.cpp."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Attention without a compiled part: csrc/ops/attention. All scores are in memory, as in eager."""
+"""Attention in plain PyTorch, as csrc/ops/attention; it stores all scores, like eager."""
 
 import functools
 import math
@@ -91,7 +91,7 @@ def attention(
 
 
 class _Call(NamedTuple):
-    """The arguments of the kernel operators that are not differentiated."""
+    """The arguments of the kernel operators that have no gradient."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -104,7 +104,7 @@ class _Call(NamedTuple):
 
 
 def _formula(q, k, v, bias, sinks, call):
-    """The reference in float32, or float64 for float64, of [B, H, S, D]: out and lse."""
+    """The reference on [B, H, S, D] in float32, or float64 for float64: out and lse."""
     varlen = call.cu_seqlens_q is not None
     wide = widened(q.dtype)
     scale, softcap, dropout_p = call.how
@@ -126,7 +126,7 @@ def _formula(q, k, v, bias, sinks, call):
 
 
 class _Attention(torch.autograd.Function):
-    """The kernels, with gradients: csrc/ops/attention/autograd.cpp."""
+    """The kernels with gradients; see csrc/ops/attention/autograd.cpp."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias, sinks, call):
@@ -273,7 +273,7 @@ def _check_cu_seqlens(name: str, cu: Tensor | None, q: Tensor) -> None:
 
 
 def _check_sequences(name: str, cu: Tensor, tokens: int) -> None:
-    """Whether each sequence starts where the last one ends, the first at 0."""
+    """Checks that each sequence starts where the last one ends, the first at 0."""
     if not has_numbers(cu):
         return
     before = 0
@@ -315,7 +315,7 @@ def _backward_outputs(
 
 
 def _empty_heads(like: Tensor, heads: int, width: int) -> Tensor:
-    """[B, H, S, D] that lies in memory as [B, S, H, D], as projections have it."""
+    """[B, H, S, D] stored in memory as [B, S, H, D], like projections' outputs."""
     return like.new_empty((like.shape[0], like.shape[2], heads, width)).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Checks of arguments, with the messages of csrc/common.h and csrc/ops/checks.h."""
+"""Argument checks, with the messages of csrc/common.h and csrc/ops/checks.h."""
 
 from collections.abc import Iterable, Sequence
 
@@ -49,18 +49,18 @@ def check_activation(op: str, activation: str) -> None:
 
 
 def has_numbers(t: Tensor) -> bool:
-    """Whether a tensor's numbers can be read at once: not a GPU's, nor where a graph is traced."""
+    """Whether a tensor's values can be read at once: not on a GPU, nor while tracing."""
     if type(t) is not Tensor or t.device.type != "cpu" or torch._C._len_torch_dispatch_stack():
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """What the formulas of a dtype are computed in."""
+    """The dtype in which formulas are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
-    """float64 where one of the tensors is, else float32."""
+    """float64 if one of the tensors is float64, else float32."""
     any_double = any(t is not None and t.dtype == torch.float64 for t in tensors)
     return torch.float64 if any_double else torch.float32

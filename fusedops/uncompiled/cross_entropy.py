@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy without a compiled part: csrc/ops/cross_entropy."""
+"""cross_entropy and linear_cross_entropy in plain PyTorch, as csrc/ops/cross_entropy."""
 
 import math
 from collections.abc import Sequence
@@ -139,7 +139,7 @@ def _formula(input, target, weight, dtype, *numbers, **options):
 
 
 def _as_rows(input: Tensor) -> Tensor | None:
-    """Logits as rows whose classes are neighbours in memory, None where they are not."""
+    """Logits as rows with contiguous classes; None if they are not laid out like that."""
     last = input.movedim(1, -1) if input.dim() > 2 else input
     if last.stride(-1) != 1 and last.shape[-1] != 1:
         return None
@@ -151,7 +151,7 @@ def _takes(rows: Tensor, weight: Tensor | None) -> bool:
 
 
 def _may_make(t: Tensor) -> bool:
-    """Whether the forward may make a gradient: in float16 it would underflow."""
+    """Whether the forward may compute the gradient: in float16 it would underflow."""
     return t.dtype != torch.float16
 
 
@@ -195,7 +195,7 @@ def _linear_by_kernels(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Keeps no logits: the forward makes the gradients, or the backward the logits again."""
+    """Stores no logits: the forward computes the gradients, or the backward recomputes them."""
 
     @staticmethod
     def forward(
@@ -232,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _with_options(target, weight, ignore_index, reduction, how, dtype):
-    """The loss of logits [rows, classes] by the reference."""
+    """The reference's loss for logits [rows, classes]."""
     label_smoothing, z_loss, scale, softcap = how
     options = {"z_loss": z_loss, "scale": scale, "softcap": softcap or None}
     numbers = ignore_index, REDUCTIONS[reduction], label_smoothing
@@ -240,7 +240,7 @@ def _with_options(target, weight, ignore_index, reduction, how, dtype):
 
 
 def _scaled(made: Tensor | None, grad: Tensor) -> Tensor | None:
-    """A gradient that the forward has made, times that of the loss."""
+    """A gradient computed by the forward, times the loss's gradient."""
     if made is None:
         return None
     return (made * (grad.unsqueeze(-1) if grad.dim() else grad)).to(made.dtype)

@@ -1,4 +1,4 @@
-"""The functions of fusedops._C where it is not compiled: csrc/python/python.cpp."""
+"""The functions of fusedops._C in plain Python, as csrc/python/python.cpp exports them."""
 
 import importlib
 
@@ -75,16 +75,16 @@ def cpu_isa() -> str:
 
 
 def linear_always(asked: bool) -> None:
-    """Whether `linear` runs its kernel at any size: it has none here."""
+    """Sets whether `linear` runs its kernel at any size; there is none here."""
 
 
 def own_product_pays(dtype: torch.dtype, rows: int, columns: int, depth: int, across: bool) -> bool:
-    """Whether a product of our own is faster than torch's: there is none here."""
+    """Whether our own matmul is faster than torch's; there is none here."""
     return False
 
 
 def bfloat16_products(asked: bool | None) -> None:
-    """Whether kernels multiply bfloat16 as such: there are none here."""
+    """Whether kernels multiply in bfloat16; there are no kernels here."""
 
 
 def nf4_table() -> list[float]:

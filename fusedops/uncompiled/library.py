@@ -1,4 +1,4 @@
-"""Registration of the operators in torch's dispatcher, as csrc/ops does it."""
+"""Registers the operators in torch's dispatcher, as csrc/ops does."""
 
 import functools
 import importlib
@@ -24,7 +24,7 @@ def define(*schemas: str, tags: Sequence[torch.Tag] = PURE) -> None:
 
 
 def implement(name: str, function: Callable, *, takes_nested: bool = False) -> None:
-    """A public operator: differentiable PyTorch, also under vmap."""
+    """Registers a public operator: differentiable PyTorch, under vmap too."""
 
     _public[name] = _noticed(function)
     for key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
@@ -35,8 +35,9 @@ def implement(name: str, function: Callable, *, takes_nested: bool = False) -> N
 
 
 def implement_kernel(name: str, outputs: Callable, composite: Callable | None = None) -> None:
-    """A kernel operator. outputs: checks the arguments and makes the outputs, on any device.
-    composite: runs where a device has no kernel.
+    """Registers a kernel operator. outputs: checks the arguments and creates the outputs.
+
+    composite: runs on devices without a kernel.
     """
     LIBRARY.impl(name, outputs, "Meta")
     if composite is not None:
@@ -52,8 +53,9 @@ def _noticed(function: Callable) -> Callable:
 
 
 def has_kernel(name: str, *tensors: Tensor | None) -> bool:
-    """Whether a kernel operator takes these tensors, the first of which is given. Transforms of
-    functions, forward-mode gradients and traces see through PyTorch's operators alone.
+    """Whether a kernel operator takes these tensors; the first one is never None.
+
+    Function transforms, forward-mode gradients and traces can only see through PyTorch's operators.
     """
     first = tensors[0]
     key = None if first is None else {"cuda": "CUDA", "cpu": "CPU"}.get(first.device.type)
@@ -70,7 +72,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def draw_seed(x: Tensor, dropout_p: float) -> Tensor | None:
-    """A kernel's seed: `torch.manual_seed` reproduces it, and nothing waits for the device."""
+    """A kernel's seed: follows `torch.manual_seed`, without waiting for the device."""
     if not dropout_p:
         return None
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
@@ -79,7 +81,7 @@ def draw_seed(x: Tensor, dropout_p: float) -> Tensor | None:
 def with_graph(
     function: Callable, tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of what a function of tensors returns, which can be differentiated again."""
+    """Gradients of a function's results, which can be differentiated again."""
     pairs = zip(function(*tensors), grads, strict=True)
     outputs, directions = zip(*((o, g) for o, g in pairs if g is not None), strict=True)
     wanted = [t for t in tensors if t is not None and t.requires_grad]
@@ -90,7 +92,7 @@ def with_graph(
 
 
 def implement_autocast(name: str, function: Callable, *devices: str) -> None:
-    """function: takes a cast to autocast's dtype and the operator's arguments."""
+    """function: takes a cast to autocast's dtype, and the operator's arguments."""
     for device in devices:
         key = f"Autocast{device.upper()}"
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -117,14 +119,14 @@ def _refuse_nested(op: str, *args, **kwargs):
 
 @functools.cache
 def reference(family: str, name: str) -> Any:
-    """What a file of fusedops/functional defines. Those modules import this package first."""
+    """A function from fusedops/functional, imported late: those modules import this package."""
     return getattr(importlib.import_module(f"fusedops.functional.{family}"), name)
 
 
 def short_path(name: str) -> Callable:
     """The operator as a function of positional arguments, as csrc/python/python.cpp exports it.
 
-    An export to ONNX calls the operator's function, whose PyTorch operators it then traces.
+    An ONNX export calls the operator's function, to trace its PyTorch operators.
     """
     op = getattr(torch.ops.fusedops, name).default
     arguments = op._schema.arguments

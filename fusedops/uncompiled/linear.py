@@ -1,4 +1,4 @@
-"""linear without a compiled part: torch's own lines. csrc/ops/linear has its kernels' operators."""
+"""linear in plain PyTorch: torch's own lines. csrc/ops/linear has the kernels."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The norm family without a compiled part: csrc/ops/norm."""
+"""The norm family in plain PyTorch, as csrc/ops/norm."""
 
 import math
 
@@ -140,12 +140,12 @@ class _Norm(torch.autograd.Function):
 
 
 def _base(x: Tensor, h: Tensor | None, weight: Tensor) -> torch.dtype:
-    """What llama's rounding rounds to before the product with the weight."""
+    """What llama's rounding rounds before multiplying with the weight."""
     return h.dtype if h is not None and weight.dtype == h.dtype else x.dtype
 
 
 def _with_graph(dy, dh, h, weight, bias, options, base):
-    """The gradients of h, weight and bias by the reference, for a double backward."""
+    """The reference's gradients of h, weight and bias, for a double backward."""
     dims, eps, kind, offset, _ = options
     shape = h.shape[h.dim() - dims :]
 
@@ -170,7 +170,7 @@ def _dropped(d, p, seed, dims):
 
 
 def _rms(rounding: str, eps: float | None) -> tuple[str, float]:
-    """The kind of a kernel, and its eps."""
+    """A kernel's kind and its eps."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     return "rms" if rounding == "torch" else "rms_llama", eps
 
@@ -185,7 +185,7 @@ def _check_rounding(op: str, rounding: str) -> None:
 
 
 def _normalized_dims(op: str, input: Tensor, shape: list[int]) -> int:
-    """The number of axes that normalized_shape names, which must be the last of input."""
+    """The number of dimensions in normalized_shape, which must be input's last ones."""
     dims = len(shape)
     if not dims:
         raise RuntimeError(f"{op}: normalized_shape must name at least one dimension, got []")
@@ -198,7 +198,7 @@ def _normalized_dims(op: str, input: Tensor, shape: list[int]) -> int:
 
 
 def _row_dims(op: str, weight: Tensor | None) -> int:
-    """add_* read the dimensions to normalize off the weight; without one it is the last."""
+    """The dimensions that add_* normalize: the weight's, or the last one without a weight."""
     if weight is not None and not weight.dim():
         raise RuntimeError(f"{op}: weight must have at least one dimension, got {describe(weight)}")
     return 1 if weight is None else weight.dim()
@@ -280,7 +280,7 @@ def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-# Autocast, on GPUs alone: csrc/ops/norm/autocast.cpp.
+# Autocast, on GPUs only: csrc/ops/norm/autocast.cpp.
 
 
 def _wide(t: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps: csrc/python/optimizer.cpp."""
+"""The optimizer's cached state between steps, as csrc/python/optimizer.cpp."""
 
 from typing import Any
 
@@ -20,14 +20,15 @@ STATES = (
 
 
 def local(t: Any) -> Tensor:
-    """The part of a DTensor that lies on this rank; any other tensor is itself."""
+    """A DTensor's part on this rank; any other tensor itself."""
     return t if type(t) is Tensor else getattr(t, "_local_tensor", t)
 
 
 class AdamWBucket:
-    """Parameters of one device with their states, as adamw_step takes them.
+    """One device's parameters with their states, as adamw_step takes them.
 
-    params: plain tensors, or DTensors, whose local tensor is meant. states: a dict for each.
+    params: plain tensors, or DTensors, whose local tensors are used. states: one dict per
+    parameter.
     """
 
     def __init__(self, params: list[Tensor], states: list[dict], kinds: list[int]) -> None:
@@ -41,7 +42,7 @@ class AdamWBucket:
         self.tensors = [{name: local(t) for name, t in known.items()} for known in self.known]
 
     def unchanged(self, state: dict) -> bool:
-        """Whether a state still holds these tensors, and adamw_step takes each gradient."""
+        """Whether a state still has these tensors, and adamw_step takes each gradient."""
         held = zip(self.params, self.states, self.known, strict=True)
         return all(
             state.get(p) is of_p
@@ -51,7 +52,7 @@ class AdamWBucket:
         )
 
     def squares(self) -> Tensor | None:
-        """The sum of the squares of the gradients, float64; None where there are none."""
+        """The sum of the gradients' squares, float64; None if there are no gradients."""
         grads = [local(p.grad) for p in self.params if p.grad is not None]
         return torch.ops.fusedops.adamw_squares(grads) if grads else None
 
@@ -65,7 +66,7 @@ class AdamWBucket:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """A step of the parameters that have gradients."""
+        """Steps the parameters that have gradients."""
         live = [i for i, p in enumerate(self.params) if p.grad is not None]
         if not live:
             return
@@ -103,7 +104,7 @@ class AdamWBucket:
 
 
 def _takes(p: Tensor) -> bool:
-    """Whether a gradient is not there, or one like its parameter."""
+    """Whether a gradient is missing, or matches its parameter."""
     if p.grad is None:
         return True
     grad, of = local(p.grad), local(p)
@@ -113,7 +114,7 @@ def _takes(p: Tensor) -> bool:
 
 
 def _cut_alike(grad: Any, p: Any) -> bool:
-    """Whether a gradient is cut over the ranks as its parameter is."""
+    """Whether a gradient is sharded like its parameter."""
     of_grad, of_p = getattr(grad, "_spec", None), getattr(p, "_spec", None)
     if of_grad is of_p or of_grad is None:
         return True

@@ -1,4 +1,4 @@
-"""Which kernel multiplies how many rows of quantized_linear: csrc/ops/quantized_linear/way.cpp."""
+"""Which kernel runs for a number of rows of quantized_linear: .../quantized_linear/way.cpp."""
 
 GEMV_ROWS = 4
 SPLIT_ROWS = 64
@@ -9,7 +9,7 @@ most_integers = 65536
 def quantized_linear_plan(
     format: str, n: int, k: int, group_size: int, rows: int, input_format: str, compute: str
 ) -> str:
-    """How a CPU multiplies, in words: empty, by PyTorch."""
+    """Describes how a CPU multiplies; empty, since PyTorch does it."""
     return ""
 
 

@@ -1,4 +1,4 @@
-"""quantized_linear without a compiled part: csrc/ops/quantized_linear, its formats and formulas."""
+"""quantized_linear, its formats and formulas in plain PyTorch: csrc/ops/quantized_linear."""
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ def _formula(x, bias, weight, activation, input_format, compute):
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """The kernels, with gradients of x and bias: csrc/ops/quantized_linear/autograd.cpp."""
+    """The kernels, with gradients of x and bias; see .../quantized_linear/autograd.cpp."""
 
     @staticmethod
     def forward(ctx, x, bias, weight, activation, input_format, compute):
@@ -97,7 +97,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def _product(x, weight, bias, input_format, compute):
-    """x w^T + bias, rounded to x's dtype. The gradient passes through what rounds the operands."""
+    """x w^T + bias, rounded to x's dtype. The gradient ignores the operands' rounding."""
     wide = widened(x.dtype)
     operand = _operand_dtype(x.dtype, compute)
     if operand == x.dtype and input_format is None:
@@ -113,7 +113,7 @@ def _product(x, weight, bias, input_format, compute):
 
 
 def _operand_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
-    """What a product's operands are rounded to; sums are float32 in any case."""
+    """The dtype that operands are rounded to; sums are float32 in any case."""
     if compute == "bf16":
         return torch.bfloat16
     return dtype if compute == "any" else torch.float32

@@ -1,4 +1,4 @@
-"""The rotary embedding without a compiled part: csrc/ops/rotary."""
+"""The rotary embedding in plain PyTorch, as csrc/ops/rotary."""
 
 import functools
 
@@ -33,7 +33,7 @@ def rotary_embedding(q, k, cos, sin, *, unsqueeze_dim=1, interleaved=False):
 
 
 def _with_rest(y: Tensor, rest: Tensor) -> Tensor:
-    """y and the elements of each head that are not rotated."""
+    """y, followed by each head's elements that are not rotated."""
     if not rest.shape[-1]:
         return y
     return torch.cat([y, rest.to(y.dtype).expand(*y.shape[:-1], -1)], -1)

@@ -1,8 +1,8 @@
 """Quantized weights in transformers' from_pretrained and save_pretrained.
 
-from_pretrained makes a model without memory, lets the quantizer change it, and goes through the
-checkpoint. A float weight becomes codes when its turn has come, so one layer's floats are there at
-a time; codes are loaded as the tensors that they are.
+from_pretrained creates a model without memory, lets the quantizer change it, and reads the
+checkpoint. Each float weight is quantized when it is read, so only one layer's floats are in memory
+at a time. Codes are loaded as they are.
 """
 
 import copy
@@ -25,18 +25,18 @@ from fusedops.patching.quantize import HEAD, check_options, quantized_layer, sit
 __all__ = ["QuantizationConfig", "Quantizer"]
 
 NAME = "fusedops"
-BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.58, "nf4": 0.57}  # an element, with its scales
-INITIALIZED = "_is_hf_initialized"  # transformers marks with it what it need not draw at random
+BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.58, "nf4": 0.57}  # bytes per element, with its scales
+INITIALIZED = "_is_hf_initialized"  # transformers' mark for tensors that need no initialization
 
 
 @register_quantization_config(NAME)
 class QuantizationConfig(QuantizationConfigMixin):
-    """What from_pretrained is told to quantize a model as `fusedops.quantize` does.
+    """Makes from_pretrained quantize a model as `fusedops.quantize` does.
 
-    The arguments are those of `fusedops.quantize`. They are in the config of the model and in what
-    save_pretrained writes. skip holds in the end what else is in floats: a head that the checkpoint
-    did not have, or had in another shape.
-    Raises ValueError for a format or option that there is not, TypeError for other arguments.
+    The arguments are those of `fusedops.quantize`. They are stored in the model's config and in
+    what save_pretrained writes. After loading, skip also lists other modules that stay in floats: a
+    head that the checkpoint lacked, or had in another shape. Raises ValueError for an invalid
+    format or option, and TypeError for a skip that is not a list.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class QuantizationConfig(QuantizationConfigMixin):
         check_options(format, self.options())
 
     def options(self) -> dict[str, Any]:
-        """Of QuantizedLinear, but for the format."""
+        """QuantizedLinear's options, except the format."""
         names = ("group_size", "scale", "input_format", "compute")
         return {name: getattr(self, name) for name in names}
 
 
 @register_quantizer(NAME)
 class Quantizer(HfQuantizer):
-    """Puts QuantizedLinears into a model that is about to be loaded."""
+    """Puts QuantizedLinears into a model before its weights are loaded."""
 
     quantization_config: QuantizationConfig
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs) -> None:
-        # A copy: what is added to skip is of this model, and the caller may load another.
+        # A copy: additions to skip belong to this model, and the caller may load another.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
-        self.layers: dict[str, QuantizedLinear] = {}  # by path, of weights that are to be quantized
-        self.left: list[str] = []  # of weights of another shape
+        self.layers: dict[str, QuantizedLinear] = {}  # path -> layer, still to be quantized
+        self.left: list[str] = []  # paths whose weights have another shape
 
     @property
     def quantized_element_size(self) -> float:
@@ -134,9 +134,7 @@ class Quantizer(HfQuantizer):
 
 
 class Quantize(ConversionOps):
-    """A float weight of a checkpoint as the tensors of its QuantizedLinear, which takes the place
-    of the linear.
-    """
+    """Converts a checkpoint's float weight to codes, and puts the QuantizedLinear in place."""
 
     def __init__(self, layers: dict[str, QuantizedLinear], left: list[str]) -> None:
         self.layers, self.left = layers, left
@@ -149,7 +147,7 @@ class Quantize(ConversionOps):
             path = name.removesuffix(".weight")
             layer = self.layers.get(path)
             if layer is None or weight.shape != layer.weight.shape:
-                if layer is not None:  # transformers says so, and raises or draws another weight
+                if layer is not None:  # transformers raises, or initializes a new weight
                     self.left.append(path)
                     del self.layers[path]
                 found[name] = weight
@@ -177,8 +175,8 @@ def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]
 
 
 def _check_loaded(path: str, layer: QuantizedLinear) -> None:
-    """Raises ValueError where codes are missing. A bias that is missing is of zeros."""
-    here = [(name, t) for name, t in layer.named_buffers() if not t.is_meta]  # or on a disk
+    """Raises ValueError if codes are missing. A missing bias becomes zeros."""
+    here = [(name, t) for name, t in layer.named_buffers() if not t.is_meta]  # or offloaded to disk
     missing = [name for name, t in here if not hasattr(t, INITIALIZED)]
     if missing:
         names = " and ".join(f"{path}.{name}" for name in missing)

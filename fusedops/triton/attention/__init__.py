@@ -1,7 +1,7 @@
-"""attention: softmax attention without the scores in memory. Formulas: functional/attention.py.
+"""Triton attention kernels, which never store the scores. See functional/attention.py.
 
-A program has a block of queries, or of keys, and walks over tiles of the others: Dao,
-arXiv:2307.08691. Gradients are summed in one order, without atomics.
+A program owns a block of queries (or keys) and loops over tiles of the other: Dao,
+arXiv:2307.08691. Gradients are summed in a fixed order, without atomics.
 """
 
 from fusedops.triton.attention.backward import attention_backward

@@ -1,8 +1,8 @@
-"""attention_backward: the gradients of queries, then those of keys and values, in two kernels.
+"""attention_backward: gradients of queries, then of keys and values, in two kernels.
 
-Scores are made again in both, which is seven products for the forward's two; five would do, with
-atomics. The gradient of a bias is that of all scores, summed to its shape; that of a sink is a sum
-over rows of what the first kernel finds.
+Both kernels recompute the scores: seven matmuls, to the forward's two. With atomics, five would do.
+A bias's gradient is that of all scores, summed to its shape. A sink's is a sum over rows of what
+the first kernel finds.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def attention_backward(
     bottom_right: bool,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """The operator fusedops::attention_backward: csrc/ops/attention/operators.h.
+    """The operator fusedops::attention_backward; see csrc/ops/attention/attention.h.
 
     Returns (dq, dk, dv, dbias, dsinks), None where output_mask is False.
     """
@@ -56,7 +56,7 @@ def attention_backward(
     if not has_kernel(q, v):
         return composite(operator, *arguments)
     gradients = outputs_of(operator, *arguments)
-    if cu_seqlens_q is not None:  # tokens of no sequence
+    if cu_seqlens_q is not None:  # tokens outside all sequences
         for gradient in gradients[:3]:
             if gradient is not None:
                 gradient.zero_()
@@ -110,11 +110,11 @@ def gradient_arguments(grad: Tensor) -> dict[str, Any]:
 
 
 def in_order(out: Tensor) -> Tensor:
-    """As attention_forward lays it out: heads inside the sequence."""
+    """In attention_forward's memory order: heads inside the sequence."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """-sum_i exp(sink - lse_i) delta_i; rows of no sequence have no delta."""
+    """-sum_i exp(sink - lse_i) delta_i; rows outside all sequences have no delta."""
     of_rows = torch.exp(sinks[:, None] - lse) * delta
     return -torch.where(lse == -torch.inf, 0, of_rows).sum((0, 2))

@@ -1,7 +1,7 @@
-"""What the launches of a call have in common, and the tiles that they run.
+"""What an attention call's launches share: arguments, tile sizes and compile options.
 
-Loads go through plain pointers, which take any strides and any place in memory that a tensor of
-16 bytes' alignment allows or does not: descriptors would need both, and a second path beside them.
+Loads use plain pointers, which work with any strides and any alignment. Descriptors need 16-byte
+alignment and certain strides, and would require a second code path.
 """
 
 import os
@@ -20,14 +20,16 @@ LOG2E = 1.4426950408889634
 
 
 class Tiles(NamedTuple):
-    """By the padded width: M queries by N keys, warps, stages of loads on their way and, where that
-    is not 255, the registers that a thread may have. As large as they are without spilling, but for
-    the excuses of checks/machine_code/gates.py."""
+    """Tile sizes by padded width: M queries by N keys, warps, pipeline stages, and maxnreg.
 
-    plain: dict[int, tuple]  # calls in 16 bits
-    rich: dict[int, tuple]  # those with a bias, a dropout or a softcap, which take registers too
-    # Plain calls on sm_90, whose fast products read shared memory, and need 64 rows for four warps;
-    # those of sm_80 hold their operands in registers.
+    maxnreg is the register limit per thread, if it is not 255. Tiles are as large as possible
+    without spilling, except for the cases excused in checks/machine_code/gates.py.
+    """
+
+    plain: dict[int, tuple]  # 16-bit calls
+    rich: dict[int, tuple]  # 16-bit calls with a bias, dropout or softcap, which need registers too
+    # Plain calls on sm_90: its fast dots read shared memory and need 64 rows for 4 warps. sm_80's
+    # dots keep their operands in registers.
     hopper: dict[int, tuple]
     # All calls in float32: what multiplies it has all operands of a product in registers. Left to
     # itself ptxas spills some to keep to 128 or 80; small tiles spill where it may have all.
@@ -54,12 +56,12 @@ KEYS = Tiles(
     hopper={64: (128, 64, 8, 1), 128: (128, 16, 8, 1)},
     float32=SMALL | {512: (16, 8, 8, 1)},
 )
-# In the interpreter a tile takes its time whatever its size, and numpy rounds by shapes.
+# In the interpreter a tile's cost is independent of its size; numpy's rounding depends on shapes.
 INTERPRETED = (64, 64, 4, 1)
-WHOLE = 64  # the widest of which a program has both sums, of dk and of dv
+WHOLE = 64  # the widest rows for which one program sums both dk and dv
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
-# Arguments whose values no kernel is compiled for.
+OPTIONS = {"enable_fp_fusion": True}  # Triton's default; 3.9 warns about it
+# Arguments on whose values no kernel is specialised.
 NOT_SPECIALIZED = (
     *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
 )
@@ -67,9 +69,9 @@ NOT_SPECIALIZED = (
 
 @dataclass(frozen=True)
 class Call:
-    """A call's arguments, as the kernels take them."""
+    """A call's arguments, in the kernels' form."""
 
-    q: Tensor  # [B, Hq, Sq, D], as k and v with rows that lie side by side
+    q: Tensor  # [B, Hq, Sq, D]; rows of q, k and v are contiguous
     k: Tensor
     v: Tensor
     bias: Tensor | None  # expanded to [B, Hq, Sq, Sk]
@@ -107,17 +109,17 @@ class Call:
 
     @property
     def sequences(self) -> int:
-        """Of tokens that lie one after another."""
+        """The number of packed sequences; 0 for a batch."""
         return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
 
     @property
     def width(self) -> int:
-        """The wider of q's and v's, as the kernels have it."""
+        """The wider of q's and v's rows, as padded for the kernels."""
         return max(padded(self.q.shape[3]), padded(self.v.shape[3]))
 
     @property
     def rich(self) -> bool:
-        """Whether the scores need more than their products and places."""
+        """Whether the scores need more than the matmuls and positions."""
         _, softcap, dropout_p = self.how
         return self.bias is not None or softcap != 0 or dropout_p != 0
 
@@ -127,8 +129,11 @@ class Call:
 
     @property
     def map(self) -> str:
-        """How products become scores, as `curved` has it. Folded, they are rounded once more than
-        eager's where a scale is a power of 2: nothing in 16 bits, too much in float32."""
+        """How products become scores; see `curved`.
+
+        "folded" rounds once more than eager if the scale is a power of 2. This does not matter in
+        16 bits, but is too much in float32.
+        """
         scale, softcap, _ = self.how
         if softcap != 0:
             return "capped"
@@ -142,16 +147,18 @@ class Call:
         return inner[self.map], softcap
 
     def blocks(self, rows: int, size: int) -> int:
-        """Of a head: enough for the rows of a batch, or for any lengths of so many sequences, whose
-        first blocks may begin three rows ahead (`block_of`)."""
+        """Blocks per head: enough for the rows of a batch, or for any lengths of packed sequences.
+
+        A sequence's first block may start up to three rows early (see `block_of`).
+        """
         return -(-(rows + 3 * self.sequences) // size) + self.sequences
 
     def arguments(self) -> dict[str, Any]:
-        """Those that all kernels have."""
+        """The arguments that all kernels take."""
         q, k, v, bias = self.q, self.k, self.v, self.bias
         seed, threshold, kept_scale = dropout_arguments(self.how[2], self.seed)
         inner, softcap = self.curve
-        widest = q.shape[2] + k.shape[2]  # no place is further away, and no sum of places overflows
+        widest = q.shape[2] + k.shape[2]  # above any position; sums do not overflow
         left, right = (None if n < 0 else min(n, widest) for n in self.window)
         names = ("batch", "head", "row")
         strides = {
@@ -194,7 +201,7 @@ class Call:
 
 
 def forward_tile(call: Call, rows: int) -> dict[str, Any]:
-    """rows: of a packed block, where a product has 16 rows at least; 0 for others."""
+    """rows: of a packed block, at least 16 as a matmul needs; 0 otherwise."""
     tile = chosen(call, FORWARD)
     if not rows:
         return tile
@@ -208,7 +215,7 @@ def query_tile(call: Call) -> dict[str, Any]:
 
 
 def key_launches(call: Call, dk: Tensor | None, dv: Tensor | None) -> list[dict[str, Any]]:
-    """Their tile, and the gradients that each launch makes."""
+    """The key kernel's tile, and the gradients that each launch computes."""
     tile = chosen(call, KEYS)
     both = [(None, dv), (dk, None)] if call.width > WHOLE else [(dk, dv)]
     return [tile | {"dk": k, "dv": v} for k, v in both if k is not None or v is not None]
@@ -238,13 +245,15 @@ def has_kernel(q: Tensor, v: Tensor) -> bool:
 
 
 def padded(width: int) -> int:
-    """A dot takes powers of two, of 16 at least."""
+    """Rounded up to a power of two of at least 16, as tl.dot requires."""
     return max(triton.next_power_of_2(width), 16)
 
 
 def side_by_side(t: Tensor) -> Tensor:
-    """Rows whose numbers are neighbours, and of which 128, a block, are within 2^31 of each other:
-    the kernels count in a block with 32 bits, and with 64 to it."""
+    """The tensor with contiguous rows, in which a block of 128 rows spans less than 2^31 elements.
+
+    Kernels use 32-bit offsets within a block, and 64-bit offsets to it.
+    """
     if (t.shape[3] <= 1 or t.stride(3) == 1) and t.stride(2) < 2**24:
         return t
     return t.contiguous()

@@ -1,9 +1,9 @@
-"""A few queries over many keys: generation. The forward's kernel, and the kernel that joins its
-parts.
+"""Generation: few queries over many keys; the kernel that joins partial results.
 
-The rows of a block are the queries of all heads that share k and v, which are then read once. Where
-that makes too few programs to fill a GPU, the keys are split among several, whose sums and softmax
-a second kernel adds up in order: as many parts whatever the keys hold, so the same bits each time.
+A block's rows are the queries of all heads that share k and v, which are then read once. If that
+gives too few programs to fill a GPU, the keys are split among several programs, and a second kernel
+adds their sums and softmax terms in order. The number of parts does not depend on the values, so
+results are bitwise reproducible.
 """
 
 import functools
@@ -17,19 +17,19 @@ from fusedops.triton.attention.call import Call
 from fusedops.triton.attention.scores import denominator, exponential
 from fusedops.triton.tile import LOWEST, multiprocessors
 
-ROWS = 64  # of a block, at most
-LEAST_KEYS = 256  # of a part
+ROWS = 64  # per block, at most
+LEAST_KEYS = 256  # per part
 MOST_PARTS = 64
 
 
 def packed_rows(call: Call) -> int:
-    """Those of a block that all queries of a head of k and v fit in; 0: they do not."""
+    """Rows of a block that holds all queries of one k and v head; 0 if they do not fit."""
     rows = call.q.shape[1] // max(call.k.shape[1], 1) * call.q.shape[2]
     return rows if call.cu_seqlens_q is None and rows <= ROWS else 0
 
 
 def parts_of(call: Call, rows: int) -> int:
-    """Among how many programs the keys of a block are split."""
+    """The number of programs among which a block's keys are split."""
     batch, kv_heads, keys, _ = call.k.shape
     if not rows or batch * kv_heads == 0:
         return 1
@@ -38,7 +38,7 @@ def parts_of(call: Call, rows: int) -> int:
 
 
 def empty_parts(call: Call, parts: int) -> tuple[Tensor, Tensor]:
-    """Sums, [parts, B, Hq, Sq, Dv], and largest score and total, [parts, B, Hq, Sq, 2]."""
+    """Sums [parts, B, Hq, Sq, Dv]; largest score and total [parts, B, Hq, Sq, 2]."""
     shape = parts, *call.q.shape[:3]
     empty = functools.partial(torch.empty, dtype=torch.float32, device=call.q.device)
     return empty((*shape, call.v.shape[3])), empty((*shape, 2))
@@ -74,7 +74,7 @@ def join_kernel(
     V_WIDTH: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """Row program_id(0) of lse."""
+    """Joins the parts of row program_id(0) of lse."""
     row = tl.program_id(0).to(tl.int64)
     h, i = row // queries % heads, row % queries
     d = tl.arange(0, DV)

@@ -1,11 +1,10 @@
-"""attention_forward: a program has a block of M queries of a head, and walks over the tiles of N
-keys that one of them sees.
+"""attention_forward: one program per block of M queries loops over tiles of N keys.
 
-Tiles at the edges of what is seen come first, with masks; those that all queries see have none.
-Blocks of a head go from the last to the first: with `causal` those with most keys begin. Where
-queries are few, the rows of a block are those of all heads that share k and v, and the keys are
-split among programs (decode.py). Global traffic: q and out once, k and v once a block, mostly from
-the L2 cache, since the blocks of a head run together.
+Tiles at the edges of what is visible come first, with masks; tiles that all queries see need none.
+A head's blocks run from last to first: with `causal`, those with most keys start first. With few
+queries, a block's rows are those of all heads that share k and v, and the keys are split among
+programs (decode.py). Global traffic: q and out once, k and v once per block, mostly from the L2
+cache, since a head's blocks run together.
 """
 
 from collections.abc import Sequence
@@ -55,14 +54,14 @@ def attention_forward(
     window: Sequence[int],
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The operator fusedops::attention_forward: csrc/ops/attention/operators.h. (out, lse)"""
+    """fusedops::attention_forward; see csrc/ops/attention/attention.h. Returns (out, lse)."""
     operator = torch.ops.fusedops.attention_forward.default
     tensors = q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed
     arguments = *tensors, max_q, max_k, how, window, bottom_right
     if not has_kernel(q, v):
         return composite(operator, *arguments)
     out, lse = outputs_of(operator, *arguments)
-    if cu_seqlens_q is not None:  # tokens of no sequence
+    if cu_seqlens_q is not None:  # tokens outside all sequences
         out.zero_()
         lse.fill_(-torch.inf)
     if lse.numel():
@@ -140,8 +139,11 @@ def forward_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """A row of the block is query i of head h; PACKED, those of the heads of a group follow one
-    another. SPLIT: the tiles are those of part program_id(1), and sums and softmax are left."""
+    """A row of the block is query i of head h.
+
+    PACKED: the rows of one head group follow each other. SPLIT: processes the tiles of part
+    program_id(1), and leaves sums and softmax terms for the join.
+    """
     rows = queries * group if PACKED else queries
     x = blocks - 1 - tl.program_id(0) % blocks
     of = tl.program_id(0) // blocks
@@ -152,7 +154,7 @@ def forward_kernel(
         return
     r = first + tl.arange(0, M)[:, None]
     live = r < n_q
-    i = tl.where(live, r, first)  # nothing beside a tensor is ever read
+    i = tl.where(live, r, first)  # never reads outside a tensor
     if PACKED:
         batch, of_k = of // (heads // group), of % (heads // group)
         h, i = (of_k * group + i // queries).to(tl.int64), i % queries
@@ -172,7 +174,7 @@ def forward_kernel(
     if bias is not None:
         bias += batch * bias_batch + h * bias_head + i.to(tl.int64) * bias_row
 
-    ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
+    ahead = k_begin % 4  # aligns the dropout's groups of keys with tiles
     offset = n_k - (queries if PACKED else n_q) if BOTTOM_RIGHT else 0
     window = left, right, offset
     curve = inner, softcap, None
@@ -214,7 +216,7 @@ def forward_kernel(
 
 @triton.jit
 def part_of(begin, end, whole_begin, whole_end):
-    """The tiles of one of the parts that these are split in."""
+    """The range of tiles that belongs to one part."""
     parts = tl.num_programs(1)
     each = (end - begin + parts - 1) // parts
     begin = tl.minimum(begin + tl.program_id(1) * each, end)
@@ -239,7 +241,7 @@ def add_tile(
     N: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """The softmax goes on over keys [start, start + N) of a sequence."""
+    """Continues the softmax over keys [start, start + N) of a sequence."""
     at, live, k, k_row, v, v_row, bias, bias_key = operands
     row, i, k_begin, n_k = place
     window, curve, drop = options

@@ -1,9 +1,9 @@
-"""The second kernel of the backward: the gradients of keys and values.
+"""The backward's second kernel: gradients of keys and values.
 
-A program has a block of N keys of a head, and walks over the tiles of M queries that see them, of
-all heads that share it, one after another: sums in one order, and no atomics. Scores are made as
-the first kernel makes them, queries by keys: a large one that was rounded otherwise would give
-another probability than its row's sum has.
+A program owns a block of N keys of one head. It loops over the tiles of M queries that see them,
+for all heads that share it, one after another: sums have a fixed order, and there are no atomics.
+Scores are computed exactly as in the first kernel, queries by keys: a large score that was rounded
+differently would give a probability that does not match its row's sum.
 """
 
 import triton
@@ -103,7 +103,7 @@ def key_kernel(
     begin, end, whole_begin, whole_end = query_tiles(
         first, tl.minimum(first + N, n_k) - 1, window, n_q, M
     )
-    if first + N > n_k:  # of keys that are not there no bias may be read
+    if first + N > n_k:  # the bias of missing keys must not be read
         whole_begin, whole_end = end, end
     rows = (tl.num_programs(0) // blocks).to(tl.int64) * group * queries
     keys_sum = tl.zeros([N, D], tl.float32)
@@ -162,7 +162,7 @@ def add_gradients(
     M: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """sums of da q and of p d do over queries [start, start + M). Past the last query all is 0."""
+    """Adds da q and p d do over queries [start, start + M). Zero past the last query."""
     k, k_row, v, v_row, q, q_row, grad, grad_row = operands
     bias, to_head, bias_row, bias_key = of_bias
     row, first, k_begin, n_q, n_k = place
@@ -173,7 +173,7 @@ def add_gradients(
     live = i < n_q
     queries = load_rows(q, q_row, start, n_q, M, WIDTH, keys.shape[1], EDGE)
     do = load_rows(grad, grad_row, start, n_q, M, V_WIDTH, values.shape[1], EDGE)
-    base = tl.load(stats + row + i, live, float("inf"))  # whatever the bias of the row before it
+    base = tl.load(stats + row + i, live, float("inf"))  # whatever the previous row's bias
     share = tl.load(stats + rows + row + i, live, 0)
     delta = tl.load(stats + 2 * rows + row + i, live, 0)
     if bias is not None:

@@ -1,11 +1,12 @@
-"""The first kernel of the backward: what each row of scores has one of, and the queries' gradient.
+"""The backward's first kernel: per-row values of the scores, and the queries' gradient.
 
-A program has a block of M queries of a head and walks over the tiles of N keys that they see, as
-forward. It leaves base, share and delta of its rows for the keys' gradients: a probability is
-exp(s - base) share. They come from lse and out, or from a first walk where EXACT: with a bias of
-numbers, as an lse of the least float32, of a row whose keys all have that bias, does not hold the
-logarithm of their number; in float32, as dp - delta has to be 0 where one key has all of a
-probability, and out is rounded, which in 16 bits eager's dp is as well.
+A program owns a block of M queries of one head and loops over the tiles of N keys that they see, as
+in the forward. It stores base, share and delta of each row for the keys' gradients: a probability
+is exp(s - base) share. These values come from lse and out, or, if EXACT, from an extra first walk.
+EXACT is needed with a numeric bias: if all keys of a row have the smallest float32 as bias, lse
+cannot hold the logarithm of their number. It is also needed in float32: dp - delta must be exactly
+0 where one key has all of the probability, but out is rounded. (In 16 bits, eager's dp is rounded
+too.)
 """
 
 import triton
@@ -89,7 +90,7 @@ def query_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """stats: base, share, delta, [3, rows] float32. ds: of all scores, float32, or None."""
+    """stats: base, share, delta, [3, rows] float32. ds: the scores' gradients, float32, or None."""
     x, of = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
     first, q_begin, n_q, k_begin, n_k = block_of(
         x, cu_q, cu_k, sequences, queries, keys, M, SEQUENCES, False
@@ -98,7 +99,7 @@ def query_kernel(
         return
     i = first + tl.arange(0, M)[:, None]
     live = i < n_q
-    i = tl.where(live, i, first)  # nothing beside a tensor is ever read
+    i = tl.where(live, i, first)  # never reads outside a tensor
     batch, h, of_k = (of // heads).to(tl.int64), (of % heads).to(tl.int64), of % heads // group
     from_q, from_k = q_begin.to(tl.int64), k_begin.to(tl.int64)
     row = (batch * heads + h) * queries + from_q + i
@@ -111,7 +112,7 @@ def query_kernel(
 
     block = load_rows(q, q_row, first, n_q, M, WIDTH, D, True)
     do = load_rows(grad, grad_row, first, n_q, M, V_WIDTH, DV, True)
-    ahead = k_begin % 4  # so that a dropout's groups of keys begin with a tile
+    ahead = k_begin % 4  # aligns the dropout's groups of keys with tiles
     offset = n_k - n_q if BOTTOM_RIGHT else 0
     window = left, right, offset
     curve = inner, softcap, None
@@ -179,7 +180,7 @@ def query_kernel(
 
 @triton.jit
 def softmax_of(lse, MAP: tl.constexpr):
-    """base and share of rows whose lse is float64: a float32, and what that leaves."""
+    """base and share of rows from a float64 lse: a float32 part and the remainder."""
     if MAP == "folded":
         lse *= LOG2E
     dead = lse == float("-inf")
@@ -203,8 +204,10 @@ def products(
     N: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Of keys [start, start + N): the keys, their scores before and after the bias, and what out's
-    gradient says of the probabilities."""
+    """For keys [start, start + N): keys, scores before and after the bias, and dp.
+
+    dp is the gradient of the probabilities, from out's gradient.
+    """
     at_q, at_grad, there, k, k_row, v, v_row, bias, bias_key = operands
     row, i, k_begin, n_k = place
     window, curve, drop = options
@@ -238,8 +241,11 @@ def add_products(
     N: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """The softmax, and the sum of p dp, go on over a tile: in float32 a rounding of each product is
-    as much as the yardstick leaves for the gradient of a bias."""
+    """Continues the softmax and the sum of p dp over one tile.
+
+    In float32, the rounding of each product would use up all that the yardstick allows for the
+    bias's gradient.
+    """
     _, _, s, dp = products(block, do, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, EDGE)
     most, factor = move(most, s, options[1], MAP)
     p = exponentials(s, most, options[1], MAP)
@@ -272,7 +278,7 @@ def add_gradient(
     N: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """sums of da k, a tile more. Writes ds."""
+    """Adds da k for one tile. Writes ds."""
     keys, plain, s, dp = products(
         block, do, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, EDGE
     )

@@ -1,8 +1,7 @@
-"""What the kernels share: where a block of rows is, which keys it sees, and how products become
-probabilities. Formulas: csrc/kernels/attention.h.
+"""What the attention kernels share: block positions, visible keys, scores to probabilities.
 
-Scores are [M, N], queries by keys: i, [M, 1], and j, [1, N], are the numbers of both in their
-sequence.
+Formulas: csrc/kernels/attention.h. Scores are [M, N], queries by keys. i, [M, 1], and j, [1, N], are the
+positions of both in their sequence.
 """
 
 import triton
@@ -25,12 +24,13 @@ def block_of(
     SEQUENCES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Block x of R rows: its first row in its sequence, where that begins among the rows and how
-    many it has, and the same of what its rows meet. Without cu_seqlens a batch is one sequence.
+    """Block x of R rows: its start within its sequence, and both sequences' ranges.
 
-    Blocks are numbered through all sequences, so that no grid depends on the longest, which the
-    host does not know. Past the last block the sequence has no rows. ALIGNED: the number of a
-    block's first row among all is a multiple of 4; in its sequence it may then be less than 0.
+    Returns the block's first row in its sequence, where the sequence begins and how many rows it
+    has, and the same for the sequence on the other side. Without cu_seqlens, a batch is one
+    sequence. Blocks are numbered across all sequences, so that no grid depends on the longest one,
+    which the host does not know. Past the last block, the sequence has no rows. ALIGNED: a block's
+    first row is a multiple of 4 among all rows; within its sequence it may then be negative.
     """
     if cu_rows is None:
         none = x * 0
@@ -55,10 +55,10 @@ def block_of(
 
 @triton.jit
 def _span(cu, n, sequences, rows):
-    """Where sequences n begin and how long they are, int32."""
+    """Start and length of sequences n, int32."""
     begin = tl.load(cu + n, n < sequences, 0).to(tl.int32)
     end = tl.load(cu + n + 1, n < sequences, 0).to(tl.int32)
-    begin = tl.minimum(tl.maximum(begin, 0), rows)  # nothing outside the tensor is ever read
+    begin = tl.minimum(tl.maximum(begin, 0), rows)  # never reads outside the tensor
     return begin, tl.maximum(tl.minimum(end, rows) - begin, 0)
 
 
@@ -69,7 +69,7 @@ def _only(t, mine):
 
 @triton.jit
 def sees(i, j, window, n_k):
-    """Which keys which queries see. window: (left, right, offset), None is open."""
+    """Which queries see which keys. window: (left, right, offset); None means unlimited."""
     left, right, offset = window
     seen = (j >= 0) & (j < n_k)
     if left is not None:
@@ -81,8 +81,9 @@ def sees(i, j, window, n_k):
 
 @triton.jit
 def key_tiles(first, last, window, n_k, ahead, N: tl.constexpr):
-    """The tiles of N keys that queries first to last see: [begin, end), of which all of them see
-    all of [whole_begin, whole_end). Tile t begins at key t N - ahead.
+    """The tiles of N keys that queries first to last see: [begin, end).
+
+    All queries see all of tiles [whole_begin, whole_end). Tile t starts at key t N - ahead.
     """
     left, right, offset = window
     low, high, whole_low, whole_high = 0, n_k, 0, n_k
@@ -97,7 +98,7 @@ def key_tiles(first, last, window, n_k, ahead, N: tl.constexpr):
 
 @triton.jit
 def query_tiles(first, last, window, n_q, M: tl.constexpr):
-    """The tiles of M queries that see keys first to last, as those of `key_tiles`."""
+    """The tiles of M queries that see keys first to last, as in `key_tiles`."""
     left, right, offset = window
     low, high, whole_low, whole_high = 0, n_q, 0, n_q
     if right is not None:
@@ -120,13 +121,13 @@ def _tiles(low, high, whole_low, whole_high, ahead, SIZE: tl.constexpr):
 
 @triton.jit
 def edge(n, begin, whole_begin, whole_end):
-    """The n-th of the tiles that are not whole: those before the whole ones, then those after."""
+    """The n-th partial tile: those before the whole ones, then those after."""
     return tl.where(n < whole_begin - begin, begin + n, whole_end + n - (whole_begin - begin))
 
 
 @triton.jit
 def rows_at(t, stride, first, count, R: tl.constexpr):
-    """Pointers to rows [first, first + R) of t, [R, 1], and which of them there are."""
+    """Pointers [R, 1] to rows [first, first + R) of t, and a mask of those that exist."""
     r = first + tl.arange(0, R)[:, None]
     return t + r.to(tl.int64) * stride, (r >= 0) & (r < count)
 
@@ -142,7 +143,7 @@ def load_rows(
     D: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Rows [first, first + R) of t, [R, D]; 0 past the width, and at an edge where no rows are."""
+    """Rows [first, first + R) of t, [R, D]; 0 past the width and for missing rows."""
     r, d = tl.arange(0, R)[:, None], tl.arange(0, D)[None, :]
     at = t + tl.cast(first, tl.int64) * stride + (r * stride + d)
     if EDGE:
@@ -155,16 +156,16 @@ def load_rows(
 
 @triton.jit
 def product(a, b):
-    """a b in float32: float32 numbers on the cores that round as eager's do."""
+    """a b in float32; float32 inputs use the cores that round like eager's."""
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
 def row_products(a, a_at, b, b_at, WIDTH: tl.constexpr):
-    """a b^T in float32. a_at, b_at: pointers to the rows of each, [R, 1], and which there are.
+    """a b^T in float32. a_at, b_at: pointers [R, 1] to the rows of each, and masks.
 
-    In float32 both come from memory again, a piece of the width at a time: what multiplies them has
-    all operands of a product in registers.
+    In float32 both operands are loaded from memory again, a piece of the width at a time: the
+    float32 dot keeps all operands of a product in registers.
     """
     if a.dtype == tl.float32:
         x = tl.zeros([a.shape[0], b.shape[0]], tl.float32)
@@ -180,12 +181,12 @@ def row_products(a, a_at, b, b_at, WIDTH: tl.constexpr):
 
 @triton.jit
 def curved(x, curve, MAP: tl.constexpr):
-    """The scores of products x before a bias.
+    """The scores of products x, before a bias.
 
-    curve: (scale / softcap, softcap), (scale, 0), or (scale log2 e, 0) of MAP "folded", which
-    leaves products as they are, for `exponentials` to scale; others have the formula's scores. Then
-    None, or 1 in float32, whose functions are to be as exact as eager's; a bool would be an `if` in
-    machine code.
+    curve: (scale / softcap, softcap), (scale, 0), or (scale log2 e, 0) for MAP "folded", which
+    leaves products for `exponentials` to scale; the other maps apply the formula. Last comes None,
+    or 1 in float32, whose functions must be as accurate as eager's; a bool would become an `if` in
+    the machine code.
     """
     inner, softcap, exact = curve
     if MAP == "capped":
@@ -198,8 +199,10 @@ def curved(x, curve, MAP: tl.constexpr):
 
 @triton.jit
 def masked(s, bias, bias_key, i, j, window, n_k, EDGE: tl.constexpr):
-    """Scores with their bias, -infinity where not seen. bias: pointers to what a query begins with.
-    Off the edges a bias alone hides keys."""
+    """Scores with their bias, -infinity where not visible.
+
+    bias: pointers to the start of each query's bias. Away from the edges, only a bias hides keys.
+    """
     if EDGE:
         seen = sees(i, j, window, n_k)
     if bias is not None:
@@ -216,8 +219,11 @@ def masked(s, bias, bias_key, i, j, window, n_k, EDGE: tl.constexpr):
 
 @triton.jit
 def exponentials(x, most, curve, MAP: tl.constexpr):
-    """exp(score - most). A folded `most` counts in powers of 2, which makes this one operation
-    before exp2; a score near the least number would overflow there, and only a bias makes one."""
+    """exp(score - most).
+
+    A folded `most` is in powers of 2, which makes this one operation before exp2. A score near the
+    least float32 would overflow there; only a bias can produce one.
+    """
     if MAP == "folded":
         return tl.exp2(x * (curve[0]) - most)
     else:
@@ -226,8 +232,11 @@ def exponentials(x, most, curve, MAP: tl.constexpr):
 
 @triton.jit
 def move(most, x, curve, MAP: tl.constexpr):
-    """The softmax moves on to scores x, [M, N]: the largest so far, [M, 1], and what the sums
-    until now are multiplied by. A NaN comes to light in the exponentials."""
+    """Extends the softmax to scores x, [M, N].
+
+    Returns the largest score so far, [M, 1], and the factor for the sums so far. A NaN shows up in
+    the exponentials.
+    """
     found = tl.max(x, 1, keep_dims=True)
     if MAP == "folded":
         found *= curve[0]
@@ -237,7 +246,7 @@ def move(most, x, curve, MAP: tl.constexpr):
 
 @triton.jit
 def exponential(difference, MAP: tl.constexpr, EXACT: tl.constexpr):
-    """Of a difference of two `most`, or of a score and one."""
+    """exp of a difference of two `most`, or of a score and one."""
     if MAP == "folded":
         return tl.exp2(difference)
     elif EXACT:
@@ -248,9 +257,10 @@ def exponential(difference, MAP: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def denominator(most, total, sink, MAP: tl.constexpr):
-    """What exp(score - most) is multiplied by to be a probability, and lse in two parts, base and
-    logarithm, float64. A row that sees nothing has a share of 0 and, without a sink, an lse of
-    -infinity.
+    """The factor that turns exp(score - most) into a probability, and lse in two parts.
+
+    The parts are a base and a logarithm, float64. A row that sees nothing has a factor of 0 and,
+    without a sink, an lse of -infinity.
     """
     base, whole = most.to(tl.float64), total.to(tl.float64)
     if MAP == "folded":
@@ -268,24 +278,28 @@ def denominator(most, total, sink, MAP: tl.constexpr):
 
 @triton.jit
 def kept(drop, row, start, M: tl.constexpr, N: tl.constexpr):
-    """What the dropout multiplies probabilities by, [M, N]: 0 or its scale. row: [M, 1] int64, as
-    the operator numbers them; start: the number of the first key among all, a multiple of 4."""
+    """The dropout's factor for each probability, [M, N]: 0 or its scale.
+
+    row: [M, 1] int64, as the operator numbers rows. start: the first key's index among all keys, a
+    multiple of 4.
+    """
     seed, threshold, scale = drop
     return dropout(tl.full([M, N], 1.0, tl.float32), seed, threshold, scale, row, start, N)
 
 
 @triton.jit
 def slope(s, curve):
-    """d softcap tanh(a / softcap) / da of a score before its bias."""
+    """d softcap tanh(a / softcap) / da, for a score before its bias."""
     bent = s / curve[1]
     return 1 - bent * bent
 
 
 @triton.jit
 def score_gradients(p, dp, delta, of_lse):
-    """Those of scores with their bias. delta: the sum of p dp; of_lse: lse's gradient, or None.
+    """Gradients of scores with their bias. delta: the sum of p dp; of_lse: lse's gradient or None.
 
-    By two steps: where one key has all of p, dp less the sum is 0 and not its rounding.
+    Computed in two steps: where one key has all of p, dp minus the sum is then exactly 0, without
+    rounding.
     """
     d = dp - delta
     if of_lse is not None:

@@ -1,7 +1,7 @@
-"""cross_entropy and linear_cross_entropy. Formulas: functional/cross_entropy.py.
+"""Triton cross_entropy and linear_cross_entropy. See functional/cross_entropy.py.
 
-A program has a row of logits, and walks over it in 16-byte loads. linear_cross_entropy lets torch
-multiply, and calls the same kernels on tiles of the logits.
+A program owns a row of logits and walks over it in 16-byte loads. linear_cross_entropy lets torch
+do the matmuls, and calls the same kernels on tiles of the logits.
 """
 
 from fusedops.triton.cross_entropy.linear import (

@@ -1,6 +1,6 @@
-"""The gradient of a row's logits. The target's is computed in float64: p_t may be near 1.
+"""The gradient of a row's logits; the target's in float64, as p_t may be near 1.
 
-Every other column needs the row's lse and factors alone.
+All other columns need only the row's lse and factors.
 """
 
 import triton
@@ -31,10 +31,10 @@ def write_gradient(
     RAGGED: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """The gradient of a row's logits, which begin at offset `at` of x, from offset `to` of dx on.
-    They may be the same memory. BACK: from the last tile to the first.
+    """Writes a row's logit gradients, from offset `at` of x to offset `to` of dx.
 
-    goal: (t, w_t, x_t, z_t). g: the gradient of the row's loss, times the scale, float64.
+    Both may be the same memory. BACK: from the last tile to the first. goal: (t, w_t, x_t, z_t). g:
+    the gradient of the row's loss times the scale, float64.
     """
     begin, head, body = split(to, n, tile, RAGGED)
     x += begin + (at - to)
@@ -47,8 +47,8 @@ def write_gradient(
     softmax, smooth, goal_dx = _factors(w, x_t, z_t, lse, every, g, how, curve, MAP)
     factors = (softmax.to(tl.float32), smooth.to(tl.float32))
     of_target = ((t - head).to(tl.int32), goal_dx.to(tl.float32))
-    POLICY: tl.constexpr = "evict_first" if BACK else ""  # logits that are read again stay
-    tl.debug_barrier()  # all threads have read x_t, which one may write over
+    POLICY: tl.constexpr = "evict_first" if BACK else ""  # keep logits that are read again
+    tl.debug_barrier()  # all threads have read x_t before one overwrites it
     for start in range(0, body, tile.numel):
         if BACK:
             start = (body - 1) // tile.numel * tile.numel - start
@@ -64,7 +64,7 @@ def write_gradient(
 
 @triton.jit
 def _factors(w, x_t, z_t, lse, every, g, how, curve, MAP: tl.constexpr):
-    """Of a row: g P, g S and the gradient of its target's logit."""
+    """A row's g P, g S, and the gradient of its target's logit."""
     sharp, share, z_loss = how
     inner, _ = curve
     square = 2 * z_loss * w * lse
@@ -91,7 +91,7 @@ def _gradient(
     SMOOTH: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """dx of some columns, float32."""
+    """Some columns of dx, float32."""
     z = load_logits(x, bias, col, live, "evict_first")
     softmax, smooth = factors
     t, of_t = of_target

@@ -1,11 +1,11 @@
-"""The kernels. A program has one row, or its columns in a stripe of classes (see linear.py).
+"""The cross-entropy kernels: one program per row, or per row of a stripe (linear.py).
 
-Global traffic is the minimum: forward the logits are read once; backward they are read and the
-gradient is written once. A forward that makes the gradient walks over the row, and then back, from
-the columns that the L2 cache has got last.
+Global traffic is the minimum: the forward reads the logits once; the backward reads them and writes
+the gradient once. A forward that computes the gradient walks over the row, then back, starting with
+the columns that are most recent in the L2 cache.
 
-What a row has one of (lse, its loss, the gradient of its target's logit) is float64: lse and the
-target's logit may agree to their last float32 digit. Formulas: csrc/kernels/cross_entropy.h.
+Per-row values (lse, loss, the gradient of the target's logit) are float64: lse and the target's
+logit may agree to their last float32 digit. Formulas: csrc/kernels/cross_entropy.h.
 """
 
 import triton
@@ -49,11 +49,10 @@ def forward_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Row program_id(0), its classes [first, first + n): their sums, and the loss and the lse of
-    the classes up to them. With dx the row is whole, and its gradient for a loss of gradient 1 is
-    written too.
+    """Row program_id(0), classes [first, first + n): sums, then loss and lse so far.
 
-    state: [5, rows] float64, the sums of the classes before; None where the row is whole.
+    With dx, the row is whole, and its gradient for a loss gradient of 1 is written too. state:
+    [5, rows] float64, the sums over earlier classes; None if the row is whole.
     """
     row = tl.program_id(0).to(tl.int64)
     at = row * stride
@@ -135,7 +134,7 @@ def backward_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Row program_id(0), the gradient of its logits of the classes [first, first + n)."""
+    """Row program_id(0): the gradient of its logits for classes [first, first + n)."""
     row = tl.program_id(0).to(tl.int64)
     at = row * stride
     to = at if dstride is None else row * dstride
@@ -173,7 +172,7 @@ def reduce_kernel(
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: total, the sum of the w_t of all rows, and the loss where there are losses."""
+    """One program: total (the sum of all rows' w_t), and the loss if there are row losses."""
     weights = tl.zeros([BLOCK], tl.float64)
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, rows, BLOCK):
@@ -198,7 +197,7 @@ def reduce_kernel(
 
 @triton.jit
 def _weights(weight, whole, t, classes):
-    """w_t and the sum of the w_c, float64. w_t is NaN where t is no class, and so is all else."""
+    """w_t and the sum of the w_c, float64. If t is not a class, w_t and all results are NaN."""
     valid = (t >= 0) & (t < classes)
     w = tl.where(valid, 1.0, float("nan")).to(tl.float64)
     if weight is not None:
@@ -211,13 +210,13 @@ def _weights(weight, whole, t, classes):
 
 @triton.jit
 def _target_logit(x, bias, t, n):
-    """float32, 0 where the target is not among the columns [0, n)."""
+    """float32; 0 if the target is not among columns [0, n)."""
     return load_logits(x, bias, t, (t >= 0) & (t < n), "")
 
 
 @triton.jit
 def _per_row(g, total, MEAN: tl.constexpr):
-    """The gradient of a row's loss, from that of the loss. A mean of rows that weigh 0 has none."""
+    """A row's loss gradient, from the loss's. Zero for a mean of rows with weight 0."""
     if MEAN:
         of_all = tl.load(total)
         g = tl.where(of_all == 0, float("nan"), g / of_all)

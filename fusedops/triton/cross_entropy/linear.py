@@ -1,24 +1,24 @@
-"""linear_cross_entropy_forward and _backward: torch's products, and the row kernels between them.
+"""linear_cross_entropy_forward and _backward: torch's matmuls, row kernels in between.
 
-Logits exist a tile at a time, in float32; their gradients have input's dtype, as a product of 16
-bits takes them. Products sum in float32.
+The logits exist one tile at a time, in float32. Their gradients have input's dtype, as a 16-bit
+matmul needs. Matmuls sum in float32.
 
-- Forward alone, and backward, a tile is all rows of a stripe of classes. The rows' sums go on from
-  stripe to stripe. The weight's gradient of a stripe is complete after one product, which rounds
-  it. That of the input adds up in float32 [rows, H].
-- A forward that makes the gradients needs a row's lse before any of its gradient, so a tile is all
-  classes of some rows. The input's gradient of these rows is complete after one product. That of
-  the weight adds up in float32 [C, H], in place where the weight is float32.
+- In a forward without gradients, and in a backward, a tile is all rows of a stripe of classes. Row
+  sums continue from stripe to stripe. A stripe's weight gradient is complete after one matmul,
+  which rounds it. The input's gradient accumulates in float32 [rows, H].
+- A forward that computes the gradients needs a row's lse before any of its gradient, so a tile is
+  all classes of some rows. Their input gradient is complete after one matmul. The weight's gradient
+  accumulates in float32 [C, H], in place if the weight is float32.
 
-A row whose target is ignored goes along as zeros: to leave it out, the host would have to wait for
-the number of those that stay.
+A row whose target is ignored is processed as zeros: to leave it out, the host would have to wait
+for the number of remaining rows.
 
-The cost for M rows and V classes in 16 bits: 8 M H V operations in four products, of which three
-must be. The row kernels read 4 bytes of a logit forward, and backward read 4 and write 2. With
-M = 8192, H = 4096, V = 131072 that is 35.2 TFLOP and 10.7 GB. At 780 TFLOP/s and 4.3 TB/s they
-take 45 and 2.5 ms: 555 TFLOP/s, if the three are counted. What the products themselves move, 17 GB
-of logits and their gradients and 8.6 GB of the input's gradient, goes beside their arithmetic.
-Extra memory: 128 MiB of logits, 64 of their gradients, and 128 of the input's sum.
+The cost for M rows and V classes in 16 bits: 8 M H V operations in four matmuls, three of which are
+unavoidable. The row kernels read 4 bytes per logit forward; backward they read 4 and write 2. With
+M = 8192, H = 4096, V = 131072 that is 35.2 TFLOP and 10.7 GB. At 780 TFLOP/s and 4.3 TB/s they take
+45 and 2.5 ms: 555 TFLOP/s, if three matmuls are counted. The matmuls' own traffic, 17 GB of logits
+and their gradients and 8.6 GB of the input's gradient, overlaps with their arithmetic. Extra
+memory: 128 MiB of logits, 64 of their gradients, and 128 for the input's sum.
 """
 
 import functools
@@ -32,7 +32,7 @@ from torch import Tensor
 from fusedops.triton.cross_entropy.logits import Call, empty_contiguous
 
 TILE_ON_CPU = 2**19  # logits, in the interpreter
-LEAST = 128  # classes of a stripe, or rows
+LEAST = 128  # classes per stripe, or rows
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -49,10 +49,10 @@ def linear_cross_entropy_forward(
     dtype: torch.dtype,
     gradients: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The operator fusedops::linear_cross_entropy_forward: csrc/ops/cross_entropy/operators.h.
+    """fusedops::linear_cross_entropy_forward; see csrc/ops/cross_entropy/cross_entropy.h.
 
-    Returns (loss, lse, total, dinput, dlinear_weight, dlinear_bias), None for a gradient that was
-    not asked for.
+    Returns (loss, lse, total, dinput, dlinear_weight, dlinear_bias), None for gradients that were
+    not requested.
     """
     call = Call.of(target, weight, linear_weight.shape[0], ignore_index, reduction, how)
     loss, lse, total = call.outputs(dtype)
@@ -83,8 +83,10 @@ def linear_cross_entropy_backward(
     how: Sequence[float],
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """The operator fusedops::linear_cross_entropy_backward. Returns (dinput, dlinear_weight,
-    dlinear_bias), None where output_mask is False."""
+    """The operator fusedops::linear_cross_entropy_backward.
+
+    Returns (dinput, dlinear_weight, dlinear_bias), None where output_mask is False.
+    """
     call = Call.of(target, weight, linear_weight.shape[0], ignore_index, reduction, how)
     head = Head(input, linear_weight, linear_bias)
     dinput, dlinear_weight, dlinear_bias = made = head.empty_gradients(output_mask)
@@ -105,7 +107,7 @@ def linear_cross_entropy_backward(
 
 
 class Rows(NamedTuple):
-    """What the kernels write of each row, and the total."""
+    """The kernels' per-row outputs, and the total."""
 
     lse: Tensor
     losses: Tensor
@@ -128,20 +130,21 @@ class Head:
         return x, w, b
 
     def stripes(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Stripe by stripe of the classes: its first class, its logits without the bias, [rows, n],
-        and where their gradient goes."""
+        """Yields each stripe of classes: first class, logits without bias, gradient memory.
+
+        The logits are [rows, n].
+        """
         rows, classes = self.input.shape[0], self.weight.shape[0]
         step = max(power_of_two(tile_size(self.input.device) // max(rows, 1)), LEAST)
         tile, gradients = self._tiles(rows, min(step, classes))
-        for first in range(0, max(classes, 1), step):  # one stripe if there are no classes
+        for first in range(0, max(classes, 1), step):  # one stripe even if there are no classes
             weight = self.weight[first : first + step]
             x = tile[:, : weight.shape[0]]
             product(self.input, weight.t(), x)
             yield first, x, gradients[:, : weight.shape[0]]
 
     def whole_rows(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Some rows after the other: which, their logits without the bias, [n, C], and where their
-        gradient goes."""
+        """Yields groups of rows: which, their logits [n, C] without bias, gradient memory."""
         rows, classes = self.input.shape[0], self.weight.shape[0]
         step = max(power_of_two(tile_size(self.input.device) // max(classes, 1)), LEAST)
         tile, gradients = self._tiles(min(step, rows), classes)
@@ -152,8 +155,10 @@ class Head:
             yield slice(first, first + step), x, gradients[: input.shape[0]]
 
     def _tiles(self, rows: int, classes: int) -> tuple[Tensor, Tensor]:
-        """Memory for logits [rows, classes], in rows of whole vectors, and for their gradients: the
-        same where both are float32."""
+        """Memory for logits [rows, classes], in rows of whole vectors, and their gradients.
+
+        Both share memory if both are float32.
+        """
         shape = (rows, -(-classes // 16) * 16)
         logits = self.input.new_empty(shape, dtype=torch.float32)
         in_place = self.input.dtype == torch.float32
@@ -188,7 +193,7 @@ def make_gradients(call: Call, head: Head, rows: Rows, made: Gradients) -> None:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = a b, or with `add` out += a b. Autocast leaves calls with an `out` alone."""
+    """out = a b, or with `add` out += a b. Autocast does not affect calls with an `out`."""
     to: dict[str, Any] = {}
     if a.dtype != out.dtype:
         if a.is_cuda:
@@ -202,7 +207,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
 
 
 def float32_like(t: Tensor | None) -> Tensor | None:
-    """Where a gradient adds up: itself if it is float32."""
+    """Where a gradient accumulates: in itself if it is float32."""
     return t if t is None or t.dtype == torch.float32 else t.new_empty(t.shape, dtype=torch.float32)
 
 
@@ -213,14 +218,16 @@ def put(total: Tensor | None, into: Tensor | None) -> None:
 
 @functools.cache
 def tile_size(device: torch.device) -> int:
-    """Logits of a tile: as many as the L2 cache has bytes. Then the products run at full speed, and
-    the tiles take little memory. It does not depend on the memory that is free, or the order of a
-    sum would."""
+    """Logits per tile: as many as the L2 cache has bytes.
+
+    The matmuls then run at full speed, and the tiles need little memory. It does not depend on free
+    memory, which would change the order of sums.
+    """
     if device.type == "cpu":
         return TILE_ON_CPU
     return power_of_two(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def power_of_two(n: int) -> int:
-    """The largest up to n; 0 for 0."""
+    """The largest power of two up to n; 0 for 0."""
     return 1 << n.bit_length() - 1 if n else 0

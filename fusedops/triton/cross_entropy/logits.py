@@ -1,7 +1,8 @@
-"""cross_entropy_forward and cross_entropy_backward, and the launches that linear.py shares.
+"""cross_entropy_forward and _backward, and the launches that linear.py shares.
 
-A program has a row. Two launches forward, one backward; a forward that makes the gradients of
-"mean" has to know the total of all targets first, in a third. Nothing is read back to the host.
+One program per row. Two launches forward, one backward. A forward that computes the gradients of
+"mean" must know the total of all targets first, in a third launch. Nothing is read back to the
+host.
 """
 
 import functools
@@ -14,11 +15,11 @@ from torch import Tensor
 from fusedops.triton.cross_entropy.kernels import backward_kernel, forward_kernel, reduce_kernel
 from fusedops.triton.cross_entropy.tile import tile_of
 
-NONE, MEAN = 0, 1  # as torch counts reductions
-# Threads of a row at most. A row that is read again stays in the L2 cache until then: the more
-# threads it has, the fewer rows are on their way at once.
+NONE, MEAN = 0, 1  # torch's numbering of reductions
+# Most threads per row. A row that is read again must stay in the L2 cache until then: more threads
+# per row means fewer rows in flight.
 THREADS, THREADS_OF_BOTH = 256, 512
-REDUCE = 4096  # rows that the reduction takes in one step
+REDUCE = 4096  # rows per step of the reduction
 
 
 def cross_entropy_forward(
@@ -31,9 +32,9 @@ def cross_entropy_forward(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The operator fusedops::cross_entropy_forward: csrc/ops/cross_entropy/operators.h.
+    """fusedops::cross_entropy_forward; see csrc/ops/cross_entropy/cross_entropy.h.
 
-    Returns (loss, lse, total, dinput), dinput None without with_gradient.
+    Returns (loss, lse, total, dinput); dinput is None without with_gradient.
     """
     call = Call.of(target, weight, input.shape[1], ignore_index, reduction, how)
     loss, lse, total = call.outputs(dtype)
@@ -68,7 +69,7 @@ def cross_entropy_backward(
 
 @dataclass(frozen=True)
 class Call:
-    """What the rows of a call have in common."""
+    """What a call's rows have in common."""
 
     target: Tensor  # [rows]
     weight: Tensor | None  # [classes] float32
@@ -102,7 +103,7 @@ class Call:
         return loss, lse, empty((), dtype=torch.float64)
 
     def row_losses(self, loss: Tensor) -> Tensor:
-        """Where the rows' losses go: float64 if they are to be summed."""
+        """Memory for the rows' losses: float64 if they are to be summed."""
         return (
             loss
             if self.reduction == NONE
@@ -110,7 +111,7 @@ class Call:
         )
 
     def reduce(self, losses: Tensor | None, total: Tensor, loss: Tensor | None) -> None:
-        """Writes total, and loss from the losses of the rows."""
+        """Writes total, and the loss from the rows' losses."""
         if self.reduction == NONE:
             losses = loss = None
         reduce_kernel[(1,)](
@@ -139,7 +140,7 @@ class Call:
         dx: Tensor | None,
         total: Tensor,
     ) -> None:
-        """Of logits x [rows, n], those of the classes from `first` on."""
+        """Processes logits x [rows, n], which are the classes starting at `first`."""
         if x.shape[0] == 0:
             return
         forward_kernel[(x.shape[0],)](
@@ -176,7 +177,7 @@ class Call:
         total: Tensor,
         dx: Tensor,
     ) -> None:
-        """dx [rows, n], of logits x of the classes from `first` on."""
+        """dx [rows, n] of logits x, which are the classes starting at `first`."""
         if x.numel() == 0:
             return
         backward_kernel[(x.shape[0],)](
@@ -203,12 +204,12 @@ class Call:
         )
 
     def _strides(self, x: Tensor, dx: Tensor | None) -> tuple[int, int | None]:
-        """Of x and dx, None where dx has that of x or there is none."""
+        """Row strides of x and dx; None where dx shares x's or does not exist."""
         dstride = None if dx is None or dx.stride(0) == x.stride(0) else dx.stride(0)
         return x.stride(0), dstride
 
     def _numbers(self) -> tuple[float, ...]:
-        """sharp, share, z_loss, inner, softcap, rate of the kernels."""
+        """The kernels' sharp, share, z_loss, inner, softcap and rate."""
         smoothing, z_loss, scale, softcap = self.how
         inner = scale / softcap if softcap else scale
         return 1 - smoothing, smoothing / max(self.classes, 1), z_loss, inner, softcap, scale
@@ -223,16 +224,19 @@ class Call:
         }
 
     def _options(self, bias: Tensor | None) -> dict[str, int | bool]:
-        """How to compile. 80 registers are 24 warps a multiprocessor, but do not hold what the
-        options need. Fused, z - base would not round z = x scale, but that of the target is
-        rounded, and a loss near 0 is their difference."""
+        """Compile options. 80 registers allow 24 warps per multiprocessor, if the options fit in
+        them.
+
+        With fused multiply-add, z - base would not round z = x scale, but the target's z is
+        rounded, and a loss near 0 is their difference.
+        """
         smoothing, _, _, softcap = self.how
         few = smoothing == 0 and softcap == 0 and bias is None
         return {"maxnreg": 80 if few else 128, "enable_fp_fusion": False}
 
 
 def _tile(x: Tensor, dx: Tensor | None, threads: int) -> dict[str, int]:
-    """Of vectors of the smaller dtype: of the larger, one is two."""
+    """In vectors of the smaller dtype; each is two vectors of the larger one."""
     size = x.element_size() if dx is None else min(x.element_size(), dx.element_size())
     return tile_of(x.shape[1], size, threads)
 

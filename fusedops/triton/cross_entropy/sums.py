@@ -1,7 +1,7 @@
-"""What the loss of a row is made of: the largest z, and sums over its columns.
+"""The sums that a row's loss consists of: the largest z, and sums over its columns.
 
-Each thread keeps the largest z of its own columns and the sum of exp(z - largest), so threads meet
-once a row, not once a tile.
+Each thread keeps the largest z of its own columns and the sum of exp(z - largest), so threads
+synchronise once per row, not once per tile.
 """
 
 import triton
@@ -13,7 +13,7 @@ from fusedops.triton.tile import LOG2E, LOWEST
 
 @triton.jit
 def origin_of(x, bias, n, tile, curve, MAP: tl.constexpr):
-    """A z near the others, float32: a sum of w_c z_c would not hold what they differ by."""
+    """A typical z, float32, to subtract: plain sums of w_c z_c would lose their differences."""
     col = tl.arange(0, tile.shape[1])
     most = tl.max(load_z(x, bias, col, col < n, curve, MAP, "evict_last"), 0)
     return tl.where(most > LOWEST / 2, most, 0)
@@ -34,8 +34,10 @@ def sums_of(
     RAGGED: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Of a row from offset `at` on: the largest z, the sum of exp(z - largest) and, if SMOOTH, that
-    of w_c (z_c - origin), float64."""
+    """Sums of a row starting at offset `at`: the largest z and the sum of exp(z - largest).
+
+    If SMOOTH, also the sum of w_c (z_c - origin), float64.
+    """
     begin, head, body = split(at, n, tile, RAGGED)
     x += begin
     if weight is not None:
@@ -80,7 +82,7 @@ def _weighted(z, weight, col, live, origin):
 
 @triton.jit
 def carry(state, rows, first, base, exponentials, weighted, origin, z_t, here):
-    """The sums of these classes and of those before, which `state` then has. here: z_t is."""
+    """Merges these classes' sums into `state`. here: whether z_t is among them."""
     before = first > 0
     old = tl.load(state, before, LOWEST)
     most = tl.maximum(base, old)
@@ -88,7 +90,7 @@ def carry(state, rows, first, base, exponentials, weighted, origin, z_t, here):
     exponentials += tl.load(state + rows, before, 0) * tl.exp(old - most)
     weighted += tl.load(state + 2 * rows, before, 0)
     z_t = tl.where(here, z_t, tl.load(state + 4 * rows, before, 0))
-    tl.debug_barrier()  # all threads have read what one will write
+    tl.debug_barrier()  # all threads have read before one writes
     tl.store(state, most)
     tl.store(state + rows, exponentials)
     tl.store(state + 2 * rows, weighted)

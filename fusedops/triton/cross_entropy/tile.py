@@ -1,8 +1,8 @@
-"""What the kernels share: a program's tile, the parts of a row, and how a logit becomes z.
+"""Shared pieces: a program's tile, the parts of a row, and how a logit becomes z.
 
-A tile is [UNROLL, LANES, VECTOR] columns of one row. VECTOR of them, 16 bytes of logits or of their
-gradient, are one thread's; LANES is the number of threads. So a maximum or a sum over the first and
-the last dimension stays within a thread.
+A tile is [UNROLL, LANES, VECTOR] columns of one row. Each thread has VECTOR columns (16 bytes of
+logits or gradient) at a time; LANES is the number of threads. So a maximum or sum over the first
+and last dimension stays within a thread.
 """
 
 import functools
@@ -12,13 +12,15 @@ import triton.language as tl
 
 from fusedops.triton.tile import tanh
 
-UNROLL = 4  # vectors that a thread has on their way
+UNROLL = 4  # vectors in flight per thread
 
 
 @functools.cache
 def tile_of(n: int, size: int, threads: int) -> dict[str, int]:
-    """The tile for rows of n numbers of `size` bytes: a warp, or as many as cover the row, up to
-    `threads`."""
+    """The tile for rows of n elements of `size` bytes.
+
+    A warp, or as many as cover the row, up to `threads`.
+    """
     vector = 16 // size
     cover = triton.next_power_of_2(-(-n // (vector * UNROLL)))
     lanes = min(max(cover, 32), threads)
@@ -35,11 +37,11 @@ def columns(UNROLL: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def split(at, n, tile, RAGGED: tl.constexpr):
-    """A row from offset `at` on, in three: up to the first whole vector, whole vectors, the rest.
+    """Splits a row at offset `at` in three: up to the first whole vector, vectors, the rest.
 
-    Returns where the vectors begin, and the numbers of columns before them and in them. Rows that
-    are not RAGGED are vectors alone. Columns are counted from where the vectors begin: those of
-    the first part are negative.
+    Returns where the vectors begin, and the numbers of columns before and in them. Rows that are
+    not RAGGED consist of vectors only. Columns are counted from the first vector: those before it
+    are negative.
     """
     VECTOR: tl.constexpr = tile.shape[2]
     if RAGGED:
@@ -52,7 +54,7 @@ def split(at, n, tile, RAGGED: tl.constexpr):
 
 @triton.jit
 def edges(head, body, n, tile):
-    """The columns of the first and the last part, [2 * VECTOR], and which of them there are."""
+    """The columns of the first and last part, [2 * VECTOR], and a mask of those that exist."""
     VECTOR: tl.constexpr = tile.shape[2]
     e = tl.arange(0, 2 * VECTOR)
     col = tl.where(e < VECTOR, e - head, body + e - VECTOR)
@@ -81,7 +83,7 @@ def load_logits(x, bias, col, live, POLICY: tl.constexpr):
 
 @triton.jit
 def load_z(x, bias, col, live, curve, MAP: tl.constexpr, POLICY: tl.constexpr):
-    """float32, -inf where not live: it is not the largest, and its exponential is 0."""
+    """float32, -inf where not live: never the largest, and its exponential is 0."""
     z = load_logits(x, bias, col, live, POLICY)
     if MAP != "none":
         z = z_of(z, curve, MAP)

@@ -1,8 +1,9 @@
-"""layer_norm and rms_norm of h = residual + dropout(x), or of x. Formulas: functional/norm.py.
+"""Triton layer_norm and rms_norm of h = residual + dropout(x), or of x.
 
-A program holds a tile of ROWS rows by BLOCK columns. Rows that fit in BLOCK stay in registers
-between their statistics and their output, so global traffic is the minimum. A longer row (LOOP)
-is walked twice, block by block. What a row gives does not depend on how many rows there are.
+Formulas: functional/norm.py. A program holds a tile of ROWS rows by BLOCK columns. Rows that fit in
+BLOCK stay in registers between their statistics and their output, so global traffic is the minimum.
+A longer row (LOOP) is walked twice, block by block. A row's result does not depend on the number of
+rows.
 """
 
 from fusedops.triton.norm.backward import norm_backward

@@ -1,8 +1,8 @@
 """norm_backward: reads dy, h and dh once, writes dresidual (and dx under dropout) once.
 
-A persistent grid: each program takes every programs-th tile of rows and sums dweight and dbias
-over them in float32. A second kernel adds these partial rows in a fixed order: no atomics, the
-same bits every time. A few rows are one program's work, which then needs no second kernel.
+A persistent grid: each program takes every programs-th tile of rows and sums dweight and dbias over
+them in float32. A second kernel adds these partial rows in a fixed order: no atomics, the same bits
+every time. A few rows are one program's work and need no second kernel.
 """
 
 import functools
@@ -23,7 +23,7 @@ from fusedops.triton.norm.tile import (
 )
 from fusedops.triton.tile import dropout, dropout_arguments
 
-LONGEST = 8192  # 16 elements a thread of dy, h, dweight and dbias each
+LONGEST = 8192  # 16 elements per thread of each of dy, h, dweight and dbias
 REDUCE_ROWS, REDUCE_COLS = 64, 32
 
 
@@ -41,7 +41,7 @@ def norm_backward(
     seed: Tensor | None,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The operator fusedops::norm_backward: csrc/ops/norm/operators.h.
+    """The operator fusedops::norm_backward; see csrc/ops/norm/norm.h.
 
     Returns (dresidual, dx, dweight, dbias), None where output_mask is False.
     """
@@ -83,7 +83,7 @@ def norm_backward(
 
 
 def _programs(device: torch.device, rows: int, tile: dict) -> int:
-    """As many as run at once, 16 warps a multiprocessor; one where a second launch costs more."""
+    """As many as run at once (16 warps per multiprocessor); one if a second launch costs more."""
     steps = -(-rows // tile["ROWS"])
     if steps <= (1 if tile["LOOP"] else 4):
         return 1
@@ -93,12 +93,12 @@ def _programs(device: torch.device, rows: int, tile: dict) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
-        return 2  # the interpreter: the fewer programs the faster, but more than one
+        return 2  # in the interpreter, fewer programs are faster, but test more than one
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _partial_rows(totals: list[Tensor | None], programs: int, n: int) -> list[Tensor | None]:
-    """Where the programs leave their sums, [programs, n] float32; one program leaves the totals."""
+    """Memory for the programs' sums, [programs, n] float32; one program writes the totals."""
     if programs == 1 or all(t is None for t in totals):
         return totals
     return [t if t is None else t.new_empty((programs, n), dtype=torch.float32) for t in totals]
@@ -165,14 +165,16 @@ def backward_kernel(
 
 @triton.jit
 def _over_rows(t):
-    """[1, columns] float32: the sum over rows. In float64: float32 sums of many rows that cancel
-    would lose more than eager's do."""
+    """[1, columns] float32: the sum over rows, in float64.
+
+    If many rows cancel, a float32 sum would lose more than eager's does.
+    """
     return tl.sum(t.to(tl.float64), 0, keep_dims=True).to(tl.float32)
 
 
 @triton.jit
 def _gradient(dy, h, weight, stats, row, col, rows, n, KIND: tl.constexpr, OFFSET: tl.constexpr):
-    """dy, dy times the weight, the normalised h ([ROWS, BLOCK] float32); rstd [ROWS, 1] float64."""
+    """dy, dy times the weight, the normalized h ([ROWS, BLOCK] float32); rstd [ROWS, 1] float64."""
     live = (row < rows) & (col < n)
     d = tl.load(dy + row * n + col, live, 0).to(tl.float32)
     s = tl.load(h + row * n + col, live, 0).to(tl.float32)
@@ -208,7 +210,7 @@ def _long_means(
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """_means of whole rows, block by block."""
+    """_means for rows longer than a block, block by block."""
     g1 = tl.zeros_like(row).to(tl.float32)
     g2 = g1
     for start in range(0, n, BLOCK):
@@ -222,7 +224,7 @@ def _long_means(
 
 @triton.jit
 def _add_to(total, at, live, share, again):
-    """total[at] = share, added to what is there where `again` is; nothing without a total."""
+    """total[at] = share, plus the old value if `again`; does nothing without a total."""
     if total is not None:
         if again is not None:
             share += tl.load(total + at, again, 0).to(tl.float32)
@@ -240,7 +242,7 @@ def reduce_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Adds the partial rows, [programs, n]. A program has COLS columns and walks down them."""
+    """Adds the partial rows, [programs, n]. A program walks down COLS columns."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
     _sum_rows(dweight_rows, dweight, programs, n, col, ROWS, COLS)
     _sum_rows(dbias_rows, dbias, programs, n, col, ROWS, COLS)

@@ -1,6 +1,6 @@
-"""norm_forward: reads x and residual once, writes h and y once. A program has ROWS rows.
+"""norm_forward: reads x and residual once, writes h and y once. ROWS rows per program.
 
-A row longer than the tile is read again from what the first walk left: h, or x itself.
+A row longer than the tile is read again after the first walk: from h, or from x.
 """
 
 import torch
@@ -18,7 +18,7 @@ from fusedops.triton.norm.tile import (
 )
 from fusedops.triton.tile import dropout, dropout_arguments
 
-LONGEST = 16384  # 32 elements a thread: the longest row that registers hold
+LONGEST = 16384  # 32 elements per thread: the longest row that fits in registers
 
 
 def norm_forward(
@@ -33,7 +33,7 @@ def norm_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The operator fusedops::norm_forward: csrc/ops/norm/operators.h.
+    """The operator fusedops::norm_forward; see csrc/ops/norm/norm.h.
 
     Returns (y, h, stats); h is None without a residual.
     """
@@ -111,7 +111,7 @@ def forward_kernel(
 
 @triton.jit
 def _stream(x, residual, h, seed, threshold, scale, row, start, live, n, BLOCK: tl.constexpr):
-    """h of a tile, [ROWS, BLOCK] float32 as its dtype rounds it; stored when it is not x."""
+    """A tile of h, [ROWS, BLOCK] float32, rounded to its dtype; stored unless it is x."""
     at = row * n + start + tl.arange(0, BLOCK)[None, :]
     s = tl.load(x + at, live, 0).to(tl.float32)
     s = dropout(s, seed, threshold, scale, row, start, BLOCK)
@@ -125,9 +125,9 @@ def _stream(x, residual, h, seed, threshold, scale, row, start, live, n, BLOCK: 
 
 @triton.jit
 def _moments(s, live, count, KIND: tl.constexpr):
-    """[ROWS, 1]: the mean (float64) and the sum of squares about it; about 0 for the RMS kinds.
+    """[ROWS, 1]: the mean (float64) and the sum of squares around it (around 0 for RMS).
 
-    The mean of what is left after a first mean corrects both: a float32 sum is not exact.
+    The mean of the differences from a first mean corrects both, as a float32 sum is not exact.
     """
     mean = tl.zeros([s.shape[0], 1], tl.float64)
     m2 = tl.sum(s * s, 1, keep_dims=True)
@@ -155,7 +155,7 @@ def _long_moments(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """_moments of whole rows, merged block by block (Chan et al., 1979)."""
+    """_moments for rows longer than a block, merged block by block (Chan et al., 1979)."""
     mean = tl.zeros_like(row).to(tl.float64)
     m2 = mean.to(tl.float32)
     for start in range(0, n, BLOCK):
@@ -167,17 +167,17 @@ def _long_moments(
         share = count / (start + count)
         mean += delta * share
         m2 += block_m2 + (delta * delta * start * share).to(tl.float32)
-    tl.debug_barrier()  # the second walk may read h in other threads than wrote it
+    tl.debug_barrier()  # in the second walk, other threads may read h than wrote it
     return mean, m2
 
 
 @triton.jit
 def _store_statistics(stats, row, rows, mean, var, eps, KIND: tl.constexpr):
-    """stats: [mean, rstd] by rows, without the mean for the RMS kinds. Returns both, float64."""
+    """stats: [mean, rstd] per row, without the mean for RMS. Returns both, float64."""
     v = var + eps
     rstd = tl.rsqrt(v).to(tl.float64)
-    better = rstd * (1.5 - 0.5 * v * rstd * rstd)  # one step of Newton's: float64 from float32
-    rstd = tl.where(rstd == 0, rstd, better)  # of an infinite row
+    better = rstd * (1.5 - 0.5 * v * rstd * rstd)  # one Newton step: float64 from float32
+    rstd = tl.where(rstd == 0, rstd, better)  # an infinite row
     if KIND == "layer":
         tl.store(stats + row, mean, row < rows)
         stats += rows

@@ -1,4 +1,4 @@
-"""What both directions share: the tile of a program, the weight and the bias."""
+"""What both norm directions share: a program's tile, the weight and the bias."""
 
 import functools
 
@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOOP_BLOCK = 8192  # of rows that do not fit
-# 128 registers: 16 warps fill a multiprocessor. Fusion is triton's default, which 3.9 warns about.
+LOOP_BLOCK = 8192  # for rows that do not fit
+# 128 registers: 16 warps fill a multiprocessor. Fusion is Triton's default; 3.9 warns about it.
 OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
 
 
 @functools.cache
 def tile_of(n: int, longest: int) -> dict[str, int | bool]:
-    """The tile for rows of n, and how to compile it: 8 to 32 elements a thread.
+    """The tile for rows of n, and compile options: 8 to 32 elements per thread.
 
-    A quarter of them, and of the longest row, where a row is not whole vectors: each element then
-    needs an address of its own.
+    A quarter of that, and of the longest row, if a row is not whole vectors: then each element
+    needs its own address.
     """
     parts = 1 if n % 16 == 0 else 4
     fits = n * parts <= longest
@@ -32,7 +32,7 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def load_row(t, col, live, OFFSET: tl.constexpr = 0):
-    """OFFSET + t of a tile's columns, [ROWS, BLOCK] float32.
+    """OFFSET + t for a tile's columns, [ROWS, BLOCK] float32.
 
     Each thread loads what it needs: a [1, BLOCK] load would go through shared memory.
     """
@@ -52,9 +52,11 @@ def centred(s, mean, KIND: tl.constexpr, like):
 
 @triton.jit
 def scaled(c, rstd, like):
-    """c * rstd, for rstd float64 [ROWS, 1]. Where `like` points to float32, rstd keeps a second
-    float32 word: its rounding alone would shift the whole row. An infinite c has no use for it:
-    the word's sign may be another."""
+    """c * rstd, for rstd float64 [ROWS, 1].
+
+    If `like` points to float32, rstd's second float32 word is used too: its rounding alone would
+    shift the whole row. An infinite c does not use it, because the word's sign may differ.
+    """
     high = rstd.to(tl.float32)
     if like.dtype.element_ty == tl.float32:
         rest = c * (rstd - high).to(tl.float32)

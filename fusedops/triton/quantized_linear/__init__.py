@@ -1,8 +1,8 @@
-"""quantized_linear: products with a weight of codes, which become numbers in the tiles that are
-multiplied. Formats and formulas: functional/quantized_linear.py.
+"""Triton quantized_linear: matmuls that dequantize the weight tile by tile.
 
-No dequantized weight lies in memory but of a call with so many rows that it pays (`scratch`).
-Sums are of one order, without atomics, so that the same call gives the same bits each time.
+Formats and formulas: functional/quantized_linear.py. The dequantized weight is stored only for
+calls with so many rows that it pays (`scratch`). Sums have a fixed order, without atomics, so the
+same call gives the same bits each time.
 """
 
 from fusedops.triton.quantized_linear.backward import quantized_linear_backward

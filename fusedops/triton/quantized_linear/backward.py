@@ -1,9 +1,9 @@
-"""quantized_linear_backward: dx = dz w from the codes. A program has M rows by K columns of dx, and
-walks over the rows of the weight, N at a time.
+"""quantized_linear_backward: dx = dz w from the codes, M rows by K columns per program.
 
-Where a row of the weight has one scale, dz takes it. Of two codes in a byte the even columns and
-the odd ones have sums of their own, which are interleaved once, when they are written. Where the
-programs are too few for a GPU, the rows of the weight are split among several.
+A program loops over the weight's rows, N at a time. If a weight row has one scale, dz is multiplied
+by it. With two codes per byte, the even and the odd columns have separate sums, which are
+interleaved once, on writing. If there are too few programs for a GPU, the weight's rows are split
+among several.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def quantized_linear_backward(
     compute: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The operator fusedops::quantized_linear_backward: csrc/ops/quantized_linear. (dx, dbias)"""
+    """fusedops::quantized_linear_backward; see csrc/ops/quantized_linear. (dx, dbias)"""
     operator = torch.ops.fusedops.quantized_linear_backward.default
     layout = format, out_features, in_features, group_size
     arguments = dy, qweight, scales, zeros, z, *layout, activation, compute, output_mask
@@ -163,8 +163,10 @@ def gradient_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Part program_id(1) of the weight's rows, per_part tiles of N; its sums in float32 where
-    there are several."""
+    """Part program_id(1) of the weight's rows: per_part tiles of N.
+
+    Stores its sums in float32 if there are several parts.
+    """
     k_blocks = tl.cdiv(k, K)
     i = (tl.program_id(0) // k_blocks * M + tl.arange(0, M)).to(tl.int64)[:, None]
     start = tl.program_id(0) % k_blocks * K

@@ -1,6 +1,4 @@
-"""What the launches of a call have in common: the weight's tensors, what its products are made of,
-and the tiles that they run.
-"""
+"""What the launches share: the weight's tensors, operand dtypes and tile sizes."""
 
 import functools
 import os
@@ -70,7 +68,7 @@ class Weight:
 
     @property
     def a_scale_a_row(self) -> bool:
-        """Which the sums take, or the gradient."""
+        """Whether each row has one scale, applied to the sums (or to the gradient)."""
         return self.format in ("int8", "fp8") and self.scales.shape[1] == 1
 
     @property
@@ -84,7 +82,7 @@ class Weight:
         return "flat" if self.format == "nf4" else "whole"
 
     def columns(self, most: int) -> tuple[str, int]:
-        """SCALE, and the columns of a tile of at most so many."""
+        """SCALE, and the number of columns per tile, at most the given one."""
         if self.a_scale_a_row:
             return "row", most
         group = self.group_size
@@ -98,11 +96,11 @@ class Weight:
         return "each", most if INTERPRETING else LEAST_COLUMNS  # as many scales as numbers
 
     def stages(self, most: int) -> int:
-        """Of loads on their way. Those of nf4's table would go along, one for each number."""
+        """Pipeline stages. nf4's table loads would be pipelined too, one per element."""
         return 1 if self.format == "nf4" else most
 
     def arguments(self) -> dict[str, Any]:
-        """Those that all kernels have."""
+        """The arguments that all kernels take."""
         return {
             "codes": self.codes,
             "scales": self.scales,
@@ -119,19 +117,21 @@ class Weight:
 
 
 def operand_of(compute: str) -> str:
-    """What a product of floats takes. None is "bf16": the lowest that it may be, and the fastest.
-    "int8" comes here where scales of groups come between its integers."""
+    """The operand dtype of a floating-point matmul.
+
+    None means "bf16", the lowest allowed and the fastest. "int8" comes here if group scales
+    separate its integers.
+    """
     return "wide" if compute in ("exact", "int8") else "narrow"
 
 
 def multiplies_integers(w: Weight) -> bool:
-    """Whether codes by codes are a product of integers, which rounds nothing: any `compute` may
-    have it."""
+    """Whether codes by codes is an integer matmul, which is exact: any `compute` allows it."""
     return w.format == "int8" and w.a_scale_a_row and w.k <= _C.most_integers
 
 
 def multiplies_e4m3(w: Weight, compute: str) -> bool:
-    """Whether codes by codes are a product of float8_e4m3fn, whose sums are not quite float32's."""
+    """Whether codes by codes is a float8_e4m3fn matmul, whose sums are not quite float32's."""
     if w.format != "fp8" or compute == "exact":
         return False
     return INTERPRETING or architecture(w.codes.device) >= 89
@@ -147,37 +147,42 @@ def way_of(rows: int, input_format: str, compute: str) -> str:
 
 
 def few(rows: int) -> bool:
-    """Whether a depth is shared, and tiles are those of a few rows."""
+    """Whether the depth is split, with tiles for few rows."""
     return way_of(rows, "none", "exact") != "tiles"
 
 
 def parts_of(programs: int, tiles: int, device: torch.device) -> int:
-    """Among how many programs the depth of a tile is split, so that they fill the GPU. As many
-    whatever the numbers, so the same bits each time."""
+    """The number of programs that split a tile's depth, so that they fill the GPU.
+
+    It does not depend on the values, so results are bitwise reproducible.
+    """
     fill = 2 * multiprocessors(device) // max(programs, 1)
     return max(1, min(fill, tiles // LEAST_TILES, MOST_PARTS))
 
 
 @functools.cache
 def nf4_table(device: torch.device) -> Tensor:
-    """Made once, in a thread of its own: while torch.compile warms a CUDA graph up, what this
-    thread allocates is the graph's, which would write over it."""
+    """Created once, in its own thread.
+
+    While torch.compile warms up a CUDA graph, this thread's allocations belong to the graph, which
+    would overwrite the table.
+    """
     make = functools.partial(torch.tensor, _C.nf4_table(), dtype=torch.float32, device=device)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """[rows, n], whose numbers are neighbours in a row."""
+    """[rows, n] with contiguous rows."""
     rows = t.reshape(-1, t.shape[-1]) if t.shape[-1] else t.new_empty(t.shape[:-1].numel(), 0)
     return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
 
 
 def registers(rows: int) -> int | None:
-    """That a thread may have: of large tiles all, as ptxas spills some to keep to 128."""
+    """Registers per thread: all for large tiles, as ptxas spills some to keep to 128."""
     return None if few(rows) else 255
 
 
 def padded(rows: int) -> int:
-    """A dot takes powers of two, of 16 at least."""
+    """Rounded up to a power of two of at least 16, as tl.dot requires."""
     return max(triton.next_power_of_2(rows), 16)

@@ -1,15 +1,16 @@
-"""Codes in a tile, and the numbers that they are.
+"""Loads a tile's codes and dequantizes them.
 
-A tile is N rows of the weight by K columns. Its FORM says how codes lie there:
+A tile is N rows of the weight by K columns. FORM says how its codes are stored:
 
-    whole   a code a byte: tiles of bytes and of numbers are alike
-    halves  two codes a byte, and each row begins with a byte: the tile is [N, K / 2] bytes, whose
-            high halves are the even columns and whose low halves are the odd ones. Nothing ever
-            interleaves them: what they are multiplied by is split instead
-    flat    two codes a byte, and a row may begin within one (nf4 of odd rows): a byte for each code
+    whole   one code per byte: tiles of bytes and of numbers have the same shape
+    halves  two codes per byte, and each row begins with a byte: the tile is [N, K / 2] bytes, whose
+            high halves are the even columns and low halves the odd ones. They are never
+            interleaved: the other operand is split instead
+    flat    two codes per byte, and a row may begin within one (nf4 with odd rows): one byte is
+            loaded per code
 
-and its SCALE where the scales are: of a "row", which the sums or the other operand take; one for
-each row of the "tile"; or any, of "each" number.
+SCALE says how the scales are laid out: "row" (one per row, applied to the sums or the other
+operand), "tile" (one per row of the tile), or "each" (any, loaded per element).
 """
 
 import os
@@ -17,14 +18,14 @@ import os
 import triton
 import triton.language as tl
 
-# Its own conversion to bfloat16 truncates.
+# Triton's own conversion to bfloat16 truncates.
 INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 NF4_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
 def load_codes(w, row, start, FORM: tl.constexpr, K: tl.constexpr):
-    """The bytes of columns [start, start + K) of rows `row`, [N, 1] int64; int32."""
+    """The bytes of columns [start, start + K) of rows `row`, [N, 1] int64; as int32."""
     codes, _, _, _, rows, k, row_bytes, _, _ = w
     if FORM == "halves":
         col = start // 2 + tl.arange(0, K // 2)[None, :]
@@ -39,7 +40,7 @@ def load_codes(w, row, start, FORM: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def low_halves(w, row, start, K: tl.constexpr):
-    """Of a flat tile: whether a code is the low half of its byte, [N, K]."""
+    """For a flat tile: whether a code is the low half of its byte, [N, K]."""
     return (row * w[5] + start + tl.arange(0, K)[None, :]) & 1 == 1
 
 
@@ -53,11 +54,13 @@ def load_scales(
     SCALE: tl.constexpr,
     K: tl.constexpr,
 ):
-    """The scales of a tile and, of int4, its zeros as float32: [N, 1], or one for each byte. Of
-    others there are no zeros, and the second is not used."""
+    """A tile's scales and int4 zeros as float32: [N, 1], or one per byte.
+
+    Other formats have no zeros, and the second result is not used.
+    """
     _, scales, zeros, _, rows, k, _, groups, group_size = w
     if SCALE == "each":
-        if FORM == "halves":  # both codes of a byte are of one group
+        if FORM == "halves":  # both codes of a byte are in one group
             col = start + 2 * tl.arange(0, K // 2)[None, :]
         else:
             col = start + tl.arange(0, K)[None, :]
@@ -74,8 +77,11 @@ def load_scales(
 
 @triton.jit
 def numbers(q, zero, table, FORMAT: tl.constexpr):
-    """What codes stand for before their scale, float32. Integers become floats by their bits, in
-    which 2^23 makes the last one count ones: a conversion takes four times as long."""
+    """The codes' values before scaling, float32.
+
+    Integers become floats bitwise, by adding 2^23: a conversion instruction takes four times as
+    long.
+    """
     q = q.to(tl.int32)
     if FORMAT == "signed":
         return _counted((q & 255) ^ 128) - 8388736.0
@@ -83,7 +89,7 @@ def numbers(q, zero, table, FORMAT: tl.constexpr):
         return _counted(q) - (8388608.0 + zero)
     elif FORMAT == "table":
         return tl.load(table + q)
-    else:  # float8_e4m3fn, whose exponent is a float16's but for 2^8; no GPU before sm_89 has it
+    else:  # float8_e4m3fn: a float16 exponent off by 2^8; GPUs before sm_89 lack the type
         half = (((q & 127) << 7) | ((q & 128) << 8)).to(tl.uint16).to(tl.float16, bitcast=True)
         return tl.where((q & 127) == 127, float("nan"), half.to(tl.float32) * 256.0)
 
@@ -95,7 +101,7 @@ def _counted(q):
 
 @triton.jit
 def weight(q, scale, zero, table, FORMAT: tl.constexpr, SCALE: tl.constexpr):
-    """The weight of a tile's codes, float32: without the scale of a whole row."""
+    """A tile's dequantized weight, float32, without per-row scales."""
     w = numbers(q, zero, table, FORMAT)
     if SCALE != "row":
         w *= scale
@@ -104,7 +110,7 @@ def weight(q, scale, zero, table, FORMAT: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def operand(t, OPERAND: tl.constexpr):
-    """What a product takes."""
+    """The values as the matmul's operand."""
     if OPERAND == "narrow":
         return rounded(t.to(tl.float32)) if INTERPRETING else t.to(tl.bfloat16)
     else:
@@ -113,7 +119,7 @@ def operand(t, OPERAND: tl.constexpr):
 
 @triton.jit
 def rounded(t):
-    """float32 with a bfloat16's digits, half to even: a product of these is one of bfloat16."""
+    """float32 rounded half-to-even to bfloat16's digits: multiplies exactly like bfloat16."""
     bits = t.to(tl.int32, bitcast=True)
     up = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where(t == t, up.to(tl.float32, bitcast=True), t)
@@ -121,7 +127,7 @@ def rounded(t):
 
 @triton.jit
 def stored(t, like):
-    """t as the dtype that pointer `like` leads to."""
+    """t in the dtype that pointer `like` points to."""
     if INTERPRETING and like.dtype.element_ty == tl.bfloat16:
         t = rounded(t)
     return t.to(like.dtype.element_ty)
@@ -129,5 +135,5 @@ def stored(t, like):
 
 @triton.jit
 def product(a, b, sums):
-    """sums + a b: float32 numbers on the cores that round as eager's do."""
+    """sums + a b; float32 inputs use the cores that round like eager's."""
     return tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)

@@ -1,4 +1,4 @@
-"""dequantize_weight: the weight as numbers. A program has N rows by K columns of it."""
+"""dequantize_weight: the dequantized weight, N rows by K columns per program."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ def dequantize_weight(
     group_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The operator fusedops::dequantize_weight: csrc/ops/quantized_linear."""
+    """fusedops::dequantize_weight; see csrc/ops/quantized_linear."""
     operator = torch.ops.fusedops.dequantize_weight.default
     layout = format, out_features, in_features, group_size
     if not has_kernel(dtype):
@@ -39,7 +39,7 @@ def dequantize_weight(
 
 
 def dequantize(w: Weight, dtype: torch.dtype, scaled: bool = True) -> Tensor:
-    """The weight, [n, k]; not `scaled`, without the scales of whole rows."""
+    """The weight, [n, k]; without per-row scales unless `scaled`."""
     out = w.scales.new_empty((w.n, w.k), dtype=dtype)
     if out.numel():
         scale, columns = w.columns(COLUMNS)

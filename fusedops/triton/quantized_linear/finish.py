@@ -1,4 +1,4 @@
-"""What follows a product: its parts, the scales of rows, bias and activation."""
+"""After the matmul: joins parts, applies row scales, bias and activation."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fusedops.triton.quantized_linear.codes import INTERPRETING, stored
 
-TILE = 1 << 16 if INTERPRETING else 1024  # numbers of a program that joins parts
+TILE = 1 << 16 if INTERPRETING else 1024  # elements per program that joins parts
 
 
 @triton.jit
@@ -23,9 +23,10 @@ def finish(
     y,
     ACTIVATION: tl.constexpr,
 ):
-    """Writes y, and z where it is wanted, of sums v at [row, col]; row is int64.
+    """Writes y, and z if it is needed, from sums v at [row, col]; row is int64.
 
-    steps: of the rows of x that were rounded to codes; factors: of the weight's rows."""
+    steps: of x's rows that were rounded to codes. factors: of the weight's rows.
+    """
     v = v.to(tl.float32)
     if steps is not None:
         v *= tl.load(steps + row, row < rows, 0)
@@ -69,7 +70,7 @@ def join_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """M rows by N columns: the parts one after another."""
+    """M rows by N columns: adds the parts in order."""
     row = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)[:, None]
     col = tl.program_id(1) * N + tl.arange(0, N)[None, :]
     v = tl.zeros([M, N], sums.dtype.element_ty)
@@ -88,7 +89,7 @@ def join(
     z: Tensor | None = None,
     activation: str = "none",
 ) -> None:
-    """y, and z where it is given, from sums [parts, rows, n]."""
+    """y, and z if given, from sums [parts, rows, n]."""
     parts, rows, n = sums.shape
     columns = min(triton.next_power_of_2(n), TILE)
     at_once = TILE // columns

@@ -1,13 +1,13 @@
-"""quantized_linear_forward: a program has N columns of y, which are rows of the weight, by M rows
-of x, and walks over the depth K at a time.
+"""quantized_linear_forward: N columns of y by M rows of x per program, looping over K.
 
-The weight is the first operand of its products, so that its numbers may stay in the registers that
-they were made in, and sums are [N, M]. Of two codes in a byte the even columns meet those of x, and
-the odd ones those: two products of half the depth. Where rows are so few that this makes too few
-programs for a GPU, the depth is split among several (`parts_of`), whose sums `join` adds in order.
+The columns of y are the weight's rows. The weight is the first operand of the dot, so that its
+values stay in the registers where they were dequantized; sums are [N, M]. With two codes per byte,
+the even columns multiply x's even columns and the odd ones x's odd columns: two dots of half the
+depth. If few rows give too few programs for a GPU, the depth is split among several (`parts_of`),
+whose sums `join` adds in order.
 
-Global traffic: the codes once for each M rows, x once for each N columns, mostly from the L2 cache,
-as the programs of GROUP blocks of rows run together.
+Global traffic: the codes once per M rows, and x once per N columns, mostly from the L2 cache, as
+the programs of GROUP row blocks run together.
 """
 
 from typing import Any
@@ -50,9 +50,9 @@ from fusedops.triton.quantized_linear.finish import finish, join
 from fusedops.triton.quantized_linear.rows import VECTOR, narrow_rows, quantized_rows
 from fusedops.triton.tile import composite, outputs_of
 
-# Products of e4m3 that a GPU adds before it rounds their sum to float32: sm_90's cores lose digits.
+# e4m3 products that a GPU adds before rounding the sum to float32: sm_90's cores lose digits.
 PROMOTED = tl.constexpr(128)
-GROUP = 8  # blocks of rows that share the weight's while it is in the L2 cache
+GROUP = 8  # row blocks that share the weight while it is in the L2 cache
 ATEN = {
     "none": lambda z: z,
     "relu": torch.relu,
@@ -77,7 +77,7 @@ def quantized_linear_forward(
     compute: str,
     keep_z: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The operator fusedops::quantized_linear_forward: csrc/ops/quantized_linear. (y, z)"""
+    """fusedops::quantized_linear_forward; see csrc/ops/quantized_linear. (y, z)"""
     operator = torch.ops.fusedops.quantized_linear_forward.default
     layout = format, out_features, in_features, group_size
     arguments = x, qweight, scales, zeros, bias, *layout, activation, input_format, compute, keep_z
@@ -92,7 +92,7 @@ def quantized_linear_forward(
     return y, z
 
 
-# What the operator of csrc/cuda calls for more rows than it takes itself: the same.
+# csrc/cuda's operator calls this for more rows than it takes itself.
 quantized_linear_tiles = quantized_linear_forward
 
 
@@ -120,14 +120,14 @@ def run(
         elif input_format == "fp8" and multiplies_e4m3(w, compute):
             made_of, dtype = "e4m3", torch.float8_e4m3fn
         x, steps = quantized_rows(x, input_format, dtype)
-        x = x.view(torch.uint8) if made_of == "e4m3" else x  # bytes, as those of the weight
+        x = x.view(torch.uint8) if made_of == "e4m3" else x  # bytes, like the weight's
     elif made_of == "narrow" and not lies_well(x):
         x = narrow_rows(x)
     multiply(x, steps, w, bias, y, z, activation, made_of)
 
 
 def lies_well(x: Tensor) -> bool:
-    """Whether tiles read x's rows by vectors and, where there are many, as what they multiply."""
+    """Whether tiles can read x's rows as vectors and, for many rows, as operands directly."""
     return x.stride(0) % VECTOR == 0 and (x.dtype == torch.bfloat16 or few(x.shape[0]))
 
 
@@ -191,8 +191,10 @@ def tile_of(w: Weight, rows: int, made_of: str) -> dict[str, Any]:
 def multiply_scratch(
     x: Tensor, w: Weight, bias: Tensor | None, y: Tensor, z: Tensor | None, activation: str
 ) -> None:
-    """By torch's product with a weight of bfloat16 that lives as long as the call. Scales of whole
-    rows are left to its sums, which then are float32."""
+    """torch's matmul with a temporary bfloat16 copy of the weight.
+
+    Per-row scales are applied to the sums, which then are float32.
+    """
     numbers = dequantize(w, torch.bfloat16, scaled=False)
     if x.dtype == torch.bfloat16 and not w.a_scale_a_row:
         before = F.linear(x, numbers, bias)
@@ -205,7 +207,7 @@ def multiply_scratch(
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b of bfloat16 numbers, in float32."""
+    """a b for bfloat16 inputs, in float32."""
     a = a.to(torch.bfloat16)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -243,7 +245,7 @@ def product_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Part program_id(1) of the depth, per_part tiles of K."""
+    """Part program_id(1) of the depth: per_part tiles of K."""
     m_block, n_block = block_of(tl.program_id(0), rows, n, GROUP, M, N)
     i = (m_block * M + tl.arange(0, M)).to(tl.int64)
     row = (n_block * N + tl.arange(0, N)).to(tl.int64)[:, None]
@@ -276,7 +278,7 @@ def product_kernel(
 
 @triton.jit
 def block_of(pid, rows, n, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """The blocks of rows and of columns of a program: GROUP blocks of rows go along together."""
+    """A program's row and column blocks: GROUP row blocks run together."""
     m_blocks, n_blocks = tl.cdiv(rows, M), tl.cdiv(n, N)
     first = pid // (GROUP * n_blocks) * GROUP
     together = tl.minimum(m_blocks - first, GROUP)
@@ -298,7 +300,7 @@ def add_tile(
     OPERAND: tl.constexpr,
     K: tl.constexpr,
 ):
-    """sums [N, M] plus a tile's codes by a [M, K]."""
+    """Adds a tile's codes times a [M, K] to sums [N, M]."""
     scale, zero = None, None
     if SCALE != "row":
         scale, zero = load_scales(w, row, start, FORMAT, FORM, SCALE, K)

@@ -1,7 +1,7 @@
-"""Rows of x as their products take them, which begin at whole vectors: in bfloat16, or as codes of
-8 bits, of which the largest is their largest number's.
+"""Prepares rows of x for the matmul: as bfloat16, or as 8-bit codes.
 
-A program that makes codes has a row, and reads it twice: the second time mostly from a cache.
+Rows start at whole vectors. A row's codes are scaled so that its largest element has the largest
+code. One program per row of codes, which it reads twice, the second time mostly from a cache.
 """
 
 import torch
@@ -9,26 +9,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 4096  # of a row, at a time
-VECTOR = 16  # codes of a load, or numbers of two
+COLUMNS = 4096  # per row, at a time
+VECTOR = 16  # codes per load, or elements of two
 
 
 def narrow_rows(x: Tensor) -> Tensor:
-    """x [rows, k] in bfloat16. Else each of the tiles beside each other would round it again, and
-    need registers for what it rounds."""
+    """x [rows, k] in bfloat16.
+
+    Otherwise every tile that shares these rows would round them again, and need registers for it.
+    """
     return empty_rows(x, torch.bfloat16).copy_(x)
 
 
 def empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of x's shape [rows, k]."""
+    """Uninitialised memory in x's shape [rows, k]."""
     rows, k = x.shape
     return x.new_empty((rows, -(-k // VECTOR) * VECTOR), dtype=dtype)[:, :k]
 
 
 def quantized_rows(x: Tensor, format: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes [rows, k], whose rows begin at whole vectors, and steps [rows] float32, of x [rows, k].
-    A row that is not finite has a step of NaN. dtype: of the codes. Those of fp8 are bfloat16
-    numbers too, which every GPU has."""
+    """Codes [rows, k], in rows that start at whole vectors, and steps [rows] float32.
+
+    A row that is not finite has a NaN step. dtype: the codes' dtype. fp8 codes are also bfloat16
+    numbers, which every GPU supports.
+    """
     rows, k = x.shape
     codes = empty_rows(x, dtype)
     steps = x.new_empty(rows, dtype=torch.float32)
@@ -43,7 +47,7 @@ def quantized_rows(x: Tensor, format: str, dtype: torch.dtype) -> tuple[Tensor, 
         INTEGERS=format == "int8",
         COLUMNS=columns,
         num_warps=max(1, min(columns // 512, 8)),
-        enable_fp_fusion=False,  # a product that is rounded by itself has the reference's codes
+        enable_fp_fusion=False,  # rounding the product by itself gives the reference's codes
     )
     return codes, steps
 
@@ -58,14 +62,14 @@ def rows_kernel(x, codes, steps, k, x_row, code_row, INTEGERS: tl.constexpr, COL
     for start in range(0, k, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         v = tl.abs(tl.load(x + col, col < k, 0).to(tl.float32))
-        astray = tl.where(v < float("inf"), astray, 1.0)  # a maximum does not see a NaN
+        astray = tl.where(v < float("inf"), astray, 1.0)  # a maximum ignores NaN
         most = tl.maximum(most, tl.where(v < float("inf"), v, 0.0))
     step = tl.max(most, 0) * (0.007874015748031496 if INTEGERS else 0.002232142857142857)
-    inverse = tl.div_rn(1.0, tl.where(step < 1e-38, 1.0, step))  # tiny numbers have codes of 0
+    inverse = tl.div_rn(1.0, tl.where(step < 1e-38, 1.0, step))  # tiny elements get code 0
     for start in range(0, k, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         v = tl.load(x + col, col < k, 0).to(tl.float32) * inverse
-        v = tl.where(tl.abs(v) < 500, v, 0.0)  # of a row that is not finite
+        v = tl.where(tl.abs(v) < 500, v, 0.0)  # for a row that is not finite
         # Beside 1.5 2^23 integers are left of v, halves at even ones. Beside 1.5 2^20 times v's
         # power of two, 3 bits behind the first are: of e4m3, whose steps are 2^-9 below 2^-6.
         large = tl.full([COLUMNS], 12582912.0, tl.float32)
