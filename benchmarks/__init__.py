@@ -1,8 +1,8 @@
-"""Times every family against its peers: `python -m benchmarks --help`."""
+"""Benchmarks of every operator family against its peers: `python -m benchmarks --help`."""
 
 from fusedops import backends
 
-# Suites that are not tables of operators: each module has a `measure` of its own.
+# Suites that are not tables of operators: each module has its own `measure`.
 WORKLOADS = {
     "adamw": "benchmarks.operators.adamw.speed",
     "adamw-loss": "benchmarks.operators.adamw.loss",

@@ -1,7 +1,7 @@
-"""`python -m benchmarks norm --threads 1 --json out.json` times a family; `--help` has the rest.
+"""`python -m benchmarks norm --threads 1 --json out.json` times a family; see `--help`.
 
-On a CPU each allocator setting gets a fresh process: what one leaves in the heap would change the
-other.
+On a CPU, each allocator setting gets a fresh process: memory that one setting leaves in the heap
+would change the other's times.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def _gpu_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 1 when a kernel of ours was wrong or a goal was missed."""
+    """Runs a command and returns the exit status: 1 if a kernel was wrong or a goal was missed."""
     args = parse(argv)
     if args.suite == "readme":
         return readme.write(check=args.check)
@@ -88,7 +88,7 @@ def _both_settings(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _run(argv: list[str], allocator: str) -> tuple[int, dict]:
-    """Exit status and rows of one setting, from a fresh process that prints them as they come."""
+    """One setting's exit status and rows, from a fresh process that prints them as they come."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks", *argv, "--worker"]

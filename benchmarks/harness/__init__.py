@@ -1,1 +1,1 @@
-"""How rows are timed, judged and reported."""
+"""Times, checks and reports benchmark rows."""

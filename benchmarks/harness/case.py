@@ -1,4 +1,4 @@
-"""What a benchmark file is made of: operations, their contenders, and one row of the table."""
+"""The parts of a benchmark file: operations, their contenders, and a table's rows."""
 
 import importlib
 import itertools
@@ -25,9 +25,9 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """prepare(*inputs) gives functools.partial(lines, *arguments); scope is entered to time it.
+    """prepare(*inputs) returns functools.partial(lines, *arguments); scope is entered for timing.
 
-    One that computes something else, to be compared in time alone, is not `checked`.
+    A contender that computes something else, compared only in time, is not `checked`.
     """
 
     prepare: Callable[..., Run]
@@ -37,20 +37,20 @@ class Contender:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator as data. The first contender is the one that ratios are held against."""
+    """One operator as data. Ratios are relative to the first contender."""
 
     name: str
     inputs: Callable[[Sequence[int], torch.dtype, torch.device], tuple[Tensor, ...]]
     reference: Callable[..., "Tensor | tuple[Tensor, ...]"]
-    bytes_moved: Callable[..., int]  # (mode, *inputs) -> the fewest bytes that the work can move
+    bytes_moved: Callable[..., int]  # (mode, *inputs) -> the fewest bytes that must move
     contenders: dict[str, Contender]
-    flops: Callable[..., int] | None = None  # (mode, *inputs) -> of work that arithmetic bounds
-    rows: Callable[[Tensor], Tensor] = torch.Tensor.detach  # a result in the yardstick's rows
+    flops: Callable[..., int] | None = None  # (mode, *inputs) -> FLOP, for compute-bound work
+    rows: Callable[[Tensor], Tensor] = torch.Tensor.detach  # result -> the yardstick's rows
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: an operation in one mode on one shape and dtype, and the clock that times it.
+    """One row: an operation in one mode, on one shape and dtype, and the clock that times it.
 
     `only` names its contenders.
     """
@@ -80,9 +80,9 @@ def grad_mode(mode: str) -> AbstractContextManager:
 def bind(
     run: Run, mode: str, leaves: Sequence[Tensor], grads: Sequence[Tensor] | None = None
 ) -> Run:
-    """The call that is timed: the operation, its gradients, or both.
+    """The timed call: the operation, its gradients, or both.
 
-    grads: of the outputs. A loss needs none, its own is then 1.
+    grads: the outputs' gradients. A loss needs none; its gradient is then 1.
     """
     if mode == FORWARD:
         return run
@@ -93,7 +93,7 @@ def bind(
 
 
 def with_inputs(run: Run, old: Sequence[Tensor], new: Sequence[Tensor]) -> Run:
-    """`run` with other arguments. Not prepared anew: what was compiled would be compiled again."""
+    """`run` with other arguments. It is not prepared again, as that would recompile."""
     assert isinstance(run, partial), "prepare gave no functools.partial"
     swap = {id(a): b for a, b in zip(old, new, strict=True)}
     keywords = {name: swap.get(id(a), a) for name, a in run.keywords.items()}
@@ -101,20 +101,20 @@ def with_inputs(run: Run, old: Sequence[Tensor], new: Sequence[Tensor]) -> Run:
 
 
 def in_turn(*runs: Run) -> Run:
-    """A call of the first, then one of the second, and so on, again and again."""
+    """Alternates between calls of the first and the second, forever."""
     turn = itertools.cycle(runs)
     return lambda: next(turn)()
 
 
 def compiled(contender: Contender) -> Contender:
-    """torch.compile of a contender's lines."""
+    """torch.compile applied to a contender's lines."""
 
     def prepare(*inputs: Tensor) -> Run:
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:
             raise Skip(f"torch.compile needs a C++ compiler and {compiler} was not found")
         torch.compiler.reset()
-        # or a backward that is timed alone, again and again, finds its saved tensors overwritten
+        # else repeated backwards find their saved tensors overwritten
         torch._functorch.config.donated_buffer = False
         call = contender.prepare(*inputs)
         assert isinstance(call, partial)
@@ -124,7 +124,7 @@ def compiled(contender: Contender) -> Contender:
 
 
 def find(module: str, name: str) -> Any:
-    """`name` of `module`. Raises Skip where the package, or what it needs, is not installed."""
+    """`name` from `module`. Raises Skip if the package, or something it needs, is missing."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -132,13 +132,13 @@ def find(module: str, name: str) -> Any:
 
 
 def rivals(row: Case) -> list[str]:
-    """Whom every row must beat: torch.compile and Liger, whose kernels end at 65536 columns."""
+    """The contenders that every row must beat: torch.compile, and Liger up to 65536 columns."""
     if row.shape[-1] > 65536:
         return ["eager"]
     return [name for name in row.contenders() if name.startswith(("compile", "liger"))]
 
 
 def traffic(forward: int, backward: int) -> Callable[..., int]:
-    """How many tensors of x's size a kernel must read and write; the weights are small."""
+    """The number of x-sized tensors that a kernel must read and write; weights are small."""
     tensors = {FORWARD: forward, BACKWARD: backward, TRAINING: forward + backward}
     return lambda mode, x, *_: x.nbytes * tensors[mode]

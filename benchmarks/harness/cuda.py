@@ -1,11 +1,11 @@
-"""The clocks of a GPU, by the names that cases call them.
+"""A GPU's clocks, by the names that cases use.
 
-`device`: the device's time over a cold L2, between two events. For rows that move data; two sets of
-inputs take turns (benchmarks/harness/run.py), so that no call finds what the one before it read.
-`graph`: the device's time in a replayed graph, where no host is waited for. For few tokens.
-`host`: the host's time to enqueue a call. What a small batch costs in eager code.
+`device`: device time with a cold L2 cache, between two events. For rows that move data. Two sets of
+inputs alternate (benchmarks/harness/run.py), so that no call finds what the previous one read.
+`graph`: device time in a replayed graph, which waits for no host. For few tokens. `host`: host time
+to enqueue a call, which is what a small batch costs in eager code.
 
-`python -m benchmarks.harness.cuda` prints what to compile for, before anything is compiled.
+`python -m benchmarks.harness.cuda` prints the architecture to compile for.
 """
 
 import functools
@@ -18,18 +18,18 @@ from torch.cuda import Event
 from benchmarks.harness.memory import Memory, nbytes
 from benchmarks.harness.timing import Call, Machine, Stopwatch
 
-IN_GRAPH = 32  # calls in one graph: long against the launch of its replay
-IN_QUEUE = 32  # calls until the host waits; at some 1000 launches the driver makes it wait
+IN_GRAPH = 32  # calls per graph, to make it long compared with its launch
+IN_QUEUE = 32  # calls until the host waits; at about 1000 launches the driver makes it wait
 
 
 def require() -> None:
-    """Raises SystemExit where there is no GPU."""
+    """Raises SystemExit if there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit(f"needs a GPU: torch {torch.__version__} finds no CUDA device")
 
 
 def architecture() -> str:
-    """The current GPU in TORCH_CUDA_ARCH_LIST's words, with what only it has: 9.0a, 8.6."""
+    """The GPU as TORCH_CUDA_ARCH_LIST spells it, with its own features: 9.0a, 8.6."""
     require()
     major, minor = torch.cuda.get_device_capability()
     return f"{major}.{minor}{'a' if major >= 9 else ''}"
@@ -43,9 +43,9 @@ def machine() -> Machine:
 
 
 def device(call: Call) -> Stopwatch:
-    """Between two events. Before the first the L2 is flushed, so often that the host is ahead.
+    """Time between two events. The L2 is flushed before the first, to let the host run ahead.
 
-    The interval then holds neither a warm cache nor the host's time to enqueue the call.
+    So the interval contains neither a warm cache nor the host's time to enqueue the call.
     """
     call()
     flushes = flushes_before(call)
@@ -65,10 +65,10 @@ def device(call: Call) -> Stopwatch:
 
 
 def graph(call: Call) -> Stopwatch:
-    """In a graph of `IN_GRAPH` calls, which is replayed as one."""
+    """Time in a graph of `IN_GRAPH` calls, replayed as one."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what the first calls set up must not be captured
+    with torch.cuda.stream(side):  # the first calls' setup must not be captured
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(side)
@@ -80,7 +80,7 @@ def graph(call: Call) -> Stopwatch:
 
 
 def host(call: Call) -> Stopwatch:
-    """Until the call returns, with a queue that never fills, after one untimed call."""
+    """Time until the call returns, with a queue that never fills, after one untimed call."""
 
     def seconds(repeats: int) -> float:
         call()
@@ -98,7 +98,7 @@ def host(call: Call) -> Stopwatch:
 
 
 def launches(call: Call) -> int:
-    """How many kernels, copies and fills a call puts on the device."""
+    """The number of kernels, copies and fills that a call puts on the device."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -109,7 +109,7 @@ def launches(call: Call) -> int:
 
 
 def memory(call: Call) -> Memory:
-    """Of a call, by the caching allocator; an untimed one has set up what stays."""
+    """A call's memory, from the caching allocator; an untimed call comes first."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -119,7 +119,7 @@ def memory(call: Call) -> Memory:
 
 
 def flushes_before(call: Call) -> int:
-    """Until the host is ahead by twice what it needs to enqueue the call, and one for the L2."""
+    """Flushes until the host is ahead by twice a call's enqueueing time; one more for L2."""
     return 1 + math.ceil(2 * host(call)(IN_QUEUE) / _lead_s())
 
 
@@ -135,7 +135,7 @@ def _elapsed_s(call: Call, repeats: int) -> float:
 
 
 def _flush() -> None:
-    """Reads twice the L2's size: lines that were written would have to be written back later."""
+    """Reads twice the L2's size; written lines would have to be written back later."""
     _twice_l2().sum()
 
 
@@ -147,7 +147,7 @@ def _twice_l2() -> torch.Tensor:
 
 @functools.cache
 def _lead_s() -> float:
-    """By how much a flush puts the host ahead: the device's time less the host's to enqueue it."""
+    """How far one flush puts the host ahead: its device time minus its enqueueing time."""
     _flush()
     device_s, host_s = _elapsed_s(_flush, IN_QUEUE), host(_flush)(IN_QUEUE)
     if device_s < 1.1 * host_s:

@@ -1,4 +1,4 @@
-"""What a case should give: exact and eager results that every contender is held against."""
+"""Expected results: exact and eager ones, to which every contender is compared."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,13 +9,13 @@ from benchmarks.harness.case import FORWARD, TRAINING, Run, bind, grad_mode
 from fusedops.testing import Errors, errors, has_rows, mean
 
 Outputs = tuple[Tensor, ...]
-Judged = dict[str, "list[Errors] | str"]  # of each result
+Judged = dict[str, "list[Errors] | str"]  # for each result
 
 
 class Answers:
-    """The reference in float64 (exact) and in the dtype of `inputs` (eager), made once.
+    """The reference in float64 (exact) and in the dtype of `inputs` (eager), computed once.
 
-    rows: gives a result the last dimension that `fusedops.testing.yardstick` judges by.
+    rows: reshapes a result so that its last dimension is `fusedops.testing.yardstick`'s row.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Answers:
 
 
 def fault(draws: Sequence[Judged], times: float = 2) -> str | None:
-    """The first result that errs too much in the mean over draws of the inputs, or None."""
+    """The first result with too large an error in the mean over draws of inputs, or None."""
     for name, found in (pair for draw in draws for pair in draw.items()):
         if isinstance(found, str):
             return f"{name}: {found}"
@@ -72,7 +72,7 @@ def fault(draws: Sequence[Judged], times: float = 2) -> str | None:
 
 
 def _errors(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> list[Errors] | str:
-    """Over the whole tensor and, where it has rows, over each of them; or another fault."""
+    """Errors over the whole tensor and, if it has rows, over each row; or another fault."""
     if (result.shape, result.dtype) != (eager.shape, eager.dtype):
         return f"{result.dtype} {list(result.shape)}, not {eager.dtype} {list(eager.shape)}"
     if exact.numel() == 0:
@@ -85,7 +85,7 @@ def _errors(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> lis
 
 
 def _cotangent(output: Tensor, generator: torch.Generator) -> Tensor:
-    """Codes have none that anyone asks for."""
+    """Integer results, such as codes, have no gradient."""
     if output.dtype.itemsize == 1:
         return torch.zeros_like(output)
     return torch.empty_like(output).normal_(generator=generator)
@@ -96,7 +96,7 @@ def leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _wide(t: Tensor) -> Tensor:
-    """In float64; indices stay as they are."""
+    """In float64; indices are unchanged."""
     wide = t.detach().double() if t.is_floating_point() else t.detach()
     return wide.requires_grad_(t.requires_grad)
 

@@ -1,4 +1,4 @@
-"""What a family must show: goals beside what was measured, and whether they were met."""
+"""Performance goals of a family, compared with its measurements."""
 
 import operator
 from collections.abc import Callable
@@ -18,10 +18,10 @@ ABSOLUTE = (LAUNCHES, MS, TFLOP_PER_S, BESIDE, SMALLEST_COSINE, MEAN_COSINE)
 
 @dataclass(frozen=True)
 class Goal:
-    """`fusedops` is to be at_least[allocator] times as fast as `over`, and reach `of_copy`.
+    """`fusedops` should be at_least[allocator] times as fast as `over`, and reach `of_copy`.
 
-    of_memory: the most of `over`'s peak memory that it may take. The allocator makes no difference
-    to that: it is asked under the default one. ms: how long a call may take.
+    of_memory: the largest fraction of `over`'s peak memory that it may use. The allocator does not
+    affect this, so it is checked under the default one. ms: how long a call may take.
     """
 
     operation: Operation
@@ -38,7 +38,7 @@ class Goal:
         return Case(self.operation, self.mode, self.dtype, self.shape, only=(self.over, OURS))
 
     def verdicts(self, result: Result, allocator: str) -> list[dict]:
-        """Asked, measured and met, one for each thing that the goal asks."""
+        """(goal, measured, met) for each part of the goal."""
         title = f"{self.case().title}, {allocator} allocator"
         measured = result.ratio(self.over, OURS)
         verdicts = [_verdict(title, f"over {self.over}", self.at_least[allocator], measured)]
@@ -56,10 +56,10 @@ class Goal:
 
 @dataclass(frozen=True)
 class Ask:
-    """Of a row on a GPU: `fusedops` is at_least[contender] times as fast (a copy is one of them).
+    """A GPU row's goal: `fusedops` is at_least[contender] times as fast (including a copy).
 
-    launches: how many kernels a call may launch. ms: how long it may take. tflop_per_s: what it
-    must reach. beside: how many bytes it may hold beside its results.
+    launches: the most kernels that a call may launch. ms: how long it may take. tflop_per_s: what
+    it must reach. beside: the most bytes that it may hold in addition to its results.
     """
 
     case: Case
@@ -70,7 +70,7 @@ class Ask:
     beside: int | None = None
 
     def verdicts(self, result: Result) -> list[dict]:
-        """Asked, measured and met, one for each thing that is asked; not measured is not met."""
+        """(goal, measured, met) for each part; not measured means not met."""
         verdicts = [
             _verdict(self.case.title, f"over {name}", factor, result.ratio(name, OURS))
             for name, factor in self.at_least.items()
@@ -82,7 +82,7 @@ class Ask:
         ]
 
     def _limits(self, result: Result) -> list[tuple]:
-        """what, asked, measured, and how measured must stand to asked."""
+        """(what, goal, measured, and how they must compare)."""
         ms, memory = _milliseconds(result), result.memory.get(OURS)
         reached = result.flops / ms / 1e9 if result.flops and ms else None
         return [
@@ -115,7 +115,7 @@ def _limit(
 
 
 def table(verdicts: list[dict]) -> str:
-    """asked | measured with its 95 % interval | met, one line a verdict."""
+    """goal | measured with its 95 % interval | met, one line per verdict."""
     lines = [f"{'row':<88}{'asked':>7}  {'measured':<22}met"]
     for v in verdicts:
         row, met = f"{v['title']}, {v['what']}", "yes" if v["met"] else "NO"

@@ -1,7 +1,7 @@
-"""Times families on a GPU: `python -m benchmarks gpu norm --out DIR` writes DIR/<device>/norm.json.
+"""`python -m benchmarks gpu norm --out DIR` times a family: DIR/<device>/norm.json.
 
-The file is written anew after each row, so that a run that is cut short keeps what it measured. A
-later run of the same build adds to it: a family may be measured in parts, with `--match`.
+The file is rewritten after each row, so that an interrupted run keeps its measurements. A later run
+of the same build adds to it: a family may be measured in parts, with `--match`.
 """
 
 import json
@@ -26,18 +26,18 @@ from fusedops.profiling.timing import environment, slug
 
 
 class Counted(NamedTuple):
-    """What is measured apart from the times: of each title, by contender."""
+    """What is measured separately from times: per title, by contender."""
 
     launches: dict[str, dict[str, int]]
     memory: dict[str, dict[str, Memory]]
 
 
 def measure(args: Namespace, machine: Machine) -> int:
-    """1 when a kernel of ours was wrong or a goal was missed, in any of `args.families`."""
+    """Returns 1 if a kernel was wrong or a goal was missed in any of `args.families`."""
     cases = {name: matching(name, args.match) for name in args.families}
     counted = count_apart(args.families, args.match)
     run = {"match": args.match, "ceilings": ceilings(machine)}
-    keep_busy(machine, run["ceilings"])  # the clocks are those under load
+    keep_busy(machine, run["ceilings"])  # record the clocks under load
     run["environment"] = environment(torch.get_num_threads(), machine.device)
     print(json.dumps(run, indent=1), flush=True)
     folder = Path(args.out, slug(run["environment"]["device"]))
@@ -59,13 +59,13 @@ def matching(name: str, match: str) -> list[Case]:
 
 
 def count_apart(families: list[str], match: str) -> Counted:
-    """`count` in a process of its own, before the timing: a run that is cut short has counted."""
+    """`count` in its own process, before timing, so that an interrupted run has counted."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         return child.submit(_count_here, families, match).result()
 
 
 def count(families: list[str], match: str, machine: Machine) -> Counted:
-    """The launches and the memory of each call that is asked about them; of ours the memory."""
+    """The launches and memory of each call with such goals; of our calls always the memory."""
     every = [ask for name in families for ask in suites.family(name).GPU_MUST_SHOW]
     asked = [ask for ask in every if match in ask.case.title]
     launching = [ask.case for ask in asked if ask.launches is not None]

@@ -1,4 +1,4 @@
-"""The most memory that a call holds beyond what there was before it."""
+"""Measures the peak memory that a call holds in addition to what was allocated before."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Memory(NamedTuple):
-    """Bytes of the peak, and of the results, which stay and are in it."""
+    """Bytes at the peak, and bytes of the results, which are included and remain."""
 
     peak: int
     results: int
@@ -25,11 +25,11 @@ class Memory(NamedTuple):
 
 
 def profiled(call: Callable[[], object]) -> Memory:
-    """Of a call on a CPU: the running sum of what torch's profiler sees allocated and freed.
+    """A CPU call's peak: the running sum of allocations that torch's profiler sees.
 
-    What a library takes from the system itself is not seen.
+    Memory that a library takes from the system directly is not included.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on stderr when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         results = call()
@@ -43,7 +43,7 @@ def nbytes(results: object) -> int:
 
 
 def _changes(profile: torch.profiler.profile) -> Iterator[int]:
-    """Bytes allocated, or freed and then negative, in the order of time."""
+    """Bytes allocated, or freed and then negative, in time order."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))

@@ -1,4 +1,4 @@
-"""The README's GPU figures, generated from benchmarks/results: no figure stands without a run."""
+"""Generates the README's GPU figures from benchmarks/results."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- gpu figures: python -m benchmarks readme -->", "<!-- end of gpu figures -->"
 NOT_YET = "No figure has been measured on a GPU yet: `make gpu` measures them on one.\n"
 
-# A column of the README: the contenders that stand there. Each operation has one of them.
+# README column -> its contenders. Each operation has one of them.
 RIVALS = {
     "eager": ("eager",),
     "Hugging Face": ("huggingface",),
@@ -31,7 +31,7 @@ SPEEDS = {
 
 
 def write(check: bool = False, path: Path = ROOT / "README.md", results: Path = RESULTS) -> int:
-    """Puts the figures between the README's markers; with `check` 1 when they are others."""
+    """Puts the figures between the README's markers; with `check`, returns 1 if they differ."""
     now = path.read_text()
     before, _, rest = now.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -45,14 +45,14 @@ def write(check: bool = False, path: Path = ROOT / "README.md", results: Path = 
 
 
 def figures(results: Path) -> str:
-    """All tables of all GPUs, of files that lack no row; a sentence where there is none."""
+    """All tables for all GPUs, from complete files; a sentence if there is none."""
     found = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*/*.json"))]
     whole = [(path, document) for path, document in found if document.get("complete")]
     return "\n".join(section(path, document) for path, document in whole) or NOT_YET
 
 
 def section(path: Path, document: dict) -> str:
-    """What one family reached on one device, in one run or in parts."""
+    """One family's results on one device, from one run or several parts."""
     runs = document["runs"]
     where = runs[-1]["environment"]
     if where["commit"] is None:
@@ -73,7 +73,7 @@ def section(path: Path, document: dict) -> str:
 
 
 def bandwidth(rows: list[dict]) -> list[str]:
-    """Percent of a copy of the same bytes, a column for each width."""
+    """Percent of a copy of the same bytes, one column per width."""
     mine = list(named("fusedops", on("device", rows)))
     shapes = sorted({tuple(row["shape"]) for row in mine})
     header = ["bandwidth, % of a copy of the same bytes", *(str(list(shape)) for shape in shapes)]
@@ -83,7 +83,7 @@ def bandwidth(rows: list[dict]) -> list[str]:
 
 
 def speed(rows: list[dict], clock: str) -> list[str]:
-    """Times as fast as each rival, least and most over the shapes; medians of one run."""
+    """Speedup over each rival, the range over the shapes; medians of one run."""
     timed = list(on(clock, rows))
     present = {row["contender"] for row in timed}
     rivals = {title: names for title, names in RIVALS.items() if present & set(names)}
@@ -124,6 +124,6 @@ def works(rows: Iterable[dict]) -> list[str]:
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> list[str]:
-    """A table; nothing where it has no lines."""
+    """A table; empty if it has no lines."""
     rows = [header, ["---"] * len(header), *lines]
     return [f"| {' | '.join(row)} |" for row in rows] if lines else []

@@ -1,4 +1,4 @@
-"""The file of one family on one device: what runs of the same build measured, row by row."""
+"""The result file of one family on one device; runs of the same build add rows."""
 
 import json
 from itertools import groupby
@@ -9,7 +9,7 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.goals import Ask
 from benchmarks.harness.run import Result
 
-# What must be the same for the rows of two runs to stand in one file.
+# What two runs must share for their rows to be in one file.
 SAME = ("device", "commit", "torch", "triton", "kernels")
 
 TIMED_BY = {
@@ -21,10 +21,10 @@ TIMED_BY = {
 
 
 class Record:
-    """Rows and goals by title: those of an earlier run until this one measures them again."""
+    """Rows and goals by title: an earlier run's, until this run measures them again."""
 
     def __init__(self, path: Path, cases: list[Case], asked: list[Ask], run: dict) -> None:
-        """`cases` and `asked` are the family's, all of them; `run` says where and when."""
+        """`cases` and `asked` are all of the family's; `run` says where and when."""
         self.path, self.asked = path, {ask.case.title: ask for ask in asked}
         self.rows: dict[str, list[dict]] = {case.title: [] for case in cases}
         self.goals = {title: ask.verdicts(Result(ask.case, 0)) for title, ask in self.asked.items()}
@@ -33,7 +33,7 @@ class Record:
             self._keep(json.loads(path.read_text()), run)
 
     def add(self, result: Result, allocator: str) -> list[dict]:
-        """Writes the file with one more row; what stands there of it."""
+        """Writes the file with one more row. Returns its entry."""
         title, top = result.case.title, self.runs[-1]["ceilings"]["copy"]["gb_per_s"]
         self.rows[title] = [
             row | {"run": self.date} for row in report.rows(result, allocator, ceiling=top)
@@ -54,7 +54,7 @@ class Record:
                 mine[title] = list(rows)
 
     def _write(self) -> None:
-        """A run that is killed meanwhile leaves the file that there was."""
+        """Replaces the file atomically: an interrupted run leaves the old file."""
         new = self.path.with_suffix(".new")
         new.write_text(report.dump(self._document()))
         new.replace(self.path)
@@ -72,7 +72,7 @@ class Record:
 
 
 def same_build(here: dict, there: dict) -> bool:
-    """Of two environments. A tree that was changed since its commit may be any other."""
+    """Whether two environments have the same build. A modified tree never matches."""
     commit = here["commit"]
     known = commit is not None and not commit.endswith("-dirty")
     return known and all(here.get(key) == there.get(key) for key in SAME)

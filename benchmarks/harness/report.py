@@ -1,4 +1,4 @@
-"""Results as text for people and as JSON for programs."""
+"""Formats results as text for people and as JSON for programs."""
 
 import json
 
@@ -9,9 +9,9 @@ BASES = ("eager", "huggingface")
 
 
 def rows(result: Result, allocator: str, ceiling: float | None = None) -> list[dict]:
-    """One JSON row for each contender, timed or not.
+    """One JSON row per contender, timed or not.
 
-    `ceiling`, in GB/s, is what the machine's copy reaches; it bounds the device's clock alone.
+    `ceiling`, in GB/s, is the machine's copy bandwidth; it applies to the device's clock only.
     """
     case = result.case
     same = {
@@ -81,7 +81,7 @@ def _line(row: dict) -> str:
 
 
 def compact(result: Result, header: bool) -> str:
-    """One line a case: microseconds a call, and how many times as fast as eager."""
+    """One line per case: microseconds per call, and the speedup over eager."""
     case, names = result.case, list(result.case.contenders())
     title = f"{case.operation.name} {case.mode} {list(case.shape)}"
     line = f"{title:<42}" + "".join(_cell(result, name) for name in names)
@@ -98,13 +98,13 @@ def _cell(result: Result, name: str) -> str:
 
 
 def reasons(results: list[Result]) -> str:
-    """Why contenders were left out, each reason once."""
+    """Why contenders were skipped, each reason once."""
     every = (reason for r in results for reason in (r.skipped | r.refused).items())
     return "\n".join(f"{name}: {reason}" for name, reason in dict.fromkeys(every))
 
 
 def dump(document: dict) -> str:
-    """JSON with a line for each row, so that a difference between two runs can be read."""
+    """JSON with one line per row, so that a diff between two runs is readable."""
     parts = []
     for key, value in document.items():
         lines = ",\n".join(json.dumps(one) for one in value) if isinstance(value, list) else None

@@ -1,4 +1,4 @@
-"""What the machine itself reaches, measured in the run that refers to it."""
+"""The machine's own limits, measured in the same run as the results."""
 
 import math
 from contextlib import nullcontext
@@ -10,7 +10,7 @@ from benchmarks.harness.timing import Call, Machine, interleaved
 from fusedops.profiling.timing import spread
 
 COPY_BYTES, MATMUL_SIZE = 4 << 30, 8192
-IN_QUEUE = 500  # at some 1000 launches the driver makes the host wait
+IN_QUEUE = 500  # at about 1000 launches the driver makes the host wait
 
 
 def ceilings(
@@ -19,7 +19,7 @@ def ceilings(
     copy_bytes: int = COPY_BYTES,
     matmul_size: int = MATMUL_SIZE,
 ) -> dict[str, dict]:
-    """Device-to-device copy and bfloat16 matrix product, both of random data."""
+    """Device-to-device copy and bfloat16 matmul, both with random data."""
     product = matmul(matmul_size, machine.device)
     calls = {"copy": copy_of(copy_bytes, machine.device), "matmul": product}
     timed = {name: (call, nullcontext) for name, call in calls.items()}
@@ -33,7 +33,7 @@ def ceilings(
 
 
 def keep_busy(machine: Machine, found: dict[str, dict], seconds: float = 0.5) -> None:
-    """Puts matrix products for `seconds` on the device, and returns while it works on them."""
+    """Queues `seconds` of matmuls on the device, and returns while they run."""
     product = matmul(found["matmul"]["size"], machine.device)
     for _ in range(min(IN_QUEUE, math.ceil(seconds / found["matmul"]["median"]))):
         product()

@@ -1,4 +1,4 @@
-"""Runs one case: makes the inputs, refuses what is wrong, times the rest beside a copy."""
+"""Runs one case: creates inputs, refuses wrong contenders, times the others and a copy."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ except ModuleNotFoundError:
 
 COPY = "copy"
 DRAWS, LUCK = 8, 5
-# What a contender may raise and be refused for, so that the others are timed.
+# Errors for which a contender is refused, while the others are still timed.
 RAISED = (
     AssertionError,
     AttributeError,
@@ -46,10 +46,10 @@ RAISED = (
 
 @dataclass
 class Result:
-    """seconds[contender][round]; `skipped` and `refused` give the reasons of the others.
+    """seconds[contender][round]; `skipped` and `refused` give the others' reasons.
 
-    A peer that is less exact than the yardstick asks is what people run: it is timed, and
-    `inexact` says by how much. A kernel of ours is refused.
+    A peer that is less accurate than the yardstick demands is still what people run: it is timed,
+    and `inexact` says by how much. A kernel of ours is refused.
     """
 
     case: Case
@@ -63,7 +63,7 @@ class Result:
     flops: int | None = None
 
     def ratio(self, base: str, contender: str) -> Ratio | None:
-        """How many times faster than `base`; None where one of the two was not timed."""
+        """The speedup over `base`; None if one of the two was not timed."""
         if base not in self.seconds or contender not in self.seconds:
             return None
         return paired_ratio(self.seconds[base], self.seconds[contender])
@@ -74,7 +74,7 @@ class Result:
 
 
 class Others(NamedTuple):
-    """Inputs and gradients of the outputs that take turns with those of the answers."""
+    """A second set of inputs and output gradients, which alternates with the answers'."""
 
     inputs: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
@@ -85,9 +85,9 @@ def is_ours(contender: str) -> bool:
 
 
 def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -> Result:
-    """Checks every contender of `case`, then times those that are right, interleaved.
+    """Checks every contender of `case`, then times the correct ones, interleaved.
 
-    Where the device has too little memory for the row, all are skipped.
+    If the device has too little memory for the row, all are skipped.
     """
     result = Result(case, 0)
     try:
@@ -100,9 +100,9 @@ def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -
 
 
 def count_launches(case: Case, machine: Machine) -> dict[str, int]:
-    """What a forward call of each contender of ours that runs puts on the device.
+    """Counts what a forward call of each of our contenders puts on the device.
 
-    Not in a process that times: a profiler that has run may slow every later launch.
+    This must run in a process that does not time: a profiler may slow down every later launch.
     """
     inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
     found = {}
@@ -112,14 +112,14 @@ def count_launches(case: Case, machine: Machine) -> dict[str, int]:
                 with contender.scope(), grad_mode(case.mode):
                     found[name] = machine.launches(contender.prepare(*inputs))
         except (Skip, *RAISED):
-            continue  # the timing says why
+            continue  # the timing reports why
     return found
 
 
 def weigh(case: Case, name: str, machine: Machine) -> Memory | None:
-    """The memory of a call of one contender, whose output is a loss; None where it cannot run.
+    """Memory of a contender's call whose output is a loss; None if it cannot run.
 
-    Not in a process that times: see `count_launches`.
+    This must run in a process that does not time: see `count_launches`.
     """
     contender = case.operation.contenders[name]
     try:
@@ -156,14 +156,14 @@ def _others(case: Case, answers: Answers) -> Others:
 
 
 def _fresh_inputs(case: Case, answers: Answers) -> tuple[Tensor, ...]:
-    """Beside the same parameters, which a contender may have put into a module."""
+    """Keeps the same parameters, which a contender may have put into a module."""
     fresh = case.operation.inputs(case.shape, case.dtype, answers.inputs[0].device)
     pairs = zip(answers.inputs, fresh, strict=True)
     return tuple(a if isinstance(a, Parameter) else b for a, b in pairs)
 
 
 def _call(run: Run, answers: Answers, others: Others | None) -> Call:
-    """What is timed: of one set of inputs, or of two in turn."""
+    """The timed call: of one set of inputs, or alternating between two."""
     call = bind(run, answers.mode, answers.leaves, begun(answers.grads))
     if others is None:
         return call
@@ -172,7 +172,7 @@ def _call(run: Run, answers: Answers, others: Others | None) -> Call:
 
 
 def begun(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A loss's gradient is 1, as `loss.backward()` has it: it was checked with another."""
+    """Sets a loss's gradient to 1, as in `loss.backward()`; it was checked with another one."""
     return tuple(grad if grad.dim() else torch.ones_like(grad) for grad in grads)
 
 
@@ -184,14 +184,14 @@ def _admit(
     result: Result,
     clock: Clock,
 ) -> Timed | None:
-    """What to time of a contender; why not, or what is inexact, goes into `result`."""
+    """A contender's call to time; the reason why not, or its error, goes into `result`."""
     try:
         run = contender.prepare(*answers.inputs)
         with contender.scope(), poisoned() if is_ours(name) else nullcontext():
             found = _fault(run, answers, result.case) if contender.checked else None
         with contender.scope(), grad_mode(answers.mode):
             call = _call(run, answers, others)
-            clock(call)(1)  # a graph may refuse to hold it
+            clock(call)(1)  # it may be impossible to capture
     except Skip as reason:
         result.skipped[name] = str(reason)
         return None
@@ -207,13 +207,13 @@ def _admit(
 
 
 def _fault(run: Run, answers: Answers, case: Case) -> str | None:
-    """The first result of `run` that errs too much, or None.
+    """The first result of `run` with too large an error, or None.
 
-    Where one draw of the inputs refuses it, the mean over DRAWS decides, and in no draw may a row
-    err more than LUCK times as much as eager's. The largest error of a row is luck: a float32
-    product that sums 64 terms in one chain errs 1.36 times as much as one of two chains in the RMS
-    norm. In the max norm of one draw, 4 of 100 rows of 1024 err more than twice as much, others at
-    each draw and 3.7 times at most; in the mean of eight draws none does.
+    If one draw of the inputs refuses it, the mean over DRAWS decides, and in no draw may a row's
+    error exceed LUCK times eager's. A row's largest error is luck. A float32 matmul that sums 64
+    terms in one chain has 1.36 times the RMS error of one with two chains. In the max norm of one
+    draw, 4 of 100 rows of 1024 have more than twice the error: different ones in each draw, at most
+    3.7 times. In the mean of eight draws, none does.
     """
     judged = [answers.errors(run)]
     if fault(judged) is None:
@@ -238,7 +238,7 @@ def _line(error: BaseException) -> str:
 
 
 def copy_of(bytes_moved: int, device: torch.device) -> Call:
-    """A copy that reads and writes `bytes_moved` in all, between buffers whose pages are mapped."""
+    """A copy that reads and writes `bytes_moved` in total, between mapped buffers."""
     source = torch.rand(max(1, bytes_moved // 8), device=device)  # float32: 4 bytes in, 4 out
     target = torch.ones_like(source)
     return lambda: target.copy_(source)

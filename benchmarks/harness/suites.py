@@ -1,4 +1,4 @@
-"""Which rows a command times: a family's table, the launch table, or what must be shown."""
+"""Selects the rows to time: a family's table, the launch table, or its goals."""
 
 import importlib
 import math
@@ -15,7 +15,7 @@ from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation
 from benchmarks.harness.goals import Goal
 
 TOKENS, HIDDEN = (1, 4, 16, 64), (64, 1024)
-MMAP_THRESHOLD = 128 * 1024  # bytes; below it glibc keeps freed memory under either setting
+MMAP_THRESHOLD = 128 * 1024  # bytes; glibc keeps smaller freed blocks under either setting
 
 
 def family(name: str) -> ModuleType:
@@ -23,9 +23,7 @@ def family(name: str) -> ModuleType:
 
 
 def cases(args: Namespace) -> list[Case]:
-    """The rows of `args.suite` whose title contains `args.match` and that `args.allocator` can make
-    a difference to.
-    """
+    """The rows of `args.suite` that match `args.match` and that `args.allocator` affects."""
     if args.suite == "launch":
         rows = launch(args.quick)
     elif args.suite == "must-show":
@@ -46,7 +44,7 @@ def goals(allocator: str) -> list[Goal]:
 
 
 def weighed() -> list[Case]:
-    """The rows whose memory is asked about, under the default allocator."""
+    """The rows whose memory is measured, under the default allocator."""
     return [goal.case() for goal in goals("default") if goal.of_memory is not None]
 
 
@@ -63,7 +61,7 @@ def table(args: Namespace) -> list[Case]:
 
 
 def own(rows: list[Case], full: bool) -> list[Case]:
-    """With `full` those in bfloat16 also in float16."""
+    """The family's rows; with `full`, those in bfloat16 also in float16."""
     half = [replace(row, dtype=torch.float16) for row in rows if row.dtype == torch.bfloat16]
     return rows + half if full else rows
 
@@ -76,11 +74,10 @@ def launch(quick: bool) -> list[Case]:
 
 
 def rows_of_few_tokens(result: Tensor) -> Tensor:
-    """A result of the launch table in the yardstick's rows; a weight's gradient is one row.
+    """A launch-table result in the yardstick's rows; a weight's gradient is one row.
 
-    Each row of that gradient is a sum of as many rows of the input as there are tokens, times
-    numbers that are rounded once for the whole row. Of one token, its largest error is that of one
-    number, which is luck.
+    Each row of that gradient is a sum over the tokens, times numbers that are rounded once for the
+    whole row. With one token, its largest error is a single number's, which is luck.
     """
     rows = result.detach()
     return rows if rows.dim() < 2 or len(rows) <= max(TOKENS) else rows.flatten()

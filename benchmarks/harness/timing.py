@@ -1,7 +1,7 @@
-"""Interleaved timing. A shared machine slows and recovers; contenders that take turns share that.
+"""Interleaved timing: contenders alternate, so they share a machine's slow phases.
 
-One round gives every contender a block of calls, in an order that is shuffled anew each round.
-Ratios are then taken within a round (`fusedops.profiling.timing.paired_ratio`), never between runs.
+In one round every contender runs a block of calls, in an order shuffled for each round. Ratios are
+taken within a round (`fusedops.profiling.timing.paired_ratio`), never between runs.
 """
 
 import gc
@@ -17,16 +17,16 @@ from benchmarks.harness.memory import Memory, profiled
 
 Call = Callable[[], object]
 Timed = tuple[Call, Callable[[], AbstractContextManager]]  # call, scope
-Stopwatch = Callable[[int], float]  # how many calls -> seconds a call
+Stopwatch = Callable[[int], float]  # number of calls -> seconds per call
 Clock = Callable[[Call], Stopwatch]
 
-BLOCK_S = 0.01  # long against the clock and the loop, short against a neighbour's bursts
-ROUNDS, AIM = (7, 60), 30  # fewest and most, and how many a budget is to hold
+BLOCK_S = 0.01  # long compared with the clock and the loop, short compared with other load
+ROUNDS, AIM = (7, 60), 30  # fewest, most, and the target number in a budget
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, its clocks by name, and what counts a call's launches and its memory there."""
+    """A device, its clocks by name, and functions that count a call's launches and memory."""
 
     device: torch.device
     clocks: Mapping[str, Clock]
@@ -35,9 +35,9 @@ class Machine:
 
 
 def wall(call: Call) -> Stopwatch:
-    """Time on the wall, after one untimed call that takes the caches and the allocator back.
+    """Wall-clock time, after one untimed call that restores the caches and the allocator.
 
-    A call that fills the block alone is long enough to go without.
+    A call that fills the block by itself needs no untimed call.
     """
 
     def seconds(repeats: int) -> float:
@@ -57,7 +57,7 @@ CPU = Machine(torch.device("cpu"), {"wall": wall})
 def interleaved(
     contenders: Mapping[str, Timed], budget_s: float, clock: Clock = wall
 ) -> dict[str, list[float]]:
-    """Seconds a call of each contender in each round, about `budget_s` seconds in all."""
+    """Seconds per call of each contender in each round, about `budget_s` seconds in total."""
     block_s = min(BLOCK_S, budget_s / AIM / max(1, len(contenders)))
     blocks = {name: _block(*timed, clock, block_s) for name, timed in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -88,9 +88,9 @@ def _block(call: Call, scope: Callable, clock: Clock, block_s: float) -> Callabl
 
 
 def _repeats(stopwatch: Stopwatch, block_s: float) -> int:
-    """How many calls fill a block; the least of three tries, as noise only adds.
+    """How many calls fill a block; the fewest of three tries, as noise only adds time.
 
-    By the wall: a clock may see less than its measurement costs.
+    In wall-clock time: a clock may see less than its measurement costs.
     """
 
     def cost() -> float:

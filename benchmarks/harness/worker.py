@@ -1,4 +1,4 @@
-"""Times one suite under one allocator setting, in a process of its own."""
+"""Times one suite under one allocator setting, in its own process."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ from fusedops.profiling.timing import environment
 
 
 def measure(args: Namespace) -> int:
-    """Prints every row as it is measured, writes `args.json`; 1 when a kernel of ours is wrong."""
+    """Prints each row when it is measured, writes `args.json`; returns 1 if a kernel is wrong."""
     torch.set_num_threads(args.threads)
     if args.allocator == "keep":
         keep_freed_memory()
@@ -42,9 +42,9 @@ def measure(args: Namespace) -> int:
 
 
 def _weigh(result: Result, threads: int) -> None:
-    """Each contender's memory in a process of its own, where it makes its first call.
+    """Measures each contender's memory in its own process, where it makes its first call.
 
-    Compiled lines would be compiled there.
+    torch.compile would compile there.
     """
     spawn = multiprocessing.get_context("spawn")
     for name in result.seconds:

@@ -1,1 +1,1 @@
-"""One table of rows for each family of operators."""
+"""Benchmark tables, one per operator family."""

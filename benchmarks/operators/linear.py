@@ -1,8 +1,9 @@
-"""linear against F.linear and its activation, and those lines under torch.compile.
+"""linear against F.linear with its activation, and the same under torch.compile.
 
-Bound by arithmetic: the share of a copy says little, the ratio to eager all. A shape is (rows,
-depth, features). The sweep has decode to training, odd sizes, and shapes on both sides of every
-bound of csrc/ops/linear/rule.cpp: it is what the rule rests on, and must show no row below 0.97.
+Compute-bound: what matters is the ratio to eager, not the fraction of a copy. A shape is (rows,
+depth, features). The sweep covers decode to training, odd sizes, and shapes on both sides of every
+threshold in csrc/ops/linear/rule.cpp. That rule is based on the sweep, which must show no row below
+0.97.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,14 +54,14 @@ def inputs(
 
 
 def bytes_moved(mode: str, x: Tensor, weight: Tensor, bias: Tensor) -> int:
-    """Each tensor once: forward reads three and writes y; backward reads dy and z and two more."""
+    """Each tensor once: forward reads 3 and writes y; backward reads dy, z and 2 more."""
     y = x.shape[0] * weight.shape[0] * x.itemsize
     forward, backward = x.nbytes + weight.nbytes + y, 2 * (x.nbytes + weight.nbytes + y)
     return {FORWARD: forward, BACKWARD: backward, TRAINING: forward + backward}[mode]
 
 
 def lines(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """The lines that models contain."""
+    """Code as it is in models."""
     return lambda x, weight, bias: activation(F.linear(x, weight, bias))
 
 
@@ -110,7 +111,7 @@ def launch(base: Operation, activation: str | None) -> Operation:
 LAUNCH = [launch(PLAIN, None), launch(GELU, "gelu")]
 
 F32, BF16 = torch.float32, torch.bfloat16
-# Where MKL is far behind what the CPU can do, as on AMD's of 512-bit units (Zen 5).
+# Where MKL is far below the CPU's peak, as on AMD CPUs with 512-bit units (Zen 5).
 MUST_SHOW = [
     Goal(GELU, TRAINING, F32, shape, "eager", {"default": 1.9, "keep": 1.9})
     for shape in ((1024, 384, 1536), (1024, 1536, 384))

@@ -1,1 +1,1 @@
-"""What users run: training steps, generation, embedding sentences."""
+"""Benchmarks of whole workloads: training steps, generation, sentence embedding."""

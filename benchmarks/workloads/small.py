@@ -1,9 +1,9 @@
-"""Patched models where overhead is the cost: `python -m benchmarks small`.
+"""Patched models at sizes where overhead dominates: `python -m benchmarks small`.
 
 One sequence of a few tokens, patched against unpatched: a forward without gradients, and a training
-step with torch.optim.AdamW(fused=True), eager and by torch.compile on both sides, of the models of
-`python -m benchmarks step` with fewer layers. And how long patch takes for a model of 7B parameters
-that has no memory.
+step with torch.optim.AdamW(fused=True), in eager and with torch.compile, for the models of
+`python -m benchmarks step` with fewer layers. Also how long patch takes for a 7B model without
+memory.
 """
 
 import json
@@ -32,14 +32,14 @@ COMPILED = "torch.compile of "
 
 
 def measure(args: Namespace) -> int:
-    """Times every model and writes `args.json`. The exit status."""
+    """Times every model and writes `args.json`. Returns the exit status."""
     rows, goals = [], [_patch_time()]
     for name in QUICK if args.quick else MODELS:
         for training in (False, True):
             for tokens in QUICK_TOKENS if args.quick else TOKENS:
                 what = "training step" if training else "forward"
                 title = f"{what} of {name} float32 [1, {tokens}], {args.allocator} allocator"
-                torch.compiler.reset()  # or all models share their code's limit of graphs
+                torch.compiler.reset()  # else all models share their code's limit of graphs
                 calls = dict(_calls(name, training, words(1, tokens), args.compile))
                 timed = {one: (call, nullcontext) for one, call in calls.items()}
                 seconds = interleaved(timed, args.seconds)
@@ -93,7 +93,7 @@ def _pairs(seconds: dict[str, list[float]]) -> Iterator[tuple[str, str]]:
 
 
 def _patch_time() -> dict:
-    """Of a Llama of 7B parameters that has no memory, and what the process grows by."""
+    """Patch time for a 7B Llama without memory, and the process's growth."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
@@ -109,5 +109,5 @@ def _patch_time() -> dict:
 
 
 def _resident() -> int:
-    """The process's largest memory so far, in bytes."""
+    """The process's peak resident memory so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,9 +1,9 @@
-"""A training step of small models, patched against unpatched: `python -m benchmarks step`.
+"""A training step of small models, patched and unpatched: `python -m benchmarks step`.
 
 Forward, loss, backward and torch.optim.AdamW(fused=True) on both sides, on words of the standard
-library's source, with the models' own dropout. patch's own verify has compared outputs, loss and
-gradients before a step is timed. Beside it what each kind of site is worth (all others on, that one
-off), the same with fusedops' AdamW, and torch.compile of the unpatched model.
+library's source, with the models' own dropout. patch's own verify compares outputs, loss and
+gradients before a step is timed. It also measures what each kind of site gains (all others on, that
+one off), the same with fusedops' AdamW, and torch.compile of the unpatched model.
 """
 
 import gc
@@ -27,7 +27,7 @@ from fusedops.profiling.timing import environment, paired_ratio, spread
 
 BATCH, SEQUENCE, VOCABULARY = 4, 256, 8192
 HIDDEN, LAYERS, HEADS = 384, 6, 6
-QUICK = 1  # layers, and one sequence of an eighth
+QUICK = 1  # layers; with one sequence, an eighth as long
 AT_LEAST = {torch.float32: 2.0, torch.bfloat16: 1.6}
 KINDS = "norm", "residual", "attention", "mlp", "rotary", "linear", "loss"
 EAGER, OURS, WHOLE, COMPILED = "eager", "fusedops", "fusedops and its AdamW", "torch.compile"
@@ -75,14 +75,14 @@ MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5}
 
 @dataclass(frozen=True)
 class Contender:
-    """How a model is made ready, and the optimizer of its parameters."""
+    """How a model is prepared, and its parameters' optimizer."""
 
     ready: Callable[[nn.Module, Tensor], nn.Module]
     optimizer: Callable = field(default=lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True))
 
 
 def measure(args: Namespace) -> int:
-    """Times every model and writes `args.json`. The exit status."""
+    """Times every model and writes `args.json`. Returns the exit status."""
     rows, goals = [], []
     for name, make in MODELS.items():
         for dtype, asked in AT_LEAST.items():
@@ -105,8 +105,11 @@ def measure(args: Namespace) -> int:
 
 
 def words(batch: int, length: int) -> Tensor:
-    """int64 [batch, length] of the standard library's source. A word's number is its rank; what is
-    not among the VOCABULARY most frequent is 3, and no word is less."""
+    """int64 [batch, length] of the standard library's source.
+
+    A word's number is its rank. Words outside the VOCABULARY most frequent ones are 3, the smallest
+    number.
+    """
     text = re.findall(r"\w+|\S", corpus().to(torch.uint8).numpy().tobytes().decode("utf-8"))
     known = {w: 4 + i for i, (w, _) in enumerate(Counter(text).most_common(VOCABULARY - 4))}
     apart = len(text) // batch
@@ -155,7 +158,7 @@ def _steps(
 
 
 def step(model: nn.Module, ids: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """One that can be taken again and again."""
+    """A training step that can be repeated."""
 
     def run() -> None:
         optimizer.zero_grad()

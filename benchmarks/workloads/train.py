@@ -1,11 +1,11 @@
-"""A training step of a Llama of a billion parameters: `python -m benchmarks train`.
+"""A training step of a one-billion-parameter Llama: `python -m benchmarks train`.
 
-On a GPU in bfloat16, 2048 tokens a sequence, of the standard library's source, one sequence and
-eight; forward, loss, backward and torch.optim.AdamW(fused=True), which keeps its state in the
-parameters' dtype, on all sides. Beside the unpatched model: Liger's kernels, torch.compile, and
-ours with fusedops' AdamW. Each in a process of its own, as Liger replaces functions that all models
-share, and as what is left in memory is then its own. What has no memory is skipped. Without a GPU
-the model is a tiny one, to see that all of this runs.
+On a GPU in bfloat16, with 2048 tokens per sequence of the standard library's source, one sequence
+and eight. Every contender runs forward, loss, backward and torch.optim.AdamW(fused=True), which
+keeps its state in the parameters' dtype. Contenders: the unpatched model, Liger's kernels,
+torch.compile, ours, and ours with fusedops' AdamW. Each has its own process, as Liger replaces
+functions that all models share, and so that it has all the memory. Contenders that run out of
+memory are skipped. Without a GPU, the model is tiny, to test that everything runs.
 """
 
 import json
@@ -29,7 +29,7 @@ from fusedops.profiling.timing import environment, spread
 
 LIGER = "liger"
 BATCHES, SEQUENCE, VOCABULARY = (1, 8), 2048, 128256
-STEPS = 2, 12  # that are not timed, and that are
+STEPS = 2, 12  # untimed and timed steps
 BILLION = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -37,7 +37,7 @@ TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def measure(args: Namespace) -> int:
-    """Prints each row as it is measured, and writes `args.json`: 1 when a goal was missed."""
+    """Prints each row when it is measured, writes `args.json`; returns 1 if a goal was missed."""
     rows = []
     for batch in BATCHES:
         for name in _contenders(args.compile):
@@ -68,7 +68,7 @@ def _row(name: str, batch: int, threads: int) -> dict:
     try:
         run = _step(_contenders(True)[name], ids)
         seconds = [_timed(run) for _ in range(sum(STEPS))][STEPS[0] :]
-    except (Skip, RuntimeError, TypeError, TorchDynamoException) as error:  # Liger of another time
+    except (Skip, RuntimeError, TypeError, TorchDynamoException) as error:  # another Liger
         return row | {"skipped": f"{type(error).__name__}: {error}".partition("\n")[0]}
     found = spread(seconds)
     row |= {"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90}
@@ -83,7 +83,7 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 def _contenders(compiled: bool) -> dict[str, Callable[[nn.Module], Any]]:
-    """Each makes a model ready, and gives what is called and the optimizer's class."""
+    """Each prepares a model, and returns what is called and the optimizer's class."""
     usual = partial(torch.optim.AdamW, fused=True)
     found: dict[str, Callable[[nn.Module], Any]] = {
         EAGER: lambda model: (model, usual),
@@ -107,7 +107,7 @@ def _with_liger(model: nn.Module) -> nn.Module:
 
 
 def _step(ready: Callable[[nn.Module], Any], ids: Tensor) -> Callable[[], None]:
-    """One that ends when the device has done it."""
+    """A step that ends when the device is done."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     on_gpu = ids.is_cuda
@@ -127,7 +127,7 @@ def _step(ready: Callable[[nn.Module], Any], ids: Tensor) -> Callable[[], None]:
 
 
 def _goals(rows: list[dict]) -> list[dict]:
-    """With one sequence ours is ahead of every other, and was not skipped."""
+    """With one sequence, ours must be faster than every other, and not skipped."""
     one = [row for row in rows if row["title"] == rows[0]["title"]]
     tokens = {row["contender"]: row["tokens_per_s"] for row in one if "skipped" not in row}
     ours = tokens.get(OURS)

@@ -1,4 +1,4 @@
-"""AdamW: the time of a step, and the loss that its state formats train to."""
+"""AdamW benchmarks: a step's time, and the loss that each state format trains to."""
 
 from benchmarks.operators.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS
 

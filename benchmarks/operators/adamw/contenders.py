@@ -1,7 +1,7 @@
-"""Who steps: torch, bitsandbytes, torchao and fusedops.
+"""AdamW's contenders: torch, bitsandbytes, torchao and fusedops.
 
-Each takes parameters that have gradients and gives the call to time. The first call makes the state
-and compiles what is compiled.
+Each takes parameters that have gradients and returns the call to time. The first call creates the
+state and compiles what needs compiling.
 """
 
 import os
@@ -21,7 +21,7 @@ Make = Callable[[list[Tensor]], Step]
 
 MAX_NORM = 1.0
 
-# What a reader must know of a peer to judge its figures.
+# What a reader must know about a peer to judge its figures.
 PEERS = {
     "bitsandbytes": "uint8 codes of its dynamic map, a float32 scale for 256 elements; float32 for "
     "tensors of fewer than 4096; eager calls, on as many threads as ours; 16-bit parameters are "
@@ -34,16 +34,16 @@ PEERS = {
 
 
 def about(contender: str) -> dict[str, str | None]:
-    """Which version of a peer steps and what its state is; nothing of others."""
+    """A peer's version and the format of its state; None for others."""
     package = contender.partition(",")[0]
     found = {"version": version_of(package), "about": PEERS.get(package)}
     return found if package in PEERS else {}
 
 
 def bytes_moved(elements: int, itemsize: int, state_dtype: str, clips: bool = False) -> int:
-    """What a step must: parameters and moments twice, gradients once, and once more to clip them.
+    """Bytes that a step must move: parameters and moments twice, gradients once or twice.
 
-    Two 8-bit moments have two float32 scales for 256 elements.
+    The second time is for clipping. Two 8-bit moments have two float32 scales per 256 elements.
     """
     moments = {"float32": 8.0, "int8": 2 + 8 / 256}[state_dtype]
     return int(elements * ((3 + clips) * itemsize + 2 * moments))
@@ -65,7 +65,7 @@ def torchao(params: list[Tensor], **options) -> Step:
     compiler = os.environ.get("CXX", "g++")
     if params[0].device.type == "cpu" and shutil.which(compiler) is None:
         raise Skip(f"torchao's step is compiled: it needs a C++ compiler, {compiler} was not found")
-    torch.compiler.reset()  # or each call looks through what other rows compiled
+    torch.compiler.reset()  # else each call checks what other rows compiled
     return find("torchao.optim", "AdamW8bit")(params, **options).step
 
 
@@ -78,7 +78,7 @@ def our_clip(params: list[Tensor]) -> Step:
 
 
 def clipped(make: Make) -> Make:
-    """torch's clipping and then the step, as training loops have it."""
+    """torch's clipping followed by the step, as in training loops."""
 
     def prepare(params: list[Tensor]) -> Step:
         clip, step = torch_clip(params), make(params)

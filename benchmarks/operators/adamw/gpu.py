@@ -1,9 +1,9 @@
-"""AdamW's rows on a GPU, and what they must show: `python -m benchmarks gpu adamw`.
+"""AdamW's rows and goals on a GPU: `python -m benchmarks gpu adamw`.
 
-To the harness a step is a forward: of parameters and gradients, giving the parameters. It judges
-the first step of each contender, over parameters of its own, and times the later ones. Large steps
-are timed by the device's clock, beside a copy of what a step with our state must move. Those of
-many small tensors cost what the host needs to launch them; how many launches is counted.
+To the harness, a step is a forward: it takes parameters and gradients, and returns the parameters.
+The harness checks each contender's first step, on its own parameters, and times later ones. Large
+steps use the device's clock, next to a copy of what a step with our state must move. Steps over
+many small tensors cost the host's launches, so those are timed on the host and counted.
 """
 
 import gc
@@ -28,17 +28,17 @@ from benchmarks.operators.adamw.contenders import (
 )
 from fusedops.functional.adamw import stochastic
 
-LARGE = (1, 10**9)  # tensors and their elements
+LARGE = (1, 10**9)  # tensors, elements per tensor
 LORA = ((448, 4096), (448, 65536))
 F32, BF16 = torch.float32, torch.bfloat16
 
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-8, 1e-2  # every contender's own defaults
-EVERY = 1009  # the elements of a large tensor that are judged; a prime, so that no lane is left out
+EVERY = 1009  # stride of the checked elements of a large tensor; a prime covers every lane
 
 
 def inputs(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Parameters, then their gradients. Of larger ones than eps a first step shows but the sign."""
-    gc.collect()  # optimizers lie in cycles, and two of the largest rows do not fit into a GPU
+    """Parameters, then gradients. For gradients far above eps, a first step shows only the sign."""
+    gc.collect()  # optimizers are in cycles; two of the largest rows exceed a GPU's memory
     count, numel = shape
     params = [torch.randn(numel, dtype=dtype, device=device) for _ in range(count)]
     return (*params, *(torch.randn_like(p) * EPS for p in params))
@@ -53,12 +53,12 @@ def judged(t: Tensor) -> Tensor:
 
 
 def first_step(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The parameters after a step from zero moments; no gradient is long enough to be clipped."""
+    """The parameters after a step from zero moments; gradients are too small to be clipped."""
     return tuple(updated(judged(p), judged(g)) for p, g in zip(*halves(tensors), strict=True))
 
 
 def updated(p: Tensor, g: Tensor) -> Tensor:
-    """16 bits are rounded by chance: to nearest, steps too small for them would leave no error."""
+    """16-bit updates are large: rounded to nearest, small ones would leave no error to judge."""
     wide, g = (t.to(torch.promote_types(t.dtype, F32)) for t in (p, g))
     chance = torch.randint(1 << 16, p.shape, dtype=torch.int32, device=p.device)
     step = LR * g / (g.abs() + EPS)
@@ -66,7 +66,7 @@ def updated(p: Tensor, g: Tensor) -> Tensor:
 
 
 def stepping(make: Make) -> Contender:
-    """Over its own parameters, with gradients that all contenders share."""
+    """Steps its own parameters, with gradients that all contenders share."""
 
     def prepare(*tensors: Tensor) -> Run:
         params, grads = halves(tensors)
@@ -84,9 +84,9 @@ def stepped(step: Run, params: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def operation(state: str, clips: bool = False) -> Operation:
-    """A step with our moments in `state`, and with the same of the peers that have it.
+    """A step with our moments in `state`, and with the peers that support it.
 
-    torch's moments have the parameters' dtype. torchao rounds bfloat16 by chance, as we do.
+    torch's moments have the parameters' dtype. torchao rounds bfloat16 stochastically, as we do.
     """
     peers: dict[str, Make] = {
         "float32": {"bitsandbytes": partial(bitsandbytes, name="AdamW")},
@@ -138,7 +138,7 @@ SMALL = {
     for launches, steps in ((1, PLAIN), (2, CLIPPED))
 }
 
-# What matters most comes first: a run that is cut short keeps the rows that it has.
+# The most important rows come first, as an interrupted run keeps its rows.
 GPU_ROWS = BILLION + SMALL[1] + SMALL[2]
 
 

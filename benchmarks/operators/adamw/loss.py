@@ -1,8 +1,8 @@
-"""What AdamW's formats do to a loss: `python -m benchmarks adamw-loss`.
+"""How AdamW's state formats affect the loss: `python -m benchmarks adamw-loss`.
 
-A small Llama on the bytes of the standard library's source, from the same weights on the same
-batches for every contender, with a learning rate that warms up and falls to nothing. The loss is
-that of held-out batches after the last step. Three seeds draw other weights and other batches.
+Trains a small Llama on the bytes of the standard library's source: same initial weights, same
+batches for every contender, a learning rate that warms up and decays to zero. Measures the loss on
+held-out batches after the last step. Three seeds give other weights and batches.
 """
 
 import json
@@ -23,7 +23,7 @@ SETTINGS = Settings(steps=600, batch=8, length=64, hidden=128, layers=3, lr=5e-4
 QUICK = Settings(steps=4, batch=2, length=16, hidden=64, layers=1, lr=1e-3)
 SEEDS = (0, 1, 2)
 HELD_OUT = 40  # batches
-WARMUP = 0.05  # of the steps
+WARMUP = 0.05  # fraction of the steps
 
 Make = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 
@@ -40,7 +40,7 @@ CONTENDERS: dict[str, tuple[torch.dtype, Make]] = {
         lambda params, lr: AdamW8bit(params, lr, master_weights="remainder"),
     ),
 }
-# Ours: the difference of its mean from torch's float32 that is allowed; None: the seeds' spread.
+# Ours -> allowed difference of its mean from torch's float32; None: the seeds' spread.
 AT_MOST = {
     "fusedops int8": None,
     "fusedops bfloat16": 0.005,
@@ -49,7 +49,7 @@ AT_MOST = {
 
 
 def measure(args: Namespace) -> int:
-    """Trains every contender with every seed and writes `args.json`. The exit status."""
+    """Trains every contender with every seed and writes `args.json`. Returns the exit status."""
     settings, seeds = (QUICK, SEEDS[:2]) if args.quick else (SETTINGS, SEEDS)
     losses: dict[str, list[float]] = {}
     for name, (dtype, make) in CONTENDERS.items():
@@ -69,7 +69,7 @@ def measure(args: Namespace) -> int:
 
 
 def _verdict(name: str, losses: dict[str, list[float]]) -> dict:
-    """The mean of the differences, seed by seed, and what is allowed."""
+    """The mean of the per-seed differences, and the limit."""
     base, found = losses[FLOAT32], losses[name]
     difference = mean(found) - mean(base)
     allowed = AT_MOST[name]
@@ -87,7 +87,7 @@ def _shown(losses: list[float]) -> str:
 
 
 def _trained(settings: Settings, seed: int, dtype: torch.dtype, make: Make) -> float:
-    """The held-out loss after the training."""
+    """The held-out loss after training."""
     settings = Settings(**vars(settings) | {"seed": seed})
     model = build_model(settings).to(dtype)
     optimizer = make(list(model.parameters()), settings.lr)

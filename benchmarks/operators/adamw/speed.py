@@ -1,9 +1,9 @@
-"""AdamW's step against torch's, bitsandbytes', torchao's and a copy: `python -m benchmarks adamw`.
+"""AdamW's step against torch, bitsandbytes, torchao and a copy: `python -m benchmarks adamw`.
 
-A row is a step over tensors of one size. Beside it a copy moves as many bytes, half read and half
-written: no floor, for a step writes where it has read, and a copy elsewhere. Contenders step in
-turn, each over tensors of its own. The 8-bit peers take tens of times as long, so that they have
-rows of their own, of few rounds; they are timed where they are installed (`fusedops[peers]`).
+A row is a step over tensors of one size. Next to it, a copy moves as many bytes, half read and half
+written. The copy is not a lower bound, since a step writes in place and a copy does not. Contenders
+alternate, each with its own tensors. The 8-bit peers are tens of times slower, so they have their
+own rows with few rounds; they are timed if installed (`fusedops[peers]`).
 """
 
 import json
@@ -46,7 +46,7 @@ EIGHT_BITS: dict[str, Make] = {INT8: PLAIN[INT8], BNB: bitsandbytes, AO: torchao
 
 @dataclass(frozen=True)
 class Row:
-    """Steps over `count` tensors of `numel` elements. at_least: asked of ours, over another."""
+    """Steps over `count` tensors of `numel` elements. at_least: our goal over a contender."""
 
     title: str
     numel: int
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """What a step with int8 state moves."""
+        """The bytes that a step with int8 state moves."""
         return bytes_moved(self.numel * self.count, self.dtype.itemsize, "int8")
 
 
@@ -130,7 +130,7 @@ QUICK = [Row("8 tensors of 5000", 5000, 8, at_least=((INT8, TORCH, 1.0),))]
 
 
 def measure(args: Namespace) -> int:
-    """Times every row and writes `args.json`. The exit status."""
+    """Times every row and writes `args.json`. Returns the exit status."""
     rows, goals = [], []
     for row in QUICK if args.quick else ROWS:
         seconds, skipped = _seconds(row, args.seconds)
@@ -172,17 +172,17 @@ def _timed(title: str, row: Row, name: str, times: list[float]) -> dict:
 
 
 def _seconds(row: Row, budget_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of each contender's steps, and why others were not timed."""
+    """Each contender's seconds per step, and why others were not timed."""
     steps, skipped = {}, {}
     for name, make in row.contenders.items():
         try:
             steps[name] = (make(_parameters(row)), nullcontext)
         except Skip as reason:
             skipped[name] = str(reason)
-    source = torch.ones(row.bytes // 2, dtype=torch.uint8)  # pages of its own
+    source = torch.ones(row.bytes // 2, dtype=torch.uint8)  # its own pages
     steps[COPY] = (partial(torch.empty_like(source).copy_, source), nullcontext)
     for step, _ in steps.values():
-        step()  # makes the state
+        step()  # creates the state
     return interleaved(steps, budget_s), skipped
 
 

@@ -1,8 +1,8 @@
 """Attention against torch's scaled_dot_product_attention and torch.compile.
 
-Bound by arithmetic: the number that matters is the ratio, and FLOP/s over the pairs of query and
-key that see each other. A decode is bound by memory: its number is the share of copy's bandwidth.
-A shape is batch, heads of q, heads of k, queries, keys and the width of a head.
+Compute-bound: the figures that matter are the ratio, and FLOP/s over the visible pairs of query and
+key. A decode step is memory-bound: its figure is the fraction of copy bandwidth. A shape is batch,
+query heads, key heads, queries, keys and head width.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The rows of a GPU, and what they must show: 16384 tokens in all, heads of 128, bfloat16."""
+"""Attention's rows and goals on a GPU: 16384 tokens, heads of 128, bfloat16."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The operations of the family and who computes them: torch, torch.compile, ours."""
+"""Attention's operations and contenders: torch, torch.compile, ours."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from fusedops.functional.attention import attention_reference
 
 
 def heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """q, k and v as projections leave them: views of [batch, tokens, heads, width]."""
+    """q, k and v as projections produce them: views of [batch, tokens, heads, width]."""
     batch, q_heads, kv_heads, queries, keys, width = shape
 
     def made(tokens: int, count: int) -> Tensor:
@@ -25,24 +25,26 @@ def heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tup
 
 
 def cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """A step's q beside a cache: [batch, heads, tokens, width]."""
+    """A generation step's q with a cache: [batch, heads, tokens, width]."""
     return tuple(t.detach().contiguous().requires_grad_() for t in heads(shape, dtype, device))
 
 
 def traffic(mode: str, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """q, k, v and out once; backward these and their gradients."""
+    """q, k, v and out once; in backward, these and their gradients."""
     once = 2 * q.nbytes + k.nbytes + v.nbytes
     return {FORWARD: once, BACKWARD: 2 * once, TRAINING: 3 * once}[mode]
 
 
 def by_heads(t: Tensor) -> Tensor:
-    """A row is a head, as in the tests: of 32768 rows of one query each, eager's own error is now
-    and then almost none by chance."""
+    """A row is a head, as in the tests.
+
+    Among 32768 rows of one query each, eager's own error is sometimes almost zero by chance.
+    """
     return t.flatten(-2)
 
 
 def flops(share: float, mode: str, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Two products forward and five backward, of the pairs that see each other."""
+    """Two matmuls forward and five backward, over the visible pairs."""
     products = {FORWARD: 2, BACKWARD: 5, TRAINING: 7}[mode]
     return int(share * products * 2 * q.numel() * k.shape[2])
 
@@ -70,7 +72,7 @@ DECODE = operation("attention decode", inputs=cache)
 
 
 def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """So many tokens of one head of this width."""
+    """That many tokens of one head of this width."""
     tokens, width = shape
     return heads((1, 1, 1, tokens, tokens, width), dtype, device)
 

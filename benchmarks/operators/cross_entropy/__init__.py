@@ -1,8 +1,8 @@
-"""Cross entropies against torch's, the Hugging Face lines, torch.compile and, on GPUs, Liger.
+"""Cross entropies against torch, Hugging Face code, torch.compile and, on GPUs, Liger.
 
-Of logits memory is the bound: the number that matters is the share of copy's bandwidth. With the
-product of a head arithmetic is, and what it saves is memory: the logits, some four times over.
-Shapes are (rows, classes), and (rows, hidden, classes).
+Cross entropy of logits is memory-bound: the figure that matters is the fraction of copy bandwidth.
+With the head's matmul it is compute-bound, and what it saves is memory: the logits, about four
+times over. Shapes are (rows, classes), and (rows, hidden, classes).
 """
 
 import torch
@@ -22,7 +22,7 @@ HEAD, NARROW_BATCH = (2048, 512, 32000), (512, 1024, 32000)
 BF16, F32, HF = torch.bfloat16, torch.float32, "huggingface"
 
 
-# Of calls that take seconds: what the first row of them shows already.
+# For calls that take seconds: the first row already shows the result.
 SHOWN = ("torch", "torch chunked")
 
 
@@ -33,7 +33,7 @@ def row(
     shape: tuple[int, ...],
     without: tuple[str, ...] = (),
 ) -> Case:
-    """In float32 Hugging Face's copy is none, and its lines are eager's."""
+    """In float32, Hugging Face's copy is none, and its code is eager's."""
     without += (HF,) if dtype == F32 else ()
     only = tuple(name for name in operation.contenders if name not in without)
     return Case(operation, mode, dtype, shape, only)

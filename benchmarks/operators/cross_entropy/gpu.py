@@ -1,8 +1,8 @@
-"""The rows of the family on a GPU, and what they must show.
+"""Cross entropy's rows and goals on a GPU.
 
-Large rows are timed by the device's clock. Few tokens and classes cost what the host needs to
-launch them, so they are timed by the host's clock, and forward in a graph: without Liger, which
-asks the device how many targets count.
+Large rows use the device's clock. Few tokens and classes cost the host's launches, so they use the
+host's clock, and forward a graph. The graph excludes Liger, which asks the device how many targets
+count.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ def case(operation: Operation, mode: str, shape: tuple[int, ...], clock: str) ->
 
 
 def rivals(row: Case, factor: float = 1.0) -> dict[str, float]:
-    """Whom a row must beat."""
+    """The contenders that a row must beat."""
     names = (name for name in row.contenders() if name.startswith(("compile", "liger")))
     return dict.fromkeys(names, factor)
 
@@ -53,7 +53,7 @@ FEW = [
 CALLED = [case(op, mode, shape, "host") for mode in (FORWARD, TRAINING) for op, shape in FEW]
 REPLAYED = [case(op, FORWARD, shape, "graph") for op, shape in FEW]
 
-# What is asked comes first: a run that is cut short keeps the rows that it has.
+# Rows with goals come first, as an interrupted run keeps its rows.
 GPU_ROWS = [SEPARATE, TOGETHER, FUSED, *CALLED, *FURTHER, *REPLAYED]
 
 GPU_MUST_SHOW = [

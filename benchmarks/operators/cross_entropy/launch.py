@@ -1,4 +1,4 @@
-"""Every way to call the operators on a small batch, where the host's time is the cost."""
+"""Every way to call cross_entropy on a small batch, where host time dominates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,13 +15,13 @@ from benchmarks.operators.cross_entropy.operations import PLAIN
 
 
 def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """So many tokens of so wide a model, with as many classes."""
+    """That many tokens of a model this wide, with as many classes."""
     tokens, hidden = shape
     return LINEAR.inputs((tokens, hidden, hidden), dtype, device)
 
 
 def through(module: type) -> Contender:
-    """A call of the module: its arguments are the loss's options alone."""
+    """A call of the module: its arguments are the loss's options only."""
     return Contender(lambda *inputs: partial(module(), *inputs))
 
 
@@ -35,7 +35,7 @@ def through_linear(module: type) -> Callable[..., Run]:
 
 
 def launch(operation: Operation, modules: dict[str, Contender], **other) -> Operation:
-    """Eager, torch.ops, the short path, and the modules: none is told a dtype."""
+    """Eager, torch.ops, the short path, and the modules, without a dtype."""
 
     def call(function: Callable[..., Tensor]) -> Contender:
         return Contender(lambda *inputs: partial(function, *inputs))

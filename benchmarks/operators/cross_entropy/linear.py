@@ -1,7 +1,7 @@
-"""linear_cross_entropy, and who computes it: torch, Hugging Face, torch.compile, ours.
+"""linear_cross_entropy's contenders: torch, Hugging Face, torch.compile, ours.
 
-Bound by arithmetic: three products. torch has the function since 2.13, and cuts the batch into
-chunks where it is given options.
+Compute-bound: three matmuls. torch has had the function since 2.13, and splits the batch into
+chunks if it gets options.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 def tensors(frozen: bool, ignored: float) -> Callable[..., tuple[Tensor, ...]]:
-    """x, the head's weight and targets, a part of which is ignored."""
+    """x, the head's weight and targets, some of which are ignored."""
 
     def inputs(
         shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -36,20 +36,20 @@ def tensors(frozen: bool, ignored: float) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def bytes_moved(mode: str, x: Tensor, weight: Tensor, target: Tensor) -> int:
-    """Forward reads both; backward reads them again and writes the gradients that are asked for."""
+    """Forward reads both; backward reads them again and writes the requested gradients."""
     read = x.nbytes + weight.nbytes
     written = sum(t.nbytes for t in (x, weight) if t.requires_grad)
     return {FORWARD: read, BACKWARD: read + written, TRAINING: 2 * read + written}[mode]
 
 
 def flops(mode: str, x: Tensor, weight: Tensor, target: Tensor) -> int:
-    """A product for the logits, and one for each gradient; of the rows that count."""
+    """One matmul for the logits and one per gradient, over the rows that count."""
     product = 2 * int((target != IGNORED).sum()) * weight.numel()
     backward = sum(t.requires_grad for t in (x, weight))
     return product * {FORWARD: 1, BACKWARD: backward, TRAINING: 1 + backward}[mode]
 
 
-# The lines that models contain.
+# Code as it is in models.
 
 
 def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""cross_entropy of logits, and who computes it: torch, Hugging Face, torch.compile, ours.
+"""cross_entropy's contenders on logits: torch, Hugging Face, torch.compile, ours.
 
-Hugging Face makes a float32 copy of the logits first (`ForCausalLMLoss`); ours gives the same
-float32 loss without it. Plain eager gives a loss in the logits' dtype.
+Hugging Face first copies the logits to float32 (`ForCausalLMLoss`); ours computes the same float32
+loss without the copy. Plain eager gives a loss in the logits' dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def inputs(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tu
 
 
 def lines(smoothing: float, softcap: float | None) -> tuple[Loss, Loss]:
-    """The lines that models contain: on logits as they are, and on a float32 copy."""
+    """Code as in models: on the logits themselves, and on a float32 copy."""
 
     def capped(x: Tensor) -> Tensor:
         return x if softcap is None else softcap * torch.tanh(x / softcap)
@@ -43,7 +43,7 @@ def lines(smoothing: float, softcap: float | None) -> tuple[Loss, Loss]:
 
 
 def contenders(eager: Loss, huggingface: Loss, fused: Loss) -> dict[str, Contender]:
-    """Functions of the inputs; the lines also compiled."""
+    """Functions of the inputs; models' code also compiled."""
 
     def of(loss: Loss) -> Contender:
         return Contender(lambda *tensors: partial(loss, *tensors))
@@ -64,7 +64,7 @@ def operation(
 ) -> Operation:
     """Forward reads the logits. Backward reads them again and writes the gradient.
 
-    With grad_in_forward the forward pass writes it, and backward moves nothing.
+    With grad_in_forward, the forward writes it, and backward moves nothing.
     """
     how = {"label_smoothing": smoothing, "softcap": softcap, "dtype": torch.float32}
     fused = partial(ours.cross_entropy, **how, grad_in_forward=grad_in_forward)

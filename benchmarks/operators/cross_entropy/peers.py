@@ -1,9 +1,9 @@
-"""Who else has cross entropies for GPUs. One that is not installed is left out, with the reason.
+"""Other GPU cross entropies (Liger); those not installed are skipped, with the reason.
 
-Liger makes the gradient in the forward pass and writes it over the logits. It gets a copy of them,
-made once and outside of the time: from the second call on it works on what it left there, so that
-its results are not judged. Its linear one reads its inputs alone, and makes gradients wherever x
-wants one: what is evaluated does not.
+Liger computes the gradient in the forward and writes it over the logits. It gets a copy of them,
+made once outside the timing: from the second call on it works on its own output, so its results are
+not checked. Its linear version only reads its inputs, and computes gradients whenever x requires
+them, which evaluation does not.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from benchmarks.harness.case import Contender, Run, find
 
 MODULE = "liger_kernel.transformers.functional"
 
-Copies = dict[int, tuple[Tensor, Tensor]]  # by the id of the logits, which stay beside their copy
+Copies = dict[int, tuple[Tensor, Tensor]]  # by id of the logits, kept with their copy
 
 
 def over_copy(copies: Copies, loss: Callable[..., Tensor], x: Tensor, target: Tensor) -> Tensor:
-    """The copy's gradient is x's, as it is: nothing more is moved."""
+    """x's gradient is the copy's, unchanged, so nothing more is moved."""
     if id(x) not in copies:
         copies[id(x)] = x, x.clone()
     return loss(copies[id(x)][1], target)

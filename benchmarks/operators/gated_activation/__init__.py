@@ -1,7 +1,7 @@
-"""Gated activations against eager, the Hugging Face lines, torch.compile and, on GPUs, Liger.
+"""Gated activations against eager, Hugging Face code, torch.compile and, on GPUs, Liger.
 
-Memory-bound: the number that matters is the share of copy's bandwidth, over the fewest bytes that
-the work can move. Read large rows under both allocator settings, as those of the norms.
+Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
+must move. Compare large rows under both allocator settings, as for the norms.
 """
 
 import torch

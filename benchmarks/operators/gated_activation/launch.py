@@ -1,4 +1,4 @@
-"""Every way to call an operator on a small batch, where the host's time is the cost."""
+"""Every way to call a gated activation on a small batch, where host time dominates."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The operations of the family and who computes them: torch, Hugging Face, torch.compile, ours."""
+"""The gated activations' contenders: torch, Hugging Face, torch.compile, ours."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,7 +38,7 @@ def packed_traffic(mode: str, packed: Tensor) -> int:
     return SEPARATE(mode, packed) // 2
 
 
-# The lines that models contain.
+# Code as it is in models.
 
 
 def swiglu_lines(gate, up):
@@ -61,7 +61,7 @@ def gpt_oss_lines(gate, up, limit, alpha, up_offset):
 
 
 def contenders(lines: Callable[..., Tensor], fused: Callable[..., Run], name: str = "eager"):
-    """The rows of one operation: the lines, those lines compiled, then ours."""
+    """One operation's contenders: models' code, the same compiled, then ours."""
     eager = Contender(lambda *inputs: partial(lines, *inputs))
     return {name: eager, f"compile({name})": compiled(eager), "fusedops": Contender(fused)}
 

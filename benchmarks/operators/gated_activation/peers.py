@@ -1,7 +1,7 @@
-"""Who else has gated activations for GPUs. One that is not installed is left out, with the reason.
+"""Other GPU gated activations (Liger); those not installed are skipped, with the reason.
 
-Liger writes the gradients over gate and up: where there is a backward it gets copies, made before
-that is timed. A whole step would count the copies, so it has no such row.
+Liger writes the gradients over gate and up. For a backward it gets copies, made before the timing.
+A whole step would count the copies, so it has no such row.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
-"""The norm family against eager, the Hugging Face lines, torch.compile and, on GPUs, its peers.
+"""The norms against eager, Hugging Face code, torch.compile and, on GPUs, other kernels.
 
-Memory-bound: the number that matters is the share of copy's bandwidth, over the fewest bytes that
-the work can move. On a CPU large outputs are dominated by page faults of fresh memory (a
-[4096, 4096] float32 add: 33 ms, of which 5 are the add), for every contender alike: read those
-rows under both allocator settings.
+Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
+must move. On a CPU, page faults of fresh memory dominate large outputs (a [4096, 4096] float32 add
+takes 33 ms, 5 of them for the add), for every contender alike: compare those rows under both
+allocator settings.
 """
 
 import torch

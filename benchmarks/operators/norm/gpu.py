@@ -1,8 +1,8 @@
-"""The rows of the family on a GPU, and what they must show.
+"""The norms' rows and goals on a GPU.
 
-Large rows are timed forward, backward and both, by the device's clock. Few tokens cost what the
-host needs to launch them, so they are timed by the host's clock and in a graph. Other dtypes, and
-rows that no kernel keeps in registers, are timed without torch.compile, which takes long to start.
+Large rows are timed forward, backward and both, with the device's clock. Few tokens cost the host's
+launches, so they use the host's clock and a graph. Other dtypes, and rows too long for registers,
+are timed without torch.compile, which takes long to start.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ def with_peers(operation: Operation) -> Operation:
 
 
 def with_one_call(operation: Operation) -> Operation:
-    """Beside one F.layer_norm call, which computes something else."""
+    """Adds one F.layer_norm call, which computes something else."""
     beside = {LAYER_NORM_CALL: Contender(one_layer_norm, checked=False)}
     return replace(operation, contenders=beside | operation.contenders)
 
@@ -61,7 +61,7 @@ FURTHER = [
 ]
 REPLAYED = [case(op, FORWARD, (tokens, HIDDEN), "graph") for op in EVERY for tokens in TOKENS]
 
-# What matters most comes first: a run that is cut short keeps the rows that it has.
+# The most important rows come first, as an interrupted run keeps its rows.
 SMALL = CALLED + REPLAYED + TRAINED
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
 

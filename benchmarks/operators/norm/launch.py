@@ -1,4 +1,4 @@
-"""Every way to call an operator on a small batch, where the host's time is the cost."""
+"""Every way to call a norm on a small batch, where host time dominates."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,7 @@ def launch(operation: Operation, twin: type, module: type, **options) -> Operati
 
 
 def through(module: type) -> Callable[..., Run]:
-    """A call of the module. torch.nn's modules do not add: they get the line before them."""
+    """A call of the module. torch.nn's modules do not add, so the sum is a line before them."""
 
     def prepare(*inputs: Tensor) -> Run:
         rows = [t for t in inputs if not isinstance(t, Parameter)]

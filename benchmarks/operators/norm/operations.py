@@ -1,4 +1,4 @@
-"""The operations of the family and who computes them: torch, Hugging Face, torch.compile, ours."""
+"""The norms' contenders: torch, Hugging Face, torch.compile, ours."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ EPS = 1e-6
 
 
 def tensors(count: int, bias: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """Inputs of an operation: `count` tensors of one shape, a weight and perhaps a bias."""
+    """An operation's inputs: `count` tensors of one shape, a weight and perhaps a bias."""
 
     def inputs(
         shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -43,7 +43,7 @@ def tensors(count: int, bias: bool) -> Callable[..., tuple[Tensor, ...]]:
 PLAIN, ADD = traffic(2, 3), traffic(4, 4)
 
 
-# The lines that models contain.
+# Code as it is in models.
 
 
 def add_layer_norm_lines(x, residual, shape, weight, bias, eps):
@@ -86,7 +86,7 @@ def on_triton(prepare: Callable[..., Run]) -> Contender:
 
 
 def contenders(eager: Callable[..., Run], fused: Callable[..., Run], huggingface=None):
-    """The rows of one operation: peers first, then ours."""
+    """One operation's contenders: peers first, then ours."""
     rows = {"eager": Contender(eager)}
     if huggingface:
         rows["huggingface"] = Contender(huggingface)

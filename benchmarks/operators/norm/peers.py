@@ -1,6 +1,6 @@
-"""Who else has fused norms for GPUs. A peer that is not installed is left out, with the reason.
+"""Other fused norms for GPUs; a peer that is not installed is skipped, with the reason.
 
-None of them may write into the gradient that it is given: the next call gets the same one.
+None of them may write into the gradient that it gets: the next call gets the same one.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def quack_add_rms_norm(x: Tensor, r: Tensor, w: Tensor) -> Run:
 
 
 def one_layer_norm(*inputs: Tensor) -> Run:
-    """One F.layer_norm of x, whatever the operation: what a call may cost the host."""
+    """One F.layer_norm of x, whatever the operation: a measure of a call's host time."""
     x = inputs[0]
     return partial(F.layer_norm, x, x.shape[-1:], None, None, EPS)
 

@@ -1,8 +1,8 @@
-"""quantized_linear against F.linear and torch.compile, oneDNN's packed weights, and the peers.
+"""quantized_linear against F.linear, torch.compile, oneDNN's packed weights and peers.
 
-A few rows are bound by the weight's bytes, many by arithmetic: the number that matters is the
-ratio to eager of the same dtype, which many CPUs run in float32 at a fraction of what they can do;
-bfloat16 stands beside it. A shape is (rows, depth, features). Training is of x alone, as beside an
+Few rows are bound by the weight's bytes, many by arithmetic. The figure that matters is the ratio
+to eager in the same dtype; many CPUs run eager's float32 far below their peak, so bfloat16 is
+shown too. A shape is (rows, depth, features). Training computes x's gradient only, as next to an
 adapter: the weight has no gradient, in eager neither.
 """
 
@@ -31,7 +31,7 @@ WIDE = 4096
 DIFFERENTIABLE = ("eager", "eager bfloat16", "compile(eager)", "bitsandbytes", "fusedops")
 LAUNCH = [launch()]
 
-# Kind, mode, dtype, then how many times as fast as eager at so many rows.
+# Kind, mode, dtype -> {rows: required speedup over eager}.
 ASKED = [
     (DYNAMIC, FORWARD, F32, {1: 7.0, 16: 13.0, 256: 9.0}),
     (INT8, FORWARD, F32, {1: 6.0, 16: 6.0}),
@@ -47,7 +47,7 @@ LARGE = [
     for rows, ratio in asked.items()
 ]
 
-# Of BERTs: depth and features of a layer's linears. In no format slower than eager.
+# BERT: depth and features of a layer's linears. No format may be slower than eager.
 SMALL = {kind: small(kind) for kind in KINDS}
 BERT = [(384, 384), (384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768)]
 CHOSEN = [(1, 384, 384), (1, 3072, 768), (8, 768, 768), (32, 384, 1536), (128, 768, 3072)]
@@ -58,7 +58,7 @@ MUST_SHOW = LARGE + [
     for kind in KINDS
     for shape in CHOSEN
 ]
-# What is asked for is the time; eager is the lines of the reference.
+# The goal is the time; eager is the reference's code.
 MUST_SHOW += [Goal(QUANTIZE[NF4], FORWARD, F32, (WIDE, WIDE), EAGER, {"default": 1.0}, ms=40)]
 ROWS = [
     Case(SERVED[kind], FORWARD, dtype, (rows, WIDE, WIDE))

@@ -1,4 +1,4 @@
-"""The rows of a GPU, and what they must show over eager in bfloat16: weights of 8192 x 8192."""
+"""quantized_linear's rows and goals on a GPU, over bfloat16 eager: 8192 x 8192 weights."""
 
 import torch
 
@@ -18,14 +18,14 @@ from benchmarks.operators.quantized_linear.operations import (
 
 BF16, WIDE = torch.bfloat16, 8192
 FEW = {INT8: {1: 1.75}, INT4: {1: 3.0, 16: 2.8}}
-# Weights alone are made again for each product: what that costs, once rows are many.
+# Weight-only formats dequantize for each matmul: what that costs with many rows.
 MANY = {64: 0.6, 512: 0.6, 4096: 0.95}
 ASKED = [
     *((kind, rows, ratio) for kind, asked in FEW.items() for rows, ratio in asked.items()),
     *((kind, rows, ratio) for kind in (INT8, INT4, NF4) for rows, ratio in MANY.items()),
     *((kind, rows, 0.95) for kind in (DYNAMIC, DYNAMIC_FP8) for rows in (1, 16, 64, 512, 4096)),
 ]
-# On both sides of each limit of csrc/ops/quantized_linear/way.cpp, which these are to set.
+# On both sides of each threshold in csrc/ops/quantized_linear/way.cpp, which these rows set.
 LIMITS = (4, 8, 128, 1024, 2048)
 SERVED = {kind: served(kind) for kind in (INT8, DYNAMIC, DYNAMIC_FP8, INT4, NF4, FP8)}
 

@@ -1,9 +1,9 @@
-"""The operations, by format and by where the weights lie, and ways to call them.
+"""quantized_linear's operations, by format and by where the weights are, and calls.
 
-One product has one right answer, whoever computes it: every contender gets the weight that the
-codes stand for, and where int8 rounds the rows of x it finds them rounded (in float32; a bfloat16
-leaves that grid again). The reference knows the codes and rounds operands as compute=None may, so
-ours is refused beyond twice that error, and a peer beyond it is timed and named.
+A matmul has one right answer: every contender gets the dequantized weight, and for int8 inputs
+finds x's rows already rounded (in float32; bfloat16 leaves that grid again). The reference knows
+the codes and rounds operands as compute=None may. Ours is refused beyond twice that error; a peer
+beyond it is timed and marked.
 """
 
 import copy
@@ -29,12 +29,12 @@ from fusedops.functional.quantized_linear import (
     rounded_rows,
 )
 
-ROTATED = 1 << 28  # bytes of weights that take turns, more than a last cache holds
+ROTATED = 1 << 28  # bytes of alternating weights, more than a last-level cache
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A format of the weight, and of the input."""
+    """A format of the weight and of the input."""
 
     format: str
     input_format: str | None = None
@@ -74,13 +74,13 @@ def _operands(qweight: Tensor, scales: Tensor, zeros: Tensor | None = None):
 
 
 def bytes_moved(mode: str, x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> int:
-    """The codes once, x and y; of a backward the codes again, dy and dx."""
+    """The codes once, x and y; in a backward the codes again, dy and dx."""
     forward = sum(t.nbytes for t in codes) + x.nbytes + x.shape[0] * bias.nbytes
     return forward if mode == FORWARD else 2 * forward
 
 
 class Turns:
-    """A call with the first of several weights, then one with the second, again and again."""
+    """Alternates between calls with several weights, forever."""
 
     def __init__(self, call: Callable[..., Tensor], held: Sequence[tuple]) -> None:
         self.call, self.turn = call, itertools.cycle(held)
@@ -90,10 +90,7 @@ class Turns:
 
 
 def rotated(contender: Contender, bits: int) -> Contender:
-    """Each call with another copy of what stands behind x, so that no cache holds it.
-
-    bits: of an element of the weight, as it lies there.
-    """
+    """Calls with another copy of the operands after x each time, so that no cache has it."""
 
     def prepare(x: Tensor, weight: Tensor, *others: Tensor) -> Run:
         run: Any = contender.prepare(x, weight, *others)
@@ -110,7 +107,7 @@ def in_bfloat16(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class Packed:
-    """A weight in oneDNN's blocks. A copy is packed anew: nothing copies an opaque tensor."""
+    """A weight in oneDNN's blocks. A copy is packed again: opaque tensors cannot be copied."""
 
     def __init__(self, weight: Tensor, rows: int) -> None:
         self.weight, self.rows = weight, rows
@@ -148,7 +145,7 @@ BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 
 
 def served(kind: Kind) -> Operation:
-    """Of a large model: a weight is not in a cache when its turn comes."""
+    """A large model: a weight is no longer in a cache when it is used again."""
     bits = BITS[kind.format]
     eager = Contender(dense)
     rows = {
@@ -165,9 +162,7 @@ def served(kind: Kind) -> Operation:
 
 
 def small(kind: Kind) -> Operation:
-    """Of a small model: weights stay in the caches, where eager's four times as many bytes cost
-    the least.
-    """
+    """A small model: weights stay in the caches, where eager's 4x bytes cost least."""
     rows = {"eager": Contender(dense), "fusedops": fused(kind)}
     name = f"quantized_linear {kind.name}, cached"
     return Operation(name, kind.inputs, kind.reference, bytes_moved, rows)

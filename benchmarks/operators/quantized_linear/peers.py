@@ -1,8 +1,8 @@
-"""Who else multiplies by quantized weights. One that is not installed is left out, with the reason.
+"""Other quantized linears; those not installed are skipped, with the reason.
 
-bitsandbytes has nf4, of the same bytes as ours: a Linear4bit in eval, which packs itself at its
-first call without gradients. torchao has int8, with codes of its own, and its lines are compiled as
-its documentation has them.
+bitsandbytes has nf4 with our bytes: a Linear4bit in eval mode, which packs itself in its first call
+without gradients. torchao has int8 with its own codes, and its code is compiled as in its
+documentation.
 """
 
 import os
@@ -21,13 +21,13 @@ def bitsandbytes(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run
     form = {"quant_type": "nf4", "compress_statistics": False}
     layer = find("bitsandbytes.nn", "Linear4bit")(k, n, device="meta", **form)
     held = find("bitsandbytes.nn", "Params4bit")(weight, requires_grad=False, **form)
-    layer.weight = held.to(weight.device)  # which quantizes it
+    layer.weight = held.to(weight.device)  # this quantizes it
     layer.bias = torch.nn.Parameter(bias, requires_grad=False)
     return partial(of_layer, x, layer.eval())
 
 
 def of_layer(x: Tensor, layer: torch.nn.Module) -> Tensor:
-    """It packs itself where x wants no gradient; under no_grad it still asks x."""
+    """It packs itself if x requires no gradient; under no_grad it still checks x."""
     return layer(x if torch.is_grad_enabled() else x.detach())
 
 

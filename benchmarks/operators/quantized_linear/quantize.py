@@ -1,4 +1,4 @@
-"""quantize_weight against its reference's lines, and against bitsandbytes of the same bytes."""
+"""quantize_weight against its reference, and against bitsandbytes with the same bytes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def quantize(kind: Kind) -> Operation:
-    """Of a weight [features, depth]; the results are its codes, scales and zeros."""
+    """Quantizes a weight [features, depth]; the results are codes, scales and zeros."""
     contenders = {
         "eager": Contender(partial(_run, by_reference, kind.format)),
         "fusedops": Contender(partial(_run, fused, kind.format)),

@@ -1,7 +1,7 @@
-"""The rotary embedding against the Hugging Face functions, torch.compile and, on GPUs, Liger.
+"""The rotary embedding against Hugging Face code, torch.compile and, on GPUs, Liger.
 
-Memory-bound: the number that matters is the share of copy's bandwidth, over the fewest bytes that
-the work can move. A shape is batch, heads of q, heads of k, positions and the width of a head.
+Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
+must move. A shape is batch, query heads, key heads, positions and head width.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Every way to call the operator on a small batch, where the host's time is the cost."""
+"""Every way to call the rotary embedding on a small batch, where host time dominates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,18 +10,18 @@ from torch import Tensor
 from benchmarks.harness.case import Contender, Operation, Run
 from benchmarks.operators.rotary.operations import ROTARY
 
-WIDTH = 64  # of a head
+WIDTH = 64  # head width
 
 
 def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """q and k of so many tokens with so many elements each."""
+    """q and k for that many tokens, with that many elements each."""
     tokens, hidden = shape
     heads = hidden // WIDTH
     return ROTARY.inputs((1, heads, heads, tokens, WIDTH), dtype, device)
 
 
 def launch(operation: Operation) -> Operation:
-    """Every way to call one operator: Hugging Face, torch.ops, the short path."""
+    """Every way to call the operator: Hugging Face, torch.ops, the short path."""
     rows = {
         "huggingface": operation.contenders["huggingface"],
         "fusedops torch.ops": Contender(through_dispatcher(operation.name)),

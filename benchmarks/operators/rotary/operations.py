@@ -1,4 +1,4 @@
-"""The operations of the family and who computes them: Hugging Face, torch.compile, ours."""
+"""The rotary embedding's contenders: Hugging Face, torch.compile, ours."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,9 +12,10 @@ from fusedops.functional.rotary import rotary_embedding_reference
 
 
 def tensors(part: float = 1.0, projected: bool = False, interleaved: bool = False) -> Callable:
-    """q, k, cos and sin; `part` of a head is rotated. projected: views of [batch, seq, all heads].
+    """q, k, cos and sin; the fraction `part` of a head is rotated.
 
-    The two angles of a pair are one, as in every model that rotates positions alone.
+    projected: as views of [batch, seq, all heads]. Both angles of a pair are equal, as in every
+    model that only rotates positions.
     """
 
     def inputs(
@@ -39,7 +40,7 @@ def tensors(part: float = 1.0, projected: bool = False, interleaved: bool = Fals
 
 
 def traffic(mode: str, *tensors: Tensor) -> int:
-    """q and k are read and written, cos and sin are read: forward and backward alike."""
+    """q and k are read and written, cos and sin are read, in forward and backward."""
     q, k, cos, sin = tensors
     passes = 2 if mode == TRAINING else 1
     return passes * (2 * q.nbytes + 2 * k.nbytes + cos.nbytes + sin.nbytes)
@@ -54,7 +55,7 @@ def huggingface(model: str) -> Contender:
 
 
 def operation(name: str, model: str, interleaved: bool = False, **inputs) -> Operation:
-    """The function of a model, that compiled, then ours."""
+    """A model's function, the same compiled, then ours."""
     lines, how = huggingface(model), {"interleaved": interleaved}
     fused = Contender(lambda *tensors: partial(ours.rotary_embedding, *tensors, **how))
     return Operation(

@@ -1,7 +1,7 @@
-"""Who else has a rotary embedding for GPUs. One that is not installed is left out.
+"""Other GPU rotary embeddings (Liger); those not installed are skipped.
 
-Liger rotates heads that lie inside the sequence, and in place: of the other layout it makes copies,
-and these are in its time.
+Liger rotates in place, and needs heads inside the sequence: for the other layout it makes copies,
+which count in its time.
 """
 
 from functools import partial
