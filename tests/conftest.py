@@ -1,4 +1,4 @@
-"""Triton kernels run in the interpreter where there is no GPU, if asked for before the import."""
+"""Test setup: without a GPU, Triton kernels run in the interpreter."""
 
 import os
 import re

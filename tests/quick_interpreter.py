@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter several times faster: it computes the same, and less of it twice.
+"""Makes Triton's interpreter several times faster, with the same results.
 
 A kernel of small blocks spends its time on the interpreter's own objects, not on numbers.
 """

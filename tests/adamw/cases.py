@@ -1,4 +1,4 @@
-"""What the tests of AdamW share: steps of the operator on every backend, and their judge."""
+"""Shared helpers for AdamW tests: steps on every backend, and the error check."""
 
 import math
 from dataclasses import dataclass, field, replace

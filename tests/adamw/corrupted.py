@@ -1,4 +1,4 @@
-"""Corrupted state dicts of AdamW, and what the error says of each."""
+"""Corrupted AdamW state dicts, each with the error message it must raise."""
 
 import math
 

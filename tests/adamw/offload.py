@@ -1,4 +1,4 @@
-"""What the tests of AdamW's states on the host share: places where the parameters lie.
+"""Shared helpers for tests of AdamW's offloading: devices for the parameters.
 
 Without a GPU parameters on the CPU are offloaded as a GPU's would be: "at once", with torch's CPU
 streams, which do nothing; and "late", with those of `Device`, which take their time.

@@ -1,4 +1,4 @@
-"""AdamW under torch.compile: the bits of an eager step, outside of the graph, and no growth."""
+"""AdamW under torch.compile: same bits as eager, outside the graph, no growth."""
 
 import copy
 import gc

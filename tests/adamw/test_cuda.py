@@ -1,4 +1,4 @@
-"""What of AdamW only a GPU can show: launches, graphs, waiting, several places, large tensors."""
+"""AdamW tests that need a GPU: launches, graphs, waiting, devices, large tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Files of AdamW's states: processes that are killed while they save, and files that end early."""
+"""AdamW checkpoint files: processes killed while saving, and truncated files."""
 
 import subprocess
 

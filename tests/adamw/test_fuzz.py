@@ -1,4 +1,4 @@
-"""Random steps of AdamW: the operator against its reference, the optimizer against torch's."""
+"""Random AdamW steps: the operator against its reference, the optimizer against torch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""AdamW's operators on every backend: a step, the sum of squares, the scaling."""
+"""AdamW's operators on every backend: step, sum of squares, scaling."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Loaded states whose tensors overlap, are lazy or have gaps: steps go on as from clean copies."""
+"""Loaded AdamW states that overlap, are lazy or have gaps step like clean copies."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""fusedops.optim.AdamW in mixed precision: parameters of 16 bits, clipping, GradScaler."""
+"""AdamW in mixed precision: 16-bit parameters, clipping, GradScaler."""
 
 import math
 

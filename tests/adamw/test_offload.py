@@ -1,4 +1,4 @@
-"""AdamW's states on the host: the same bits as without offloading, on a GPU and without one."""
+"""AdamW's offloaded states give the same bits, with and without a GPU."""
 
 import copy
 import math

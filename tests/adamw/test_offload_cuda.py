@@ -1,4 +1,4 @@
-"""What of AdamW's states on the host only a GPU can show: who waits for whom, where memory is."""
+"""AdamW offloading tests that need a GPU: synchronization and memory."""
 
 import copy
 import math

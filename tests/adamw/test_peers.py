@@ -1,4 +1,4 @@
-"""AdamW beside bitsandbytes and torchao: their states load into ours, and rows of a GPU hold both.
+"""AdamW loads bitsandbytes' and torchao's states; GPU benchmark rows include both.
 
 States are those of the packages, where they are installed, and made by hand as these write them.
 What theirs are worth is what their own lines decode them to. The clocks of the GPU are the CPU's.

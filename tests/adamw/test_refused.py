@@ -1,4 +1,4 @@
-"""Loads that AdamW refuses: the error says what is wrong with which state, and nothing changes."""
+"""AdamW refuses bad state dicts: the error names the entry, and nothing changes."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""AdamW on several ranks: FSDP2, DDP, ZeRO, distributed checkpoints. Over gloo, on CPUs."""
+"""AdamW on several ranks: FSDP2, DDP, ZeRO, distributed checkpoints; gloo on CPUs."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""AdamW's state dicts: torch's both ways, its own bit for bit, and those of others."""
+"""AdamW's state dicts: torch's in both directions, its own bit for bit, and peers'."""
 
 import copy
 import io

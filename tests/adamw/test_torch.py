@@ -1,4 +1,4 @@
-"""fusedops.optim.AdamW as torch.optim.AdamW: its contract, and what it refuses."""
+"""AdamW honours torch.optim.AdamW's contract; what it refuses."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""Trainings that the tests of AdamW compare: the same gradients for every optimizer."""
+"""Training runs that AdamW tests compare: the same gradients for every optimizer."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the tests of attention share: arguments, options, backends."""
+"""Shared helpers for attention tests: arguments, options, backends."""
 
 from functools import partial
 from itertools import chain

@@ -1,5 +1,4 @@
-"""Random calls of attention and scaled_dot_product_attention: what the reference gives, or an error
-that says what is wrong.
+"""Random attention calls: each gives the reference's result or a clear error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

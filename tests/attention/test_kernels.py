@@ -1,4 +1,4 @@
-"""attention: every backend through the same lines."""
+"""attention on every backend."""
 
 from functools import partial
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""attention as torch sees it: operators, transforms, compilers, autocast, errors."""
+"""attention in PyTorch: operators, transforms, compilers, autocast, errors."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which tiles attention's Triton launchers choose; that they compile is `make cuda-check`'s."""
+"""Attention's Triton launchers choose the right tiles (`make cuda-check` compiles them)."""
 
 import pytest
 import torch

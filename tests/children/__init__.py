@@ -1,4 +1,4 @@
-"""Scripts that tests run as processes of their own."""
+"""Scripts that tests run in their own processes."""
 
 import sys
 from pathlib import Path

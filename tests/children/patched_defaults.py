@@ -1,4 +1,4 @@
-"""A script: writes the results of patched training steps under each default into a folder.
+"""Child script: writes patched training results under each default to a folder.
 
 Each default has a process of its own, forked before anything was patched: `patch` keeps what it
 found out about a class, so a second probe in the same process would not run.

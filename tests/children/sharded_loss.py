@@ -1,4 +1,4 @@
-"""What `tests/patching/models/test_loss_training.py` runs on two ranks, one process each.
+"""Child script of `tests/patching/models/test_loss_training.py`: two ranks.
 
 `python -m children.sharded_loss RANK FILE CASES` in tests/ is one of them. The unpatched, whole
 model says what loss, logits and gradients are.

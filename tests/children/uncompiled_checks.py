@@ -1,4 +1,4 @@
-"""What must hold without a compiled part. test_uncompiled.py runs this file in such a process."""
+"""Tests without the compiled library; test_uncompiled.py runs them in a new process."""
 
 import copy
 import importlib

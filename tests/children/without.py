@@ -1,4 +1,4 @@
-"""Runs a module as if packages were absent.
+"""Child script: runs a module as if some packages were not installed.
 
 For example `python tests/children/without.py numpy,triton pytest -q`.
 """

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: graphs, and code in which nothing may wait for the device."""
+"""Shared helpers for GPU tests: CUDA graphs, and code that must not synchronize."""
 
 from contextlib import contextmanager
 

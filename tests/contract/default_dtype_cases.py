@@ -1,4 +1,4 @@
-"""What the tests of other defaults share: calls and modules whose tensors say dtype and device."""
+"""Calls and modules for tests with another default dtype or device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What the fuzz of every family shares: tensors of any layout, and a judge of their results.
+"""Shared helpers for fuzz tests: tensors of any layout, and the error check.
 
 `HYPOTHESIS_PROFILE=fuzz` (make fuzz) draws many new examples; without it a few, the same each run.
 """

@@ -1,4 +1,4 @@
-"""Packages of AOTInductor give what the modules give, by our operators or by torch's."""
+"""AOTInductor packages give the modules' results, with our operators or torch's."""
 
 import json
 import zipfile

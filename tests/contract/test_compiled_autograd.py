@@ -1,4 +1,4 @@
-"""Compiled autograd over eager forwards: it puts every family's node into its graph."""
+"""Compiled autograd includes every family's node in its graph."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""What torch's flop counter counts of our operators and of patched models."""
+"""torch's flop counter counts our operators and patched models correctly."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tensors of more than 2^31 elements: AdamW, clipping and cross entropy.
+"""Tensors with more than 2^31 elements: AdamW, clipping and cross entropy.
 
 Most tests touch a small part of such a tensor's memory, which then costs nothing. Tests that touch
 all of it run in `make large` (FUSEDOPS_LARGE_TESTS=1), one at a time: each takes up to 13 GiB.

@@ -1,4 +1,4 @@
-"""Nested tensors: functions of rows take jagged ones, torch takes its own, the rest say which."""
+"""Nested tensors: row-wise functions take jagged ones, others raise clear errors."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""torch.onnx.export(dynamo=False): operators are traced as composites, of ONNX's own operators."""
+"""torch.onnx.export(dynamo=False): operators are exported as ONNX's own operators."""
 
 import dataclasses
 import io

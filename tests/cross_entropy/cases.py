@@ -1,4 +1,4 @@
-"""What the tests of cross entropy share: arguments, options, backends."""
+"""Shared helpers for cross-entropy tests: arguments, options, backends."""
 
 import pytest
 import torch

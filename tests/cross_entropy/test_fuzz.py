@@ -1,5 +1,4 @@
-"""Random calls of cross_entropy and linear_cross_entropy: what the references give, or an error
-that says what is wrong.
+"""Random cross-entropy calls: each gives the reference's result or a clear error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

@@ -1,4 +1,4 @@
-"""cross_entropy: every backend through the same lines."""
+"""cross_entropy on every backend."""
 
 import pytest
 import torch

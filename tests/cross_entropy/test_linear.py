@@ -1,4 +1,4 @@
-"""linear_cross_entropy: every backend through the same lines."""
+"""linear_cross_entropy on every backend."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy as torch sees them, and as its functions compute them."""
+"""cross_entropy and linear_cross_entropy in PyTorch, and against torch's functions."""
 
 from functools import partial
 

@@ -1,5 +1,4 @@
-"""What only the Triton kernels of cross_entropy have: outputs made in Python, parts of rows, a
-device that is never waited for."""
+"""Triton-only cross-entropy tests: outputs, partial rows, no synchronization."""
 
 import pytest
 import torch

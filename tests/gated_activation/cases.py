@@ -1,4 +1,4 @@
-"""What the tests of the gated activations share: functions, arguments, backends."""
+"""Shared helpers for gated-activation tests: functions, arguments, backends."""
 
 import torch
 

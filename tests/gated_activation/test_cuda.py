@@ -1,4 +1,4 @@
-"""What of the gated activations only a GPU can show: graphs, streams, launches, large tensors."""
+"""Gated-activation tests that need a GPU: graphs, streams, launches, large tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random calls of swiglu and geglu: what the reference gives, or an error that says what is wrong.
+"""Random swiglu and geglu calls: the reference's result or a clear error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

@@ -1,4 +1,4 @@
-"""swiglu and geglu: every backend through the same lines."""
+"""swiglu and geglu on every backend."""
 
 import pytest
 import torch

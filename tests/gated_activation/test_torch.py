@@ -1,4 +1,4 @@
-"""swiglu and geglu with the rest of torch: autograd, functorch, compile, export, modules."""
+"""swiglu and geglu in PyTorch: autograd, functorch, compile, export, modules."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Measures what repeated calls leave behind: memory, live tensors and Python objects."""
+"""Measures what repeated calls leave behind: memory, live tensors, Python objects."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Patched models: training steps as subjects, and routines from patch to the model's end."""
+"""Patched models as growth subjects: training steps, and whole patch life cycles."""
 
 import contextlib
 import copy

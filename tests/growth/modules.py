@@ -1,4 +1,4 @@
-"""The modules as subjects: each is made once, and its inputs are fresh at each call."""
+"""Modules as growth subjects: created once, fresh inputs in each call."""
 
 import torch
 

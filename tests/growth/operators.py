@@ -1,4 +1,4 @@
-"""The public functions as subjects. Each name is a function, then its variant."""
+"""Public functions as growth subjects, named by function and variant."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The optimizers: repeated steps, state dicts, and optimizers that are made and dropped."""
+"""Optimizers as growth subjects: repeated steps, state dicts, creation and disposal."""
 
 import contextlib
 import copy

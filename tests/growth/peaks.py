@@ -1,4 +1,4 @@
-"""By how much a process grows in a call: torch does not see what the kernels take."""
+"""Measures a process's growth within a call; torch does not see kernels' memory."""
 
 import os
 import subprocess

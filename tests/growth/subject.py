@@ -1,4 +1,4 @@
-"""Subjects: differentiable functions and modules that the growth tests call repeatedly."""
+"""Subjects: differentiable functions and modules that growth tests call repeatedly."""
 
 import contextlib
 import itertools

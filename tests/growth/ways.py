@@ -1,4 +1,4 @@
-"""The ways of calling a subject. Each returns the function that is called repeatedly."""
+"""Ways of calling a subject; each returns the function to call repeatedly."""
 
 import contextlib
 import copy

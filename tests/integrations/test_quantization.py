@@ -1,4 +1,4 @@
-"""QuantizationConfig: floats are quantized as they are loaded, codes are saved and come back."""
+"""QuantizationConfig: floats are quantized on load; codes are saved and reloaded."""
 
 import copy
 import json

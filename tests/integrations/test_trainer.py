@@ -1,4 +1,4 @@
-"""A patched model in what trains it: transformers' Trainer, accelerate, and a loop of one's own."""
+"""Patched models in transformers' Trainer, accelerate and a plain training loop."""
 
 import inspect
 import logging

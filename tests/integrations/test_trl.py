@@ -1,4 +1,4 @@
-"""FusedOpsCallback in TRL's trainers: the report says what ran, equal losses."""
+"""FusedOpsCallback in TRL's trainers: correct reports, equal losses."""
 
 import inspect
 import logging

@@ -1,4 +1,4 @@
-"""What the tests of linear share: arguments, layouts, backends."""
+"""Shared helpers for linear tests: arguments, layouts, backends."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Random calls of linear: what F.linear and its activation give, or raise.
+"""Random linear calls: they return or raise what F.linear and the activation do.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

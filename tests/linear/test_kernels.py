@@ -1,4 +1,4 @@
-"""linear: every backend through the same lines."""
+"""linear on every backend."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""linear and nn.Linear with the rest of torch: autograd, functorch, compile, export, autocast."""
+"""linear and nn.Linear in PyTorch: autograd, functorch, compile, export, autocast."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""A Triton kernel for each thing that the gates on machine code look for."""
+"""Toy Triton kernels, one for each fault that the machine-code gates detect."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""What the tests of the norm family share: functions, arguments, backends."""
+"""Shared helpers for norm tests: functions, arguments, backends."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What of the norm family only a GPU can show: graphs, streams, launches, very large tensors."""
+"""Norm tests that need a GPU: graphs, streams, launches, very large tensors."""
 
 import pytest
 import torch

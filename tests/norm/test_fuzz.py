@@ -1,4 +1,4 @@
-"""Random calls of the norm family: what the original gives, or an error that says what is wrong.
+"""Random norm calls: each gives the original's result or a clear error.
 
 The original is torch's own function, or the two lines that an add_* function stands for. Where it
 has no such thing (llama's rounding, an offset, dropout, more mixtures of dtypes) the reference

@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm, add_layer_norm, add_rms_norm: every backend through the same lines."""
+"""layer_norm, rms_norm, add_layer_norm and add_rms_norm on every backend."""
 
 import pytest
 import torch

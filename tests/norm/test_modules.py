@@ -1,4 +1,4 @@
-"""fusedops.nn's norms: torch's constructor, parameters and state dict, and what goes beyond."""
+"""fusedops.nn's norms: torch's constructor, parameters and state dict, and extras."""
 
 import pytest
 import torch

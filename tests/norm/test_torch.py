@@ -1,4 +1,4 @@
-"""The norm operators and the rest of torch: autograd, functorch, compile, export, autocast."""
+"""The norms in PyTorch: autograd, functorch, compile, export, autocast."""
 
 import pytest
 import torch

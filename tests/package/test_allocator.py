@@ -1,4 +1,4 @@
-"""keep_freed_memory, seen from the kernel: page faults and resident pages of a fresh process."""
+"""keep_freed_memory: page faults and resident pages of a fresh process."""
 
 import ctypes
 import subprocess

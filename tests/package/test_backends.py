@@ -1,4 +1,4 @@
-"""Forcing a backend, the report of what runs, and the command line around them."""
+"""Forcing a backend, the environment report, and the command line."""
 
 import contextlib
 import inspect

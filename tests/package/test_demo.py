@@ -1,4 +1,4 @@
-"""The demo from end to end on a tiny model, and what it says of the numbers that it measured."""
+"""The demo end to end on a tiny model, and what it reports."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`fusedops doctor`: each check on the files and settings of other machines."""
+"""`fusedops doctor`: each check, with the files and settings of other machines."""
 
 import pytest
 

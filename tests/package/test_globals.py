@@ -1,4 +1,4 @@
-"""What the import and patch change outside of fusedops and of the model: what the README says."""
+"""Import and patch change only the global state that the README lists."""
 
 import json
 import subprocess

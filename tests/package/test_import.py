@@ -1,4 +1,4 @@
-"""`import fusedops`: what it loads beside torch, and what it prints."""
+"""`import fusedops`: which modules it loads besides torch, and that it prints nothing."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Packages are made where there is no torch, as in pip's isolated environments."""
+"""Packages build without torch, as in pip's isolated environments."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What the package says about itself: its version, its extras and its changelog agree."""
+"""The package's version, extras and changelog agree."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The yardstick itself: what it lets pass and what it must not."""
+"""The error yardstick itself: what it accepts and what it rejects."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Without a compiled part: which one is found, why none is, and that everything runs then.
+"""The package without its compiled library: detection, reasons, and that all works.
 
 The checks of what runs are in uncompiled_checks.py, in a process that has no compiled part.
 """

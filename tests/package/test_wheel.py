@@ -1,4 +1,4 @@
-"""The wheel: a library for each torch, the kernels once, and what sets the platform's tag."""
+"""The wheel: one library per torch, shared kernels, and its platform tag."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The package without triton and numpy, as `pip install --no-deps` leaves it."""
+"""The package without triton and numpy, as after `pip install --no-deps`."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""A report that is looked at again: whose forward runs by now, and what is fused still."""
+"""Re-checking a report: which forward runs now, and what is still fused."""
 
 import functools
 import types

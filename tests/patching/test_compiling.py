@@ -1,4 +1,4 @@
-"""Sites in graphs: under torch.compile, of few elements, Inductor has the lines as written."""
+"""patch under torch.compile: for small tensors, Inductor gets the original lines."""
 
 import copy
 from contextlib import nullcontext

@@ -1,6 +1,4 @@
-"""What is done with a model from day to day, with every kind of site on: nothing goes otherwise
-than without patch. Kinds alone, and what is theirs to break, have tests of their own.
-"""
+"""Everyday uses of a patched model work as without patch, with all kinds on."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of patching or restoring: the model is whole, the interrupt is raised."""
+"""Ctrl-C while patching or restoring: the model stays whole, the interrupt is raised."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""patch on whole models: what has to go on working, and what unpatch gives back."""
+"""patch on whole models: what must keep working, and what unpatch restores."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""fusedops.quantize and patch(quantize=...): which linears are replaced, and which are left."""
+"""fusedops.quantize and patch(quantize=...): which linears are replaced or skipped."""
 
 import copy
 import weakref

@@ -1,4 +1,4 @@
-"""patch leaves what only looks like a site: other gradients, other code, state in between."""
+"""patch skips look-alikes of sites: other gradients, other code, hidden state."""
 
 import importlib.util
 import linecache

@@ -1,4 +1,4 @@
-"""Sizes below which a fused site leaves its work to torch, and fuse_always, which ignores them."""
+"""Sizes below which a fused site leaves work to torch; fuse_always overrides them."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""fusedops.verify: every fused module beside the original, and where an error comes from."""
+"""fusedops.verify: compares every fused module with the original and locates errors."""
 
 import warnings
 

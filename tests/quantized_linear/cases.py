@@ -1,4 +1,4 @@
-"""What the tests of quantized_linear share: weights, arguments, backends."""
+"""Shared helpers for quantized_linear tests: weights, arguments, backends."""
 
 import math
 

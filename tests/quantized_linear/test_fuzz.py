@@ -1,4 +1,4 @@
-"""Random calls of quantized_linear and quantize_weight: what the references give, or an error.
+"""Random quantized_linear and quantize_weight calls: the references' results or errors.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

@@ -1,4 +1,4 @@
-"""quantized_linear: every backend through the same lines."""
+"""quantized_linear on every backend."""
 
 import ctypes
 import dataclasses

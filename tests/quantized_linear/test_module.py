@@ -1,4 +1,4 @@
-"""nn.QuantizedLinear: checkpoints, moves and casts, copies, what it says of itself."""
+"""nn.QuantizedLinear: checkpoints, moves, casts, copies, and its descriptions."""
 
 import copy
 import io

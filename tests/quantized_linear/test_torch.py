@@ -1,4 +1,4 @@
-"""quantized_linear with the rest of torch: autograd, functorch, compile, export, autocast."""
+"""quantized_linear in PyTorch: autograd, functorch, compile, export, autocast."""
 
 import pytest
 import torch

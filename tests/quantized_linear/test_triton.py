@@ -1,5 +1,4 @@
-"""What only the Triton kernels of quantized_linear have: parts of a depth, a weight in scratch
-memory, rows of codes, a device that is never waited for."""
+"""Triton-only quantized_linear tests: split depth, scratch weights, no synchronization."""
 
 import threading
 

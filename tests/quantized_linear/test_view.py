@@ -1,4 +1,4 @@
-"""The weight of nn.QuantizedLinear to who reads it, and what is written to it."""
+"""nn.QuantizedLinear.weight: reading dequantizes, writing re-quantizes."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What the tests of the rotary embedding share: arguments, backends, and how they are compared."""
+"""Shared helpers for rotary tests: arguments, backends, comparison."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What of the rotary embedding only a GPU can show: graphs, streams, launches, large tensors."""
+"""Rotary tests that need a GPU: graphs, streams, launches, large tensors."""
 
 import pytest
 import torch

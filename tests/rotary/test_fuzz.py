@@ -1,4 +1,4 @@
-"""Random calls of rotary_embedding: what the reference gives, or an error that says what is wrong.
+"""Random rotary_embedding calls: each gives the reference's result or a clear error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

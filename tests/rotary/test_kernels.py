@@ -1,4 +1,4 @@
-"""rotary_embedding: every backend through the same lines."""
+"""rotary_embedding on every backend."""
 
 import pytest
 import torch

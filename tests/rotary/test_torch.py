@@ -1,4 +1,4 @@
-"""rotary_embedding as torch sees it, and as transformers' functions compute it."""
+"""rotary_embedding in PyTorch, and against transformers' functions."""
 
 import importlib
 

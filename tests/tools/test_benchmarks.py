@@ -1,4 +1,4 @@
-"""The benchmark harness on toys: wrong kernels are refused, a thing ties with itself, the JSON."""
+"""The benchmark harness on toy kernels: wrong ones are refused, ties tie, JSON is right."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The rows of cross_entropy, small: that they run, what is asked of them, what their memory is.
+"""The cross_entropy benchmark rows, small: they run, with their goals and memory.
 
 The clocks of the GPU are the CPU's here.
 """

@@ -1,4 +1,4 @@
-"""The benchmarks of quantized_linear: weights take turns, and a wrong product is refused."""
+"""The quantized_linear benchmarks: weights alternate, wrong results are refused."""
 
 from dataclasses import replace
 from functools import partial

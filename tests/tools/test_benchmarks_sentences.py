@@ -1,4 +1,4 @@
-"""The benchmark on a sentence encoder: its sentences, its cosines, and what it asks for."""
+"""The sentence-encoder benchmark: its sentences, cosines and goals."""
 
 import json
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The build: what it refuses, what it records, and which symbols its instruction sets share."""
+"""The build: what it refuses and records, and which symbols its ISAs share."""
 
 import json
 import os

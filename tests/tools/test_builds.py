@@ -1,4 +1,4 @@
-"""`python -m checks builds`: rows of two builds, by the fastest process of each."""
+"""`python -m checks builds`: compares rows by each tree's fastest process."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: it is up to date, and the quick tests of an interpreter become a row."""
+"""docs/compatibility.md is up to date; a quick-test record becomes a row."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""FUSEDOPS_CPU_ISA: every instruction set that this CPU has passes, the others are refused."""
+"""FUSEDOPS_CPU_ISA: every instruction set of this CPU works, others are refused."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`make coverage`: a selection of families is right, and a fault would be seen."""
+"""`make coverage`: a selection of families is right, and faults are detected."""
 
 import json
 import os

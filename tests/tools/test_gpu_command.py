@@ -1,4 +1,4 @@
-"""`make gpu` and what it runs, as far as a CPU can tell: the clocks of the GPU are the CPU's here.
+"""`make gpu` as far as a CPU can test it, with CPU clocks in place of the GPU's.
 
 Nothing below is a figure of a GPU, and nothing is written where the README would take it for one.
 """

@@ -1,4 +1,4 @@
-"""The architecture as a test: a family's floors, and imports and includes that point down."""
+"""The architecture as a test: a family's files, and imports that only point down."""
 
 import ast
 import collections

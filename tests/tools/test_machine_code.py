@@ -1,4 +1,4 @@
-"""The machine code of the GPU kernels, compiled ahead of time: no GPU is needed.
+"""Machine code of the GPU kernels, compiled ahead of time without a GPU.
 
 All of nvcc's and some of Triton's; `make cuda-check` compiles all, also under the oldest triton.
 Toy kernels show that each gate turns red.

@@ -1,4 +1,4 @@
-"""The lists of `make mutants` go with the sources, or its hour would end in a surprise."""
+"""Every mutant in `make mutants` matches the sources, or the run would fail late."""
 
 from collections import Counter
 

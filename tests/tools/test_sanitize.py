@@ -1,4 +1,4 @@
-"""`make asan`: planted bugs fit the sources, options are on, suppressions are narrow."""
+"""`make asan`: planted bugs match the sources, options are on, suppressions are narrow."""
 
 import pytest
 

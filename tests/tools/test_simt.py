@@ -1,4 +1,4 @@
-"""The emulator in csrc/simt: it names every bug of tests/simt/bugs.cu, and runs what is right."""
+"""The emulator in csrc/simt reports every bug in tests/simt/bugs.cu, and runs correct code."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""`make torch-check`: which sources it compiles, with whose headers, and what it reports."""
+"""`make torch-check`: which sources it compiles, with which headers, and its report."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`make transformers-tests`: what it unpacks, which models it patches, and what it reports."""
+"""`make transformers-tests`: what it unpacks, patches and reports."""
 
 import io
 import re

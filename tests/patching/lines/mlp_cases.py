@@ -1,4 +1,4 @@
-"""Modules with a gated product: those in which it is fused, and those in which it is left."""
+"""Modules with a gated product: some are fused, some are skipped."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Layers that norm a sum: those whose sum is fused, and those whose sum is left, and why."""
+"""Layers that norm a sum: some are fused, some are skipped, with the reason."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""patch on a dropout right before a sum: it goes into the fused sum, or stays where it is."""
+"""patch and a dropout right before a sum: fused into the sum, or left in place."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""patch on MLPs that gate: the rewritten forward against the forward as it was written."""
+"""patch on gated MLPs: the rewritten forward equals the original."""
 
 import copy
 import warnings

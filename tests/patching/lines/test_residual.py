@@ -1,4 +1,4 @@
-"""patch on layers that norm a sum: the rewritten forward against the forward as it was written."""
+"""patch on layers that norm a sum: the rewritten forward equals the original."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""patch on rotary embeddings: functions that are known, functions that are not, and their calls."""
+"""patch on rotary embeddings: recognised functions, rejected ones, and their calls."""
 
 import importlib
 import types

@@ -1,4 +1,4 @@
-"""patch reads a forward's source: what the rewritten forward keeps of it, and what is refused."""
+"""Rewriting a forward's source: what is preserved, and what is refused."""
 
 import functools
 import inspect

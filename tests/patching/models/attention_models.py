@@ -1,4 +1,4 @@
-"""Tiny models, one for each kind of attention that patch fuses in transformers' models."""
+"""Tiny models, one per kind of transformers attention that patch fuses."""
 
 import torch
 import transformers

@@ -1,4 +1,4 @@
-"""Small causal models, what they give, and whether their logits were made."""
+"""Small causal models, their results, and whether their logits were computed."""
 
 import contextlib
 import copy

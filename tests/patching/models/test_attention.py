@@ -1,4 +1,4 @@
-"""patch(attention=True): transformers' models whose attentions call `attention`."""
+"""patch(attention=True): transformers models whose attention runs `attention`."""
 
 import copy
 import io

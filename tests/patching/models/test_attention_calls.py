@@ -1,4 +1,4 @@
-"""attention_forward, what transformers' models call; and which models are left, and why."""
+"""attention_forward, which transformers calls; and which models are skipped and why."""
 
 import importlib
 import logging

@@ -1,4 +1,4 @@
-"""A patched model's config: it says and does what an unpatched model's does."""
+"""A patched model's config behaves like an unpatched model's."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""patch's loss: what the loss function honours, when logits are made, and what unpatch leaves."""
+"""patch's loss: options it honours, when logits are computed, and unpatch."""
 
 import copy
 import inspect

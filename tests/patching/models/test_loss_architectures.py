@@ -1,4 +1,4 @@
-"""patch's loss on tiny causal models of many architectures, with and without LoRA on the head."""
+"""patch's loss on tiny causal models of many architectures, with and without LoRA."""
 
 import pytest
 import torch

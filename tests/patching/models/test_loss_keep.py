@@ -1,4 +1,4 @@
-"""patch(model, loss="keep_logits"): a loss without logits, and logits that outlive a step."""
+"""patch(model, loss="keep_logits"): a loss without logits, and logits that stay valid."""
 
 import dataclasses
 import inspect

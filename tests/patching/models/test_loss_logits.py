@@ -1,4 +1,4 @@
-"""Lazy logits: any tensor, as far as anyone can see, with the values and gradients of logits."""
+"""Lazy logits behave like ordinary tensors, with the logits' values and gradients."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Which losses patch takes, by what their functions are and give, and what the report says."""
+"""Which losses patch fuses, judged by function and results, and what it reports."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""Masks of numbers, as eager code adds them, in the form that `attention` takes."""
+"""Converting eager code's numeric masks to the form that `attention` takes."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor

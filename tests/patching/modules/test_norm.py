@@ -1,4 +1,4 @@
-"""patch on norm modules: what is recognised, when the fused forward runs, when it steps aside."""
+"""patch on norms: what is recognised, and when the fused or the original forward runs."""
 
 import copy
 
