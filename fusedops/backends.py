@@ -352,7 +352,7 @@ def _reference(name: str, family: str) -> Callable:
 
 
 def _register_references(kept: ExitStack) -> None:
-    """Of operators without a composite, where a device has no kernel either."""
+    """Registers references for operators without a composite or a kernel."""
     if UNCOMPILED:  # there the operators have them
         return
     missing = [

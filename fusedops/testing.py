@@ -111,7 +111,7 @@ def _cotangent(output: Tensor) -> Tensor:
 
 
 def yardstick(kernel: Tensor, eager: Tensor, exact: Tensor) -> str | None:
-    """What is wrong with `kernel`; None if its error is at most twice eager's.
+    """The fault of `kernel`, as text; None if its error is at most twice eager's.
 
         |kernel - exact| <= 2 |eager - exact| + eps(dtype) / 2 |exact|
 

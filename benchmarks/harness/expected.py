@@ -36,7 +36,7 @@ class Answers:
         self.exact = self._results(lambda: reference(*wide), leaves(wide), wide_grads)
 
     def fault(self, run: Run) -> str | None:
-        """What is wrong with the results of `run` (`fusedops.testing.yardstick`), or None."""
+        """The fault in the results of `run` (see `fusedops.testing.yardstick`), or None."""
         return fault([self.errors(run)])
 
     def errors(self, run: Run) -> Judged:

@@ -26,7 +26,7 @@ from fusedops.profiling.timing import environment, slug
 
 
 class Counted(NamedTuple):
-    """What is measured separately from times: per title, by contender."""
+    """Launches and memory, measured apart from times: per title, by contender."""
 
     launches: dict[str, dict[str, int]]
     memory: dict[str, dict[str, Memory]]

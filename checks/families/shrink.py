@@ -183,7 +183,7 @@ def _layers(config: Any, way: Way) -> int:
 
 
 def _is_kinds(value: Any) -> bool:
-    """Whether it lists one type name per layer."""
+    """Whether the value lists one type name per layer."""
     return isinstance(value, list) and len(value) > LAYERS and all(type(v) is str for v in value)
 
 

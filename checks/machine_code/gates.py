@@ -20,7 +20,7 @@ REGISTERS = 65536  # per multiprocessor, on every architecture
 
 @dataclass(frozen=True)
 class Demand:
-    """What a family requires of a kernel, in addition to no spills."""
+    """A family's requirements on a kernel, in addition to no spills."""
 
     loads: int | None = None  # accesses of 16 bytes of global memory: exactly as many
     stores: int | None = None

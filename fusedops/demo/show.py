@@ -84,7 +84,7 @@ def speed(results: dict) -> str:
 
 
 def verdict(results: dict) -> str:
-    """What the interval lets us claim, favourable or not."""
+    """The claim that the interval supports, favourable or not."""
     ratio = Ratio(**results["ratio"])
     if ratio.low > 1:
         return f"Fused trains {ratio.median:.2f} times as fast as eager here."

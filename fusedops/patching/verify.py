@@ -220,7 +220,7 @@ def _share(result: Tensor | None, before: Yardstick, name: str) -> float:
 
 
 def _kinds(module: nn.Module) -> str:
-    """What is fused in the module's own forward; empty for nothing."""
+    """The kinds that are fused in the module's own forward; empty for none."""
     return ", ".join(dict.fromkeys(_each_kind(module)))
 
 

@@ -140,7 +140,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _base(x: Tensor, h: Tensor | None, weight: Tensor) -> torch.dtype:
-    """What llama's rounding rounds before multiplying with the weight."""
+    """The value that llama's rounding rounds before multiplying with the weight."""
     return h.dtype if h is not None and weight.dtype == h.dtype else x.dtype
 
 

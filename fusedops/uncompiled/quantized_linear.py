@@ -103,7 +103,7 @@ def _product(x, weight, bias, input_format, compute):
     if operand == x.dtype and input_format is None:
         return F.linear(x, _dequantized(weight, x.dtype), bias)
     operands = reference(OP, "operands_reference")
-    w, factors = operands(*weight, wide)  # codes alone are numbers of any operand's dtype
+    w, factors = operands(*weight, wide)  # unscaled codes are exact in any operand's dtype
     w = w if factors is not None else _rounded_to(w, operand)
     rounded = reference(OP, "rounded_rows")
     a = _rounded_to(x, operand) if input_format is None else rounded(x, input_format)

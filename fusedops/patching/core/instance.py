@@ -96,7 +96,7 @@ def _may_call(value: Any) -> bool:
 
 
 def _parts(value: Any, module: nn.Module, own: Any) -> Iterable[Any]:
-    """What a callable may call, and what a list or dict contains."""
+    """The objects that a callable may call, or that a list or dict contains."""
     if isinstance(value, FunctionType):
         return _called(value, module, own)
     if isinstance(value, MethodType):
@@ -116,7 +116,7 @@ def _attributes(value: Any) -> Iterable[Any]:
 
 
 def _called(function: FunctionType, module: nn.Module, own: Any) -> Iterator[Any]:
-    """What a function may call.
+    """Yields the objects that a function may call.
 
     Yields its closure's values, the module's attributes and globals that it reads, and the class's
     forward if it reads that: `type(self).forward(self, x)`, `super().forward(x)`.

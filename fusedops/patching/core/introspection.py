@@ -112,7 +112,7 @@ def reached(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
 
 
 def _called(cls: type, name: str) -> list[FunctionType]:
-    """What the name may mean in the class and, through super(), in its bases."""
+    """The functions of that name in the class and, through super(), in its bases."""
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if issubclass(cls, nn.Module) else ()
     return [f for base in bases for f in _functions(vars(base).get(name))]
 

@@ -142,7 +142,7 @@ def _role(name: str, module: nn.Module) -> str:
 
 
 def _wraps_norms(module: nn.Module) -> bool:
-    """Whether it contains only norms, like PEFT's ModulesToSaveWrapper."""
+    """Whether the module contains only norms, like PEFT's ModulesToSaveWrapper."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or next(module.children(), None) is None:
         return False
     leaves = (m for m in module.modules() if next(m.children(), None) is None)
@@ -179,7 +179,7 @@ def _rewrite(
 
 
 def _global(function: Any, dotted: str) -> object:
-    """What a dotted name means in the function; None if it means nothing there."""
+    """The value of a dotted name in the function; None if it has none there."""
     head, *rest = dotted.split(".")
     value = function.__globals__.get(head)
     for name in rest:

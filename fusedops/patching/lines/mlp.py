@@ -92,7 +92,7 @@ class _Rewriter:
         return None
 
     def _unpacks(self, before: ast.stmt, gate: Any, up: Any, user: ast.stmt) -> bool:
-        """Whether it is `gate, up = packed.chunk(2, dim=-1)`, used only by this product."""
+        """Whether `before` is `gate, up = packed.chunk(2, dim=-1)`, used only by this product."""
         match before:
             case ast.Assign(
                 targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],

@@ -16,7 +16,7 @@ __all__ = ["Names", "Reader", "place"]
 
 @dataclass(frozen=True)
 class Names:
-    """What a forward's dotted names mean: submodules by role, and globals."""
+    """The meaning of a forward's dotted names: submodules by role, and globals."""
 
     roles: Mapping[str, str]
     meaning: Callable[[str], object]
@@ -99,7 +99,7 @@ class Reader:
         return ast.Call(called, [layer, *operands], list(keywords))
 
     def meaning(self, func: ast.expr) -> object:
-        """What a name from outside the function refers to."""
+        """The value of a name from outside the function."""
         name = syntax.dotted(func)
         return None if name.partition(".")[0] in self.own else self.names.meaning(name)
 

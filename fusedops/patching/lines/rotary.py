@@ -66,7 +66,7 @@ def _first_half(table: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a function computes: `rotary_embedding` with a table made from cos and sin.
+    """A rotary function's formula: `rotary_embedding` with a table made from cos and sin.
 
     back: whether results have q's and k's dtypes whatever the table's dtype is. partial: whether it
     takes a table narrower than a head. cast: whether autocast changes a dtype. keeps: whether
@@ -233,7 +233,7 @@ _probed: "WeakKeyDictionary[Any, tuple[tuple, Rotation | str]]" = WeakKeyDiction
 
 
 def rotation_of(function: Any) -> Rotation | str:
-    """What a function computes, or why that cannot be determined."""
+    """The function's rotation, or why it cannot be determined."""
     if not _is_rotary(function):
         return "its name now refers to another function"
     uses = list(reached(object, [function]))
@@ -274,7 +274,7 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 def _branches(i: dis.Instruction) -> bool:
-    """Whether it compares or jumps, except for jumps on an omitted argument."""
+    """Whether an instruction compares or jumps, except for jumps on an omitted argument."""
     return i.opname == "COMPARE_OP" or ("_IF_" in i.opname and not i.opname.endswith("NONE"))
 
 

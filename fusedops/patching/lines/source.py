@@ -118,7 +118,7 @@ def _instructions(code: types.CodeType) -> tuple:
 
 
 def _names(code: types.CodeType) -> tuple:
-    """What two compilations share; the instructions vary with the file's imports."""
+    """The parts that two compilations share; the instructions vary with the file's imports."""
     plain = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
     return code.co_names, code.co_varnames, code.co_freevars, plain
 

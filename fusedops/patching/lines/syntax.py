@@ -58,7 +58,7 @@ def sum_of(statement: ast.stmt) -> tuple[str, Any] | None:
 
 
 def is_sum(node: ast.expr) -> bool:
-    """Whether it may be a sum of two tensors."""
+    """Whether the node may be a sum of two tensors."""
     match node:
         case ast.BinOp(left, ast.Add(), right):
             return not any(isinstance(side, NO_TENSOR) for side in (left, right))
@@ -171,7 +171,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_idle(statement: ast.stmt) -> bool:
-    """Whether it changes only names: `a = b`, `pass`, or a check that raises."""
+    """Whether the statement changes only names: `a = b`, `pass`, or a check that raises."""
     match statement:
         case ast.Pass() | ast.Expr(value=ast.Constant()):
             return True
@@ -206,7 +206,7 @@ def mentions(node: ast.AST, names: set[str]) -> bool:
 
 
 def assigns(statement: ast.AST, name: str) -> bool:
-    """Whether it assigns the name something other than its own view or cast, `name.method(...)`."""
+    """Whether the name gets a value other than its own view or cast, `name.method(...)`."""
     if not isinstance(statement, ast.Assign) or name not in stores(*statement.targets):
         return False
     method = statement.value.func if isinstance(statement.value, ast.Call) else statement.value

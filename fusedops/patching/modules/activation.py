@@ -96,7 +96,7 @@ FUNCTIONS: dict[Any, Activation] = {
 
 
 def looks_like_an_activation(name: str, module: nn.Module) -> bool:
-    """Whether it is a stateless leaf named like an activation, or whose class is."""
+    """Whether the module is a stateless leaf with an activation's name, or class name."""
     if any(next(of, None) is not None for of in _state(module)):
         return False
     words = name.lower(), original_class(module).__name__.lower()
@@ -174,7 +174,7 @@ def _probe(module: nn.Module) -> Activation | str:
 
 
 def _is_torchs(value: object) -> bool:
-    """Whether it is a torch function, whose meaning does not change."""
+    """Whether the value is a torch function, whose meaning does not change."""
     if isinstance(value, functools.partial):
         return _is_torchs(value.func)
     home = str(getattr(value, "__module__", ""))

@@ -122,7 +122,7 @@ def _fused(original: type[nn.Module], form: Form) -> type:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """What the module computes; None if it is not a linear or has no weight yet."""
+    """The module's linear form; None if it is not a linear or has no weight yet."""
     if isinstance(module, torch.jit.ScriptModule) or not _is_matrix_and_row(module):
         return None
     original = original_class(module)
@@ -150,7 +150,7 @@ def _is_plain(original: type) -> bool:
 
 
 def _is_matrix_and_row(module: nn.Module) -> bool:
-    """Whether it holds just a matrix and, as long as one of its sides, a vector."""
+    """Whether the module holds just a matrix and a vector as long as one of its sides."""
     held: dict = module._parameters
     if any(isinstance(p, UninitializedParameter) for p in held.values()):
         return False

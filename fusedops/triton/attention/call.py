@@ -1,4 +1,4 @@
-"""What an attention call's launches share: arguments, tile sizes and compile options.
+"""Shared by an attention call's launches: arguments, tile sizes and compile options.
 
 Loads use plain pointers, which work with any strides and any alignment. Descriptors need 16-byte
 alignment and certain strides, and would require a second code path.

@@ -69,7 +69,7 @@ def cross_entropy_backward(
 
 @dataclass(frozen=True)
 class Call:
-    """What a call's rows have in common."""
+    """A call's arguments, shared by all its rows."""
 
     target: Tensor  # [rows]
     weight: Tensor | None  # [classes] float32

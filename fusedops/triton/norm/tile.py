@@ -1,4 +1,4 @@
-"""What both norm directions share: a program's tile, the weight and the bias."""
+"""Shared by both norm directions: a program's tile, the weight and the bias."""
 
 import functools
 

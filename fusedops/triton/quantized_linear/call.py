@@ -1,4 +1,4 @@
-"""What the launches share: the weight's tensors, operand dtypes and tile sizes."""
+"""Shared by the launches: the weight's tensors, operand dtypes and tile sizes."""
 
 import functools
 import os
@@ -18,23 +18,23 @@ NF4_BLOCK = 64
 LEAST_COLUMNS = 32  # of a tile that has one scale a row: halves of fewer are no operand
 LEAST_TILES = 4  # of a part
 MOST_PARTS = 32
-# By what is multiplied: bfloat16, integers of 8 bits, float8_e4m3fn, or float32. Rows of the weight
-# N, columns K, warps, and stages of loads on their way. M rows of x: those that there are, or ROWS.
-# On sm_90 the fast products need 64 rows of the first operand, which is the weight: as such it may
-# come from registers, where the codes become numbers. No GPU was at hand to time any of this.
+# By operand dtype: bfloat16, 8-bit integers, float8_e4m3fn, or float32. Rows of the weight N,
+# columns K, warps, and pipeline stages. M rows of x: all, or ROWS. sm_90's fast dots need 64 rows of
+# the first operand; as the first operand, the weight may come from the registers where it was
+# dequantized. No GPU was available to time any of this.
 FEW = {"narrow": (64, 64, 4, 4), "wide": (32, 32, 4, 1)}
 FEW |= dict.fromkeys(("integer", "e4m3"), (64, 128, 4, 4))
 MANY = {"narrow": (128, 64, 8, 3), "wide": (32, 32, 4, 1)}
 MANY |= dict.fromkeys(("integer", "e4m3"), (128, 128, 8, 3))
 ROWS = {"narrow": 128, "integer": 128, "e4m3": 128, "wide": 16}
-# Backward: rows of dz M, at most; rows of the weight N, which are summed; columns K.
+# Backward: at most M rows of dz; N rows of the weight, which are summed; K columns.
 GRADIENT = {"narrow": (128, 64, 64, 8, 3), "wide": (16, 32, 32, 4, 1)}
 FEW_GRADIENT = {"narrow": (64, 64, 64, 4, 3), "wide": (16, 32, 32, 4, 1)}
-# What kernels call the formats. A string that names a type, as "int8" does, would become that type
-# on its way there, and equal no string.
+# The formats' names in kernels. A string that names a type, such as "int8", would be converted to
+# that type on the way to the kernel, and then equal no string.
 NAMES = {"int8": "signed", "int4": "offset", "nf4": "table", "fp8": "e4m3"}
-INTERPRETED = (64, 128, 4, 1)  # a tile takes its time there whatever its size
-OPTIONS = {"enable_fp_fusion": True}  # triton's default, which 3.9 warns about
+INTERPRETED = (64, 128, 4, 1)  # a tile's cost there is independent of its size
+OPTIONS = {"enable_fp_fusion": True}  # Triton's default; 3.9 warns about it
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def _theirs(
 
 
 def _is_eager(module: nn.Module) -> bool:
-    """Whether its attention, and thus its masks, would be eager's without patch."""
+    """Whether the module's attention, and thus its masks, would be eager's without patch."""
     return implementation(getattr(module, "config", None)) == "eager"
 
 

@@ -62,7 +62,7 @@ def _fuse(module: nn.Module, was: str | None) -> str:
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether it is an attention whose config names ours."""
+    """Whether the module is an attention whose config names ours."""
     config = vars(module).get("config")
     return getattr(config, "_attn_implementation", None) == NAME and _asks(original_class(module))
 
@@ -93,7 +93,7 @@ def _inner(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Whether it uses the table, or its class is named attention and has weights."""
+    """Whether the module uses the table, or is named attention and has weights."""
     cls = original_class(module)
     if isinstance(module, torch.jit.ScriptModule):
         return False
@@ -102,7 +102,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _asks(cls: type[nn.Module]) -> bool:
-    """Whether its forward looks up the function in transformers' table."""
+    """Whether the class's forward looks up the function in transformers' table."""
     try:
         return TABLE in innermost(cls).__code__.co_names
     except Unreadable:
@@ -142,7 +142,7 @@ def _asked(cls: type) -> frozenset[str]:
 
 @cache
 def _compared(file: str) -> dict[str, frozenset[str]]:
-    """What `_asked` looks up in a file: by class; functions' names under an empty key."""
+    """The names that `_asked` looks up in a file: by class; for functions, under ""."""
     try:
         with open(file, encoding="utf-8") as source:
             tree = ast.parse(source.read())

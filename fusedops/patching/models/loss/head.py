@@ -162,7 +162,7 @@ def is_watched(head: nn.Module) -> bool:
 
 
 def _gathers(hook: Any) -> bool:
-    """Whether it is FSDP2's or ZeRO-3's hook for a single module.
+    """Whether a hook is FSDP2's or ZeRO-3's hook for a single module.
 
     FSDP's hooks for several modules count the calls, so they do not qualify.
     """

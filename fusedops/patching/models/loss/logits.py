@@ -52,7 +52,7 @@ APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__cod
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where logits come from: `head(hidden)`. hidden is the input of the head's forward.
+    """The origin of logits: `head(hidden)`. hidden is the input of the head's forward.
 
     values: computes them without gradients; its `compare` raises if a given weight and bias differ
     from those of the call. dtype: the logits' dtype. versions: of hidden, the weight and the bias.
@@ -78,13 +78,13 @@ def version(t: Tensor) -> int:
 
 
 def is_there(t: Tensor) -> bool:
-    """Whether it has memory."""
+    """Whether a tensor has memory."""
     return bool(t.numel() and t.untyped_storage().nbytes())
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What lazy logits stand for: an origin and the operations recorded since.
+    """The origin of lazy logits, and the operations recorded since.
 
     steps: (function, its other arguments, keywords) per operation. cell: the values, once they were
     read. Tensors that share memory share a state.
@@ -235,7 +235,7 @@ def _in_an_autograd_function() -> bool:
 
 
 def _has_context(frame: FrameType) -> bool:
-    """Whether it is a call whose first argument is an autograd function's context."""
+    """Whether the frame is a call whose first argument is an autograd function's context."""
     code = frame.f_code
     name = code.co_varnames[0] if code.co_argcount else ""
     return isinstance(frame.f_locals.get(name), torch.autograd.function.FunctionCtx)

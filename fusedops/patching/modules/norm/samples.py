@@ -84,7 +84,7 @@ class Specimen:
         return len(self.shape) == 1 and all(self._adds(formula, r, rows) for r in proven)
 
     def mixes(self, formula: Formula, proven: list[Regime], rows: int) -> bool:
-        """Whether it also does for bfloat16 x and a float32 stream, as under autocast."""
+        """Whether the fused sum also matches for bfloat16 x and a float32 stream (autocast)."""
         streams = [regime for regime in proven if regime[:2] == (F32, F32)]
         return len(streams) == 2 and all(self._adds(formula, r, rows, BF16) for r in streams)
 

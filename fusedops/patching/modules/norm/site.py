@@ -27,7 +27,7 @@ def find_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether it is a leaf with an eps, or its class (or a base) has norm in its name."""
+    """Whether the module is a leaf with an eps, or has norm in a class name."""
     if recipe_of(module) is not None:  # may not be a leaf if parametrized later
         return True
     if any(name != "parametrizations" for name, _ in module.named_children()):
