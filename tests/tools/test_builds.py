@@ -17,7 +17,7 @@ def test_a_row_compares_the_fastest_rounds():
     assert ratios(rounds) == {ROW: 1.1}
 
 
-def test_a_slower_row_is_named_and_a_slower_mean_fails(monkeypatch, tmp_path, capsys):
+def test_a_slower_row_is_named_and_fails_as_does_a_slower_mean(monkeypatch, tmp_path, capsys):
     slow = {"fusedops": {ROW: 1.06, OTHER: 1.0}, "eager": {ROW: 1.0, OTHER: 1.0}}
     fast = {name: dict.fromkeys(rows, 1.0) for name, rows in slow.items()}
     here = builds.ROOT
@@ -30,7 +30,12 @@ def test_a_slower_row_is_named_and_a_slower_mean_fails(monkeypatch, tmp_path, ca
         {"row": "fusedops module: norm forward [1, 64]", "ratio": 1.06}
     ]
     assert found["fusedops"]["geometric_mean"] == 1.0296
+    assert "  1.06 fusedops module: norm forward [1, 64]" in capsys.readouterr().out
+    slow["fusedops"] = dict.fromkeys((ROW, OTHER), 1.04)  # no row, but the mean
+    assert command_line.main(command) == 1
+    slow["fusedops"] = {ROW: 1.06, OTHER: 0.9}  # a row, but not the mean
+    assert command_line.main(command) == 1
     assert found["eager"] == {"rows": 2, "geometric_mean": 1.0, "slower": []}
-    slow["fusedops"][ROW] = 1.0
+    slow["fusedops"] = {ROW: 1.04, OTHER: 0.9}
     assert command_line.main(command) == 0
     assert summary({ROW: 1.04})["slower"] == [] and Path(path).exists()
