@@ -63,9 +63,9 @@ WHEEL = """\
 
 `make wheel` made `{file}` on {date}. It took {cpu_minutes} minutes of CPU time on an {cpu}.
 
-- It has a library for each of torch {torches}. All libraries link the same kernels. torch's own
+- It has one library for each of torch {torches}. All libraries link the same kernels. torch's own
   libraries and OpenMP stay outside.
-- The file has {megabytes} MB. Installed it has {installed_megabytes} MB.
+- The file takes {megabytes} MB, and {installed_megabytes} MB once installed.
 - The tag is the lowest that auditwheel grants. These symbols of the system's libraries are newer
   than manylinux_2_28: {blocking}.
 
