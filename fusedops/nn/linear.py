@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from fusedops.functional import linear
-from fusedops.functional.linear import ACTIVATIONS
+from fusedops.functional.linear import ACTIVATIONS, linear
 
 __all__ = ["Linear"]
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedops.functional import attention
-from fusedops.functional.attention import DEVICES
+from fusedops.functional.attention import DEVICES, attention
 from fusedops.patching.core.config import NAME, implementation
 from fusedops.patching.core.swap import original_class
 from fusedops.patching.core.thresholds import attention_pays, inductor_fuses
