@@ -1,7 +1,7 @@
 """Shared by the attention kernels: block positions, visible keys, scores to probabilities.
 
-Formulas: csrc/kernels/attention.h. Scores are [M, N], queries by keys. i, [M, 1], and j, [1, N], are the
-positions of both in their sequence.
+Formulas: csrc/kernels/attention.h. Scores are [M, N], queries by keys. i, [M, 1], and j, [1, N],
+are the positions of both in their sequence.
 """
 
 import triton
