@@ -221,7 +221,7 @@ gpu-train:
 	  status=$$?; tail -n 40 $(OUT)/train.log; exit $$status
 
 clean:
-	rm -rf build dist *.egg-info demo fusedops/_C_torch*
+	rm -rf build dist *.egg-info demo fusedops/_C_torch* fusedops/_C.*.so fusedops/_build_info.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks checks fusedops tests -name __pycache__ -exec rm -rf {} +
 
@@ -245,14 +245,15 @@ $(INSTALLED): $(NEEDS) setup.py pyproject.toml
 	mkdir -p $(@D)
 	touch $@
 
+BUILDERS := fusedops/building.py fusedops/toolchain.py
 COMPILE = FUSEDOPS_REQUIRE=compiled $(PY) setup.py --quiet build_ext --inplace
 
-$(BUILT): $(INSTALLED) $(CPP_SOURCES) fusedops/building.py
+$(BUILT): $(INSTALLED) $(CPP_SOURCES) $(BUILDERS)
 	$(COMPILE)
 	rm -f $(STAMP)*
 	touch $@
 
-$(TESTABLE): $(INSTALLED) $(CPP_SOURCES) fusedops/building.py
+$(TESTABLE): $(INSTALLED) $(CPP_SOURCES) $(BUILDERS)
 	FUSEDOPS_SIMT=1 $(COMPILE)
 	rm -f $(STAMP)*
 	touch $(BUILT) $@

@@ -3,14 +3,14 @@
 Without them, as in pip's isolated environments, which hold no torch, the package is installed with
 its sources: it runs, and `fusedops build` compiles it for the torch that it will run with.
 FUSEDOPS_REQUIRE=compiled makes a missing extension an error; FUSEDOPS_COMPILED=0 compiles nothing.
-What else the environment decides: fusedops/building.py.
+The other environment variables are listed in fusedops/building.py.
 """
 
-import importlib.util
+import importlib
 import os
 import shutil
-import subprocess
 import sys
+import types
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -20,15 +20,19 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent.resolve()
 
 
-def module(name, path):
-    """A file of the package by itself: the package imports torch."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    sys.modules[name] = found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+def modules(*names):
+    """Modules of the package without its __init__.py, which imports torch."""
+    package = sys.modules["fusedops"] = types.ModuleType("fusedops")
+    package.__path__ = [str(ROOT / "fusedops")]
+    return [importlib.import_module(f"fusedops.{name}") for name in names]
 
 
-building = module("building", ROOT / "fusedops" / "building.py")
+building, toolchain = modules("building", "toolchain")
+# pip's isolated environment has no torch even where one is installed.
+NO_TORCH = (
+    "this build environment has no torch. Run `fusedops build` after the installation, "
+    "or install torch first and then run pip install --no-build-isolation"
+)
 REQUIRED = os.environ.get("FUSEDOPS_REQUIRE") == "compiled"
 
 
@@ -36,10 +40,15 @@ def not_compiled():
     """Why the extension is not compiled; empty where it is."""
     if os.environ.get("FUSEDOPS_COMPILED") == "0":
         return "FUSEDOPS_COMPILED=0"
-    reason = building.unbuildable()
+    reason = toolchain.unbuildable(NO_TORCH)
     if reason and REQUIRED:
         raise SystemExit(f"FUSEDOPS_REQUIRE=compiled: {reason}")
     return reason
+
+
+def without_compiled_part(reason):
+    """Says so on stdout, which `pip install -v` prints."""
+    print(f"fusedops is installed without its compiled part: {reason}", flush=True)
 
 
 class Compile(build_ext):
@@ -52,10 +61,11 @@ class Compile(build_ext):
             into, work = ROOT / "fusedops", ROOT / "build" / "temp"
         try:
             building.build(into, work)
-        except (RuntimeError, subprocess.CalledProcessError) as error:
+        except Exception as error:  # importing a broken torch can raise anything
+            reason = str(error) or type(error).__name__
             if REQUIRED:
-                raise SystemExit(f"FUSEDOPS_REQUIRE=compiled: {error}") from error
-            self.warn(f"fusedops is installed without its compiled part: {error}")
+                raise SystemExit(f"FUSEDOPS_REQUIRE=compiled: {reason}") from error
+            without_compiled_part(reason)
 
     def get_outputs(self):
         return []
@@ -68,17 +78,27 @@ class Compile(build_ext):
 
 
 class WithSources(build_py):
-    """Puts csrc into the package, for `fusedops build`; an editable install has it beside."""
+    """Puts csrc into the package, for `fusedops build`; an editable install has it beside.
+
+    Removes what an earlier build left there: libraries for another torch, and old sources.
+    """
 
     def run(self):
+        package = Path(self.build_lib) / "fusedops"
+        for old in package.glob("_C*"):
+            old.unlink()
+        shutil.rmtree(package / "csrc", ignore_errors=True)
         super().run()
+        if REASON:
+            without_compiled_part(REASON)
         if not self.editable_mode:
-            for name in building.sources("csrc/**/*"):
-                if name.endswith(building.SUFFIXES):
-                    to = Path(self.build_lib) / "fusedops" / name
+            for name in toolchain.sources("csrc/**/*"):
+                if name.endswith(toolchain.SUFFIXES):
+                    to = package / name
                     to.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(ROOT / name, to)
 
 
-extensions = [] if not_compiled() else [Extension("fusedops._C", [])]
+REASON = not_compiled()
+extensions = [] if REASON else [Extension("fusedops._C", [])]
 setup(ext_modules=extensions, cmdclass={"build_ext": Compile, "build_py": WithSources})

@@ -21,6 +21,7 @@ from checks.machine_code import nvcc
 from checks.packages import VERSIONS, package
 from checks.tree import ROOT
 from fusedops import building
+from fusedops.toolchain import Torch
 
 PACKAGES = ROOT / "build" / "torches"
 
@@ -46,7 +47,7 @@ def units(torch: Path) -> tuple[list[Unit], list[Unit]]:
 
     With the build's flags and each instruction set's; csrc/cuda also with nvcc if it is installed.
     """
-    against = dataclasses.replace(building.Torch.unpacked(torch), simt=True)
+    against = dataclasses.replace(Torch.unpacked(torch), simt=True)
     folder = PACKAGES / "units" / against.name
     steps = [*building.kernels(against, folder), *building.glue(against, folder, 1)]
     steps += building.emulated(against, folder)

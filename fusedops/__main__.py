@@ -1,7 +1,6 @@
 """The command line, `fusedops` or `python -m fusedops`; each subcommand calls one function."""
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +22,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     command.set_defaults(run=_doctor)
     command = commands.add_parser("build", help="compile the kernels for the installed torch")
-    command.add_argument("--jobs", type=int, help="parallel compilers (default: one per CPU)")
+    command.add_argument(
+        "--jobs", type=int, help="compilers at a time (default: as CPUs and memory allow)"
+    )
     command.set_defaults(run=_build)
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
     return parser.parse_args(argv)
@@ -52,7 +53,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     try:
         made = building.build_in_cache(args.jobs)
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError) as error:
         print(f"fusedops build: {error}", file=sys.stderr)
         return 1
     print(f"compiled {made}")

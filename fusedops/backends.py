@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from fusedops import notice
-from fusedops.building import version
-from fusedops.extension import _C, BUILD, COMMAND, UNCOMPILED
+from fusedops.cache import version
+from fusedops.extension import _C, BUILD, FIX, UNCOMPILED, repairing
 
 BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
 
@@ -95,7 +95,7 @@ def unavailable(op: str, backend: str) -> str | None:
 
 
 def _uncompiled() -> str | None:
-    return f"no compiled part: {UNCOMPILED} (to compile it: {COMMAND})" if UNCOMPILED else None
+    return f"no compiled part: {UNCOMPILED}. {FIX}".strip() if UNCOMPILED else None
 
 
 def _cpu_unavailable() -> str | None:
@@ -159,6 +159,7 @@ def env_report() -> str:
     packages = ("torch", "triton", "transformers", "numpy")
     lines = [
         f"fusedops      {version()}, {_build()}",
+        *_library(),
         f"python        {sys.version.split()[0]} on {platform.platform()}",
         *(f"{name:13} {version_of(name) or 'not installed'}" for name in packages),
         f"cpu           {cpu_name()}, {torch.get_num_threads()} threads, runs {_C.cpu_isa()}",
@@ -174,8 +175,14 @@ def env_report() -> str:
 def _build() -> str:
     """Describes the compiled library, or says why it is missing and how to compile it."""
     if UNCOMPILED:
-        return f"not compiled: {UNCOMPILED}. Compile it: {COMMAND}"
-    return f"built for torch {BUILD['torch']}"
+        return f"not compiled: {UNCOMPILED}. {FIX}".strip()
+    flags = "".join(f", {name}={value!r}" for name, value in BUILD.get("flags", {}).items())
+    return f"built for torch {BUILD['torch']}{flags}"
+
+
+def _library() -> list[str]:
+    """The line with the path of the compiled part; none without one."""
+    return [] if UNCOMPILED else [f"library       {_C.__file__}"]
 
 
 def _operator_line(op: str) -> str:
@@ -326,7 +333,7 @@ def _triton_kernel(family: str, name: str, warns: bool) -> Callable:
         if warns:
             families = ", ".join(family for family in _TRITON if family not in _WITH_CUDA)
             notice.warn_once(
-                f"fusedops was built without CUDA kernels: Triton kernels run for {families}"
+                f"fusedops was built without CUDA kernels, so Triton kernels run {families}"
             )
         return getattr(importlib.import_module(f"fusedops.triton.{family}"), name)
 
@@ -391,7 +398,7 @@ def _register_defaults() -> ExitStack:
     kept = ExitStack()
     _register_references(kept)
     _register_triton_defaults(kept)
-    if os.environ.get("FUSEDOPS_BACKEND"):
+    if os.environ.get("FUSEDOPS_BACKEND") and not repairing():
         kept.enter_context(backend(os.environ["FUSEDOPS_BACKEND"]))
     return kept
 

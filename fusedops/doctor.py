@@ -7,21 +7,22 @@ that the tests run it on other machines' files. `run` calls them all for this ma
 import math
 import os
 import re
-import shlex
 import shutil
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fusedops import extension
-from fusedops.building import caches
+from fusedops import extension, toolchain
+from fusedops.cache import caches, source_hash
+from fusedops.machine import cpu_quota, cpus, read
+from fusedops.toolchain import nvcc_version, output, without_cuda
 
 __all__ = ["Finding", "run"]
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
+OLDEST_TORCH = (2, 11)
 OLDEST_GCC = 11  # the first whose -std=c++20 compiles torch's headers
 BUILD = "fusedops build"
 
@@ -48,78 +49,120 @@ def run() -> int:
 
 
 def findings() -> Iterator[Finding]:
-    compiled = not without_compiled_part()
-    environment = os.environ
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    allowed = len(affinity) or os.cpu_count() or 1
-    quota = cpu_quota()
-    yield compiler(environment, needed=not compiled)
+    environment, reason, built = os.environ, extension.UNCOMPILED, extension.BUILD
+    allowed, quota = cpus(), cpu_quota()
+    if not toolchain.unsupported():
+        yield compiler(environment, needed=bool(reason))
+        yield python_header(toolchain.python_header(), needed=bool(reason))
+        yield ninja(toolchain.ninja(), needed=bool(reason))
+    yield torch_version(torch.__version__)
     yield compiled_part(
-        without_compiled_part(),
-        extension.BUILD,
-        torch.__version__,
-        torch.compiled_with_cxx11_abi(),
+        reason, built, torch.__version__, torch.compiled_with_cxx11_abi(), extension.FIX
     )
-    yield instruction_set(_read(Path("/proc/cpuinfo")), environment)
+    if not reason:
+        yield from sources(built)
+    yield instruction_set(read(Path("/proc/cpuinfo")), environment)
     yield threads(torch.get_num_threads(), allowed, quota)
     yield from openmp(environment, allowed if quota is None else min(allowed, quota))
-    yield cuda(torch.version.cuda, nvcc_version(environment), torch.cuda.device_count())
-    yield cache(caches(environment), needed=not compiled)
-
-
-def without_compiled_part() -> str:
-    """Why the package runs without a compiled part; empty where it has one."""
-    return getattr(extension, "UNCOMPILED", "")
+    toolkit, devices = nvcc_version(environment), torch.cuda.device_count()
+    yield cuda(torch.version.cuda, toolkit, devices, bool(reason or built.get("cuda")))
+    yield from cache_of(environment, needed=bool(reason))
 
 
 def compiler(environment: Mapping[str, str], needed: bool) -> Finding:
     """The C++ compiler, $CXX or g++. needed: whether there is no compiled part yet."""
     level = PROBLEM if needed else WARNING
-    command = shlex.split(environment.get("CXX", "")) or ["g++"]
+    try:
+        command = toolchain.compiler(environment)
+    except RuntimeError as error:
+        return Finding(level, "compiler", f"{error}.", "set CXX to a compiler, or unset it")
     path = shutil.which(command[0], path=environment.get("PATH"))
     fix = "apt-get install g++, or set CXX to a compiler"
     if path is None:
         text = f"There is no C++ compiler: {command[0]} is not on PATH."
         return Finding(level, "compiler", text, fix)
-    version = _first_number(_output([path, *command[1:], "-dumpfullversion", "-dumpversion"]))
+    version = _first_number(output([path, *command[1:], "-dumpfullversion", "-dumpversion"]))
     if version is None:
         return Finding(level, "compiler", f"{command[0]} does not print a version.", fix)
     oldest = OLDEST_GCC if "clang" not in command[0] else 14
     if int(version.split(".")[0]) < oldest:
-        text = f"{command[0]} {version} does not compile C++20 as torch's headers need it."
+        text = f"{command[0]} {version} cannot compile the C++20 in torch's headers."
         return Finding(level, "compiler", text, f"install g++ {OLDEST_GCC} or newer, or set CXX")
     return Finding(OK, "compiler", f"{command[0]} {version} compiles C++20.")
 
 
-def compiled_part(reason: str, record: Mapping, version: str, cxx11_abi: bool) -> Finding:
-    """The compiled part's record against the installed torch. reason: why it is not loaded."""
+def python_header(path: Path, needed: bool) -> Finding:
+    """Python's C headers. needed: whether there is no compiled part yet."""
+    if path.exists():
+        return Finding(OK, "headers", f"Python's C headers are in {path.parent}.")
+    level, fix = PROBLEM if needed else WARNING, f"apt-get install {toolchain.python_package()}"
+    return Finding(level, "headers", f"Python's C headers are missing: there is no {path}.", fix)
+
+
+def ninja(command: Sequence[str], needed: bool) -> Finding:
+    """ninja's command, empty where there is none. needed: there is no compiled part yet."""
+    if command:
+        return Finding(OK, "ninja", f"{' '.join(command)} runs the build.")
+    level = PROBLEM if needed else WARNING
+    return Finding(level, "ninja", "ninja is missing.", "pip install ninja")
+
+
+def torch_version(version: str) -> Finding:
+    """The installed torch against the oldest one that the package supports."""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCH:
+        text = f"torch {version} is too old: fusedops needs torch {oldest} or newer."
+        return Finding(PROBLEM, "torch", text, f"pip install 'torch>={oldest}'")
+    return Finding(OK, "torch", f"torch {version} is supported.")
+
+
+def compiled_part(
+    reason: str,
+    record: Mapping,
+    version: str,
+    cxx11_abi: bool,
+    remedy: str = f"Compile it: {BUILD}",
+) -> Finding:
+    """The compiled part's record against the installed torch.
+
+    reason: why it is not loaded. remedy: what to do then, such as "Compile it: fusedops build".
+    """
     if reason:
-        return Finding(PROBLEM, "kernels", f"Operators run as plain PyTorch: {reason}.", BUILD)
+        fix = remedy.partition(": ")[2]
+        text = f"Operators run as plain PyTorch: {reason}."
+        return Finding(PROBLEM if fix else WARNING, "kernels", text, fix)
     built = str(record.get("torch", "an unknown version"))
     if _minor(built) != _minor(version):
         text = f"The kernels were compiled for torch {built}, and torch {version} is installed."
         return Finding(PROBLEM, "kernels", text, BUILD)
     if record.get("cxx11_abi", cxx11_abi) != cxx11_abi:
-        text = "The kernels were compiled for the other C++ ABI (_GLIBCXX_USE_CXX11_ABI) of torch."
+        text = "The kernels were compiled with another C++ ABI (_GLIBCXX_USE_CXX11_ABI) than torch."
         return Finding(PROBLEM, "kernels", text, BUILD)
     abi = "the C++11 ABI" if cxx11_abi else "the ABI before C++11"
     text = f"The kernels were compiled for torch {built} with {abi}; torch {version} is installed."
     return Finding(OK, "kernels", text)
 
 
+def sources(record: Mapping) -> Iterator[Finding]:
+    """A warning where the kernels were compiled from other sources than the package has now."""
+    if record.get("source") not in (None, source_hash()):
+        text = "The kernels were compiled from other sources than the package has now."
+        yield Finding(WARNING, "kernels", text, f"make build, or {BUILD}")
+
+
 def instruction_set(cpuinfo: str, environment: Mapping[str, str]) -> Finding:
     """The CPU's instruction sets, as /proc/cpuinfo lists them, and FUSEDOPS_CPU_ISA."""
     listed = re.search(r"^flags\s*:(.*)$", cpuinfo, re.M)
     if listed is None:
-        text = "The CPU kernels are for x86-64, and this CPU is another: PyTorch's operators run."
+        text = "The CPU kernels need x86-64. On this CPU PyTorch's operators run."
         return Finding(WARNING, "CPU", text)
     flags = set(listed[1].split())
     chosen = environment.get("FUSEDOPS_CPU_ISA", "")
     if not {"avx2", "fma", "f16c"} <= flags:
-        text = "The CPU has no AVX2, so the CPU kernels cannot run and PyTorch's operators do."
-        return Finding(PROBLEM, "CPU", text, "in a virtual machine, pass on the host's CPU model")
+        text = "The CPU has no AVX2, so PyTorch's operators run and not the CPU kernels."
+        return Finding(PROBLEM, "CPU", text, "in a virtual machine, pass through the host's CPU")
     if not {"avx512f", "avx512dq", "avx512bw", "avx512vl"} <= flags:
-        best, text = "avx2", "The CPU has AVX2 and not AVX-512."
+        best, text = "avx2", "The CPU has AVX2 but not AVX-512."
     elif not {"avx512_bf16", "avx512_vnni"} <= flags:
         best, text = "avx512", "The CPU has AVX-512 without bfloat16 instructions."
     else:
@@ -131,51 +174,19 @@ def instruction_set(cpuinfo: str, environment: Mapping[str, str]) -> Finding:
 
 
 def threads(number: int, allowed: int, quota: float | None) -> Finding:
-    """torch's threads. allowed: CPUs the process may use. quota: its cgroup's, in CPUs' time."""
-    cpus = allowed if quota is None else min(allowed, max(1, math.floor(quota)))
+    """torch's threads. allowed: CPUs the process may use. quota: CPUs' time its cgroup grants."""
+    usable = allowed if quota is None else min(allowed, max(1, math.floor(quota)))
     limits = f"{allowed} CPU{'s' if allowed > 1 else ''}"
-    limits += "" if quota is None else f" and its cgroup {quota:g} of CPU time"
-    if number > cpus:
+    limits += "" if quota is None else f", and its cgroup grants the time of {quota:g}"
+    if number > usable:
         text = f"torch runs {number} threads, but the process may use {limits}."
-        return Finding(PROBLEM, "threads", text, f"export OMP_NUM_THREADS={cpus}")
+        return Finding(PROBLEM, "threads", text, f"export OMP_NUM_THREADS={usable}")
     text = f"torch runs {number} thread{'s' if number > 1 else ''}; the process may use {limits}."
     return Finding(OK, "threads", text)
 
 
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many CPUs' time the process's cgroup grants, the least of its parents'; None: all."""
-    quotas = [
-        quota
-        for line in _read(root / "proc/self/cgroup").splitlines()
-        for folder in _cgroup_folders(root / "sys/fs/cgroup", line)
-        if (quota := _quota_of(folder)) is not None
-    ]
-    return min(quotas, default=None)
-
-
-def _cgroup_folders(mounted: Path, line: str) -> Iterator[Path]:
-    """A cgroup's folder and its parents'. In a container its own path may not be mounted.
-
-    line: of /proc/self/cgroup, "0::/path" (version 2) or "4:cpu,cpuacct:/path" (version 1).
-    """
-    _, controllers, path = line.split(":", 2)
-    if controllers and "cpu" not in controllers.split(","):
-        return
-    tops = {mounted / controllers, mounted / "cpu"} if controllers else {mounted}
-    inside = Path(path.lstrip("/"))
-    yield from (top / part for top in tops for part in (inside, *inside.parents))
-
-
-def _quota_of(folder: Path) -> float | None:
-    quota, period, *_ = [*_read(folder / "cpu.max").split(), "", ""]
-    if not quota:
-        quota = _read(folder / "cpu.cfs_quota_us").strip()
-        period = _read(folder / "cpu.cfs_period_us").strip()
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
 def openmp(environment: Mapping[str, str], cpus: float) -> Iterator[Finding]:
-    """OpenMP's settings that slow torch down. cpus: that the process may use."""
+    """OpenMP's settings that slow torch down. cpus: how many the process may use."""
     found = [
         Finding(WARNING, "OpenMP", text, f"unset {name}")
         for name, text in _harmful(environment, cpus)
@@ -206,39 +217,50 @@ def _harmful(environment: Mapping[str, str], cpus: float) -> Iterator[tuple[str,
         yield "OMP_THREAD_LIMIT", "OMP_THREAD_LIMIT=1 makes every operator run on one thread."
 
 
-def cuda(torchs: str | None, toolkit: str | None, devices: int) -> Finding:
-    """nvcc's version against that of torch's CUDA, None where there is none. devices: GPUs."""
+def cuda(torchs: str | None, toolkit: str | None, devices: int, compiled: bool = True) -> Finding:
+    """nvcc's version against that of torch's CUDA, None where there is none.
+
+    devices: GPUs. compiled: False where the compiled part has no GPU kernels.
+    """
     level = PROBLEM if devices else WARNING
     if torchs is None:
-        text = "torch is built without CUDA, so CPU kernels are all that is needed."
-        return Finding(OK, "CUDA", text)
+        return Finding(OK, "CUDA", "torch is built without CUDA, so only CPU kernels can run.")
     if toolkit is None:
-        text = f"torch has CUDA {torchs} and there is no nvcc: GPUs run Triton kernels."
+        text = f"torch has CUDA {torchs} and there is no nvcc, so GPUs run Triton kernels."
         fix = f"install the CUDA {torchs} toolkit, then {BUILD}"
         return Finding(WARNING, "CUDA", text, fix) if devices else Finding(OK, "CUDA", text)
-    if toolkit.split(".")[0] != torchs.split(".")[0]:
-        text = f"nvcc is of CUDA {toolkit} and torch of CUDA {torchs}: they do not go together."
+    if without_cuda(torchs, toolkit):
+        text = f"nvcc is from CUDA {toolkit}, which cannot compile for torch's CUDA {torchs}."
         fix = f"install the CUDA {torchs} toolkit and set CUDA_HOME to it"
         return Finding(level, "CUDA", text, fix)
     gpus = f"{devices} GPU{'' if devices == 1 else 's'}"
-    return Finding(OK, "CUDA", f"nvcc {toolkit} goes with torch's CUDA {torchs}; {gpus}.")
+    if devices and not compiled:
+        text = f"There are {gpus} and nvcc {toolkit}, but the compiled part has no GPU kernels."
+        text = text.replace("There are 1 GPU ", "There is 1 GPU ")
+        return Finding(PROBLEM, "CUDA", text, BUILD)
+    return Finding(OK, "CUDA", f"nvcc {toolkit} can compile for torch's CUDA {torchs}; {gpus}.")
 
 
-def nvcc_version(environment: Mapping[str, str]) -> str | None:
-    """The release of the nvcc in $CUDA_HOME or on PATH; None where there is none."""
-    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"
-    path = os.pathsep.join([str(Path(home) / "bin"), environment.get("PATH", "")])
-    command = shutil.which("nvcc", path=path)
-    found = re.search(r"release (\d+\.\d+)", _output([command, "--version"])) if command else None
-    return found[1] if found else None
+def cache_of(environment: Mapping[str, str], needed: bool) -> Iterator[Finding]:
+    """The finding about the folder that these settings choose."""
+    try:
+        yield cache(caches(environment), needed)
+    except RuntimeError as error:
+        yield _unwritable(f"{BUILD} has no cache folder: {error}.", needed)
 
 
 def cache(folder: Path, needed: bool) -> Finding:
     """Whether a folder can be written to, or made. needed: there is no compiled part yet."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        return Finding(OK, "cache", f"{BUILD} can write to {folder}.")
-    text = f"{BUILD} cannot write to {folder}."
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+            return Finding(OK, "cache", f"{BUILD} can write to {folder}.")
+        return _unwritable(f"{BUILD} cannot write to {folder}.", needed)
+    except OSError as error:
+        return _unwritable(f"{BUILD} cannot look into {folder}: {error.strerror}.", needed)
+
+
+def _unwritable(text: str, needed: bool) -> Finding:
     level = PROBLEM if needed else WARNING
     return Finding(level, "cache", text, "set FUSEDOPS_CACHE to a folder that you can write to")
 
@@ -250,20 +272,3 @@ def _minor(version: str) -> str:
 def _first_number(text: str) -> str | None:
     found = re.search(r"\d+(\.\d+)*", text)
     return found[0] if found else None
-
-
-def _output(command: list[str]) -> str:
-    """What a command prints; empty where it cannot run or fails."""
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return run.stdout
-
-
-def _read(path: Path) -> str:
-    """A file's text, empty where it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -1,9 +1,9 @@
 """Finds the compiled part, `fusedops._C`. Without one, plain PyTorch runs in its place.
 
-A compiled part fits one minor version of torch, one C++ ABI and one Python. It is in the package's
-folder, or in the cache folder of `fusedops build`. Where none fits, `UNCOMPILED` says why, the
-first use warns, and FUSEDOPS_REQUIRE=compiled makes it an error. With FUSEDOPS_COMPILED=0 a
-compiled part is not loaded.
+A compiled part fits one version of the package, one minor version of torch, one C++ ABI and one
+Python. It is in the package's folder or in the cache folder of `fusedops build`; of two, the newer
+one is loaded. Where none fits, `UNCOMPILED` says why and `FIX` what to do, the first use warns, and
+FUSEDOPS_REQUIRE=compiled makes it an error. With FUSEDOPS_COMPILED=0 a compiled part is not loaded.
 
 Also says when a call must not take its short path.
 """
@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
 from typing import Any
@@ -23,31 +22,56 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, has_torch_function_variadic
 from torch.utils._device import DeviceContext
 
-from fusedops.building import cache_folder, library_name
+from fusedops.cache import installed_cache_folder, version, versions_folder
 from fusedops.notice import announce
+from fusedops.toolchain import library_name, unsupported
 
 MODULE = "fusedops._C"
 PACKAGE = Path(__file__).parent
 COMMAND = "fusedops build"
+REPAIRS = (["build"], ["doctor"])  # what the messages tell users to run
 
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _candidates() -> Iterator[tuple[Path, Path]]:
-    """Libraries for this torch and Python, each with its record. The cache's name takes reading all
-    sources, so it is looked up last.
+def repairing() -> bool:
+    """Whether this process is `fusedops build` or `fusedops doctor`, started either way.
+
+    They run whatever FUSEDOPS_REQUIRE and FUSEDOPS_BACKEND ask for, because they mend what these
+    settings refuse.
     """
-    name = library_name(torch.__version__)
-    library = PACKAGE / name
-    yield library, library.with_suffix(".json")
-    library = cache_folder(torch.__version__, torch.compiled_with_cxx11_abi()) / name
-    yield library, library.with_suffix(".json")
+    started = sys.argv[:1] == ["-m"] and " -m fusedops " in f" {' '.join(sys.orig_argv)} "
+    started = started or Path(sys.argv[0] if sys.argv else "").stem == "fusedops"
+    return started and sys.argv[1:2] in REPAIRS
+
+
+def _libraries() -> tuple[list[Path], str]:
+    """Libraries for this torch and Python, the newest first; and why the cache cannot be read.
+
+    The cache folder's name takes reading all sources: only where anything is cached.
+    """
+    name, reason = library_name(torch.__version__), ""
+    places = [PACKAGE / name]
+    try:
+        if versions_folder().exists():
+            places.insert(0, installed_cache_folder() / name)
+    except (OSError, RuntimeError) as error:
+        reason = f"the cache cannot be read: {error}"
+    made: dict[Path, float] = {}
+    for place in places:
+        try:
+            made[place] = place.lstat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            reason = f"the cache cannot be read: {error}"
+    return sorted(made, key=lambda place: made[place], reverse=True), reason
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """What a build has recorded. Raises ImportError where that says that it does not fit."""
+    """What a build has recorded. Raises ImportError where the library does not fit."""
     try:
         built = json.loads(record.read_text())
         compiled_for = _minor(built["torch"])
@@ -60,6 +84,8 @@ def _read(record: Path) -> dict[str, Any]:
     abi = torch.compiled_with_cxx11_abi()
     if built.get("cxx11_abi", abi) != abi:
         raise ImportError(f"compiled for another C++ ABI than torch's, which is cxx11abi={abi:d}")
+    if (of := built.get("fusedops", version())) != version():
+        raise ImportError(f"compiled from fusedops {of}, this is fusedops {version()}")
     return built
 
 
@@ -75,9 +101,9 @@ def _load(library: Path) -> Any:
 def _others() -> str:
     """Why the libraries in the package's folder are not for this torch or this Python."""
     minors, suffix = set(), EXTENSION_SUFFIXES[0]
-    found = [path.name for path in PACKAGE.glob("_C*.so")]
+    found = [path.name for path in PACKAGE.glob("_C_torch*.so")]
     for name in found:
-        if name.endswith(suffix) and name.startswith("_C_torch"):
+        if name.endswith(suffix):
             minors.add(name.removeprefix("_C_torch").removesuffix(suffix).replace("_", "."))
     if minors:
         listed = ", ".join(sorted(minors, key=lambda minor: [*map(int, minor.split("."))]))
@@ -87,20 +113,21 @@ def _others() -> str:
     return "not compiled on this machine"
 
 
-def _found() -> tuple[Any, dict[str, Any], str]:
-    """The compiled part and its record, or None, an empty one, and the reason."""
+def _found() -> tuple[Any, dict[str, Any], str, str]:
+    """The compiled part and its record, or None, an empty one, the reason and what to do."""
     if os.environ.get("FUSEDOPS_COMPILED", "") == "0":
-        return None, {}, "FUSEDOPS_COMPILED=0 hides the compiled part"
-    reason = ""
-    for library, record in _candidates():
-        if not library.exists():
-            continue
+        reason = "FUSEDOPS_COMPILED=0 hides the compiled part"
+        return None, {}, reason, "Load it: unset FUSEDOPS_COMPILED"
+    if reason := unsupported():
+        return None, {}, reason, ""
+    libraries, unreadable = _libraries()
+    for library in libraries:
         try:
-            built = _read(record)
-            return _load(library), built, ""
+            built = _read(library.with_suffix(".json"))
+            return _load(library), built, "", ""
         except ImportError as error:
             reason = reason or str(error)
-    return None, {}, reason or _others()
+    return None, {}, reason or unreadable or _others(), f"Compile it: {COMMAND}"
 
 
 def _option(name: str, values: tuple[str, ...]) -> str:
@@ -110,27 +137,28 @@ def _option(name: str, values: tuple[str, ...]) -> str:
     return value
 
 
-def _choose() -> tuple[Any, dict[str, Any], str]:
+def _choose() -> tuple[Any, dict[str, Any], str, str]:
     required = _option("FUSEDOPS_REQUIRE", ("compiled",))
     _option("FUSEDOPS_COMPILED", ("0", "1"))
-    compiled, built, reason = _found()
-    if compiled is None and required:
-        raise ImportError(
-            f"FUSEDOPS_REQUIRE=compiled, and fusedops has no compiled part: {reason}. "
-            f"Compile it: {COMMAND}"
-        )
+    compiled, built, reason, fix = _found()
+    if compiled is None and required and not repairing():
+        error = f"FUSEDOPS_REQUIRE=compiled, and fusedops has no compiled part: {reason}. {fix}"
+        raise ImportError(error.strip())
     if compiled is None:
         compiled = importlib.import_module("fusedops.uncompiled.exports")
-        announce(
+        message = (
             f"fusedops has no compiled part ({reason}), so PyTorch references run, and on GPUs the "
-            f"Triton kernels. Compile it: {COMMAND}"
+            f"Triton kernels. {fix}"
         )
+        announce(message.strip())
     sys.modules[MODULE] = sys.modules["fusedops"]._C = compiled  # type: ignore[attr-defined]
-    return compiled, built, reason
+    return compiled, built, reason, fix
 
 
 # BUILD: what the build has recorded, empty without one. UNCOMPILED: why there is no compiled part.
-_C, BUILD, UNCOMPILED = _choose()
+# FIX: how to get one, such as "Compile it: fusedops build"; empty where there is none to get.
+_C: Any
+_C, BUILD, UNCOMPILED, FIX = _choose()
 
 
 def traced(*tensors: Tensor | None) -> bool:

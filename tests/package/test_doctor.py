@@ -1,9 +1,13 @@
 """`fusedops doctor`: each check, with the files and settings of other machines."""
 
+import os
+import re
+
 import pytest
 
 from fusedops import __main__ as command_line
-from fusedops import building, doctor
+from fusedops import building, doctor, machine, toolchain
+from fusedops.cache import caches
 from fusedops.doctor import OK, PROBLEM, WARNING, Finding
 
 GPP = "g++ (Debian 12.2.0-14) 12.2.0"
@@ -30,7 +34,7 @@ def program(tmp_path, monkeypatch):
         path.write_text(f"#!/bin/sh\ncat <<'EOF'\n{printed}\nEOF\nexit {status}\n")
         path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
-        return {"PATH": f"{folder}:/bin", "CUDA_HOME": str(tmp_path / "none")}
+        return {"PATH": f"{folder}:/bin"}
 
     return make
 
@@ -39,7 +43,7 @@ def program(tmp_path, monkeypatch):
     ("printed", "status", "level", "words"),
     [
         ("12.2.0", 0, OK, "g++ 12.2.0 compiles C++20"),
-        ("9.4.0", 0, PROBLEM, "g++ 9.4.0 does not compile C++20"),
+        ("9.4.0", 0, PROBLEM, "g++ 9.4.0 cannot compile the C++20"),
         ("", 1, PROBLEM, "does not print a version"),
     ],
 )
@@ -58,13 +62,33 @@ def test_a_missing_compiler_is_a_problem_while_nothing_is_compiled(tmp_path):
     assert doctor.compiler(environment, needed=False).level == WARNING
 
 
+def test_a_compiler_that_is_no_command(program):
+    environment = program("g++", "12.2.0")
+    assert doctor.compiler(environment | {"CXX": " "}, needed=True).level == OK
+    found = doctor.compiler(environment | {"CXX": '"'}, needed=True)
+    assert found.level == PROBLEM and "CXX is not a command" in found.text and found.fix
+
+
+def test_headers_ninja_and_torch(tmp_path):
+    header = tmp_path / "Python.h"
+    missing = doctor.python_header(header, needed=True), doctor.ninja([], needed=True)
+    assert [found.level for found in missing] == [PROBLEM, PROBLEM]
+    assert re.fullmatch(r"apt-get install python3\.\d+-dev", missing[0].fix)
+    assert missing[1].fix == "pip install ninja"
+    header.touch()
+    assert doctor.python_header(header, needed=True).level == OK
+    assert doctor.ninja(["ninja"], needed=True).level == OK
+    levels = [doctor.torch_version(v).level for v in ("2.10.1+cpu", "2.11.0", "3.0.0a0+git1")]
+    assert levels == [PROBLEM, OK, OK]
+
+
 @pytest.mark.parametrize(
     ("reason", "record", "level", "words"),
     [
         ("", {"torch": "2.13.0+cpu"}, OK, "compiled for torch 2.13.0+cpu"),
         ("", {"torch": "2.13.1", "cxx11_abi": True}, OK, "compiled for torch 2.13.1"),
         ("", {"torch": "2.12.1"}, PROBLEM, "for torch 2.12.1, and torch 2.13.0+cpu is installed"),
-        ("", {"torch": "2.13.0", "cxx11_abi": False}, PROBLEM, "the other C++ ABI"),
+        ("", {"torch": "2.13.0", "cxx11_abi": False}, PROBLEM, "another C++ ABI"),
         ("", {}, PROBLEM, "an unknown version"),
         ("there is none for torch 2.13", {}, PROBLEM, "as plain PyTorch: there is none for"),
     ],
@@ -75,6 +99,14 @@ def test_compiled_part(reason, record, level, words):
     assert found.fix == ("" if level == OK else "fusedops build")
 
 
+def test_a_hidden_compiled_part_is_not_compiled_again():
+    hidden = "FUSEDOPS_COMPILED=0 hides it", {}, "2.13.0", True, "Load it: unset FUSEDOPS_COMPILED"
+    assert doctor.compiled_part(*hidden).fix == "unset FUSEDOPS_COMPILED"
+    elsewhere = "kernels are for Linux on x86-64", {}, "2.13.0", True, ""
+    assert doctor.compiled_part(*elsewhere).level == WARNING
+    assert doctor.compiled_part(*elsewhere).fix == ""
+
+
 @pytest.mark.parametrize(
     ("flags", "chosen", "level", "words"),
     [
@@ -82,7 +114,7 @@ def test_compiled_part(reason, record, level, words):
         (ZEN5, "avx512_bf16", OK, "AVX-512 with bfloat16 instructions."),
         (ZEN5, "avx2", WARNING, "but FUSEDOPS_CPU_ISA=avx2 chooses"),
         (SKYLAKE, "", OK, "AVX-512 without bfloat16"),
-        (HASWELL, "", OK, "AVX2 and not AVX-512"),
+        (HASWELL, "", OK, "AVX2 but not AVX-512"),
         ("sse4_2 avx", "", PROBLEM, "no AVX2"),
     ],
 )
@@ -178,7 +210,28 @@ GROUP = "sys/fs/cgroup"
     ],
 )
 def test_cpu_quota(tmp_path, files, quota):
-    assert doctor.cpu_quota(written(tmp_path, files)) == quota
+    assert machine.cpu_quota(written(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("files", "number"),
+    [
+        ({}, 8),
+        ({f"{GROUP}/user.slice/job.scope/cpu.max": "350000 100000"}, 3),
+        ({f"{GROUP}/user.slice/cpu.max": "50000 100000"}, 1),
+        ({f"{GROUP}/user.slice/job.scope/memory.max": f"{4 * 2**30}\n"}, 2),
+        ({f"{GROUP}/user.slice/job.scope/memory.max": "max\n"}, 8),
+        ({f"{GROUP}/user.slice/memory.max": f"{2**29}\n"}, 1),
+    ],
+)
+def test_as_many_compilers_as_the_cgroup_has_cpus_and_memory(tmp_path, monkeypatch, files, number):
+    monkeypatch.setattr(machine, "cpus", lambda: 8)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**23}.__getitem__)
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    root = written(tmp_path, {"proc/self/cgroup": V2, **files})
+    assert machine.compilers(root) == number
+    v1 = {"proc/self/cgroup": V1, f"{GROUP}/memory/docker/0a/memory.limit_in_bytes": f"{2**32}"}
+    assert machine.memory_limit(written(tmp_path / "v1", v1)) == 2**32
 
 
 @pytest.mark.parametrize(
@@ -208,12 +261,24 @@ def test_openmp(environment, cpus, named):
     [
         (None, None, 0, OK, "built without CUDA"),
         (None, "13.0", 0, OK, "built without CUDA"),
-        ("13.0", "13.0", 0, OK, "nvcc 13.0 goes with torch's CUDA 13.0; 0 GPUs"),
+        ("13.0", "13.0", 0, OK, "nvcc 13.0 can compile for torch's CUDA 13.0; 0 GPUs"),
         ("13.0", "13.1", 1, OK, "1 GPU."),
         ("13.0", None, 0, OK, "no nvcc"),
         ("13.0", None, 1, WARNING, "no nvcc"),
-        ("13.0", "12.8", 1, PROBLEM, "nvcc is of CUDA 12.8 and torch of CUDA 13.0"),
-        ("13.0", "12.8", 0, WARNING, "nvcc is of CUDA 12.8 and torch of CUDA 13.0"),
+        (
+            "13.0",
+            "12.8",
+            1,
+            PROBLEM,
+            "nvcc is from CUDA 12.8, which cannot compile for torch's CUDA 13.0",
+        ),
+        (
+            "13.0",
+            "12.8",
+            0,
+            WARNING,
+            "nvcc is from CUDA 12.8, which cannot compile for torch's CUDA 13.0",
+        ),
     ],
 )
 def test_cuda(torchs, toolkit, devices, level, words):
@@ -222,11 +287,24 @@ def test_cuda(torchs, toolkit, devices, level, words):
     assert bool(found.fix) == (level != OK)
 
 
+def test_a_build_without_gpu_kernels_beside_a_gpu_and_nvcc():
+    found = doctor.cuda("13.0", "13.0", 1, compiled=False)
+    assert (found.level, found.fix) == (PROBLEM, "fusedops build")
+    assert found.text.startswith("There is 1 GPU and nvcc 13.0, but the compiled part has no GPU")
+    assert doctor.cuda("13.0", "13.0", 0, compiled=False).level == OK
+    assert doctor.cuda("13.0", None, 1, compiled=False).level == WARNING
+
+
 def test_nvcc_version(program, tmp_path):
-    assert doctor.nvcc_version(program("nvcc", NVCC)) == "13.0"
-    elsewhere = {"PATH": "", "CUDA_HOME": str(tmp_path / "bin")}
-    assert doctor.nvcc_version(elsewhere) is None
-    assert doctor.nvcc_version({"PATH": "", "CUDA_HOME": str(tmp_path)}) == "13.0"
+    """As torch looks for it: CUDA_HOME alone decides, and PATH comes before /usr/local/cuda."""
+    environment = program("nvcc", NVCC)
+    assert toolchain.nvcc_version(environment) == "13.0"
+    assert toolchain.nvcc(environment) == tmp_path / "bin" / "nvcc"
+    assert toolchain.nvcc(environment | {"CUDA_HOME": str(tmp_path / "other")}) is None
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        assert toolchain.nvcc_version({"PATH": "", name: str(tmp_path)}) == "13.0"
+    (tmp_path / "bin" / "nvcc").unlink()  # a folder without nvcc
+    assert toolchain.nvcc_version({"PATH": "", "CUDA_HOME": str(tmp_path)}) is None
 
 
 def test_cache(tmp_path):
@@ -238,10 +316,10 @@ def test_cache(tmp_path):
 
 
 def test_the_folder_of_caches(tmp_path):
-    assert building.caches({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "fusedops"
+    assert caches({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "fusedops"
     both = {"FUSEDOPS_CACHE": str(tmp_path / "own"), "XDG_CACHE_HOME": str(tmp_path)}
-    assert building.caches(both) == tmp_path / "own"
-    assert building.caches({}).name == "fusedops"
+    assert caches(both) == tmp_path / "own"
+    assert caches({}).name == "fusedops"
 
 
 def test_every_check_is_printed(capsys):
@@ -249,8 +327,8 @@ def test_every_check_is_printed(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert status == any(line.startswith(PROBLEM) for line in lines)
     found = [line.split()[1] for line in lines if not line.startswith(" ")]
-    checks = ["compiler", "kernels", "CPU", "threads", "OpenMP", "CUDA", "cache"]
-    assert list(dict.fromkeys(found)) == checks
+    checks = ["compiler", "headers", "ninja", "torch", "kernels", "CPU", "threads", "OpenMP"]
+    assert list(dict.fromkeys(found)) == [*checks, "CUDA", "cache"]
 
 
 @pytest.mark.parametrize(("level", "status"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])

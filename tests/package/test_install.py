@@ -16,7 +16,8 @@ FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 # What pip, build and uv call, in an interpreter where importing torch fails.
 HOOK = """
 import sys
-sys.modules["torch"] = None
+if len(sys.argv) == 3:
+    sys.modules["torch"] = None
 from setuptools import build_meta
 print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
@@ -34,12 +35,16 @@ def tree(tmp_path_factory):
     return folder
 
 
-def made(tree, hook, into, **environment):
-    command = [sys.executable, "-c", HOOK, hook, str(into)]
+def ran(tree, hook, into, *with_torch, **environment):
+    command = [sys.executable, "-c", HOOK, hook, str(into), *with_torch]
     env = {"PATH": "/usr/bin:/bin", **environment}
     run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    return into / run.stdout.splitlines()[-1]
+    return run
+
+
+def made(tree, hook, into, **environment):
+    return into / ran(tree, hook, into, **environment).stdout.splitlines()[-1]
 
 
 def test_an_sdist_has_metadata_and_sources(tree, tmp_path):
@@ -66,5 +71,69 @@ def test_a_wheel_without_a_torch_is_pure_and_can_be_compiled(tree, tmp_path):
 
 
 def test_required_kernels_fail_the_build_and_say_why(tree, tmp_path):
-    with pytest.raises(AssertionError, match="FUSEDOPS_REQUIRE=compiled: torch is not installed"):
+    with pytest.raises(AssertionError, match=r"FUSEDOPS_REQUIRE=compiled: .* has no torch"):
         made(tree, "build_wheel", tmp_path, FUSEDOPS_REQUIRE="compiled")
+
+
+def test_an_isolated_build_says_how_to_compile(tree, tmp_path):
+    """It has no torch even where one is installed: `pip install torch` would not help."""
+    printed = ran(tree, "build_wheel", tmp_path).stdout
+    assert "without its compiled part: this build environment has no torch" in printed
+    assert "Run `fusedops build` after" in printed and "--no-build-isolation" in printed
+
+
+def test_a_torch_that_cannot_be_imported_does_not_end_the_installation(tree, tmp_path):
+    broken = tmp_path / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
+    run = ran(tree, "build_wheel", tmp_path, "torch", PYTHONPATH=str(broken.parent))
+    words = "fusedops is installed without its compiled part: libcudart.so.13: cannot open"
+    assert words in run.stdout
+    with pytest.raises(AssertionError, match=r"FUSEDOPS_REQUIRE=compiled: libcudart.so.13"):
+        asked = {"PYTHONPATH": str(broken.parent), "FUSEDOPS_REQUIRE": "compiled"}
+        ran(tree, "build_wheel", tmp_path, "torch", **asked)
+
+
+def test_what_an_earlier_build_left_is_not_packaged(tree, tmp_path):
+    old = tree / "build" / "lib" / "fusedops"
+    (old / "csrc").mkdir(parents=True, exist_ok=True)
+    left = [old / "_C_torch2_9.so", old / "_C_torch2_9.json", old / "csrc" / "old.cpp"]
+    for path in left:
+        path.touch()
+    with zipfile.ZipFile(made(tree, "build_wheel", tmp_path)) as archive:
+        names = archive.namelist()
+    assert not [n for n in names if n.endswith(("old.cpp", "_C_torch2_9.so", "_C_torch2_9.json"))]
+    assert "fusedops/csrc/python.cpp" in names
+
+
+USE = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, fusedops
+    x = torch.randn(3, 8)
+    y = fusedops.functional.layer_norm(x, (8,))
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (8,)))
+    fusedops.functional.swiglu(x)
+(warning,) = [str(w.message) for w in caught if "fusedops" in str(w.message)]
+print(fusedops.__file__)
+print(warning)
+"""
+
+
+def test_pip_installs_without_a_compiler(tree, tmp_path):
+    """On a PATH without g++: one warning at the first use, and right results."""
+    pytest.importorskip("pip")
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-index", "--no-deps", "--no-compile"]
+    command = [*pip, "--no-build-isolation", "--target", str(tmp_path / "installed"), str(tree)]
+    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "there is no C++ compiler: g++ is not on PATH" in run.stdout + run.stderr
+    env["PYTHONPATH"] = str(tmp_path / "installed")
+    command = [sys.executable, "-c", USE]
+    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    file, warning = run.stdout.splitlines()
+    assert file.startswith(str(tmp_path / "installed"))
+    assert "not compiled on this machine" in warning and warning.endswith("fusedops build")

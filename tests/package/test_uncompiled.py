@@ -17,7 +17,7 @@ import torch
 from children import uncompiled_checks
 
 from fusedops import extension
-from fusedops.building import library_name
+from fusedops.toolchain import library_name
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ROOT / "tests" / "children" / "uncompiled_checks.py"
@@ -119,10 +119,7 @@ def test_a_library_in_the_package_is_used(package):
 
 
 def test_a_library_in_the_cache_is_used(package):
-    code = (
-        "import torch; from fusedops.building import cache_folder;"
-        "print(cache_folder(torch.__version__, torch.compiled_with_cxx11_abi()))"
-    )
+    code = "from fusedops.cache import installed_cache_folder; print(installed_cache_folder())"
     cache = str(package.parent / "cache")
     found = python("-c", code, cwd=package.parent, FUSEDOPS_CACHE=cache)
     library = put(Path(found.stdout.strip()))
@@ -172,8 +169,11 @@ def test_libraries_for_others_are_named(package):
     for path in package.glob("*.so"):
         path.unlink()
     (package / "_C_torch2_98.cpython-399-x86_64-linux-gnu.so").touch()
+    (package / "_C.cpython-311-x86_64-linux-gnu.so").touch()  # an older version of the package's
     python_minor = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert reason(use(package)) == f"not compiled for Python {python_minor}"
+    (package / "_C_torch2_98.cpython-399-x86_64-linux-gnu.so").unlink()
+    assert reason(use(package)) == "not compiled on this machine"
 
 
 def test_nothing_compiled_warns_once_at_the_first_use(package):
@@ -233,6 +233,7 @@ def test_required(package):
     assert "not compiled on this machine" in error and "fusedops build" in error
     run = python("-c", USE, FUSEDOPS_COMPILED="0", FUSEDOPS_REQUIRE="compiled")
     assert run.returncode == 1 and "FUSEDOPS_COMPILED=0 hides" in run.stderr
+    assert run.stderr.rstrip().endswith("Load it: unset FUSEDOPS_COMPILED")
 
 
 @pytest.mark.parametrize("name", ["FUSEDOPS_REQUIRE", "FUSEDOPS_COMPILED"])

@@ -9,7 +9,7 @@ import pytest
 
 from checks import wheel
 from checks.packages import VERSIONS, download
-from fusedops import building
+from fusedops import building, toolchain
 
 ROOT = Path(__file__).parents[2]
 CIBUILDWHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
@@ -30,12 +30,12 @@ def torches(tmp_path, monkeypatch):
 
 
 def test_each_torch_gets_a_library_of_the_same_kernels(torches, tmp_path):
-    found = building.requested_torches()
+    found = toolchain.requested_torches()
     assert [torch.folder for torch in found] == torches  # the oldest first
     steps = [*building.steps(found, tmp_path)]
     links = [step for step in steps if step.rule == "link"]
     assert [Path(step.made).name for step in links] == [
-        building.library_name(torch.version) for torch in found
+        toolchain.library_name(torch.version) for torch in found
     ]
     inputs = [set(step.sources) for step in links]
     shared = set.intersection(*inputs)

@@ -87,7 +87,10 @@ SHARED = {
 
 # From the bottom up. A module imports from its own line's name and from the lines above it.
 PYTHON = [
-    {"fusedops._C", "fusedops.building", "fusedops.exporting", "fusedops.notice"},
+    {"fusedops._C", "fusedops.exporting", "fusedops.machine", "fusedops.notice"},
+    {"fusedops.toolchain"},
+    {"fusedops.cache"},
+    {"fusedops.building"},
     {"fusedops.uncompiled"},
     {"fusedops.extension", "fusedops.allocator"},
     {"fusedops.triton"},

@@ -1,0 +1,209 @@
+"""Finds what a build needs: the sources, torch, the C++ compiler, ninja and nvcc.
+
+building.py compiles with them, `fusedops doctor` checks them, and the import names what is missing.
+At import this module needs the standard library alone. The environment variables are listed in
+building.py.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from fusedops.machine import compilers
+
+PACKAGE = Path(__file__).resolve().parent
+# An installed package has its sources inside, a checkout beside it.
+ROOT = PACKAGE if (PACKAGE / "csrc").is_dir() else PACKAGE.parent
+SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
+NO_TORCH = "torch is not installed: pip install torch"
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What a library is compiled against."""
+
+    folder: Path  # the package's, with include/ and lib/
+    version: str
+    cxx11_abi: bool = True
+    cuda: str | None = None  # the version of CUDA, where GPU kernels are compiled too
+    simt: bool = False
+
+    @classmethod
+    def installed(cls) -> "Torch":
+        import torch
+
+        cuda = cuda_to_compile_for()
+        simt = os.environ.get("FUSEDOPS_SIMT") == "1" and cuda is None
+        folder, abi = Path(torch.__file__).parent, torch.compiled_with_cxx11_abi()
+        return cls(folder, torch.__version__, abi, cuda, simt)
+
+    @classmethod
+    def unpacked(cls, folder: Path) -> "Torch":
+        """A torch package that is not imported: for CPUs. Since 2.7 all have the newer C++ ABI."""
+        found = re.search(r"^__version__ = '(.+)'$", (folder / "version.py").read_text(), re.M)
+        assert found is not None
+        return cls(folder, found[1])
+
+    @property
+    def name(self) -> str:
+        """Its minor version as file names have it: torch2_13."""
+        major, minor = self.version.split(".")[:2]
+        return f"torch{major}_{minor}"
+
+
+def library_name(torch_version: str) -> str:
+    """The file name of the library for a torch: `_C_torch2_13` and Python's suffix."""
+    return f"_C_{Torch(Path(), torch_version).name}{EXTENSION_SUFFIXES[0]}"
+
+
+def requested_torches() -> list[Torch]:
+    """FUSEDOPS_TORCHES, oldest first: the kernels are compiled with the oldest headers."""
+    asked = os.environ.get("FUSEDOPS_TORCHES")
+    folders = Path(asked).resolve().glob("*/torch") if asked else ()
+    if not (found := [Torch.unpacked(folder) for folder in folders]) and asked:
+        raise RuntimeError(f"FUSEDOPS_TORCHES: {asked} holds no folder */torch")
+    return sorted(found, key=lambda torch: [*map(int, re.findall(r"\d+", torch.version))])
+
+
+def sources(pattern: str) -> list[str]:
+    """The paths below ROOT that a pattern matches."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
+
+
+def unsupported() -> str:
+    """Why no kernel can run on this machine; empty where kernels can."""
+    if sys.platform == "linux" and os.uname().machine == "x86_64":
+        return ""
+    machine = os.uname().machine if hasattr(os, "uname") else "an unknown machine"
+    return f"kernels are for Linux on x86-64, this is {sys.platform} on {machine}"
+
+
+def unbuildable(no_torch: str = NO_TORCH) -> str:
+    """Why nothing can be compiled here; empty where it can. no_torch: the text without a torch."""
+    if reason := unsupported():
+        return reason
+    if not (ROOT / "csrc").is_dir():
+        return f"the sources are missing: there is no {ROOT / 'csrc'}"
+    try:
+        command, torches = compiler()[0], requested_torches()
+    except RuntimeError as error:
+        return str(error)
+    if not torches and importlib.util.find_spec("torch") is None:
+        return no_torch
+    if shutil.which(command) is None:
+        return f"there is no C++ compiler: {command} is not on PATH (apt-get install g++)"
+    if not python_header().exists():
+        return f"there is no {python_header()} (apt-get install {python_package()})"
+    if not ninja():
+        return "ninja is missing: pip install ninja"
+    return ""
+
+
+def compiler(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The words of CXX, or g++. Raises RuntimeError where CXX has an unclosed quote."""
+    asked = environment.get("CXX", "")
+    try:
+        return shlex.split(asked) or ["g++"]
+    except ValueError as error:
+        raise RuntimeError(f"CXX is not a command: {asked!r}: {error}") from error
+
+
+def python_header() -> Path:
+    """Where this Python's C headers should be."""
+    return Path(sysconfig.get_paths()["include"], "Python.h")
+
+
+def python_package() -> str:
+    """Debian's package with this Python's C headers."""
+    return f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+
+
+def ninja() -> list[str]:
+    """The command, from this Python's package or from PATH; empty where there is none."""
+    if importlib.util.find_spec("ninja") is not None:
+        return [sys.executable, "-m", "ninja"]
+    found = shutil.which("ninja")
+    return [found] if found else []
+
+
+def jobs_at_a_time(asked: int | None = None) -> int:
+    """How many compilers run at a time: `asked`, else MAX_JOBS, else what the machine allows."""
+    text = os.environ.get("MAX_JOBS", "") if asked is None else str(asked)
+    if not text:
+        return compilers()
+    if not text.isdecimal() or int(text) == 0:
+        name = "MAX_JOBS" if asked is None else "--jobs"
+        raise RuntimeError(f"{name} must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def nvcc(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The nvcc that torch.utils.cpp_extension finds too; None where there is none.
+
+    It is in $CUDA_HOME or $CUDA_PATH; where neither is set, on PATH, else in /usr/local/cuda.
+    """
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if not home:
+        found = shutil.which("nvcc", path=environment.get("PATH", ""))
+        home = str(Path(found).parent.parent) if found else "/usr/local/cuda"
+    path = Path(home) / "bin" / "nvcc"
+    return path if os.access(path, os.X_OK) else None
+
+
+def nvcc_version(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The CUDA release of `nvcc`, such as 13.0; None where there is none or it does not run."""
+    if (command := nvcc(environment)) is None:
+        return None
+    found = re.search(r"release (\d+\.\d+)", output([str(command), "--version"]))
+    return found[1] if found else None
+
+
+def without_cuda(torchs: str | None, toolkit: str | None) -> str:
+    """Why GPU kernels cannot be compiled, by torch's CUDA and nvcc's; empty where they can."""
+    if torchs is None:
+        return "torch is built without CUDA"
+    if toolkit is None:
+        return f"torch has CUDA {torchs}, and there is no nvcc"
+    if toolkit.split(".")[0] != torchs.split(".")[0]:
+        return f"torch has CUDA {torchs}, and nvcc is from CUDA {toolkit}"
+    return ""
+
+
+def cuda_to_compile_for() -> str | None:
+    """torch's CUDA where GPU kernels are to be compiled, else None.
+
+    FUSEDOPS_CUDA decides, else what is found. FUSEDOPS_SIMT=1 replaces GPU kernels by emulated ones
+    where there is no GPU.
+    """
+    import torch
+
+    wanted, version = os.environ.get("FUSEDOPS_CUDA", ""), torch.version.cuda
+    if wanted == "0" or (version is None and wanted != "1"):
+        return None
+    reason = without_cuda(version, nvcc_version())
+    if wanted == "1" and reason:
+        raise RuntimeError(f"FUSEDOPS_CUDA=1 needs a torch with CUDA and nvcc: {reason}")
+    if not wanted and os.environ.get("FUSEDOPS_SIMT") == "1" and not torch.cuda.is_available():
+        return None
+    if reason:
+        print(f"fusedops is compiled without GPU kernels: {reason}", flush=True)
+        return None
+    return version
+
+
+def output(command: list[str]) -> str:
+    """What a command prints; empty where it cannot run or fails."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return run.stdout
