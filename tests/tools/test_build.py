@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,8 @@ import torch
 from torch.utils import cpp_extension
 
 from checks.tree import objects
-from fusedops import extension
+from fusedops import building, extension
+from fusedops.toolchain import Torch, compiler
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +79,31 @@ def test_instruction_sets_share_no_symbol():
 
 def isa_of(path):
     return Path(path).stem.rpartition(".")[2]
+
+
+# What AVX512_BF16 adds to AVX512: conversions and products of bfloat16, products of bytes.
+BF16_INSTRUCTION = re.compile(r"\tv(?:dpbf16ps|cvtne2?ps2bf16|pdp\w+)")
+
+
+def bf16_instructions(compiled):
+    listing = ["objdump", "--disassemble", "--no-show-raw-insn", compiled]
+    return len(BF16_INSTRUCTION.findall(subprocess.check_output(listing, text=True)))
+
+
+def test_every_third_copy_has_instructions_of_its_own():
+    copies = [path for path in built() if isa_of(path) == "AVX512_BF16"]
+    assert [path.name for path in copies if not bf16_instructions(path)] == []
+
+
+@pytest.mark.parametrize("name", building.WITHOUT_BF16)
+def test_files_without_a_third_copy_need_none(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "WITHOUT_BF16", ())
+    made = f"{name.replace('/', '.')}.cpp.AVX512_BF16.o"
+    steps = building.kernels(Torch.installed(), tmp_path)
+    (step,) = [step for step in steps if step.made.endswith(made)]
+    command = [*compiler(), *shlex.split(step.flags), "-c", *step.sources, "-o", step.made]
+    subprocess.run(command, check=True)
+    assert bf16_instructions(step.made) == 0
 
 
 def mixed_symbols(objects):
