@@ -158,7 +158,8 @@ def kernels(torch: Torch, folder: Path) -> Iterator[Step]:
     version = _version_file(torch, folder)
     shared = {name: folder / name / "vec.h" for name in INSTRUCTION_SETS}
     for name, header in shared.items():
-        yield _header(_unit_file(["csrc/cpu/isa/vec.h"], header), f"{header}.gch", flags[name], version)
+        unit = _unit_file(["csrc/cpu/isa/vec.h"], header)
+        yield _header(unit, f"{header}.gch", flags[name], version)
     for source in sources("csrc/cpu/isa/**/*.cpp"):
         same = source.removeprefix("csrc/cpu/isa/").removesuffix(".cpp") in WITHOUT_BF16
         for name in [n for n in INSTRUCTION_SETS if not (same and n == "AVX512_BF16")]:
