@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fusedops import toolchain
-from fusedops.cache import cache_folder, publish
+from fusedops.cache import cache_folder, publish, work_folder
 
 ROOT = Path(__file__).parents[2]
 MODULE = """
@@ -223,6 +223,14 @@ def test_a_cache_that_cannot_be_written_is_found_before_compiling(package, tmp_p
     assert status == 1 and not printed
     assert f"cannot write to {tmp_path / 'file'}" in errors
     assert errors.endswith(". Set FUSEDOPS_CACHE to a folder that you can write to\n")
+
+
+def test_objects_are_made_among_the_caches(tmp_path, monkeypatch):
+    """The temporary folder of the system may be small, and may be in memory."""
+    monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path / "cache"))
+    with work_folder() as work:
+        assert work.is_dir() and work.is_relative_to(tmp_path / "cache")
+    assert not work.exists()
 
 
 # As on a machine where the user may not look into the cache, or has no home folder.
