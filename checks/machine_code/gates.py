@@ -61,11 +61,11 @@ class Excuse:
         return named and one.resources.spills <= self.spills
 
 
-ROWS_OF_512 = "16 rows are the least that 16-bit products take, and each warp has all their numbers"
-SEQUENCES = "sums of 64 rows by 256, and places of 64 bits beside them; under triton 3.6 alone"
-FLOAT32 = "products of float32 are unrolled multiplications, with all operands in registers"
-LOOKED_UP = "numbers of nf4 are looked up, and those of a tile arrive in registers"
-BYTES = "codes of rows that begin anywhere come one by one; under triton 3.6 alone"
+ROWS_OF_512 = "a 16-bit dot takes at least 16 rows, and each warp holds all their elements"
+SEQUENCES = "sums of 64 rows by 256, plus 64-bit positions; only under triton 3.6"
+FLOAT32 = "float32 dots are unrolled multiplications, with all operands in registers"
+LOOKED_UP = "nf4 values come from a table, and a tile's values arrive in registers"
+BYTES = "codes of unaligned rows are loaded one by one; only under triton 3.6"
 EXCUSES: tuple[Excuse, ...] = (
     Excuse("forward_kernel, attention, bf16, sequences, width = 256", "sm_90", 26, SEQUENCES),
     Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_80", 8, ROWS_OF_512),

@@ -10,17 +10,17 @@ from checks.machine_code.gates import EXCUSES, Compiled, Excuse
 
 HEAD = """# Machine code
 
-What the compilers make of every GPU kernel. `make cuda-check` writes this file, without a GPU. It
-fails where a kernel spills registers or uses local memory, and where it does not move global memory
-as its family says: 16 bytes at a time, and no oftener than it must.
+What every GPU kernel compiles to. `make cuda-check` writes this file, without a GPU. It fails if a
+kernel spills registers or uses local memory, or if it does not access global memory as its family
+requires: 16 bytes at a time, and no more often than necessary.
 
-A cell gives the values for {architectures}, or one value where they agree.
-Registers are those of a thread. Shared memory is in bytes a block, without what a CUDA launch adds.
-Spills are instructions that load or store local memory, which is in bytes a thread. Loads and
-stores are instructions that move 16 bytes of global memory, as often as they stand in the code. A
-row of Triton's stands for all tiles of a range of row lengths n, from its least value to its
-greatest; n is ragged where 16 does not divide it. Of a ragged row of a norm nothing can move 16
-bytes; of one of cross entropy all does but what lies before the first vector and after the last.
+A cell shows the values for {architectures}, or one value if they agree.
+Registers are per thread. Shared memory is in bytes per block, without what a CUDA launch adds.
+Spills are instructions that load or store local memory; local memory is in bytes per thread. Loads
+and stores are instructions that access 16 bytes of global memory, counted in the code. A Triton row
+covers all tiles for a range of row lengths n, from the lowest value to the highest; n is ragged if
+16 does not divide it. Ragged rows of a norm have no 16-byte accesses. Ragged rows of cross entropy
+use them for everything between the first aligned vector and the last.
 """
 TITLES = ("kernel", "registers", "shared", "spills", "local", "loads", "stores", "tensor cores")
 FACTS = ("registers", "shared", "spills", "local", "loads", "stores", "tensor_cores")
@@ -31,10 +31,10 @@ def document(kernels: Sequence[Compiled], excuses: Sequence[Excuse] = EXCUSES) -
     parts = [HEAD.format(architectures=" / ".join(architectures))]
     parts += [f"## {compiler}\n\n{text}\n" for compiler, text in sections(kernels).items()]
     if excuses:
-        lines = [_line("kernel", "architecture", "spills at most", "why it may")]
+        lines = [_line("kernel", "architecture", "spills at most", "reason")]
         lines += [_line("---", "---", "--:", "---")]
         lines += [_line(f"`{e.kernel}`", e.arch, str(e.spills), e.reason) for e in excuses]
-        parts += ["\n".join(["## Excused from using no local memory", "", *lines, ""])]
+        parts += ["\n".join(["## Kernels allowed to use local memory", "", *lines, ""])]
     return "\n".join(parts)
 
 
