@@ -24,7 +24,7 @@ PLACES = ["at once", "late", pytest.param("cuda", marks=needs_cuda)]
 
 
 class Device:
-    """In torch.cuda's place: streams that are queues, of which any does its next thing any time.
+    """Replaces torch.cuda: streams are queues, and any of them may run its next item at any time.
 
     A copy within `with device.stream(s)` is queued. What waits for an event stays until that is
     reached, and all else happens in an order that is drawn, some streams being slow and some fast:

@@ -20,7 +20,7 @@ def fresh():
 
 
 def frames():
-    """What Dynamo has compiled so far."""
+    """The frames that Dynamo has compiled so far."""
     return counters["frames"]["total"]
 
 

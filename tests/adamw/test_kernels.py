@@ -100,7 +100,7 @@ def test_more_groups_than_a_launch_knows(backend):
 @pytest.mark.parametrize("shape", [(5, 384), (3, 100), (4, 1024), (7, 16), (2, 3, 300)], ids=str)
 @pytest.mark.parametrize("dtype,moments,rounding", ALL, ids=str)
 def test_rows_of_blocks(backend, dtype, moments, rounding, shape):
-    """Of a sharded tensor blocks begin anew with each row; other shards have lain before it."""
+    """A sharded tensor's blocks restart with each row; other shards come before it."""
     step = step_of([(3,), shape], dtype, moments, rounding, by_rows=True, backend=backend)
     check(step, backend)
 

@@ -352,7 +352,7 @@ class TestScaling:
 
     @pytest.mark.parametrize("max_norm", [None, 1e9])
     def test_grad_scale_and_found_inf(self, place, max_norm):
-        """What GradScaler hands over lies on the device."""
+        """GradScaler's tensors are on the device."""
 
         def make(optimizer, at):
             for i in range(5):

@@ -170,7 +170,7 @@ def test_small_tensor_as_bitsandbytes_writes_it():
 
 
 class Coded(torch.Tensor):
-    """What torchao's states are: a float to look at, and no operator of torch works on it."""
+    """Like torchao's states: looks like a float, and no torch operator works on it."""
 
     @staticmethod
     def __new__(cls, codes, scale, qmap):

@@ -274,7 +274,7 @@ def test_a_block_of_bitsandbytes_with_a_bad_scale_restarts_from_zeros(name, kind
 
 
 def test_a_load_is_one_assignment(monkeypatch):
-    """What reads the optimizer in between finds it as it was, or whole."""
+    """A concurrent reader sees the optimizer before the load or after it, never in between."""
     optimizer, seen = optimizer_of("int8"), []
     other = optimizer_of("float32").state_dict()
     set_state = torch.optim.AdamW.__setstate__

@@ -141,7 +141,7 @@ HIDE = {"causal", "is_causal", "window", "bias", "attn_mask"}
 
 @st.composite
 def biases(draw: st.DrawFn, scores: tuple[int, ...], dtype: torch.dtype) -> Bias:
-    """What broadcasts to the scores."""
+    """A shape that broadcasts to the scores."""
     shape = tuple(size if draw(st.booleans()) else 1 for size in scores)
     shape = shape[draw(st.integers(0, len(shape))) :]
     kind = draw(st.sampled_from([torch.bool, dtype, F32]))
@@ -292,7 +292,7 @@ def products(kind: bool | None):
 
 
 def ours(call: Call, backend: str, bfloat16: bool | None = None) -> dict | Exception:
-    """What our function gives, or the error that it raises. bfloat16: how a CPU multiplies it."""
+    """Our function's result or error. bfloat16: how the CPU multiplies it."""
     if backend == "composite":
         return attempt(composite(OURS[call.op]), call)
     with products(bfloat16), fusedops.backend(backend), poisoned():
@@ -372,7 +372,7 @@ def broken(draw: st.DrawFn, op: str) -> Call:
 
 
 def wrong_values(name: str, call: Call) -> list[Any]:
-    """What to try in the place of a right value."""
+    """Invalid values to try in place of a valid one."""
     if name in WRONG:
         return WRONG[name]
     if name.startswith("cu_seqlens"):

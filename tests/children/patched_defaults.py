@@ -38,7 +38,7 @@ def build(model, dtype):
 
 
 def step(model):
-    """What was fused, and the tensors of a step: by name."""
+    """The fused sites and a step's tensors, by name."""
     report = fusedops.patch(model, verify={"input_ids": IDS})
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()

@@ -166,7 +166,7 @@ def stepped(rank):
 
 
 def stepped_and_kept(rank):
-    """Those that the forward computed, of a head that is gathered alone and with the model."""
+    """The logits that the forward computed, for a head gathered alone and with its model."""
     for head in (False, True):
         model = build()
         patch(model, **OTHERS, loss="keep_logits")

@@ -180,7 +180,7 @@ def results(function: Callable, call: Call, made: dict[str, Any] | None = None):
 
 
 def attempt(function, call: Call) -> dict[str, Tensor] | Exception:
-    """What a call gives, or the error that it raises at a user's mistake."""
+    """A call's result, or its error for a user's mistake."""
     try:
         return results(function, call)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -188,7 +188,7 @@ def attempt(function, call: Call) -> dict[str, Tensor] | Exception:
 
 
 def ours(call: Call, backend: str) -> dict[str, Tensor] | Exception:
-    """What our function gives on a backend, or the error that it raises."""
+    """Our function's result on a backend, or its error."""
     function = getattr(fusedops.functional, call.op)
     if backend == "composite":
         return attempt(composite(function), call)
@@ -249,7 +249,7 @@ class Rounded(TorchDispatchMode):
 
 
 class Redrawn(TorchDispatchMode):
-    """Results of 16 bits are rounded anew: from float32, up or down by chance.
+    """Rounds 16-bit results again: from float32, up or down at random.
 
     Where a formula rounds what is between its terms, the result depends on the luck of these.
     """
@@ -281,7 +281,7 @@ def _widened(t: Tensor) -> Tensor:
 def judge(
     kernel: Tensor, eager: Tensor, exact: Tensor, rounded: Callable[[], Iterator[Tensor]]
 ) -> str | None:
-    """What is wrong with `kernel`; None when `yardstick` passes it.
+    """The fault of `kernel`, as text; None if `yardstick` accepts it.
 
     Over few elements eager's error is luck: in one draw of many all roundings may cancel. So the
     yardstick measures against the largest error, element by element, of eager and of `rounded`,

@@ -29,7 +29,7 @@ def kernels(path):
 
 
 class Operators(nn.Module):
-    """Those whose outputs are tensors in every call, which AOTInductor asks for."""
+    """The functions that always return tensors, as AOTInductor requires."""
 
     def forward(self, x):
         q = x.view(2, 8, 4, 16).transpose(1, 2)
@@ -43,7 +43,7 @@ class Operators(nn.Module):
 
 
 class Layers(nn.Module):
-    """Those that return a tensor for the backward, or none where nothing has gradients."""
+    """The functions that return a tensor for the backward, or none without gradients."""
 
     def __init__(self):
         super().__init__()

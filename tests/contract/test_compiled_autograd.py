@@ -147,7 +147,7 @@ def loss_of(function, inputs):
 
 
 def gradients(function, inputs, compiled):
-    """What a backward leaves in the inputs."""
+    """The gradients that a backward leaves in the inputs."""
     loss, leaves = loss_of(function, inputs)
     with engine(compiled):
         loss.backward()
@@ -155,7 +155,7 @@ def gradients(function, inputs, compiled):
 
 
 def penalty_gradients(function, inputs, compiled):
-    """What a loss of gradients leaves in the inputs."""
+    """The gradients that a loss of gradients leaves in the inputs."""
     loss, leaves = loss_of(
         lambda *given: torch.cat([t.sin().flatten() for t in tree_leaves(function(*given))]), inputs
     )

@@ -83,7 +83,7 @@ def step(model, inputs, labels):
 
 
 def by_module(model, counts):
-    """Those of modules with weights, which alone have products.
+    """The FLOP counts of modules with weights; only these have matmuls.
 
     torch credits an activation between two linears with whatever runs in the backward from its
     gradient to that of its input, which depends on the order of the lines around it.
@@ -286,7 +286,7 @@ def test_attention_counts_what_torchs_counts(options, device):
 
 
 def packed(lengths, fake=False, **longest):
-    """What a forward and backward of sequences of these lengths counts."""
+    """The FLOP count of a forward and backward over sequences of these lengths."""
     tokens = sum(lengths) + 2  # some are padding
     q = torch.randn(tokens, 4, 8, requires_grad=True)
     k, v = (torch.randn(tokens, 2, 8, requires_grad=True) for _ in range(2))

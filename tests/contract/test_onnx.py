@@ -22,7 +22,7 @@ N = 32
 
 
 def exported(module, *inputs, opset=17):
-    """What onnxruntime, which knows no operator of ours, makes of the exported module."""
+    """The exported module's results in onnxruntime, which has none of our operators."""
     file = io.BytesIO()
     torch.onnx.export(module.eval(), inputs, file, dynamo=False, opset_version=opset)
     session = onnxruntime.InferenceSession(file.getvalue())

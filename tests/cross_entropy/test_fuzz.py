@@ -43,7 +43,7 @@ MOST = 1 << 18  # multiply-adds
 
 @dataclass(frozen=True)
 class Targets(Drawn):
-    """Class indices, a third of which is ignored where that is asked."""
+    """Class indices; if requested, a third of them is ignored."""
 
     classes: int = 1
     ignored: bool = False
@@ -130,7 +130,7 @@ def broken(draw: st.DrawFn, op: str) -> Call:
 
 
 def wrong_values(name: str, call: Call) -> list[Any]:
-    """What to try in the place of a right value."""
+    """Invalid values to try in place of a valid one."""
     wrong = {
         "reduction": ["avg", "", "MEAN", None],
         "label_smoothing": [-0.1, 1.5, math.nan, "1"],
@@ -196,7 +196,7 @@ def loss_of_terms(
     return loss.sum() / wt.sum() if reduction == "mean" else loss.sum()
 
 
-# Term by term, whose roundings `Rounded` draws anew.
+# Term by term, with roundings that `Rounded` draws again.
 OF_TERMS = {"cross_entropy": loss_of_terms, "linear_cross_entropy": product_of_terms}
 
 

@@ -78,7 +78,7 @@ def broken(draw: st.DrawFn, op: str) -> Call:
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
-    """What to try in the place of a right value."""
+    """Invalid values to try in place of a valid one."""
     if name in ("gate", "up"):
         like = arguments[name] or arguments["gate"]
         shape = like.shape

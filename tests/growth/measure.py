@@ -59,7 +59,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds. objects: those that the garbage collector tracks."""
+    """The process's memory. objects: those that the garbage collector tracks."""
 
     bytes: int
     tensors: int
@@ -116,6 +116,6 @@ def _call(call: Callable[[], None], times: int) -> None:
 
 
 def complaints(grown: dict[str, float]) -> list[str]:
-    """What grew beyond its limit, in words."""
+    """Describes everything that grew beyond its limit."""
     over = {name: grown[name] for name, limit in LIMITS.items() if grown[name] > limit}
     return [f"{value:.0f} {name} in 100 calls" for name, value in over.items()]

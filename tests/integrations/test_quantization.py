@@ -184,7 +184,7 @@ def test_routers_and_what_stays_float32(tmp_path):
     ],
 )
 def test_linears_of_routers_stay(name, router):
-    """Those in a module of this name, whatever theirs is."""
+    """Routers are the linears inside a module of this name."""
     kind = getattr(transformers, name)
     depth = {"num_layers": 2} if "Longcat" in name or "Switch" in name else {}
     config = kind.config_class(num_hidden_layers=2, **depth)

@@ -64,7 +64,7 @@ def broken(draw: st.DrawFn) -> Call:
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
-    """What to try in the place of a right value."""
+    """Invalid values to try in place of a valid one."""
     if name == "activation":
         return ["mish", "", "GELU", 1]
     like = arguments[name] or Drawn(arguments["weight"].shape[:1], arguments["weight"].dtype)
@@ -93,7 +93,7 @@ def _signs(t: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 
 
 def of_terms(dtype: torch.dtype, seed: int):
-    """The reference term by term, whose roundings `Rounded` draws anew, with z as it is stored."""
+    """The reference term by term, with roundings that `Rounded` draws again, and the stored z."""
     draw = torch.Generator().manual_seed(seed)
 
     def run(input, weight, bias=None, activation=None):

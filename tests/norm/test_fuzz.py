@@ -118,7 +118,7 @@ def calls(draw: st.DrawFn, op: str, most: int = 32768, floats: tuple = tuple(FLO
 
 @st.composite
 def keywords(draw: st.DrawFn, op: str) -> dict[str, Any]:
-    """What the functions have beyond torch's."""
+    """The functions' arguments beyond torch's."""
     found: dict[str, Any] = {}
     if "rms" in op:
         found["rounding"] = draw(st.sampled_from(["torch", "llama"]))
@@ -141,7 +141,7 @@ def broken(draw: st.DrawFn, op: str) -> Call:
 
 
 def wrong_values(name: str, value: Any, arguments: dict[str, Any]) -> list[Any]:
-    """What to try in the place of a right value."""
+    """Invalid values to try in place of a valid one."""
     if name == "normalized_shape":
         return [(), (*value, 1), (1, *value), (-1,), (*value[:-1], value[-1] + 1), (2**40,), 3, "8"]
     if name in ("weight", "bias", "x", "residual", "input"):

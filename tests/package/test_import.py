@@ -1,4 +1,4 @@
-"""`import fusedops`: which modules it loads besides torch, and that it prints nothing."""
+"""`import fusedops`: which modules it loads in addition to torch, and its silence."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ SLOW = (
 
 
 def python(*args):
-    """What a fresh interpreter prints to stdout and to stderr."""
+    """A fresh interpreter's stdout and stderr."""
     run = subprocess.run([sys.executable, *args], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout, run.stderr

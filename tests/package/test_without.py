@@ -12,7 +12,7 @@ HIDDEN = "numpy,triton,matplotlib,rich,tqdm,transformers"
 
 
 def without(packages, *command):
-    """What a module prints in a fresh interpreter, where these packages cannot be imported."""
+    """A module's output in a fresh interpreter that cannot import these packages."""
     words = [sys.executable, "tests/children/without.py", packages, *command]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

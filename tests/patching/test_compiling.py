@@ -146,7 +146,7 @@ def test_sizes_that_are_symbols(plain):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("least", "length"), [(2, 8), (2, 40), (20, 40)])
 def test_export_of_any_length(plain, least, length, strict):
-    """What is exported takes other lengths than the one that it was shown."""
+    """An exported model takes other lengths than the example's."""
     model = copy.deepcopy(plain)
     patch(model)
     sizes = {"x": {1: torch.export.Dim("length", min=least, max=10**6)}}
@@ -159,7 +159,7 @@ def test_export_of_any_length(plain, least, length, strict):
 
 
 def test_training_by_inductor(plain):
-    """Steps of other lengths, the second of which makes sizes symbols."""
+    """Steps of other lengths; the second one makes sizes symbolic."""
     model = copy.deepcopy(plain)
     patch(model)
     torch._dynamo.reset()

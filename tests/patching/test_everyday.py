@@ -123,7 +123,7 @@ def test_padding(name, side):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_packed_sequences(name):
-    """Numbers of positions that begin anew are sequences that do not see one another."""
+    """Position ids that restart separate sequences, which do not see each other."""
     model, ids = build(name), batch(name)["input_ids"][:1]
     given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])}
     wanted, grads = outputs(model, given, use_cache=False), step(model, given)
@@ -264,7 +264,7 @@ def test_dropout_comes_and_goes_with_training(name):
 
 @pytest.mark.parametrize("format", ["int8", "nf4"])
 def test_quantized(format):
-    """What patch adds around quantized layers changes nothing."""
+    """patch around quantized layers changes nothing."""
     model, other, given = build("llama"), build("llama"), batch("llama", "left")
     quantize(other, format)
     report = patch(model, quantize=format)

@@ -15,7 +15,7 @@ GEMV_ROWS = max(m for m in range(64) if _C.quantized_linear_way(m, "none", "any"
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 BACKENDS = [name for name in backends("quantized_linear") if name != "reference"]
 
-# Format: what quantize_weight is told of it.
+# Format -> quantize_weight's options.
 FORMATS = {
     "int8": ("int8", {}),
     "int8 in groups": ("int8", {"group_size": 48}),

@@ -71,7 +71,7 @@ def broken(draw: st.DrawFn) -> Call:
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
-    """What to try in the place of a right value."""
+    """Invalid values to try in place of a valid one."""
     if name not in ("x", "bias"):
         return ["mish", "", "INT8", 1]
     like = arguments[name] or Drawn((arguments["qweight"].out_features,), arguments["x"].dtype)
@@ -126,7 +126,7 @@ def compare(call: Call, found: dict | Exception) -> None:
     dtype = torch.promote_types(made["x"].dtype, torch.float32)
 
     def rounded(key):
-        """Rounded anew, in other orders, and as if nothing but what is stored were rounded."""
+        """Rounded again, in other orders, and as if only stored values were rounded."""
         for seed in range(4):
             with Rounded(dtype, seed):
                 yield results(reference, call, exactly)[key]

@@ -209,7 +209,7 @@ def test_inputs_have_the_codes_of_the_reference(backend, input_format, rows):
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("compute", [None, "exact"])
 def test_every_code_of_fp8(backend, rows, compute):
-    """A column for each of the 256 codes, of which two are NaN."""
+    """One column per code; two of the 256 codes are NaN."""
     codes = torch.zeros(256, 33, dtype=torch.uint8)
     codes[:, 32] = torch.arange(256)
     codes = codes.view(torch.float8_e4m3fn)

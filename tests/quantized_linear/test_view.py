@@ -143,7 +143,7 @@ def test_reading_what_a_weight_is_makes_no_numbers(monkeypatch):
 
 
 class Reader(nn.Module):
-    """What forwards do with the weight of a layer: they ask for its dtype, and multiply by it."""
+    """Forwards read a weight's dtype and multiply by the weight."""
 
     def __init__(self, inner):
         super().__init__()

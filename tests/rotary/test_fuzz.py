@@ -73,7 +73,7 @@ def broken(draw: st.DrawFn) -> Call:
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
-    """What to try in the place of a right value."""
+    """Invalid values to try in place of a valid one."""
     if name == "interleaved":
         return [None, "halves", 1.5]
     if name == "unsqueeze_dim":

@@ -212,7 +212,7 @@ def products(spoil=lambda result: result):
 
 
 def judged(operation):
-    """What one draw says, and what a run says."""
+    """The verdict from one draw, and from a whole run."""
     torch.manual_seed(0)
     inputs = operation.inputs((64, 512), torch.float32, CPU.device)
     answers = Answers(operation.reference, FORWARD, inputs)

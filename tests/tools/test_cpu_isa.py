@@ -63,7 +63,7 @@ def cpu_isa(wanted):
 
 @pytest.fixture(scope="module")
 def best():
-    """What the CPU has; an empty FUSEDOPS_CPU_ISA asks for nothing."""
+    """The CPU's own instruction set; an empty FUSEDOPS_CPU_ISA changes nothing."""
     return cpu_isa("").stdout.strip()
 
 

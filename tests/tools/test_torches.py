@@ -16,7 +16,7 @@ INSTALLED = Path(torch.__file__).parent
 
 
 def test_every_source_is_a_unit():
-    """Those of csrc/cpu/isa once for each instruction set, but for what bf16 does not change."""
+    """csrc/cpu/isa's files, once per instruction set, except those that bf16 leaves unchanged."""
     names = [unit.name for unit in units(INSTALLED)[1]]
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")}
     if nvcc.find() is None:
@@ -46,7 +46,7 @@ def test_the_first_error_is_reported(tmp_path):
 
 
 def test_an_ambiguous_sum_fails_on_torch_2_11(tmp_path):
-    """What kept the extension from compiling there, where a list may be sizes or names."""
+    """Code that once failed to compile there: a list may be sizes or names."""
     if not (PACKAGES / "2.11.0" / "unpacked").exists():
         pytest.skip("make torch-check downloads the headers")
     units_of_it = units(package("2.11.0", PACKAGES))[1]

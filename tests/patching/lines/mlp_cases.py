@@ -99,7 +99,7 @@ class ActivatedTwice(MLP):
 
 
 class Changed(MLP):
-    """What is activated is no fresh tensor: it may change before the product."""
+    """The activated tensor is not fresh: it may change before the product."""
 
     def forward(self, x):
         gate = self.act_fn(x)
@@ -116,7 +116,7 @@ class ChangedByUp(MLP):
 
 
 class ChangedBetween(MLP):
-    """What the dropout gave may be x itself, which changes before the product."""
+    """The dropout may return x itself, which changes before the product."""
 
     def forward(self, x):
         x = x * 1
@@ -190,7 +190,7 @@ class InnerName(MLP):
 
 
 class Finally(MLP):
-    """What is half done is seen."""
+    """A handler sees a half-done statement."""
 
     def forward(self, x):
         try:

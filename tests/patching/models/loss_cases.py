@@ -103,7 +103,7 @@ def causal_loss(
     shift_labels=None,
     **kwargs,
 ):
-    """What transformers' ForCausalLMLoss says, in the dtype of the logits."""
+    """transformers' ForCausalLMLoss, in the logits' dtype."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("any_size")
 
 
 def outputs(model, name, side=None, **more):
-    """What a model gives at the positions that are no padding."""
+    """A model's outputs at positions that are not padding."""
     given = batch(name, side)
     out = model(**given, **more)
     shown = given.get("attention_mask")
@@ -62,7 +62,7 @@ def configs(model):
 
 
 def names(model):
-    """What the modules read as the implementation."""
+    """The implementation that the modules read."""
     return {config._attn_implementation for config in configs(model)}
 
 
@@ -194,7 +194,7 @@ def parts(config):
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_files_load_without_fusedops(how):
-    """What is written names the implementation that was set."""
+    """Saved configs name the implementation that was set."""
     model = build("gemma2")
     patch(model, **ALONE)
     want = outputs(model, "gemma2")

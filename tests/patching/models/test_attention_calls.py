@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("any_size")
 
 
 class Layer(torch.nn.Module):
-    """What the functions ask of a module."""
+    """The attributes that the functions read from a module."""
 
     def __init__(self, is_causal=True, groups=2):
         super().__init__()

@@ -79,7 +79,7 @@ FOLDED = [Inline, Following, InReturn, Functional, Attribute, Turned]
 
 
 class BothUsed(Layer):
-    """What is activated is used once more."""
+    """The activated tensor is used once more."""
 
     def forward(self, x):
         hidden = self.fc1(x)
