@@ -1,4 +1,4 @@
-// What the operators share: argument checks that say what was wanted and what came.
+// What operators and kernels share: tensors, and what is told of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,6 +12,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <tuple>
 
 #include "csrc/kernels/dtype.h"
 
@@ -38,25 +39,30 @@ inline std::string describe(c10::ScalarType dtype, c10::SymIntArrayRef sizes) {
 
 inline std::string describe(const Tensor& t) { return describe(t.scalar_type(), t.sym_sizes()); }
 
-inline void check_floating(const char* op, const char* name, const Tensor& t) {
-  const auto dtype = t.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
-                  dtype == at::kDouble,
-              op, ": ", name, " must be float32, float16, bfloat16 or float64, got ", describe(t));
-}
-
-inline void check_same_device(const char* op, const char* name, const Tensor& t, const char* like,
-                              const Tensor& x) {
-  TORCH_CHECK(t.device() == x.device(), op, ": ", name, " must be on ", x.device(), " like ", like,
-              ", got ", t.device());
-}
-
 // A contiguous tensor of x's shape, whatever x's strides: `empty_like` would keep them.
 inline Tensor empty_contiguous(const Tensor& x, c10::ScalarType dtype) {
   return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype));
 }
 
 inline Tensor empty_contiguous(const Tensor& x) { return empty_contiguous(x, x.scalar_type()); }
+
+// Of tensors that may be undefined.
+template <class... T>
+std::tuple<T...> contiguous(const std::tuple<T...>& tensors) {
+  const auto of = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
+  return std::apply([&](const auto&... t) { return std::tuple<T...>(of(t)...); }, tensors);
+}
+
+// The tensors of `from` into those of `into` that are defined.
+template <class... T>
+void copy_defined(const std::tuple<T...>& into, const std::tuple<T...>& from) {
+  const auto put = [](const Tensor& to, const Tensor& t) {
+    if (to.defined()) to.copy_(t);
+  };
+  std::apply(
+      [&](const auto&... to) { std::apply([&](const auto&... t) { (put(to, t), ...); }, from); },
+      into);
+}
 
 // What the kernels are told of a tensor: its dtype, and where its rows are.
 

@@ -9,13 +9,6 @@
 
 namespace fusedops::cpu {
 
-inline Activation activation_of(std::string_view name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  return name == "silu" ? Activation::silu : Activation::none;
-}
-
 // The gradient of z, contiguous where there is an activation.
 inline Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activation activation) {
   if (activation == Activation::none) return as_rows(dy);

@@ -152,7 +152,7 @@ void adamw_scale(at::TensorList grads, const Tensor& squares, double max_norm) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("adamw_step", adamw_unpacked<adamw_step>);
+  m.impl("adamw_step", flat<adamw_step>);
   m.impl("adamw_squares", adamw_squares);
   m.impl("adamw_scale", adamw_scale);
 }

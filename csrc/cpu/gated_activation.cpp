@@ -57,42 +57,32 @@ void spread(const Args& args, void (*run)(const Args&, int64_t, int64_t)) {
   at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) { run(args, begin, end); });
 }
 
-Tensor gated_activation_forward(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
-                                std::optional<double> limit, double alpha, double up_offset) {
-  if (!has_kernel({gate, up})) {
-    return gated_activation_composite(gate, up, kind, limit, alpha, up_offset);
-  }
-  const auto y = gated_activation_outputs(gate, up, kind, limit, alpha, up_offset);
+Tensor gated_activation_forward(const GatedArguments& a) {
+  if (!has_kernel({a.gate, a.up})) return gated_activation_composite(a);
+  const auto y = gated_activation_outputs(a);
   if (y.numel() == 0) return y;
-  const GatedRows rows(gate, up);
-  spread(rows.forward(y, gated_kind(kind, limit), limit, alpha, up_offset),
-         gated_forward_rows_for_isa());
+  const GatedRows rows(a);
+  spread(rows.forward(y), gated_forward_rows_for_isa());
   return y;
 }
 
-GatedGradients gated_activation_backward(const Tensor& dy, const Tensor& gate,
-                                         const OptionalTensor& up, std::string_view kind,
-                                         std::optional<double> limit, double alpha,
-                                         double up_offset, std::array<bool, 2> output_mask) {
-  if (!has_kernel({dy, gate, up})) {
-    return gated_activation_backward_composite(dy, gate, up, kind, limit, alpha, up_offset,
-                                               output_mask);
+GatedGradients gated_activation_backward(const GatedBackwardArguments& a) {
+  if (!has_kernel({a.dy, a.forward.gate, a.forward.up})) {
+    return gated_activation_backward_composite(a);
   }
-  const auto gradients =
-      gated_activation_backward_outputs(dy, gate, up, kind, limit, alpha, up_offset, output_mask);
-  if (dy.numel() == 0) return gradients;
-  const GatedRows rows(gate, up);
-  const Rows dy_rows(dy, rows.n);
-  spread(rows.backward(dy_rows, gradients, gated_kind(kind, limit), limit, alpha, up_offset),
-         gated_backward_rows_for_isa());
+  const auto gradients = gated_activation_backward_outputs(a);
+  if (a.dy.numel() == 0) return gradients;
+  const GatedRows rows(a.forward);
+  const Rows dy_rows(a.dy, rows.n);
+  spread(rows.backward(dy_rows, gradients), gated_backward_rows_for_isa());
   return gradients;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("gated_activation_forward", gated_activation_forward);
-  m.impl("gated_activation_backward", gated_activation_backward);
+  m.impl("gated_activation_forward", flat<gated_activation_forward>);
+  m.impl("gated_activation_backward", flat<gated_activation_backward>);
 }
 
 }  // namespace fusedops::cpu

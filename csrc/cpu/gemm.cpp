@@ -2,7 +2,7 @@
 
 #include <ATen/native/CPUBlas.h>
 
-#include "csrc/ops/bfloat16.h"
+#include "csrc/ops/cpu_features.h"
 
 namespace fusedops::cpu {
 namespace {

@@ -51,21 +51,15 @@ bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
 // About 32k elements a task.
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1)); }
 
-NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
-                         const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
-                         double eps, std::string_view kind, double offset, double dropout_p,
-                         const OptionalTensor& seed) {
-  if (!has_kernel({x, residual, weight, bias})) {
-    return norm_forward_composite(x, residual, weight, bias, dims, eps, kind, offset, dropout_p,
-                                  seed);
-  }
-  auto outputs = norm_outputs(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed);
-  if (x.numel() == 0) return outputs;
-  const NormForwardTensors tensors(x, residual, outputs);
+NormForward norm_forward(const NormForwardArguments& a) {
+  if (!has_kernel({a.x, a.residual, a.weight, a.bias})) return norm_forward_composite(a);
+  auto outputs = norm_outputs(a);
+  if (a.x.numel() == 0) return outputs;
+  const NormForwardTensors tensors(a, outputs);
   const int64_t n = tensors.n;
-  const Scale scale(weight, offset, n), shift(bias, 0, n);
+  const Scale scale(a.weight, a.offset, n), shift(a.bias, 0, n);
   NormForwardArgs args;
-  tensors.describe(args, weight, eps, kind, dropout_p, seed);
+  tensors.describe(args);
   args.weight = scale.data();
   args.bias = shift.data();
   args.n = n;
@@ -81,35 +75,28 @@ int64_t chunk_count(int64_t rows, int64_t n) {
   return std::clamp<int64_t>(std::min(rows / 64, rows * n / 16384), 1, 128);
 }
 
-NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
-                           const OptionalTensor& weight, const OptionalTensor& bias,
-                           const Tensor& stats, int64_t dims, std::string_view kind, double offset,
-                           double dropout_p, const OptionalTensor& seed,
-                           std::array<bool, 4> output_mask) {
-  if (!has_kernel({dy, dh, h, weight, bias})) {
-    return norm_backward_composite(dy, dh, h, weight, bias, stats, dims, kind, offset, dropout_p,
-                                   seed, output_mask);
-  }
-  auto outputs = norm_backward_outputs(dy, dh, h, weight, bias, stats, dims, kind, offset,
-                                       dropout_p, seed, output_mask);
+NormBackward norm_backward(const NormBackwardArguments& a) {
+  const auto &dy = a.dy, &h = a.h;
+  if (!has_kernel({dy, a.dh, h, a.weight, a.bias})) return norm_backward_composite(a);
+  auto outputs = norm_backward_outputs(a);
   const auto& [dresidual, dx, dweight, dbias] = outputs;
+  const bool wants_dweight = a.output_mask[2], wants_dbias = a.output_mask[3];
   if (h.numel() == 0) {
-    if (output_mask[2]) dweight.zero_();
-    if (output_mask[3]) dbias.zero_();
+    if (wants_dweight) dweight.zero_();
+    if (wants_dbias) dbias.zero_();
     return outputs;
   }
   const bool dy_fits = dy.scalar_type() == h.scalar_type() || dy.scalar_type() == at::kFloat ||
                        h.scalar_type() == at::kFloat;
-  const NormBackwardTensors tensors(dy_fits ? dy : dy.to(at::kFloat), dh, h, stats, outputs);
+  const NormBackwardTensors tensors(a, dy_fits ? dy : dy.to(at::kFloat), outputs);
   const int64_t rows = tensors.rows, n = tensors.n;
-  const Scale scale(weight, offset, n);
+  const Scale scale(a.weight, a.offset, n);
   NormBackwardArgs args;
-  tensors.describe(args, dropout_p, seed);
+  tensors.describe(args);
   args.weight = scale.data();
   args.n = n;
   auto* const run = norm_backward_rows_for_isa();
 
-  const bool wants_dweight = output_mask[2], wants_dbias = output_mask[3];
   if (!wants_dweight && !wants_dbias) {
     at::parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) {
       run(args, begin, end, nullptr, nullptr, nullptr);
@@ -141,8 +128,8 @@ NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Ten
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("norm_forward", norm_forward);
-  m.impl("norm_backward", norm_backward);
+  m.impl("norm_forward", flat<norm_forward>);
+  m.impl("norm_backward", flat<norm_backward>);
 }
 
 }  // namespace fusedops::cpu

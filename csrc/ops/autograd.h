@@ -1,12 +1,11 @@
 // What the operators' autograd shares: the choice between kernels and ATen calls.
 #pragma once
 
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-
 #include <initializer_list>
 
 #include "csrc/common.h"
 #include "csrc/ops/node.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
 

@@ -1,4 +1,4 @@
-// Checks that several operators share.
+// Checks of arguments that several operators share: they say what was wanted and what came.
 #pragma once
 
 #include <string_view>
@@ -7,6 +7,19 @@
 #include "csrc/common.h"
 
 namespace fusedops {
+
+inline void check_floating(const char* op, const char* name, const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+                  dtype == at::kDouble,
+              op, ": ", name, " must be float32, float16, bfloat16 or float64, got ", describe(t));
+}
+
+inline void check_same_device(const char* op, const char* name, const Tensor& t, const char* like,
+                              const Tensor& x) {
+  TORCH_CHECK(t.device() == x.device(), op, ": ", name, " must be on ", x.device(), " like ", like,
+              ", got ", t.device());
+}
 
 inline void check_activation(const char* op, std::string_view activation) {
   TORCH_CHECK_VALUE(activation == "none" || activation == "relu" || activation == "gelu" ||

@@ -36,6 +36,10 @@ auto make_node() {
   }
 }
 
+// A tensor that its node saves, of the node's inputs or undefined.
+inline SavedVariable saved(const Tensor& t) { return SavedVariable(t, false); }
+inline SavedVariable saved(const OptionalTensor& t) { return saved(value_or_undefined(t)); }
+
 // The tensors that a node has saved. Each is unpacked when it is asked for: unpacking raises where
 // the tensor was changed in place, which matters only to a backward that reads it.
 class Saved {

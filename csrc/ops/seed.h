@@ -1,7 +1,10 @@
-// What the kernels are told of a dropout of a share p.
+// A dropout of a share p: its seed, and what the kernels are told.
 #pragma once
 
+#include <ATen/ops/randint.h>
+
 #include <algorithm>
+#include <limits>
 
 #include "csrc/common.h"
 #include "csrc/kernels/philox.h"
@@ -13,6 +16,12 @@ inline double dropout_scale(double p) { return p == 1 ? 0 : 1 / (1 - p); }
 
 inline uint32_t dropout_threshold(double p) {
   return static_cast<uint32_t>(std::min(p * 4294967296.0, 4294967295.0));
+}
+
+// Drawn by ATen: `torch.manual_seed` reproduces it, and nothing waits for the device.
+inline OptionalTensor draw_seed(const Tensor& x, double p) {
+  if (p == 0) return std::nullopt;
+  return at::randint(std::numeric_limits<int64_t>::max(), {}, x.options().dtype(at::kLong));
 }
 
 inline Dropout dropout_of(double p, const OptionalTensor& seed) {

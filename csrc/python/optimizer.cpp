@@ -55,16 +55,18 @@ Tensor AdamWBucket::Parameter::grad() const {
   return grad.defined() ? local(grad) : grad;
 }
 
-AdamWBucket::AdamWBucket(const std::vector<PyObject*>& params, const std::vector<PyObject*>& states,
+AdamWBucket::AdamWBucket(const std::vector<pybind11::handle>& params,
+                         const std::vector<pybind11::handle>& states,
                          const std::vector<int64_t>& kinds) {
   for (size_t i = 0; i < params.size(); ++i) {
-    Parameter p{Py_NewRef(params[i]), Py_NewRef(states[i])};
-    std::copy_n(&kinds[kKinds * i], kKinds, p.kind.begin());
+    PyObject* const state = states[i].ptr();
+    Parameter p{Py_NewRef(params[i].ptr()), Py_NewRef(state)};
+    std::copy_n(&kinds[AdamWKind::count * i], AdamWKind::count, p.kind.begin());
     const auto take = [&](const char* name, Tensor& into) {
-      PyObject* const value = PyDict_GetItemString(states[i], name);  // borrowed
+      PyObject* const value = PyDict_GetItemString(state, name);  // borrowed
       if (value == nullptr || !THPVariable_Check(value)) return;
       into = local(THPVariable_Unpack(value));
-      known_.push_back({Py_NewRef(states[i]), PyUnicode_InternFromString(name), Py_NewRef(value)});
+      known_.push_back({Py_NewRef(state), PyUnicode_InternFromString(name), Py_NewRef(value)});
     };
     take("step", p.step);
     take("exp_avg", p.exp_avg);
@@ -109,9 +111,8 @@ Tensor AdamWBucket::squares() {
     if (const auto grad = p.grad(); grad.defined()) grads.push_back(grad);
   }
   if (grads.empty()) return {};
-  static const auto op = handle<Tensor(at::TensorList)>("fusedops::adamw_squares");
   pybind11::gil_scoped_release others_go_on;
-  return op.call(grads);
+  return dispatch<"fusedops::adamw_squares", Tensor(at::TensorList)>(grads);
 }
 
 void AdamWBucket::step(const std::vector<double>& options, const std::vector<Tensor>& lrs,
@@ -122,7 +123,7 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   for (auto* list : {&params, &grads, &exp_avgs, &exp_avg_sqs, &steps}) {
     list->reserve(parameters_.size());
   }
-  kinds.reserve(kKinds * parameters_.size());
+  kinds.reserve(AdamWKind::count * parameters_.size());
   for (const auto& p : parameters_) {
     const auto grad = p.grad();
     if (!grad.defined()) continue;
@@ -131,7 +132,8 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
     steps.push_back(p.step);
     exp_avgs.push_back(p.exp_avg);
     exp_avg_sqs.push_back(p.exp_avg_sq);
-    if (options[p.kind[0] * kOptions + 6] != 0) most.push_back(p.max_exp_avg_sq);
+    const auto group = p.kind[AdamWKind::group] * AdamWOption::count;
+    if (options[group + AdamWOption::amsgrad] != 0) most.push_back(p.max_exp_avg_sq);
     if (p.exp_avg_scale.defined()) {
       scales.push_back(p.exp_avg_scale);
       scales.push_back(p.exp_avg_sq_scale);
@@ -142,10 +144,12 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   }
   if (params.empty()) return;
   if (!table_ && !params[0].is_cpu()) renew_table(false);
-  static const auto op = handle<AdamWStep>("fusedops::adamw_step");
   pybind11::gil_scoped_release others_go_on;
-  op.call(params, grads, exp_avgs, exp_avg_sqs, steps, most, scales, remainders, kinds, options,
-          lrs, seed, squares, max_grad_norm, grad_scale, found_inf, host_table_, table_);
+  dispatch<"fusedops::adamw_step", AdamWArguments::Signature>(params, grads, exp_avgs, exp_avg_sqs,
+                                                              steps, most, scales, remainders,
+                                                              kinds, options, lrs, seed, squares,
+                                                              max_grad_norm, grad_scale, found_inf,
+                                                              host_table_, table_);
 }
 
 void AdamWBucket::renew_table(bool captured) {

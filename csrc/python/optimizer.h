@@ -2,7 +2,7 @@
 // parameters.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pytypes.h>
 
 #include <array>
 #include <vector>
@@ -17,8 +17,8 @@ class AdamWBucket {
  public:
   // params: plain tensors, or DTensors, of which the local tensor is meant. states: a dict for
   // each. kinds: as AdamWArguments has them.
-  AdamWBucket(const std::vector<PyObject*>& params, const std::vector<PyObject*>& states,
-              const std::vector<int64_t>& kinds);
+  AdamWBucket(const std::vector<pybind11::handle>& params,
+              const std::vector<pybind11::handle>& states, const std::vector<int64_t>& kinds);
   ~AdamWBucket();
   AdamWBucket(const AdamWBucket&) = delete;
   AdamWBucket& operator=(const AdamWBucket&) = delete;
@@ -45,7 +45,7 @@ class AdamWBucket {
   struct Parameter {
     PyObject *owner, *state;
     Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, remainder;
-    std::array<int64_t, kKinds> kind;
+    std::array<int64_t, AdamWKind::count> kind;
 
     const Tensor& tensor() const;
     Tensor grad() const;

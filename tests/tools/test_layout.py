@@ -38,11 +38,12 @@ OPTIONAL = ON_GPUS | {"fusedops/nn", "fusedops/optim"}
 SHARED = {
     "csrc/ops": {
         "autograd.h",
-        "bfloat16.cpp",
-        "bfloat16.h",
         "checks.h",
+        "cpu_features.cpp",
+        "cpu_features.h",
         "nested.cpp",
         "node.h",
+        "operator.h",
         "seed.h",
     },
     "csrc/cpu": {"activation.h", "gemm.cpp", "gemm.h", "grain.h", "isa", "isa.cpp", "isa.h"},

@@ -246,28 +246,14 @@ void backward(const Problem& problem, const Heads& grad, const Tensor& delta,
   });
 }
 
-AttentionGradients attention_backward(const Tensor& grad, const OptionalTensor& grad_lse,
-                                      const Tensor& q, const Tensor& k, const Tensor& v,
-                                      const OptionalTensor& bias, const OptionalTensor& sinks,
-                                      const OptionalTensor& cu_seqlens_q,
-                                      const OptionalTensor& cu_seqlens_k,
-                                      const OptionalTensor& seed, const Tensor& out,
-                                      const Tensor& lse, c10::SymInt max_q, c10::SymInt max_k,
-                                      Numbers how, at::IntArrayRef window, bool bottom_right,
-                                      std::array<bool, 5> output_mask) {
-  if (!has_kernel(q)) {
-    return attention_backward_composite(grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q,
-                                        cu_seqlens_k, seed, out, lse, max_q, max_k, how, window,
-                                        bottom_right, output_mask);
-  }
-  const auto outputs = attention_backward_outputs(grad, grad_lse, q, k, v, bias, sinks,
-                                                  cu_seqlens_q, cu_seqlens_k, seed, out, lse, max_q,
-                                                  max_k, how, window, bottom_right, output_mask);
+AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
+  if (!has_kernel(a.in.q)) return attention_backward_composite(a);
+  const auto outputs = attention_backward_outputs(a);
   const auto& [dq, dk, dv, dbias, dsinks] = outputs;
-  const Problem problem(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
-                        {how, window, bottom_right});
+  const auto& lse = a.lse;
+  const Problem problem(a.in, a.numbers.options());
   const auto delta = at::zeros(lse.sizes(), lse.options());
-  if (given(grad_lse)) delta.sub_(*grad_lse);
+  if (given(a.grad_lse)) delta.sub_(*a.grad_lse);
   const auto rows = lse.contiguous();
   Gradients gradients{dq, dk, dv, {}};
   if (dbias.defined()) {
@@ -275,15 +261,15 @@ AttentionGradients attention_backward(const Tensor& grad, const OptionalTensor& 
         at::zeros({problem.batches, problem.q.heads(), problem.queries, problem.keys},
                   lse.options().dtype(at::kFloat));
   }
-  if (given(cu_seqlens_q)) {  // tokens of no sequence
+  if (given(a.in.cu_seqlens_q)) {  // tokens of no sequence
     for (const auto& t : {dq, dk, dv}) {
       if (t.defined()) t.zero_();
     }
   }
-  if (multiplies_bfloat16(q.scalar_type())) {
-    backward<BFloat16>(problem, Heads(grad), delta, gradients);
+  if (multiplies_bfloat16(a.in.q.scalar_type())) {
+    backward<BFloat16>(problem, Heads(a.grad), delta, gradients);
   } else {
-    backward<float>(problem, Heads(grad), delta, gradients);
+    backward<float>(problem, Heads(a.grad), delta, gradients);
   }
   if (dbias.defined()) dbias.copy_(gradients.scores.sum_to_size(dbias.sizes()));
   if (dsinks.defined()) {
@@ -295,6 +281,6 @@ AttentionGradients attention_backward(const Tensor& grad, const OptionalTensor& 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_backward", attention_backward); }
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_backward", flat<attention_backward>); }
 
 }  // namespace fusedops::cpu

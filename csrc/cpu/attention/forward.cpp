@@ -144,28 +144,19 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
   });
 }
 
-OutAndLse attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const OptionalTensor& bias, const OptionalTensor& sinks,
-                            const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                            const OptionalTensor& seed, c10::SymInt max_q, c10::SymInt max_k,
-                            Numbers how, at::IntArrayRef window, bool bottom_right) {
-  if (!has_kernel(q)) {
-    return attention_composite(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed, max_q, max_k,
-                               how, window, bottom_right);
-  }
-  const auto outputs = attention_outputs(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
-                                         max_q, max_k, how, window, bottom_right);
+OutAndLse attention_forward(const AttentionArguments& a) {
+  if (!has_kernel(a.in.q)) return attention_composite(a);
+  const auto outputs = attention_outputs(a);
   const auto& [out, lse] = outputs;
-  const Problem problem(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
-                        {how, window, bottom_right});
-  if (given(cu_seqlens_q)) {  // tokens of no sequence
+  const Problem problem(a.in, a.numbers.options());
+  if (given(a.in.cu_seqlens_q)) {  // tokens of no sequence
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
   }
   auto* const lses = lse.mutable_data_ptr<double>();
   if (decodes(problem)) {
     decode(problem, Heads(out), lses);
-  } else if (multiplies_bfloat16(q.scalar_type())) {
+  } else if (multiplies_bfloat16(a.in.q.scalar_type())) {
     forward<BFloat16>(problem, Heads(out), lses);
   } else {
     forward<float>(problem, Heads(out), lses);
@@ -175,6 +166,6 @@ OutAndLse attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_forward", attention_forward); }
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_forward", flat<attention_forward>); }
 
 }  // namespace fusedops::cpu

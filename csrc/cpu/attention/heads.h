@@ -54,23 +54,20 @@ struct Problem {
   std::vector<Sequence> sequences;
   int64_t batches, queries, keys;  // queries: of a row of lse
 
-  Problem(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& bias_,
-          const OptionalTensor& sinks_, const OptionalTensor& cu_seqlens_q,
-          const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed,
-          const AttentionOptions& options_)
+  Problem(const AttentionInputs& in, const AttentionOptions& options_)
       : options(options_),
-        q(q_),
-        k(k_),
-        v(v_),
-        sinks(given(sinks_) ? sinks_->to(at::kFloat).contiguous() : Tensor()),
-        dropout(dropout_of(options.dropout_p, seed)),
-        batches(q_.size(0)),
-        queries(q_.size(2)),
-        keys(k_.size(2)) {
-    if (given(bias_)) bias = bias_->expand({batches, q.heads(), queries, keys});
-    if (given(cu_seqlens_q)) {
-      add_sequences(cu_seqlens_q->to(at::kLong).contiguous(),
-                    cu_seqlens_k->to(at::kLong).contiguous());
+        q(in.q),
+        k(in.k),
+        v(in.v),
+        sinks(given(in.sinks) ? in.sinks->to(at::kFloat).contiguous() : Tensor()),
+        dropout(dropout_of(options.dropout_p, in.seed)),
+        batches(in.q.size(0)),
+        queries(in.q.size(2)),
+        keys(in.k.size(2)) {
+    if (given(in.bias)) bias = in.bias->expand({batches, q.heads(), queries, keys});
+    if (given(in.cu_seqlens_q)) {
+      add_sequences(in.cu_seqlens_q->to(at::kLong).contiguous(),
+                    in.cu_seqlens_k->to(at::kLong).contiguous());
     } else {
       for (int64_t b = 0; b < batches; ++b) {
         sequences.push_back({b, 0, queries, 0, keys, options.of(queries, keys)});

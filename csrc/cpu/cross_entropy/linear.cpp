@@ -34,19 +34,17 @@ struct Problem {
   Targets targets;
   RowFormula formula;
 
-  Problem(const Tensor& input_, const Tensor& linear_weight_, const Tensor& target_,
-          const OptionalTensor& bias, const OptionalTensor& weight,
-          const CrossEntropyOptions& options_)
+  Problem(const LinearLossInputs& in, const CrossEntropyOptions& options_)
       : options(options_),
-        live(live_rows(target_, options.ignore_index)),
-        input(of_live(input_)),
-        target(of_live(target_)),
-        linear_weight(linear_weight_),
-        linear_bias(given(bias) ? bias->to(at::kFloat) : Tensor()),
+        live(live_rows(in.target, options.ignore_index)),
+        input(of_live(in.input)),
+        target(of_live(in.target)),
+        linear_weight(in.linear_weight),
+        linear_bias(given(in.linear_bias) ? in.linear_bias->to(at::kFloat) : Tensor()),
         rows(target.numel()),
         classes(linear_weight.size(0)),
         features(linear_weight.size(1)),
-        targets("linear_cross_entropy", target, weight, classes, options.ignore_index, live),
+        targets("linear_cross_entropy", target, in.weight, classes, options.ignore_index, live),
         formula(options, targets, classes) {}
 
   Tensor of_live(const Tensor& t) const {
@@ -274,26 +272,17 @@ void make_whole_rows(const Problem& problem, const LogitProducts& products, Grad
   }
 }
 
-LinearLoss linear_cross_entropy_forward(const Tensor& input, const Tensor& linear_weight,
-                                        const Tensor& target, const OptionalTensor& linear_bias,
-                                        const OptionalTensor& weight, int64_t ignore_index,
-                                        int64_t reduction, Numbers how, c10::ScalarType dtype,
-                                        std::array<bool, 3> wanted) {
-  if (!has_kernel(input)) {
-    return linear_cross_entropy_composite(input, linear_weight, target, linear_bias, weight,
-                                          ignore_index, reduction, how, dtype, wanted);
-  }
-  const auto outputs =
-      linear_cross_entropy_outputs(input, linear_weight, target, linear_bias, weight, ignore_index,
-                                   reduction, how, dtype, wanted);
+LinearLoss linear_cross_entropy_forward(const LinearLossArguments& a) {
+  const auto& linear_weight = a.in.linear_weight;
+  if (!has_kernel(a.in.input)) return linear_cross_entropy_composite(a);
+  const auto outputs = linear_cross_entropy_outputs(a);
   const auto& [loss, lse, total, dinput, dlinear_weight, dlinear_bias] = outputs;
-  const Problem problem(input, linear_weight, target, linear_bias, weight,
-                        {ignore_index, reduction, how});
+  const Problem problem(a.in, CrossEntropyOptions(a.numbers));
   const LogitProducts products(problem.input, linear_weight, problem.linear_bias);
   std::vector<double> losses(problem.rows);
   const auto row_lse = problem.live.defined() ? at::empty({problem.rows}, lse.options()) : lse;
   auto* const lses = row_lse.mutable_data_ptr<double>();
-  if (wanted == std::array<bool, 3>{}) {
+  if (a.gradients == std::array<bool, 3>{}) {
     std::vector<LogitSums> sums(problem.rows);
     each_tile(
         problem, products, [&](const Tile& tile, const Tensor&) { tile.add_to(problem, sums); },
@@ -312,32 +301,20 @@ LinearLoss linear_cross_entropy_forward(const Tensor& input, const Tensor& linea
     if (dlinear_bias.defined()) dlinear_bias.copy_(gradients.linear_bias);
   }
   if (problem.live.defined()) problem.put(row_lse, lse);
-  if (problem.options.is(Reduction::none)) losses = problem.of_all(losses, target.numel());
+  if (problem.options.is(Reduction::none)) losses = problem.of_all(losses, a.in.target.numel());
   reduce(losses, problem.options, problem.targets.total(), loss, total);
   return outputs;
 }
 
-LinearGradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& input,
-                                              const Tensor& linear_weight, const Tensor& target,
-                                              const OptionalTensor& linear_bias,
-                                              const OptionalTensor& weight, const Tensor& lse,
-                                              const Tensor& total, int64_t ignore_index,
-                                              int64_t reduction, Numbers how,
-                                              std::array<bool, 3> output_mask) {
-  if (!has_kernel(input)) {
-    return linear_cross_entropy_backward_composite(grad, input, linear_weight, target, linear_bias,
-                                                   weight, lse, total, ignore_index, reduction, how,
-                                                   output_mask);
-  }
-  const auto outputs =
-      linear_cross_entropy_backward_outputs(grad, input, linear_weight, target, linear_bias, weight,
-                                            lse, total, ignore_index, reduction, how, output_mask);
+LinearGradients linear_cross_entropy_backward(const LinearLossBackwardArguments& a) {
+  if (!has_kernel(a.in.input)) return linear_cross_entropy_backward_composite(a);
+  const auto outputs = linear_cross_entropy_backward_outputs(a);
   const auto& [dinput, dlinear_weight, dlinear_bias] = outputs;
-  const Problem problem(input, linear_weight, target, linear_bias, weight,
-                        {ignore_index, reduction, how});
-  const LogitProducts products(problem.input, linear_weight, problem.linear_bias);
-  const RowGradients row_gradients(problem.of_live(grad), problem.options, total.item<double>());
-  const auto row_lse = problem.of_live(lse).contiguous();
+  const Problem problem(a.in, CrossEntropyOptions(a.numbers));
+  const LogitProducts products(problem.input, a.in.linear_weight, problem.linear_bias);
+  const RowGradients row_gradients(problem.of_live(a.grad), problem.options,
+                                   a.total.item<double>());
+  const auto row_lse = problem.of_live(a.lse).contiguous();
   const auto* const lses = row_lse.const_data_ptr<double>();
 
   Gradients gradients{float_zeros(dinput, problem.input.sizes()),
@@ -368,8 +345,8 @@ LinearGradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward);
-  m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward);
+  m.impl("linear_cross_entropy_forward", flat<linear_cross_entropy_forward>);
+  m.impl("linear_cross_entropy_backward", flat<linear_cross_entropy_backward>);
 }
 
 }  // namespace fusedops::cpu

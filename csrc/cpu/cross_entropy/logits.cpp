@@ -60,18 +60,14 @@ void each_row(const Tensor& input, const Function& f) {
   });
 }
 
-Loss cross_entropy_forward(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
-                           int64_t ignore_index, int64_t reduction, Numbers how,
-                           c10::ScalarType dtype, bool with_gradient) {
-  if (!has_kernel(input)) {
-    return cross_entropy_composite(input, target, weight, ignore_index, reduction, how, dtype,
-                                   with_gradient);
-  }
-  const auto outputs = cross_entropy_outputs(input, target, weight, ignore_index, reduction, how,
-                                             dtype, with_gradient);
+Loss cross_entropy_forward(const LossArguments& a) {
+  const auto& [input, target, weight] = a.in;
+  if (!has_kernel(input)) return cross_entropy_composite(a);
+  const auto outputs = cross_entropy_outputs(a);
   const auto& [loss, lse, total, dinput] = outputs;
-  const CrossEntropyOptions options(ignore_index, reduction, how);
-  const Targets targets("cross_entropy", target, weight, input.size(1), ignore_index);
+  const bool with_gradient = a.with_gradient;
+  const CrossEntropyOptions options(a.numbers);
+  const Targets targets("cross_entropy", target, weight, input.size(1), options.ignore_index);
   const RowFormula formula(options, targets, input.size(1));
   const RowGradients ones(options, targets.total());
   const LogitRows logits(input, targets, options.map);
@@ -95,21 +91,16 @@ Loss cross_entropy_forward(const Tensor& input, const Tensor& target, const Opti
   return outputs;
 }
 
-Tensor cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& target,
-                              const OptionalTensor& weight, const Tensor& lse, const Tensor& total,
-                              int64_t ignore_index, int64_t reduction, Numbers how) {
-  if (!has_kernel(input)) {
-    return cross_entropy_backward_composite(grad, input, target, weight, lse, total, ignore_index,
-                                            reduction, how);
-  }
-  const auto dinput = cross_entropy_backward_outputs(grad, input, target, weight, lse, total,
-                                                     ignore_index, reduction, how);
-  const CrossEntropyOptions options(ignore_index, reduction, how);
-  const Targets targets("cross_entropy", target, weight, input.size(1), ignore_index);
+Tensor cross_entropy_backward(const LossBackwardArguments& a) {
+  const auto& [input, target, weight] = a.in;
+  if (!has_kernel(input)) return cross_entropy_backward_composite(a);
+  const auto dinput = cross_entropy_backward_outputs(a);
+  const CrossEntropyOptions options(a.numbers);
+  const Targets targets("cross_entropy", target, weight, input.size(1), options.ignore_index);
   const RowFormula formula(options, targets, input.size(1));
-  const RowGradients gradients(grad, options, total.item<double>());
+  const RowGradients gradients(a.grad, options, a.total.item<double>());
   const LogitRows logits(input, targets, options.map);
-  const auto lses = lse.contiguous();
+  const auto lses = a.lse.contiguous();
   const auto* const lse_of = lses.const_data_ptr<double>();
   each_row(input, [&](int64_t row) {
     if (targets.ignored(row)) return logits.write_zeros(row, dinput);
@@ -121,8 +112,8 @@ Tensor cross_entropy_backward(const Tensor& grad, const Tensor& input, const Ten
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("cross_entropy_forward", cross_entropy_forward);
-  m.impl("cross_entropy_backward", cross_entropy_backward);
+  m.impl("cross_entropy_forward", flat<cross_entropy_forward>);
+  m.impl("cross_entropy_backward", flat<cross_entropy_backward>);
 }
 
 }  // namespace fusedops::cpu

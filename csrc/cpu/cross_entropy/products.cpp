@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include "csrc/ops/bfloat16.h"
+#include "csrc/ops/cpu_features.h"
 #include "csrc/ops/cross_entropy/operators.h"
 
 namespace fusedops::cpu {

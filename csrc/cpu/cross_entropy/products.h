@@ -1,5 +1,5 @@
-// The products around the logits, by torch's own: bfloat16 where csrc/ops/bfloat16.h says so, else
-// of tiles that are converted to float32.
+// The products around the logits, by torch's own: bfloat16 where csrc/ops/cpu_features.h says so,
+// else of tiles that are converted to float32.
 #pragma once
 
 #include "csrc/common.h"

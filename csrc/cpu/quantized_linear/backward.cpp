@@ -106,28 +106,18 @@ void multiply(const Tensor& dz, const Codes& w, const Tensor& dx) {
   });
 }
 
-QuantizedBackward quantized_linear_backward(const Tensor& dy, const Tensor& qweight,
-                                            const Tensor& scales, const OptionalTensor& zeros,
-                                            const OptionalTensor& z, std::string_view format,
-                                            c10::SymInt out_features, c10::SymInt in_features,
-                                            int64_t group_size, std::string_view activation,
-                                            std::string_view compute,
-                                            std::array<bool, 2> output_mask) {
-  const auto outputs =
-      quantized_linear_backward_outputs(dy, qweight, scales, zeros, z, format, out_features,
-                                        in_features, group_size, activation, compute, output_mask);
-  if (!has_kernel(dy.scalar_type()) || dy.numel() == 0) {
-    return quantized_linear_backward_composite(dy, qweight, scales, zeros, z, format, out_features,
-                                               in_features, group_size, activation, compute,
-                                               output_mask);
+QuantizedBackward quantized_linear_backward(const QuantizedBackwardArguments& a) {
+  const auto outputs = quantized_linear_backward_outputs(a);
+  if (!has_kernel(a.dy.scalar_type()) || a.dy.numel() == 0) {
+    return quantized_linear_backward_composite(a);
   }
   const auto& [dx, dbias] = outputs;
-  const auto dz = gradient_of_z(dy, z, activation_of(activation)).contiguous();
+  const auto dz = gradient_of_z(a.dy, a.z, activation_of(a.activation)).contiguous();
   if (dbias.defined()) dbias.copy_(dz.sum(0));
   if (!dx.defined() || dx.numel() == 0) return outputs;
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
-  const auto asked = compute_of(compute) == Compute::int8 ? Compute::any : compute_of(compute);
+  const auto weight = a.weight();
+  const auto compute = compute_of(a.compute);
+  const auto asked = compute == Compute::int8 ? Compute::any : compute;
   if (floating_operand(asked) == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16)) {
     multiply<BFloat16>(dz, codes_of(weight), as_rows(dx));
   } else {
@@ -137,20 +127,13 @@ QuantizedBackward quantized_linear_backward(const Tensor& dy, const Tensor& qwei
 }
 
 // A row of the weight at a time.
-Tensor dequantize_weight(const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
-                         std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
-                         int64_t group_size, c10::ScalarType dtype) {
-  if (!has_kernel(dtype) || dtype == at::kHalf) {
-    return dequantize_weight_composite(qweight, scales, zeros, format, out_features, in_features,
-                                       group_size, dtype);
-  }
-  const auto out = dequantize_weight_outputs(qweight, scales, zeros, format, out_features,
-                                             in_features, group_size, dtype);
+Tensor dequantize_weight(const DequantizeArguments& a) {
+  if (!has_kernel(a.dtype) || a.dtype == at::kHalf) return dequantize_weight_composite(a);
+  const auto out = dequantize_weight_outputs(a);
   if (out.numel() == 0) return out;
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
+  const auto weight = a.weight();
   const auto w = codes_of(weight);
-  const auto operand = dtype == at::kFloat ? Operand::float32 : Operand::bfloat16;
+  const auto operand = a.dtype == at::kFloat ? Operand::float32 : Operand::bfloat16;
   at::parallel_for(0, w.n, kGrain / w.k + 1, [&](int64_t begin, int64_t end) {
     auto* const to = static_cast<char*>(out.mutable_data_ptr()) + begin * w.k * out.element_size();
     read_codes_for_isa()(w, {begin, end - begin, 0, w.k, to, w.k, true, operand});
@@ -161,8 +144,8 @@ Tensor dequantize_weight(const Tensor& qweight, const Tensor& scales, const Opti
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("quantized_linear_backward", quantized_linear_backward);
-  m.impl("dequantize_weight", dequantize_weight);
+  m.impl("quantized_linear_backward", flat<quantized_linear_backward>);
+  m.impl("dequantize_weight", flat<dequantize_weight>);
 }
 
 }  // namespace fusedops::cpu

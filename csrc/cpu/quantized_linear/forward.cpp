@@ -271,33 +271,20 @@ void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
   });
 }
 
-QuantizedForward quantized_linear_forward(const Tensor& x, const Tensor& qweight,
-                                          const Tensor& scales, const OptionalTensor& zeros,
-                                          const OptionalTensor& bias, std::string_view format,
-                                          c10::SymInt out_features, c10::SymInt in_features,
-                                          int64_t group_size, std::string_view activation,
-                                          std::string_view input_format, std::string_view compute,
-                                          bool keep_z) {
-  if (!has_kernel(x.scalar_type())) {
-    return quantized_linear_forward_composite(x, qweight, scales, zeros, bias, format, out_features,
-                                              in_features, group_size, activation, input_format,
-                                              compute, keep_z);
-  }
-  const auto outputs =
-      quantized_linear_outputs(x, qweight, scales, zeros, bias, format, out_features, in_features,
-                               group_size, activation, input_format, compute, keep_z);
+QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
+  if (!has_kernel(a.x.scalar_type())) return quantized_linear_forward_composite(a);
+  const auto outputs = quantized_linear_outputs(a);
   const auto& [y, z] = outputs;
   if (y.numel() == 0) return outputs;
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
+  const auto weight = a.weight();
   const auto w = codes_of(weight);
-  const auto rounds = input_format_of(input_format);
-  const auto rows = as_rows(x).contiguous();
-  const Plan plan(w, rows.size(0), rounds, compute_of(compute));
+  const auto rounds = input_format_of(a.input_format);
+  const auto rows = as_rows(a.x).contiguous();
+  const Plan plan(w, rows.size(0), rounds, compute_of(a.compute));
   const Input input(rows, plan.operand, rounds);
   multiply(w, input, plan.way,
-           {as_rows(y), z.defined() ? as_rows(z) : z, activation_of(activation),
-            given(bias) ? bias->contiguous() : Tensor()});
+           {as_rows(y), z.defined() ? as_rows(z) : z, activation_of(a.activation),
+            given(a.bias) ? a.bias->contiguous() : Tensor()});
   return outputs;
 }
 
@@ -325,7 +312,7 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
 }
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("quantized_linear_forward", quantized_linear_forward);
+  m.impl("quantized_linear_forward", flat<quantized_linear_forward>);
 }
 
 }  // namespace fusedops::cpu

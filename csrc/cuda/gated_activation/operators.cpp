@@ -9,45 +9,34 @@
 namespace fusedops::cuda {
 namespace {
 
-Tensor gated_activation_forward(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
-                                std::optional<double> limit, double alpha, double up_offset) {
-  if (any_float64({gate, up})) {
-    return gated_activation_composite(gate, up, kind, limit, alpha, up_offset);
-  }
-  const auto y = gated_activation_outputs(gate, up, kind, limit, alpha, up_offset);
+Tensor gated_activation_forward(const GatedArguments& a) {
+  if (any_float64({a.gate, a.up})) return gated_activation_composite(a);
+  const auto y = gated_activation_outputs(a);
   if (y.numel() == 0) return y;
-  const OnDeviceOf device(gate);
-  const GatedRows rows(gate, up);
-  launch_gated_forward(rows.forward(y, gated_kind(kind, limit), limit, alpha, up_offset),
-                       device.stream());
+  const OnDeviceOf device(a.gate);
+  const GatedRows rows(a);
+  launch_gated_forward(rows.forward(y), device.stream());
   return y;
 }
 
-GatedGradients gated_activation_backward(const Tensor& dy, const Tensor& gate,
-                                         const OptionalTensor& up, std::string_view kind,
-                                         std::optional<double> limit, double alpha,
-                                         double up_offset, std::array<bool, 2> output_mask) {
-  if (any_float64({dy, gate, up})) {
-    return gated_activation_backward_composite(dy, gate, up, kind, limit, alpha, up_offset,
-                                               output_mask);
+GatedGradients gated_activation_backward(const GatedBackwardArguments& a) {
+  if (any_float64({a.dy, a.forward.gate, a.forward.up})) {
+    return gated_activation_backward_composite(a);
   }
-  const auto gradients =
-      gated_activation_backward_outputs(dy, gate, up, kind, limit, alpha, up_offset, output_mask);
-  if (dy.numel() == 0) return gradients;
-  const OnDeviceOf device(gate);
-  const GatedRows rows(gate, up);
-  const Rows dy_rows(dy, rows.n);
-  launch_gated_backward(rows.backward(dy_rows, gradients, gated_kind(kind, limit), limit, alpha,
-                                      up_offset),
-                        device.stream());
+  const auto gradients = gated_activation_backward_outputs(a);
+  if (a.dy.numel() == 0) return gradients;
+  const OnDeviceOf device(a.forward.gate);
+  const GatedRows rows(a.forward);
+  const Rows dy_rows(a.dy, rows.n);
+  launch_gated_backward(rows.backward(dy_rows, gradients), device.stream());
   return gradients;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
-  m.impl("gated_activation_forward", gated_activation_forward);
-  m.impl("gated_activation_backward", gated_activation_backward);
+  m.impl("gated_activation_forward", flat<gated_activation_forward>);
+  m.impl("gated_activation_backward", flat<gated_activation_backward>);
 }
 
 }  // namespace fusedops::cuda

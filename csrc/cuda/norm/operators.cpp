@@ -23,27 +23,23 @@ Tensor contiguous(const OptionalTensor& t) { return given(t) ? t->contiguous() :
 
 Dtype dtype_or(const Tensor& t, Dtype otherwise) { return t.defined() ? dtype_of(t) : otherwise; }
 
-NormForward norm_forward(const Tensor& x, const OptionalTensor& residual,
-                         const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
-                         double eps, std::string_view kind, double offset, double dropout_p,
-                         const OptionalTensor& seed) {
-  auto outputs = norm_outputs(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed);
-  if (x.numel() == 0) return outputs;
+NormForward norm_forward(const NormForwardArguments& a) {
+  auto outputs = norm_outputs(a);
+  if (a.x.numel() == 0) return outputs;
   const int64_t rows = std::get<2>(outputs).size(1);
-  if (!has_kernel(rows, x.numel() / rows, {x, residual, weight, bias})) {
-    return norm_forward_composite(x, residual, weight, bias, dims, eps, kind, offset, dropout_p,
-                                  seed);
+  if (!has_kernel(rows, a.x.numel() / rows, {a.x, a.residual, a.weight, a.bias})) {
+    return norm_forward_composite(a);
   }
-  const OnDeviceOf device(x);
-  const NormForwardTensors tensors(x, residual, outputs);
-  const Tensor scale = contiguous(weight), shift = contiguous(bias);
+  const OnDeviceOf device(a.x);
+  const NormForwardTensors tensors(a, outputs);
+  const Tensor scale = contiguous(a.weight), shift = contiguous(a.bias);
   NormForwardArgs args;
-  tensors.describe(args, weight, eps, kind, dropout_p, seed);
+  tensors.describe(args);
   args.weight = data_or_null(scale);
   args.bias = data_or_null(shift);
   args.n = static_cast<int>(tensors.n);
   args.per_n = 1.0 / static_cast<double>(tensors.n);
-  args.offset = static_cast<float>(offset);
+  args.offset = static_cast<float>(a.offset);
   args.weight_dtype = dtype_or(scale, args.x_dtype);
   args.bias_dtype = dtype_or(shift, args.x_dtype);
   launch_norm_forward(args, device.stream());
@@ -62,39 +58,35 @@ void sum_partials(const NormBackwardArgs& args, int64_t chunks, const Tensor& dw
   launch_norm_sums(args.partials, chunks, args.n, totals, device.stream());
 }
 
-NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
-                           const OptionalTensor& weight, const OptionalTensor& bias,
-                           const Tensor& stats, int64_t dims, std::string_view kind, double offset,
-                           double dropout_p, const OptionalTensor& seed,
-                           std::array<bool, 4> output_mask) {
-  auto outputs = norm_backward_outputs(dy, dh, h, weight, bias, stats, dims, kind, offset,
-                                       dropout_p, seed, output_mask);
+NormBackward norm_backward(const NormBackwardArguments& a) {
+  auto outputs = norm_backward_outputs(a);
   const auto& [dresidual, dx, dweight, dbias] = outputs;
-  if (h.numel() == 0) {
-    if (output_mask[2]) dweight.zero_();
-    if (output_mask[3]) dbias.zero_();
+  const bool wants_dweight = a.output_mask[2], wants_dbias = a.output_mask[3];
+  if (a.h.numel() == 0) {
+    if (wants_dweight) dweight.zero_();
+    if (wants_dbias) dbias.zero_();
     return outputs;
   }
-  if (!has_kernel(stats.size(1), h.numel() / stats.size(1), {dy, dh, h, weight, bias})) {
-    return norm_backward_composite(dy, dh, h, weight, bias, stats, dims, kind, offset, dropout_p,
-                                   seed, output_mask);
+  const int64_t rows = a.stats.size(1);
+  if (!has_kernel(rows, a.h.numel() / rows, {a.dy, a.dh, a.h, a.weight, a.bias})) {
+    return norm_backward_composite(a);
   }
-  const OnDeviceOf device(h);
-  const NormBackwardTensors tensors(dy, dh, h, stats, outputs);
-  const Tensor scale = contiguous(weight);
+  const OnDeviceOf device(a.h);
+  const NormBackwardTensors tensors(a, a.dy, outputs);
+  const Tensor scale = contiguous(a.weight);
   NormBackwardArgs args;
-  tensors.describe(args, dropout_p, seed);
+  tensors.describe(args);
   args.weight = data_or_null(scale);
   args.n = static_cast<int>(tensors.n);
   args.per_n = 1.0 / static_cast<double>(tensors.n);
-  args.offset = static_cast<float>(offset);
+  args.offset = static_cast<float>(a.offset);
   args.weight_dtype = dtype_or(scale, args.h_dtype);
-  args.wants_dweight = output_mask[2];
-  args.wants_dbias = output_mask[3];
-  const int64_t sums = output_mask[2] + output_mask[3], chunks = norm_chunks(args);
+  args.wants_dweight = wants_dweight;
+  args.wants_dbias = wants_dbias;
+  const int64_t sums = wants_dweight + wants_dbias, chunks = norm_chunks(args);
   const Tensor partials =
       sums == 0 ? Tensor()
-                : at::empty({chunks, sums, tensors.n}, stats.options().dtype(at::kFloat));
+                : at::empty({chunks, sums, tensors.n}, a.stats.options().dtype(at::kFloat));
   args.partials = static_cast<float*>(mutable_data_or_null(partials));
   launch_norm_backward(args, device.stream());
   if (sums != 0) sum_partials(args, chunks, dweight, dbias, device);
@@ -104,8 +96,8 @@ NormBackward norm_backward(const Tensor& dy, const OptionalTensor& dh, const Ten
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
-  m.impl("norm_forward", norm_forward);
-  m.impl("norm_backward", norm_backward);
+  m.impl("norm_forward", flat<norm_forward>);
+  m.impl("norm_backward", flat<norm_backward>);
 }
 
 }  // namespace fusedops::cuda

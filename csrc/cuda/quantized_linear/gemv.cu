@@ -86,13 +86,12 @@ __device__ __forceinline__ bool a_scale_a_row(const GemvArgs& a) {
   return (kFormat == WeightFormat::int8 || kFormat == WeightFormat::fp8) && a.groups == 1;
 }
 
-__device__ __forceinline__ float activated(float z, GemvActivation activation) {
+__device__ __forceinline__ float activated(float z, Activation activation) {
   switch (activation) {
-    case GemvActivation::relu: return z < 0 ? 0 : z;  // a NaN stays
-    case GemvActivation::gelu: return 0.5f * z * erfcf(z * -0.70710678f);
-    case GemvActivation::gelu_tanh:
-      return z / (1 + expf(-1.5957691f * (z + 0.044715f * z * z * z)));
-    case GemvActivation::silu: return z / (1 + expf(-z));
+    case Activation::relu: return z < 0 ? 0 : z;  // a NaN stays
+    case Activation::gelu: return 0.5f * z * erfcf(z * -0.70710678f);
+    case Activation::gelu_tanh: return z / (1 + expf(-1.5957691f * (z + 0.044715f * z * z * z)));
+    case Activation::silu: return z / (1 + expf(-z));
     default: return z;
   }
 }

@@ -3,13 +3,12 @@
 
 #include <cstdint>
 
+#include "csrc/kernels/linear.h"
 #include "csrc/kernels/quantized_linear.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
 namespace fusedops::cuda {
-
-enum class GemvActivation : uint8_t { none, relu, gelu, gelu_tanh, silu };
 
 struct GemvArgs {
   const void* x;  // [rows, k], the rows x_stride elements apart
@@ -26,7 +25,7 @@ struct GemvArgs {
   const void* bias;  // [n] or null
   void *y, *z;       // [rows, n]; z or null
   Dtype dtype;       // of bias, y and z
-  GemvActivation activation;
+  Activation activation;
   int parts;        // among how many blocks a row's depth is split
   float* partials;  // [parts, rows, n] where they are several
 };

@@ -12,13 +12,6 @@
 namespace fusedops::cuda {
 namespace {
 
-GemvActivation activation_of(std::string_view name) {
-  if (name == "relu") return GemvActivation::relu;
-  if (name == "gelu") return GemvActivation::gelu;
-  if (name == "gelu_tanh") return GemvActivation::gelu_tanh;
-  return name == "silu" ? GemvActivation::silu : GemvActivation::none;
-}
-
 int64_t rows_of(const Tensor& x) {
   return x.dim() == 0 ? 0 : c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
 }
@@ -35,7 +28,7 @@ std::pair<Tensor, Tensor> quantized(const Rows& x, int64_t rows, int64_t k, Inpu
 }
 
 void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& bias,
-              InputFormat rounds, GemvActivation activation, const QuantizedForward& outputs) {
+              InputFormat rounds, Activation activation, const QuantizedForward& outputs) {
   const auto& [y, z] = outputs;
   const OnDeviceOf device(x);
   const int64_t n = w.n.expect_int(), k = w.k.expect_int(), rows = y.numel() / n;
@@ -72,38 +65,22 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
   launch_gemv(args, device.stream());
 }
 
-QuantizedForward quantized_linear_forward(const Tensor& x, const Tensor& qweight,
-                                          const Tensor& scales, const OptionalTensor& zeros,
-                                          const OptionalTensor& bias, std::string_view format,
-                                          c10::SymInt out_features, c10::SymInt in_features,
-                                          int64_t group_size, std::string_view activation,
-                                          std::string_view input_format, std::string_view compute,
-                                          bool keep_z) {
-  if (x.scalar_type() == at::kDouble) {
-    return quantized_linear_forward_composite(x, qweight, scales, zeros, bias, format, out_features,
-                                              in_features, group_size, activation, input_format,
-                                              compute, keep_z);
+QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
+  if (a.x.scalar_type() == at::kDouble) return quantized_linear_forward_composite(a);
+  if (gpu_way(rows_of(a.x), a.input_format, a.compute) != GpuWay::gemv) {
+    return quantized_linear_tiles(a);
   }
-  if (gpu_way(rows_of(x), input_format, compute) != GpuWay::gemv) {
-    static const auto op =
-        handle<decltype(quantized_linear_outputs)>("fusedops::quantized_linear_tiles");
-    return op.call(x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
-                   activation, input_format, compute, keep_z);
-  }
-  const auto outputs =
-      quantized_linear_outputs(x, qweight, scales, zeros, bias, format, out_features, in_features,
-                               group_size, activation, input_format, compute, keep_z);
+  const auto outputs = quantized_linear_outputs(a);
   if (std::get<0>(outputs).numel() == 0) return outputs;
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
-  multiply(x, weight, bias, input_format_of(input_format), activation_of(activation), outputs);
+  multiply(a.x, a.weight(), a.bias, input_format_of(a.input_format), activation_of(a.activation),
+           outputs);
   return outputs;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
-  m.impl("quantized_linear_forward", quantized_linear_forward);
+  m.impl("quantized_linear_forward", flat<quantized_linear_forward>);
 }
 
 }  // namespace fusedops::cuda

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "csrc/kernels/adamw.h"
+#include "csrc/ops/operator.h"
 #include "csrc/common.h"
 
 namespace fusedops {
@@ -15,12 +16,16 @@ namespace fusedops {
 // The arguments of adamw_step, whose schema is in schema.cpp. A list is of all tensors, or of those
 // that have such a thing, in order.
 struct AdamWArguments {
+  using Signature = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                         at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                         at::IntArrayRef, at::ArrayRef<double>, at::TensorList, int64_t, Opt,
+                         double, Opt, Opt, Opt, Opt);
   at::TensorList params, grads, exp_avgs, exp_avg_sqs, steps;
   at::TensorList max_exp_avg_sqs;  // of tensors in groups with amsgrad, float32
   at::TensorList scales;           // of int8 moments: exp_avg's and exp_avg_sq's, float32 [blocks]
   at::TensorList remainders;       // of Rounding::remainder, int16
-  at::IntArrayRef kinds;           // kKinds of a tensor
-  at::ArrayRef<double> options;    // kOptions of a group
+  at::IntArrayRef kinds;           // AdamWKind's of a tensor
+  at::ArrayRef<double> options;    // AdamWOption's of a group
   at::TensorList lrs;              // of each group, a scalar on the device; or none
   int64_t seed;
   const OptionalTensor& squares;  // float64 [kSquareParts]: their sum is the squared norm
@@ -29,38 +34,19 @@ struct AdamWArguments {
   const OptionalTensor &host_table, &table;      // uint8: a device's table, kept between steps
 };
 
-// Its group, its Rounding, and AdamWTensor's index, row (0: the tensor) and first_key.
-constexpr int kKinds = 5;
+// Numbers of a tensor: its group, its Rounding, and AdamWTensor's index, row (0: the tensor) and
+// first_key.
+struct AdamWKind {
+  enum : int64_t { group, rounding, index, row, first_key, count };
+};
 
-// lr, beta1, beta2, eps, weight_decay, maximize, amsgrad
-constexpr int kOptions = 7;
-
-using AdamWStep = void(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                       at::TensorList exp_avg_sqs, at::TensorList steps,
-                       at::TensorList max_exp_avg_sqs, at::TensorList scales,
-                       at::TensorList remainders, at::IntArrayRef kinds,
-                       at::ArrayRef<double> options, at::TensorList lrs, int64_t seed,
-                       const OptionalTensor& squares, double max_grad_norm,
-                       const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                       const OptionalTensor& host_table, const OptionalTensor& table);
+// Numbers of a group.
+struct AdamWOption {
+  enum : int64_t { lr, beta1, beta2, eps, weight_decay, maximize, amsgrad, count };
+};
 
 // A device's table: the AdamWTensors, and behind them as many bytes, for what a kernel counts.
 constexpr int64_t kTableTail = 16;
-
-// Takes what the dispatcher passes to a kernel that takes AdamWArguments.
-template <auto kernel>
-void adamw_unpacked(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                    at::TensorList exp_avg_sqs, at::TensorList steps,
-                    at::TensorList max_exp_avg_sqs, at::TensorList scales,
-                    at::TensorList remainders, at::IntArrayRef kinds, at::ArrayRef<double> options,
-                    at::TensorList lrs, int64_t seed, const OptionalTensor& squares,
-                    double max_grad_norm, const OptionalTensor& grad_scale,
-                    const OptionalTensor& found_inf, const OptionalTensor& host_table,
-                    const OptionalTensor& table) {
-  kernel(AdamWArguments{params, grads, exp_avgs, exp_avg_sqs, steps, max_exp_avg_sqs, scales,
-                        remainders, kinds, options, lrs, seed, squares, max_grad_norm, grad_scale,
-                        found_inf, host_table, table});
-}
 
 // schema.cpp: also the Meta kernels.
 

@@ -69,9 +69,9 @@ void adamw_check(const AdamWArguments& a) {
   check_count("exp_avgs", count, a.exp_avgs.size());
   check_count("exp_avg_sqs", count, a.exp_avg_sqs.size());
   check_count("steps", count, a.steps.size());
-  check_count("kinds", kKinds * count, a.kinds.size());
-  const auto groups = static_cast<int64_t>(a.options.size() / kOptions);
-  check_count("options", groups * kOptions, a.options.size());
+  check_count("kinds", AdamWKind::count * count, a.kinds.size());
+  const auto groups = static_cast<int64_t>(a.options.size() / AdamWOption::count);
+  check_count("options", groups * AdamWOption::count, a.options.size());
   if (!a.lrs.empty()) check_count("lrs", groups, a.lrs.size());
   size_t with_amsgrad = 0, with_scales = 0, with_remainder = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -85,8 +85,9 @@ void adamw_check(const AdamWArguments& a) {
     check_like("exp_avgs", a.exp_avgs[i], param, a.exp_avgs[i].scalar_type());
     check_like("exp_avg_sqs", a.exp_avg_sqs[i], param, square_dtype(a.exp_avgs[i]));
     check_scalar("steps", a.steps[i], param);
-    const auto kind = a.kinds.slice(kKinds * i, kKinds);
-    const auto group = kind[0], rounding = kind[1], row = kind[3] == 0 ? param.numel() : kind[3];
+    const auto kind = a.kinds.slice(AdamWKind::count * i, AdamWKind::count);
+    const auto group = kind[AdamWKind::group], rounding = kind[AdamWKind::rounding];
+    const auto row = kind[AdamWKind::row] == 0 ? param.numel() : kind[AdamWKind::row];
     TORCH_CHECK(0 <= group && group < groups, kOp, ": kinds must name one of ", groups,
                 " groups, got ", group);
     TORCH_CHECK(0 <= rounding && rounding <= 2 && (rounding < 2 || dtype == at::kBFloat16), kOp,
@@ -94,7 +95,7 @@ void adamw_check(const AdamWArguments& a) {
                 " with ", describe(param));
     TORCH_CHECK(row == param.numel() || (row > 0 && param.numel() % row == 0), kOp,
                 ": kinds must name a row that divides ", describe(param), ", got ", row);
-    if (a.options[group * kOptions + 6] != 0) {
+    if (a.options[group * AdamWOption::count + AdamWOption::amsgrad] != 0) {
       TORCH_CHECK(with_amsgrad < a.max_exp_avg_sqs.size(), kOp,
                   ": max_exp_avg_sqs must have one of each tensor with amsgrad, got ",
                   a.max_exp_avg_sqs.size());
@@ -153,7 +154,7 @@ TORCH_LIBRARY_FRAGMENT(fusedops, m) {
 }
 
 TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
-  m.impl("adamw_step", adamw_unpacked<adamw_check>);
+  m.impl("adamw_step", flat<adamw_check>);
   m.impl("adamw_squares", adamw_squares_output);
   m.impl("adamw_scale", adamw_scale_check);
 }

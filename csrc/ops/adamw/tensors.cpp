@@ -41,11 +41,15 @@ Tensor AdamWTable::laid_out(const Tensor& t, bool as_is, bool written) {
 }
 
 AdamWTable::AdamWTable(const AdamWArguments& a) {
-  groups.reserve(a.options.size() / kOptions);
-  for (size_t i = 0; i < a.options.size(); i += kOptions) {
+  using Option = AdamWOption;
+  groups.reserve(a.options.size() / Option::count);
+  for (size_t i = 0; i < a.options.size(); i += Option::count) {
     const auto* const o = &a.options[i];
-    const auto* const lr = a.lrs.empty() ? nullptr : a.lrs[i / kOptions].const_data_ptr<float>();
-    groups.push_back({o[0], o[1], o[2], o[3], o[4], lr, o[5] != 0, o[6] != 0});
+    const auto* const lr =
+        a.lrs.empty() ? nullptr : a.lrs[i / Option::count].const_data_ptr<float>();
+    groups.push_back({o[Option::lr], o[Option::beta1], o[Option::beta2], o[Option::eps],
+                      o[Option::weight_decay], lr, o[Option::maximize] != 0,
+                      o[Option::amsgrad] != 0});
   }
 
   tensors.reserve(a.params.size());
@@ -55,10 +59,10 @@ AdamWTable::AdamWTable(const AdamWArguments& a) {
     const auto *const param = &a.params[i], *const grad = &a.grads[i];
     const auto *const m = &a.exp_avgs[i], *const v = &a.exp_avg_sqs[i];
     AdamWTensor row{};
-    const auto kind = a.kinds.slice(kKinds * i, kKinds);
-    row.group = static_cast<int32_t>(kind[0]);
-    row.rounding = static_cast<Rounding>(kind[1]);
-    row.index = kind[2];
+    const auto kind = a.kinds.slice(AdamWKind::count * i, AdamWKind::count);
+    row.group = static_cast<int32_t>(kind[AdamWKind::group]);
+    row.rounding = static_cast<Rounding>(kind[AdamWKind::rounding]);
+    row.index = kind[AdamWKind::index];
     row.moments = moments_of(*m);
     const Tensor* const most =
         groups[row.group].amsgrad ? &a.max_exp_avg_sqs[with_amsgrad++] : param;
@@ -80,8 +84,8 @@ AdamWTable::AdamWTable(const AdamWArguments& a) {
     }
     row.step = a.steps[i].mutable_data_ptr<float>();
     row.numel = param->numel();
-    row.row = kind[3] == 0 ? row.numel : kind[3];
-    row.first_key = kind[4];
+    row.row = kind[AdamWKind::row] == 0 ? row.numel : kind[AdamWKind::row];
+    row.first_key = kind[AdamWKind::first_key];
     row.dtype = dtype_of(*param);
     row.first_block = first_block;
     first_block += blocks_of(row);

@@ -116,10 +116,8 @@ struct Scores {
 
 }  // namespace
 
-OutAndLse attention_formula(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const OptionalTensor& bias, const OptionalTensor& sinks,
-                            const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                            const OptionalTensor& seed, const AttentionOptions& options) {
+OutAndLse attention_formula(const AttentionInputs& in, const AttentionOptions& options) {
+  const auto& [q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed] = in;
   const auto wide = accumulation_dtype(q.scalar_type());
   const auto keys = repeated(k.to(wide), q.sym_size(1));
   const auto values = repeated(v.to(wide), q.sym_size(1));
@@ -130,28 +128,16 @@ OutAndLse attention_formula(const Tensor& q, const Tensor& k, const Tensor& v,
   return {at::matmul(p, values).to(q.scalar_type()), lse.squeeze(-1).to(at::kDouble)};
 }
 
-OutAndLse attention_composite(const Tensor& q, const Tensor& k, const Tensor& v,
-                              const OptionalTensor& bias, const OptionalTensor& sinks,
-                              const OptionalTensor& cu_seqlens_q,
-                              const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed,
-                              c10::SymInt max_q, c10::SymInt max_k, Numbers how,
-                              at::IntArrayRef window, bool bottom_right) {
-  const auto outputs = attention_outputs(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
-                                         max_q, max_k, how, window, bottom_right);
-  const auto [out, lse] = attention_formula(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
-                                            {how, window, bottom_right});
-  std::get<0>(outputs).copy_(out);
-  std::get<1>(outputs).copy_(lse);
+OutAndLse attention_composite(const AttentionArguments& a) {
+  const auto outputs = attention_outputs(a);
+  copy_defined(outputs, attention_formula(a.in, a.numbers.options()));
   return outputs;
 }
 
 AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor& grad_lse,
-                                       const Tensor& q, const Tensor& k, const Tensor& v,
-                                       const OptionalTensor& bias, const OptionalTensor& sinks,
-                                       const OptionalTensor& cu_seqlens_q,
-                                       const OptionalTensor& cu_seqlens_k,
-                                       const OptionalTensor& seed, const AttentionOptions& options,
+                                       const AttentionInputs& in, const AttentionOptions& options,
                                        std::array<bool, 5> output_mask) {
+  const auto& [q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed] = in;
   const auto wide = accumulation_dtype(q.scalar_type());
   const auto queries = q.to(wide), g = grad.to(wide);
   const auto keys = repeated(k.to(wide), q.sym_size(1));
@@ -186,27 +172,10 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
   return {dq, dk, dv, dbias, dsinks};
 }
 
-AttentionGradients attention_backward_composite(
-    const Tensor& grad, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const OptionalTensor& bias, const OptionalTensor& sinks,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seed, const Tensor& out, const Tensor& lse, c10::SymInt max_q,
-    c10::SymInt max_k, Numbers how, at::IntArrayRef window, bool bottom_right,
-    std::array<bool, 5> output_mask) {
-  const auto outputs = attention_backward_outputs(grad, grad_lse, q, k, v, bias, sinks,
-                                                  cu_seqlens_q, cu_seqlens_k, seed, out, lse, max_q,
-                                                  max_k, how, window, bottom_right, output_mask);
-  const auto found =
-      attention_gradients(grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed,
-                          {how, window, bottom_right}, output_mask);
-  const auto put = [](const Tensor& into, const Tensor& of) {
-    if (into.defined()) into.copy_(of);
-  };
-  put(std::get<0>(outputs), std::get<0>(found));
-  put(std::get<1>(outputs), std::get<1>(found));
-  put(std::get<2>(outputs), std::get<2>(found));
-  put(std::get<3>(outputs), std::get<3>(found));
-  put(std::get<4>(outputs), std::get<4>(found));
+AttentionGradients attention_backward_composite(const AttentionBackwardArguments& a) {
+  const auto outputs = attention_backward_outputs(a);
+  copy_defined(outputs,
+               attention_gradients(a.grad, a.grad_lse, a.in, a.numbers.options(), a.output_mask));
   return outputs;
 }
 

@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "csrc/kernels/attention.h"
+#include "csrc/ops/operator.h"
 #include "csrc/common.h"
 
 namespace fusedops {
@@ -25,20 +26,6 @@ struct AttentionOptions {
   double scale, softcap, dropout_p;  // softcap 0: none
   int64_t left, right;               // -1: open
   bool bottom_right;                 // the last query sees the last key
-
-  AttentionOptions() = default;
-  AttentionOptions(double scale, double softcap, double dropout_p, int64_t left, int64_t right,
-                   bool bottom_right)
-      : scale(scale),
-        softcap(softcap),
-        dropout_p(dropout_p),
-        left(std::min(left, kWidest)),
-        right(std::min(right, kWidest)),
-        bottom_right(bottom_right) {}
-  // Those of a kernel operator.
-  AttentionOptions(Numbers how, at::IntArrayRef window, bool bottom_right)
-      : AttentionOptions(how.at(0), how.at(1), how.at(2), window.at(0), window.at(1),
-                         bottom_right) {}
 
   std::array<double, 3> how() const { return {scale, softcap, dropout_p}; }
   std::array<int64_t, 2> window() const { return {left, right}; }
@@ -57,58 +44,67 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
                     std::optional<c10::SymInt> max_seqlen_q,
                     std::optional<c10::SymInt> max_seqlen_k, bool top_left);
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// The tensors of a call but for its outputs.
+struct AttentionInputs {
+  const Tensor &q, &k, &v;
+  const OptionalTensor &bias, &sinks, &cu_seqlens_q, &cu_seqlens_k, &seed;
+};
 
-void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
-                     const OptionalTensor& sinks, const OptionalTensor& cu_seqlens_q,
-                     const OptionalTensor& cu_seqlens_k);
+// The options as the schemas have them.
+struct AttentionNumbers {
+  c10::SymInt max_q, max_k;
+  Numbers how;
+  at::IntArrayRef window;
+  bool bottom_right;
+
+  AttentionOptions options() const {
+    return {how.at(0),
+            how.at(1),
+            how.at(2),
+            std::min(window.at(0), kWidest),
+            std::min(window.at(1), kWidest),
+            bottom_right};
+  }
+};
 
 // out [B, Hq, Sq, Dv], which lies in memory as [B, Sq, Hq, Dv], and lse [B, Hq, Sq].
-OutAndLse attention_outputs(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const OptionalTensor& bias, const OptionalTensor& sinks,
-                            const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                            const OptionalTensor& seed, c10::SymInt max_q, c10::SymInt max_k,
-                            Numbers how, at::IntArrayRef window, bool bottom_right);
+struct AttentionArguments {
+  using Signature = OutAndLse(In, In, In, Opt, Opt, Opt, Opt, Opt, c10::SymInt, c10::SymInt,
+                              Numbers, at::IntArrayRef, bool);
+  AttentionInputs in;
+  AttentionNumbers numbers;
+};
 
 // The gradients that were asked for; the others are undefined. Those of q, k and v lie in memory as
 // out does.
-AttentionGradients attention_backward_outputs(
-    const Tensor& grad, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const OptionalTensor& bias, const OptionalTensor& sinks,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seed, const Tensor& out, const Tensor& lse, c10::SymInt max_q,
-    c10::SymInt max_k, Numbers how, at::IntArrayRef window, bool bottom_right,
-    std::array<bool, 5> output_mask);
+struct AttentionBackwardArguments {
+  using Signature = AttentionGradients(In, Opt, In, In, In, Opt, Opt, Opt, Opt, Opt, In, In,
+                                       c10::SymInt, c10::SymInt, Numbers, at::IntArrayRef, bool,
+                                       std::array<bool, 5>);
+  const Tensor& grad;
+  const OptionalTensor& grad_lse;
+  AttentionInputs in;
+  const Tensor &out, &lse;
+  AttentionNumbers numbers;
+  std::array<bool, 5> output_mask;
+};
+
+// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+
+void attention_check(const AttentionInputs& in);
+OutAndLse attention_outputs(const AttentionArguments& a);
+AttentionGradients attention_backward_outputs(const AttentionBackwardArguments& a);
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order, with all scores in
 // memory.
 
-OutAndLse attention_formula(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const OptionalTensor& bias, const OptionalTensor& sinks,
-                            const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                            const OptionalTensor& seed, const AttentionOptions& options);
-
+OutAndLse attention_formula(const AttentionInputs& in, const AttentionOptions& options);
 AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor& grad_lse,
-                                       const Tensor& q, const Tensor& k, const Tensor& v,
-                                       const OptionalTensor& bias, const OptionalTensor& sinks,
-                                       const OptionalTensor& cu_seqlens_q,
-                                       const OptionalTensor& cu_seqlens_k,
-                                       const OptionalTensor& seed, const AttentionOptions& options,
+                                       const AttentionInputs& in, const AttentionOptions& options,
                                        std::array<bool, 5> output_mask);
 
 // As the kernel operators.
-OutAndLse attention_composite(const Tensor& q, const Tensor& k, const Tensor& v,
-                              const OptionalTensor& bias, const OptionalTensor& sinks,
-                              const OptionalTensor& cu_seqlens_q,
-                              const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed,
-                              c10::SymInt max_q, c10::SymInt max_k, Numbers how,
-                              at::IntArrayRef window, bool bottom_right);
-AttentionGradients attention_backward_composite(
-    const Tensor& grad, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const OptionalTensor& bias, const OptionalTensor& sinks,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seed, const Tensor& out, const Tensor& lse, c10::SymInt max_q,
-    c10::SymInt max_k, Numbers how, at::IntArrayRef window, bool bottom_right,
-    std::array<bool, 5> output_mask);
+OutAndLse attention_composite(const AttentionArguments& a);
+AttentionGradients attention_backward_composite(const AttentionBackwardArguments& a);
 
 }  // namespace fusedops

@@ -70,9 +70,8 @@ void check_sequences(const char* name, const Tensor& cu_seqlens, const c10::SymI
 
 }  // namespace
 
-void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
-                     const OptionalTensor& sinks, const OptionalTensor& cu_seqlens_q,
-                     const OptionalTensor& cu_seqlens_k) {
+void attention_check(const AttentionInputs& in) {
+  const auto& [q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed] = in;
   check_floating(kOp, "q", q);
   TORCH_CHECK(q.dim() == 4, kOp, ": q must be [batch, heads, queries, width], got ", describe(q));
   check_heads("k", k, q, true);
@@ -102,33 +101,26 @@ void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   TORCH_CHECK(!given(bias), kOp, ": bias does not go with cu_seqlens, got ", describe(*bias));
 }
 
-OutAndLse attention_outputs(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const OptionalTensor& bias, const OptionalTensor& sinks,
-                            const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                            const OptionalTensor&, c10::SymInt, c10::SymInt, Numbers,
-                            at::IntArrayRef, bool) {
-  attention_check(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k);
+OutAndLse attention_outputs(const AttentionArguments& a) {
+  const auto& [q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed] = a.in;
+  attention_check(a.in);
   const auto rows = q.sym_sizes().slice(0, 3);
   return {empty_heads(q, q.sym_size(1), v.sym_size(3)),
           at::empty_symint(rows, q.options().dtype(at::kDouble))};
 }
 
-AttentionGradients attention_backward_outputs(
-    const Tensor& grad, const OptionalTensor& grad_lse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const OptionalTensor& bias, const OptionalTensor& sinks,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, const OptionalTensor&,
-    const Tensor& out, const Tensor& lse, c10::SymInt, c10::SymInt, Numbers, at::IntArrayRef, bool,
-    std::array<bool, 5> output_mask) {
-  attention_check(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k);
-  TORCH_CHECK(grad.sym_sizes().equals(out.sym_sizes()) &&
-                  (!given(grad_lse) || grad_lse->sym_sizes().equals(lse.sym_sizes())),
-              "attention_backward: grad must be like out, ", describe(out), ", got ",
-              describe(grad));
+AttentionGradients attention_backward_outputs(const AttentionBackwardArguments& a) {
+  attention_check(a.in);
+  TORCH_CHECK(a.grad.sym_sizes().equals(a.out.sym_sizes()) &&
+                  (!given(a.grad_lse) || a.grad_lse->sym_sizes().equals(a.lse.sym_sizes())),
+              "attention_backward: grad must be like out, ", describe(a.out), ", got ",
+              describe(a.grad));
   const auto like = [](bool wanted, const OptionalTensor& t) {
     return wanted && given(t) ? empty_contiguous(*t) : Tensor();
   };
-  return {gradient_of(output_mask[0], q), gradient_of(output_mask[1], k),
-          gradient_of(output_mask[2], v), like(output_mask[3], bias), like(output_mask[4], sinks)};
+  const auto& wanted = a.output_mask;
+  return {gradient_of(wanted[0], a.in.q), gradient_of(wanted[1], a.in.k),
+          gradient_of(wanted[2], a.in.v), like(wanted[3], a.in.bias), like(wanted[4], a.in.sinks)};
 }
 
 }  // namespace fusedops

@@ -3,7 +3,6 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
-#include <torch/library.h>
 
 #include <cmath>
 
@@ -14,11 +13,11 @@
 namespace fusedops {
 namespace {
 
-Loss forward(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
-             const CrossEntropyOptions& options, c10::ScalarType dtype, bool with_gradient) {
-  static const auto op = handle<decltype(cross_entropy_outputs)>("fusedops::cross_entropy_forward");
-  return op.call(input, target, weight, options.ignore_index, options.reduction, options.how(),
-                 dtype, with_gradient);
+Loss forward(const LossInputs& in, const CrossEntropyOptions& options, c10::ScalarType dtype,
+             bool with_gradient) {
+  return dispatch<"fusedops::cross_entropy_forward", LossArguments::Signature>(
+      in.input, in.target, in.weight, options.ignore_index, options.reduction, options.how(), dtype,
+      with_gradient);
 }
 
 // Keeps the logits, or the gradient that the forward has made.
@@ -49,33 +48,28 @@ struct CrossEntropyNode {
     const auto input = saved[kInput], target = saved[kTarget];
     const auto weight = optional(saved[kWeight]);
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      return cross_entropy_gradient(grad, input, target, weight, options);
+      return cross_entropy_gradient(grad, {input, target, weight}, options);
     }
-    static const auto op =
-        handle<decltype(cross_entropy_backward_outputs)>("fusedops::cross_entropy_backward");
-    return op.call(grad, input, target, weight, saved[kLse], saved[kTotal], options.ignore_index,
-                   options.reduction, options.how());
+    return dispatch<"fusedops::cross_entropy_backward", LossBackwardArguments::Signature>(
+        grad, input, target, weight, saved[kLse], saved[kTotal], options.ignore_index,
+        options.reduction, options.how());
   }
 };
 
-Tensor with_gradient(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
-                     const CrossEntropyOptions& options, c10::ScalarType dtype,
-                     bool grad_in_forward) {
-  const bool made = grad_in_forward && may_make_gradient(input.scalar_type());
+Tensor with_gradient(const LossInputs& in, const CrossEntropyOptions& options,
+                     c10::ScalarType dtype, bool grad_in_forward) {
+  const bool made = grad_in_forward && may_make_gradient(in.input.scalar_type());
   const auto node = make_node<FusedNode<CrossEntropyNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(input));
-  const auto [loss, lse, total, dinput] = [&] {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return forward(input, target, weight, options, dtype, made);
-  }();
+  node->set_next_edges(torch::autograd::collect_next_edges(in.input));
+  const auto [loss, lse, total, dinput] =
+      below_autograd([&] { return forward(in, options, dtype, made); });
   torch::autograd::set_history(loss, node);
   node->backward = {options, made};
-  node->saved[CrossEntropyNode::kInput] = SavedVariable(made ? dinput : input, false);
-  if (made) return loss;
-  node->saved[CrossEntropyNode::kTarget] = SavedVariable(target, false);
-  node->saved[CrossEntropyNode::kWeight] = SavedVariable(value_or_undefined(weight), false);
-  node->saved[CrossEntropyNode::kLse] = SavedVariable(lse, false);
-  node->saved[CrossEntropyNode::kTotal] = SavedVariable(total, false);
+  if (made) {
+    node->saved[CrossEntropyNode::kInput] = saved(dinput);
+  } else {
+    node->saved = {saved(in.input), saved(in.target), saved(in.weight), saved(lse), saved(total)};
+  }
   return loss;
 }
 
@@ -95,29 +89,23 @@ Tensor classes_last(const Tensor& input) {
   return last.flatten(0, -2);
 }
 
-Tensor of_rows(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
-               const CrossEntropyOptions& options, bool grad_in_forward, c10::ScalarType dtype) {
-  if (needs_gradient({input})) {
-    return with_gradient(input, target, weight, options, dtype, grad_in_forward);
+// The loss is float32 or more.
+struct WideLoss {
+  template <class Arguments>
+  static void apply(Arguments& args, c10::ScalarType, c10::DeviceType) {
+    auto& dtype = std::get<std::optional<c10::ScalarType>>(args);
+    dtype = dtype.value_or(accumulation_dtype(std::get<0>(args).scalar_type()));
   }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return std::get<0>(forward(input, target, weight, options, dtype, false));
-}
+};
 
-c10::ScalarType autocast_dtype(const Tensor& input, std::optional<c10::ScalarType> dtype) {
-  return dtype.value_or(accumulation_dtype(input.scalar_type()));
-}
-
-Tensor cross_entropy_autocast(const Tensor& input, const Tensor& target,
-                              const OptionalTensor& weight, int64_t ignore_index,
-                              std::string_view reduction, double label_smoothing, double z_loss,
-                              std::optional<double> softcap, std::optional<double> scale,
-                              bool grad_in_forward, std::optional<c10::ScalarType> dtype) {
-  const c10::impl::ExcludeDispatchKeyGuard off(c10::autocast_dispatch_keyset);
-  static const auto op = handle<decltype(cross_entropy)>("fusedops::cross_entropy");
-  return op.call(input, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
-                 scale, grad_in_forward, autocast_dtype(input, dtype));
-}
+// As F.linear's product, and a loss of that.
+struct WideLossOfProduct {
+  template <class Arguments>
+  static void apply(Arguments& args, c10::ScalarType to, c10::DeviceType device) {
+    Casts<0, 1, 3>::apply(args, to, device);
+    WideLoss::apply(args, to, device);
+  }
+};
 
 }  // namespace
 
@@ -146,72 +134,52 @@ Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTe
                      bool grad_in_forward, std::optional<c10::ScalarType> dtype) {
   const CrossEntropyOptions options("cross_entropy", ignore_index, reduction, label_smoothing,
                                     z_loss, softcap, scale);
-  cross_entropy_check("cross_entropy", input, input.sym_sizes(), target, weight, dtype);
+  const LossInputs in{input, target, weight};
+  cross_entropy_check("cross_entropy", in, input.sym_sizes(), dtype);
   const bool indices = target.scalar_type() == at::kLong;
   const auto rows = indices ? classes_last(input) : input;
   if (!indices || rows.dim() != 2 || !has_kernel(rows, target, weight)) {
-    return cross_entropy_formula(input, target, weight, options, dtype);
+    return cross_entropy_formula(in, options, dtype);
   }
-  const auto loss = of_rows(rows, as_vector(target), weight, options, grad_in_forward,
-                            dtype.value_or(input.scalar_type()));
+  const auto targets = as_vector(target);
+  const LossInputs of_rows{rows, targets, weight};
+  const auto to = dtype.value_or(input.scalar_type());
+  const auto loss =
+      needs_gradient({rows})
+          ? with_gradient(of_rows, options, to, grad_in_forward)
+          : std::get<0>(below_autograd([&] { return forward(of_rows, options, to, false); }));
   return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
 }
 
-TORCH_LIBRARY_FRAGMENT(fusedops, m) {
-  const std::vector<at::Tag> pure{at::Tag::pt2_compliant_tag};
-  m.def("cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int ignore_index=-100,"
-        " str reduction='mean', float label_smoothing=0.0, *, float z_loss=0.0,"
-        " float? softcap=None, float? scale=None, bool grad_in_forward=False,"
-        " ScalarType? dtype=None) -> Tensor",
-        pure);
-  m.def("linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *,"
-        " Tensor? linear_bias=None, Tensor? weight=None, int ignore_index=-100,"
-        " str reduction='mean', float label_smoothing=0.0, float z_loss=0.0,"
-        " float? softcap=None, float? scale=None, ScalarType? dtype=None) -> Tensor",
-        pure);
-  m.def("cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index,"
-        " int reduction, float[] how, ScalarType dtype, bool with_gradient)"
-        " -> (Tensor loss, Tensor lse, Tensor total, Tensor dinput)",
-        pure);
-  m.def("cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight,"
-        " Tensor lse, Tensor total, int ignore_index, int reduction, float[] how) -> Tensor",
-        pure);
-  m.def("linear_cross_entropy_forward(Tensor input, Tensor linear_weight, Tensor target,"
-        " Tensor? linear_bias, Tensor? weight, int ignore_index, int reduction, float[] how,"
-        " ScalarType dtype, bool[3] gradients) -> (Tensor loss, Tensor lse, Tensor total,"
-        " Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
-        pure);
-  m.def("linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor linear_weight,"
-        " Tensor target, Tensor? linear_bias, Tensor? weight, Tensor lse, Tensor total,"
-        " int ignore_index, int reduction, float[] how, bool[3] output_mask)"
-        " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
-        pure);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutograd, m) {
-  m.impl("cross_entropy", cross_entropy);
-}
-
-// Under vmap the same: it then sees ATen calls, not an operator to loop over.
-TORCH_LIBRARY_IMPL(fusedops, FuncTorchBatched, m) { m.impl("cross_entropy", cross_entropy); }
-
-TORCH_LIBRARY_IMPL(fusedops, AutocastCPU, m) { m.impl("cross_entropy", cross_entropy_autocast); }
-
-TORCH_LIBRARY_IMPL(fusedops, AutocastCUDA, m) { m.impl("cross_entropy", cross_entropy_autocast); }
-
-TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) {
-  m.impl("cross_entropy_forward", cross_entropy_composite);
-  m.impl("cross_entropy_backward", cross_entropy_backward_composite);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
-  m.impl("cross_entropy_forward", cross_entropy_outputs);
-  m.impl("cross_entropy_backward", cross_entropy_backward_outputs);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, Autograd, m) {
-  m.impl("cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
-}
+const Operators operators([](Operators& o) {
+  o.add_public<cross_entropy, WideLoss>(
+      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int ignore_index=-100,"
+      " str reduction='mean', float label_smoothing=0.0, *, float z_loss=0.0,"
+      " float? softcap=None, float? scale=None, bool grad_in_forward=False,"
+      " ScalarType? dtype=None) -> Tensor");
+  o.add_public<linear_cross_entropy, WideLossOfProduct>(
+      "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *,"
+      " Tensor? linear_bias=None, Tensor? weight=None, int ignore_index=-100,"
+      " str reduction='mean', float label_smoothing=0.0, float z_loss=0.0,"
+      " float? softcap=None, float? scale=None, ScalarType? dtype=None) -> Tensor");
+  o.add_kernel("cross_entropy_forward(Tensor input, Tensor target, Tensor? weight,"
+               " int ignore_index, int reduction, float[] how, ScalarType dtype,"
+               " bool with_gradient) -> (Tensor loss, Tensor lse, Tensor total, Tensor dinput)",
+               flat<cross_entropy_outputs>, flat<cross_entropy_composite>);
+  o.add_kernel("cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight,"
+               " Tensor lse, Tensor total, int ignore_index, int reduction, float[] how) -> Tensor",
+               flat<cross_entropy_backward_outputs>, flat<cross_entropy_backward_composite>);
+  o.add_kernel("linear_cross_entropy_forward(Tensor input, Tensor linear_weight, Tensor target,"
+               " Tensor? linear_bias, Tensor? weight, int ignore_index, int reduction,"
+               " float[] how, ScalarType dtype, bool[3] gradients) -> (Tensor loss, Tensor lse,"
+               " Tensor total, Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
+               flat<linear_cross_entropy_outputs>, flat<linear_cross_entropy_composite>);
+  o.add_kernel("linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor linear_weight,"
+               " Tensor target, Tensor? linear_bias, Tensor? weight, Tensor lse, Tensor total,"
+               " int ignore_index, int reduction, float[] how, bool[3] output_mask)"
+               " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
+               flat<linear_cross_entropy_backward_outputs>,
+               flat<linear_cross_entropy_backward_composite>);
+});
 
 }  // namespace fusedops

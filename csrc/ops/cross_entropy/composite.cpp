@@ -57,9 +57,9 @@ std::tuple<Tensor, Tensor> kept(const Tensor& z, const Tensor& target, const Opt
 
 }  // namespace
 
-Tensor cross_entropy_formula(const Tensor& input, const Tensor& target,
-                             const OptionalTensor& weight, const CrossEntropyOptions& options,
+Tensor cross_entropy_formula(const LossInputs& in, const CrossEntropyOptions& options,
                              std::optional<c10::ScalarType> dtype) {
+  const auto& [input, target, weight] = in;
   const auto wide = accumulation_dtype(input.scalar_type());
   const auto z = mapped(input.to(wide), options.map);
   const auto indices = target.scalar_type() == at::kByte ? target.to(at::kLong) : target;
@@ -72,8 +72,9 @@ Tensor cross_entropy_formula(const Tensor& input, const Tensor& target,
                                                      : dtype.value_or(input.scalar_type()));
 }
 
-Tensor cross_entropy_gradient(const Tensor& grad, const Tensor& input, const Tensor& target,
-                              const OptionalTensor& weight, const CrossEntropyOptions& options) {
+Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
+                              const CrossEntropyOptions& options) {
+  const auto& [input, target, weight] = in;
   const auto wide = accumulation_dtype(input.scalar_type());
   const auto z = mapped(input.to(wide), options.map);
   const auto w = target_weight(target, weight, options.ignore_index, wide);
@@ -95,73 +96,49 @@ Tensor cross_entropy_gradient(const Tensor& grad, const Tensor& input, const Ten
   return dx.to(input.scalar_type());
 }
 
-LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const Tensor& input,
-                                               const Tensor& linear_weight, const Tensor& target,
-                                               const OptionalTensor& linear_bias,
-                                               const OptionalTensor& weight,
+LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearLossInputs& in,
                                                const CrossEntropyOptions& options,
                                                std::array<bool, 3> output_mask) {
   if (output_mask == std::array<bool, 3>{}) return {};
-  const auto logits = at::linear(input, linear_weight, linear_bias);
-  const auto dlogits = cross_entropy_gradient(grad, logits, target, weight, options);
-  return {output_mask[0] ? at::mm(dlogits, linear_weight) : Tensor(),
-          output_mask[1] ? at::mm(dlogits.t(), input) : Tensor(),
-          output_mask[2] && given(linear_bias) ? dlogits.sum(0) : Tensor()};
+  const auto logits = at::linear(in.input, in.linear_weight, in.linear_bias);
+  const auto dlogits = cross_entropy_gradient(grad, {logits, in.target, in.weight}, options);
+  return {output_mask[0] ? at::mm(dlogits, in.linear_weight) : Tensor(),
+          output_mask[1] ? at::mm(dlogits.t(), in.input) : Tensor(),
+          output_mask[2] && given(in.linear_bias) ? dlogits.sum(0) : Tensor()};
 }
 
-Loss cross_entropy_composite(const Tensor& input, const Tensor& target,
-                             const OptionalTensor& weight, int64_t ignore_index, int64_t reduction,
-                             Numbers how, c10::ScalarType dtype, bool with_gradient) {
-  cross_entropy_outputs(input, target, weight, ignore_index, reduction, how, dtype, with_gradient);
-  const CrossEntropyOptions options(ignore_index, reduction, how);
-  const auto loss = cross_entropy_formula(input, target, weight, options, dtype);
+Loss cross_entropy_composite(const LossArguments& a) {
+  cross_entropy_outputs(a);
+  const CrossEntropyOptions options(a.numbers);
+  const auto& [input, target, weight] = a.in;
+  const auto loss = cross_entropy_formula(a.in, options, a.dtype);
   const auto z = mapped(input.to(accumulation_dtype(input.scalar_type())), options.map);
   const auto [lse, total] = kept(z, target, weight, options);
   Tensor dinput;
-  if (with_gradient) {
-    dinput = cross_entropy_gradient(at::ones_like(loss), input, target, weight, options);
-  }
+  if (a.with_gradient) dinput = cross_entropy_gradient(at::ones_like(loss), a.in, options);
   return {loss, lse, total, dinput};
 }
 
-Tensor cross_entropy_backward_composite(const Tensor& grad, const Tensor& input,
-                                        const Tensor& target, const OptionalTensor& weight,
-                                        const Tensor& lse, const Tensor& total,
-                                        int64_t ignore_index, int64_t reduction, Numbers how) {
-  cross_entropy_backward_outputs(grad, input, target, weight, lse, total, ignore_index, reduction,
-                                 how);
-  return cross_entropy_gradient(grad, input, target, weight, {ignore_index, reduction, how})
-      .contiguous();
+Tensor cross_entropy_backward_composite(const LossBackwardArguments& a) {
+  cross_entropy_backward_outputs(a);
+  return cross_entropy_gradient(a.grad, a.in, CrossEntropyOptions(a.numbers)).contiguous();
 }
 
-LinearLoss linear_cross_entropy_composite(const Tensor& input, const Tensor& linear_weight,
-                                          const Tensor& target, const OptionalTensor& linear_bias,
-                                          const OptionalTensor& weight, int64_t ignore_index,
-                                          int64_t reduction, Numbers how, c10::ScalarType dtype,
-                                          std::array<bool, 3> gradients) {
-  linear_cross_entropy_outputs(input, linear_weight, target, linear_bias, weight, ignore_index,
-                               reduction, how, dtype, gradients);
-  const auto logits = at::linear(input, linear_weight, linear_bias);
+LinearLoss linear_cross_entropy_composite(const LinearLossArguments& a) {
+  linear_cross_entropy_outputs(a);
+  const auto logits = at::linear(a.in.input, a.in.linear_weight, a.in.linear_bias);
   const auto [loss, lse, total, none] =
-      cross_entropy_composite(logits, target, weight, ignore_index, reduction, how, dtype, false);
+      cross_entropy_composite({{logits, a.in.target, a.in.weight}, a.numbers, a.dtype, false});
   const auto [dinput, dweight, dbias] =
-      linear_cross_entropy_gradients(at::ones_like(loss), input, linear_weight, target, linear_bias,
-                                     weight, {ignore_index, reduction, how}, gradients);
+      linear_cross_entropy_gradients(at::ones_like(loss), a.in, CrossEntropyOptions(a.numbers),
+                                     a.gradients);
   return {loss, lse, total, dinput, dweight, dbias};
 }
 
-LinearGradients linear_cross_entropy_backward_composite(
-    const Tensor& grad, const Tensor& input, const Tensor& linear_weight, const Tensor& target,
-    const OptionalTensor& linear_bias, const OptionalTensor& weight, const Tensor& lse,
-    const Tensor& total, int64_t ignore_index, int64_t reduction, Numbers how,
-    std::array<bool, 3> output_mask) {
-  linear_cross_entropy_backward_outputs(grad, input, linear_weight, target, linear_bias, weight,
-                                        lse, total, ignore_index, reduction, how, output_mask);
-  const auto [dinput, dweight, dbias] =
-      linear_cross_entropy_gradients(grad, input, linear_weight, target, linear_bias, weight,
-                                     {ignore_index, reduction, how}, output_mask);
-  const auto contiguous = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  return {contiguous(dinput), contiguous(dweight), contiguous(dbias)};
+LinearGradients linear_cross_entropy_backward_composite(const LinearLossBackwardArguments& a) {
+  linear_cross_entropy_backward_outputs(a);
+  return contiguous(
+      linear_cross_entropy_gradients(a.grad, a.in, CrossEntropyOptions(a.numbers), a.output_mask));
 }
 
 }  // namespace fusedops

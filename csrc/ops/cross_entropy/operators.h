@@ -13,6 +13,7 @@
 
 #include "csrc/common.h"
 #include "csrc/kernels/cross_entropy.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
 
@@ -20,6 +21,12 @@ using Numbers = c10::ArrayRef<double>;
 using Loss = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, lse, total, dinput
 using LinearGradients = std::tuple<Tensor, Tensor, Tensor>;
 using LinearLoss = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// The options as the schemas have them.
+struct LossNumbers {
+  int64_t ignore_index, reduction;
+  Numbers how;
+};
 
 // The options beside tensors.
 struct CrossEntropyOptions {
@@ -33,12 +40,12 @@ struct CrossEntropyOptions {
                       double label_smoothing, double z_loss, std::optional<double> softcap,
                       std::optional<double> scale);
   // Those of a kernel operator.
-  CrossEntropyOptions(int64_t ignore_index, int64_t reduction, Numbers how)
-      : ignore_index(ignore_index),
-        reduction(reduction),
-        label_smoothing(how.at(0)),
-        z_loss(how.at(1)),
-        map{how.at(2), how.at(3)} {}
+  explicit CrossEntropyOptions(const LossNumbers& numbers)
+      : ignore_index(numbers.ignore_index),
+        reduction(numbers.reduction),
+        label_smoothing(numbers.how.at(0)),
+        z_loss(numbers.how.at(1)),
+        map{numbers.how.at(2), numbers.how.at(3)} {}
 
   static auto fields(auto& self) {
     return std::tie(self.ignore_index, self.reduction, self.label_smoothing, self.z_loss,
@@ -66,79 +73,86 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                             double label_smoothing, double z_loss, std::optional<double> softcap,
                             std::optional<double> scale, std::optional<c10::ScalarType> dtype);
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
-
-// Raises where target and weight do not go with logits of this dtype and shape, or there is no
-// loss of this dtype.
-void cross_entropy_check(const char* op, const Tensor& input, c10::SymIntArrayRef logits,
-                         const Tensor& target, const OptionalTensor& weight,
-                         std::optional<c10::ScalarType> dtype);
-
-void linear_cross_entropy_check(const Tensor& input, const Tensor& linear_weight,
-                                const Tensor& target, const OptionalTensor& linear_bias,
-                                const OptionalTensor& weight, std::optional<c10::ScalarType> dtype);
+// The tensors of a call but for its outputs.
+struct LossInputs {
+  const Tensor &input, &target;
+  const OptionalTensor& weight;
+};
+struct LinearLossInputs {
+  const Tensor &input, &linear_weight, &target;
+  const OptionalTensor &linear_bias, &weight;
+};
 
 // loss [] or [rows] in dtype, lse, total, and with_gradient dinput [rows, C] over the gradient of
 // the loss.
-Loss cross_entropy_outputs(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
-                           int64_t ignore_index, int64_t reduction, Numbers how,
-                           c10::ScalarType dtype, bool with_gradient);
+struct LossArguments {
+  using Signature = Loss(In, In, Opt, int64_t, int64_t, Numbers, c10::ScalarType, bool);
+  LossInputs in;
+  LossNumbers numbers;
+  c10::ScalarType dtype;
+  bool with_gradient;
+};
 
 // dinput [rows, C]. grad is the loss's.
-Tensor cross_entropy_backward_outputs(const Tensor& grad, const Tensor& input, const Tensor& target,
-                                      const OptionalTensor& weight, const Tensor& lse,
-                                      const Tensor& total, int64_t ignore_index, int64_t reduction,
-                                      Numbers how);
+struct LossBackwardArguments {
+  using Signature = Tensor(In, In, In, Opt, In, In, int64_t, int64_t, Numbers);
+  const Tensor& grad;
+  LossInputs in;
+  const Tensor &lse, &total;
+  LossNumbers numbers;
+};
 
 // loss, lse, total, and over the gradient of the loss those of input [rows, H], linear_weight
 // [C, H] and linear_bias [C] that were asked for.
-LinearLoss linear_cross_entropy_outputs(const Tensor& input, const Tensor& linear_weight,
-                                        const Tensor& target, const OptionalTensor& linear_bias,
-                                        const OptionalTensor& weight, int64_t ignore_index,
-                                        int64_t reduction, Numbers how, c10::ScalarType dtype,
-                                        std::array<bool, 3> gradients);
+struct LinearLossArguments {
+  using Signature = LinearLoss(In, In, In, Opt, Opt, int64_t, int64_t, Numbers, c10::ScalarType,
+                               std::array<bool, 3>);
+  LinearLossInputs in;
+  LossNumbers numbers;
+  c10::ScalarType dtype;
+  std::array<bool, 3> gradients;
+};
+struct LinearLossBackwardArguments {
+  using Signature = LinearGradients(In, In, In, In, Opt, Opt, In, In, int64_t, int64_t, Numbers,
+                                    std::array<bool, 3>);
+  const Tensor& grad;
+  LinearLossInputs in;
+  const Tensor &lse, &total;
+  LossNumbers numbers;
+  std::array<bool, 3> output_mask;
+};
 
-LinearGradients linear_cross_entropy_backward_outputs(
-    const Tensor& grad, const Tensor& input, const Tensor& linear_weight, const Tensor& target,
-    const OptionalTensor& linear_bias, const OptionalTensor& weight, const Tensor& lse,
-    const Tensor& total, int64_t ignore_index, int64_t reduction, Numbers how,
-    std::array<bool, 3> output_mask);
+// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+
+// Raises where target and weight do not go with logits of this shape, or there is no loss of this
+// dtype.
+void cross_entropy_check(const char* op, const LossInputs& in, c10::SymIntArrayRef logits,
+                         std::optional<c10::ScalarType> dtype);
+void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::ScalarType> dtype);
+
+Loss cross_entropy_outputs(const LossArguments& a);
+Tensor cross_entropy_backward_outputs(const LossBackwardArguments& a);
+LinearLoss linear_cross_entropy_outputs(const LinearLossArguments& a);
+LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardArguments& a);
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
 
 // Of logits [C], [N, C] or [N, C, ...], and of probabilities.
-Tensor cross_entropy_formula(const Tensor& input, const Tensor& target,
-                             const OptionalTensor& weight, const CrossEntropyOptions& options,
+Tensor cross_entropy_formula(const LossInputs& in, const CrossEntropyOptions& options,
                              std::optional<c10::ScalarType> dtype);
 
 // dinput of rows, in input's dtype.
-Tensor cross_entropy_gradient(const Tensor& grad, const Tensor& input, const Tensor& target,
-                              const OptionalTensor& weight, const CrossEntropyOptions& options);
+Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
+                              const CrossEntropyOptions& options);
 
-LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const Tensor& input,
-                                               const Tensor& linear_weight, const Tensor& target,
-                                               const OptionalTensor& linear_bias,
-                                               const OptionalTensor& weight,
+LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearLossInputs& in,
                                                const CrossEntropyOptions& options,
                                                std::array<bool, 3> output_mask);
 
 // As the kernel operators.
-Loss cross_entropy_composite(const Tensor& input, const Tensor& target,
-                             const OptionalTensor& weight, int64_t ignore_index, int64_t reduction,
-                             Numbers how, c10::ScalarType dtype, bool with_gradient);
-Tensor cross_entropy_backward_composite(const Tensor& grad, const Tensor& input,
-                                        const Tensor& target, const OptionalTensor& weight,
-                                        const Tensor& lse, const Tensor& total,
-                                        int64_t ignore_index, int64_t reduction, Numbers how);
-LinearLoss linear_cross_entropy_composite(const Tensor& input, const Tensor& linear_weight,
-                                          const Tensor& target, const OptionalTensor& linear_bias,
-                                          const OptionalTensor& weight, int64_t ignore_index,
-                                          int64_t reduction, Numbers how, c10::ScalarType dtype,
-                                          std::array<bool, 3> gradients);
-LinearGradients linear_cross_entropy_backward_composite(
-    const Tensor& grad, const Tensor& input, const Tensor& linear_weight, const Tensor& target,
-    const OptionalTensor& linear_bias, const OptionalTensor& weight, const Tensor& lse,
-    const Tensor& total, int64_t ignore_index, int64_t reduction, Numbers how,
-    std::array<bool, 3> output_mask);
+Loss cross_entropy_composite(const LossArguments& a);
+Tensor cross_entropy_backward_composite(const LossBackwardArguments& a);
+LinearLoss linear_cross_entropy_composite(const LinearLossArguments& a);
+LinearGradients linear_cross_entropy_backward_composite(const LinearLossBackwardArguments& a);
 
 }  // namespace fusedops

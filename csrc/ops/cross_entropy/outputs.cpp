@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 
+#include "csrc/ops/checks.h"
 #include "csrc/ops/cross_entropy/operators.h"
 
 namespace fusedops {
@@ -61,11 +62,19 @@ void check_grad(const char* op, const Tensor& grad, const Tensor& target, int64_
               describe(target));
 }
 
+LinearGradients empty_gradients(const LinearLossInputs& in, std::array<bool, 3> wanted) {
+  const auto like = [](bool wanted, const OptionalTensor& t) {
+    return wanted && given(t) ? empty_contiguous(*t) : Tensor();
+  };
+  return {like(wanted[0], in.input), like(wanted[1], in.linear_weight),
+          like(wanted[2], in.linear_bias)};
+}
+
 }  // namespace
 
-void cross_entropy_check(const char* op, const Tensor& input, c10::SymIntArrayRef logits,
-                         const Tensor& target, const OptionalTensor& weight,
+void cross_entropy_check(const char* op, const LossInputs& in, c10::SymIntArrayRef logits,
                          std::optional<c10::ScalarType> dtype) {
+  const auto& [input, target, weight] = in;
   check_floating(op, "input", input);
   TORCH_CHECK(logits.size() > 0, op, ": input must have a dimension of classes, got ",
               describe(input));
@@ -77,10 +86,8 @@ void cross_entropy_check(const char* op, const Tensor& input, c10::SymIntArrayRe
               ", got ", c10::getDtypeNames(*dtype).first);
 }
 
-void linear_cross_entropy_check(const Tensor& input, const Tensor& linear_weight,
-                                const Tensor& target, const OptionalTensor& linear_bias,
-                                const OptionalTensor& weight,
-                                std::optional<c10::ScalarType> dtype) {
+void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::ScalarType> dtype) {
+  const auto& [input, linear_weight, target, linear_bias, weight] = in;
   constexpr const char* op = "linear_cross_entropy";
   check_floating(op, "input", input);
   check_floating(op, "linear_weight", linear_weight);
@@ -108,61 +115,46 @@ void linear_cross_entropy_check(const Tensor& input, const Tensor& linear_weight
   if (!in_rows) {
     std::vector<c10::SymInt> logits = rows.vec();
     logits.insert(logits.end(), classes.begin(), classes.end());
-    return cross_entropy_check(op, input, logits, target, weight, dtype);
+    return cross_entropy_check(op, {input, target, weight}, logits, dtype);
   }
   TORCH_CHECK(target.sym_sizes().equals(rows), op, ": target must be int64 ", rows,
               " like the rows of input, ", describe(input), ", got ", describe(target));
   const std::array<c10::SymInt, 2> logits{target.sym_numel(), classes[0]};
-  cross_entropy_check(op, input, logits, as_vector(target), weight, dtype);
+  cross_entropy_check(op, {input, as_vector(target), weight}, logits, dtype);
 }
 
-Loss cross_entropy_outputs(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
-                           int64_t, int64_t reduction, Numbers, c10::ScalarType dtype,
-                           bool with_gradient) {
+Loss cross_entropy_outputs(const LossArguments& a) {
+  const auto& [input, target, weight] = a.in;
   TORCH_CHECK(input.dim() == 2, "cross_entropy_forward: input must be rows, got ", describe(input));
-  cross_entropy_check("cross_entropy", input, input.sym_sizes(), target, weight, dtype);
-  return {empty_loss(target, reduction, dtype), empty_lse(target), empty_total(target),
-          with_gradient ? empty_contiguous(input) : Tensor()};
+  cross_entropy_check("cross_entropy", a.in, input.sym_sizes(), a.dtype);
+  return {empty_loss(target, a.numbers.reduction, a.dtype), empty_lse(target), empty_total(target),
+          a.with_gradient ? empty_contiguous(input) : Tensor()};
 }
 
-Tensor cross_entropy_backward_outputs(const Tensor& grad, const Tensor& input, const Tensor& target,
-                                      const OptionalTensor& weight, const Tensor&, const Tensor&,
-                                      int64_t, int64_t reduction, Numbers) {
-  check_grad("cross_entropy_backward", grad, target, reduction);
-  cross_entropy_check("cross_entropy", input, input.sym_sizes(), target, weight, std::nullopt);
-  return empty_contiguous(input);
+Tensor cross_entropy_backward_outputs(const LossBackwardArguments& a) {
+  check_grad("cross_entropy_backward", a.grad, a.in.target, a.numbers.reduction);
+  cross_entropy_check("cross_entropy", a.in, a.in.input.sym_sizes(), std::nullopt);
+  return empty_contiguous(a.in.input);
 }
 
-LinearLoss linear_cross_entropy_outputs(const Tensor& input, const Tensor& linear_weight,
-                                        const Tensor& target, const OptionalTensor& linear_bias,
-                                        const OptionalTensor& weight, int64_t, int64_t reduction,
-                                        Numbers, c10::ScalarType dtype,
-                                        std::array<bool, 3> gradients) {
+LinearLoss linear_cross_entropy_outputs(const LinearLossArguments& a) {
+  const auto& [input, linear_weight, target, linear_bias, weight] = a.in;
   TORCH_CHECK(input.dim() == 2 && linear_weight.dim() == 2,
               "linear_cross_entropy_forward: input must be rows, got ", describe(input));
-  linear_cross_entropy_check(input, linear_weight, target, linear_bias, weight, dtype);
-  const auto of = [&](bool wanted, const OptionalTensor& t) {
-    return wanted && given(t) ? empty_contiguous(*t) : Tensor();
-  };
-  return {empty_loss(target, reduction, dtype),
+  linear_cross_entropy_check(a.in, a.dtype);
+  const auto [dinput, dlinear_weight, dlinear_bias] = empty_gradients(a.in, a.gradients);
+  return {empty_loss(target, a.numbers.reduction, a.dtype),
           empty_lse(target),
           empty_total(target),
-          of(gradients[0], input),
-          of(gradients[1], linear_weight),
-          of(gradients[2], linear_bias)};
+          dinput,
+          dlinear_weight,
+          dlinear_bias};
 }
 
-LinearGradients linear_cross_entropy_backward_outputs(
-    const Tensor& grad, const Tensor& input, const Tensor& linear_weight, const Tensor& target,
-    const OptionalTensor& linear_bias, const OptionalTensor& weight, const Tensor&, const Tensor&,
-    int64_t, int64_t reduction, Numbers, std::array<bool, 3> output_mask) {
-  check_grad("linear_cross_entropy_backward", grad, target, reduction);
-  linear_cross_entropy_check(input, linear_weight, target, linear_bias, weight, std::nullopt);
-  const auto of = [](bool wanted, const OptionalTensor& t) {
-    return wanted && given(t) ? empty_contiguous(*t) : Tensor();
-  };
-  return {of(output_mask[0], input), of(output_mask[1], linear_weight),
-          of(output_mask[2], linear_bias)};
+LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardArguments& a) {
+  check_grad("linear_cross_entropy_backward", a.grad, a.in.target, a.numbers.reduction);
+  linear_cross_entropy_check(a.in, std::nullopt);
+  return empty_gradients(a.in, a.output_mask);
 }
 
 }  // namespace fusedops

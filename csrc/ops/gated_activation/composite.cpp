@@ -67,27 +67,24 @@ Tensor slope_of(const Tensor& g, const Tensor& value, GatedKind kind, double alp
 
 }  // namespace
 
-Tensor gated_activation_composite(const Tensor& gate, const OptionalTensor& up,
-                                  std::string_view kind, std::optional<double> limit, double alpha,
-                                  double up_offset) {
-  gated_check(gate, up, kind, limit);
-  const auto [g, u] = limited(Halves(gate, up), limit, up_offset);
-  const auto y = g * value_of(g, gated_kind(kind, limit), alpha) * u;
-  return y.to(gate.scalar_type()).contiguous();
+Tensor gated_activation_composite(const GatedArguments& a) {
+  gated_check(a);
+  const auto [g, u] = limited(Halves(a.gate, a.up), a.limit, a.up_offset);
+  const auto y = g * value_of(g, a.kind(), a.alpha) * u;
+  return y.to(a.gate.scalar_type()).contiguous();
 }
 
-GatedGradients gated_activation_backward_composite(const Tensor& dy, const Tensor& gate,
-                                                   const OptionalTensor& up, std::string_view kind,
-                                                   std::optional<double> limit, double alpha,
-                                                   double up_offset,
-                                                   std::array<bool, 2> output_mask) {
+GatedGradients gated_activation_backward_composite(const GatedBackwardArguments& a) {
+  const auto& [gate, up, name, limit, alpha, up_offset] = a.forward;
+  const auto kind = a.forward.kind();
+  const auto& output_mask = a.output_mask;
   const Halves raw(gate, up);
   const auto [g, u] = limited(raw, limit, up_offset);
-  const auto d = dy.to(g.scalar_type());
-  const auto value = value_of(g, gated_kind(kind, limit), alpha);
+  const auto d = a.dy.to(g.scalar_type());
+  const auto value = value_of(g, kind, alpha);
   Tensor dgate, dup;
   if (output_mask[0]) {
-    dgate = d * u * (value + g * slope_of(g, value, gated_kind(kind, limit), alpha));
+    dgate = d * u * (value + g * slope_of(g, value, kind, alpha));
     if (limit.has_value()) dgate = at::where(raw.gate.le(*limit), dgate, 0.0);
   }
   if (output_mask[0] || output_mask[1]) {

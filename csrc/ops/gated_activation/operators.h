@@ -11,6 +11,7 @@
 
 #include "csrc/common.h"
 #include "csrc/kernels/gated_activation.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
 
@@ -20,56 +21,58 @@ Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double
               double alpha, double up_offset);
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate);
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels. The kernels take
-// tensors of one dtype: the public operators have converted them.
+// y [up's shape], contiguous. The kernels take tensors of one dtype: the public operators have
+// converted them.
+struct GatedArguments {
+  using Signature = Tensor(In, Opt, std::string_view, std::optional<double>, double, double);
+  const Tensor& gate;
+  const OptionalTensor& up;
+  std::string_view name;
+  std::optional<double> limit;
+  double alpha, up_offset;
 
-GatedKind gated_kind(std::string_view kind, std::optional<double> limit);
-
-void gated_check(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
-                 std::optional<double> limit);
-
-// y [up's shape], contiguous
-Tensor gated_activation_outputs(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
-                                std::optional<double> limit, double alpha, double up_offset);
+  GatedKind kind() const;
+};
 
 // dgate [gate's shape, packed as gate is]; dup [up's shape]. What output_mask leaves out, and the
 // dup of a packed gate, is undefined.
 using GatedGradients = std::tuple<Tensor, Tensor>;
-GatedGradients gated_activation_backward_outputs(const Tensor& dy, const Tensor& gate,
-                                                 const OptionalTensor& up, std::string_view kind,
-                                                 std::optional<double> limit, double alpha,
-                                                 double up_offset, std::array<bool, 2> output_mask);
+struct GatedBackwardArguments {
+  using Signature = GatedGradients(In, In, Opt, std::string_view, std::optional<double>, double,
+                                   double, std::array<bool, 2>);
+  const Tensor& dy;
+  GatedArguments forward;
+  std::array<bool, 2> output_mask;
+};
+
+// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+
+void gated_check(const GatedArguments& a);
+Tensor gated_activation_outputs(const GatedArguments& a);
+GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a);
 
 // rows.cpp: what the kernels are told.
 
 // gate and up as rows of n elements; neither is empty.
 struct GatedRows {
-  GatedRows(const Tensor& gate, const OptionalTensor& up);
+  explicit GatedRows(const GatedArguments& a);
 
+  const GatedArguments& a;
   bool packed;
   int64_t n, rows;
   Rows gate, up;
 
-  GatedForward forward(const Tensor& y, GatedKind kind, std::optional<double> limit, double alpha,
-                       double up_offset) const;
+  GatedForward forward(const Tensor& y) const;
   // dy: the rows of dy
-  GatedBackward backward(const Rows& dy, const GatedGradients& gradients, GatedKind kind,
-                         std::optional<double> limit, double alpha, double up_offset) const;
+  GatedBackward backward(const Rows& dy, const GatedGradients& gradients) const;
 
  private:
-  void describe(GatedInput& input, GatedKind kind, std::optional<double> limit, double alpha,
-                double up_offset) const;
+  void describe(GatedInput& input) const;
 };
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
 
-Tensor gated_activation_composite(const Tensor& gate, const OptionalTensor& up,
-                                  std::string_view kind, std::optional<double> limit, double alpha,
-                                  double up_offset);
-GatedGradients gated_activation_backward_composite(const Tensor& dy, const Tensor& gate,
-                                                   const OptionalTensor& up, std::string_view kind,
-                                                   std::optional<double> limit, double alpha,
-                                                   double up_offset,
-                                                   std::array<bool, 2> output_mask);
+Tensor gated_activation_composite(const GatedArguments& a);
+GatedGradients gated_activation_backward_composite(const GatedBackwardArguments& a);
 
 }  // namespace fusedops

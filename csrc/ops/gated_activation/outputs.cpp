@@ -2,12 +2,11 @@
 
 #include <ATen/Functions.h>
 
+#include "csrc/ops/checks.h"
 #include "csrc/ops/gated_activation/operators.h"
 
 namespace fusedops {
 namespace {
-
-const char* operator_name(std::string_view kind) { return kind == "swiglu" ? "swiglu" : "geglu"; }
 
 void check_packed(const char* op, const Tensor& gate) {
   TORCH_CHECK(gate.dim() > 0 && gate.sym_size(-1) % 2 == 0, op,
@@ -37,41 +36,37 @@ std::vector<c10::SymInt> shape_of(const Tensor& gate, const OptionalTensor& up) 
 
 }  // namespace
 
-GatedKind gated_kind(std::string_view kind, std::optional<double> limit) {
-  if (kind == "swiglu") return limit.has_value() ? GatedKind::swiglu_limited : GatedKind::swiglu;
-  if (kind == "geglu") return GatedKind::geglu;
-  TORCH_INTERNAL_ASSERT(kind == "geglu_tanh", "gated activation ", kind);
+GatedKind GatedArguments::kind() const {
+  if (name == "swiglu") return limit.has_value() ? GatedKind::swiglu_limited : GatedKind::swiglu;
+  if (name == "geglu") return GatedKind::geglu;
+  TORCH_INTERNAL_ASSERT(name == "geglu_tanh", "gated activation ", name);
   return GatedKind::geglu_tanh;
 }
 
-void gated_check(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
-                 std::optional<double> limit) {
-  const char* const op = operator_name(kind);
-  check_floating(op, "gate", gate);
-  given(up) ? check_up(op, gate, *up) : check_packed(op, gate);
-  TORCH_CHECK_VALUE(!limit.has_value() || *limit >= 0, op, ": limit must be at least 0, got ",
-                    *limit);
+void gated_check(const GatedArguments& a) {
+  const char* const op = a.name == "swiglu" ? "swiglu" : "geglu";
+  check_floating(op, "gate", a.gate);
+  given(a.up) ? check_up(op, a.gate, *a.up) : check_packed(op, a.gate);
+  TORCH_CHECK_VALUE(!a.limit.has_value() || *a.limit >= 0, op, ": limit must be at least 0, got ",
+                    *a.limit);
 }
 
-Tensor gated_activation_outputs(const Tensor& gate, const OptionalTensor& up, std::string_view kind,
-                                std::optional<double> limit, double, double) {
-  gated_check(gate, up, kind, limit);
-  if (given(up)) check_dtype("up", *up, gate);
-  return at::empty_symint(shape_of(gate, up), gate.options());
+Tensor gated_activation_outputs(const GatedArguments& a) {
+  gated_check(a);
+  if (given(a.up)) check_dtype("up", *a.up, a.gate);
+  return at::empty_symint(shape_of(a.gate, a.up), a.gate.options());
 }
 
-GatedGradients gated_activation_backward_outputs(const Tensor& dy, const Tensor& gate,
-                                                 const OptionalTensor& up, std::string_view kind,
-                                                 std::optional<double> limit, double, double,
-                                                 std::array<bool, 2> output_mask) {
-  gated_check(gate, up, kind, limit);
+GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a) {
+  const auto& [gate, up, name, limit, alpha, up_offset] = a.forward;
+  gated_check(a.forward);
   if (given(up)) check_dtype("up", *up, gate);
-  check_dtype("dy", dy, gate);
+  check_dtype("dy", a.dy, gate);
   const auto shape = shape_of(gate, up);
-  TORCH_CHECK(dy.sym_sizes().equals(shape), "gated_activation_backward: dy must have shape ",
-              c10::SymIntArrayRef(shape), " like y, got ", describe(dy));
-  return {output_mask[0] ? empty_contiguous(gate) : Tensor(),
-          output_mask[1] && given(up) ? empty_contiguous(*up) : Tensor()};
+  TORCH_CHECK(a.dy.sym_sizes().equals(shape), "gated_activation_backward: dy must have shape ",
+              c10::SymIntArrayRef(shape), " like y, got ", describe(a.dy));
+  return {a.output_mask[0] ? empty_contiguous(gate) : Tensor(),
+          a.output_mask[1] && given(up) ? empty_contiguous(*up) : Tensor()};
 }
 
 }  // namespace fusedops

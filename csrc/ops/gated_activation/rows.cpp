@@ -13,15 +13,15 @@ int64_t row_size(const Tensor& gate, bool packed) {
 
 }  // namespace
 
-GatedRows::GatedRows(const Tensor& gate_, const OptionalTensor& up_)
-    : packed(!given(up_)),
-      n(row_size(gate_, packed)),
-      rows(gate_.numel() / (packed ? 2 * n : n)),
-      gate(gate_, packed ? 2 * n : n),
-      up(packed ? gate.tensor : *up_, packed ? 2 * n : n) {}
+GatedRows::GatedRows(const GatedArguments& a_)
+    : a(a_),
+      packed(!given(a.up)),
+      n(row_size(a.gate, packed)),
+      rows(a.gate.numel() / (packed ? 2 * n : n)),
+      gate(a.gate, packed ? 2 * n : n),
+      up(packed ? gate.tensor : *a.up, packed ? 2 * n : n) {}
 
-void GatedRows::describe(GatedInput& input, GatedKind kind, std::optional<double> limit,
-                         double alpha, double up_offset) const {
+void GatedRows::describe(GatedInput& input) const {
   input.dtype = dtype_of(gate.tensor);
   input.gate = gate.data();
   input.gate_stride = gate.stride;
@@ -29,16 +29,15 @@ void GatedRows::describe(GatedInput& input, GatedKind kind, std::optional<double
   input.up_stride = up.stride;
   input.rows = rows;
   input.n = n;
-  input.kind = kind;
-  input.limit = static_cast<float>(limit.value_or(0));
-  input.alpha = static_cast<float>(alpha);
-  input.up_offset = static_cast<float>(up_offset);
+  input.kind = a.kind();
+  input.limit = static_cast<float>(a.limit.value_or(0));
+  input.alpha = static_cast<float>(a.alpha);
+  input.up_offset = static_cast<float>(a.up_offset);
 }
 
-GatedForward GatedRows::forward(const Tensor& y, GatedKind kind, std::optional<double> limit,
-                                double alpha, double up_offset) const {
+GatedForward GatedRows::forward(const Tensor& y) const {
   GatedForward args;
-  describe(args, kind, limit, alpha, up_offset);
+  describe(args);
   args.y = y.mutable_data_ptr();
   if (gate.stride == n && up.stride == n) {  // one long row
     args.n = args.gate_stride = args.up_stride = rows * n;
@@ -47,12 +46,10 @@ GatedForward GatedRows::forward(const Tensor& y, GatedKind kind, std::optional<d
   return args;
 }
 
-GatedBackward GatedRows::backward(const Rows& dy, const GatedGradients& gradients, GatedKind kind,
-                                  std::optional<double> limit, double alpha,
-                                  double up_offset) const {
+GatedBackward GatedRows::backward(const Rows& dy, const GatedGradients& gradients) const {
   const auto& [dgate, dup] = gradients;
   GatedBackward args;
-  describe(args, kind, limit, alpha, up_offset);
+  describe(args);
   args.dy = dy.data();
   args.dy_stride = dy.stride;
   args.dgate = mutable_data_or_null(dgate);

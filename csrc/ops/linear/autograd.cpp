@@ -2,8 +2,6 @@
 // lines.
 
 #include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
 #include <string>
 
@@ -15,8 +13,8 @@ namespace {
 
 LinearForward linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              std::string_view activation, bool keep_z) {
-  static const auto op = handle<decltype(linear_outputs)>("fusedops::linear_forward");
-  return op.call(input, weight, bias, activation, keep_z);
+  return dispatch<"fusedops::linear_forward", decltype(linear_outputs)>(input, weight, bias,
+                                                                        activation, keep_z);
 }
 
 // Keeps what torch's nodes keep: input for dweight, weight for dinput, z for the activation. z is
@@ -39,9 +37,8 @@ struct LinearNode {
     const auto z = optional(saved[kZ]);
     const auto [dinput, dweight, dbias] = [&] {
       if (!through_z && !at::GradMode::is_enabled()) {
-        static const auto op =
-            handle<decltype(linear_backward_outputs)>("fusedops::linear_backward");
-        return op.call(grads[0], input, weight, z, activation, wanted);
+        return dispatch<"fusedops::linear_backward", decltype(linear_backward_outputs)>(
+            grads[0], input, weight, z, activation, wanted);
       }
       auto dz = grads[0].defined() ? activate_backward(grads[0], z, activation) : grads[1];
       if (grads[0].defined() && through_z) dz = dz + grads[1];
@@ -56,16 +53,13 @@ Tensor with_gradient(const Tensor& input, const Tensor& weight, const OptionalTe
   const auto node = make_node<FusedNode<LinearNode>>();
   node->set_next_edges(
       torch::autograd::collect_next_edges(input, weight, value_or_undefined(bias)));
-  const auto [y, z] = [&] {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return linear_forward(input, weight, bias, activation, true);
-  }();
+  const auto [y, z] =
+      below_autograd([&] { return linear_forward(input, weight, bias, activation, true); });
   torch::autograd::set_history(y, node);
   if (z.defined()) torch::autograd::set_history(z, node);
   node->backward = {std::string(activation)};
-  node->saved = {SavedVariable(weight.requires_grad() ? input : Tensor(), false),
-                 SavedVariable(input.requires_grad() ? weight : Tensor(), false),
-                 SavedVariable(z, true)};
+  node->saved = {saved(weight.requires_grad() ? input : Tensor()),
+                 saved(input.requires_grad() ? weight : Tensor()), SavedVariable(z, true)};
   return y;
 }
 
@@ -94,17 +88,6 @@ std::string_view activation_name(std::optional<std::string_view> activation) {
   return *activation;
 }
 
-// As F.linear under autocast. The activations have no rule there.
-template <c10::DispatchKey kKey, c10::DeviceType kDevice>
-Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       std::optional<std::string_view> activation) {
-  const c10::impl::ExcludeDispatchKeyGuard off(kKey);
-  const auto dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, kDevice); };
-  return linear(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : bias,
-                activation);
-}
-
 }  // namespace
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -116,8 +99,8 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
     return activate(at::linear(input, weight, bias), kind);
   }
   if (trains) return with_gradient(input, weight, bias, kind);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return std::get<0>(linear_forward(input, weight, bias, kind, false));
+  return std::get<0>(
+      below_autograd([&] { return linear_forward(input, weight, bias, kind, false); }));
 }
 
 Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -127,48 +110,20 @@ Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTen
       !linear_pays(input, weight, activation.has_value(), needs_gradient({input, weight, bias}))) {
     return activate(at::linear(input, weight, bias), activation_name(activation));
   }
-  static const auto op = handle<decltype(linear)>("fusedops::linear");
-  return op.call(input, weight, bias, activation);
+  return dispatch<"fusedops::linear", decltype(linear)>(input, weight, bias, activation);
 }
 
-TORCH_LIBRARY_FRAGMENT(fusedops, m) {
-  const std::vector<at::Tag> pure{at::Tag::pt2_compliant_tag};
-  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None, str? activation=None) -> Tensor",
-        pure);
-  m.def("linear_forward(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep_z)"
-        " -> (Tensor y, Tensor z)",
-        pure);
-  m.def("linear_backward(Tensor dy, Tensor? input, Tensor? weight, Tensor? z, str activation,"
-        " bool[3] output_mask) -> (Tensor dinput, Tensor dweight, Tensor dbias)",
-        pure);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutograd, m) { m.impl("linear", linear); }
-
-// Under vmap the same: it then sees ATen calls, not an operator to loop over.
-TORCH_LIBRARY_IMPL(fusedops, FuncTorchBatched, m) { m.impl("linear", linear); }
-
-TORCH_LIBRARY_IMPL(fusedops, AutocastCPU, m) {
-  m.impl("linear", linear_autocast<c10::DispatchKey::AutocastCPU, c10::DeviceType::CPU>);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, AutocastCUDA, m) {
-  m.impl("linear", linear_autocast<c10::DispatchKey::AutocastCUDA, c10::DeviceType::CUDA>);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) {
-  m.impl("linear_forward", linear_forward_composite);
-  m.impl("linear_backward", linear_backward_composite);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
-  m.impl("linear_forward", linear_outputs);
-  m.impl("linear_backward", linear_backward_outputs);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, Autograd, m) {
-  m.impl("linear_forward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("linear_backward", torch::autograd::autogradNotImplementedFallback());
-}
+// Autocast as F.linear's. The activations have no rule there.
+const Operators operators([](Operators& o) {
+  o.add_public<linear, Casts<0, 1, 2>>(
+      "linear(Tensor input, Tensor weight, Tensor? bias=None, str? activation=None) -> Tensor");
+  o.add_kernel("linear_forward(Tensor input, Tensor weight, Tensor? bias, str activation,"
+               " bool keep_z) -> (Tensor y, Tensor z)",
+               linear_outputs, linear_forward_composite);
+  o.add_kernel("linear_backward(Tensor dy, Tensor? input, Tensor? weight, Tensor? z,"
+               " str activation, bool[3] output_mask)"
+               " -> (Tensor dinput, Tensor dweight, Tensor dbias)",
+               linear_backward_outputs, linear_backward_composite);
+});
 
 }  // namespace fusedops

@@ -10,8 +10,18 @@
 #include <tuple>
 
 #include "csrc/common.h"
+#include "csrc/kernels/linear.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
+
+// Of an activation that the checks have seen.
+inline Activation activation_of(std::string_view name) {
+  if (name == "relu") return Activation::relu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  return name == "silu" ? Activation::silu : Activation::none;
+}
 
 // autograd.cpp: the public operator.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

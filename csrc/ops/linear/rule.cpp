@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "csrc/ops/cpu_features.h"
 #include "csrc/ops/linear/operators.h"
 
 namespace fusedops {
@@ -19,15 +20,6 @@ constexpr int64_t kRows = 64, kRowsAcross = 192, kDepth = 64;
 
 std::atomic<bool> always{false};
 
-bool amd() {
-#if defined(__x86_64__)
-  static const bool found = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx2");
-  return found;
-#else
-  return false;
-#endif
-}
-
 }  // namespace
 
 void linear_always(bool asked) { always = asked; }
@@ -35,7 +27,7 @@ void linear_always(bool asked) { always = asked; }
 bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int64_t depth,
                       bool across) {
   if (dtype != at::kFloat) return false;
-  return always || (amd() && rows >= (across ? kRowsAcross : kRows) && depth >= kDepth &&
+  return always || (amd_avx2() && rows >= (across ? kRowsAcross : kRows) && depth >= kDepth &&
                     rows * columns * depth >= kWork);
 }
 

@@ -50,8 +50,7 @@ Tensor dropout_mask_outputs(const Tensor& seed, c10::SymInt rows, c10::SymInt n,
   return at::empty_symint({std::move(rows), std::move(n)}, seed.options().dtype(at::kBool));
 }
 
-}  // namespace
-
+// x with a share p of its elements dropped, by the mask of `dropout_reference`.
 Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims) {
   if (p == 0) return x;
   c10::SymInt rows = 1, n = 1;
@@ -60,6 +59,8 @@ Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64
   const auto keep = op.call(*seed, rows, n, p).view_symint(x.sym_sizes());
   return x * keep * dropout_scale(p);
 }
+
+}  // namespace
 
 Tensor norm_accumulator(const Tensor& h) { return h.to(accumulation_dtype(h.scalar_type())); }
 
@@ -73,81 +74,65 @@ std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, doubl
   return {mean, (var + eps).rsqrt()};
 }
 
-NormComposite norm_composite(const Tensor& x, const OptionalTensor& residual,
-                             const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
-                             double eps, NormKind kind, double offset, double dropout_p,
-                             const OptionalTensor& seed) {
-  const auto h = given(residual) ? *residual + norm_dropout(x, dropout_p, seed, dims) : x;
-  const auto base = norm_base_dtype(x, h.scalar_type(), weight);
+NormComposite norm_composite(const NormForwardArguments& a) {
+  const auto h =
+      given(a.residual) ? *a.residual + norm_dropout(a.x, a.dropout_p, a.seed, a.dims) : a.x;
+  const auto base = norm_base_dtype(a.x, h.scalar_type(), a.weight);
   const auto acc = norm_accumulator(h);  // once, or the backward would round its parts apart
   const auto accumulation = acc.scalar_type();
-  const auto [mean, rstd] = norm_statistics(acc, dims, eps, kind);
+  const auto [mean, rstd] = norm_statistics(acc, a.dims, a.eps, a.kind);
   auto y = (mean.defined() ? acc - mean : acc) * rstd;
-  if (kind == NormKind::rms_llama && given(weight)) {
-    const auto dtype = c10::promoteTypes(base, weight->scalar_type());
-    y = y.to(base).to(accumulation) * scale_of(*weight, offset, accumulation);
+  if (a.kind == NormKind::rms_llama && given(a.weight)) {
+    const auto dtype = c10::promoteTypes(base, a.weight->scalar_type());
+    y = y.to(base).to(accumulation) * scale_of(*a.weight, a.offset, accumulation);
     return {y.to(dtype), h, mean, rstd};
   }
-  if (given(weight)) y = y * scale_of(*weight, offset, accumulation);
-  if (given(bias)) y = y + bias->to(accumulation);
+  if (given(a.weight)) y = y * scale_of(*a.weight, a.offset, accumulation);
+  if (given(a.bias)) y = y + a.bias->to(accumulation);
   return {y.to(base), h, mean, rstd};
 }
 
-NormGradients norm_gradients(const Tensor& dy, const OptionalTensor& dh, const Tensor& acc,
-                             c10::ScalarType h, const OptionalTensor& weight,
-                             const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
-                             int64_t dims, double offset, double dropout_p,
-                             const OptionalTensor& seed, std::array<bool, 4> output_mask) {
-  const auto axes = last_axes(dims);
-  const auto accumulation = acc.scalar_type();
-  const auto dacc = dy.to(accumulation);
+NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, const Tensor& mean,
+                            const Tensor& rstd) {
+  const auto axes = last_axes(a.dims);
+  const auto accumulation = acc.scalar_type(), h = a.h.scalar_type();
+  const auto dacc = a.dy.to(accumulation);
   const auto n = (mean.defined() ? acc - mean : acc) * rstd;  // h, normalised
-  const auto g = given(weight) ? dacc * scale_of(*weight, offset, accumulation) : dacc;
-  NormGradients gradients;
-  if (output_mask[0] || output_mask[1]) {
+  const auto g = given(a.weight) ? dacc * scale_of(*a.weight, a.offset, accumulation) : dacc;
+  Tensor dresidual, dx, dweight, dbias;
+  if (a.output_mask[0] || a.output_mask[1]) {
     auto along = g - n * (g * n).mean(axes, true);
     if (mean.defined()) along = along - g.mean(axes, true);
     auto d = along * rstd;
-    if (given(dh)) d = d + *dh;
-    if (output_mask[0]) gradients.dresidual = d.to(h);
-    if (output_mask[1]) gradients.dx = norm_dropout(d, dropout_p, seed, dims).to(h);
+    if (given(a.dh)) d = d + *a.dh;
+    if (a.output_mask[0]) dresidual = d.to(h);
+    if (a.output_mask[1]) dx = norm_dropout(d, a.dropout_p, a.seed, a.dims).to(h);
   }
-  std::vector<int64_t> rows(acc.dim() - dims);
+  std::vector<int64_t> rows(acc.dim() - a.dims);
   for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
   const auto over_rows = [&](const Tensor& t, const Tensor& like) {
     return (rows.empty() ? t : t.sum(rows)).to(like.scalar_type());
   };
-  if (output_mask[2]) gradients.dweight = over_rows(dacc * n, *weight);
-  if (output_mask[3]) gradients.dbias = over_rows(dacc, *bias);
-  return gradients;
+  if (a.output_mask[2]) dweight = over_rows(dacc * n, *a.weight);
+  if (a.output_mask[3]) dbias = over_rows(dacc, *a.bias);
+  return {dresidual, dx, dweight, dbias};
 }
 
-NormForward norm_forward_composite(const Tensor& x, const OptionalTensor& residual,
-                                   const OptionalTensor& weight, const OptionalTensor& bias,
-                                   int64_t dims, double eps, std::string_view kind, double offset,
-                                   double dropout_p, const OptionalTensor& seed) {
-  norm_check(x, residual, weight, bias, dims, norm_kind(kind), dropout_p, seed);
-  const auto [y, h, mean, rstd] = norm_composite(x, residual, weight, bias, dims, eps,
-                                                 norm_kind(kind), offset, dropout_p, seed);
+NormForward norm_forward_composite(const NormForwardArguments& a) {
+  norm_check(a);
+  const auto [y, h, mean, rstd] = norm_composite(a);
   const auto stats =
       mean.defined() ? at::stack({mean.flatten(), rstd.flatten()}) : rstd.flatten().unsqueeze(0);
-  return {y.contiguous(), given(residual) ? h.contiguous() : Tensor(), stats.to(at::kDouble)};
+  return {y.contiguous(), given(a.residual) ? h.contiguous() : Tensor(), stats.to(at::kDouble)};
 }
 
-NormBackward norm_backward_composite(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
-                                     const OptionalTensor& weight, const OptionalTensor& bias,
-                                     const Tensor& stats, int64_t dims, std::string_view kind,
-                                     double offset, double dropout_p, const OptionalTensor& seed,
-                                     std::array<bool, 4> output_mask) {
-  std::vector<c10::SymInt> kept(h.dim(), 1);
-  for (int64_t i = 0; i < h.dim() - dims; ++i) kept[i] = h.sym_size(i);
-  const auto saved = stats.to(accumulation_dtype(h.scalar_type()));
-  const auto mean = stats.sym_size(0) == 2 ? saved.select(0, 0).view_symint(kept) : Tensor();
+NormBackward norm_backward_composite(const NormBackwardArguments& a) {
+  std::vector<c10::SymInt> kept(a.h.dim(), 1);
+  for (int64_t i = 0; i < a.h.dim() - a.dims; ++i) kept[i] = a.h.sym_size(i);
+  const auto saved = a.stats.to(accumulation_dtype(a.h.scalar_type()));
+  const auto mean = a.stats.sym_size(0) == 2 ? saved.select(0, 0).view_symint(kept) : Tensor();
   const auto rstd = saved.select(0, -1).view_symint(kept);
-  const auto d = norm_gradients(dy, dh, norm_accumulator(h), h.scalar_type(), weight, bias, mean,
-                                rstd, dims, offset, dropout_p, seed, output_mask);
-  const auto contiguous = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  return {contiguous(d.dresidual), contiguous(d.dx), contiguous(d.dweight), contiguous(d.dbias)};
+  return contiguous(norm_gradients(a, norm_accumulator(a.h), mean, rstd));
 }
 
 // An operator of its own: inductor miscompiles the wrapping int64 products when it sees them.

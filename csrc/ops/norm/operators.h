@@ -18,12 +18,13 @@ namespace fusedops {
 
 // rms_llama rounds before it multiplies. The schemas have the names.
 struct NormKind {
-  enum Value { layer, rms, rms_llama } value;
+  enum Value : int64_t { layer, rms, rms_llama };
+  int64_t value;
 
   NormKind() = default;
   NormKind(Value value) : value(value) {}
   NormKind(std::string_view name);
-  operator Value() const { return value; }
+  bool operator==(Value other) const { return value == other; }
   const char* name() const;
 };
 
@@ -45,9 +46,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
 // stats are float64: rounded to float32, they would shift their row by up to half an ulp.
 using NormForward = std::tuple<Tensor, Tensor, Tensor>;
 struct NormForwardArguments {
-  using Signature = NormForward(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                const OptionalTensor&, int64_t, double, std::string_view, double,
-                                double, const OptionalTensor&);
+  using Signature = NormForward(In, Opt, Opt, Opt, int64_t, double, std::string_view, double,
+                                double, Opt);
   const Tensor& x;
   const OptionalTensor &residual, &weight, &bias;
   int64_t dims;  // that are normalised, the last
@@ -61,10 +61,8 @@ struct NormForwardArguments {
 // dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is undefined.
 using NormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 struct NormBackwardArguments {
-  using Signature = NormBackward(const Tensor&, const OptionalTensor&, const Tensor&,
-                                 const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                 int64_t, std::string_view, double, double, const OptionalTensor&,
-                                 std::array<bool, 4>);
+  using Signature = NormBackward(In, Opt, In, Opt, Opt, In, int64_t, std::string_view, double,
+                                 double, Opt, std::array<bool, 4>);
   const Tensor& dy;
   const OptionalTensor& dh;
   const Tensor& h;

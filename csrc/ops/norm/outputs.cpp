@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 
+#include "csrc/ops/checks.h"
 #include "csrc/ops/norm/operators.h"
 
 namespace fusedops {
@@ -57,71 +58,68 @@ c10::SymInt row_count(const Tensor& x, int64_t dims) {
 
 }  // namespace
 
-NormKind norm_kind(std::string_view kind) {
-  if (kind == "layer") return NormKind::layer;
-  if (kind == "rms") return NormKind::rms;
-  TORCH_INTERNAL_ASSERT(kind == "rms_llama", "norm kind ", kind);
-  return NormKind::rms_llama;
+NormKind::NormKind(std::string_view name)
+    : value(name == "layer" ? layer
+            : name == "rms" ? rms
+                            : rms_llama) {
+  TORCH_INTERNAL_ASSERT(value != rms_llama || name == "rms_llama", "norm kind ", name);
+}
+
+const char* NormKind::name() const {
+  return value == layer ? "layer" : value == rms ? "rms" : "rms_llama";
 }
 
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight) {
   return given(weight) && weight->scalar_type() == h ? h : x.scalar_type();
 }
 
-void norm_check(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                const OptionalTensor& bias, int64_t dims, NormKind kind, double dropout_p,
-                const OptionalTensor& seed) {
-  const bool add = given(residual);
-  const char* const op = operator_name(kind, add);
+void norm_check(const NormForwardArguments& a) {
+  const bool add = given(a.residual);
+  const char* const op = operator_name(a.kind, add);
   const char* const name = add ? "x" : "input";
-  check_floating(op, name, x);
-  TORCH_CHECK(x.dim() >= dims, op, ": ", name, " must have at least ", dims,
-              " dimensions to normalise, got ", describe(x));
-  if (add) check_residual(op, x, *residual);
-  check_row(op, "weight", weight, name, x, dims);
-  check_row(op, "bias", bias, name, x, dims);
-  check_dropout(op, dropout_p, seed, name, x);
+  check_floating(op, name, a.x);
+  TORCH_CHECK(a.x.dim() >= a.dims, op, ": ", name, " must have at least ", a.dims,
+              " dimensions to normalise, got ", describe(a.x));
+  if (add) check_residual(op, a.x, *a.residual);
+  check_row(op, "weight", a.weight, name, a.x, a.dims);
+  check_row(op, "bias", a.bias, name, a.x, a.dims);
+  check_dropout(op, a.dropout_p, a.seed, name, a.x);
 }
 
-NormForward norm_outputs(const Tensor& x, const OptionalTensor& residual,
-                         const OptionalTensor& weight, const OptionalTensor& bias, int64_t dims,
-                         double eps, std::string_view kind_name, double offset, double dropout_p,
-                         const OptionalTensor& seed) {
-  const auto kind = norm_kind(kind_name);
-  const bool add = given(residual);
-  norm_check(x, residual, weight, bias, dims, kind, dropout_p, seed);
+NormForward norm_outputs(const NormForwardArguments& a) {
+  norm_check(a);
+  const bool add = given(a.residual);
+  const auto& x = a.x;
   const auto h =
-      add ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
-  auto y = norm_base_dtype(x, h, weight);
-  if (kind == NormKind::rms_llama && given(weight)) y = c10::promoteTypes(y, weight->scalar_type());
+      add ? c10::promoteTypes(x.scalar_type(), a.residual->scalar_type()) : x.scalar_type();
+  auto y = norm_base_dtype(x, h, a.weight);
+  if (a.kind == NormKind::rms_llama && given(a.weight)) {
+    y = c10::promoteTypes(y, a.weight->scalar_type());
+  }
   const auto stats = x.options().dtype(at::kDouble);
   return {empty_contiguous(x, y), add ? empty_contiguous(x, h) : Tensor(),
-          at::empty_symint({kind == NormKind::layer ? 2 : 1, row_count(x, dims)}, stats)};
+          at::empty_symint({a.kind == NormKind::layer ? 2 : 1, row_count(x, a.dims)}, stats)};
 }
 
-NormBackward norm_backward_outputs(const Tensor& dy, const OptionalTensor& dh, const Tensor& h,
-                                   const OptionalTensor& weight, const OptionalTensor& bias,
-                                   const Tensor& stats, int64_t dims, std::string_view kind,
-                                   double offset, double dropout_p, const OptionalTensor& seed,
-                                   std::array<bool, 4> output_mask) {
+NormBackward norm_backward_outputs(const NormBackwardArguments& a) {
   constexpr const char* op = "norm_backward";
-  check_like_h("dy", dy, h);
-  if (given(dh)) check_like_h("dh", *dh, h);
-  check_row(op, "weight", weight, "h", h, dims);
-  check_row(op, "bias", bias, "h", h, dims);
-  check_dropout(op, dropout_p, seed, "h", h);
+  const auto &h = a.h, &stats = a.stats;
+  check_like_h("dy", a.dy, h);
+  if (given(a.dh)) check_like_h("dh", *a.dh, h);
+  check_row(op, "weight", a.weight, "h", h, a.dims);
+  check_row(op, "bias", a.bias, "h", h, a.dims);
+  check_dropout(op, a.dropout_p, a.seed, "h", h);
   check_same_device(op, "stats", stats, "h", h);
-  const int64_t kept = norm_kind(kind) == NormKind::layer ? 2 : 1;
+  const int64_t kept = a.kind == NormKind::layer ? 2 : 1;
   TORCH_CHECK(stats.dim() == 2 && stats.scalar_type() == at::kDouble && stats.is_contiguous() &&
-                  stats.sym_size(0) == kept && stats.sym_size(1) == row_count(h, dims),
-              op, ": stats must be contiguous float64 [", kept, ", ", row_count(h, dims), "], got ",
-              describe(stats));
-  const auto row = [&](bool wanted, const OptionalTensor& t) {
+                  stats.sym_size(0) == kept && stats.sym_size(1) == row_count(h, a.dims),
+              op, ": stats must be contiguous float64 [", kept, ", ", row_count(h, a.dims),
+              "], got ", describe(stats));
+  const auto like = [&](bool wanted, const OptionalTensor& t) {
     return wanted ? empty_contiguous(*t) : Tensor();
   };
-  return {output_mask[0] ? empty_contiguous(h) : Tensor(),
-          output_mask[1] ? empty_contiguous(h) : Tensor(), row(output_mask[2], weight),
-          row(output_mask[3], bias)};
+  return {like(a.output_mask[0], h), like(a.output_mask[1], h), like(a.output_mask[2], a.weight),
+          like(a.output_mask[3], a.bias)};
 }
 
 }  // namespace fusedops

@@ -4,17 +4,15 @@
 
 namespace fusedops {
 
-NormForwardTensors::NormForwardTensors(const Tensor& x_, const OptionalTensor& residual_,
-                                       const NormForward& outputs_)
-    : outputs(outputs_),
+NormForwardTensors::NormForwardTensors(const NormForwardArguments& a_, const NormForward& outputs_)
+    : a(a_),
+      outputs(outputs_),
       rows(std::get<2>(outputs).size(1)),
-      n(x_.numel() / rows),
-      x(x_, n),
-      residual(given(residual_) ? residual_->to(std::get<1>(outputs).scalar_type()) : x_, n) {}
+      n(a.x.numel() / rows),
+      x(a.x, n),
+      residual(given(a.residual) ? a.residual->to(std::get<1>(outputs).scalar_type()) : a.x, n) {}
 
-void NormForwardTensors::describe(NormForwardRows& args, const OptionalTensor& weight, double eps,
-                                  std::string_view kind, double dropout_p,
-                                  const OptionalTensor& seed) const {
+void NormForwardTensors::describe(NormForwardRows& args) const {
   const auto& [y, h, stats] = outputs;
   const bool add = h.defined();
   args.x = x.data();
@@ -26,34 +24,32 @@ void NormForwardTensors::describe(NormForwardRows& args, const OptionalTensor& w
   args.mean = stats.size(0) == 2 ? stats.mutable_data_ptr<double>() : nullptr;
   args.rstd = stats.mutable_data_ptr<double>() + (stats.size(0) - 1) * rows;
   args.rows = rows;
-  args.eps = eps;
+  args.eps = a.eps;
   args.x_dtype = dtype_of(x.tensor);
   args.h_dtype = dtype_of(residual.tensor);
   args.y_dtype = dtype_of(y);
-  const auto base = norm_base_dtype(x.tensor, residual.tensor.scalar_type(), weight);
+  const auto base = norm_base_dtype(x.tensor, residual.tensor.scalar_type(), a.weight);
   args.base_dtype = base == x.tensor.scalar_type() ? args.x_dtype : args.h_dtype;
-  args.round_first = kind == "rms_llama";
-  args.dropout = dropout_of(dropout_p, seed);
+  args.round_first = a.kind == NormKind::rms_llama;
+  args.dropout = dropout_of(a.dropout_p, a.seed);
 }
 
-NormBackwardTensors::NormBackwardTensors(const Tensor& dy_, const OptionalTensor& dh_,
-                                         const Tensor& h_, const Tensor& stats_,
+NormBackwardTensors::NormBackwardTensors(const NormBackwardArguments& a_, const Tensor& dy_,
                                          const NormBackward& outputs_)
-    : outputs(outputs_),
-      stats(stats_),
-      rows(stats.size(1)),
-      n(h_.numel() / rows),
+    : a(a_),
+      outputs(outputs_),
+      rows(a.stats.size(1)),
+      n(a.h.numel() / rows),
       dy(dy_, n),
-      dh(given(dh_) ? dh_->to(h_.scalar_type()) : h_, n),
-      h(h_, n),
-      adds(given(dh_)) {}
+      dh(given(a.dh) ? a.dh->to(a.h.scalar_type()) : a.h, n),
+      h(a.h, n) {}
 
-void NormBackwardTensors::describe(NormBackwardRows& args, double dropout_p,
-                                   const OptionalTensor& seed) const {
+void NormBackwardTensors::describe(NormBackwardRows& args) const {
+  const auto& stats = a.stats;
   const auto& [dresidual, dx, dweight, dbias] = outputs;
   args.dy = dy.data();
   args.dy_stride = dy.stride;
-  args.dh = adds ? dh.data() : nullptr;
+  args.dh = given(a.dh) ? dh.data() : nullptr;
   args.dh_stride = dh.stride;
   args.h = h.data();
   args.h_stride = h.stride;
@@ -64,7 +60,7 @@ void NormBackwardTensors::describe(NormBackwardRows& args, double dropout_p,
   args.rows = rows;
   args.dy_dtype = dtype_of(dy.tensor);
   args.h_dtype = dtype_of(h.tensor);
-  args.dropout = dropout_of(dropout_p, seed);
+  args.dropout = dropout_of(a.dropout_p, a.seed);
 }
 
 }  // namespace fusedops

@@ -1,8 +1,6 @@
 // The public operator: schema, autograd and autocast.
 
 #include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
 #include <string>
 
@@ -14,21 +12,17 @@
 namespace fusedops {
 namespace {
 
-// The options of a call, as the kernel operators take them.
-struct How {
-  std::string_view format;
-  c10::SymInt n, k;
-  int64_t group_size;
-  std::string_view activation, input_format, compute;
-};
+template <Name name>
+QuantizedForward call(const QuantizedArguments& a, bool keep_z) {
+  const auto& [qweight, scales, zeros] = a.codes;
+  const auto& [format, n, k, group_size] = a.layout;
+  return dispatch<name, QuantizedArguments::Signature>(a.x, qweight, scales, zeros, a.bias, format,
+                                                       n, k, group_size, a.activation,
+                                                       a.input_format, a.compute, keep_z);
+}
 
-QuantizedForward forward(const Tensor& x, const Tensor& qweight, const Tensor& scales,
-                         const OptionalTensor& zeros, const OptionalTensor& bias, const How& how,
-                         bool keep_z) {
-  static const auto op =
-      handle<decltype(quantized_linear_outputs)>("fusedops::quantized_linear_forward");
-  return op.call(x, qweight, scales, zeros, bias, how.format, how.n, how.k, how.group_size,
-                 how.activation, how.input_format, how.compute, keep_z);
+QuantizedForward forward(const QuantizedArguments& a, bool keep_z) {
+  return call<"fusedops::quantized_linear_forward">(a, keep_z);
 }
 
 // Keeps the codes and, for the activation, z, which is an output of the node that nobody sees but
@@ -54,54 +48,32 @@ struct QuantizedLinearNode {
     const auto zeros = optional(saved[kZeros]), z = optional(saved[kZ]);
     const auto [dx, dbias] = [&] {
       if (!through_z && !at::GradMode::is_enabled()) {
-        static const auto op = handle<decltype(quantized_linear_backward_outputs)>(
-            "fusedops::quantized_linear_backward");
-        return op.call(grads[0], codes, scales, zeros, z, format, n, k, group_size, activation,
-                       compute, wanted);
+        return dispatch<"fusedops::quantized_linear_backward",
+                        QuantizedBackwardArguments::Signature>(grads[0], codes, scales, zeros, z,
+                                                               format, n, k, group_size, activation,
+                                                               compute, wanted);
       }
       auto dz = grads[0].defined() ? activate_backward(grads[0], z, activation) : grads[1];
       if (grads[0].defined() && through_z) dz = dz + grads[1];
-      return quantized_gradients(dz, {codes, scales, zeros, format, n, k, group_size},
+      return quantized_gradients(dz, {{codes, scales, zeros}, {format, n, k, group_size}},
                                  compute_of(compute), wanted);
     }();
     return {dx, dbias};
   }
 };
 
-Tensor with_gradient(const Tensor& x, const Tensor& qweight, const Tensor& scales,
-                     const OptionalTensor& zeros, const OptionalTensor& bias, const How& how) {
+Tensor with_gradient(const QuantizedArguments& a) {
   const auto node = make_node<FusedNode<QuantizedLinearNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(x, value_or_undefined(bias)));
-  const auto [y, z] = [&] {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return forward(x, qweight, scales, zeros, bias, how, true);
-  }();
+  node->set_next_edges(torch::autograd::collect_next_edges(a.x, value_or_undefined(a.bias)));
+  const auto [y, z] = below_autograd([&] { return forward(a, true); });
   torch::autograd::set_history(y, node);
   if (z.defined()) torch::autograd::set_history(z, node);
-  node->backward = {
-      std::string(how.format), std::string(how.activation), std::string(how.compute), how.n, how.k,
-      how.group_size};
-  node->saved = {SavedVariable(qweight, false), SavedVariable(scales, false),
-                 SavedVariable(value_or_undefined(zeros), false), SavedVariable(z, true)};
+  const auto& [format, n, k, group_size] = a.layout;
+  node->backward = {std::string(format), std::string(a.activation), std::string(a.compute), n, k,
+                    group_size};
+  node->saved = {saved(a.codes.qweight), saved(a.codes.scales), saved(a.codes.zeros),
+                 SavedVariable(z, true)};
   return y;
-}
-
-// As F.linear under autocast. Scales stay float32.
-template <c10::DispatchKey kKey, c10::DeviceType kDevice>
-Tensor quantized_linear_autocast(const Tensor& x, const Tensor& qweight, const Tensor& scales,
-                                 const OptionalTensor& zeros, const OptionalTensor& bias,
-                                 std::string_view format, c10::SymInt out_features,
-                                 c10::SymInt in_features, int64_t group_size,
-                                 std::optional<std::string_view> activation,
-                                 std::optional<std::string_view> input_format,
-                                 std::optional<std::string_view> compute) {
-  const c10::impl::ExcludeDispatchKeyGuard off(kKey);
-  const auto dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, kDevice); };
-  static const auto op = handle<decltype(quantized_linear)>("fusedops::quantized_linear");
-  return op.call(cast(x), qweight, scales, zeros, given(bias) ? OptionalTensor(cast(*bias)) : bias,
-                 format, std::move(out_features), std::move(in_features), group_size, activation,
-                 input_format, compute);
 }
 
 }  // namespace
@@ -112,85 +84,49 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                         int64_t group_size, std::optional<std::string_view> activation,
                         std::optional<std::string_view> input_format,
                         std::optional<std::string_view> compute) {
-  const How how{format,
-                std::move(out_features),
-                std::move(in_features),
-                group_size,
-                activation.value_or("none"),
-                input_format.value_or("none"),
-                compute.value_or("any")};
   TORCH_CHECK(!needs_gradient({scales}),
               "quantized_linear: scales must not require a gradient: there is none of the weight");
-  if (needs_composite({x, bias})) {
-    const auto outputs =
-        quantized_linear_forward_composite(x, qweight, scales, zeros, bias, how.format, how.n,
-                                           how.k, group_size, how.activation, how.input_format,
-                                           how.compute, false);
-    return std::get<0>(outputs);
-  }
-  if (needs_gradient({x, bias})) return with_gradient(x, qweight, scales, zeros, bias, how);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return std::get<0>(forward(x, qweight, scales, zeros, bias, how, false));
+  const QuantizedArguments a{x,
+                             {qweight, scales, zeros},
+                             bias,
+                             {format, std::move(out_features), std::move(in_features), group_size},
+                             activation.value_or("none"),
+                             input_format.value_or("none"),
+                             compute.value_or("any"),
+                             false};
+  if (needs_composite({x, bias})) return std::get<0>(quantized_linear_forward_composite(a));
+  if (needs_gradient({x, bias})) return with_gradient(a);
+  return std::get<0>(below_autograd([&] { return forward(a, false); }));
 }
 
-TORCH_LIBRARY_FRAGMENT(fusedops, m) {
+QuantizedForward quantized_linear_tiles(const QuantizedArguments& a) {
+  return call<"fusedops::quantized_linear_tiles">(a, a.keep_z);
+}
+
+// Autocast as F.linear's. Scales stay float32.
+const Operators operators([](Operators& o) {
   const std::string weight = "Tensor qweight, Tensor scales, Tensor? zeros, ";
   const std::string layout =
       "str format, SymInt out_features, SymInt in_features, int group_size, ";
-  const auto define = [&](const std::string& schema) {
-    m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
-  };
-  define("quantized_linear(Tensor x, " + weight + "Tensor? bias, " + layout +
-         "str? activation=None, str? input_format=None, str? compute=None) -> Tensor");
+  const std::string forward =
+      "(Tensor x, " + weight + "Tensor? bias, " + layout +
+      "str activation, str input_format, str compute, bool keep_z) -> (Tensor y, Tensor z)";
+  o.add_public<quantized_linear, Casts<0, 4>>(
+      "quantized_linear(Tensor x, " + weight + "Tensor? bias, " + layout +
+      "str? activation=None, str? input_format=None, str? compute=None) -> Tensor");
   for (const std::string name : {"quantized_linear_forward", "quantized_linear_tiles"}) {
-    define(name + "(Tensor x, " + weight + "Tensor? bias, " + layout +
-           "str activation, str input_format, str compute, bool keep_z) -> (Tensor y, Tensor z)");
+    o.add_kernel(name + forward, flat<quantized_linear_outputs>,
+                 flat<quantized_linear_forward_composite>);
   }
-  define("quantized_linear_backward(Tensor dy, " + weight + "Tensor? z, " + layout +
-         "str activation, str compute, bool[2] output_mask) -> (Tensor dx, Tensor dbias)");
-  define("dequantize_weight(" + weight + layout + "ScalarType dtype) -> Tensor");
-  define("quantize_groups(Tensor groups, str format, float[] shares)"
-         " -> (Tensor codes, Tensor scales, Tensor zeros)");
-}
-
-TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutograd, m) {
-  m.impl("quantized_linear", quantized_linear);
-}
-
-// Under vmap the same: it then sees ATen calls, not an operator to loop over.
-TORCH_LIBRARY_IMPL(fusedops, FuncTorchBatched, m) { m.impl("quantized_linear", quantized_linear); }
-
-TORCH_LIBRARY_IMPL(fusedops, AutocastCPU, m) {
-  m.impl("quantized_linear",
-         quantized_linear_autocast<c10::DispatchKey::AutocastCPU, c10::DeviceType::CPU>);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, AutocastCUDA, m) {
-  m.impl("quantized_linear",
-         quantized_linear_autocast<c10::DispatchKey::AutocastCUDA, c10::DeviceType::CUDA>);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) {
-  m.impl("quantized_linear_forward", quantized_linear_forward_composite);
-  m.impl("quantized_linear_tiles", quantized_linear_forward_composite);
-  m.impl("quantized_linear_backward", quantized_linear_backward_composite);
-  m.impl("dequantize_weight", dequantize_weight_composite);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
-  m.impl("quantized_linear_forward", quantized_linear_outputs);
-  m.impl("quantized_linear_tiles", quantized_linear_outputs);
-  m.impl("quantized_linear_backward", quantized_linear_backward_outputs);
-  m.impl("dequantize_weight", dequantize_weight_outputs);
-  m.impl("quantize_groups", quantize_groups_outputs);
-}
-
-TORCH_LIBRARY_IMPL(fusedops, Autograd, m) {
-  m.impl("quantized_linear_forward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("quantized_linear_tiles", torch::autograd::autogradNotImplementedFallback());
-  m.impl("quantized_linear_backward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("dequantize_weight", torch::autograd::autogradNotImplementedFallback());
-  m.impl("quantize_groups", torch::autograd::autogradNotImplementedFallback());
-}
+  o.add_kernel("quantized_linear_backward(Tensor dy, " + weight + "Tensor? z, " + layout +
+                   "str activation, str compute, bool[2] output_mask)"
+                   " -> (Tensor dx, Tensor dbias)",
+               flat<quantized_linear_backward_outputs>, flat<quantized_linear_backward_composite>);
+  o.add_kernel("dequantize_weight(" + weight + layout + "ScalarType dtype) -> Tensor",
+               flat<dequantize_weight_outputs>, flat<dequantize_weight_composite>);
+  o.add_kernel("quantize_groups(Tensor groups, str format, float[] shares)"
+               " -> (Tensor codes, Tensor scales, Tensor zeros)",
+               quantize_groups_outputs);
+});
 
 }  // namespace fusedops

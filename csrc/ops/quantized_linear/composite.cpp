@@ -93,12 +93,8 @@ Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype) {
   return wide_weight(weight, accumulation_dtype(dtype)).to(dtype);
 }
 
-Tensor dequantize_weight_composite(const Tensor& qweight, const Tensor& scales,
-                                   const OptionalTensor& zeros, std::string_view format,
-                                   c10::SymInt out_features, c10::SymInt in_features,
-                                   int64_t group_size, c10::ScalarType dtype) {
-  return dequantized({qweight, scales, zeros, format, out_features, in_features, group_size},
-                     dtype);
+Tensor dequantize_weight_composite(const DequantizeArguments& a) {
+  return dequantized(a.weight(), a.dtype);
 }
 
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
@@ -137,30 +133,18 @@ QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& 
   return {dx, dbias};
 }
 
-QuantizedForward quantized_linear_forward_composite(
-    const Tensor& x, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
-    const OptionalTensor& bias, std::string_view format, c10::SymInt out_features,
-    c10::SymInt in_features, int64_t group_size, std::string_view activation,
-    std::string_view input_format, std::string_view compute, bool keep_z) {
-  quantized_linear_outputs(x, qweight, scales, zeros, bias, format, out_features, in_features,
-                           group_size, activation, input_format, compute, false);
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
-  const auto z = quantized_product(x, weight, bias, input_format, compute_of(compute)).contiguous();
-  return {activate(z, activation), keep_z && activation != "none" ? z : Tensor()};
+QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a) {
+  quantized_linear_outputs(a);
+  const auto z = quantized_product(a.x, a.weight(), a.bias, a.input_format, compute_of(a.compute))
+                     .contiguous();
+  return {activate(z, a.activation), a.keep_z && a.activation != "none" ? z : Tensor()};
 }
 
-QuantizedBackward quantized_linear_backward_composite(
-    const Tensor& dy, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
-    const OptionalTensor& z, std::string_view format, c10::SymInt out_features,
-    c10::SymInt in_features, int64_t group_size, std::string_view activation,
-    std::string_view compute, std::array<bool, 2> output_mask) {
-  quantized_linear_backward_outputs(dy, qweight, scales, zeros, z, format, out_features,
-                                    in_features, group_size, activation, compute, {});
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
-  const auto [dx, dbias] = quantized_gradients(activate_backward(dy, z, activation), weight,
-                                               compute_of(compute), output_mask);
+QuantizedBackward quantized_linear_backward_composite(const QuantizedBackwardArguments& a) {
+  quantized_linear_backward_outputs(a);
+  const auto dz = activate_backward(a.dy, a.z, a.activation);
+  const auto [dx, dbias] =
+      quantized_gradients(dz, a.weight(), compute_of(a.compute), a.output_mask);
   return {dx.defined() ? dx.contiguous() : dx, dbias};
 }
 

@@ -13,8 +13,20 @@
 
 #include "csrc/common.h"
 #include "csrc/kernels/quantized_linear.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
+
+// A weight as the schemas have it.
+struct QuantizedCodes {
+  const Tensor &qweight, &scales;
+  const OptionalTensor& zeros;
+};
+struct QuantizedLayout {
+  std::string_view format;
+  c10::SymInt n, k;  // out_features, in_features
+  int64_t group_size;
+};
 
 // A weight [n, k] as its tensors, and how to read them. Those that are checked are contiguous.
 //   int8  qweight int8 [n, k]                 scales [n, groups]    w = q s
@@ -30,9 +42,7 @@ struct QuantizedTensors {
   c10::SymInt n, k;
   int64_t group_size;
 
-  QuantizedTensors(const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
-                   std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
-                   int64_t group_size);
+  QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout);
 };
 
 // autograd.cpp: the public operator. There are gradients of x and bias alone; that of an x which
@@ -44,6 +54,50 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                         std::optional<std::string_view> input_format,
                         std::optional<std::string_view> compute);
 
+// y [x's shape but the last, n], z [the same; undefined without an activation or keep_z]
+using QuantizedForward = std::tuple<Tensor, Tensor>;
+struct QuantizedArguments {
+  using Signature = QuantizedForward(In, In, In, Opt, Opt, std::string_view, c10::SymInt,
+                                     c10::SymInt, int64_t, std::string_view, std::string_view,
+                                     std::string_view, bool);
+  const Tensor& x;
+  QuantizedCodes codes;
+  const OptionalTensor& bias;
+  QuantizedLayout layout;
+  std::string_view activation, input_format, compute;
+  bool keep_z;
+
+  QuantizedTensors weight() const { return {codes, layout}; }
+};
+
+// dx [dy's shape but the last, k], dbias [n]. What output_mask leaves out is undefined; an
+// activation needs z. compute "int8" is "any" here: dy is never quantized.
+using QuantizedBackward = std::tuple<Tensor, Tensor>;
+struct QuantizedBackwardArguments {
+  using Signature = QuantizedBackward(In, In, In, Opt, Opt, std::string_view, c10::SymInt,
+                                      c10::SymInt, int64_t, std::string_view, std::string_view,
+                                      std::array<bool, 2>);
+  const Tensor& dy;
+  QuantizedCodes codes;
+  const OptionalTensor& z;
+  QuantizedLayout layout;
+  std::string_view activation, compute;
+  std::array<bool, 2> output_mask;
+
+  QuantizedTensors weight() const { return {codes, layout}; }
+};
+
+// The weight, [n, k] of a floating dtype.
+struct DequantizeArguments {
+  using Signature = Tensor(In, In, Opt, std::string_view, c10::SymInt, c10::SymInt, int64_t,
+                           c10::ScalarType);
+  QuantizedCodes codes;
+  QuantizedLayout layout;
+  c10::ScalarType dtype;
+
+  QuantizedTensors weight() const { return {codes, layout}; }
+};
+
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
 
 WeightFormat weight_format(std::string_view name, const char* op = "quantized_linear");
@@ -54,33 +108,12 @@ InputFormat input_format_of(std::string_view name);
 void check_quantized_input(const QuantizedTensors& weight, std::string_view input_format,
                            Compute compute);
 
-// y [x's shape but the last, n], z [the same; undefined without an activation or keep_z]
-using QuantizedForward = std::tuple<Tensor, Tensor>;
-QuantizedForward quantized_linear_outputs(const Tensor& x, const Tensor& qweight,
-                                          const Tensor& scales, const OptionalTensor& zeros,
-                                          const OptionalTensor& bias, std::string_view format,
-                                          c10::SymInt out_features, c10::SymInt in_features,
-                                          int64_t group_size, std::string_view activation,
-                                          std::string_view input_format, std::string_view compute,
-                                          bool keep_z);
-
 // quantized_linear_tiles is the same operator once more: what the forward of csrc/cuda calls for
 // more rows than it multiplies itself.
-
-// dx [dy's shape but the last, k], dbias [n]. What output_mask leaves out is undefined; an
-// activation needs z. compute "int8" is "any" here: dy is never quantized.
-using QuantizedBackward = std::tuple<Tensor, Tensor>;
-QuantizedBackward quantized_linear_backward_outputs(
-    const Tensor& dy, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
-    const OptionalTensor& z, std::string_view format, c10::SymInt out_features,
-    c10::SymInt in_features, int64_t group_size, std::string_view activation,
-    std::string_view compute, std::array<bool, 2> output_mask);
-
-// The weight, [n, k] of a floating dtype.
-Tensor dequantize_weight_outputs(const Tensor& qweight, const Tensor& scales,
-                                 const OptionalTensor& zeros, std::string_view format,
-                                 c10::SymInt out_features, c10::SymInt in_features,
-                                 int64_t group_size, c10::ScalarType dtype);
+QuantizedForward quantized_linear_tiles(const QuantizedArguments& a);
+QuantizedForward quantized_linear_outputs(const QuantizedArguments& a);
+QuantizedBackward quantized_linear_backward_outputs(const QuantizedBackwardArguments& a);
+Tensor dequantize_weight_outputs(const DequantizeArguments& a);
 
 // Codes, scales [groups] and, of int4, zeros uint8 [groups] of float32 groups [groups, size]. Codes
 // are int8 or float8_e4m3fn [groups, size], of 4 bits uint8 [groups, size / 2]. shares: of the
@@ -107,10 +140,6 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
 // composite.cpp: the same in ATen calls, differentiable to any order.
 
 Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype);
-Tensor dequantize_weight_composite(const Tensor& qweight, const Tensor& scales,
-                                   const OptionalTensor& zeros, std::string_view format,
-                                   c10::SymInt out_features, c10::SymInt in_features,
-                                   int64_t group_size, c10::ScalarType dtype);
 
 // z, in x's dtype
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
@@ -120,15 +149,8 @@ Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
 QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
                                       Compute compute, std::array<bool, 2> output_mask);
 
-QuantizedForward quantized_linear_forward_composite(
-    const Tensor& x, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
-    const OptionalTensor& bias, std::string_view format, c10::SymInt out_features,
-    c10::SymInt in_features, int64_t group_size, std::string_view activation,
-    std::string_view input_format, std::string_view compute, bool keep_z);
-QuantizedBackward quantized_linear_backward_composite(
-    const Tensor& dy, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
-    const OptionalTensor& z, std::string_view format, c10::SymInt out_features,
-    c10::SymInt in_features, int64_t group_size, std::string_view activation,
-    std::string_view compute, std::array<bool, 2> output_mask);
+QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a);
+QuantizedBackward quantized_linear_backward_composite(const QuantizedBackwardArguments& a);
+Tensor dequantize_weight_composite(const DequantizeArguments& a);
 
 }  // namespace fusedops

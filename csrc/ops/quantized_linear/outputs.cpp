@@ -97,17 +97,14 @@ InputFormat input_format_of(std::string_view name) {
   return InputFormat::fp8;
 }
 
-QuantizedTensors::QuantizedTensors(const Tensor& qweight, const Tensor& scales,
-                                   const OptionalTensor& zeros, std::string_view format,
-                                   c10::SymInt out_features, c10::SymInt in_features,
-                                   int64_t group_size)
-    : qweight(qweight.contiguous()),
-      scales(scales.contiguous()),
-      zeros(given(zeros) ? OptionalTensor(zeros->contiguous()) : std::nullopt),
-      format(weight_format(format)),
-      n(std::move(out_features)),
-      k(std::move(in_features)),
-      group_size(group_size) {
+QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout)
+    : qweight(codes.qweight.contiguous()),
+      scales(codes.scales.contiguous()),
+      zeros(given(codes.zeros) ? OptionalTensor(codes.zeros->contiguous()) : std::nullopt),
+      format(weight_format(layout.format)),
+      n(layout.n),
+      k(layout.k),
+      group_size(layout.group_size) {
   check_weight(*this);
 }
 
@@ -121,54 +118,38 @@ void check_quantized_input(const QuantizedTensors& weight, std::string_view inpu
                     ": compute='int8' needs a weight of integers, int8 or int4");
 }
 
-QuantizedForward quantized_linear_outputs(const Tensor& x, const Tensor& qweight,
-                                          const Tensor& scales, const OptionalTensor& zeros,
-                                          const OptionalTensor& bias, std::string_view format,
-                                          c10::SymInt out_features, c10::SymInt in_features,
-                                          int64_t group_size, std::string_view activation,
-                                          std::string_view input_format, std::string_view compute,
-                                          bool keep_z) {
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
-  check_activation(kOp, activation);
-  check_quantized_input(weight, input_format, compute_of(compute));
-  check_features("x", x, weight.k, weight);
-  if (given(bias)) {
-    check_like(kOp, "bias", *bias, "x", x);
-    check_shape(kOp, "bias", *bias, {weight.n});
+QuantizedForward quantized_linear_outputs(const QuantizedArguments& a) {
+  const auto weight = a.weight();
+  check_activation(kOp, a.activation);
+  check_quantized_input(weight, a.input_format, compute_of(a.compute));
+  check_features("x", a.x, weight.k, weight);
+  if (given(a.bias)) {
+    check_like(kOp, "bias", *a.bias, "x", a.x);
+    check_shape(kOp, "bias", *a.bias, {weight.n});
   }
-  return {empty_rows(x, weight.n),
-          keep_z && activation != "none" ? empty_rows(x, weight.n) : Tensor()};
+  return {empty_rows(a.x, weight.n),
+          a.keep_z && a.activation != "none" ? empty_rows(a.x, weight.n) : Tensor()};
 }
 
-QuantizedBackward quantized_linear_backward_outputs(
-    const Tensor& dy, const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
-    const OptionalTensor& z, std::string_view format, c10::SymInt out_features,
-    c10::SymInt in_features, int64_t group_size, std::string_view activation,
-    std::string_view compute, std::array<bool, 2> output_mask) {
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
-  check_activation(kOp, activation);
-  compute_of(compute);
-  check_features("dy", dy, weight.n, weight);
-  TORCH_CHECK(activation == "none" || given(z), kOp, ": the gradient of an activation needs z");
-  if (given(z)) {
-    check_like(kOp, "z", *z, "dy", dy);
-    check_shape(kOp, "z", *z, dy.sym_sizes().vec());
+QuantizedBackward quantized_linear_backward_outputs(const QuantizedBackwardArguments& a) {
+  const auto weight = a.weight();
+  check_activation(kOp, a.activation);
+  compute_of(a.compute);
+  check_features("dy", a.dy, weight.n, weight);
+  TORCH_CHECK(a.activation == "none" || given(a.z), kOp, ": the gradient of an activation needs z");
+  if (given(a.z)) {
+    check_like(kOp, "z", *a.z, "dy", a.dy);
+    check_shape(kOp, "z", *a.z, a.dy.sym_sizes().vec());
   }
-  return {output_mask[0] ? empty_rows(dy, weight.k) : Tensor(),
-          output_mask[1] ? at::empty_symint({weight.n}, dy.options()) : Tensor()};
+  return {a.output_mask[0] ? empty_rows(a.dy, weight.k) : Tensor(),
+          a.output_mask[1] ? at::empty_symint({weight.n}, a.dy.options()) : Tensor()};
 }
 
-Tensor dequantize_weight_outputs(const Tensor& qweight, const Tensor& scales,
-                                 const OptionalTensor& zeros, std::string_view format,
-                                 c10::SymInt out_features, c10::SymInt in_features,
-                                 int64_t group_size, c10::ScalarType dtype) {
-  const QuantizedTensors weight(qweight, scales, zeros, format, out_features, in_features,
-                                group_size);
-  TORCH_CHECK(at::isFloatingType(dtype), "dequantize_weight: dtype must be a floating one, got ",
-              c10::getDtypeNames(dtype).first);
-  return at::empty_symint({weight.n, weight.k}, qweight.options().dtype(dtype));
+Tensor dequantize_weight_outputs(const DequantizeArguments& a) {
+  const auto weight = a.weight();
+  TORCH_CHECK(at::isFloatingType(a.dtype), "dequantize_weight: dtype must be a floating one, got ",
+              c10::getDtypeNames(a.dtype).first);
+  return at::empty_symint({weight.n, weight.k}, weight.qweight.options().dtype(a.dtype));
 }
 
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,

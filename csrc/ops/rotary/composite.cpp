@@ -23,11 +23,10 @@ struct Table {
   Tensor cos, sin;
   bool interleaved;
 
-  Table(const Tensor& cos_, const Tensor& sin_, int64_t unsqueeze_dim, bool interleaved_,
-        c10::ScalarType wide)
-      : cos(cos_.to(wide).unsqueeze(unsqueeze_dim)),
-        sin(sin_.to(wide).unsqueeze(unsqueeze_dim)),
-        interleaved(interleaved_) {}
+  Table(const RotaryTable& from, c10::ScalarType wide)
+      : cos(from.cos.to(wide).unsqueeze(from.unsqueeze_dim)),
+        sin(from.sin.to(wide).unsqueeze(from.unsqueeze_dim)),
+        interleaved(from.interleaved) {}
 
   Tensor rotated(const Tensor& x) const { return x * cos + quarter_turn(x, interleaved) * sin; }
   Tensor rotated_back(const Tensor& x) const {
@@ -46,54 +45,42 @@ Tensor of_heads(const Tensor& x, const Table& table, c10::ScalarType dtype, cons
   return at::cat({y, x.narrow_symint(-1, n, past).to(dtype).expand_symint(shape)}, -1);
 }
 
-c10::ScalarType wide_of(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
-                        const Tensor& sin) {
-  return any_float64({q, k, cos, sin}) ? at::kDouble : at::kFloat;
-}
-
-RotaryPair copied(const RotaryPair& into, const RotaryPair& from) {
-  const auto [q, k] = into;
-  if (q.defined()) q.copy_(std::get<0>(from));
-  if (k.defined()) k.copy_(std::get<1>(from));
-  return into;
+c10::ScalarType wide_of(const OptionalTensor& q, const OptionalTensor& k,
+                        const RotaryTable& table) {
+  return any_float64({q, k, table.cos, table.sin}) ? at::kDouble : at::kFloat;
 }
 
 }  // namespace
 
-RotaryPair rotary_formula(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                          int64_t unsqueeze_dim, bool interleaved) {
-  const Table table(cos, sin, unsqueeze_dim, interleaved, wide_of(q, k, cos, sin));
+RotaryPair rotary_formula(const RotaryForward& a) {
+  const Table table(a.table, wide_of(a.q, a.k, a.table));
   const auto of = [&](const Tensor& x) {
-    return of_heads(x, table, rotary_dtype(x.scalar_type(), cos, sin),
+    return of_heads(x, table, rotary_dtype(x.scalar_type(), a.table),
                     [&](const Tensor& turned) { return table.rotated(turned); });
   };
-  return {of(q), of(k)};
+  return {of(a.q), of(a.k)};
 }
 
-RotaryPair rotary_backward_formula(const OptionalTensor& dq, const OptionalTensor& dk,
-                                   const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim,
-                                   bool interleaved, c10::ScalarType dtype) {
-  const Table table(cos, sin, unsqueeze_dim, interleaved, wide_of(dq, dk, cos, sin));
+RotaryPair rotary_backward_formula(const RotaryBackward& a) {
+  const Table table(a.table, wide_of(a.dq, a.dk, a.table));
   const auto of = [&](const OptionalTensor& dy) {
     if (!given(dy)) return Tensor();
-    return of_heads(*dy, table, dtype,
+    return of_heads(*dy, table, a.dtype,
                     [&](const Tensor& turned) { return table.rotated_back(turned); });
   };
-  return {of(dq), of(dk)};
+  return {of(a.dq), of(a.dk)};
 }
 
-RotaryPair rotary_composite(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                            int64_t unsqueeze_dim, bool interleaved) {
-  const auto outputs = rotary_outputs(q, k, cos, sin, unsqueeze_dim, interleaved);  // checks first
-  return copied(outputs, rotary_formula(q, k, cos, sin, unsqueeze_dim, interleaved));
+RotaryPair rotary_composite(const RotaryForward& a) {
+  const auto outputs = rotary_outputs(a);  // checks first
+  copy_defined(outputs, rotary_formula(a));
+  return outputs;
 }
 
-RotaryPair rotary_backward_composite(const OptionalTensor& dq, const OptionalTensor& dk,
-                                     const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim,
-                                     bool interleaved, c10::ScalarType dtype) {
-  const auto outputs = rotary_backward_outputs(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype);
-  return copied(outputs,
-                rotary_backward_formula(dq, dk, cos, sin, unsqueeze_dim, interleaved, dtype));
+RotaryPair rotary_backward_composite(const RotaryBackward& a) {
+  const auto outputs = rotary_backward_outputs(a);
+  copy_defined(outputs, rotary_backward_formula(a));
+  return outputs;
 }
 
 }  // namespace fusedops

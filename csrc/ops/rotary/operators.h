@@ -7,6 +7,7 @@
 
 #include "csrc/common.h"
 #include "csrc/kernels/rotary.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
 
@@ -17,38 +18,51 @@ using RotaryPair = std::tuple<Tensor, Tensor>;  // of q and of k
 RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                             int64_t unsqueeze_dim, bool interleaved);
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
-
-// Raises where q and k cannot be rotated by cos and sin.
-void rotary_check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                  int64_t unsqueeze_dim);
-
-// Whether the kernels take them: cos is broadcast over q and k, not these over cos.
-bool rotary_has_kernel(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
-                       int64_t unsqueeze_dim);
-
-// The dtype of a rotated x.
-c10::ScalarType rotary_dtype(c10::ScalarType x, const Tensor& cos, const Tensor& sin);
-
-// The dimension of x that cos, unsqueezed, is broadcast over.
-int64_t rotary_head_dim(const Tensor& x, const Tensor& cos, int64_t unsqueeze_dim);
+// What q and k are rotated by, and how they go with it.
+struct RotaryTable {
+  const Tensor &cos, &sin;
+  int64_t unsqueeze_dim;
+  bool interleaved;
+};
 
 // Both [their shape], with heads inside the sequence or the sequence inside heads, as they have it.
-RotaryPair rotary_outputs(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                          int64_t unsqueeze_dim, bool interleaved);
+struct RotaryForward {
+  using Signature = RotaryPair(In, In, In, In, int64_t, bool);
+  const Tensor &q, &k;
+  RotaryTable table;
+};
 
 // dq and dk in q's dtype, laid out as what came in. What did not come in is undefined.
-RotaryPair rotary_backward_outputs(const OptionalTensor& dq, const OptionalTensor& dk,
-                                   const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim,
-                                   bool interleaved, c10::ScalarType dtype);
+struct RotaryBackward {
+  using Signature = RotaryPair(Opt, Opt, In, In, int64_t, bool, c10::ScalarType);
+  const OptionalTensor &dq, &dk;
+  RotaryTable table;
+  c10::ScalarType dtype;
+};
+
+// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+
+// Raises where q and k cannot be rotated.
+void rotary_check(const RotaryForward& a);
+RotaryPair rotary_outputs(const RotaryForward& a);
+RotaryPair rotary_backward_outputs(const RotaryBackward& a);
+
+// Whether the kernels take them: cos is broadcast over q and k, not these over cos.
+bool rotary_has_kernel(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table);
+
+// The dtype of a rotated x.
+c10::ScalarType rotary_dtype(c10::ScalarType x, const RotaryTable& table);
+
+// The dimension of x that cos, unsqueezed, is broadcast over.
+int64_t rotary_head_dim(const Tensor& x, const RotaryTable& table);
 
 // rows.cpp: what the kernels are told.
 
 // Tensors that the kernels can read, as arguments; these point into them. None is empty.
 class RotaryRows {
  public:
-  RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin,
-             const RotaryPair& outputs, int64_t unsqueeze_dim, bool interleaved, bool transposed);
+  RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table,
+             const RotaryPair& outputs, bool transposed);
 
   RotaryArguments arguments{};
 
@@ -59,17 +73,11 @@ class RotaryRows {
 // composite.cpp: the formulas in ATen calls.
 
 // Differentiable to any order, of any shapes that broadcast.
-RotaryPair rotary_formula(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                          int64_t unsqueeze_dim, bool interleaved);
-RotaryPair rotary_backward_formula(const OptionalTensor& dq, const OptionalTensor& dk,
-                                   const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim,
-                                   bool interleaved, c10::ScalarType dtype);
+RotaryPair rotary_formula(const RotaryForward& a);
+RotaryPair rotary_backward_formula(const RotaryBackward& a);
 
 // The same, laid out as the kernels' outputs are.
-RotaryPair rotary_composite(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                            int64_t unsqueeze_dim, bool interleaved);
-RotaryPair rotary_backward_composite(const OptionalTensor& dq, const OptionalTensor& dk,
-                                     const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim,
-                                     bool interleaved, c10::ScalarType dtype);
+RotaryPair rotary_composite(const RotaryForward& a);
+RotaryPair rotary_backward_composite(const RotaryBackward& a);
 
 }  // namespace fusedops

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "csrc/ops/checks.h"
 #include "csrc/ops/rotary/operators.h"
 
 namespace fusedops {
@@ -91,56 +92,52 @@ Tensor empty_like(const Tensor& x, int64_t heads, c10::ScalarType dtype) {
 
 }  // namespace
 
-void rotary_check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                  int64_t unsqueeze_dim) {
+void rotary_check(const RotaryForward& a) {
+  const auto& [cos, sin, unsqueeze_dim, interleaved] = a.table;
   check_table(cos, sin, unsqueeze_dim);
   check_same_device(kOp, "sin", sin, "cos", cos);
-  check_heads("q", q, cos, unsqueeze_dim);
-  check_heads("k", k, cos, unsqueeze_dim);
+  check_heads("q", a.q, cos, unsqueeze_dim);
+  check_heads("k", a.k, cos, unsqueeze_dim);
 }
 
-bool rotary_has_kernel(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
-                       int64_t unsqueeze_dim) {
+bool rotary_has_kernel(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table) {
   const auto& first = given(q) ? *q : *k;
-  return has_kernel(first, cos, unsqueeze_dim) &&
-         (!given(q) || !given(k) || like(*q, *k, rotary_head_dim(*q, cos, unsqueeze_dim)));
+  return has_kernel(first, table.cos, table.unsqueeze_dim) &&
+         (!given(q) || !given(k) || like(*q, *k, rotary_head_dim(*q, table)));
 }
 
-c10::ScalarType rotary_dtype(c10::ScalarType x, const Tensor& cos, const Tensor& sin) {
-  return c10::promoteTypes(x, c10::promoteTypes(cos.scalar_type(), sin.scalar_type()));
+c10::ScalarType rotary_dtype(c10::ScalarType x, const RotaryTable& table) {
+  return c10::promoteTypes(x, c10::promoteTypes(table.cos.scalar_type(), table.sin.scalar_type()));
 }
 
-int64_t rotary_head_dim(const Tensor& x, const Tensor& cos, int64_t unsqueeze_dim) {
-  return x.dim() - from_end(cos, unsqueeze_dim);
+int64_t rotary_head_dim(const Tensor& x, const RotaryTable& table) {
+  return x.dim() - from_end(table.cos, table.unsqueeze_dim);
 }
 
-RotaryPair rotary_outputs(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                          int64_t unsqueeze_dim, bool) {
-  rotary_check(q, k, cos, sin, unsqueeze_dim);
-  TORCH_CHECK(rotary_has_kernel(q, k, cos, unsqueeze_dim), "rotary_forward: q ", describe(q),
-              " and k ", describe(k), " must be alike but for their heads, and hold cos, got ",
-              describe(cos));
-  const auto heads = rotary_head_dim(q, cos, unsqueeze_dim);
-  const auto dtype = rotary_dtype(q.scalar_type(), cos, sin);
-  return {empty_like(q, heads, dtype), empty_like(k, heads, dtype)};
+RotaryPair rotary_outputs(const RotaryForward& a) {
+  rotary_check(a);
+  TORCH_CHECK(rotary_has_kernel(a.q, a.k, a.table), "rotary_forward: q ", describe(a.q), " and k ",
+              describe(a.k), " must be alike but for their heads, and hold cos, got ",
+              describe(a.table.cos));
+  const auto heads = rotary_head_dim(a.q, a.table);
+  const auto dtype = rotary_dtype(a.q.scalar_type(), a.table);
+  return {empty_like(a.q, heads, dtype), empty_like(a.k, heads, dtype)};
 }
 
-RotaryPair rotary_backward_outputs(const OptionalTensor& dq, const OptionalTensor& dk,
-                                   const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim,
-                                   bool, c10::ScalarType dtype) {
-  TORCH_CHECK(given(dq) || given(dk), "rotary_backward: dq or dk must be there, got neither");
-  const auto& first = given(dq) ? *dq : *dk;
-  rotary_check(first, given(dk) ? *dk : first, cos, sin, unsqueeze_dim);
-  const auto wanted = rotary_dtype(dtype, cos, sin);
-  TORCH_CHECK(rotary_has_kernel(dq, dk, cos, unsqueeze_dim) && first.scalar_type() == wanted,
+RotaryPair rotary_backward_outputs(const RotaryBackward& a) {
+  TORCH_CHECK(given(a.dq) || given(a.dk), "rotary_backward: dq or dk must be there, got neither");
+  const auto& first = given(a.dq) ? *a.dq : *a.dk;
+  rotary_check({first, given(a.dk) ? *a.dk : first, a.table});
+  const auto wanted = rotary_dtype(a.dtype, a.table);
+  TORCH_CHECK(rotary_has_kernel(a.dq, a.dk, a.table) && first.scalar_type() == wanted,
               "rotary_backward: dq and dk must be ", wanted,
-              ", alike but for their heads, and hold cos, ", describe(cos), ", got ",
+              ", alike but for their heads, and hold cos, ", describe(a.table.cos), ", got ",
               describe(first));
-  const auto heads = rotary_head_dim(first, cos, unsqueeze_dim);
+  const auto heads = rotary_head_dim(first, a.table);
   const auto of = [&](const OptionalTensor& x) {
-    return given(x) ? empty_like(*x, heads, dtype) : Tensor();
+    return given(x) ? empty_like(*x, heads, a.dtype) : Tensor();
   };
-  return {of(dq), of(dk)};
+  return {of(a.dq), of(a.dk)};
 }
 
 }  // namespace fusedops

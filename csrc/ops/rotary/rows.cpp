@@ -38,16 +38,16 @@ RotaryStrides table_strides(const Tensor& table) {
 
 }  // namespace
 
-RotaryRows::RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
-                       const Tensor& sin, const RotaryPair& outputs, int64_t unsqueeze_dim,
-                       bool interleaved, bool transposed)
+RotaryRows::RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table,
+                       const RotaryPair& outputs, bool transposed)
     : q_(value_or_undefined(q)), k_(value_or_undefined(k)) {
-  const auto [q_out, k_out] = outputs;
+  const auto& [cos, sin, unsqueeze_dim, interleaved] = table;
+  const auto& [q_out, k_out] = outputs;
   auto& a = arguments;
   const auto add = [&](Tensor& x, const Tensor& y) {
     if (!x.defined() || x.numel() == 0) return;
     x = with_contiguous_rows(x);
-    const Dimensions at(x.dim(), rotary_head_dim(x, cos, unsqueeze_dim));
+    const Dimensions at(x.dim(), rotary_head_dim(x, table));
     a.tensors[a.count++] = {x.const_data_ptr(), y.mutable_data_ptr(), strides_of(x, at),
                             strides_of(y, at),  x.size(at.head),      x.size(-1)};
     a.batch = size_or_1(x, at.batch);

@@ -2,10 +2,9 @@
 #pragma once
 
 #include "csrc/cpu/isa.h"
+#include "csrc/kernels/linear.h"
 
 namespace fusedops::cpu {
-
-enum class Activation : uint8_t { none, relu, gelu, gelu_tanh, silu };
 
 struct ActivateRows {
   const void *product, *bias;         // [rows, n]; [n] or null

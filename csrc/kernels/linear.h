@@ -1,0 +1,10 @@
+// What follows a linear layer's product. Formulas: fusedops/functional/linear.py.
+#pragma once
+
+#include <cstdint>
+
+namespace fusedops {
+
+enum class Activation : uint8_t { none, relu, gelu, gelu_tanh, silu };
+
+}  // namespace fusedops

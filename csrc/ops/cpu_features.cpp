@@ -1,0 +1,40 @@
+#include "csrc/ops/cpu_features.h"
+
+#include <ATen/cpu/Utils.h>
+
+#include <atomic>
+
+namespace fusedops {
+namespace {
+
+std::atomic<int> asked_for{-1};  // -1: nothing
+
+}  // namespace
+
+bool amd_avx2() {
+#if defined(__x86_64__)
+  static const bool found = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx2");
+  return found;
+#else
+  return false;
+#endif
+}
+
+bool amd_avx512_bf16() {
+#if defined(__x86_64__)
+  static const bool found = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16");
+  return found;
+#else
+  return false;
+#endif
+}
+
+void bfloat16_products(std::optional<bool> asked) { asked_for = asked ? *asked : -1; }
+
+bool fast_bfloat16_products() {
+  static const bool found = at::cpu::init_amx() || amd_avx512_bf16();
+  const int asked = asked_for;
+  return asked < 0 ? found : asked == 1;
+}
+
+}  // namespace fusedops

@@ -1,0 +1,163 @@
+// How an operator is declared: its schema, and what runs for it, once a family.
+//
+// A function for users is a public operator. It is the same on every device, and calls one of its
+// family's kernel operators, which have an implementation for each device and no gradients.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "csrc/common.h"
+
+namespace fusedops {
+
+// A string as a template's argument.
+template <size_t n>
+struct Name {
+  char text[n];
+  consteval Name(const char (&from)[n]) { std::copy_n(from, n, text); }
+};
+
+// Calls an operator by its handle in the dispatcher, which is looked up once.
+template <Name name, class Signature, class... Args>
+auto dispatch(Args&&... args) {
+  static const auto op = handle<Signature>(name.text);
+  return op.call(std::forward<Args>(args)...);
+}
+
+template <class Function>
+auto below_autograd(const Function& f) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return f();
+}
+
+// What a Tensor and a Tensor? of a schema are in a signature.
+using In = const Tensor&;
+using Opt = const OptionalTensor&;
+
+// The dispatcher passes a kernel operator's arguments one by one, and a kernel takes them as one
+// struct. Its `Signature` is the flat list, in the order of the struct's fields.
+template <auto kernel>
+struct Flat;
+
+template <class Result, class Arguments, Result (*kernel)(const Arguments&)>
+struct Flat<kernel> {
+  template <class Signature>
+  struct Of;
+  template <class Returned, class... Args>
+  struct Of<Returned(Args...)> {
+    static Returned call(Args... args) { return kernel(Arguments{std::forward<Args>(args)...}); }
+  };
+  static constexpr auto call = Of<typename Arguments::Signature>::call;
+};
+
+template <auto kernel>
+constexpr auto flat = Flat<kernel>::call;
+
+// A rule for autocast: the tensors at these places of the arguments are cast, others are not.
+template <size_t... places>
+struct Casts {
+  template <class Arguments>
+  static void apply(Arguments& args, c10::ScalarType to, c10::DeviceType device) {
+    const auto cast = [&](auto& t) { t = at::autocast::cached_cast(to, t, device); };
+    (cast(std::get<places>(args)), ...);
+  }
+};
+
+// An operator under autocast: itself, with what the rule makes of the arguments.
+template <auto f, class Rule>
+struct Autocast;
+
+template <class Result, class... Args, Result (*f)(Args...), class Rule>
+struct Autocast<f, Rule> {
+  static inline std::string name;
+
+  template <c10::DispatchKey key, c10::DeviceType device>
+  static Result call(Args... args) {
+    const c10::impl::ExcludeDispatchKeyGuard off(key);
+    std::tuple<std::decay_t<Args>...> changed(std::forward<Args>(args)...);
+    Rule::apply(changed, at::autocast::get_autocast_dtype(device), device);
+    static const auto op = handle<Result(Args...)>(name.c_str());
+    return std::apply([](auto&&... a) { return op.call(std::forward<decltype(a)>(a)...); },
+                      std::move(changed));
+  }
+};
+
+// The operators of a family, registered as long as this lives: a static of its autograd.cpp.
+class Operators {
+ public:
+  explicit Operators(void (*declare)(Operators&)) { declare(*this); }
+
+  // Under vmap the same function: it then sees ATen calls, not an operator to loop over.
+  template <class Function>
+  void add_public(const std::string& schema, Function* f, bool random = false) {
+    const auto name = define(schema, random);
+    implicit_.impl(name.c_str(), f);
+    batched_.impl(name.c_str(), f);
+  }
+
+  template <auto f, class Rule>
+  void add_public(const std::string& schema, bool random = false) {
+    using Cast = Autocast<f, Rule>;
+    add_public(schema, f, random);
+    const auto name = name_of(schema);
+    Cast::name = "fusedops::" + name;
+    using c10::DeviceType, c10::DispatchKey;
+    autocast_cpu_.impl(name.c_str(),
+                       Cast::template call<DispatchKey::AutocastCPU, DeviceType::CPU>);
+    autocast_cuda_.impl(name.c_str(),
+                        Cast::template call<DispatchKey::AutocastCUDA, DeviceType::CUDA>);
+  }
+
+  // outputs: checks the arguments and makes the outputs. composite: the formula in ATen calls, for
+  // what no kernel takes.
+  template <class Outputs, class Composite>
+  void add_kernel(const std::string& schema, Outputs* outputs, Composite* composite) {
+    add_kernel(schema, outputs);
+    composite_.impl(name_of(schema).c_str(), composite);
+  }
+
+  // Nobody may differentiate through a kernel in silence.
+  template <class Outputs>
+  void add_kernel(const std::string& schema, Outputs* outputs) {
+    const auto name = define(schema, false);
+    meta_.impl(name.c_str(), outputs);
+    autograd_.impl(name.c_str(), torch::autograd::autogradNotImplementedFallback());
+  }
+
+ private:
+  static std::string name_of(const std::string& schema) {
+    return schema.substr(0, schema.find('('));
+  }
+
+  std::string define(const std::string& schema, bool random) {
+    const std::vector<at::Tag> pure{at::Tag::pt2_compliant_tag},
+        seeded{at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag};
+    definitions_.def(schema.c_str(), random ? seeded : pure);
+    return name_of(schema);
+  }
+
+  static torch::Library library(c10::DispatchKey key) {
+    return {torch::Library::IMPL, "fusedops", key, __FILE__, __LINE__};
+  }
+
+  torch::Library definitions_{torch::Library::FRAGMENT, "fusedops", std::nullopt, __FILE__,
+                              __LINE__};
+  torch::Library implicit_ = library(c10::DispatchKey::CompositeImplicitAutograd);
+  torch::Library batched_ = library(c10::DispatchKey::FuncTorchBatched);
+  torch::Library composite_ = library(c10::DispatchKey::CompositeExplicitAutograd);
+  torch::Library meta_ = library(c10::DispatchKey::Meta);
+  torch::Library autograd_ = library(c10::DispatchKey::Autograd);
+  torch::Library autocast_cpu_ = library(c10::DispatchKey::AutocastCPU);
+  torch::Library autocast_cuda_ = library(c10::DispatchKey::AutocastCUDA);
+};
+
+}  // namespace fusedops
