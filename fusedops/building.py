@@ -106,7 +106,9 @@ def build(into: Path, work: Path, jobs: int | None = None) -> list[Path]:
     number = jobs_at_a_time(jobs)
     torches = requested_torches() or [Torch.installed()]
     work.mkdir(parents=True, exist_ok=True)
-    with locked(work / ".lock"):
+    lock = work / ".lock"
+    lock.touch()
+    with locked(lock):
         _write(work / "build.ninja", rules() + "".join(map(str, steps(torches, work.resolve()))))
         _run([*ninja(), "-C", str(work), "-j", str(number)])
         return [publish(work / library_name(torch.version), torch, into) for torch in torches]

@@ -96,7 +96,7 @@ def publish(made: Path, torch: Torch, folder: Path) -> Path:
     """Copies a library into a folder. Its record comes first: an import needs both."""
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / library_name(torch.version)
-    with locked(library.with_suffix(".lock")):
+    with locked(folder):
         _replace(library.with_suffix(".json"), json.dumps(record(torch)).encode() + b"\n", 0o644)
         _replace(library, made.read_bytes(), 0o755)
     return library
@@ -120,17 +120,20 @@ def work_folder() -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a file: another process waits for it here."""
+    """Holds the lock of a file or a folder: another process waits for it here."""
     import fcntl  # not on Windows, where nothing is compiled
 
-    with open(path, "w") as file:
+    opened = os.open(path, os.O_RDONLY)
+    try:
         with suppress(OSError):  # some network file systems have no locks
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"waiting for another build in {path.parent}", flush=True)
-                fcntl.flock(file, fcntl.LOCK_EX)
+                print(f"waiting for another build: {path} is locked", flush=True)
+                fcntl.flock(opened, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(opened)
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:

@@ -101,7 +101,7 @@ def test_nothing_else_is_left_behind(built):
     cache, library = built
     left = {path.name for path in cache.rglob("*") if path.is_file()}
     stem = library.name.removesuffix(".so")
-    assert left == {f"{stem}.so", f"{stem}.json", f"{stem}.lock"}
+    assert left == {f"{stem}.so", f"{stem}.json"}  # in a wheel's folder all of it is packaged
     assert len(list(library.parent.parent.iterdir())) == 1
 
 
