@@ -1,4 +1,4 @@
-"""Which kernel runs for a number of rows of quantized_linear: .../quantized_linear/way.cpp."""
+"""Chooses quantized_linear's kernel by rows: csrc/ops/quantized_linear/way.cpp."""
 
 GEMV_ROWS = 4
 SPLIT_ROWS = 64

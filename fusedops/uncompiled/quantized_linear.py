@@ -69,7 +69,7 @@ def _formula(x, bias, weight, activation, input_format, compute):
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """The kernels, with gradients of x and bias; see .../quantized_linear/autograd.cpp."""
+    """The kernels with gradients of x and bias: csrc/ops/quantized_linear/autograd.cpp."""
 
     @staticmethod
     def forward(ctx, x, bias, weight, activation, input_format, compute):
