@@ -55,7 +55,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Ask:
+class GpuGoal:
     """A GPU row's goal: `fusedops` is at_least[contender] times as fast (including a copy).
 
     launches: the most kernels that a call may launch. ms: how long it may take. tflop_per_s: what

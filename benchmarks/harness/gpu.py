@@ -20,7 +20,7 @@ from benchmarks.harness.goals import OURS
 from benchmarks.harness.memory import Memory
 from benchmarks.harness.record import Record
 from benchmarks.harness.roofline import ceilings, keep_busy
-from benchmarks.harness.run import Result, count_launches, run_case, weigh
+from benchmarks.harness.run import Result, count_launches, measure_memory, run_case
 from benchmarks.harness.timing import Machine
 from fusedops.profiling.timing import environment, slug
 
@@ -69,7 +69,9 @@ def count(families: list[str], match: str, machine: Machine) -> Counted:
     every = [ask for name in families for ask in suites.family(name).GPU_MUST_SHOW]
     asked = [ask for ask in every if match in ask.case.title]
     launching = [ask.case for ask in asked if ask.launches is not None]
-    weighed = {a.case.title: weigh(a.case, OURS, machine) for a in asked if a.beside is not None}
+    weighed = {
+        a.case.title: measure_memory(a.case, OURS, machine) for a in asked if a.beside is not None
+    }
     return Counted(
         {case.title: count_launches(case, machine) for case in launching},
         {title: {OURS: memory} for title, memory in weighed.items() if memory},

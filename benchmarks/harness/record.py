@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.harness import report
 from benchmarks.harness.case import Case
-from benchmarks.harness.goals import Ask
+from benchmarks.harness.goals import GpuGoal
 from benchmarks.harness.run import Result
 
 # What two runs must share for their rows to be in one file.
@@ -23,7 +23,7 @@ TIMED_BY = {
 class Record:
     """Rows and goals by title: an earlier run's, until this run measures them again."""
 
-    def __init__(self, path: Path, cases: list[Case], asked: list[Ask], run: dict) -> None:
+    def __init__(self, path: Path, cases: list[Case], asked: list[GpuGoal], run: dict) -> None:
         """`cases` and `asked` are all of the family's; `run` says where and when."""
         self.path, self.asked = path, {ask.case.title: ask for ask in asked}
         self.rows: dict[str, list[dict]] = {case.title: [] for case in cases}
@@ -46,7 +46,7 @@ class Record:
     def _keep(self, earlier: dict, run: dict) -> None:
         last = earlier["runs"][-1]["environment"]
         if not same_build(last, run["environment"]):
-            print(f"{self.path}: of another build, device or changed tree; begun anew", flush=True)
+            print(f"{self.path}: from another build or device; starting over", flush=True)
             return
         self.runs = [*earlier["runs"], run]
         for mine, theirs in ((self.rows, earlier["rows"]), (self.goals, earlier["goals"])):

@@ -116,7 +116,7 @@ def count_launches(case: Case, machine: Machine) -> dict[str, int]:
     return found
 
 
-def weigh(case: Case, name: str, machine: Machine) -> Memory | None:
+def measure_memory(case: Case, name: str, machine: Machine) -> Memory | None:
     """Memory of a contender's call whose output is a loss; None if it cannot run.
 
     This must run in a process that does not time: see `count_launches`.
@@ -164,14 +164,16 @@ def _fresh_inputs(case: Case, answers: Answers) -> tuple[Tensor, ...]:
 
 def _call(run: Run, answers: Answers, others: Others | None) -> Call:
     """The timed call: of one set of inputs, or alternating between two."""
-    call = bind(run, answers.mode, answers.leaves, begun(answers.grads))
+    call = bind(run, answers.mode, answers.leaves, with_unit_loss(answers.grads))
     if others is None:
         return call
     other = with_inputs(run, answers.inputs, others.inputs)
-    return in_turn(call, bind(other, answers.mode, leaves(others.inputs), begun(others.grads)))
+    return in_turn(
+        call, bind(other, answers.mode, leaves(others.inputs), with_unit_loss(others.grads))
+    )
 
 
-def begun(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def with_unit_loss(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Sets a loss's gradient to 1, as in `loss.backward()`; it was checked with another one."""
     return tuple(grad if grad.dim() else torch.ones_like(grad) for grad in grads)
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks import WORKLOADS
 from benchmarks.harness import report, suites
 from benchmarks.harness.memory import Memory
-from benchmarks.harness.run import COPY, Result, run_case, weigh
+from benchmarks.harness.run import COPY, Result, measure_memory, run_case
 from benchmarks.harness.timing import CPU
 from fusedops.allocator import keep_freed_memory
 from fusedops.profiling.timing import environment
@@ -57,7 +57,7 @@ def _weigh(result: Result, threads: int) -> None:
 def _weigh_here(title: str, name: str, threads: int) -> Memory | None:
     torch.set_num_threads(threads)
     case = next(case for case in suites.weighed() if case.title == title)
-    return weigh(case, name, CPU)
+    return measure_memory(case, name, CPU)
 
 
 def _document(args: Namespace, results: list[Result]) -> dict:

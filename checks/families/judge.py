@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from checks.families.families import auto_class
 from checks.families.inputs import batches
 from checks.families.media import unseen
-from checks.families.shrink import WAYS, Way, tiny
+from checks.families.shrink import SHRINKINGS, Shrinking, tiny
 from fusedops.patching import fuse_always, patch, unpatch
 from fusedops.patching.report import PatchReport
 from fusedops.patching.yardstick import Yardstick, run
@@ -53,8 +53,8 @@ def _judge(kind: str, family: str, row: Row) -> None:
     if isinstance(found, dict):
         row |= found
         return
-    model, batch, way = found
-    row |= {"model": type(model).__name__, "config": way.name, "inputs": sorted(batch)}
+    model, batch, shrinking = found
+    row |= {"model": type(model).__name__, "config": shrinking.name, "inputs": sorted(batch)}
     row["text alone"] = unseen(model, batch)
     row["parameters"] = sum(p.numel() for p in model.parameters())
     before = Yardstick(model, batch)
@@ -79,19 +79,19 @@ def _judge(kind: str, family: str, row: Row) -> None:
 # Building
 
 
-def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Way] | Row:
+def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Shrinking] | Row:
     """The family's model and a batch that it accepts, or why there is none."""
     reasons: list[tuple[str, str]] = []
-    for way in WAYS:
+    for shrinking in SHRINKINGS:
         try:
-            model = _build(kind, family, way)
+            model = _build(kind, family, shrinking)
         except Exception as error:  # noqa: BLE001  a model's own code raises anything
             reasons.append((UNBUILT, _said(error)))
             continue
         tried = []
         for batch in batches(model, labelled=kind in WITH_LABELS):
             if not (why := _runs(model, batch)):
-                return model, batch, way
+                return model, batch, shrinking
             tried.append(why)
         reasons += [(UNRUN, why) for why in tried]
         if all(HOPELESS in why for why in tried):
@@ -100,12 +100,12 @@ def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Way] | Ro
     return {"verdict": verdict, "why": next(why for stage, why in reasons if stage == verdict)}
 
 
-def _build(kind: str, family: str, way: Way) -> nn.Module:
+def _build(kind: str, family: str, shrinking: Shrinking) -> nn.Module:
     """A model in eval mode with random weights everywhere, even in norms and biases."""
     from transformers import CONFIG_MAPPING
 
     more = {"is_decoder": True} if kind == "causal" else {}
-    config = tiny(CONFIG_MAPPING[family], way, **more)
+    config = tiny(CONFIG_MAPPING[family], shrinking, **more)
     config.architectures = config.architectures or []  # set where a family has several, else None
     auto = auto_class(kind, family)
     how = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped: no float64

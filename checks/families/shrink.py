@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["VOCABULARY", "WAYS", "tiny"]
+__all__ = ["SHRINKINGS", "VOCABULARY", "tiny"]
 
 WIDTH, HEADS, GROUPS, HEAD = 64, 4, 2, 16
 LAYERS, MOST_LAYERS, VOCABULARY, POSITIONS = 2, 8, 128, 64
@@ -71,7 +71,7 @@ USUAL_IDS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Shrinking:
     """One way to shrink a config.
 
     table: use the sizes by name; otherwise only layers and vocabulary shrink, for models whose
@@ -95,49 +95,51 @@ class Way:
         return min(value, small) if self.table or small == VOCABULARY else value
 
 
-WAYS = (
-    Way("tiny"),
-    Way("tiny, with layer types", types=True),
-    Way("tiny, filled", fills=True),
-    Way("tiny, filled, with layer types", fills=True, types=True),
-    Way("tiny, all layers", deep=True),
-    Way("tiny, filled, all layers", deep=True, fills=True),
-    Way("few layers", table=False),
-    Way("few layers, with layer types", table=False, types=True),
+SHRINKINGS = (
+    Shrinking("tiny"),
+    Shrinking("tiny, with layer types", types=True),
+    Shrinking("tiny, filled", fills=True),
+    Shrinking("tiny, filled, with layer types", fills=True, types=True),
+    Shrinking("tiny, all layers", deep=True),
+    Shrinking("tiny, filled, all layers", deep=True, fills=True),
+    Shrinking("few layers", table=False),
+    Shrinking("few layers, with layer types", table=False, types=True),
 )
 
 
-def tiny(cls: type[Any], way: Way, **more: Any) -> Any:
+def tiny(cls: type[Any], shrinking: Shrinking, **more: Any) -> Any:
     """The class's default config with smaller sizes.
 
     more: attributes to set, if the class has them.
     """
     default = cls()
     ids = {name: at for at, name in enumerate(sorted(_ids(default)), FIRST_ID)}
-    return _small(default, way, ids, more)
+    return _small(default, shrinking, ids, more)
 
 
-def _small(config: Any, way: Way, ids: dict[str, int], more: dict[str, Any]) -> Any:
-    layers = _layers(config, way)
+def _small(config: Any, shrinking: Shrinking, ids: dict[str, int], more: dict[str, Any]) -> Any:
+    layers = _layers(config, shrinking)
     sizes: dict[str, Any] = {}
     for name, default in _fields(config):
         value = vars(config).get(name)
         if name in more:
             sizes[name] = more[name]
         elif _is_config(value):
-            sizes[name] = _small(value, way, ids, {})
+            sizes[name] = _small(value, shrinking, ids, {})
         elif isinstance(value, list | tuple) and value and all(map(_is_config, value)):
-            sizes[name] = [_small(part, way, ids, {}) for part in value]
+            sizes[name] = [_small(part, shrinking, ids, {}) for part in value]
         elif IDS.fullmatch(name):
             sizes[name] = default if value is None else _id(name, value, ids)
         else:
-            sizes[name] = _size(config, name, value, default, way, layers)
-    if way.deep and getattr(config, "out_indices", None):  # a backbone's, no field
+            sizes[name] = _size(config, name, value, default, shrinking, layers)
+    if shrinking.deep and getattr(config, "out_indices", None):  # a backbone's, no field
         sizes["out_indices"] = list(config.out_indices)
     return type(config)(**{name: size for name, size in sizes.items() if size is not LEFT})
 
 
-def _size(config: Any, name: str, value: Any, default: Any, way: Way, layers: int) -> Any:
+def _size(
+    config: Any, name: str, value: Any, default: Any, shrinking: Shrinking, layers: int
+) -> Any:
     """An attribute's new value; LEFT if the constructor derives it from others."""
     known = vars(config)
     if re.fullmatch(KEY_HEADS, name) and value == known.get("num_attention_heads"):
@@ -148,12 +150,12 @@ def _size(config: Any, name: str, value: Any, default: Any, way: Way, layers: in
     if name == "window_size" and "spatial_merge_size" in known:
         return value  # in pixels
     if _is_kinds(value) and len(value) > layers:
-        return value[:layers] if way.types or default is not None else LEFT
+        return value[:layers] if shrinking.types or default is not None else LEFT
     if default is not None:
-        return _number(name, value if type(value) is type(default) else default, way, layers)
-    if way.types and isinstance(value, list) and value:
-        return _number(name, value, way, layers)
-    return _open(name, layers) if way.fills and value is None else LEFT
+        return _number(name, value if type(value) is type(default) else default, shrinking, layers)
+    if shrinking.types and isinstance(value, list) and value:
+        return _number(name, value, shrinking, layers)
+    return _open(name, layers) if shrinking.fills and value is None else LEFT
 
 
 def _open(name: str, layers: int) -> Any:
@@ -163,19 +165,19 @@ def _open(name: str, layers: int) -> Any:
     return OPEN.get(name, LEFT)
 
 
-def _number(name: str, value: Any, way: Way, layers: int) -> Any:
+def _number(name: str, value: Any, shrinking: Shrinking, layers: int) -> Any:
     if KEPT.fullmatch(name):
         return value
     if type(value) is int:
-        return way.size(name, value, layers)
+        return shrinking.size(name, value, layers)
     if isinstance(value, list | tuple) and value:
-        return type(value)(_number(name, v, way, layers) for v in value)
+        return type(value)(_number(name, v, shrinking, layers) for v in value)
     return value
 
 
-def _layers(config: Any, way: Way) -> int:
+def _layers(config: Any, shrinking: Shrinking) -> int:
     """Enough layers for each type to occur."""
-    if way.deep:
+    if shrinking.deep:
         return 10**9
     kinds = [value for value in vars(config).values() if _is_kinds(value)]
     last = [max(value.index(kind) for kind in set(value)) for value in kinds]

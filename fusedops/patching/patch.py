@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from fusedops import notice
-from fusedops.patching.core.swap import put_back, restore_all, states
+from fusedops.patching.core.swap import restore_states, states, unfuse_all
 from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.lines.activated_linear import EPILOGUE
 from fusedops.patching.lines.layer import patch_layers
@@ -125,7 +125,7 @@ def patch(
         before = None if verify is None else Yardstick(model, verify)
         wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
         kinds = [kind for kind, on in wanted if on]
-        restores.append(partial(put_back, model, states(model)))
+        restores.append(partial(restore_states, model, states(model)))
         if norm:
             patch_norms(model, report)
         patch_layers(model, kinds, report)
@@ -160,7 +160,7 @@ def unpatch(model: nn.Module) -> None:
     """Restores the original class of every module of `model`, bit for bit as before patch."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
-    undo = partial(restore_all, model)
+    undo = partial(unfuse_all, model)
     with on_failure(undo), on_failure(undo):
         undo()
 
@@ -172,6 +172,6 @@ def patched(model: nn.Module, **kwargs) -> Iterator[PatchReport]:
     Takes patch's arguments and yields its report.
     """
     _check(model, kwargs.get("loss", True))
-    undo = partial(put_back, model, states(model))
+    undo = partial(restore_states, model, states(model))
     with afterwards(undo), afterwards(undo):
         yield patch(model, **kwargs)

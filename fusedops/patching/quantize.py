@@ -80,7 +80,7 @@ def check_options(format: str, options: dict[str, Any]) -> None:
 
 def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Linear, str]]:
     """Yields each linear's path, module and the reason to skip it (empty if none)."""
-    left = Left(model, skip)
+    left = SkipRules(model, skip)
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear) and not isinstance(module, QuantizedLinear):
             yield path, module, left.why(path, module)
@@ -92,7 +92,7 @@ def quantized_layer(path: str, module: Any, format: str, options: dict) -> Quant
     return layer
 
 
-class Left:
+class SkipRules:
     """The rules for which linears of a model stay unquantized."""
 
     def __init__(self, model: nn.Module, skip: Collection[str]) -> None:

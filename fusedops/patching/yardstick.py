@@ -196,11 +196,11 @@ def _double_if_floating(value):
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
 
-    def put_back() -> None:
+    def restore() -> None:
         for module, mode in modes.items():
             module.training = mode
 
-    with afterwards(put_back), afterwards(put_back):
+    with afterwards(restore), afterwards(restore):
         model.eval()
         yield
 

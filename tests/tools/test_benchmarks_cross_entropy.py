@@ -12,7 +12,7 @@ import torch
 from benchmarks.__main__ import parse
 from benchmarks.harness import gpu, suites, worker
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
-from benchmarks.harness.run import run_case, weigh
+from benchmarks.harness.run import measure_memory, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import cross_entropy
 
@@ -49,7 +49,7 @@ def test_memory_of_what_cannot_run_is_not_known():
 
     absent = replace(cross_entropy.linear.LINEAR, contenders={"torch chunked": Contender(nowhere)})
     case = Case(absent, TRAINING, torch.float32, (4, 16, 100))
-    assert weigh(case, "torch chunked", CPU) is None
+    assert measure_memory(case, "torch chunked", CPU) is None
 
 
 def dry(case, shape):

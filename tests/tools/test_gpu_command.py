@@ -17,7 +17,7 @@ import torch
 from benchmarks import ON_GPU
 from benchmarks.harness import cuda, gpu, readme, record, roofline, suites
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Skip, find
-from benchmarks.harness.goals import Ask, table
+from benchmarks.harness.goals import GpuGoal, table
 from benchmarks.harness.memory import Memory
 from benchmarks.harness.run import COPY, Result, count_launches
 from benchmarks.harness.timing import CPU, Machine, wall
@@ -65,7 +65,7 @@ def written(out):
 
 @pytest.fixture
 def build(monkeypatch):
-    """What the environment says of the build, for the test to change; each run has its own date."""
+    """The environment's build record, for tests to change; each run has its own date."""
     about, dates = {"device": "Toy 1", "commit": "abc", "torch": "2", "triton": "3"}, []
 
     def environment(*_):
@@ -235,7 +235,7 @@ def test_every_large_row_is_to_beat_its_rivals():
 
 def test_goal_on_a_gpu_is_met_missed_or_not_measured():
     case = Case(norm.OPERATIONS[0], FORWARD, torch.bfloat16, (8, 8), clock="device")
-    ask = Ask(case, {COPY: 0.95, "liger": 1.0}, launches=1)
+    ask = GpuGoal(case, {COPY: 0.95, "liger": 1.0}, launches=1)
     result = Result(case, 0, {COPY: [0.9, 0.9], "fusedops": [1.0, 1.0]}, launches={"fusedops": 2})
     verdicts = ask.verdicts(result)
     assert [v["met"] for v in verdicts] == [False, False, False]
@@ -250,7 +250,7 @@ def test_goal_on_a_gpu_is_met_missed_or_not_measured():
 
 def test_goal_in_milliseconds_tflops_and_bytes():
     case = Case(norm.OPERATIONS[0], FORWARD, torch.bfloat16, (8, 8), clock="device")
-    ask = Ask(case, {}, ms=2.0, tflop_per_s=600, beside=100)
+    ask = GpuGoal(case, {}, ms=2.0, tflop_per_s=600, beside=100)
     sizes = {"fusedops": Memory(150, 50)}
     result = Result(case, 0, {"fusedops": [2e-3]}, memory=sizes, flops=1_200_000_000_000)
     verdicts = ask.verdicts(result)

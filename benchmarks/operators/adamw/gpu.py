@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.case import FORWARD, Case, Contender, Operation, Run
-from benchmarks.harness.goals import Ask
+from benchmarks.harness.goals import GpuGoal
 from benchmarks.harness.run import COPY
 from benchmarks.operators.adamw.contenders import (
     MAX_NORM,
@@ -58,7 +58,7 @@ def first_step(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def updated(p: Tensor, g: Tensor) -> Tensor:
-    """16-bit updates are large: rounded to nearest, small ones would leave no error to judge."""
+    """The stepped parameter, rounded stochastically: to nearest, small steps leave no error."""
     wide, g = (t.to(torch.promote_types(t.dtype, F32)) for t in (p, g))
     chance = torch.randint(1 << 16, p.shape, dtype=torch.int32, device=p.device)
     step = LR * g / (g.abs() + EPS)
@@ -146,7 +146,7 @@ def rivals(row: Case) -> dict[str, float]:
     return {name: 1.0 for name in row.contenders() if name != "fusedops"}
 
 
-GPU_MUST_SHOW = [Ask(row, {COPY: 0.9} | rivals(row)) for row in BILLION]
+GPU_MUST_SHOW = [GpuGoal(row, {COPY: 0.9} | rivals(row)) for row in BILLION]
 GPU_MUST_SHOW += [
-    Ask(row, rivals(row), launches=launches) for launches, rows in SMALL.items() for row in rows
+    GpuGoal(row, rivals(row), launches=launches) for launches, rows in SMALL.items() for row in rows
 ]

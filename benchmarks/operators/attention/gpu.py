@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case
-from benchmarks.harness.goals import Ask
+from benchmarks.harness.goals import GpuGoal
 from benchmarks.operators.attention.operations import CAUSAL, DECODE, FULL
 
 BF16, HEADS = torch.bfloat16, 16
@@ -19,11 +19,11 @@ def of_length(tokens: int) -> tuple[int, ...]:
 
 GPU_MUST_SHOW = [
     *(
-        Ask(Case(CAUSAL, mode, BF16, of_length(tokens)), {"sdpa": 1.0}, tflop_per_s=reached)
+        GpuGoal(Case(CAUSAL, mode, BF16, of_length(tokens)), {"sdpa": 1.0}, tflop_per_s=reached)
         for mode, all_reached in REACHED.items()
         for tokens, reached in zip(LENGTHS, all_reached, strict=True)
     ),
-    Ask(Case(DECODE, FORWARD, BF16, DECODE_SHAPE), {"sdpa": 1.0}, ms=DECODE_MS),
+    GpuGoal(Case(DECODE, FORWARD, BF16, DECODE_SHAPE), {"sdpa": 1.0}, ms=DECODE_MS),
 ]
 GPU_ROWS = [
     *(ask.case for ask in GPU_MUST_SHOW),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation
-from benchmarks.harness.goals import Ask
+from benchmarks.harness.goals import GpuGoal
 from benchmarks.operators.cross_entropy.linear import LINEAR
 from benchmarks.operators.cross_entropy.operations import IN_FORWARD, PLAIN
 from benchmarks.operators.cross_entropy.peers import PEERS
@@ -57,8 +57,8 @@ REPLAYED = [case(op, FORWARD, shape, "graph") for op, shape in FEW]
 GPU_ROWS = [SEPARATE, TOGETHER, FUSED, *CALLED, *FURTHER, *REPLAYED]
 
 GPU_MUST_SHOW = [
-    Ask(SEPARATE, rivals(SEPARATE), ms=1.8),
-    Ask(TOGETHER, rivals(TOGETHER), ms=1.2),
-    Ask(FUSED, rivals(FUSED), tflop_per_s=600, beside=500_000_000),
-    *(Ask(row, rivals(row)) for row in FURTHER + CALLED),
+    GpuGoal(SEPARATE, rivals(SEPARATE), ms=1.8),
+    GpuGoal(TOGETHER, rivals(TOGETHER), ms=1.2),
+    GpuGoal(FUSED, rivals(FUSED), tflop_per_s=600, beside=500_000_000),
+    *(GpuGoal(row, rivals(row)) for row in FURTHER + CALLED),
 ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Operation, rivals
-from benchmarks.harness.goals import Ask
+from benchmarks.harness.goals import GpuGoal
 from benchmarks.harness.run import COPY
 from benchmarks.operators.gated_activation.operations import OPERATIONS
 from benchmarks.operators.gated_activation.peers import PEERS
@@ -40,7 +40,7 @@ GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYE
 
 OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}
 GPU_MUST_SHOW = [
-    Ask(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
+    GpuGoal(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
     for mode, rows in LARGE.items()
     for row in rows
-] + [Ask(row, dict.fromkeys(rivals(row), 1.5), launches=1) for row in CALLED]
+] + [GpuGoal(row, dict.fromkeys(rivals(row), 1.5), launches=1) for row in CALLED]

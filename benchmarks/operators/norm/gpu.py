@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, rivals
-from benchmarks.harness.goals import Ask
+from benchmarks.harness.goals import GpuGoal
 from benchmarks.harness.run import COPY
 from benchmarks.operators.norm.operations import OPERATIONS
 from benchmarks.operators.norm.peers import one_layer_norm, peers
@@ -67,12 +67,13 @@ GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
 
 OF_COPY = {FORWARD: {COPY: 0.95}, BACKWARD: {COPY: 0.84}, TRAINING: {}}
 GPU_MUST_SHOW = [
-    Ask(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
+    GpuGoal(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
     for mode, rows in LARGE.items()
     for row in rows
 ]
-GPU_MUST_SHOW += [Ask(row, dict.fromkeys(rivals(row), 1.0)) for row in FURTHER]
+GPU_MUST_SHOW += [GpuGoal(row, dict.fromkeys(rivals(row), 1.0)) for row in FURTHER]
 GPU_MUST_SHOW += [
-    Ask(row, {LAYER_NORM_CALL: 1.0} | dict.fromkeys(rivals(row), 1.5), launches=1) for row in CALLED
+    GpuGoal(row, {LAYER_NORM_CALL: 1.0} | dict.fromkeys(rivals(row), 1.5), launches=1)
+    for row in CALLED
 ]
-GPU_MUST_SHOW += [Ask(row, dict.fromkeys(rivals(row), 1.5)) for row in REPLAYED + TRAINED]
+GPU_MUST_SHOW += [GpuGoal(row, dict.fromkeys(rivals(row), 1.5)) for row in REPLAYED + TRAINED]

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.harness.case import FORWARD, Case
-from benchmarks.harness.goals import Ask
+from benchmarks.harness.goals import GpuGoal
 from benchmarks.operators.quantized_linear import peers
 from benchmarks.operators.quantized_linear.operations import (
     DYNAMIC,
@@ -35,7 +35,7 @@ def row(kind: Kind, rows: int) -> Case:
     return Case(SERVED[kind], FORWARD, BF16, (rows, WIDE, WIDE), only=only, clock="device")
 
 
-GPU_MUST_SHOW = [Ask(row(kind, rows), {"eager": ratio}) for kind, rows, ratio in ASKED]
+GPU_MUST_SHOW = [GpuGoal(row(kind, rows), {"eager": ratio}) for kind, rows, ratio in ASKED]
 GPU_ROWS = [
     *(ask.case for ask in GPU_MUST_SHOW),
     *(row(NF4, rows) for rows in (1, 16)),

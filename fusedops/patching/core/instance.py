@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedops.patching.core.introspection import enclosed, names_of
+from fusedops.patching.core.introspection import closure_values, names_of
 from fusedops.patching.core.swap import fused_class
 
 __all__ = ["Other", "instead"]
@@ -74,7 +74,7 @@ def _own(module: nn.Module) -> Any:
 
 
 def _reads(function: FunctionType) -> set[str]:
-    return names_of(function) | {v for v in enclosed(function).values() if isinstance(v, str)}
+    return names_of(function) | {v for v in closure_values(function).values() if isinstance(v, str)}
 
 
 def _behind(module: nn.Module, first: Any, own: Any) -> Iterator[FunctionType]:
@@ -122,7 +122,7 @@ def _called(function: FunctionType, module: nn.Module, own: Any) -> Iterator[Any
     forward if it reads that: `type(self).forward(self, x)`, `super().forward(x)`.
     """
     names = names_of(function)
-    yield from enclosed(function).values()
+    yield from closure_values(function).values()
     for name in names:
         yield vars(module).get(name)
         value = function.__globals__.get(name)

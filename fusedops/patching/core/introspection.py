@@ -10,21 +10,21 @@ from torch import nn
 
 __all__ = [
     "MISSING",
+    "attributes_read",
     "changes_state",
-    "enclosed",
-    "fixed",
-    "known_to",
+    "closure_values",
     "names_in",
     "names_of",
+    "names_used",
     "plain",
-    "reached",
+    "reachable_functions",
 ]
 
 MISSING = "missing", object()
 PLAIN = int, float, bool, str, type(None), torch.dtype
 
 
-def fixed(
+def attributes_read(
     module: nn.Module, known: set, too: Callable[[object], bool] = lambda value: False
 ) -> tuple[tuple[str, Hashable], ...] | str:
     """(name, value) of the attributes that the forward reads, except those in `known`.
@@ -75,9 +75,9 @@ def names_of(function: FunctionType) -> set[str]:
     return _read(function.__code__)
 
 
-def known_to(function: FunctionType) -> set[str]:
+def names_used(function: FunctionType) -> set[str]:
     """The names and arguments in the code of a function and of what it may call."""
-    codes = [f.__code__ for f in reached(object, [function])]
+    codes = [f.__code__ for f in reachable_functions(object, [function])]
     arguments = {name for code in codes for name in code.co_varnames[: _arguments(code)]}
     return arguments.union(*map(_read, codes))
 
@@ -88,10 +88,10 @@ def _arguments(code: CodeType) -> int:
 
 def _codes(cls: type) -> Iterator[CodeType]:
     """The code of the forward and of what it may call: methods, properties, own functions."""
-    return (f.__code__ for f in reached(cls, _called(cls, "forward")))
+    return (f.__code__ for f in reachable_functions(cls, _called(cls, "forward")))
 
 
-def reached(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
+def reachable_functions(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
     """Yields the functions in `waiting` and the functions they may call, except torch's.
 
     Follows globals, closures and methods of `cls`.
@@ -107,7 +107,7 @@ def reached(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
         for name in _read(code):
             waiting += _called(cls, name)
             waiting += _functions(function.__globals__.get(name))
-        for value in enclosed(function).values():
+        for value in closure_values(function).values():
             waiting += _functions(value)
 
 
@@ -125,7 +125,7 @@ def _functions(value: Any) -> list[FunctionType]:
     return [value] if isinstance(value, FunctionType) else []
 
 
-def enclosed(function: FunctionType) -> dict[str, object]:
+def closure_values(function: FunctionType) -> dict[str, object]:
     """The values in a function's closure, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: _content(cell) for name, cell in cells}

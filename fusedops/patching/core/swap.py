@@ -20,22 +20,22 @@ from fusedops.patching.core.undo import afterwards
 
 __all__ = [
     "Unswappable",
+    "active_attribute",
     "fused_class",
     "fused_modules",
-    "given",
     "has_hooks",
     "new_class",
+    "one_line",
     "original",
     "original_class",
     "overlay",
-    "put_back",
-    "restore",
-    "restore_all",
-    "said",
+    "restore_states",
     "stacked",
     "states",
     "subclass",
     "swap",
+    "unfuse",
+    "unfuse_all",
     "version",
 ]
 
@@ -71,7 +71,7 @@ def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], d
     return made
 
 
-def given(module: nn.Module, name: str) -> Any:
+def active_attribute(module: nn.Module, name: str) -> Any:
     """The value that patch stored on the module's class under a name.
 
     None if it is switched off, or if a class on top of it has another forward.
@@ -98,10 +98,10 @@ def new_class(original: type[nn.Module], namespace: dict) -> type:
     try:
         return metaclass(original.__name__, (original,), namespace)
     except Exception as error:
-        raise Unswappable(f"its class cannot be subclassed: {said(error)}") from error
+        raise Unswappable(f"its class cannot be subclassed: {one_line(error)}") from error
 
 
-def said(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An error as one line of text."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -170,7 +170,7 @@ def stacked(
     return subclass(original, (key, below), namespace)
 
 
-def restore(module: nn.Module) -> None:
+def unfuse(module: nn.Module) -> None:
     """Unfuses the module: restores its class, or disables our forward below another's class.
 
     The module then holds its config itself again. Idempotent.
@@ -186,10 +186,10 @@ def restore(module: nn.Module) -> None:
         vars(module).update(fused._fusedops_aside)
 
 
-def restore_all(model: nn.Module) -> None:
+def unfuse_all(model: nn.Module) -> None:
     """Restores the classes and configs of all modules. Idempotent."""
     for module in model.modules():
-        restore(module)
+        unfuse(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -207,9 +207,9 @@ def has_hooks(module: nn.Module) -> bool:
 @contextmanager
 def original(model: nn.Module) -> Iterator[None]:
     """Runs the block with the model unpatched."""
-    as_it_was = functools.partial(put_back, model, states(model))
+    as_it_was = functools.partial(restore_states, model, states(model))
     with afterwards(as_it_was), afterwards(as_it_was):
-        restore_all(model)
+        unfuse_all(model)
         yield
 
 
@@ -217,25 +217,25 @@ State = tuple[type, dict[str, Any], Any]
 
 
 def states(model: nn.Module) -> dict[nn.Module, State]:
-    """Each module's class, its switched-off entries and its config view, for `put_back`."""
+    """Each module's class, its switched-off entries and its config view, for `restore_states`."""
     return {module: (type(module), _own(module), view_of(module)) for module in model.modules()}
 
 
-def put_back(model: nn.Module, before: dict[nn.Module, State]) -> None:
+def restore_states(model: nn.Module, before: dict[nn.Module, State]) -> None:
     """Restore each module to its state in `before`; unfuse modules added since. Idempotent."""
     for module in set(model.modules()):
         was, own, view = before.get(module, (original_class(module), {}, None))
         set_view(module, view)
-        _put_back(module, was, own)
+        _restore_state(module, was, own)
 
 
-def _put_back(module: nn.Module, was: type, own: dict[str, Any]) -> None:
+def _restore_state(module: nn.Module, was: type, own: dict[str, Any]) -> None:
     now, fused, before = type(module), fused_class(module), _fused_in(was)
     refuses = before is was and now is before._fusedops_original
     if now is not was and (now is fused or refuses):
         module.__class__ = was
     elif now is not was and (fused is None or before is None):  # another library's class
-        restore(module)
+        unfuse(module)
         return
     for name in _own(module):
         del vars(module)[name]

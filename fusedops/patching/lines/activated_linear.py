@@ -22,7 +22,7 @@ from fusedops.patching.core.thresholds import inductor_multiplies
 from fusedops.patching.lines import syntax
 from fusedops.patching.lines.layer import Kind, lines_of
 from fusedops.patching.lines.reader import Names, Reader
-from fusedops.patching.modules.activation import Named, activation_of, patch_activation
+from fusedops.patching.modules.activation import ActivationRef, activation_of, patch_activation
 from fusedops.patching.modules.linear import operands_of, patch_linear
 from fusedops.patching.report import Site
 
@@ -36,7 +36,7 @@ class Activated:
     """A linear and its activation. fc: the linear's name in the module."""
 
     fc: str
-    act: Named
+    act: ActivationRef
 
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Activated]:

@@ -29,7 +29,7 @@ from fusedops.patching.lines import syntax
 from fusedops.patching.lines.layer import Kind, lines_of
 from fusedops.patching.lines.reader import Names, Reader
 from fusedops.patching.modules.activation import (
-    Named,
+    ActivationRef,
     activation_of,
     looks_like_an_activation,
     patch_activation,
@@ -49,7 +49,7 @@ class Product:
     """A gated product. source: its original text."""
 
     source: str
-    act: Named
+    act: ActivationRef
 
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Product]:
@@ -138,8 +138,8 @@ class _Rewriter:
     def _call(self, helper: str, product: Any, act: Any, operands: list, first: bool) -> ast.Call:
         name: Any = self.read.activation(act)
         self.found.append(Product(self.read.source(product), name))
-        turned = [] if first else [ast.keyword("turned", ast.Constant(True))]
-        return self.read.helper(helper, [copy.deepcopy(act.func)], [*operands, *turned])
+        swapped = [] if first else [ast.keyword("swapped", ast.Constant(True))]
+        return self.read.helper(helper, [copy.deepcopy(act.func)], [*operands, *swapped])
 
 
 def _is_product(node: ast.AST) -> bool:
@@ -177,24 +177,24 @@ def unread(path: str, module: nn.Module, reason: str) -> Site | None:
     return Site(path, "mlp", name, reason=reason) if linears > 1 and acts else None
 
 
-def gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, turned: bool = False) -> Tensor:
-    """act(gate) * up, or up * act(gate) if turned; called by a rewritten forward."""
+def gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, swapped: bool = False) -> Tensor:
+    """act(gate) * up, or up * act(gate) if swapped; called by a rewritten forward."""
     fused = _function(layer, act, gate) if _fusable(gate, up) else None
-    return fused(gate, up) if fused else _lines(act, gate, up, turned)
+    return fused(gate, up) if fused else _lines(act, gate, up, swapped)
 
 
-def packed(layer: nn.Module, act: Any, gate_up: Tensor, turned: bool = False) -> Tensor:
+def packed(layer: nn.Module, act: Any, gate_up: Tensor, swapped: bool = False) -> Tensor:
     """Like `gated`, for a tensor with gate and up side by side in its last dimension."""
     whole = type(gate_up) is Tensor and _is_plain(gate_up) and gate_up.shape[-1] % 2 == 0
     fused = _function(layer, act, gate_up) if whole else None
     if fused:
         return fused(gate_up, None)
     gate, up = gate_up.chunk(2, dim=-1)
-    return _lines(act, gate, up, turned)
+    return _lines(act, gate, up, swapped)
 
 
-def _lines(act: Any, gate: Tensor, up: Tensor, turned: bool) -> Tensor:
-    return up * act(gate) if turned else act(gate) * up
+def _lines(act: Any, gate: Tensor, up: Tensor, swapped: bool) -> Tensor:
+    return up * act(gate) if swapped else act(gate) * up
 
 
 def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor] | None:

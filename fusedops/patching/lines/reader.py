@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn import functional as F
 
 from fusedops.patching.lines import syntax
-from fusedops.patching.modules.activation import Named, function_of
+from fusedops.patching.modules.activation import ActivationRef, function_of
 
 __all__ = ["Names", "Reader", "place"]
 
@@ -53,15 +53,15 @@ class Reader:
                     return name
         return ""
 
-    def activation(self, node: ast.AST) -> Named | None:
+    def activation(self, node: ast.AST) -> ActivationRef | None:
         """The activation that a call applies to one tensor: a submodule or torch function."""
         if name := self.called("activation", node):
-            return Named(name)
+            return ActivationRef(name)
         match node:
             case ast.Call(func=func, args=[argument], keywords=[]):
                 function = self.meaning(func)
                 plain = not isinstance(argument, ast.Starred) and function_of(function)
-                return Named("", function) if plain else None
+                return ActivationRef("", function) if plain else None
         return None
 
     def normed_sums(self) -> Iterator[tuple[ast.Call, str, ast.expr | ast.stmt]]:
@@ -77,7 +77,7 @@ class Reader:
         if syntax.holds_sum(value):
             return value
         name = syntax.dotted(value)
-        made: Any = syntax.given(self.tree, name, line) if name else None
+        made: Any = syntax.last_assignment(self.tree, name, line) if name else None
         if isinstance(made, ast.AugAssign):
             return made if isinstance(made.op, ast.Add) else None
         return made.value if made and syntax.holds_sum(made.value) else None

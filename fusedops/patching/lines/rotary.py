@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
-from fusedops.patching.core.introspection import enclosed, reached
+from fusedops.patching.core.introspection import closure_values, reachable_functions
 from fusedops.patching.core.sandbox import BF16, F16, F32, F64, drawn, quiet, undisturbed
 from fusedops.patching.core.swap import original_class
 from fusedops.patching.core.thresholds import inductor_fuses
@@ -236,7 +236,7 @@ def rotation_of(function: Any) -> Rotation | str:
     """The function's rotation, or why it cannot be determined."""
     if not _is_rotary(function):
         return "its name now refers to another function"
-    uses = list(reached(object, [function]))
+    uses = list(reachable_functions(object, [function]))
     codes = tuple(f.__code__ for f in uses)
     if _probed.get(function, ((), ""))[0] != codes:
         known = _probe(function)
@@ -259,7 +259,7 @@ def _unproven(uses: list[FunctionType]) -> str:
             return BRANCHES
         names = {i.argval for i in instructions if i.opname == "LOAD_GLOBAL"}
         held = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
-        for name, value in {**held, **enclosed(function)}.items():
+        for name, value in {**held, **closure_values(function)}.items():
             if not isinstance(value, FIXED):
                 return f"it reads {name}, whose changes cannot be detected"
     return ""

@@ -12,11 +12,11 @@ __all__ = [
     "dotted",
     "expressions",
     "first_call",
-    "given",
     "holds_sum",
     "is_idle",
     "is_simple",
     "is_sum",
+    "last_assignment",
     "loads",
     "mentions",
     "movable",
@@ -81,7 +81,7 @@ def holds_sum(node: ast.AST | None) -> bool:
     return False
 
 
-def given(tree: ast.AST, name: str, line: int) -> ast.stmt | None:
+def last_assignment(tree: ast.AST, name: str, line: int) -> ast.stmt | None:
     """The last statement before a line that assigns a dotted name."""
     found: list[Any] = []
     for node in ast.walk(tree):

@@ -13,7 +13,7 @@ from typing import Any
 
 from fusedops.patching.core.introspection import MISSING
 
-__all__ = ["RELIANCES", "Reliance", "moved"]
+__all__ = ["RELIANCES", "Reliance", "missing_api"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ RELIANCES = (
 )
 
 
-def moved(kind: str) -> str:
+def missing_api(kind: str) -> str:
     """Why sites of this kind are skipped: which transformers API is missing.
 
     Empty if nothing is missing, or if transformers is not loaded: then no model is one of its
@@ -75,11 +75,11 @@ def moved(kind: str) -> str:
     if home is None:
         return ""
     version = getattr(home, "__version__", "(unknown version)")
-    gone = next((what for r in RELIANCES if r.kind == kind for what in _gone(r)), "")
+    gone = next((what for r in RELIANCES if r.kind == kind for what in _missing(r)), "")
     return f"transformers {version} has no {gone}, which patch relies on" if gone else ""
 
 
-def _gone(reliance: Reliance) -> Iterator[str]:
+def _missing(reliance: Reliance) -> Iterator[str]:
     """Yields the missing parts of a reliance."""
     value = _found(reliance.name)
     if value is MISSING:

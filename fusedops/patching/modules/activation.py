@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.functional import geglu, swiglu
-from fusedops.patching.core.introspection import MISSING, changes_state, fixed, plain
+from fusedops.patching.core.introspection import MISSING, attributes_read, changes_state, plain
 from fusedops.patching.core.sandbox import BF16, F16, F32, F64, bare, device_of, quiet, undisturbed
 from fusedops.patching.core.swap import (
     Unswappable,
-    given,
+    active_attribute,
     has_hooks,
     original_class,
     subclass,
@@ -24,7 +24,7 @@ from fusedops.patching.core.swap import (
 
 __all__ = [
     "Activation",
-    "Named",
+    "ActivationRef",
     "activation_of",
     "function_of",
     "looks_like_an_activation",
@@ -70,7 +70,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Named:
+class ActivationRef:
     """An activation as a forward refers to it: a module attribute, or else a function."""
 
     name: str
@@ -117,7 +117,7 @@ def patch_activation(act: Any) -> Activation | str:
         return function_of(act) or UNKNOWN
     if has_hooks(act):
         return "its activation has hooks"
-    known = given(act, "_fusedops_activation")
+    known = active_attribute(act, "_fusedops_activation")
     found = known if known and _unchanged(act, known) else _probe(act)
     if isinstance(found, Activation):
         try:
@@ -147,7 +147,7 @@ def activation_of(act: Any, x: Tensor) -> Activation | None:
     """The activation that a known module or torch function computes for x now, or None."""
     if not isinstance(act, nn.Module):
         return function_of(act)
-    found = given(act, "_fusedops_activation")
+    found = active_attribute(act, "_fusedops_activation")
     if found is None or has_hooks(act) or not _unchanged(act, found):
         return None
     return None if found.cast and torch.is_autocast_enabled(x.device.type) else found
@@ -163,7 +163,7 @@ def _probe(module: nn.Module) -> Activation | str:
         return "it is a TorchScript module"
     if changes_state(type(module)):
         return "its activation changes attributes when called"
-    read = fixed(module, set(), _is_torchs)
+    read = attributes_read(module, set(), _is_torchs)
     if isinstance(read, str):
         return read
     known = next((a for a, f in CANDIDATES.items() if _equal(module, f)), None)

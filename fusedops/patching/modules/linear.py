@@ -13,11 +13,11 @@ from torch.nn.parameter import UninitializedParameter
 
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
-from fusedops.patching.core.introspection import MISSING, changes_state, fixed
+from fusedops.patching.core.introspection import MISSING, attributes_read, changes_state
 from fusedops.patching.core.sandbox import F64, bare, quiet, undisturbed
 from fusedops.patching.core.swap import (
     Unswappable,
-    given,
+    active_attribute,
     original_class,
     subclass,
     swap,
@@ -26,20 +26,20 @@ from fusedops.patching.core.swap import (
 from fusedops.patching.core.thresholds import inductor_multiplies, linear_loses
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["Form", "form_of", "is_linear", "operands_of", "patch_linear", "patch_linears"]
+__all__ = ["LinearForm", "form_of", "is_linear", "operands_of", "patch_linear", "patch_linears"]
 
 PLAIN = nn.Parameter, Tensor
 FORWARD = nn.Linear.forward  # torch's, before anyone replaces it
 
 
 @dataclass(frozen=True)
-class Form:
-    """x @ weight.T + bias, or x @ weight + bias if turned.
+class LinearForm:
+    """x @ weight.T + bias, or x @ weight + bias if transposed.
 
     fixed: the attributes that the module's code reads, as they were when it was probed.
     """
 
-    turned: bool = False
+    transposed: bool = False
     fixed: tuple[tuple[str, Hashable], ...] = ()
 
     def operands(self, module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -54,11 +54,11 @@ class Form:
             return None  # a missing parameter is computed in each call
         if self.fixed and any(vars(module).get(k, MISSING) != value for k, value in self.fixed):
             return None
-        return (weight.t() if self.turned else weight), bias
+        return (weight.t() if self.transposed else weight), bias
 
 
 # class -> (its version, its attributes) -> its form
-_known: "WeakKeyDictionary[type, dict[Hashable, Form | None]]" = WeakKeyDictionary()
+_known: "WeakKeyDictionary[type, dict[Hashable, LinearForm | None]]" = WeakKeyDictionary()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -74,7 +74,7 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
             continue  # has its own kernels
         if path in done or (form is None and not isinstance(module, nn.Linear)):
             continue
-        if form is not None and (slower := linear_loses(module.weight, form.turned)):
+        if form is not None and (slower := linear_loses(module.weight, form.transposed)):
             left[slower] += 1
         elif reason := patch_linear(module):
             report.skipped.append(Site(path, "linear", was, reason=reason))
@@ -94,18 +94,22 @@ def patch_linear(module: nn.Module) -> str:
         swap(module, functools.partial(_fused, form=form))
     except Unswappable as why:
         return str(why)
-    return "" if given(module, "_fusedops_form") else "another library has wrapped its class"
+    return (
+        ""
+        if active_attribute(module, "_fusedops_form")
+        else "another library has wrapped its class"
+    )
 
 
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """The operands of `linear` for the module now; None if its own code has to run."""
     if inductor_multiplies(x):  # first, as torch.compile guards what is read
         return None
-    form = given(module, "_fusedops_form")
+    form = active_attribute(module, "_fusedops_form")
     return form and form.operands(module, x)
 
 
-def _fused(original: type[nn.Module], form: Form) -> type:
+def _fused(original: type[nn.Module], form: LinearForm) -> type:
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
         found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
@@ -121,22 +125,22 @@ def _fused(original: type[nn.Module], form: Form) -> type:
     return subclass(original, form, namespace)
 
 
-def form_of(module: nn.Module) -> Form | None:
+def form_of(module: nn.Module) -> LinearForm | None:
     """The module's linear form; None if it is not a linear or has no weight yet."""
     if isinstance(module, torch.jit.ScriptModule) or not _is_matrix_and_row(module):
         return None
     original = original_class(module)
     if original.forward is FORWARD and _is_plain(original):
-        return Form()
+        return LinearForm()
     module = bare(module)
     module.__class__ = original
-    attributes = fixed(module, {"weight", "bias"})
+    attributes = attributes_read(module, {"weight", "bias"})
     if isinstance(attributes, str) or changes_state(original):
         return None
     known, key = _known.setdefault(original, {}), (version(original), attributes)
     if key not in known:
-        turns = (turned for turned in (False, True) if _equal(module, turned))
-        known[key] = next((Form(turned, attributes) for turned in turns), None)
+        turns = (transposed for transposed in (False, True) if _equal(module, transposed))
+        known[key] = next((LinearForm(transposed, attributes) for transposed in turns), None)
     return known[key]
 
 
@@ -161,18 +165,18 @@ def _is_matrix_and_row(module: nn.Module) -> bool:
     return bool(sides) and (bias is None or (bias.dim() == 1 and len(bias) in sides))
 
 
-def _equal(module: Any, turned: bool) -> bool:
-    """Whether the module computes x @ weight.T + bias (turned: x @ weight + bias).
+def _equal(module: Any, transposed: bool) -> bool:
+    """Whether the module computes x @ weight.T + bias (transposed: x @ weight + bias).
 
     Tested on random parameters: small ones, unless its code needs the real size.
     """
     shape = tuple(module.weight.shape)
     small = (min(shape[0], 24), min(shape[1], 24 if shape[0] == shape[1] else 40))
-    return any(_computes(bare(module), size, turned) for size in dict.fromkeys((small, shape)))
+    return any(_computes(bare(module), size, transposed) for size in dict.fromkeys((small, shape)))
 
 
-def _computes(module: Any, shape: tuple[int, ...], turned: bool) -> bool:
-    depth, width = shape if turned else shape[::-1]
+def _computes(module: Any, shape: tuple[int, ...], transposed: bool) -> bool:
+    depth, width = shape if transposed else shape[::-1]
     draw = functools.partial(torch.randn, dtype=F64, device="cpu", requires_grad=True)
     try:
         with undisturbed(), quiet("cpu"):
@@ -180,7 +184,7 @@ def _computes(module: Any, shape: tuple[int, ...], turned: bool) -> bool:
             x, weight, bias = draw(2, 3, depth), draw(*shape), draw(width)
             own = {"weight": weight, "bias": None if module.bias is None else bias}
             vars(module)["_parameters"] = own
-            wanted = x @ (weight if turned else weight.T)
+            wanted = x @ (weight if transposed else weight.T)
             wanted = wanted if own["bias"] is None else wanted + bias
             return _same(module(x), wanted, [t for t in (x, *own.values()) if t is not None])
     except Exception:  # noqa: BLE001  a model's own code raises anything

@@ -15,13 +15,13 @@ from fusedops.triton.tile import architecture, multiprocessors
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NF4_BLOCK = 64
-LEAST_COLUMNS = 32  # of a tile that has one scale a row: halves of fewer are no operand
-LEAST_TILES = 4  # of a part
+LEAST_COLUMNS = 32  # of a tile with one scale per row: half of fewer is no valid operand
+LEAST_TILES = 4  # per part
 MOST_PARTS = 32
 # By operand dtype: bfloat16, 8-bit integers, float8_e4m3fn, or float32. Rows of the weight N,
 # columns K, warps, and pipeline stages. M rows of x: all, or ROWS. sm_90's fast dots need 64 rows
-# of the first operand; as the first operand, the weight may come from the registers where it was
-# dequantized. No GPU was available to time any of this.
+# of the first operand. The weight is the first operand, so that it may stay in the registers where
+# it was dequantized. No GPU was available to time any of this.
 FEW = {"narrow": (64, 64, 4, 4), "wide": (32, 32, 4, 1)}
 FEW |= dict.fromkeys(("integer", "e4m3"), (64, 128, 4, 4))
 MANY = {"narrow": (128, 64, 8, 3), "wide": (32, 32, 4, 1)}

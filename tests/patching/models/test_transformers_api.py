@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedops import patch, unpatch
-from fusedops.patching.models.transformers_api import RELIANCES, moved
+from fusedops.patching.models.transformers_api import RELIANCES, missing_api
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,7 +19,7 @@ def model():
 
 def test_all_is_there():
     assert {r.kind for r in RELIANCES} == {"attention", "loss"}
-    assert moved("attention") == moved("loss") == ""
+    assert missing_api("attention") == missing_api("loss") == ""
 
 
 def hide(monkeypatch, place, name):

@@ -25,7 +25,7 @@ from typing import Any
 from fusedops.patching.lines import syntax
 from fusedops.patching.lines.reader import Names, Reader, place
 
-__all__ = ["HELPER", "Found", "rewrite"]
+__all__ = ["HELPER", "ResidualSum", "rewrite"]
 
 HELPER = "_fusedops_add_norm"
 UNREAD = "the sum or its norm call is written in an unsupported form"
@@ -34,7 +34,7 @@ JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
 
 
 @dataclass(frozen=True)
-class Found:
+class ResidualSum:
     """A sum: its source, the norm that follows, and why it is not fused (if it is not)."""
 
     line: int
@@ -44,7 +44,7 @@ class Found:
     reason: str = ""
 
 
-def rewrite(tree: ast.FunctionDef, names: Names) -> list[Found]:
+def rewrite(tree: ast.FunctionDef, names: Names) -> list[ResidualSum]:
     """Changes `tree` in place. Returns every sum that is normed."""
     rewriter = _Rewriter(tree, names)
     tree.body = rewriter.block(tree.body)
@@ -55,22 +55,22 @@ def rewrite(tree: ast.FunctionDef, names: Names) -> list[Found]:
 class _Rewriter:
     def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
         self.read = Reader(tree, names)
-        self.found: list[Found] = []
+        self.found: list[ResidualSum] = []
         self.done: set[tuple] = set()  # positions of fused norm calls
         self.stuck: set[int] = set()  # lines of sums that cannot move past an `if`
 
-    def outcome(self) -> list[Found]:
+    def outcome(self) -> list[ResidualSum]:
         """The finds in source order. A sum in both branches of an `if` may be fused in one."""
         self.found += self._unread()
         found = sorted(dict.fromkeys(self.found), key=lambda f: f.line)
         fused = {(f.line, f.norm) for f in found if not f.reason}
         return [f for f in found if not f.reason or (f.line, f.norm) not in fused]
 
-    def _unread(self) -> list[Found]:
+    def _unread(self) -> list[ResidualSum]:
         """The normed sums that no other method has handled."""
         known = {(f.line, f.norm) for f in self.found}
         return [
-            Found(made.lineno, ast.unparse(made), norm, reason=UNREAD)
+            ResidualSum(made.lineno, ast.unparse(made), norm, reason=UNREAD)
             for call, norm, made in self.read.normed_sums()
             if place(call) not in self.done and (made.lineno, norm) not in known
         ]
@@ -198,11 +198,11 @@ class _Rewriter:
     def _call(self, norm: ast.Call, add: Any, block: list, at: int) -> ast.Call:
         x, residual, dropout = self._operands(add, block, at)
         line, source = add.lineno, self.read.source(add)
-        self.found.append(Found(line, source, self.read.norm(norm), dropout is not None))
+        self.found.append(ResidualSum(line, source, self.read.norm(norm), dropout is not None))
         self.done.add(place(norm))
         operands = [copy.deepcopy(norm.func), x, residual, *([dropout] if dropout else [])]
-        turned = [ast.keyword("turned", ast.Constant(True))] if residual is add.left else []
-        return ast.copy_location(self.read.helper(HELPER, operands, turned), add)
+        swapped = [ast.keyword("swapped", ast.Constant(True))] if residual is add.left else []
+        return ast.copy_location(self.read.helper(HELPER, operands, swapped), add)
 
     def _operands(self, add: ast.BinOp, block: list, at: int) -> tuple:
         """(x, residual, dropout) of residual + dropout(x); removes a dropout statement."""
@@ -235,14 +235,14 @@ class _Rewriter:
             reason = f"`{h}` is used between the sum and the norm (line {user.lineno})"
         else:
             reason = "the sum and the norm are not in the same block"
-        self.found.append(Found(line, self.read.source(add), norm, reason=reason))
+        self.found.append(ResidualSum(line, self.read.source(add), norm, reason=reason))
 
     def _note_in_place(self, statement: ast.stmt) -> None:
         match statement:
             case ast.AugAssign(target=ast.Name(id=h), op=ast.Add()):
                 line, source = statement.lineno, self.read.source(statement)
                 if norm := self.read.norm_after(line, h):
-                    self.found.append(Found(line, source, norm, reason=IN_PLACE))
+                    self.found.append(ResidualSum(line, source, norm, reason=IN_PLACE))
 
 
 def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.core.thresholds import inductor_fuses
 from fusedops.patching.lines.layer import Kind, lines_of
-from fusedops.patching.lines.residual.rewrite import HELPER, Found, rewrite
+from fusedops.patching.lines.residual.rewrite import HELPER, ResidualSum, rewrite
 from fusedops.patching.modules.norm.site import recipe_of, row_major
 from fusedops.patching.report import Site
 
@@ -18,7 +18,7 @@ __all__ = ["RESIDUAL", "add_norm"]
 WITHOUT = "residual: no residual sum was recognised in {}.forward"
 
 
-def sites(path: str, module: nn.Module, found: list[Found]) -> tuple[list[Site], list[str]]:
+def sites(path: str, module: nn.Module, found: list[ResidualSum]) -> tuple[list[Site], list[str]]:
     """The sums that are normed, and a note where there is none."""
     notes = [] if found else [WITHOUT.format(original_class(module).__name__)]
     return [_site(path, module, sum_) for sum_ in found], notes
@@ -28,7 +28,7 @@ def unread(path: str, module: nn.Module, reason: str) -> Site:
     return Site(path, "residual", original_class(module).__name__, reason=reason)
 
 
-def _site(path: str, module: nn.Module, found: Found) -> Site:
+def _site(path: str, module: nn.Module, found: ResidualSum) -> Site:
     where = f"{path}.{found.norm}" if path else found.norm
     if reason := found.reason or _obstacle(module, found.norm):
         return Site(where, "residual", found.sum, reason=reason)
@@ -60,31 +60,31 @@ def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
 
 
 def add_norm(
-    norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, turned: bool = False
+    norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, swapped: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(norm(h), h) of h = x + residual, with dropout on x; fused if that gives the same result.
 
-    dropout: None, a module, or (p, training) of F.dropout. turned: the lines say residual + x,
+    dropout: None, a module, or (p, training) of F.dropout. swapped: the lines say residual + x,
     which matters for h's strides. A fused h is contiguous.
     """
     x, p = _dropout(x, dropout)
     one, other = (residual, x) if not p and _mixed(residual, x) else (x, residual)
     fused = _fused_sum(norm, one, other, p) if _fusable(norm, one, other) else None
-    return fused or _plain(norm, F.dropout(x, p) if p else x, residual, turned)
+    return fused or _plain(norm, F.dropout(x, p) if p else x, residual, swapped)
 
 
-def add_norm_plain(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, turned=False):
+def add_norm_plain(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, swapped=False):
     """The original lines that add_norm replaces."""
     x, p = _dropout(x, dropout)
-    return _plain(norm, F.dropout(x, p) if p else x, residual, turned)
+    return _plain(norm, F.dropout(x, p) if p else x, residual, swapped)
 
 
 def _fused_sum(norm: Any, x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor] | None:
     return norm._fusedops_add(x, residual, p)
 
 
-def _plain(norm: nn.Module, x: Tensor, residual: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
-    h = residual + x if turned else x + residual
+def _plain(norm: nn.Module, x: Tensor, residual: Tensor, swapped: bool) -> tuple[Tensor, Tensor]:
+    h = residual + x if swapped else x + residual
     return norm(h), h
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fusedops.patching.core.config import NAME, config_of, fit_view, implementation
 from fusedops.patching.core.sandbox import F32, device_of, drawn, quiet, undisturbed
-from fusedops.patching.core.swap import original_class, said
+from fusedops.patching.core.swap import one_line, original_class
 from fusedops.patching.lines.source import Unreadable, innermost, parse
 from fusedops.patching.models.attention.interface import attend, eager_function, register_attention
-from fusedops.patching.models.transformers_api import moved
+from fusedops.patching.models.transformers_api import missing_api
 from fusedops.patching.report import PatchReport, Site
 
 __all__ = ["attends", "patch_attention"]
@@ -36,7 +36,7 @@ SCORES = "position_bias", "softcap", "s_aux"  # arguments that change the scores
 
 def patch_attention(model: nn.Module, report: PatchReport) -> None:
     """Routes every replaceable attention to `attention`."""
-    if gone := moved("attention"):
+    if gone := missing_api("attention"):
         report.skipped += _left(model, gone)
         return
     for path, module, owner in _attentions(model):
@@ -57,7 +57,7 @@ def _fuse(module: nn.Module, was: str | None) -> str:
     try:
         fit_view(module)
     except Exception as error:  # noqa: BLE001  a config's class may be anybody's
-        return f"making a view of its config failed: {said(error)}"
+        return f"making a view of its config failed: {one_line(error)}"
     return ""
 
 
@@ -190,7 +190,7 @@ def _unlike(module: nn.Module, was: str) -> str:
         with undisturbed(), torch.no_grad(), quiet(device), plain:
             same = _same(module, run)
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
-        return f"running its eager attention failed: {said(error)}"
+        return f"running its eager attention failed: {one_line(error)}"
     return "" if same else "its eager attention gives different results"
 
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.functional import cross_entropy
-from fusedops.patching.core.introspection import known_to, reached
+from fusedops.patching.core.introspection import names_used, reachable_functions
 from fusedops.patching.core.sandbox import quiet, undisturbed
-from fusedops.patching.core.swap import said
+from fusedops.patching.core.swap import one_line
 from fusedops.patching.models.loss.head import FLOATS, loss_of, untraceable
 from fusedops.patching.models.loss.logits import LazyLogits, read
 
@@ -116,19 +116,19 @@ def loss_like(theirs: Any) -> Loss | str:
     name = getattr(theirs, "__name__", type(theirs).__name__)
     if not isinstance(theirs, FunctionType) or not _is_own(theirs):
         return f"its loss function {name} is not transformers' own"
-    foreign = (f.__name__ for f in reached(object, [theirs]) if not _is_own(f))
+    foreign = (f.__name__ for f in reachable_functions(object, [theirs]) if not _is_own(f))
     if called := next(foreign, ""):
         return f"its loss function {name} calls {called}, which is not transformers' own"
     taken = inspect.signature(theirs).parameters
     names = [n for n, p in taken.items() if p.kind is not p.VAR_KEYWORD]
     if tuple(names) not in (ARGUMENTS, ARGUMENTS[:-1]) or len(names) == len(taken):
         return f"its loss function {name} has other arguments: {', '.join(names)}"
-    reads = frozenset(known_to(theirs) - {*ARGUMENTS})
+    reads = frozenset(names_used(theirs) - {*ARGUMENTS})
     with undisturbed(), quiet("cpu"), torch.device("cpu"):
         try:
             wanted = [_results(theirs, *case) for case in _cases()]
         except Exception as error:  # noqa: BLE001  a model's own code raises anything
-            return f"running its loss function {name} failed: {said(error)}"
+            return f"running its loss function {name} failed: {one_line(error)}"
         losses = (Loss(theirs, shifts, reads) for shifts in (True, False))
         found = next((loss for loss in losses if _gives(loss, wanted)), None)
     return found or f"its loss function {name} differs from the cross entropy of labels"

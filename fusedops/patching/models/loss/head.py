@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fusedops.functional import linear_cross_entropy
-from fusedops.patching.core.swap import Unswappable, given, overlay, stacked
+from fusedops.patching.core.swap import Unswappable, active_attribute, overlay, stacked
 from fusedops.patching.core.thresholds import logits_pay
 from fusedops.patching.core.tracing import is_transformed
 from fusedops.patching.models.loss.logits import (
@@ -30,7 +30,7 @@ from fusedops.patching.models.loss.logits import (
     is_there,
     version,
 )
-from fusedops.patching.modules.linear import Form, form_of
+from fusedops.patching.modules.linear import LinearForm, form_of
 
 __all__ = ["heads_of", "is_watched", "loss_of", "patch_head", "untraceable"]
 
@@ -76,7 +76,7 @@ def heads_of(model: Any) -> tuple[nn.Module, ...]:
 def patch_head(head: nn.Module) -> str:
     """Makes the head return lazy logits. Returns why it cannot; empty on success."""
     form = form_of(head)
-    if form is None or form.turned:
+    if form is None or form.transposed:
         library = type(head).__module__.partition(".")[0]
         return f"the head, a {type(head).__name__} of {library}, is not a plain linear"
     if "forward" in vars(head):
@@ -85,10 +85,14 @@ def patch_head(head: nn.Module) -> str:
         overlay(head, functools.partial(_head_class, form=form))
     except Unswappable as why:
         return str(why)
-    return "" if given(head, "_fusedops_head") else "another library has wrapped the head's class"
+    return (
+        ""
+        if active_attribute(head, "_fusedops_head")
+        else "another library has wrapped the head's class"
+    )
 
 
-def _head_class(original: type[nn.Module], below: type[Any] | None, form: Form) -> type:
+def _head_class(original: type[nn.Module], below: type[Any] | None, form: LinearForm) -> type:
     run: Any = (below or original).forward
 
     @functools.wraps(run)
@@ -119,7 +123,7 @@ def _answer(question: Question, head: nn.Module, x: Tensor) -> Tensor | None:
 
 def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
     """Lazy logits of x; None if they must be computed."""
-    form = given(head, "_fusedops_head")
+    form = active_attribute(head, "_fusedops_head")
     found = form and not untraceable() and not is_watched(head) and form.operands(head, x)
     if not found:
         return None

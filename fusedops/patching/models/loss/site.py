@@ -11,11 +11,17 @@ from torch import nn
 
 from fusedops.patching.core.instance import Other, instead
 from fusedops.patching.core.introspection import names_in
-from fusedops.patching.core.swap import Unswappable, given, original_class, overlay, stacked
+from fusedops.patching.core.swap import (
+    Unswappable,
+    active_attribute,
+    original_class,
+    overlay,
+    stacked,
+)
 from fusedops.patching.models.loss.function import Loss, loss_like
 from fusedops.patching.models.loss.head import heads_of, is_watched, patch_head
 from fusedops.patching.models.loss.logits import KEPT, SCOPE, State, keep
-from fusedops.patching.models.transformers_api import moved
+from fusedops.patching.models.transformers_api import missing_api
 from fusedops.patching.report import PatchReport, Site
 
 __all__ = ["KEEP", "LATE", "LINEAR", "OFF", "loss_now", "patch_losses"]
@@ -98,13 +104,13 @@ def _needs_logits(model: nn.Module, other: Other | None) -> str:
         return str(other)
     if any(map(is_watched, heads)):
         return "the head has hooks"
-    fused = heads and all(given(head, "_fusedops_head") for head in heads)
+    fused = heads and all(active_attribute(head, "_fusedops_head") for head in heads)
     return "" if fused else "the head is no longer fused"
 
 
 def _off(model: nn.Module) -> str:
     """Why a patched model's loss function is no longer ours."""
-    known = given(model, "_fusedops_loss")
+    known = active_attribute(model, "_fusedops_loss")
     return OFF if known is None else "another loss_function was set after patch"
 
 
@@ -147,7 +153,7 @@ def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
     other = _other_head(model, where)
     if _leaves(other, model, where):
         return _left_to(other, site)
-    if reason := moved("loss") or _unreadable(original):
+    if reason := missing_api("loss") or _unreadable(original):
         return replace(site, reason=reason)
     theirs = getattr(original, FUNCTION).fget(model)
     site = replace(site, was=getattr(theirs, "__name__", type(theirs).__name__))
@@ -180,12 +186,14 @@ def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
         overlay(model, functools.partial(_model_class, loss=loss, keeps=keeps))
     except Unswappable as why:
         return str(why)
-    return "" if given(model, "_fusedops_loss") else "another library has wrapped its class"
+    return (
+        "" if active_attribute(model, "_fusedops_loss") else "another library has wrapped its class"
+    )
 
 
 def _is_on(model: nn.Module) -> bool:
     """Whether the model's loss function is still the one that patch knows."""
-    known = given(model, "_fusedops_loss")
+    known = active_attribute(model, "_fusedops_loss")
     original: Any = original_class(model)
     return known is not None and getattr(original, FUNCTION).fget(model) is known.theirs
 

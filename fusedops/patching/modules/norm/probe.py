@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fusedops.patching.core.introspection import fixed
+from fusedops.patching.core.introspection import attributes_read
 from fusedops.patching.core.sandbox import BF16, F16, F32, F64, device_of, undisturbed
-from fusedops.patching.core.swap import said, version
+from fusedops.patching.core.swap import one_line, version
 from fusedops.patching.modules.norm.formula import FORMULAS, Formula
 from fusedops.patching.modules.norm.samples import Regime, Specimen, normalized_shape
 
@@ -60,7 +60,7 @@ def probe(module: nn.Module) -> Recipe | str:
         with undisturbed():
             return _probe(module)
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
-        return f"probing it failed: {said(error)}"
+        return f"probing it failed: {one_line(error)}"
 
 
 def _probe(module: nn.Module) -> Recipe | str:
@@ -158,7 +158,9 @@ def _classify_with(
         return "its output differs between training and eval mode"
     if not specimen.same_in_every_rank(formula, proven[0]):
         return "it does not normalize the last dimensions of every input"
-    attributes = fixed(module, {weight, bias, eps, "normalized_shape" if weight else None})
+    attributes = attributes_read(
+        module, {weight, bias, eps, "normalized_shape" if weight else None}
+    )
     if isinstance(attributes, str):
         return attributes
     adds = specimen.adds(formula, proven, some)
