@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- gpu figures: python -m benchmarks readme -->", "<!-- end of gpu figures -->"
 NOT_YET = "No figure has been measured on a GPU yet: `make gpu` measures them on one.\n"

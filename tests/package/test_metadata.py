@@ -67,7 +67,8 @@ def test_the_command_exists():
 
 
 def test_extras_that_messages_and_extras_name_exist():
-    texts = [path.read_text() for path in (ROOT / "fusedops").rglob("*.py")]
+    folders = ROOT / "fusedops", ROOT / "checks"
+    texts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
     texts += [need for extra in PROJECT["optional-dependencies"].values() for need in extra]
     named = [name for text in texts for name in re.findall(r"fusedops\[([\w,]+)\]", text)]
     assert len(named) > 4

@@ -15,7 +15,7 @@ def test_leaks_and_odr_violations_are_looked_for():
     environment = sanitized().environment
     assert environment["ASAN_OPTIONS"].startswith("detect_leaks=1:detect_odr_violation=2:")
     assert str(SUPPRESSIONS) in environment["LSAN_OPTIONS"]
-    assert ROOT / "tests" / "test_growth.py" in FILES
+    assert ROOT / "tests" / "growth" / "test_growth.py" in FILES
 
 
 def test_suppressions_hide_no_caller_of_ours():
