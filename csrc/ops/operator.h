@@ -78,14 +78,18 @@ struct Autocast;
 
 template <class Result, class... Args, Result (*f)(Args...), class Rule>
 struct Autocast<f, Rule> {
-  static inline std::string name;
+  // Made when it is asked for: what registers operators may run before a static of a template.
+  static std::string& name() {
+    static std::string of;
+    return of;
+  }
 
   template <c10::DispatchKey key, c10::DeviceType device>
   static Result call(Args... args) {
     const c10::impl::ExcludeDispatchKeyGuard off(key);
     std::tuple<std::decay_t<Args>...> changed(std::forward<Args>(args)...);
     Rule::apply(changed, at::autocast::get_autocast_dtype(device), device);
-    static const auto op = handle<Result(Args...)>(name.c_str());
+    static const auto op = handle<Result(Args...)>(name().c_str());
     return std::apply([](auto&&... a) { return op.call(std::forward<decltype(a)>(a)...); },
                       std::move(changed));
   }
@@ -109,7 +113,7 @@ class Operators {
     using Cast = Autocast<f, Rule>;
     add_public(schema, f, random);
     const auto name = name_of(schema);
-    Cast::name = "fusedops::" + name;
+    Cast::name() = "fusedops::" + name;
     using c10::DeviceType, c10::DispatchKey;
     autocast_cpu_.impl(name.c_str(),
                        Cast::template call<DispatchKey::AutocastCPU, DeviceType::CPU>);
