@@ -267,7 +267,7 @@ KINDS = {
     "bert": {"norm", "residual", "linear", "attention"},
     "llama": {"norm", "residual", "linear", "attention", "mlp", "rotary", "loss"},
     "gpt2": {"norm", "residual", "linear", "attention", "loss"},
-    "t5": {"norm", "residual", "linear", "attention"},
+    "t5": {"norm", "linear", "attention"},
 }
 
 

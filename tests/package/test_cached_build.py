@@ -33,7 +33,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
   return PyModuleDef_Init(&definition);
 }
 """
-FILES = {"python.cpp": MODULE, "precompiled.h": "#pragma once\n", "cpu/vec.h": "#pragma once\n"}
+EMPTY = "#pragma once\n"
+FILES = {"python/python.cpp": MODULE, "precompiled.h": EMPTY, "cpu/isa/vec.h": EMPTY}
 INFO = "from fusedops import extension as e; print(e._C.__file__, e.UNCOMPILED or 'compiled')"
 
 

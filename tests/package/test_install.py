@@ -103,7 +103,7 @@ def test_what_an_earlier_build_left_is_not_packaged(tree, tmp_path):
     with zipfile.ZipFile(made(tree, "build_wheel", tmp_path)) as archive:
         names = archive.namelist()
     assert not [n for n in names if n.endswith(("old.cpp", "_C_torch2_9.so", "_C_torch2_9.json"))]
-    assert "fusedops/csrc/python.cpp" in names
+    assert "fusedops/csrc/python/python.cpp" in names
 
 
 USE = """

@@ -39,7 +39,9 @@ def ran(any_size, sums, calls):
 
 
 def fuse(model, kinds=("norm", "residual", "linear", "attention")):
-    assert {*kinds} <= {site.kind for site in patch(model).fused}
+    """patch, which has to fuse sites of these kinds. No layer of T5 norms a sum of its own."""
+    wanted = {*kinds} - ({"residual"} if model.config.model_type == "t5" else set())
+    assert wanted <= {site.kind for site in patch(model).fused}
 
 
 def outputs(model, given, **how):
@@ -157,10 +159,10 @@ def test_logits_to_keep(name, kept):
 
 def same_with(name, how):
     model, given = build(name), batch(name, "right")
-    wanted = outputs(model, given, **how)
+    wanted, plain = outputs(model, given, **how), outputs(model, given)
     fuse(model)
-    for _ in range(2):  # the second makes norms ahead
-        close(outputs(model, given, **how), wanted)
+    close(outputs(model, given, **how), wanted)
+    close(outputs(model, given), plain)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "gpt_oss"])
@@ -231,7 +233,7 @@ def test_lora(when):
         torch.manual_seed(4)
         model = peft.get_peft_model(model, how).eval()
         if patches and when == "before patch":
-            fuse(model)
+            fuse(model, ["norm", "linear", "attention"])  # PEFT has wrapped the norms of sums
         return model
 
     def life(model):
