@@ -1,4 +1,4 @@
-// What operators and kernels share: tensors, and what is told of them.
+// Shared by operators and kernels: tensors, their checks, and how errors describe them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

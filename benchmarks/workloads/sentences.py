@@ -125,7 +125,7 @@ def _spread(every: list[str], count: int) -> list[str]:
 
 
 def contenders(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Contenders with their own weights; the reasons for those that cannot run."""
+    """Contenders with their own weights, and why the others cannot run."""
     models = {BASE: model, "bfloat16": copy.deepcopy(model).bfloat16()}
     for name, options in FORMATS.items():
         models[name] = copy.deepcopy(model)

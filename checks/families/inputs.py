@@ -34,7 +34,7 @@ def _switches(names: set[str]) -> Batch:
 
 
 def _texts(model: Any, names: set[str], seen: Any) -> Iterator[Batch]:
-    """Tokens; those that stand for images and sounds come first."""
+    """Token ids. Placeholders for images and sounds come first."""
     words = _words(model, TOKENS)
     if "input_ids" in names:
         ids = torch.cat([seen.tokens, words], 1)

@@ -53,11 +53,11 @@ all gradients are as close to a float64 run as rounding allows (`patch(verify=..
 and if `unpatch` restores every bit, class and name. Size thresholds are switched off, so that these
 tiny models run the fused kernels.
 
-In the first table, a site's column counts the families that fuse it, out of those that have it. In
-the other tables, it counts the sites fused, out of those found. A family is "not built" if
-transformers cannot build a model with our sizes or needs a package that is not installed. It is
-"not run" if it accepts none of our inputs or fails without the patch too. Skipped norms are batch
-norms, gated norms and others that are neither `layer_norm` nor `rms_norm`.
+In the first table, a site's column gives two numbers: the families that fuse it and the families
+that have it. In the other tables, it gives the sites that are fused and the sites that were found.
+A family is "not built" if transformers cannot build a model with our sizes or needs a package that
+is not installed. It is "not run" if it accepts none of our inputs or fails without the patch too.
+Skipped norms are batch norms, gated norms and others that are neither `layer_norm` nor `rms_norm`.
 """
 
 

@@ -71,7 +71,7 @@ def run_backward(n: int, few: bool, kind: str, p: float, dtype: str) -> None:
 def tensors(
     rows: int, n: int, kind: str, p: float, dtype: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """x [rows, n], weight [n], bias [n], seed []; without those that the kind and p do not use."""
+    """x [rows, n], weight [n], bias [n], seed []; None for what the kind and p do not use."""
     x, row = torch.empty(rows, n, dtype=DTYPES[dtype]), torch.empty(n, dtype=DTYPES[dtype])
     return x, row, row if kind == "layer" else None, torch.tensor(0) if p else None
 

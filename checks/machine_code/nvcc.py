@@ -94,7 +94,7 @@ def gencode(arch: str) -> list[str]:
 
 @functools.cache
 def flags() -> list[str]:
-    """The build's flags, and those that torch adds to every extension."""
+    """The build's flags, plus the flags that torch adds to every extension."""
     return [*cpp_extension.COMMON_NVCC_FLAGS, *building.NVCC_FLAGS]
 
 

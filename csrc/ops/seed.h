@@ -1,4 +1,4 @@
-// A dropout of a share p: its seed, and what the kernels are told.
+// Dropout with probability p: its seed, and the kernels' arguments.
 #pragma once
 
 #include <ATen/ops/randint.h>

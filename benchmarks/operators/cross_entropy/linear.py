@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 def tensors(frozen: bool, ignored: float) -> Callable[..., tuple[Tensor, ...]]:
-    """x, the head's weight and targets, some of which are ignored."""
+    """Draws x, the head's weight, and targets. Some targets are ignored."""
 
     def inputs(
         shape: Sequence[int], dtype: torch.dtype, device: torch.device

@@ -54,7 +54,7 @@ void adamw_check(const AdamWArguments& a);
 Tensor adamw_squares_output(at::TensorList grads);  // float64 [kSquareParts]
 void adamw_scale_check(at::TensorList grads, const Tensor& squares, double max_norm);
 
-// tensors.cpp: what the kernels are told.
+// tensors.cpp: the kernels' arguments.
 
 // Tensors that do not lie in memory alike are copied, and copied back by write_back().
 class AdamWTable {

@@ -51,7 +51,7 @@ void gated_check(const GatedArguments& a);
 Tensor gated_activation_outputs(const GatedArguments& a);
 GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a);
 
-// rows.cpp: what the kernels are told.
+// rows.cpp: the kernels' arguments.
 
 // gate and up as rows of n elements; neither is empty.
 struct GatedRows {

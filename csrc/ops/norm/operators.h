@@ -84,7 +84,7 @@ NormBackward norm_backward_outputs(const NormBackwardArguments& a);
 // The dtype to which y is rounded, before rms_llama's product may promote it.
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
 
-// rows.cpp: what the kernels are told.
+// rows.cpp: the kernels' arguments.
 
 // The tensors of a forward as rows of n elements; not empty.
 struct NormForwardTensors {

@@ -1,4 +1,4 @@
-// From tensors to what the kernels are told of them.
+// Turns tensors into the kernels' arguments.
 
 #include "csrc/ops/norm/operators.h"
 

@@ -56,7 +56,7 @@ c10::ScalarType rotary_dtype(c10::ScalarType x, const RotaryTable& table);
 // The dimension of x that cos, unsqueezed, is broadcast over.
 int64_t rotary_head_dim(const Tensor& x, const RotaryTable& table);
 
-// rows.cpp: what the kernels are told.
+// rows.cpp: the kernels' arguments.
 
 // Tensors that the kernels can read, as arguments; these point into them. None is empty.
 class RotaryRows {
