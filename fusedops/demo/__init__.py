@@ -64,7 +64,7 @@ def _require() -> None:
     missing = [package for package in NEEDS if find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(
-            f"the demo needs {', '.join(missing)}: pip install 'fusedops[bench,hf]'"
+            f"demo: needs {', '.join(missing)}: pip install 'fusedops[bench,hf]'"
         )
 
 

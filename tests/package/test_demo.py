@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusedops import __main__ as command_line
 from fusedops import demo
 from fusedops.demo import show
 from fusedops.demo.training import QUICK, batches, build_model, corpus
@@ -95,3 +96,12 @@ def test_missing_package_names_the_extra(monkeypatch):
 def test_too_few_steps():
     with pytest.raises(ValueError, match="steps must be more than 3"):
         demo.run(steps=2, quick=True)
+
+
+def test_the_command_prints_what_is_wrong_without_a_traceback(monkeypatch, capsys):
+    assert command_line.main(["demo", "--quick", "--steps", "2"]) == 1
+    assert capsys.readouterr().err == "fusedops demo: steps must be more than 3 (warm-up), got 2\n"
+    monkeypatch.setattr(demo, "NEEDS", ("no_such_package",))
+    assert command_line.main(["demo"]) == 1
+    wanted = "fusedops demo: needs no_such_package: pip install 'fusedops[bench,hf]'\n"
+    assert capsys.readouterr().err == wanted
