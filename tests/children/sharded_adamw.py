@@ -263,6 +263,8 @@ def main(rank: str, ranks: str, file: str, cases: str, folder: str) -> None:
         globals()[case](Path(folder))
         dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
 
 
 if __name__ == "__main__":
