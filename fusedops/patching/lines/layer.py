@@ -74,8 +74,8 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
 def _patch_layer(
     path: str, module: nn.Module, kinds: list[Kind], roles: Roles, report: PatchReport
 ) -> None:
-    original, before = original_class(module), getattr(fused_class(module), "_fusedops_made_of", ())
-    both = sorted({*kinds, *before}, key=lambda kind: kind.rank)
+    original = original_class(module)
+    both = sorted({*kinds, *_known_kinds(module)}, key=lambda kind: kind.rank)
     lines = _find(original, roles, both)
     if isinstance(lines, str):
         unread = (kind.unread(path, module, lines) for kind in kinds)
@@ -103,22 +103,29 @@ def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles:
     if type(module) is fused:
         return ""
     asked = {kind.name for kind in kinds}
-    vars(module)["_fusedops_lines"] = on | asked
-    known = {kind.name for kind in fused._fusedops_made_of}
+    vars(module)["_fusedops"] = replace(fused._fusedops, lines=on | asked)
+    known = {kind.name for kind in fused._fusedops.kinds}
     return "" if asked <= known else "another library has wrapped its class"
+
+
+def _known_kinds(module: nn.Module) -> tuple[Kind, ...]:
+    """The kinds that the module's forward was rewritten for, even if they are switched off."""
+    fused = fused_class(module)
+    return () if fused is None else fused._fusedops.kinds
 
 
 def lines_of(layer: nn.Module) -> frozenset[str]:
     """The kinds that a rewritten forward currently runs fused."""
-    return getattr(layer, "_fusedops_lines", frozenset())
+    state = getattr(layer, "_fusedops", None)
+    return frozenset() if state is None else state.lines
 
 
 def kinds_in(module: nn.Module) -> list[str]:
     """The kinds of sites in a rewritten forward that are switched on."""
-    made_of = getattr(fused_class(module), "_fusedops_made_of", ())
-    lines = _find(original_class(module), _roles(module), made_of)
+    kinds = _known_kinds(module)
+    lines = _find(original_class(module), _roles(module), kinds)
     found = {} if isinstance(lines, str) else lines
-    return [kind.name for kind in made_of if kind.name in lines_of(module) and found.get(kind.name)]
+    return [kind.name for kind in kinds if kind.name in lines_of(module) and found.get(kind.name)]
 
 
 def _roles(module: nn.Module) -> Roles:
@@ -188,13 +195,10 @@ def _global(function: Any, dotted: str) -> object:
 
 
 def _fused(original: type[nn.Module], kinds: Sequence[Kind], roles: Roles) -> type:
-    def namespace() -> dict:
-        names = frozenset(kind.name for kind in kinds)
-        return {
-            "forward": _rewrite(original, roles, kinds)[0],
-            "_fusedops_made_of": tuple(kinds),
-            "_fusedops_lines": names,
-            "_fusedops_aside": {"_fusedops_lines": frozenset()},
-        }
+    names = tuple(kind.name for kind in kinds)
 
-    return subclass(original, (tuple(kind.name for kind in kinds), roles), namespace)
+    def build() -> tuple[dict, dict]:
+        forward = _rewrite(original, roles, kinds)[0]
+        return {"forward": forward}, {"kinds": tuple(kinds), "lines": frozenset(names)}
+
+    return subclass(original, (names, roles), build)

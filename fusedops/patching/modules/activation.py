@@ -15,7 +15,7 @@ from fusedops.patching.core.introspection import MISSING, attributes_read, chang
 from fusedops.patching.core.sandbox import BF16, F16, F32, F64, bare, device_of, quiet, undisturbed
 from fusedops.patching.core.swap import (
     Unswappable,
-    active_attribute,
+    active_state,
     has_hooks,
     original_class,
     subclass,
@@ -117,7 +117,7 @@ def patch_activation(act: Any) -> Activation | str:
         return function_of(act) or UNKNOWN
     if has_hooks(act):
         return "its activation has hooks"
-    known = active_attribute(act, "_fusedops_activation")
+    known = active_state(act).activation
     found = known if known and _unchanged(act, known) else _probe(act)
     if isinstance(found, Activation):
         try:
@@ -128,14 +128,8 @@ def patch_activation(act: Any) -> Activation | str:
 
 
 def _with(original: type[nn.Module], activation: Activation) -> type:
-    def namespace() -> dict:
-        return {
-            "forward": original.forward,
-            "_fusedops_activation": activation,
-            "_fusedops_aside": {"_fusedops_activation": None},
-        }
-
-    return subclass(original, activation, namespace)
+    build = {"forward": original.forward}, {"activation": activation}
+    return subclass(original, activation, lambda: build)
 
 
 def function_of(value: object) -> Activation | None:
@@ -147,7 +141,7 @@ def activation_of(act: Any, x: Tensor) -> Activation | None:
     """The activation that a known module or torch function computes for x now, or None."""
     if not isinstance(act, nn.Module):
         return function_of(act)
-    found = active_attribute(act, "_fusedops_activation")
+    found = active_state(act).activation
     if found is None or has_hooks(act) or not _unchanged(act, found):
         return None
     return None if found.cast and torch.is_autocast_enabled(x.device.type) else found

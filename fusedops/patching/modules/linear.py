@@ -17,7 +17,7 @@ from fusedops.patching.core.introspection import MISSING, attributes_read, chang
 from fusedops.patching.core.sandbox import F64, bare, quiet, undisturbed
 from fusedops.patching.core.swap import (
     Unswappable,
-    active_attribute,
+    active_state,
     original_class,
     subclass,
     swap,
@@ -94,18 +94,14 @@ def patch_linear(module: nn.Module) -> str:
         swap(module, functools.partial(_fused, form=form))
     except Unswappable as why:
         return str(why)
-    return (
-        ""
-        if active_attribute(module, "_fusedops_form")
-        else "another library has wrapped its class"
-    )
+    return "" if active_state(module).form else "another library has wrapped its class"
 
 
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """The operands of `linear` for the module now; None if its own code has to run."""
     if inductor_multiplies(x):  # first, as torch.compile guards what is read
         return None
-    form = active_attribute(module, "_fusedops_form")
+    form = active_state(module).form
     return form and form.operands(module, x)
 
 
@@ -115,14 +111,7 @@ def _fused(original: type[nn.Module], form: LinearForm) -> type:
         found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
         return linear(args[0], *found) if found else original.forward(self, *args, **kwargs)
 
-    def namespace() -> dict:
-        return {
-            "forward": forward,
-            "_fusedops_form": form,
-            "_fusedops_aside": {"_fusedops_form": None},
-        }
-
-    return subclass(original, form, namespace)
+    return subclass(original, form, lambda: ({"forward": forward}, {"form": form}))
 
 
 def form_of(module: nn.Module) -> LinearForm | None:

@@ -80,7 +80,7 @@ def add_norm_plain(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, s
 
 
 def _fused_sum(norm: Any, x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor] | None:
-    return norm._fusedops_add(x, residual, p)
+    return type(norm)._fusedops.add(norm, x, residual, p)
 
 
 def _plain(norm: nn.Module, x: Tensor, residual: Tensor, swapped: bool) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fusedops.functional import linear_cross_entropy
-from fusedops.patching.core.swap import Unswappable, active_attribute, overlay, stacked
+from fusedops.patching.core.swap import Unswappable, active_state, overlay, stacked
 from fusedops.patching.core.thresholds import logits_pay
 from fusedops.patching.core.tracing import is_transformed
 from fusedops.patching.models.loss.logits import (
@@ -85,11 +85,7 @@ def patch_head(head: nn.Module) -> str:
         overlay(head, functools.partial(_head_class, form=form))
     except Unswappable as why:
         return str(why)
-    return (
-        ""
-        if active_attribute(head, "_fusedops_head")
-        else "another library has wrapped the head's class"
-    )
+    return "" if active_state(head).head else "another library has wrapped the head's class"
 
 
 def _head_class(original: type[nn.Module], below: type[Any] | None, form: LinearForm) -> type:
@@ -106,7 +102,7 @@ def _head_class(original: type[nn.Module], below: type[Any] | None, form: Linear
             found = _defer(self, args[0]) if self in SCOPE.get() else None
         return run(self, *args) if found is None else found
 
-    return stacked(original, below, ("head", form), {"forward": forward, "_fusedops_head": form})
+    return stacked(original, below, ("head", form), {"forward": forward}, head=form)
 
 
 def untraceable() -> bool:
@@ -123,7 +119,7 @@ def _answer(question: Question, head: nn.Module, x: Tensor) -> Tensor | None:
 
 def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
     """Lazy logits of x; None if they must be computed."""
-    form = active_attribute(head, "_fusedops_head")
+    form = active_state(head).head
     found = form and not untraceable() and not is_watched(head) and form.operands(head, x)
     if not found:
         return None

@@ -65,15 +65,16 @@ def _patch_norm(module: nn.Module) -> Recipe | str:
 
 def recipe_of(module: nn.Module) -> Any:
     """The module's recipe; None if it is not fused."""
-    return getattr(type(module), "_fusedops_recipe", None)
+    state = getattr(type(module), "_fusedops", None)
+    return None if state is None else state.recipe
 
 
 def _fused(original: type[nn.Module], recipe: Recipe) -> type:
     return subclass(original, recipe, lambda: _methods(original, recipe))
 
 
-def _methods(original: type[nn.Module], recipe: Recipe) -> dict:
-    """The fused forward, and the norm of a sum for add_norm."""
+def _methods(original: type[nn.Module], recipe: Recipe) -> tuple[dict, dict]:
+    """The fused forward; and for the class's state, the recipe and the norm of a sum."""
     operands, keeps_strides = _operands(recipe), recipe.keeps_strides
     norm, norm_of_sum = recipe.formula.fused, recipe.formula.fused_add
 
@@ -94,13 +95,7 @@ def _methods(original: type[nn.Module], recipe: Recipe) -> dict:
         found = operands(self, residual)  # h has its dtype
         return found and norm_of_sum(x, residual, *found[1:], dropout_p=dropout_p)
 
-    return {
-        "forward": forward,
-        "_fusedops_add": add,
-        "_fusedops_recipe": recipe,
-        "_fusedops_regimes": recipe.regimes,
-        "_fusedops_aside": {"_fusedops_regimes": frozenset()},
-    }
+    return {"forward": forward}, {"recipe": recipe, "regimes": recipe.regimes, "add": add}
 
 
 def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
@@ -128,7 +123,8 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
         device = "cpu" if x.is_cpu else x.device.type
         known = device in USUAL or is_autocast_available(device)  # meta has no autocast, and raises
         regime = x.dtype, of_weight, known and autocast(device) and device
-        if regime not in getattr(self, "_fusedops_regimes", ()):  # kept from before unpatch
+        state = getattr(self, "_fusedops", None)  # None: a forward kept from before unpatch
+        if state is None or regime not in state.regimes:
             return None
         for name in absent:
             if self._parameters.get(name) is not None:
