@@ -4,11 +4,12 @@ A fused class holds its `FusedState` as the class attribute `_fusedops`, which a
 class share. Nothing of it is in a state dict or in a pickle.
 
 If another library has put a class of its own on top of the fused one, unpatch cannot restore the
-original class. It then stores `state.off()` in the instance, which hides the class's state.
+original class. It then stores `state.off` in the instance, which hides the class's state.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -74,6 +75,7 @@ class FusedState:
         sites = self.regimes, self.activation, self.form, self.head, self.loss, self.lines
         return any(sites)
 
+    @cached_property
     def off(self) -> "FusedState":
         """The same with every fused function switched off."""
         whole = replace(self, regimes=frozenset(), lines=frozenset())
@@ -81,7 +83,8 @@ class FusedState:
 
     def sites(self) -> dict[str, Any]:
         """The fields that a class on top of this one takes over."""
-        return {k: v for k, v in vars(self).items() if k not in ("original", "forward", "over")}
+        names = {field.name for field in fields(self)} - {"original", "forward", "over"}
+        return {name: getattr(self, name) for name in names}
 
     def __deepcopy__(self, memo: dict) -> "FusedState":
         return self

@@ -189,7 +189,7 @@ def unfuse(module: nn.Module) -> None:
         _switch_on(module)
         module.__class__ = original_class(module)
     else:
-        vars(module)[ATTRIBUTE] = fused._fusedops.off()
+        vars(module)[ATTRIBUTE] = fused._fusedops.off
 
 
 def unfuse_all(model: nn.Module) -> None:
