@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedops.patching.core.introspection import closure_values, names_of
+from fusedops.patching.core.probing import closure_values, names_of
 from fusedops.patching.core.swap import fused_class
 
 __all__ = ["Other", "instead"]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fusedops.nn import QuantizedLinear
+from fusedops.patching.core.source import Unreadable, innermost, parse, rebuild
 from fusedops.patching.core.swap import (
     Unswappable,
     fused_class,
@@ -23,14 +24,14 @@ from fusedops.patching.core.swap import (
     swap,
     version,
 )
+from fusedops.patching.core.thresholds import inductor_fuses
 from fusedops.patching.lines.reader import Names
-from fusedops.patching.lines.source import Unreadable, innermost, parse, rebuild
 from fusedops.patching.modules.activation import function_of, looks_like_an_activation
 from fusedops.patching.modules.linear import is_linear
 from fusedops.patching.modules.norm.site import looks_like_a_norm
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["Kind", "kinds_in", "lines_of", "patch_layers"]
+__all__ = ["Kind", "Outcome", "fuses", "kinds_in", "lines_of", "patch_layers"]
 
 CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
 
@@ -39,15 +40,30 @@ Roles = frozenset[tuple[str, str]]
 Lines = dict[str, list[Any]]  # each kind's finds, by the kind's name
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of one find in a module.
+
+    was: its source, or a class. now: the fused function, empty if the lines stay. reason: why they
+    stay, or a remark. child: the name of the submodule that the site is named after, if of one.
+    """
+
+    was: str
+    now: str = ""
+    reason: str = ""
+    child: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of site in the lines of a forward.
 
     rank: the order in which kinds rewrite the same lines. asks: the role of a child that a layer
     with such a site must have. rewrite: changes a forward's tree and returns its finds. helpers:
-    the functions that the new lines call, by name; each gets the layer first. sites: turns the
-    finds into sites of one module, and notes. unread: the site to report if the source cannot be
-    read.
+    the functions that the new lines call, by name; each gets the layer first. judge: fuses one find
+    in a module if possible; None if it is a site of another kind. unread: whether to report a
+    module whose source cannot be read, given its children's roles and its class. reported: the
+    kind's name in the report. without: the note on a class without a find, if it is worth one.
     """
 
     name: str
@@ -55,8 +71,10 @@ class Kind:
     asks: str
     rewrite: Callable[[Any, Names], list[Any]]
     helpers: Mapping[str, Callable]
-    sites: Callable[[str, nn.Module, list[Any]], tuple[list[Site], list[str]]]
-    unread: Callable[[str, nn.Module, str], Site | None]
+    judge: Callable[[nn.Module, Any], Outcome | None]
+    unread: Callable[[list[str], type[nn.Module]], bool]
+    reported: str
+    without: str = ""
 
 
 def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -> None:
@@ -78,18 +96,25 @@ def _patch_layer(
     both = sorted({*kinds, *_known_kinds(module)}, key=lambda kind: kind.rank)
     lines = _find(original, roles, both)
     if isinstance(lines, str):
-        unread = (kind.unread(path, module, lines) for kind in kinds)
-        report.skipped += [site for site in unread if site]
+        of_children = [role for _, role in roles]
+        unread = (kind.reported for kind in kinds if kind.unread(of_children, original))
+        report.skipped += [Site(path, kind, original.__name__, reason=lines) for kind in unread]
         return
-    found = [kind.sites(path, module, lines[kind.name]) for kind in kinds]
-    sites = [site for some, _ in found for site in some]
+    found = [(kind, kind.judge(module, find)) for kind in kinds for find in lines[kind.name]]
+    sites = [_site(path, kind, outcome) for kind, outcome in found if outcome]
     if any(site.now for site in sites):
         reason = _swap(module, kinds, both, roles)
         sites = [replace(site, now="", reason=reason) if reason else site for site in sites]
     report.fused += [site for site in sites if site.now]
     report.skipped += [site for site in sites if not site.now]
-    notes = dict.fromkeys(note for _, some in found for note in some)
+    without = (kind.without for kind in kinds if kind.without and not lines[kind.name])
+    notes = [note.format(original.__name__) for note in without]
     report.notes += [note for note in notes if note not in report.notes]
+
+
+def _site(path: str, kind: Kind, outcome: Outcome) -> Site:
+    where = ".".join(filter(None, (path, outcome.child)))
+    return Site(where, kind.reported, outcome.was, outcome.now, outcome.reason)
 
 
 def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles: Roles) -> str:
@@ -112,6 +137,14 @@ def _known_kinds(module: nn.Module) -> tuple[Kind, ...]:
     """The kinds that the module's forward was rewritten for, even if they are switched off."""
     fused = fused_class(module)
     return () if fused is None else fused._fusedops.kinds
+
+
+def fuses(layer: nn.Module, kind: str, x: Any) -> bool:
+    """Whether a rewritten forward may run this kind's fused function for x now."""
+    if inductor_fuses(x):  # first, as torch.compile guards every attribute that is read
+        return False
+    state = getattr(layer, "_fusedops", None)
+    return state is not None and kind in state.lines
 
 
 def lines_of(layer: nn.Module) -> frozenset[str]:

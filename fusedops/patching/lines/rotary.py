@@ -25,14 +25,28 @@ from torch import Tensor, nn
 
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
-from fusedops.patching.core.introspection import closure_values, reachable_functions
-from fusedops.patching.core.sandbox import BF16, F16, F32, F64, drawn, quiet, undisturbed
-from fusedops.patching.core.swap import original_class
-from fusedops.patching.core.thresholds import inductor_fuses
-from fusedops.patching.lines import syntax
-from fusedops.patching.lines.layer import Kind, lines_of
-from fusedops.patching.lines.reader import Names, Reader
-from fusedops.patching.report import Site
+from fusedops.patching.core.probing import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    closure_values,
+    drawn,
+    quiet,
+    reachable_functions,
+    undisturbed,
+)
+from fusedops.patching.lines.layer import Kind, Outcome, fuses
+from fusedops.patching.lines.reader import (
+    Names,
+    Reader,
+    blocks,
+    calls,
+    dotted,
+    is_simple,
+    replaced,
+    stores,
+)
 
 __all__ = ["ROTARY"]
 
@@ -121,9 +135,9 @@ class Call:
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Call]:
     """Rewrites `tree` in place. Returns the calls to rotary functions."""
     read, found = Reader(tree, names), []
-    for block in syntax.blocks(tree):
+    for block in blocks(tree):
         for at, statement in enumerate(block):
-            for call in syntax.calls(statement) if syntax.is_simple(statement) else ():
+            for call in calls(statement) if is_simple(statement) else ():
                 if not _is_rotary(read.meaning(call.func)):
                     continue
                 fits, source = _is_plain_call(call), ast.unparse(call)
@@ -131,7 +145,7 @@ def rewrite(tree: ast.FunctionDef, names: Names) -> list[Call]:
                 found.append(Call(source, meaning, fits, _viewed(read.tree, statement)))
                 if fits:
                     new = read.helper(HELPER, [call.func, *call.args], call.keywords)
-                    block[at] = statement = syntax.replaced(statement, call, new)
+                    block[at] = statement = replaced(statement, call, new)
     ast.fix_missing_locations(tree)
     return found
 
@@ -149,26 +163,22 @@ def _is_plain_call(call: ast.Call) -> bool:
 
 def _viewed(tree: ast.FunctionDef, statement: ast.stmt) -> bool:
     """Whether `view` is called on the statement's results."""
-    names = syntax.stores(statement)
+    names = stores(statement)
     viewed = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "view")
-    return any(syntax.dotted(n.value) in names and n.lineno > statement.lineno for n in viewed)
+    return any(dotted(n.value) in names and n.lineno > statement.lineno for n in viewed)
 
 
-def sites(path: str, module: nn.Module, found: list[Call]) -> tuple[list[Site], list[str]]:
-    return [_site(path, module, call) for call in found], []
-
-
-def _site(path: str, module: nn.Module, call: Call) -> Site:
+def judge(module: nn.Module, call: Call) -> Outcome:
     known = rotation_of(call.function())
     if isinstance(known, str):
-        return Site(path, "rotary", call.source, reason=known)
-    if reason := _obstacle(module, call, known):
-        return Site(path, "rotary", call.source, reason=reason)
+        return Outcome(call.source, reason=known)
+    if reason := _why_skipped(module, call, known):
+        return Outcome(call.source, reason=reason)
     how = "(interleaved=True)" if known.interleaved else ""
-    return Site(path, "rotary", call.source, f"rotary_embedding{how}")
+    return Outcome(call.source, f"rotary_embedding{how}")
 
 
-def _obstacle(module: nn.Module, call: Call, known: Rotation) -> str:
+def _why_skipped(module: nn.Module, call: Call, known: Rotation) -> str:
     """Why a call to a known function is skipped; empty if it is not."""
     if "forward" in vars(module):
         return "the instance has its own forward"
@@ -177,20 +187,17 @@ def _obstacle(module: nn.Module, call: Call, known: Rotation) -> str:
     return "" if call.read else FORM
 
 
-def unread(path: str, module: nn.Module, reason: str) -> Site | None:
-    """Reports a module whose forward names a rotary function."""
-    cls = original_class(module)
-    names = getattr(inspect.unwrap(cls.forward), "__code__", rotated.__code__).co_names
-    named = any("rotary" in name for name in names)
-    return Site(path, "rotary", cls.__name__, reason=reason) if named else None
+def may_rotate(roles: list[str], original: type[nn.Module]) -> bool:
+    """Whether the forward names a rotary function."""
+    code = getattr(inspect.unwrap(original.forward), "__code__", None)
+    return code is not None and any("rotary" in name for name in code.co_names)
 
 
 def rotated(
     layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
 ) -> tuple[Tensor, Tensor]:
     """function(q, k, cos, sin), called by a rewritten forward."""
-    on = not inductor_fuses(q) and "rotary" in lines_of(layer)
-    known = _rotations.get(function) if on else None
+    known = _rotations.get(function) if fuses(layer, "rotary", q) else None
     if known and _fusable(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
         return known(q, k, cos, sin, **how)
     return function(q, k, cos, sin, **how)
@@ -396,4 +403,13 @@ def _near(got: Tensor, exact: Tensor, eps: float) -> bool:
     return bool((got.double() - exact).abs().max() <= 8 * eps * exact.abs().max())
 
 
-ROTARY = Kind("rotary", 3, "linear", rewrite, {HELPER: rotated}, sites, unread)
+ROTARY = Kind(
+    "rotary",
+    rank=3,
+    asks="linear",
+    rewrite=rewrite,
+    helpers={HELPER: rotated},
+    judge=judge,
+    unread=may_rotate,
+    reported="rotary",
+)

@@ -11,8 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.functional import geglu, swiglu
-from fusedops.patching.core.introspection import MISSING, attributes_read, changes_state, plain
-from fusedops.patching.core.sandbox import BF16, F16, F32, F64, bare, device_of, quiet, undisturbed
+from fusedops.patching.core.probing import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    MISSING,
+    attributes_read,
+    bare,
+    changes_state,
+    device_of,
+    plain_attributes,
+    quiet,
+    undisturbed,
+)
 from fusedops.patching.core.swap import (
     Unswappable,
     active_state,
@@ -163,7 +175,7 @@ def _probe(module: nn.Module) -> Activation | str:
     known = next((a for a, f in CANDIDATES.items() if _equal(module, f)), None)
     if known is None:
         return UNKNOWN
-    attributes = tuple(dict([*read, *plain(module)]).items())
+    attributes = tuple(dict([*read, *plain_attributes(module)]).items())
     return Activation(known.name, known.alpha, _is_cast(module), attributes)
 
 

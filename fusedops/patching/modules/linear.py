@@ -13,8 +13,15 @@ from torch.nn.parameter import UninitializedParameter
 
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
-from fusedops.patching.core.introspection import MISSING, attributes_read, changes_state
-from fusedops.patching.core.sandbox import F64, bare, quiet, undisturbed
+from fusedops.patching.core.probing import (
+    F64,
+    MISSING,
+    attributes_read,
+    bare,
+    changes_state,
+    quiet,
+    undisturbed,
+)
 from fusedops.patching.core.swap import (
     Unswappable,
     active_state,

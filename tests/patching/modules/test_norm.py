@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fusedops.functional import norm as family
 from fusedops.patching import patch, unpatch
-from fusedops.patching.modules.norm.formula import same
+from fusedops.patching.modules.norm.samples import same
 
 N = 48
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from fusedops.functional.attention import DEVICES, attention
 from fusedops.patching.core.config import NAME, implementation
+from fusedops.patching.core.source import Unreadable, innermost
 from fusedops.patching.core.swap import original_class
 from fusedops.patching.core.thresholds import attention_pays, inductor_fuses
-from fusedops.patching.lines.source import Unreadable, innermost
 from fusedops.patching.models.attention.masks import simplest
 
 __all__ = ["attend", "attention_forward", "eager_function", "register_attention"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedops.patching.core.tracing import is_transformed
+from fusedops.patching.core.probing import is_transformed
 
 __all__ = ["simplest"]
 

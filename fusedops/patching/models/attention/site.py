@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.core.config import NAME, config_of, fit_view, implementation
-from fusedops.patching.core.sandbox import F32, device_of, drawn, quiet, undisturbed
+from fusedops.patching.core.config import NAME, config_of, fit_view, implementation, view_of
+from fusedops.patching.core.probing import F32, device_of, drawn, quiet, undisturbed
+from fusedops.patching.core.source import Unreadable, innermost, parse
 from fusedops.patching.core.swap import one_line, original_class
-from fusedops.patching.lines.source import Unreadable, innermost, parse
 from fusedops.patching.models.attention.interface import attend, eager_function, register_attention
 from fusedops.patching.models.transformers_api import missing_api
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["attends", "patch_attention"]
+__all__ = ["attends", "patch_attention", "why_off"]
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 ASIDE = "its code does not use transformers' AttentionInterface"
@@ -65,6 +65,18 @@ def attends(module: nn.Module) -> bool:
     """Whether the module is an attention whose config names ours."""
     config = vars(module).get("config")
     return getattr(config, "_attn_implementation", None) == NAME and _asks(original_class(module))
+
+
+def why_off(module: nn.Module) -> str:
+    """Why the config of a fused attention no longer names ours; empty if it does."""
+    if attends(module):
+        return ""
+    view = view_of(module)
+    if view is None:
+        return "it is no longer fused"
+    if getattr(view, "output_attentions", False):
+        return "output_attentions was set after patch, so attention weights are needed"
+    return f"the implementation was set to {view._attn_implementation} after patch"
 
 
 def _left(model: nn.Module, reason: str) -> Iterator[Site]:

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.functional import cross_entropy
-from fusedops.patching.core.introspection import names_used, reachable_functions
-from fusedops.patching.core.sandbox import quiet, undisturbed
+from fusedops.patching.core.probing import names_used, quiet, reachable_functions, undisturbed
 from fusedops.patching.core.swap import one_line
 from fusedops.patching.models.loss.head import FLOATS, loss_of, untraceable
 from fusedops.patching.models.loss.logits import LazyLogits, read

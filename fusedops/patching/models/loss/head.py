@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fusedops.functional import linear_cross_entropy
+from fusedops.patching.core.probing import is_transformed
 from fusedops.patching.core.swap import Unswappable, active_state, overlay, stacked
 from fusedops.patching.core.thresholds import logits_pay
-from fusedops.patching.core.tracing import is_transformed
 from fusedops.patching.models.loss.logits import (
     CHANGED,
     SCOPE,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusedops.patching.core.instance import Other, instead
-from fusedops.patching.core.introspection import names_in
+from fusedops.patching.core.probing import names_in
 from fusedops.patching.core.swap import (
     Unswappable,
     active_state,
