@@ -37,6 +37,7 @@ __all__ = [
     "quiet",
     "reachable_functions",
     "undisturbed",
+    "within",
 ]
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -95,6 +96,12 @@ def quiet(device: str) -> Iterator[None]:
         yield
 
 
+def within(got: Tensor, wanted: Tensor, share: float) -> bool:
+    """Whether no element is off by more than this share of the largest wanted element."""
+    wanted = wanted.double()
+    return bool((got.double() - wanted).abs().max() <= share * wanted.abs().max())
+
+
 # Reading code
 
 
@@ -107,7 +114,7 @@ def attributes_read(
     accepted by `too`, changes to it cannot be detected: then the reason is returned instead.
     """
     own = {**dict.fromkeys(vars(nn.Module())), **module._parameters, **dict.fromkeys(known)}
-    names = {name for code in _codes(type(module)) for name in _read(code)}
+    names = {name for code in _codes(type(module)) for name in _names_read(code)}
     found = {name: vars(module).get(name, MISSING) for name in names - own.keys()}
     for name, value in found.items():
         if value is not MISSING and not _is_plain_data(value) and not too(value):
@@ -141,19 +148,19 @@ def _inherited(name: str) -> bool:
 
 def names_in(cls: type) -> set[str]:
     """The names in the code of the forward and of what it may call."""
-    return {name for code in _codes(cls) for name in _read(code)}
+    return {name for code in _codes(cls) for name in _names_read(code)}
 
 
 def names_of(function: FunctionType) -> set[str]:
     """The names in one function's code."""
-    return _read(function.__code__)
+    return _names_read(function.__code__)
 
 
 def names_used(function: FunctionType) -> set[str]:
     """The names and arguments in the code of a function and of what it may call."""
     codes = [f.__code__ for f in reachable_functions(object, [function])]
     arguments = {name for code in codes for name in code.co_varnames[: _arguments(code)]}
-    return arguments.union(*map(_read, codes))
+    return arguments.union(*map(_names_read, codes))
 
 
 def _arguments(code: CodeType) -> int:
@@ -162,7 +169,7 @@ def _arguments(code: CodeType) -> int:
 
 def _codes(cls: type) -> Iterator[CodeType]:
     """The code of the forward and of what it may call: methods, properties, own functions."""
-    return (f.__code__ for f in reachable_functions(cls, _called(cls, "forward")))
+    return (f.__code__ for f in reachable_functions(cls, _methods_named(cls, "forward")))
 
 
 def reachable_functions(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
@@ -178,14 +185,14 @@ def reachable_functions(cls: type, waiting: list[Any]) -> Iterator[FunctionType]
             continue
         seen.add(code)
         yield function
-        for name in _read(code):
-            waiting += _called(cls, name)
+        for name in _names_read(code):
+            waiting += _methods_named(cls, name)
             waiting += _functions(function.__globals__.get(name))
         for value in closure_values(function).values():
             waiting += _functions(value)
 
 
-def _called(cls: type, name: str) -> list[FunctionType]:
+def _methods_named(cls: type, name: str) -> list[FunctionType]:
     """The functions of that name in the class and, through super(), in its bases."""
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if issubclass(cls, nn.Module) else ()
     return [f for base in bases for f in _functions(vars(base).get(name))]
@@ -212,12 +219,12 @@ def _content(cell: Any) -> object:
         return None
 
 
-def _read(code: CodeType) -> set[str]:
+def _names_read(code: CodeType) -> set[str]:
     """The names in the code, including those in strings (`getattr(self, "scale")`)."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
         elif isinstance(constant, CodeType):
-            names |= _read(constant)
+            names |= _names_read(constant)
     return names

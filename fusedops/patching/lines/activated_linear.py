@@ -112,7 +112,7 @@ def activated(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> Tensor:
 EPILOGUE = Kind(
     "epilogue",
     rank=2,
-    asks="linear",
+    needs="linear",
     rewrite=rewrite,
     helpers={HELPER: activated},
     judge=judge,

@@ -58,7 +58,7 @@ class Outcome:
 class Kind:
     """A kind of site in the lines of a forward.
 
-    rank: the order in which kinds rewrite the same lines. asks: the role of a child that a layer
+    rank: the order in which kinds rewrite the same lines. needs: the role of a child that a layer
     with such a site must have. rewrite: changes a forward's tree and returns its finds. helpers:
     the functions that the new lines call, by name; each gets the layer first. judge: fuses one find
     in a module if possible; None if it is a site of another kind. unread: whether to report a
@@ -68,7 +68,7 @@ class Kind:
 
     name: str
     rank: int
-    asks: str
+    needs: str
     rewrite: Callable[[Any, Names], list[Any]]
     helpers: Mapping[str, Callable]
     judge: Callable[[nn.Module, Any], Outcome | None]
@@ -83,8 +83,8 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
         if isinstance(module, torch.jit.ScriptModule):
             continue
         roles, original = _roles(module), original_class(module)
-        asked = {role for _, role in roles}
-        own = [kind for kind in kinds if kind.asks in asked]
+        present = {role for _, role in roles}
+        own = [kind for kind in kinds if kind.needs in present]
         if own and original.forward not in CONTAINERS:
             _patch_layer(path, module, own, roles, report)
 
@@ -190,12 +190,12 @@ def _wraps_norms(module: nn.Module) -> bool:
 
 
 # class -> (its version, kinds, its children's roles) -> the finds, or why it cannot be read
-_known: "WeakKeyDictionary[type, dict[Hashable, Lines | str]]" = WeakKeyDictionary()
+_finds: "WeakKeyDictionary[type, dict[Hashable, Lines | str]]" = WeakKeyDictionary()
 
 
 def _find(original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]) -> Lines | str:
     names = tuple(kind.name for kind in kinds)
-    known, key = _known.setdefault(original, {}), (version(original), names, roles)
+    known, key = _finds.setdefault(original, {}), (version(original), names, roles)
     if key not in known:
         try:
             known[key] = _rewrite(original, roles, kinds)[1]

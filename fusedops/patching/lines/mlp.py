@@ -88,7 +88,7 @@ class _Rewriter:
                 if self.read.changes_tensors(up):  # perhaps the gate, before its activation
                     return None
                 if at and self._unpacks(block[at - 1], gate, up, block[at]):
-                    block[at - 1] = _whole(block[at - 1])
+                    block[at - 1] = _unsplit(block[at - 1])
                     return self._call(
                         PACKED, product, act, [ast.keyword("gate_up", gate)], act is product.left
                     )
@@ -150,7 +150,7 @@ def _is_product(node: ast.AST) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 
-def _whole(unpacks: Any) -> ast.Assign:
+def _unsplit(unpacks: Any) -> ast.Assign:
     """Turns `gate, up = packed.chunk(2, dim=-1)` into `gate = packed`."""
     whole = ast.Assign([unpacks.targets[0].elts[0]], unpacks.value.func.value)
     return ast.copy_location(whole, unpacks)
@@ -181,7 +181,7 @@ def gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, swapped: bool = 
 
 def packed(layer: nn.Module, act: Any, gate_up: Tensor, swapped: bool = False) -> Tensor:
     """Like `gated`, for a tensor with gate and up side by side in its last dimension."""
-    whole = type(gate_up) is Tensor and _is_plain(gate_up) and gate_up.shape[-1] % 2 == 0
+    whole = type(gate_up) is Tensor and _has_plain_rows(gate_up) and gate_up.shape[-1] % 2 == 0
     fused = _function(layer, act, gate_up) if whole else None
     if fused:
         return fused(gate_up, None)
@@ -204,15 +204,15 @@ def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor]
 def _fusable(gate: Tensor, up: Tensor) -> bool:
     return (
         type(gate) is type(up) is Tensor
-        and _is_plain(gate)
-        and _is_plain(up)
+        and _has_plain_rows(gate)
+        and _has_plain_rows(up)
         and gate.dtype == up.dtype
         and gate.shape == up.shape
         and gate.device == up.device
     )
 
 
-def _is_plain(t: Tensor) -> bool:
+def _has_plain_rows(t: Tensor) -> bool:
     """Whether the result's contiguous rows match t's: a later view may depend on them."""
     strided = t.layout is torch.strided and not t.is_nested
     return strided and t.dtype in FLOATS and t.dim() > 0 and row_major(t)
@@ -221,7 +221,7 @@ def _is_plain(t: Tensor) -> bool:
 MLP = Kind(
     "mlp",
     rank=1,
-    asks="linear",
+    needs="linear",
     rewrite=rewrite,
     helpers={GATED: gated, PACKED: packed},
     judge=judge,

@@ -35,6 +35,7 @@ from fusedops.patching.core.probing import (
     quiet,
     reachable_functions,
     undisturbed,
+    within,
 )
 from fusedops.patching.lines.layer import Kind, Outcome, fuses
 from fusedops.patching.lines.reader import (
@@ -60,7 +61,7 @@ VIEWED = "its output is reshaped with .view, which needs a contiguous result"
 FIXED = FunctionType, BuiltinFunctionType, ModuleType, type  # values assumed not to change
 
 
-def _whole(table: Tensor) -> Tensor:
+def _full(table: Tensor) -> Tensor:
     return table
 
 
@@ -88,7 +89,7 @@ class Rotation:
     """
 
     interleaved: bool
-    table: Callable[[Tensor], Tensor] = _whole
+    table: Callable[[Tensor], Tensor] = _full
     dim: int = 1
     back: bool = False
     partial: bool = False
@@ -172,13 +173,13 @@ def judge(module: nn.Module, call: Call) -> Outcome:
     known = rotation_of(call.function())
     if isinstance(known, str):
         return Outcome(call.source, reason=known)
-    if reason := _why_skipped(module, call, known):
+    if reason := _why_not_fused(module, call, known):
         return Outcome(call.source, reason=reason)
     how = "(interleaved=True)" if known.interleaved else ""
     return Outcome(call.source, f"rotary_embedding{how}")
 
 
-def _why_skipped(module: nn.Module, call: Call, known: Rotation) -> str:
+def _why_not_fused(module: nn.Module, call: Call, known: Rotation) -> str:
     """Why a call to a known function is skipped; empty if it is not."""
     if "forward" in vars(module):
         return "the instance has its own forward"
@@ -246,7 +247,7 @@ def rotation_of(function: Any) -> Rotation | str:
     uses = list(reachable_functions(object, [function]))
     codes = tuple(f.__code__ for f in uses)
     if _probed.get(function, ((), ""))[0] != codes:
-        known = _probe(function)
+        known = _identify_by_running(function)
         _probed[function] = codes, known if isinstance(known, str) else _unproven(uses) or known
         _rotations.pop(function, None)
     known = _probed[function][1]
@@ -285,7 +286,7 @@ def _branches(i: dis.Instruction) -> bool:
     return i.opname == "COMPARE_OP" or ("_IF_" in i.opname and not i.opname.endswith("NONE"))
 
 
-def _probe(function: FunctionType) -> Rotation | str:
+def _identify_by_running(function: FunctionType) -> Rotation | str:
     parameters = inspect.signature(function).parameters
     first, rest = list(parameters)[:4], list(parameters.values())[4:]
     if first[2:] != ["cos", "sin"] or any(p.default is p.empty for p in rest):
@@ -298,7 +299,7 @@ def _probe(function: FunctionType) -> Rotation | str:
     try:
         with undisturbed(), quiet("cpu"), torch.device("cpu"), no_autocast:
             candidates = (replace(c, dim=dims[0]) for c in CANDIDATES)
-            known = next((c for c in candidates if _same(function, c, dims, 8, F64, F64)), None)
+            known = next((c for c in candidates if _agree(function, c, dims, 8, F64, F64)), None)
             return UNKNOWN if known is None else _proven(function, known, dims)
     except _Unrunnable as error:
         return f"running it raised {error}"
@@ -328,10 +329,10 @@ def _proven(function: FunctionType, known: Rotation, dims: tuple[int, ...]) -> R
     back = results[0].dtype == BF16
     known = replace(known, back=back, cast=cast, keeps=not view[0].is_contiguous())
     for table, of in product(FLOATS, FLOATS):
-        if not _same(function, known, dims, 8, of, table):
+        if not _agree(function, known, dims, 8, of, table):
             return UNKNOWN
     part = replace(known, partial=True)
-    return part if _same(function, part, dims, 14, F32, F32) else known
+    return part if _agree(function, part, dims, 14, F32, F32) else known
 
 
 def _arguments(
@@ -347,7 +348,7 @@ def _arguments(
     return *(x.to(dtype) for x in heads), *(t.to(table) for t in tables)
 
 
-def _same(
+def _agree(
     function: Callable,
     known: Rotation,
     dims: tuple[int, ...],
@@ -356,10 +357,10 @@ def _same(
     table: torch.dtype,
 ) -> bool:
     """Whether function and rotation agree up to rounding, in values and gradients."""
-    return all(_same_at(function, known, dim, width, dtype, table) for dim in dims)
+    return all(_agree_at(function, known, dim, width, dtype, table) for dim in dims)
 
 
-def _same_at(
+def _agree_at(
     function: Callable,
     known: Rotation,
     dim: int,
@@ -382,8 +383,8 @@ def _same_at(
     return len(theirs) == len(ours) and all(
         one.shape == other.shape
         and (one.dtype == other.dtype or dtype == F64)
-        and _near(one, to, coarse)
-        and _near(other, to, coarse)
+        and within(one, to, 8 * coarse)
+        and within(other, to, 8 * coarse)
         for one, other, to in zip(theirs, ours, exact, strict=True)
     )
 
@@ -399,14 +400,10 @@ def _results(run: Callable, args: Any) -> Iterator[Tensor]:
     yield from torch.autograd.grad(outputs, leaves, cotangents)
 
 
-def _near(got: Tensor, exact: Tensor, eps: float) -> bool:
-    return bool((got.double() - exact).abs().max() <= 8 * eps * exact.abs().max())
-
-
 ROTARY = Kind(
     "rotary",
     rank=3,
-    asks="linear",
+    needs="linear",
     rewrite=rewrite,
     helpers={HELPER: rotated},
     judge=judge,

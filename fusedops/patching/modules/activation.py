@@ -109,13 +109,13 @@ FUNCTIONS: dict[Any, Activation] = {
 
 def looks_like_an_activation(name: str, module: nn.Module) -> bool:
     """Whether the module is a stateless leaf with an activation's name, or class name."""
-    if any(next(of, None) is not None for of in _state(module)):
+    if any(next(of, None) is not None for of in _contents(module)):
         return False
     words = name.lower(), original_class(module).__name__.lower()
     return any(known in word for word in words for known in NAMES)
 
 
-def _state(module: nn.Module) -> Iterator[Iterator]:
+def _contents(module: nn.Module) -> Iterator[Iterator]:
     yield from (module.parameters(), module.buffers(), module.children())
 
 
@@ -130,7 +130,7 @@ def patch_activation(act: Any) -> Activation | str:
     if has_hooks(act):
         return "its activation has hooks"
     known = active_state(act).activation
-    found = known if known and _unchanged(act, known) else _probe(act)
+    found = known if known and _unchanged(act, known) else _identify(act)
     if isinstance(found, Activation):
         try:
             swap(act, functools.partial(_with, activation=found))
@@ -164,7 +164,7 @@ def _unchanged(act: nn.Module, known: Activation) -> bool:
     return all(own.get(name, MISSING) == value for name, value in known.fixed)
 
 
-def _probe(module: nn.Module) -> Activation | str:
+def _identify(module: nn.Module) -> Activation | str:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module"
     if changes_state(type(module)):
@@ -172,7 +172,7 @@ def _probe(module: nn.Module) -> Activation | str:
     read = attributes_read(module, set(), _is_torchs)
     if isinstance(read, str):
         return read
-    known = next((a for a, f in CANDIDATES.items() if _equal(module, f)), None)
+    known = next((a for a, f in CANDIDATES.items() if _computes(module, f)), None)
     if known is None:
         return UNKNOWN
     attributes = tuple(dict([*read, *plain_attributes(module)]).items())
@@ -187,7 +187,7 @@ def _is_torchs(value: object) -> bool:
     return callable(value) and home.partition(".")[0] == "torch"
 
 
-def _equal(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+def _computes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
     """Whether the module equals the function: values, gradients, dtypes, both modes."""
     device, module = device_of(module), bare(module)
     try:

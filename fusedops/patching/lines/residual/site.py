@@ -106,7 +106,7 @@ def _mixed(x: Tensor, residual: Tensor) -> bool:
 RESIDUAL = Kind(
     "residual",
     rank=0,
-    asks="norm",
+    needs="norm",
     rewrite=rewrite,
     helpers={HELPER: layer_add_norm},
     judge=judge,

@@ -237,16 +237,16 @@ class _Values:
         return logits
 
     def _from(self, weight: Any, bias: Any, x: Tensor) -> Tensor:
-        weight, bias = _whole(weight, bias)
+        weight, bias = _unsharded(weight, bias)
         self.compare(weight, bias)
         return F.linear(x, weight, bias).contiguous()
 
     def compare(self, weight: Tensor, bias: Tensor | None) -> None:
-        if not _equal(_sample(weight, bias), self.sample):
+        if not _same_bits(_sample(weight, bias), self.sample):
             raise RuntimeError(CHANGED)
 
 
-def _whole(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
+def _unsharded(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
     """The full weight and bias of a head that is sharded with its model but called alone."""
     if hasattr(weight, "full_tensor"):
         return weight.full_tensor(), None if bias is None else bias.full_tensor()
@@ -260,7 +260,7 @@ def _sample(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(t.detach()[step].clone() for t, step in zip(held, steps, strict=True))
 
 
-def _equal(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+def _same_bits(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
     """Bitwise equality, so NaN equals NaN."""
     return len(some) == len(others) and all(
         a.dtype == b.dtype
@@ -283,7 +283,7 @@ def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
     origin.check()
 
     def answer(weight: Any, bias: Any, x: Tensor) -> Tensor:
-        weight, bias = _whole(weight, bias)
+        weight, bias = _unsharded(weight, bias)
         if not SCOPE.get():  # within a forward, nothing was stepped in between
             origin.values.compare(weight, bias)
         rows = targets.view(x.shape[:-1])

@@ -122,9 +122,9 @@ class Samples:
         lacking = self.bias if formula.rounding else self.eps is None
         if lacking:  # rms_norm has no bias, layer_norm has no default eps
             return []
-        return [regime for regime in among if self._equal(formula, run, regime, rows)]
+        return [regime for regime in among if self._matches(formula, run, regime, rows)]
 
-    def _equal(self, formula: Formula, run: Callable, regime: Regime, rows: int | None) -> bool:
+    def _matches(self, formula: Formula, run: Callable, regime: Regime, rows: int | None) -> bool:
         if regime not in self.outputs:
             self.outputs[regime] = self._original(self._to(self.input, regime[0]), regime)
         if (wanted := self.outputs[regime]) is None:
@@ -175,7 +175,7 @@ class Samples:
         wanted = self._original(x, regime)
         with torch.no_grad(), _autocast(self.device, regime[2]):
             got = formula.reference(x, self.shape, *self._operands(formula, regime[1]))
-        if wanted is None or not torch.equal(_kinds(got), _kinds(wanted)):
+        if wanted is None or not torch.equal(_classes(got), _classes(wanted)):
             return False
         return same(_finite(got), _finite(wanted), x.dtype)
 
@@ -204,7 +204,7 @@ class Samples:
             torch.autograd.grad(y, of, cotangent, allow_unused=True)
             for y, of in zip((got, wanted), leaves, strict=True)
         ]
-        return all(_near(a, b) for a, b in zip(*pairs, strict=True))
+        return all(_same_gradient(a, b) for a, b in zip(*pairs, strict=True))
 
     def same_in_both_modes(self, regime: Regime, rows: int) -> bool:
         x = self._to(self.input[:rows], regime[0])
@@ -246,7 +246,7 @@ def _autocast(device: str, enabled: bool) -> torch.autocast:
     return torch.autocast(device, torch.bfloat16, enabled=enabled)
 
 
-def _near(got: Tensor | None, wanted: Tensor) -> bool:
+def _same_gradient(got: Tensor | None, wanted: Tensor) -> bool:
     """Equality to a few ulp in norm."""
     if got is None or got.dtype != wanted.dtype or got.shape != wanted.shape:
         return False
@@ -254,7 +254,7 @@ def _near(got: Tensor | None, wanted: Tensor) -> bool:
     return bool(off <= 32 * torch.finfo(got.dtype).eps * wanted.double().norm())
 
 
-def _kinds(t: Tensor) -> Tensor:
+def _classes(t: Tensor) -> Tensor:
     """Classifies each element: NaN, an infinity, or finite."""
     return t.isnan() * 3 + t.isposinf() * 2 + t.isneginf() * 1
 

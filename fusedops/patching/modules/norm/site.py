@@ -128,24 +128,24 @@ def _patch_norm(module: nn.Module) -> Recipe | str:
 # What a module computes
 
 
-_known: "WeakKeyDictionary[type, dict[Hashable, Recipe | str]]" = WeakKeyDictionary()
+_recipes: "WeakKeyDictionary[type, dict[Hashable, Recipe | str]]" = WeakKeyDictionary()
 
 
 def probe(module: nn.Module) -> Recipe | str:
     """The module's recipe, or the reason why no fused function can replace it."""
     try:
         with undisturbed():
-            return _probe(module)
+            return _recipe_for(module)
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
         return f"probing it failed: {one_line(error)}"
 
 
-def _probe(module: nn.Module) -> Recipe | str:
+def _recipe_for(module: nn.Module) -> Recipe | str:
     found = _anatomy(module)
     if isinstance(found, str):
         return found
     key = _signature(module)
-    known = _known.setdefault(type(module), {})
+    known = _recipes.setdefault(type(module), {})
     if key is None:
         return _classify(module, *found)
     if key not in known:
