@@ -32,7 +32,7 @@ FLOORS = {
 }
 
 # What a family's folder in tests/ has.
-TESTS = ("cases.py", "test_kernels.py", "test_torch.py", "test_fuzz.py")
+TESTS = ("cases.py", "growth.py", "test_kernels.py", "test_torch.py", "test_fuzz.py")
 
 # Floors that not every family is on. Each has kernels for GPUs on one of the first two.
 ON_GPUS = {"csrc/cuda", "fusedops/triton"}

@@ -1,6 +1,6 @@
 """attention's FLOP formulas, and the formulas of torch's fused attention on CPUs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -82,7 +82,7 @@ def _lengths(offsets: Tensor, longest: int) -> list[int]:
     return offsets.diff().tolist()
 
 
-FORMULAS = {
+FORMULAS: dict[str, Callable[..., int]] = {
     "fusedops::attention_forward": attention_forward,
     "fusedops::attention_backward": attention_backward,
     "aten::_scaled_dot_product_flash_attention_for_cpu": sdpa_forward,

@@ -1,6 +1,6 @@
 """linear_cross_entropy's FLOP formulas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ def linear_cross_entropy_backward(
     return 2 * input.numel() * linear_weight.shape[0] * sum(output_mask[:2])
 
 
-FORMULAS = {
+FORMULAS: dict[str, Callable[..., int]] = {
     "fusedops::linear_cross_entropy_forward": linear_cross_entropy_forward,
     "fusedops::linear_cross_entropy_backward": linear_cross_entropy_backward,
 }

@@ -1,6 +1,6 @@
 """linear's FLOP formulas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ def linear_backward(
     return 2 * dy.numel() * held.shape[-1] * products if products and held is not None else 0
 
 
-FORMULAS = {
+FORMULAS: dict[str, Callable[..., int]] = {
     "fusedops::linear_forward": linear_forward,
     "fusedops::linear_backward": linear_backward,
 }

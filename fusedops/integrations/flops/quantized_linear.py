@@ -1,6 +1,6 @@
 """quantized_linear's FLOP formulas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ def quantized_linear_backward(
     return 2 * dy.numel() * in_features * output_mask[0]
 
 
-FORMULAS = {
+FORMULAS: dict[str, Callable[..., int]] = {
     "fusedops::quantized_linear_forward": quantized_linear_forward,
     "fusedops::quantized_linear_tiles": quantized_linear_forward,
     "fusedops::quantized_linear_backward": quantized_linear_backward,
