@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from fusedops.functional.scaled_add import scaled_add_reference
 from torch import Tensor
 
 import fusedops
@@ -19,6 +18,7 @@ from benchmarks.harness.case import (
     compiled,
 )
 from benchmarks.harness.goals import Goal, GpuGoal
+from fusedops.functional.scaled_add import scaled_add_reference
 
 SCALE = 0.5
 SHAPES = [(1, 4096), (512, 4096), (4096, 4096)]

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from fusedops.triton.scaled_add import scaled_add_backward, scaled_add_forward
 
 from checks.machine_code.gates import Demand
 from checks.machine_code.launches import Launch
+from fusedops.triton.scaled_add import scaled_add_backward, scaled_add_forward
 
 
 def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:

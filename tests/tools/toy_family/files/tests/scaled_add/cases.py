@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
-from fusedops.functional.scaled_add import scaled_add_reference
 
 from fusedops.functional import scaled_add
+from fusedops.functional.scaled_add import scaled_add_reference
 from fusedops.testing import backends, check, device_of
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

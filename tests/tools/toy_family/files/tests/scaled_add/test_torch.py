@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from fusedops.functional.scaled_add import scaled_add_reference
 
 import fusedops
 from fusedops.functional import scaled_add
+from fusedops.functional.scaled_add import scaled_add_reference
 from scaled_add.cases import FLOATS, inputs
 
 
