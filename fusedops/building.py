@@ -192,9 +192,9 @@ def glue(torch: Torch, folder: Path, most: int = UNIT) -> Iterator[Step]:
 
 def _units(files: Iterable[str], most: int) -> Iterator[tuple[str, ...]]:
     """Groups of up to `most` files of one folder; each group is compiled as one unit."""
-    for folder, group in itertools.groupby(files, key=os.path.dirname):
-        found, step = list(group), 1 if folder == "csrc/python" else most  # own headers
-        yield from (tuple(found[i : i + step]) for i in range(0, len(found), step))
+    for _, group in itertools.groupby(files, key=os.path.dirname):
+        found = list(group)
+        yield from (tuple(found[i : i + most]) for i in range(0, len(found), most))
 
 
 def _unit_file(unit: Sequence[str], file: Path) -> Path:

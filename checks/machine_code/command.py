@@ -10,6 +10,7 @@ from itertools import chain, product
 from pathlib import Path
 
 from checks.machine_code import launches, nvcc, table
+from checks.machine_code.cuda import DEMANDS
 from checks.machine_code.gates import Compiled, failures, idle
 
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             f"{path} does not parse" for path, fine in zip(bridges, parsed, strict=True) if not fine
         ]
         kernels = sorted(chain(*compiled), key=lambda one: one.compiler)
-    wrong += [*failures(kernels), *idle(kernels, nvcc.DEMANDS)]
+    wrong += [*failures(kernels), *idle(kernels, DEMANDS)]
     if args.check:
         wrong += table.differences(kernels, args.check.read_text())
     if args.write:

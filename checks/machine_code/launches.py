@@ -29,7 +29,7 @@ ARCHITECTURES = (80, 90, 100)
 FAMILIES = tuple(
     f"checks.machine_code.{family}"
     for family in backends.FAMILIES
-    if find_spec(f"checks.machine_code.{family}")
+    if find_spec(f"fusedops.triton.{family}")
 )
 
 Call = tuple[str, str, Callable[[], object]]  # variant, case, and the launching call

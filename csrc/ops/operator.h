@@ -95,6 +95,15 @@ struct Autocast<f, Rule> {
   }
 };
 
+// Raises a TypeError that names the operator's nested argument (nested.cpp).
+void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// random: draws a seed. takes_nested: hands nested tensors to torch's own function; other operators
+// refuse them.
+struct PublicOptions {
+  bool random = false, takes_nested = false;
+};
+
 // The operators of a family, registered as long as this lives: a static of its autograd.cpp.
 class Operators {
  public:
@@ -102,16 +111,18 @@ class Operators {
 
   // Under vmap the same function: it then sees ATen calls, not an operator to loop over.
   template <class Function>
-  void add_public(const std::string& schema, Function* f, bool random = false) {
-    const auto name = define(schema, random);
+  void add_public(const std::string& schema, Function* f, PublicOptions options = {}) {
+    const auto name = define(schema, options.random);
     implicit_.impl(name.c_str(), f);
     batched_.impl(name.c_str(), f);
+    if (options.takes_nested) return;
+    nested_.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
   }
 
   template <auto f, class Rule>
-  void add_public(const std::string& schema, bool random = false) {
+  void add_public(const std::string& schema, PublicOptions options = {}) {
     using Cast = Autocast<f, Rule>;
-    add_public(schema, f, random);
+    add_public(schema, f, options);
     const auto name = name_of(schema);
     Cast::name() = "fusedops::" + name;
     using c10::DeviceType, c10::DispatchKey;
@@ -156,6 +167,7 @@ class Operators {
   torch::Library definitions_{torch::Library::FRAGMENT, "fusedops", std::nullopt, __FILE__,
                               __LINE__};
   torch::Library implicit_ = library(c10::DispatchKey::CompositeImplicitAutograd);
+  torch::Library nested_ = library(c10::DispatchKey::CompositeImplicitAutogradNestedTensor);
   torch::Library batched_ = library(c10::DispatchKey::FuncTorchBatched);
   torch::Library composite_ = library(c10::DispatchKey::CompositeExplicitAutograd);
   torch::Library meta_ = library(c10::DispatchKey::Meta);

@@ -13,20 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.extension import _C  # noqa: F401  registers the operators, whose schemas are read
+from fusedops.backends import FAMILIES
 
 __all__ = ["operator"]
 
 # The arguments that hold rows, by their names in the operators' schemas.
 ROWS = frozenset({"input", "x", "residual", "gate", "up"})
 # Operator: the names of its arguments. Dynamo cannot read schemas inside a function.
-OPERATORS = (
-    "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "linear", "quantized_linear",
-    "swiglu", "geglu",
-)  # fmt: skip
 ARGUMENTS = {
     name: tuple(a.name for a in getattr(torch.ops.fusedops, name).default._schema.arguments)
-    for name in OPERATORS
+    for names in FAMILIES.values()
+    for name in names
 }
 
 

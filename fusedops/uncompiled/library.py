@@ -16,6 +16,7 @@ LIBRARY = torch.library.Library("fusedops", "DEF")
 PURE = (torch.Tag.pt2_compliant_tag,)
 RANDOM = (torch.Tag.nondeterministic_seeded, *PURE)
 _public: dict[str, Callable] = {}  # operator -> its function
+EXPORTS: dict[str, Any] = {}  # what fusedops._C has
 
 
 def define(*schemas: str, tags: Sequence[torch.Tag] = PURE) -> None:
@@ -32,6 +33,13 @@ def implement(name: str, function: Callable, *, takes_nested: bool = False) -> N
     if not takes_nested:
         refuse = functools.partial(_refuse_nested, name)
         LIBRARY.impl(name, refuse, "CompositeImplicitAutogradNestedTensor")
+    EXPORTS[name] = _short_path(name)
+
+
+def export(value: Any, name: str | None = None) -> Any:
+    """Puts a function or a value into fusedops._C, under its own name or another."""
+    EXPORTS[name or value.__name__] = value
+    return value
 
 
 def implement_kernel(name: str, outputs: Callable, composite: Callable | None = None) -> None:
@@ -123,8 +131,8 @@ def reference(family: str, name: str) -> Any:
     return getattr(importlib.import_module(f"fusedops.functional.{family}"), name)
 
 
-def short_path(name: str) -> Callable:
-    """The operator as a function of positional arguments, as csrc/python/python.cpp exports it.
+def _short_path(name: str) -> Callable:
+    """The operator as a function of positional arguments, as csrc/python/exports.h exports it.
 
     An ONNX export calls the operator's function, to trace its PyTorch operators.
     """

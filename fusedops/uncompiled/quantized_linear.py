@@ -16,6 +16,7 @@ from fusedops.uncompiled.checks import (
 )
 from fusedops.uncompiled.library import (
     define,
+    export,
     has_kernel,
     implement,
     implement_autocast,
@@ -304,6 +305,11 @@ def _groups_outputs(groups, format, shares):
 def _quantize_groups(groups, format, shares):
     _groups_outputs(groups, format, shares)
     return reference(OP, "quantize_groups_reference")(groups, format, shares)
+
+
+@export
+def nf4_table() -> list[float]:
+    return list(reference("quantized_linear", "NF4"))
 
 
 implement(OP, quantized_linear)

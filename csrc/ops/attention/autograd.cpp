@@ -150,7 +150,7 @@ const Operators operators([](Operators& o) {
       " float dropout_p=0.0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
       " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool top_left=False)"
       " -> (Tensor out, Tensor lse)",
-      true);
+      {.random = true});
   o.add_kernel("attention_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks,"
                " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, SymInt max_q,"
                " SymInt max_k, float[] how, int[] window, bool bottom_right)"

@@ -116,7 +116,8 @@ Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTen
 // Autocast as F.linear's. The activations have no rule there.
 const Operators operators([](Operators& o) {
   o.add_public<linear, Casts<0, 1, 2>>(
-      "linear(Tensor input, Tensor weight, Tensor? bias=None, str? activation=None) -> Tensor");
+      "linear(Tensor input, Tensor weight, Tensor? bias=None, str? activation=None) -> Tensor",
+      {.takes_nested = true});
   o.add_kernel("linear_forward(Tensor input, Tensor weight, Tensor? bias, str activation,"
                " bool keep_z) -> (Tensor y, Tensor z)",
                linear_outputs, linear_forward_composite);

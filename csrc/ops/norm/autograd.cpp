@@ -173,17 +173,17 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
 const Operators operators([](Operators& o) {
   o.add_public("layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None,"
                " Tensor? bias=None, float eps=1e-05) -> Tensor",
-               layer_norm);
+               layer_norm, {.takes_nested = true});
   o.add_public("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None,"
                " float? eps=None, *, str rounding='torch', float offset=0.0) -> Tensor",
-               rms_norm);
+               rms_norm, {.takes_nested = true});
   o.add_public("add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None,"
                " float eps=1e-05, *, float dropout_p=0.0) -> (Tensor y, Tensor h)",
-               add_layer_norm, true);
+               add_layer_norm, {.random = true});
   o.add_public("add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=1e-06, *,"
                " str rounding='llama', float offset=0.0, float dropout_p=0.0)"
                " -> (Tensor y, Tensor h)",
-               add_rms_norm, true);
+               add_rms_norm, {.random = true});
   o.add_kernel("norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims,"
                " float eps, str kind, float offset, float dropout_p, Tensor? seed)"
                " -> (Tensor y, Tensor h, Tensor stats)",

@@ -1,4 +1,4 @@
-#include "csrc/python/optimizer.h"
+#include "csrc/python/adamw.h"
 
 #include <ATen/ops/zeros.h>
 #include <pybind11/gil.h>
@@ -6,6 +6,8 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
+
+#include "csrc/python/exports.h"
 
 namespace fusedops {
 namespace {
@@ -171,5 +173,19 @@ bool any_gradient(const std::vector<Tensor>& params) {
   return std::any_of(params.begin(), params.end(),
                      [](const Tensor& p) { return p.grad().defined(); });
 }
+
+const Exports adamw_exports([](py::module_& m) {
+  using Objects = const std::vector<py::handle>&;
+  py::class_<AdamWBucket>(m, "AdamWBucket")
+      .def(py::init<Objects, Objects, const std::vector<int64_t>&>())
+      .def("unchanged",
+           [](const AdamWBucket& b, const py::dict& s) { return b.unchanged(s.ptr()); })
+      .def("squares", torch::wrap_pybind_function(&AdamWBucket::squares))
+      .def("step", torch::wrap_pybind_function(&AdamWBucket::step))
+      .def("renew_table", &AdamWBucket::renew_table);
+  m.def("same_objects",
+        [](const py::list& a, const py::list& b) { return same_objects(a.ptr(), b.ptr()); });
+  m.def("any_gradient", any_gradient);
+});
 
 }  // namespace fusedops
