@@ -10,12 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fusedops.patching.core.swap import fused_modules, original, original_class
+from fusedops.patching.core.swap import active_state, fused_modules, original, original_class
 from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.lines.layer import kinds_in
 from fusedops.patching.models.attention.site import attends
-from fusedops.patching.modules.linear import form_of
-from fusedops.patching.modules.norm.site import recipe_of
 from fusedops.patching.patch import patched
 from fusedops.patching.yardstick import GRADIENT, Batch, Yardstick, fresh, run
 
@@ -229,11 +227,11 @@ def _each_kind(module: nn.Module) -> Iterator[str]:
         yield "attention"
     if fused_modules(module).isdisjoint({module}):
         return
-    own = kinds_in(module)
+    own, state = kinds_in(module), active_state(module)
     yield from ("linear" if kind == "epilogue" else kind for kind in own)
-    if recipe_of(module) is not None:
+    if state.recipe:
         yield "norm"
-    elif form_of(module) is not None:
+    elif state.form or state.head:
         yield "linear"
     elif not own:
         yield "module"

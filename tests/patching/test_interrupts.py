@@ -22,9 +22,8 @@ from patching.models.attention_models import build  # noqa: E402
 
 HOME = Path(swap.__file__).parents[1]
 EVERY = {str(path) for path in HOME.rglob("*.py")}
-RESTORING = {
-    str(HOME / f"{name}.py") for name in ("core/swap", "core/undo", "core/config", "patch")
-}
+RESTORE = "core/swap", "core/fused_state", "core/undo", "core/config", "patch"
+RESTORING = {str(HOME / f"{name}.py") for name in RESTORE}
 POINTS = 130
 DEVICES = ("cpu", "cuda")
 

@@ -144,7 +144,7 @@ def test_a_module_made_by_a_patched_modules_class_is_unfused(model):
     patch(model)
     norm, act = model.model.norm, model.model.layers[0].mlp.act_fn
     for one in (type(norm)(32, eps=0.5), type(act)(), type(model)(model.config)):
-        assert not any("_fusedops_original" in vars(type(m)) for m in one.modules())
+        assert not any("_fusedops" in vars(type(m)) for m in one.modules())
         assert type(one).forward is not type(norm).forward
     assert type(norm)(32, eps=0.5).variance_epsilon == 0.5
     signature = inspect.signature(transformers.models.llama.modeling_llama.LlamaRMSNorm)
@@ -453,7 +453,7 @@ def test_a_kind_that_is_switched_on_later_joins_the_others(model):
     assert report.coverage == of_llama(2)
     torch.testing.assert_close(model(IDS).logits, out)
     layer, mlp = model.model.layers[0], model.model.layers[0].mlp
-    assert layer._fusedops_lines >= {"residual"} and mlp._fusedops_lines >= {"mlp"}
+    assert layer._fusedops.lines >= {"residual"} and mlp._fusedops.lines >= {"mlp"}
     unpatch(model)
     assert torch.equal(model(IDS).logits, out)
 

@@ -104,7 +104,11 @@ PYTHON = [
     {"fusedops.profiling.timing"},
     {"fusedops.functional"},
     {"fusedops.nn", "fusedops.optim"},
-    {"fusedops.patching"},
+    {"fusedops.patching.core", "fusedops.patching.report"},
+    {"fusedops.patching.modules", "fusedops.patching.quantize", "fusedops.patching.yardstick"},
+    {"fusedops.patching.lines", "fusedops.patching.models"},
+    {"fusedops.patching.patch"},
+    {"fusedops.patching", "fusedops.patching.verify"},
     {"fusedops.profiling"},
     {"fusedops.integrations"},
     {"fusedops", "fusedops.testing"},
@@ -147,6 +151,10 @@ KERNEL_HEADERS = {"c10/util/BFloat16.h", "c10/util/Half.h"}
 # Compiled once for each instruction set: an inline function of torch would leak from there.
 # So would one of a header that the kernels of every device include.
 PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
+
+# Pairs of files in patching/ where one imports from the other, and of its folders and files. A
+# reader of one has to know the other.
+MOST_IMPORTS = {"files": 106, "rooms": 30}
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450
@@ -226,6 +234,21 @@ def test_python_imports_point_down(path):
         if (theirs := unit(name)) and theirs != own and rank(theirs) >= rank(own)
     ]
     assert not wrong
+
+
+def test_imports_inside_patching_stay_few():
+    home = "fusedops/patching/"
+    paths = [path for path in files(".py") if path.startswith(home)]
+    modules = {p.removesuffix(".py").removesuffix("/__init__").replace("/", "."): p for p in paths}
+    pairs = set()
+    for path in paths:
+        for name, _ in imported(path):
+            theirs = modules.get(name) or modules.get(name.rpartition(".")[0])
+            pairs |= {(path, theirs)} if theirs not in (None, path) else set()
+    rooms = {tuple(p.removeprefix(home).partition("/")[0] for p in pair) for pair in pairs}
+    found = {"files": len(pairs), "rooms": sum(one != other for one, other in rooms)}
+    assert 0 < found["rooms"] <= MOST_IMPORTS["rooms"]
+    assert found["rooms"] < found["files"] <= MOST_IMPORTS["files"]
 
 
 @pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 from fusedops.patching import PatchReport, patch
-from fusedops.patching.again import look_again
+from fusedops.patching.patch import look_again
 
 __all__ = ["FusedOpsCallback"]
 

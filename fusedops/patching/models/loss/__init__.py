@@ -19,7 +19,3 @@ A read of a value (`outputs.logits.argmax()`) calls the head in the same way, wi
 it answers with the logits. If a user's own operation or a hook is between head and loss, the logits
 are computed first and the model's own loss function runs.
 """
-
-from fusedops.patching.models.loss.site import KEEP, patch_losses
-
-__all__ = ["KEEP", "patch_losses"]

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from fusedops.patching.core.probing import closure_values
 from fusedops.patching.core.swap import new_class
 
 __all__ = ["Unreadable", "innermost", "parse", "rebuild"]
@@ -158,10 +159,11 @@ def _given_wrapper(cls: type[nn.Module]) -> types.CodeType | None:
 
 def _rewrap(wrapper: Any, inner: Callable) -> Callable:
     """A copy of the wrapper whose cell holds `inner` instead of the wrapped function."""
-    cells = list(getattr(wrapper, "__closure__", None) or ())
-    held = [i for i, cell in enumerate(cells) if _content(cell) is wrapper.__wrapped__]
-    if len(held) != 1 or not isinstance(wrapper, types.FunctionType):
+    values = closure_values(wrapper) if isinstance(wrapper, types.FunctionType) else {}
+    held = [i for i, value in enumerate(values.values()) if value is wrapper.__wrapped__]
+    if len(held) != 1:
         raise Unreadable("its forward has a decorator that cannot be reapplied")
+    cells = list(wrapper.__closure__)
     cells[held[0]] = types.CellType(inner)
     made: Any = types.FunctionType(
         wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, tuple(cells)
@@ -170,10 +172,3 @@ def _rewrap(wrapper: Any, inner: Callable) -> Callable:
     functools.update_wrapper(made, wrapper)
     made.__wrapped__ = inner
     return made
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
