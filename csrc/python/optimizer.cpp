@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-namespace fusedops {
+namespace fusedops::adamw {
 namespace {
 
 // The part of a DTensor that lies on this rank; any other tensor is itself.
@@ -145,11 +145,10 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   if (params.empty()) return;
   if (!table_ && !params[0].is_cpu()) renew_table(false);
   pybind11::gil_scoped_release others_go_on;
-  dispatch<"fusedops::adamw_step", AdamWArguments::Signature>(params, grads, exp_avgs, exp_avg_sqs,
-                                                              steps, most, scales, remainders,
-                                                              kinds, options, lrs, seed, squares,
-                                                              max_grad_norm, grad_scale, found_inf,
-                                                              host_table_, table_);
+  call<"fusedops::adamw_step", void>(AdamWArguments{params, grads, exp_avgs, exp_avg_sqs, steps,
+                                                    most, scales, remainders, kinds, options, lrs,
+                                                    seed, squares, max_grad_norm, grad_scale,
+                                                    found_inf, host_table_, table_});
 }
 
 void AdamWBucket::renew_table(bool captured) {
@@ -172,4 +171,4 @@ bool any_gradient(const std::vector<Tensor>& params) {
                      [](const Tensor& p) { return p.grad().defined(); });
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

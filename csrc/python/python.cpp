@@ -4,11 +4,11 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "csrc/ops/cpu_features.h"
 #include "csrc/cpu/isa.h"
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/ops/attention/operators.h"
 #include "csrc/ops/autograd.h"
+#include "csrc/ops/cpu_features.h"
 #include "csrc/ops/cross_entropy/operators.h"
 #include "csrc/ops/gated_activation/operators.h"
 #include "csrc/ops/linear/operators.h"
@@ -68,10 +68,10 @@ struct ShortPath<name, f> {
   }
 };
 
-Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              std::optional<std::string_view> activation) {
-  return exports_onnx() ? fusedops::linear(input, weight, bias, activation)
-                        : linear_short(input, weight, bias, activation);
+Tensor short_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                    std::optional<std::string_view> activation) {
+  return exports_onnx() ? linear::linear(input, weight, bias, activation)
+                        : linear::linear_short(input, weight, bias, activation);
 }
 
 // Errors become Python's own (without a C++ backtrace), and the GIL is free meanwhile.
@@ -100,6 +100,7 @@ void export_operator(py::module_& m) {
 }
 
 void export_optimizers(py::module_& m) {
+  using adamw::AdamWBucket;
   using Objects = const std::vector<py::handle>&;
   py::class_<AdamWBucket>(m, "AdamWBucket")
       .def(py::init<Objects, Objects, const std::vector<int64_t>&>())
@@ -109,33 +110,35 @@ void export_optimizers(py::module_& m) {
       .def("step", torch::wrap_pybind_function(&AdamWBucket::step))
       .def("renew_table", &AdamWBucket::renew_table);
   m.def("same_objects",
-        [](const py::list& a, const py::list& b) { return same_objects(a.ptr(), b.ptr()); });
-  m.def("any_gradient", any_gradient);
+        [](const py::list& a, const py::list& b) { return adamw::same_objects(a.ptr(), b.ptr()); });
+  m.def("any_gradient", adamw::any_gradient);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  export_operator<"fusedops::layer_norm", layer_norm>(m);
-  export_operator<"fusedops::rms_norm", rms_norm>(m);
-  export_operator<"fusedops::add_layer_norm", add_layer_norm>(m);
-  export_operator<"fusedops::add_rms_norm", add_rms_norm>(m);
-  export_operator<"fusedops::swiglu", swiglu>(m);
-  export_operator<"fusedops::geglu", geglu>(m);
-  export_operator<"fusedops::quantized_linear", quantized_linear>(m);
-  export_operator<"fusedops::rotary_embedding", rotary_embedding>(m);
-  export_operator<"fusedops::cross_entropy", cross_entropy>(m);
-  export_operator<"fusedops::linear_cross_entropy", linear_cross_entropy>(m);
-  export_operator<"fusedops::attention", attention>(m);
-  export_call<"fusedops::linear">(m, linear);
-  export_function(m, "quantized_linear_plan", cpu::quantized_linear_plan);
-  export_function(m, "quantized_linear_gpu_plan", quantized_linear_gpu_plan);
-  export_function(m, "quantized_linear_way", quantized_linear_way);
-  m.attr("most_integers") = kMostIntegers;
-  m.def("nf4_table", [] { return std::vector<float>(std::begin(kNf4), std::end(kNf4)); });
-  export_function(m, "linear_always", linear_always);
-  export_function(m, "own_product_pays", own_product_pays);
+  export_operator<"fusedops::layer_norm", norm::layer_norm>(m);
+  export_operator<"fusedops::rms_norm", norm::rms_norm>(m);
+  export_operator<"fusedops::add_layer_norm", norm::add_layer_norm>(m);
+  export_operator<"fusedops::add_rms_norm", norm::add_rms_norm>(m);
+  export_operator<"fusedops::swiglu", gated_activation::swiglu>(m);
+  export_operator<"fusedops::geglu", gated_activation::geglu>(m);
+  export_operator<"fusedops::quantized_linear", quantized_linear::quantized_linear>(m);
+  export_operator<"fusedops::rotary_embedding", rotary::rotary_embedding>(m);
+  export_operator<"fusedops::cross_entropy", cross_entropy::cross_entropy>(m);
+  export_operator<"fusedops::linear_cross_entropy", cross_entropy::linear_cross_entropy>(m);
+  export_operator<"fusedops::attention", attention::attention>(m);
+  export_call<"fusedops::linear">(m, short_linear);
+  export_function(m, "quantized_linear_plan", cpu::quantized_linear::quantized_linear_plan);
+  export_function(m, "quantized_linear_gpu_plan", quantized_linear::quantized_linear_gpu_plan);
+  export_function(m, "quantized_linear_way", quantized_linear::quantized_linear_way);
+  m.attr("most_integers") = quantized_linear::kMostIntegers;
+  m.def("nf4_table", [] {
+    return std::vector<float>(std::begin(quantized_linear::kNf4), std::end(quantized_linear::kNf4));
+  });
+  export_function(m, "linear_always", linear::linear_always);
+  export_function(m, "own_product_pays", linear::own_product_pays);
   export_function(m, "bfloat16_products", bfloat16_products);
-  export_function(m, "norm_outputs", flat<norm_outputs>);
-  export_function(m, "norm_backward_outputs", flat<norm_backward_outputs>);
+  export_function(m, "norm_outputs", flat<norm::norm_outputs>);
+  export_function(m, "norm_backward_outputs", flat<norm::norm_backward_outputs>);
   export_optimizers(m);
   m.def("cpu_isa", [] { return cpu::isa_name(cpu::isa()); });
 }
