@@ -59,15 +59,18 @@ PLANTED = {
         TESTS.format("cpu and float32 and test_a_float32_loss"),
         "two classes of one name, of which the linker keeps the destructor that releases nothing",
         "class LogitProducts {\n public:",
-        "#define LogitProducts BrgemmScope\nclass LogitProducts {\n public:\n"
-        "[[gnu::noinline]] ~LogitProducts() {}",  # if it were inlined, it would be the right one
+        "}\nnamespace fusedops::cpu {\nstruct BrgemmScope {\nTensor held = at::empty({1024});\n"
+        "[[gnu::noinline]] ~BrgemmScope() {}\n};\n}\n"  # inlined, it would be the right one
+        "namespace fusedops::cpu::cross_entropy {\nclass LogitProducts {\n public:\n"
+        "BrgemmScope planted;",
     ): LEAK,
     Mutant(
         "csrc/cpu/cross_entropy/products.cpp",
         TESTS.format("cpu and test_a_float32_loss"),
         "a variable that another library has as well",
-        "namespace fusedops::cpu {",
-        '[[gnu::visibility("default")]] char planted[4] = {1};\nnamespace fusedops::cpu {',
+        "namespace fusedops::cpu::cross_entropy {",
+        '[[gnu::visibility("default")]] char planted[4] = {1};\n'
+        "namespace fusedops::cpu::cross_entropy {",
     ): ODR,
 }
 # A second library: within one, g++ and the linker leave no such violation to detect.

@@ -9,7 +9,7 @@
 
 #include "csrc/python/exports.h"
 
-namespace fusedops {
+namespace fusedops::adamw {
 namespace {
 
 // The part of a DTensor that lies on this rank; any other tensor is itself.
@@ -147,11 +147,10 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   if (params.empty()) return;
   if (!table_ && !params[0].is_cpu()) renew_table(false);
   pybind11::gil_scoped_release others_go_on;
-  dispatch<"fusedops::adamw_step", AdamWArguments::Signature>(params, grads, exp_avgs, exp_avg_sqs,
-                                                              steps, most, scales, remainders,
-                                                              kinds, options, lrs, seed, squares,
-                                                              max_grad_norm, grad_scale, found_inf,
-                                                              host_table_, table_);
+  call<"fusedops::adamw_step", void>(AdamWArguments{params, grads, exp_avgs, exp_avg_sqs, steps,
+                                                    most, scales, remainders, kinds, options, lrs,
+                                                    seed, squares, max_grad_norm, grad_scale,
+                                                    found_inf, host_table_, table_});
 }
 
 void AdamWBucket::renew_table(bool captured) {
@@ -188,4 +187,4 @@ const Exports adamw_exports([](py::module_& m) {
   m.def("any_gradient", any_gradient);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

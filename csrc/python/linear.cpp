@@ -1,7 +1,7 @@
 #include "csrc/ops/linear/operators.h"
 #include "csrc/python/exports.h"
 
-namespace fusedops {
+namespace fusedops::linear {
 namespace {
 
 // linear_short may call torch's own product without the dispatcher.
@@ -19,4 +19,4 @@ const Exports linear_exports([](py::module_& m) {
   export_function(m, "own_product_pays", own_product_pays);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::linear

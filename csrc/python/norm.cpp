@@ -1,7 +1,7 @@
 #include "csrc/ops/norm/operators.h"
 #include "csrc/python/exports.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 
 const Exports norm_exports([](py::module_& m) {
   export_operator<"fusedops::layer_norm", layer_norm>(m);
@@ -12,4 +12,4 @@ const Exports norm_exports([](py::module_& m) {
   export_function(m, "norm_backward_outputs", flat<norm_backward_outputs>);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

@@ -330,6 +330,12 @@ ERRORS = {
     r"linear: activation must be None, 'relu', .* got 'mish'": lambda: linear(
         torch.zeros(4, 8), torch.zeros(3, 8), None, "mish"
     ),
+    r"linear: activation must be None, 'relu', .* got 'none'": lambda: linear(
+        torch.zeros(4, 8), torch.zeros(3, 8), None, "none"
+    ),
+    r"activation must be None, 'relu', .* got 'tanh'": lambda: torch.ops.fusedops.linear_forward(
+        torch.zeros(4, 8), torch.zeros(3, 8), None, "tanh", False
+    ),
     r"same dtype": lambda: linear(torch.zeros(4, 8), torch.zeros(3, 8).bfloat16()),
     r"cannot be multiplied": lambda: linear(torch.zeros(4, 8), torch.zeros(3, 7)),
     r"linear_forward: weight must have shape \[N, 8\] for input \[4, 8\], got float32 \[3, 7\]": (

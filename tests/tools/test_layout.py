@@ -269,6 +269,22 @@ def test_no_two_files_of_cpp_share_a_name_but_those_of_a_family():
     assert not {name: paths for name, paths in named.items() if len(paths) > 1}
 
 
+def test_the_cpp_of_a_family_is_in_its_namespace():
+    """fusedops::norm has norm's operators, fusedops::cpu::norm and fusedops::cuda::norm kernels."""
+    outside, families = {}, set()
+    for path in map(Path, files(".cpp", ".h", ".cu", ".cuh")):
+        family = next((name for name in (*path.parts, path.stem) if name in FAMILIES), None)
+        if path.parts[0] != "csrc" or not family:
+            continue
+        families.add(family)
+        floor = path.parts[1] if path.parts[1] in ("cpu", "cuda") else ""
+        own = rf"fusedops::{floor and floor + '::'}{family}(::CPU_CAPABILITY)?"
+        named = re.findall(r"^namespace (fusedops\S*) \{", text(path), re.M)
+        if not named or not all(re.fullmatch(own, name) for name in named):
+            outside[str(path)] = named
+    assert (outside, families) == ({}, {*FAMILIES})
+
+
 @pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))
 def test_torch_is_included_where_it_does_no_harm(path):
     headers = re.findall(r"#include <((?:torch|ATen|c10)/.*)>", text(path))

@@ -45,7 +45,7 @@ def attention_backward(
     bottom_right: bool,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """The operator fusedops::attention_backward; see csrc/ops/attention/attention.h.
+    """The operator fusedops::attention_backward; see csrc/ops/attention/operators.h.
 
     Returns (dq, dk, dv, dbias, dsinks), None where output_mask is False.
     """

@@ -54,7 +54,7 @@ def attention_forward(
     window: Sequence[int],
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
-    """fusedops::attention_forward; see csrc/ops/attention/attention.h. Returns (out, lse)."""
+    """fusedops::attention_forward; see csrc/ops/attention/operators.h. Returns (out, lse)."""
     operator = torch.ops.fusedops.attention_forward.default
     tensors = q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed
     arguments = *tensors, max_q, max_k, how, window, bottom_right

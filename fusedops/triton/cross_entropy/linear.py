@@ -49,7 +49,7 @@ def linear_cross_entropy_forward(
     dtype: torch.dtype,
     gradients: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """fusedops::linear_cross_entropy_forward; see csrc/ops/cross_entropy/cross_entropy.h.
+    """fusedops::linear_cross_entropy_forward; see csrc/ops/cross_entropy/operators.h.
 
     Returns (loss, lse, total, dinput, dlinear_weight, dlinear_bias), None for gradients that were
     not requested.

@@ -32,7 +32,7 @@ def cross_entropy_forward(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """fusedops::cross_entropy_forward; see csrc/ops/cross_entropy/cross_entropy.h.
+    """fusedops::cross_entropy_forward; see csrc/ops/cross_entropy/operators.h.
 
     Returns (loss, lse, total, dinput); dinput is None without with_gradient.
     """

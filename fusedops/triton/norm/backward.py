@@ -41,7 +41,7 @@ def norm_backward(
     seed: Tensor | None,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The operator fusedops::norm_backward; see csrc/ops/norm/norm.h.
+    """The operator fusedops::norm_backward; see csrc/ops/norm/operators.h.
 
     Returns (dresidual, dx, dweight, dbias), None where output_mask is False.
     """

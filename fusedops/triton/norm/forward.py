@@ -33,7 +33,7 @@ def norm_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The operator fusedops::norm_forward; see csrc/ops/norm/norm.h.
+    """The operator fusedops::norm_forward; see csrc/ops/norm/operators.h.
 
     Returns (y, h, stats); h is None without a residual.
     """

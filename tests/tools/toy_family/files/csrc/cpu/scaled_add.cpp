@@ -10,7 +10,10 @@
 #include "csrc/cpu/isa/scaled_add.h"
 #include "csrc/ops/scaled_add/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::scaled_add {
+
+using namespace fusedops::scaled_add;
+
 namespace {
 
 bool has_kernel(const Tensor& t) { return isa() != Isa::none && t.scalar_type() != at::kDouble; }
@@ -51,4 +54,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("scaled_add_backward", flat<scaled_add_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::scaled_add

@@ -4,7 +4,10 @@
 
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::scaled_add::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 template <bool kSum, class T>
@@ -30,4 +33,4 @@ void scaled_add_elements(Dtype dtype, const void* x, const void* residual, void*
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::scaled_add::CPU_CAPABILITY

@@ -3,7 +3,7 @@
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/scaled_add/operators.h"
 
-namespace fusedops {
+namespace fusedops::scaled_add {
 namespace {
 
 Tensor scaled_add_forward(const ScaledAddForward& a) {
@@ -59,4 +59,4 @@ const Operators operators([](Operators& o) {
                flat<scaled_add_backward_outputs>, flat<scaled_add_backward_composite>);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::scaled_add

@@ -4,7 +4,7 @@
 
 #include "csrc/ops/scaled_add/operators.h"
 
-namespace fusedops {
+namespace fusedops::scaled_add {
 
 Tensor scaled_add_composite(const ScaledAddForward& a) {
   scaled_add_outputs(a);  // checks
@@ -17,4 +17,4 @@ Tensor scaled_add_backward_composite(const ScaledAddBackward& a) {
   return (a.dy.to(wide) * a.scale).to(a.dy.scalar_type()).contiguous();
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::scaled_add

@@ -4,7 +4,7 @@
 #include "csrc/common.h"
 #include "csrc/ops/operator.h"
 
-namespace fusedops {
+namespace fusedops::scaled_add {
 
 // autograd.cpp: the public operator.
 
@@ -34,4 +34,4 @@ Tensor scaled_add_backward_outputs(const ScaledAddBackward& a);
 Tensor scaled_add_composite(const ScaledAddForward& a);
 Tensor scaled_add_backward_composite(const ScaledAddBackward& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::scaled_add

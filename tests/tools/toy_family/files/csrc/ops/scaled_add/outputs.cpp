@@ -3,7 +3,7 @@
 #include "csrc/ops/checks.h"
 #include "csrc/ops/scaled_add/operators.h"
 
-namespace fusedops {
+namespace fusedops::scaled_add {
 
 Tensor scaled_add_outputs(const ScaledAddForward& a) {
   check_floating("scaled_add", "x", a.x);
@@ -19,4 +19,4 @@ Tensor scaled_add_backward_outputs(const ScaledAddBackward& a) {
   return empty_contiguous(a.dy);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::scaled_add
