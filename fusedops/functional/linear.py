@@ -35,8 +35,8 @@ def linear(
     return op(input, weight, bias, activation)
 
 
-# Reference: plain PyTorch in the input's dtype, exact for float64 inputs. So both GELUs avoid the
-# cancellation in the tails of torch's formulas.
+# Reference: plain PyTorch in the input's dtype, exact for float64 inputs. That is why both GELUs
+# avoid the cancellation in the tails of torch's formulas.
 
 
 ACTIVATIONS = {

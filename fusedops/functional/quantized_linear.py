@@ -177,12 +177,12 @@ def product(
     operands: tuple[Tensor, Tensor, Tensor | None],
     bias: Tensor | None,
     layout: tuple[str, int, int, int],
-    *how: str | None,
+    *options: str | None,
 ) -> Tensor:
     """quantized_linear for a weight given as separate tensors and layout."""
     is_traced = traced(x, bias, *operands)
     op = operator("quantized_linear", x, bias) if is_traced else _C.quantized_linear
-    return op(x, *operands, bias, *layout, *how)
+    return op(x, *operands, bias, *layout, *options)
 
 
 def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -297,9 +297,9 @@ def quantized_linear_reference(
 def operands_reference(
     qweight, scales, zeros, format, out_features, in_features, group_size, dtype
 ):
-    """The weight as the matmul reads it, and the factors [N] of its sums, or None.
+    """The matmul's weight operand, and the factors [N] that scale its sums, or None.
 
-    If each row has one scale, the matmul reads the codes themselves. They are exact in bfloat16.
+    If each row has one scale, the operand is the codes themselves, which are exact in bfloat16.
     """
     layout = format, out_features, in_features, group_size, dtype
     if format not in LARGEST or scales.shape[1] != 1:
@@ -324,13 +324,13 @@ def product_reference(x, weight, factors, bias, activation, input_format, comput
 
 
 def rounded_rows(x, input_format):
-    """Rows of x rounded to codes scaled by their largest element; straight-through gradient."""
+    """Rounds x's rows to codes scaled by the row's largest element; straight-through gradient."""
     wide = x.detach().to(torch.float32)
     largest = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.sum(-1, keepdim=True)
-    most = LARGEST[input_format]
-    step = _finite_or_nan(largest) * (1 / most)
+    max_code = LARGEST[input_format]
+    step = _finite_or_nan(largest) * (1 / max_code)
     codes = wide * _inverse(step)
-    codes = (codes.round() if input_format == "int8" else codes).clamp(-most, most)
+    codes = (codes.round() if input_format == "int8" else codes).clamp(-max_code, max_code)
     codes = codes if input_format == "int8" else codes.to(CODES["fp8"])
     acc = x.to(torch.promote_types(x.dtype, torch.float32))
     return acc + (codes.to(acc.dtype) * step - acc.detach())

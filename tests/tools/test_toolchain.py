@@ -30,8 +30,8 @@ def gpu_build(monkeypatch):
     ("release", "cuda", "words"),
     [
         ("13.2", "13.0", ""),
-        ("12.8", None, "torch has CUDA 13.0, and nvcc is from CUDA 12.8"),
-        (None, None, "torch has CUDA 13.0, and there is no nvcc"),
+        ("12.8", None, "torch has CUDA 13.0, but nvcc is from CUDA 12.8"),
+        (None, None, "torch has CUDA 13.0, but nvcc is missing"),
     ],
 )
 def test_without_a_fitting_nvcc_the_cpu_part_is_compiled(
@@ -92,7 +92,7 @@ def test_a_machine_without_kernels_is_not_told_to_compile():
     [
         ({"CXX": "no-such-compiler -x"}, "no-such-compiler is not on PATH"),
         ({"CXX": "'"}, "CXX is not a command"),
-        ({"FUSEDOPS_TORCHES": "no-such-folder"}, "holds no folder */torch"),
+        ({"FUSEDOPS_TORCHES": "no-such-folder"}, "must contain folders */torch"),
         ({"CXX": " "}, ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""Checks a loaded state's entries; the error for an entry that does not fit."""
+"""Checks a loaded state's entries, and raises Misfit for an entry that does not fit."""
 
 import math
 from numbers import Real
