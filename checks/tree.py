@@ -31,7 +31,8 @@ COPIED = (
 class Tree:
     """A copy of the sources in `folder`, with its own build.
 
-    preload: libraries that the tests must load first. environment: added to the caller's.
+    preload: libraries that the tests must load first. environment: variables to add to the
+    caller's.
     """
 
     def __init__(self, folder: Path, preload: Sequence[str] = (), **environment: str) -> None:

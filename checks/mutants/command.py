@@ -22,10 +22,8 @@ Result = tuple[Mutant, str, float]  # its fate, and the seconds that it took
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", default="", help="only of the files whose paths contain this")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="copies of the tree that work at a time"
-    )
+    parser.add_argument("--file", default="", help="only the files whose paths contain this")
+    parser.add_argument("--jobs", type=int, default=2, help="copies of the tree to use at a time")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +67,7 @@ def must_pass(pool: Executor, trees: list[Tree], selections: set[str]) -> None:
 def tried(
     free: SimpleQueue[Tree], group: list[Mutant], tell: Callable[[Result], None]
 ) -> list[Result]:
-    """The results for one file's mutants, in a tree that nothing else uses meanwhile."""
+    """Tries one file's mutants in a tree that nothing else uses; returns their results."""
     tree, results = free.get(), []
     path = tree.folder / group[0].file
     right = path.read_text()

@@ -1,7 +1,7 @@
 """The gated activations' rows and goals on a GPU.
 
-Large rows are timed forward, backward and both, with the device's clock. Few tokens cost the host's
-launches, so they use the host's clock and a graph.
+Large rows are timed forward, backward and both, with the device's clock. The host's launches
+dominate rows with few tokens, so these use the host's clock and a graph.
 """
 
 from dataclasses import replace

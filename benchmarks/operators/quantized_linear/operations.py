@@ -1,9 +1,9 @@
 """quantized_linear's operations, by format and by where the weights are, and calls.
 
-A matmul has one right answer: every contender gets the dequantized weight, and for int8 inputs
-finds x's rows already rounded (in float32; bfloat16 leaves that grid again). The reference knows
-the codes and rounds operands as compute=None may. Ours is refused beyond twice that error; a peer
-beyond it is timed and marked.
+A matmul has one right answer: every contender gets the dequantized weight. For int8 inputs, it also
+gets x's rows already rounded (in float32; bfloat16 would round them again). The reference uses the
+codes and rounds operands as compute=None may. If our error is more than twice the reference's, ours
+is refused; a peer with such an error is timed and marked.
 """
 
 import copy

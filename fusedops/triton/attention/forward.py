@@ -1,6 +1,7 @@
 """attention_forward: one program per block of M queries loops over tiles of N keys.
 
-Tiles at the edges of what is visible come first, with masks; tiles that all queries see need none.
+Tiles at the edges of the visible keys come first, with masks. Tiles that all queries see need no
+mask.
 A head's blocks run from last to first: with `causal`, those with most keys start first. With few
 queries, a block's rows are those of all heads that share k and v, and the keys are split among
 programs (decode.py). Global traffic: q and out once, k and v once per block, mostly from the L2
@@ -141,8 +142,8 @@ def forward_kernel(
 ):
     """A row of the block is query i of head h.
 
-    PACKED: the rows of one head group follow each other. SPLIT: processes the tiles of part
-    program_id(1), and leaves sums and softmax terms for the join.
+    PACKED: a block's rows are the queries of all heads in one group. SPLIT: processes the tiles of
+    part program_id(1), and stores sums and softmax terms for the join.
     """
     rows = queries * group if PACKED else queries
     x = blocks - 1 - tl.program_id(0) % blocks

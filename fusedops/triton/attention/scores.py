@@ -1,4 +1,4 @@
-"""Shared by the attention kernels: block positions, visible keys, scores to probabilities.
+"""Helpers of the attention kernels: block positions, visible keys, scores to probabilities.
 
 Formulas: csrc/kernels/attention.h. Scores are [M, N], queries by keys. i, [M, 1], and j, [1, N],
 are the positions of both in their sequence.
@@ -121,13 +121,13 @@ def _tiles(low, high, whole_low, whole_high, ahead, SIZE: tl.constexpr):
 
 @triton.jit
 def edge(n, begin, whole_begin, whole_end):
-    """The n-th partial tile: those before the whole ones, then those after."""
+    """The n-th partial tile: first the tiles before the whole ones, then the tiles after them."""
     return tl.where(n < whole_begin - begin, begin + n, whole_end + n - (whole_begin - begin))
 
 
 @triton.jit
 def rows_at(t, stride, first, count, R: tl.constexpr):
-    """Pointers [R, 1] to rows [first, first + R) of t, and a mask of those that exist."""
+    """Pointers [R, 1] to rows [first, first + R) of t, and a mask of existing rows."""
     r = first + tl.arange(0, R)[:, None]
     return t + r.to(tl.int64) * stride, (r >= 0) & (r < count)
 
@@ -184,9 +184,9 @@ def curved(x, curve, MAP: tl.constexpr):
     """The scores of products x, before a bias.
 
     curve: (scale / softcap, softcap), (scale, 0), or (scale log2 e, 0) for MAP "folded", which
-    leaves products for `exponentials` to scale; the other maps apply the formula. Last comes None,
-    or 1 in float32, whose functions must be as accurate as eager's; a bool would become an `if` in
-    the machine code.
+    leaves products for `exponentials` to scale; the other maps apply the formula. The third element
+    is None, or 1 in float32, whose functions must be as accurate as eager's. A bool would become an
+    `if` in the machine code.
     """
     inner, softcap, exact = curve
     if MAP == "capped":

@@ -1,4 +1,4 @@
-"""The sums that a row's loss consists of: the largest z, and sums over its columns.
+"""Computes a row's largest z and the sums over its columns, from which its loss follows.
 
 Each thread keeps the largest z of its own columns and the sum of exp(z - largest), so threads
 synchronise once per row, not once per tile.

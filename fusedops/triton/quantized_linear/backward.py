@@ -2,8 +2,8 @@
 
 A program loops over the weight's rows, N at a time. If a weight row has one scale, dz is multiplied
 by it. With two codes per byte, the even and the odd columns have separate sums, which are
-interleaved once, on writing. If there are too few programs for a GPU, the weight's rows are split
-among several.
+interleaved once, before the store. If there are too few programs to fill a GPU, several programs
+share the weight's rows.
 """
 
 from collections.abc import Sequence

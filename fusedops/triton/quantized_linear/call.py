@@ -1,4 +1,4 @@
-"""Shared by the launches: the weight's tensors, operand dtypes and tile sizes."""
+"""Helpers for the launches: the weight's tensors, operand dtypes and tile sizes."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from fusedops.triton.tile import architecture, multiprocessors
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NF4_BLOCK = 64
-LEAST_COLUMNS = 32  # of a tile with one scale per row: half of fewer is no valid operand
+LEAST_COLUMNS = 32  # in a tile with one scale per row: half of fewer is not a valid operand
 LEAST_TILES = 4  # per part
 MOST_PARTS = 32
 # By operand dtype: bfloat16, 8-bit integers, float8_e4m3fn, or float32. Rows of the weight N,
@@ -142,7 +142,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
 
 
 def way_of(rows: int, input_format: str, compute: str) -> str:
-    """csrc/ops/quantized_linear/way.cpp."""
+    """The name of the kernel for this many rows; csrc/ops/quantized_linear/way.cpp decides."""
     return _C.quantized_linear_way(rows, input_format, compute)
 
 
@@ -179,7 +179,7 @@ def as_rows(t: Tensor) -> Tensor:
 
 
 def registers(rows: int) -> int | None:
-    """Registers per thread: all for large tiles, as ptxas spills some to keep to 128."""
+    """Registers per thread: all for large tiles, where ptxas would spill to stay at 128."""
     return None if few(rows) else 255
 
 

@@ -1,7 +1,8 @@
 """Prepares rows of x for the matmul: as bfloat16, or as 8-bit codes.
 
 Rows start at whole vectors. A row's codes are scaled so that its largest element has the largest
-code. One program per row of codes, which it reads twice, the second time mostly from a cache.
+code. One program handles a row of codes. It reads the row twice, the second time mostly from a
+cache.
 """
 
 import torch
@@ -14,7 +15,7 @@ VECTOR = 16  # codes per load, or elements of two
 
 
 def narrow_rows(x: Tensor) -> Tensor:
-    """x [rows, k] in bfloat16.
+    """Rounds x [rows, k] to bfloat16 once.
 
     Otherwise every tile that shares these rows would round them again, and need registers for it.
     """
