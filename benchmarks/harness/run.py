@@ -93,8 +93,8 @@ def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -
     try:
         _measure(result, budget_s, machine, copy)
     except torch.OutOfMemoryError as error:
-        told = result.skipped | result.refused
-        left = [name for name in case.contenders() if name not in told]
+        explained = result.skipped | result.refused
+        left = [name for name in case.contenders() if name not in explained]
         result.skipped |= dict.fromkeys(left, f"too little memory for the row: {_line(error)}")
     return result
 

@@ -115,8 +115,8 @@ def compile_family(family: Any, arch: int, quick: bool) -> Iterator[Compiled]:
     version = f"triton {triton.__version__}"
     for variant, case, launch in recorded(family.calls(quick)):
         resources, name = compile_launch(launch), launch.kernel.__name__
-        told = version, name, variant, case, f"sm_{arch}"
-        yield Compiled(*told, resources, family.demand(launch), launch.num_warps)
+        row = version, name, variant, case, f"sm_{arch}"
+        yield Compiled(*row, resources, family.demand(launch), launch.num_warps)
 
 
 def compiled(

@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
         def tell(result: Result) -> None:
             mutant, what, seconds = result
-            told = f"{what:9} {seconds:4.0f} s  {mutant.file}: {mutant.why}"
-            console.print(told, soft_wrap=True, highlight=False)
+            text = f"{what:9} {seconds:4.0f} s  {mutant.file}: {mutant.why}"
+            console.print(text, soft_wrap=True, highlight=False)
             progress.advance(bar)
 
         results = list(chain(*pool.map(lambda group: tried(free, group, tell), groups)))
@@ -114,6 +114,6 @@ def failures(console: Console, results: list[Result], only: str) -> int:
     count = Counter(mutant.file for mutant, _, _ in results)
     files = sorted(file for file in kernel_files() if only in file)
     wrong += [f"{f}: {count[f]} mutants, not {LEAST}" for f in files if count[f] < LEAST]
-    told = "\n".join(wrong) or f"{len(results)} mutants, all caught"
-    console.print(told, soft_wrap=True, highlight=False)
+    text = "\n".join(wrong) or f"{len(results)} mutants, all caught"
+    console.print(text, soft_wrap=True, highlight=False)
     return len(wrong)

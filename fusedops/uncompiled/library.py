@@ -112,8 +112,8 @@ def _autocast(function: Callable, device: str, keys: Any, *args, **kwargs):
 
 def _refuse_nested(op: str, *args, **kwargs):
     names = (a.name for a in getattr(torch.ops.fusedops, op).default._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    name = next(n for n, t in given.items() if isinstance(t, Tensor) and t.is_nested)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    name = next(n for n, t in arguments.items() if isinstance(t, Tensor) and t.is_nested)
     raise TypeError(f"{op}: {name} must be a dense tensor, got a nested one")
 
 

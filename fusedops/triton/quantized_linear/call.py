@@ -81,23 +81,23 @@ class Weight:
             return "halves"
         return "flat" if self.format == "nf4" else "whole"
 
-    def columns(self, most: int) -> tuple[str, int]:
+    def columns(self, limit: int) -> tuple[str, int]:
         """SCALE, and the number of columns per tile, at most the given one."""
         if self.a_scale_a_row:
-            return "row", most
+            return "row", limit
         group = self.group_size
         if self.format == "nf4":
             group = NF4_BLOCK if self.k % NF4_BLOCK == 0 else 1
         elif self.scales.shape[1] <= 1:
-            group = most
-        within = min(group & -group, most)
+            group = limit
+        within = min(group & -group, limit)
         if within >= LEAST_COLUMNS:
             return "tile", within
-        return "each", most if INTERPRETING else LEAST_COLUMNS  # as many scales as numbers
+        return "each", limit if INTERPRETING else LEAST_COLUMNS  # as many scales as numbers
 
-    def stages(self, most: int) -> int:
+    def stages(self, limit: int) -> int:
         """Pipeline stages. nf4's table loads would be pipelined too, one per element."""
-        return 1 if self.format == "nf4" else most
+        return 1 if self.format == "nf4" else limit
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that all kernels take."""
