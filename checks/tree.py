@@ -1,6 +1,7 @@
-"""A separate copy of the sources to build and test, without touching the working tree.
+"""Builds and tests a separate copy of the sources.
 
-It stays under build/, so that the next run compiles only what changed.
+The working tree stays unchanged. The copy stays under build/, so that the next run compiles only
+changed files.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""`python -m checks wheel` builds the wheel; `wheel-check` tests it with two versions of torch.
+"""Builds the wheel (`python -m checks wheel`), and tests it (`wheel-check`).
 
-The wheel has one compiled library for each torch in checks/packages.py; `import fusedops` loads the
-one that fits. The kernels are compiled once, and each library links the same objects.
+`wheel-check` installs the wheel with two versions of torch. The wheel has one compiled library for
+each torch in checks/packages.py; `import fusedops` loads the one that fits. The kernels are
+compiled once, and each library links the same objects.
 
 auditwheel gives the wheel its platform tag: the oldest manylinux with the libraries that it needs.
 The wheel does not contain torch's own libraries and torch's OpenMP.

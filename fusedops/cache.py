@@ -1,7 +1,7 @@
-"""Finds and fills the cache folders of compiled libraries, each with a record beside it.
+"""Finds and fills the cache folders of compiled libraries.
 
-`fusedops build` puts a library into a cache folder, and the import looks for it there. A record
-says what a library was compiled from and for. Needs only the standard library.
+`fusedops build` puts a library into a cache folder, and the import looks for it there. The record
+next to a library says what it was compiled from and for. Needs only the standard library.
 """
 
 import functools
@@ -85,7 +85,7 @@ def source_hash() -> str:
 
 
 def record(torch: Torch) -> dict[str, object]:
-    """The record that is written beside a library."""
+    """The record that is written next to a library."""
     about = {"torch": torch.version, "cxx11_abi": torch.cxx11_abi, "cuda": torch.cuda}
     flags = {name: value for name in FLAGS if (value := os.environ.get(name))}
     own = {"simt": torch.simt, "fusedops": version(), "source": source_hash(), "flags": flags}

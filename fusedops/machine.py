@@ -1,4 +1,4 @@
-"""How many CPUs and how much memory this process may use, from its affinity and its cgroup.
+"""Reads the CPU and memory limits of this process, from its affinity and cgroup.
 
 `fusedops doctor` compares torch's threads with these limits, and a build chooses how many compilers
 to run. Needs only the standard library.

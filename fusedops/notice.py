@@ -1,4 +1,4 @@
-"""Warns at the first use if the package runs without its kernels; at most once per process."""
+"""Warns once per process if the package runs without its kernels."""
 
 import sys
 import warnings

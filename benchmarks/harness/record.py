@@ -1,4 +1,7 @@
-"""The result file of one family on one device; runs of the same build add rows."""
+"""Writes the result file of one family on one device.
+
+A later run of the same build adds rows to the file.
+"""
 
 import json
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""Registers the operators in torch's dispatcher, as csrc/ops does."""
+"""Registers the operators with torch's dispatcher, as csrc/ops does."""
 
 import functools
 import importlib

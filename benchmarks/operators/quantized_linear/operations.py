@@ -65,8 +65,8 @@ class Kind:
 
     def reference(self, x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Tensor:
         operands, layout = _operands(*codes), self.layout(weight)
-        how = None, self.input_format, None
-        return quantized_linear_reference(x, *operands, bias, *layout, *how)
+        options = None, self.input_format, None
+        return quantized_linear_reference(x, *operands, bias, *layout, *options)
 
 
 def _operands(qweight: Tensor, scales: Tensor, zeros: Tensor | None = None):
@@ -135,8 +135,8 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:
 
 def fused(kind: Kind) -> Contender:
     def prepare(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:
-        layout, how = kind.layout(weight), (None, kind.input_format, None)
-        return partial(product, x, _operands(*codes), bias, layout, *how)
+        layout, options = kind.layout(weight), (None, kind.input_format, None)
+        return partial(product, x, _operands(*codes), bias, layout, *options)
 
     return Contender(prepare)
 

@@ -1,4 +1,4 @@
-"""Checks a loaded state's entries, and raises Misfit for an entry that does not fit."""
+"""Checks a loaded state's entries; raises Misfit for a wrong one."""
 
 import math
 from numbers import Real

@@ -1,7 +1,7 @@
-"""norm_forward: reads x and residual once, writes h and y once. ROWS rows per program.
+"""norm_forward: reads x and residual once, writes h and y once.
 
-A program reads a row longer than the tile twice, the second time from h, or from x without a
-residual.
+A program has ROWS rows. It reads a row longer than the tile twice, the second time from h, or from
+x without a residual.
 """
 
 import torch
