@@ -84,7 +84,7 @@ def unsupported() -> str:
     if sys.platform == "linux" and os.uname().machine == "x86_64":
         return ""
     machine = os.uname().machine if hasattr(os, "uname") else "an unknown machine"
-    return f"kernels are for Linux on x86-64, this is {sys.platform} on {machine}"
+    return f"kernels need Linux on x86-64, but this is {sys.platform} on {machine}"
 
 
 def unbuildable(no_torch: str = NO_TORCH) -> str:
@@ -114,7 +114,7 @@ def compiler(environment: Mapping[str, str] = os.environ) -> list[str]:
     try:
         return shlex.split(asked) or ["g++"]
     except ValueError as error:
-        raise RuntimeError(f"CXX is not a command: {asked!r}: {error}") from error
+        raise RuntimeError(f"CXX must be a command, got {asked!r}: {error}") from error
 
 
 def python_header() -> Path:

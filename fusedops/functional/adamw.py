@@ -45,7 +45,7 @@ def clip_grad_norm_(
     float32, float16 and bfloat16 gradients on one device, with sums in float32 and float64. torch's
     function handles everything else. The host never waits for a GPU unless error_if_nonfinite is
     set. Returns the norm before clipping, float32 []. Raises RuntimeError if error_if_nonfinite is
-    set and the norm is not finite.
+    set and the norm is not finite. Pascanu et al., arXiv:1211.5063.
     """
     from torch.nn.utils import clip_grad_norm_ as original
 

@@ -108,7 +108,8 @@ def quantize_weight(
     squared error; it is int4's default. With nf4, "mse" is still bitsandbytes' format, with
     different codes and scales. Raises TypeError if weight is not a floating-point matrix or is a
     DTensor, and ValueError for an invalid format, group_size or scale. Has no gradient. Dettmers et
-    al., arXiv:2208.07339 and arXiv:2305.14314.
+    al., arXiv:2208.07339 (int8) and arXiv:2305.14314 (nf4); Micikevicius et al., arXiv:2209.05433
+    (fp8).
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
@@ -123,8 +124,8 @@ def quantize_weight(
 def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The dequantized weight [N, K]: products in float32, rounded once to `dtype`.
 
-    For dtype=torch.float64, products are float64. Raises TypeError if qweight is not a
-    QuantizedWeight.
+    dtype: any floating-point dtype; for torch.float64, products are float64. Raises TypeError if
+    qweight is not a QuantizedWeight, and RuntimeError for another dtype.
     """
     check_quantized("dequantize_weight", qweight)
     run = dequantize_weight_reference if exports_onnx() else torch.ops.fusedops.dequantize_weight
@@ -166,7 +167,8 @@ def quantized_linear(
     float64 is computed in float64.
 
     Raises TypeError if qweight is not a QuantizedWeight, RuntimeError if a shape, dtype or device
-    does not match it, and ValueError for an invalid activation, input_format or compute.
+    does not match it, and ValueError for an invalid activation, input_format or compute. See
+    `quantize_weight` for papers.
     """
     check_quantized("quantized_linear", qweight)
     return product(x, _operands(qweight), bias, _layout(qweight), activation, input_format, compute)

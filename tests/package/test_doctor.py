@@ -66,7 +66,7 @@ def test_a_compiler_that_is_no_command(program):
     environment = program("g++", "12.2.0")
     assert doctor.compiler(environment | {"CXX": " "}, needed=True).level == OK
     found = doctor.compiler(environment | {"CXX": '"'}, needed=True)
-    assert found.level == PROBLEM and "CXX is not a command" in found.text and found.fix
+    assert found.level == PROBLEM and "CXX must be a command" in found.text and found.fix
 
 
 def test_headers_ninja_and_torch(tmp_path):
@@ -102,7 +102,7 @@ def test_compiled_part(reason, record, level, words):
 def test_a_hidden_compiled_part_is_not_compiled_again():
     hidden = "FUSEDOPS_COMPILED=0 hides it", {}, "2.13.0", True, "Load it: unset FUSEDOPS_COMPILED"
     assert doctor.compiled_part(*hidden).fix == "unset FUSEDOPS_COMPILED"
-    elsewhere = "kernels are for Linux on x86-64", {}, "2.13.0", True, ""
+    elsewhere = "kernels need Linux on x86-64", {}, "2.13.0", True, ""
     assert doctor.compiled_part(*elsewhere).level == WARNING
     assert doctor.compiled_part(*elsewhere).fix == ""
 

@@ -155,6 +155,7 @@ class QuantizedLinear(torch.nn.Linear):
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
+        """The layer's codes and scales, without a copy."""
         return QuantizedWeight(*self._layout(), *self._operands())
 
     @property
