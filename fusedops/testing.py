@@ -58,7 +58,7 @@ def check(
 
     The exact result is `reference` in float64; eager's is `reference` in the dtype of `args`. Each
     result and each gradient must pass `yardstick`. Floating-point tensors in `args` get gradients.
-    Everything runs on the backend's device, as a dropout mask depends on the device.
+    Everything runs on the backend's device, because a dropout mask depends on the device.
 
     draws: the reference with its terms in other orders. If a few large terms make up a result,
     eager's error is sometimes almost zero by chance; each result may pass against any of them.

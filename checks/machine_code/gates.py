@@ -114,7 +114,7 @@ def _local_memory(one: Compiled, excuses: Sequence[Excuse]) -> Iterator[str]:
     if one.resources.spills:
         yield f"{one.resources.spills} loads and stores of local memory"
     if one.resources.local:
-        yield f"{one.resources.local} bytes of local memory a thread"
+        yield f"{one.resources.local} bytes of local memory per thread"
 
 
 def _too_large(one: Compiled) -> Iterator[str]:

@@ -46,8 +46,8 @@ def cross_entropy(
 
     Returns the loss in dtype, by default the input's: `cross_entropy(x, t, dtype=torch.float32)` is
     `F.cross_entropy(x.float(), t)` without the copy. Under autocast the loss is float32, as in
-    torch. Computation is in float32 (float64 for float64, whose loss is float64). The logits are
-    never written to.
+    torch. Computation is in float32; for float64 inputs, computation and loss are float64. The
+    logits are never written to.
 
     By default, the backward computes the gradient. With grad_in_forward, the forward computes it:
     it reads the logits one time less and stores the gradient instead of the logits. That gradient

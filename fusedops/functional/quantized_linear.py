@@ -10,9 +10,9 @@ scale:
     fp8     float8_e4m3fn [N, K]       scales [N, 1]        q s
 
 Default groups: a row for int8, 64 elements for int4 (or 32 or 128), a row for fp8. An nf4 block is
-64 elements of the flattened weight, whatever its shape, and every byte is as in bitsandbytes. The
-first of two codes in a byte is the high half. The last group of a row may be shorter. The tensors
-have the same layout on every device.
+64 elements of the flattened weight, for any shape, and every byte equals bitsandbytes'. The first
+of two codes in a byte is the high half. The last group of a row may be shorter. The tensors have
+the same layout on every device.
 
 A group with a NaN or infinity is entirely NaN. A group whose scale would be below 1e-38 is all
 zeros.

@@ -15,8 +15,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention that never stores the scores. Same arguments and state dict.
 
     query: [L, B, embed_dim]. key: [S, B, kdim]. value: [S, B, vdim]. With batch_first, B comes
-    first; all three may lack B. float32, float16 or bfloat16. Returns (output, None), or torch's
-    (output, weights) with need_weights. output has query's shape and dtype.
+    first; all three may lack B. All have the parameters' dtype: float32, float16, bfloat16 or
+    float64. Returns (output, None), or torch's (output, weights) with need_weights. output has
+    query's shape and dtype.
 
     Some calls run torch's own code: need_weights=True (torch's default; the weights are the stored
     scores), devices without a kernel, nested tensors, tensor subclasses, and invalid arguments, so

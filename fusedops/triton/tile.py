@@ -44,8 +44,8 @@ def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int
 def dropout(t, seed, threshold, scale, row, start, BLOCK: tl.constexpr):
     """A tile, [ROWS, BLOCK], after dropout; unchanged without a seed. row: [ROWS, 1] int64.
 
-    One Philox counter serves four columns. Interleaving moves nothing between threads, as one
-    thread owns all four.
+    One Philox counter serves four columns. One thread owns all four, so interleaving moves nothing
+    between threads.
     """
     if seed is not None:
         group = start // 4 + tl.arange(0, BLOCK // 4)[None, :] + tl.zeros_like(row).to(tl.int32)

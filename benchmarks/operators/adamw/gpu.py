@@ -138,7 +138,7 @@ SMALL = {
     for launches, steps in ((1, PLAIN), (2, CLIPPED))
 }
 
-# The most important rows come first, as an interrupted run keeps its rows.
+# The most important rows come first, because an interrupted run keeps its rows.
 GPU_ROWS = BILLION + SMALL[1] + SMALL[2]
 
 

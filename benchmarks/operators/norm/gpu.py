@@ -61,7 +61,7 @@ FURTHER = [
 ]
 REPLAYED = [case(op, FORWARD, (tokens, HIDDEN), "graph") for op in EVERY for tokens in TOKENS]
 
-# The most important rows come first, as an interrupted run keeps its rows.
+# The most important rows come first, because an interrupted run keeps its rows.
 SMALL = CALLED + REPLAYED + TRAINED
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
 

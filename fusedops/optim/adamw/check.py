@@ -78,7 +78,7 @@ def _is_dense(value: Any, on_meta: bool) -> bool:
 
 
 def _shape(value: Tensor, p: Tensor) -> torch.Size | None:
-    """Its shape; None for a DTensor sharded unlike p, as loading does not redistribute."""
+    """Its shape; None for a DTensor sharded unlike p, because loading does not redistribute."""
     if is_dtensor(value) and value.to_local().shape != local(p).shape:
         return None
     return value.shape

@@ -1,7 +1,8 @@
 """Checks and converts all loaded states before `load_state_dict` changes anything.
 
 torch's `load_state_dict` would cast every state to its parameter's dtype. `prepare` runs as its
-last pre-hook and wraps finished states in `Prepared`, which torch copies unchanged.
+last pre-hook and wraps finished states in `Prepared`, which torch's loading does not change. So an
+optimizer's states change all at once, after every check.
 """
 
 from collections.abc import Iterator, Mapping

@@ -249,7 +249,7 @@ def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
 
 
 def _state_of_part(state: State, part: slice, blocks: slice, first: bool) -> State:
-    """Views of the state; only the first piece has the real step, as each piece counts it up."""
+    """Views of the state. Each piece counts up its step, so only the first has the real one."""
     own = {name: local(state[name])[part] for name in (*MOMENTS, MAXIMUM, REST) if name in state}
     own |= {name: local(state[name]).view(-1)[blocks] for name in SCALES if name in state}
     return own | {STEP: state[STEP] if first else state[STEP].clone()}

@@ -26,11 +26,11 @@ class AdamW(torch.optim.AdamW):
     The arguments before state_dtype are torch's, in torch's order. float32, float16 and bfloat16
     parameters have kernels, with any strides. torch's own code steps all others (sparse, complex,
     float64, differentiable, tensor betas, tensor subclasses, the negative bit). `foreach` and
-    `fused` are accepted and have no effect where a kernel runs.
+    `fused` are accepted and have no effect if a kernel runs.
 
     state_dtype: "float32", "bfloat16" or "int8" (one byte per moment, plus two float32 scales per
         256 elements). Tensors with fewer than min_8bit_size elements keep float32. The state always
-        has the constructor's format, whatever was loaded.
+        has the constructor's format, even after loading another one.
     stochastic_rounding: for 16-bit parameters, on by default: with rounding to nearest, most
         updates are too small to change a bfloat16. The random bits are a hash of the seed, the
         step, the parameter's index and the element, so they are equal on every device and replica.

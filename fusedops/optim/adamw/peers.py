@@ -28,7 +28,7 @@ def flat(state: Mapping[str, Any]) -> State:
 def decoded_peers(state: State, p: Tensor) -> State:
     """Renames entries to torch's names and dequantizes bitsandbytes' and torchao's codes.
 
-    Both moments become zeros where a scale is not finite. Raises Misfit.
+    Both moments become zeros in blocks whose scale is not finite. Raises Misfit.
     """
     if "state1" in state:
         found = {NAMES[name]: _of_bitsandbytes(state, name, p) for name in NAMES}
