@@ -53,7 +53,7 @@ integrations.install()
 
 
 def __getattr__(name: str):
-    """Imports QuantizationConfig, a subclass of transformers', on first use."""
+    """Imports QuantizationConfig on first use, because it subclasses transformers' class."""
     if name != "QuantizationConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fusedops.integrations.transformers import QuantizationConfig

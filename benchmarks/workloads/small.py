@@ -2,8 +2,8 @@
 
 One sequence of a few tokens, patched against unpatched: a forward without gradients, and a training
 step with torch.optim.AdamW(fused=True), in eager and with torch.compile, for the models of
-`python -m benchmarks step` with fewer layers. Also how long patch takes for a 7B model without
-memory.
+`python -m benchmarks step` with fewer layers. It also times patch for a 7B model on the meta
+device.
 """
 
 import resource
@@ -72,13 +72,13 @@ def _calls(
 def _call(run: nn.Module, model: nn.Module, training: bool, ids: Tensor) -> Callable[[], object]:
     if training:
         return step(run, ids, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    given = {"input_ids": ids}
+    inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
-        given["decoder_input_ids"] = ids
+        inputs["decoder_input_ids"] = ids
 
     def forward() -> object:
         with torch.no_grad():
-            return run(**given)
+            return run(**inputs)
 
     return forward
 
@@ -90,7 +90,7 @@ def _pairs(seconds: dict[str, list[float]]) -> Iterator[tuple[str, str]]:
 
 
 def _patch_time() -> dict:
-    """Patch time for a 7B Llama without memory, and the process's growth."""
+    """Times patch for a 7B Llama on the meta device, and measures the process's growth."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):

@@ -16,10 +16,10 @@ from checks.machine_code.gates import Compiled, failures, idle
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--write", type=Path, metavar="FILE", help="write the table there")
-    add("--check", type=Path, metavar="FILE", help="fail where that table has other facts")
+    add("--write", type=Path, metavar="FILE", help="file for the table")
+    add("--check", type=Path, metavar="FILE", help="fail if the table in this file differs")
     add("--triton", type=Path, metavar="FOLDER", action="append", default=[],
-        help="a folder that another triton was installed into")  # fmt: skip
+        help="a folder with another installed triton; may be repeated")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

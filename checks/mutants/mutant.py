@@ -1,4 +1,4 @@
-"""A mutant, and the lists of all mutants."""
+"""Defines a mutant, and reads the lists of all mutants."""
 
 import tomllib
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Row-wise operators on jagged nested tensors: runs them on the packed values.
+"""Runs row-wise operators on jagged nested tensors, through their packed values.
 
 torch.nested stores a batch of sequences of different lengths as one tensor of values plus offsets.
 A function that computes each row independently needs only the values. So only the arguments that
-hold rows may be jagged, all must have the same sequences, and a row must not span the ragged
+contain rows may be jagged, all must have the same sequences, and a row must not span the ragged
 dimension. Anything else would silently mix sequences.
 """
 
@@ -17,7 +17,7 @@ from fusedops.backends import FAMILIES
 
 __all__ = ["operator"]
 
-# The arguments that hold rows, by their names in the operators' schemas.
+# The arguments that contain rows, by their names in the operators' schemas.
 ROWS = frozenset({"input", "x", "residual", "gate", "up"})
 # Operator: the names of its arguments. Dynamo cannot read schemas inside a function.
 ARGUMENTS = {
@@ -28,7 +28,7 @@ ARGUMENTS = {
 
 
 def operator(name: str, *tensors: Tensor | None) -> Callable:
-    """The operator from torch.ops; for jagged tensors, the same on their values.
+    """The operator from torch.ops; for jagged tensors, a function that runs it on their values.
 
     For jagged tensors it raises TypeError if a parameter is nested or if only some of the row
     arguments are jagged, RuntimeError if their sequences differ, and ValueError if a row would span

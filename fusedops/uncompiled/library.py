@@ -1,4 +1,4 @@
-"""Registers the operators in torch's dispatcher, as csrc/ops does."""
+"""Registers the operators with torch's dispatcher, as csrc/ops does."""
 
 import functools
 import importlib
@@ -120,8 +120,8 @@ def _autocast(function: Callable, device: str, keys: Any, *args, **kwargs):
 
 def _refuse_nested(op: str, *args, **kwargs):
     names = (a.name for a in getattr(torch.ops.fusedops, op).default._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    name = next(n for n, t in given.items() if isinstance(t, Tensor) and t.is_nested)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    name = next(n for n, t in arguments.items() if isinstance(t, Tensor) and t.is_nested)
     raise TypeError(f"{op}: {name} must be a dense tensor, got a nested one")
 
 

@@ -110,9 +110,9 @@ def _takes(p: Tensor) -> bool:
     if p.grad is None:
         return True
     grad, of = local(p.grad), local(p)
-    alike = (grad.layout, grad.dtype, grad.device) == (torch.strided, of.dtype, of.device)
+    same_kind = (grad.layout, grad.dtype, grad.device) == (torch.strided, of.dtype, of.device)
     plain = type(grad) in (Tensor, torch.nn.Parameter)
-    return alike and plain and _cut_alike(p.grad, p)
+    return same_kind and plain and _cut_alike(p.grad, p)
 
 
 def _cut_alike(grad: Any, p: Any) -> bool:

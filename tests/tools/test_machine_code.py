@@ -119,7 +119,7 @@ def test_gates_turn_red_on_triton_kernels(arch):
     [
         (kernel(), []),
         (kernel(spills=3), ["3 loads and stores of local memory"]),
-        (kernel(local=8), ["8 bytes of local memory a thread"]),
+        (kernel(local=8), ["8 bytes of local memory per thread"]),
         (replace(kernel(registers=255), warps=8), []),
         (replace(kernel(registers=129), warps=16), ["129 registers in 16 warps, of 65536"]),
         (kernel(demand=Demand(loads=4, stores=2, wide=True)), []),
