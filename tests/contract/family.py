@@ -29,7 +29,9 @@ class Call:
     draw: float32 arguments on the CPU, for a batch of rows such as (6,), (2, 3) or (). If `tiny`,
     as few numbers as there can be, for tests that vary each. names: the last arguments are passed
     by these. still: the arguments, by place, that get no gradient here though they are floating.
-    kept: those that the backward reads, so that a change in place is an error.
+    kept: those that the backward reads, so that a change in place is an error. draws: the reference
+    with its sums in other orders, where a few numbers make up a result. smooth: whether no rounding
+    decides which derivative an element has.
     """
 
     operator: str
@@ -40,6 +42,8 @@ class Call:
     names: tuple[str, ...] = ()
     still: tuple[int, ...] = ()
     kept: tuple[int, ...] = (0,)
+    draws: Callable[[], tuple[Callable, ...]] = tuple
+    smooth: bool = True
 
     def args(
         self, *batch: int, dtype: torch.dtype = F32, backend: str = "default", tiny: bool = False
@@ -75,17 +79,20 @@ class Call:
 class Family:
     """How a family's operators are called in the contract's tests.
 
-    calls: for every test. more: for those that cost little. kernels: for each variant, the kernels'
+    calls: for every test. more: for those that cost little. further: for tests that compare bits.
+    kernels: for each variant, the kernels'
     own operators with arguments on a device; later ones may need the results of earlier ones.
     backends: those that the tests force; "default" forces none. batches: of a double backward.
     draws: how many inputs its error is measured over, where the error of a few numbers is luck.
     dtypes: of a double backward. compilers: torch.compile's options. whole: whether the calls have
-    all that the operators take. symbolic: whether torch.fx traces the functions.
+    all that the operators take. symbolic: whether torch.fx traces the functions. keeps_outputs:
+    whether the backward reads the outputs, which then may not change.
     """
 
     calls: dict[str, Call]
     kernels: dict[str, Callable[[torch.device], Iterator[tuple[str, tuple]]]]
     more: dict[str, Call] = field(default_factory=dict)
+    further: dict[str, Call] = field(default_factory=dict)
     backends: tuple[str, ...] = ("default",)
     batches: tuple[Batch, ...] = ((6,),)
     draws: int = 1
@@ -93,6 +100,7 @@ class Family:
     dtypes: tuple[torch.dtype, ...] = (F32,)
     whole: bool = True
     symbolic: bool = True
+    keeps_outputs: bool = False
 
 
 FAMILIES: dict[str, Family] = {

@@ -1,6 +1,7 @@
 """cross_entropy and linear_cross_entropy under the contract."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -37,6 +38,15 @@ def of_linear(options: str) -> Call:
     return Call("linear_cross_entropy", *both, drawn_of_linear, OPTIONS[options], **how)
 
 
+def without_weight(options: str) -> Call:
+    return replace(call(options), draw=lambda *how: drawn(*how)[:2], still=())
+
+
+def without_more(options: str) -> Call:
+    made = of_linear(options)
+    return replace(made, draw=lambda *how: drawn_of_linear(*how)[:3], names=(), still=())
+
+
 def kernels(
     reduction: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, tuple]]:
@@ -60,6 +70,9 @@ CHOSEN = ("mean", "none", "all", "all of none")
 FAMILY = Family(
     calls={f"cross_entropy {name}": call(name) for name in CHOSEN}
     | {f"linear_cross_entropy {name}": of_linear(name) for name in CHOSEN},
+    further={f"cross_entropy {name}, unweighted": without_weight(name) for name in OPTIONS}
+    | {f"cross_entropy {name}": call(name) for name in OPTIONS if name not in CHOSEN}
+    | {f"linear_cross_entropy {name}, alone": without_more(name) for name in OPTIONS},
     kernels={
         f"{reduction} {dtype}": partial(kernels, number, dtype)
         for number, reduction in enumerate(("none", "mean"))

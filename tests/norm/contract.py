@@ -44,5 +44,6 @@ FAMILY = Family(
         for kind in ("layer", "rms", "rms_llama")
         for add in (True, False)
     },
+    keeps_outputs=True,
     backends=tuple("default" if name == "cpu" else name for name in BACKENDS),
 )

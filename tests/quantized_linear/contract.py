@@ -9,7 +9,15 @@ from contract.family import F32, F64, Call, Family
 from fusedops.functional import QuantizedWeight
 from fusedops.functional.linear import linear_reference
 from fusedops.functional.quantized_linear import dequantize_weight_reference
-from quantized_linear.cases import BACKENDS, FORMATS, functions, inputs, quantized, random_weight
+from quantized_linear.cases import (
+    BACKENDS,
+    FORMATS,
+    PRECISIONS,
+    functions,
+    inputs,
+    quantized,
+    random_weight,
+)
 
 
 def drawn(batch: tuple[int, ...], tiny: bool) -> tuple:
@@ -52,6 +60,12 @@ def call(kind: str, activation: str | None) -> Call:
     return Call("quantized_linear", *both, drawn, kept=())
 
 
+def at_precision(kind: str, input_format: str | None, compute: str | None) -> Call:
+    how = {"input_format": input_format, "compute": compute}
+    both = functions(quantized(kind, random_weight(30, 40)), **how)
+    return Call("quantized_linear", *both, drawn, kept=())
+
+
 def kernels(
     kind: str, dtype: torch.dtype, rows: int, device: torch.device
 ) -> Iterator[tuple[str, tuple]]:
@@ -75,6 +89,11 @@ FAMILY = Family(
         f"{kind} {activation}": call(kind, activation)
         for kind in FORMATS
         for activation in (None, "silu")
+    },
+    further={
+        f"{kind}, {input_format}, {compute}": at_precision(kind, input_format, compute)
+        for kind in FORMATS
+        for input_format, compute in PRECISIONS
     },
     kernels={
         f"{kind} {dtype} {rows} rows": partial(kernels, kind, dtype, rows)
