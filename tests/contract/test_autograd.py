@@ -169,11 +169,13 @@ def test_batched_gradients(call):
     """Of many output gradients at once."""
     run, leaves = call.of_leaves(call.function, call.args(6))
     leaves = [x.requires_grad_() for x in leaves]
-    output = as_tuple(run(*leaves))[0]
-    cotangents = torch.randn(3, *output.shape)
-    how = {"retain_graph": True, "allow_unused": True}
-    each = [torch.autograd.grad(output, leaves, one, **how) for one in cotangents]
-    found = torch.autograd.grad(output, leaves, cotangents, is_grads_batched=True, **how)
+    outputs = as_tuple(run(*leaves))
+    cotangents = [torch.randn(3, *o.shape) for o in outputs]
+    each = [
+        torch.autograd.grad(outputs, leaves, [c[i] for c in cotangents], retain_graph=True)
+        for i in range(3)
+    ]
+    found = torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True)
     for batched, *ones in zip(found, *each, strict=True):
         torch.testing.assert_close(batched, torch.stack(ones))
 
@@ -184,7 +186,7 @@ def test_a_traced_gradient(call):
 
     def gradient(*args: torch.Tensor) -> tuple:
         inputs = [x.detach().requires_grad_() for x in args]
-        return torch.autograd.grad(as_tuple(run(*inputs))[0].sum(), inputs)
+        return torch.autograd.grad(sum(o.sum() for o in as_tuple(run(*inputs))), inputs)
 
     torch.testing.assert_close(make_fx(gradient)(*leaves)(*leaves), gradient(*leaves))
 
