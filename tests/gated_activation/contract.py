@@ -1,6 +1,7 @@
 """swiglu and geglu under the contract."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,9 +29,18 @@ def kernels(
     yield "gated_activation_backward", (torch.randn(5, 20), *args, *how, mask)
 
 
+def wide(packed: bool, *_: object) -> tuple:
+    return inputs((64, 4096), torch.float32, packed)
+
+
 FORMS = {"separate": False, "packed": True}
 FAMILY = Family(
     calls={f"{kind} {form}": call(kind, FORMS[form]) for kind in KINDS for form in FORMS},
+    on_gpus={
+        f"{kind} {form}": replace(call(kind, FORMS[form]), draw=partial(wide, FORMS[form]))
+        for kind in KINDS
+        for form in FORMS
+    },
     kernels={
         f"{kind} {mask} {form}": partial(kernels, kind, mask, FORMS[form])
         for kind in ("swiglu", "geglu", "geglu_tanh")

@@ -9,6 +9,13 @@ from contract.family import Call, Family
 
 from norm.cases import BACKENDS, FUNCTIONS, inputs
 
+# The last two are walked: in shared memory past 48 KiB, and in global memory.
+SHAPES = [(3, 70), (64, 4096), (16384, 1024), (16, 16384), (3, 70001), (2, 262144)]
+
+
+def of_shape(op: str, shape: tuple[int, ...], *_: object) -> tuple:
+    return inputs(op, shape, torch.float32)
+
 
 def drawn(op: str, batch: tuple[int, ...], tiny: bool) -> tuple:
     args = inputs(op, (*batch, 3 if tiny else 40), torch.float32)
@@ -45,5 +52,11 @@ FAMILY = Family(
         for add in (True, False)
     },
     keeps_outputs=True,
+    on_gpus={
+        f"{op} {shape}": replace(call, draw=partial(of_shape, op, shape))
+        for op, call in CALLS.items()
+        for shape in SHAPES
+    },
+    launches=None,
     backends=tuple("default" if name == "cpu" else name for name in BACKENDS),
 )

@@ -1,6 +1,7 @@
 """rotary_embedding under the contract."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -38,6 +39,10 @@ def kernels(
     yield "rotary_backward", (*grads, cos, sin, 1, interleaved, dtype)
 
 
+def wide(*_: object) -> tuple:
+    return inputs((32, 8), 64, 128)
+
+
 PAIRS = {"halves": False, "interleaved": True}
 FAMILY = Family(
     calls={
@@ -52,4 +57,5 @@ FAMILY = Family(
         for given in ((True, True), (True, False), (False, True))
     },
     batches=((5,),),
+    on_gpus={name: replace(call(PAIRS[name], part=False), draw=wide) for name in PAIRS},
 )
