@@ -22,7 +22,7 @@ SUPPRESSIONS = ROOT / "checks" / "leaks.supp"
 
 # Tests that call kernels, where out-of-bounds accesses can be. Compiled graphs are not our C++.
 # Without -s, pytest's capturing would lose the report of a process that a sanitizer ends.
-NAMES = ("kernels", "torch", "modules", "linear", "mixed_precision", "fuzz", "growth")
+NAMES = ("kernels", "torch", "autograd", "modules", "linear", "mixed_precision", "fuzz", "growth")
 FILES = sorted(path for name in NAMES for path in ROOT.glob(f"tests/*/test_{name}.py"))
 TESTS = f"-s -W ignore {' '.join(str(path.relative_to(ROOT)) for path in FILES)} -k '{{}}'"
 KERNELS = "not (triton or interpreted or compile or opcheck or export or growth)"
