@@ -24,6 +24,7 @@ using OptionalTensor = std::optional<Tensor>;
 inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 inline Tensor value_or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
+inline const Tensor& value_or_undefined(const Tensor& t) { return t; }
 
 // The typed handle of an operator: look it up once, keep it in a static.
 template <class Signature>

@@ -1,6 +1,13 @@
 """Fused kernels for training and serving transformers, as drop-in torch modules."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "fusedops needs torch 2.11 or newer, which is not installed: pip install 'torch>=2.11'",
+        name="torch",
+    )
 
 from fusedops import functional, integrations, nn, optim
 from fusedops.allocator import keep_freed_memory
@@ -46,7 +53,7 @@ integrations.install()
 
 
 def __getattr__(name: str):
-    """Imports QuantizationConfig, a subclass of transformers', on first use."""
+    """Imports QuantizationConfig on first use, because it subclasses transformers' class."""
     if name != "QuantizationConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fusedops.integrations.transformers import QuantizationConfig

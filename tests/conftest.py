@@ -11,6 +11,8 @@ import torch
 # A graph that was compiled for another build of the operators must not stand in for this one's.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
+collect_ignore = ["tools/toy_family"]  # test_toy_family.py copies it into a tree
+
 QUICK = re.compile(r"^(pytestmark = |@)pytest\.mark\.quick", re.M)
 
 if not torch.cuda.is_available():

@@ -93,7 +93,7 @@ def bind(
 
 
 def with_inputs(run: Run, old: Sequence[Tensor], new: Sequence[Tensor]) -> Run:
-    """`run` with other arguments. It is not prepared again, as that would recompile."""
+    """`run` with other arguments. It is not prepared again, because that would recompile."""
     assert isinstance(run, partial), "prepare gave no functools.partial"
     swap = {id(a): b for a, b in zip(old, new, strict=True)}
     keywords = {name: swap.get(id(a), a) for name, a in run.keywords.items()}

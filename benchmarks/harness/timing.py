@@ -88,9 +88,9 @@ def _block(call: Call, scope: Callable, clock: Clock, block_s: float) -> Callabl
 
 
 def _repeats(stopwatch: Stopwatch, block_s: float) -> int:
-    """How many calls fill a block; the fewest of three tries, as noise only adds time.
+    """How many calls fill a block, from the fastest of three tries: noise only adds time.
 
-    In wall-clock time: a clock may see less than its measurement costs.
+    It uses wall-clock time, because a clock may show less time than its measurement takes.
     """
 
     def cost() -> float:

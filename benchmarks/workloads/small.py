@@ -2,26 +2,25 @@
 
 One sequence of a few tokens, patched against unpatched: a forward without gradients, and a training
 step with torch.optim.AdamW(fused=True), in eager and with torch.compile, for the models of
-`python -m benchmarks step` with fewer layers. Also how long patch takes for a 7B model without
-memory.
+`python -m benchmarks step` with fewer layers. It also times patch for a 7B model on the meta
+device.
 """
 
-import json
 import resource
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 import fusedops
+from benchmarks.harness import report
 from benchmarks.harness.goals import MS
-from benchmarks.harness.timing import CPU, interleaved
+from benchmarks.harness.timing import interleaved
 from benchmarks.workloads.step import EAGER, MODELS, OURS, step, words
-from fusedops.profiling.timing import environment, paired_ratio, spread
+from fusedops.profiling.timing import paired_ratio, spread
 
 LAYERS = 2
 TOKENS = 8, 32, 128
@@ -46,15 +45,13 @@ def measure(args: Namespace) -> int:
                 print(title, flush=True)
                 for base, ours in _pairs(seconds):
                     ratio = paired_ratio(seconds[base], seconds[ours])
-                    goal = {"title": title, "what": f"over {base}", "asked": AT_LEAST}
-                    goals.append(goal | {"measured": ratio, "met": ratio.median >= AT_LEAST})
+                    goals.append(report.goal(title, f"over {base}", AT_LEAST, ratio))
                     print(f"  {ours:<26} {ratio} over {base}", flush=True)
                 rows += [
                     {"title": title, "contender": one, "median_s": spread(times).median}
                     for one, times in seconds.items()
                 ]
-    document = {"environment": environment(args.threads, CPU.device), "rows": rows, "goals": goals}
-    Path(args.json).write_text(json.dumps(document))
+    report.save(args, rows, goals)
     return 0
 
 
@@ -75,13 +72,13 @@ def _calls(
 def _call(run: nn.Module, model: nn.Module, training: bool, ids: Tensor) -> Callable[[], object]:
     if training:
         return step(run, ids, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    given = {"input_ids": ids}
+    inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
-        given["decoder_input_ids"] = ids
+        inputs["decoder_input_ids"] = ids
 
     def forward() -> object:
         with torch.no_grad():
-            return run(**given)
+            return run(**inputs)
 
     return forward
 
@@ -93,7 +90,7 @@ def _pairs(seconds: dict[str, list[float]]) -> Iterator[tuple[str, str]]:
 
 
 def _patch_time() -> dict:
-    """Patch time for a 7B Llama without memory, and the process's growth."""
+    """Times patch for a 7B Llama on the meta device, and measures the process's growth."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):

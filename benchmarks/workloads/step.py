@@ -2,28 +2,27 @@
 
 Forward, loss, backward and torch.optim.AdamW(fused=True) on both sides, on words of the standard
 library's source, with the models' own dropout. patch's own verify compares outputs, loss and
-gradients before a step is timed. It also measures what each kind of site gains (all others on, that
-one off), the same with fusedops' AdamW, and torch.compile of the unpatched model.
+gradients before a step is timed. It also times a step without each kind of site, with fusedops'
+AdamW, and with torch.compile of the unpatched model.
 """
 
 import gc
-import json
 import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import fusedops
-from benchmarks.harness.timing import CPU, interleaved
+from benchmarks.harness import report
+from benchmarks.harness.timing import interleaved
 from fusedops.demo.training import corpus
-from fusedops.profiling.timing import environment, paired_ratio, spread
+from fusedops.profiling.timing import paired_ratio, spread
 
 BATCH, SEQUENCE, VOCABULARY = 4, 256, 8192
 HIDDEN, LAYERS, HEADS = 384, 6, 6
@@ -56,8 +55,8 @@ def t5(layers: int) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": HIDDEN, "d_ff": 1024, "num_heads": HEADS, "vocab_size": VOCABULARY}
-    more = {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
-    config = T5Config(num_layers=layers, **more, **sizes)
+    extra = {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+    config = T5Config(num_layers=layers, **extra, **sizes)
     return T5ForConditionalGeneration(config)
 
 
@@ -92,15 +91,13 @@ def measure(args: Namespace) -> int:
             steps, skipped = _steps(make, dtype, ids, args)
             seconds = interleaved({n: (s, nullcontext) for n, s in steps.items()}, args.seconds)
             ratio = paired_ratio(seconds[EAGER], seconds[OURS])
-            goal = {"title": title, "what": "over eager", "asked": asked, "measured": ratio}
-            goals.append(goal | {"met": ratio.median >= asked})
+            goals.append(report.goal(title, "over eager", asked, ratio))
             rows += [_row(title, one, seconds, ids.numel()) for one in seconds]
             rows += [{"title": title, "contender": n, "skipped": why} for n, why in skipped.items()]
             print("\n".join([title, *_shown(seconds, skipped)]), flush=True)
             del steps
             gc.collect()
-    document = {"environment": environment(args.threads, CPU.device), "rows": rows, "goals": goals}
-    Path(args.json).write_text(json.dumps(document))
+    report.save(args, rows, goals)
     return 0
 
 
@@ -129,8 +126,8 @@ def contenders(args: Namespace) -> Iterator[tuple[str, Contender]]:
         yield COMPILED, Contender(lambda model, ids: torch.compile(model))
 
 
-def _patched(model: nn.Module, **how) -> nn.Module:
-    fusedops.patch(model, **how)
+def _patched(model: nn.Module, **options) -> nn.Module:
+    fusedops.patch(model, **options)
     return model
 
 
@@ -141,7 +138,7 @@ def _batch(ids: Tensor) -> dict[str, Tensor]:
 def _steps(
     make: Callable[[int], nn.Module], dtype: torch.dtype, ids: Tensor, args: Namespace
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Each contender's step, and why some have none."""
+    """Each contender's step, and the reasons why some have no step."""
     steps, skipped = {}, {}
     for name, contender in contenders(args):
         torch.manual_seed(0)
@@ -169,11 +166,9 @@ def step(model: nn.Module, ids: Tensor, optimizer: torch.optim.Optimizer) -> Cal
 
 
 def _row(title: str, name: str, seconds: dict[str, list[float]], tokens: int) -> dict:
-    found = spread(seconds[name])
     row = {"title": title, "contender": name, "rounds": len(seconds[name])}
-    row |= {"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90}
-    row |= {"over_eager": paired_ratio(seconds[EAGER], seconds[name])}
-    return row | {"tokens_per_s": tokens / found.median}
+    row |= report.times(seconds[name]) | {"over_eager": paired_ratio(seconds[EAGER], seconds[name])}
+    return row | {"tokens_per_s": tokens / row["median_s"]}
 
 
 def _shown(seconds: dict[str, list[float]], skipped: dict[str, str]) -> Iterator[str]:

@@ -87,8 +87,8 @@ def demand(launch: Launch) -> Demand:
         return Demand()
     facts = launch.constants
     made = launch.kernel.__name__ == "forward_kernel" and launch.types["dx"] in BYTES
-    alike = "dstride" in facts or not facts["RAGGED"]  # logits and gradients, in memory
-    read = ["x"] if made or alike or launch.types["dx"] not in BYTES else []
+    same_layout = "dstride" in facts or not facts["RAGGED"]  # logits and gradients, in memory
+    read = ["x"] if made or same_layout or launch.types["dx"] not in BYTES else []
     if not facts["RAGGED"]:
         read += ["bias"] + ["weight"] * facts["SMOOTH"]
     loads = vectors(launch, read)

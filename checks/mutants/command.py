@@ -22,10 +22,8 @@ Result = tuple[Mutant, str, float]  # its fate, and the seconds that it took
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", default="", help="only of the files whose paths contain this")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="copies of the tree that work at a time"
-    )
+    parser.add_argument("--file", default="", help="only the files whose paths contain this")
+    parser.add_argument("--jobs", type=int, default=2, help="copies of the tree to use at a time")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
         def tell(result: Result) -> None:
             mutant, what, seconds = result
-            told = f"{what:9} {seconds:4.0f} s  {mutant.file}: {mutant.why}"
-            console.print(told, soft_wrap=True, highlight=False)
+            text = f"{what:9} {seconds:4.0f} s  {mutant.file}: {mutant.why}"
+            console.print(text, soft_wrap=True, highlight=False)
             progress.advance(bar)
 
         results = list(chain(*pool.map(lambda group: tried(free, group, tell), groups)))
@@ -69,7 +67,7 @@ def must_pass(pool: Executor, trees: list[Tree], selections: set[str]) -> None:
 def tried(
     free: SimpleQueue[Tree], group: list[Mutant], tell: Callable[[Result], None]
 ) -> list[Result]:
-    """The results for one file's mutants, in a tree that nothing else uses meanwhile."""
+    """Tries one file's mutants in a tree that nothing else uses; returns their results."""
     tree, results = free.get(), []
     path = tree.folder / group[0].file
     right = path.read_text()
@@ -116,6 +114,6 @@ def failures(console: Console, results: list[Result], only: str) -> int:
     count = Counter(mutant.file for mutant, _, _ in results)
     files = sorted(file for file in kernel_files() if only in file)
     wrong += [f"{f}: {count[f]} mutants, not {LEAST}" for f in files if count[f] < LEAST]
-    told = "\n".join(wrong) or f"{len(results)} mutants, all caught"
-    console.print(told, soft_wrap=True, highlight=False)
+    text = "\n".join(wrong) or f"{len(results)} mutants, all caught"
+    console.print(text, soft_wrap=True, highlight=False)
     return len(wrong)

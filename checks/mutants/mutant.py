@@ -1,4 +1,4 @@
-"""A mutant, and the lists of all mutants."""
+"""Defines a mutant, and reads the lists of all mutants."""
 
 import tomllib
 from collections.abc import Iterator
@@ -35,6 +35,6 @@ def mutants(only: str = "") -> Iterator[Mutant]:
 def kernel_files() -> set[str]:
     """The files with computations; each must have mutants."""
     patterns = ("csrc/cpu/**/*.cpp", "csrc/cuda/*/*.c*", "csrc/cuda/device.cuh")
-    patterns += ("fusedops/triton/*/*.py",)
+    patterns += ("fusedops/triton/**/*.py",)
     found = {str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p)}
     return {name for name in found if not name.endswith(("/isa.cpp", "/__init__.py"))}

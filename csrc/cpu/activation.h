@@ -7,10 +7,10 @@
 #include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/ops/linear/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::linear {
 
-// The gradient of z, contiguous where there is an activation.
-inline Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activation activation) {
+// The gradient of z as rows, contiguous where there is an activation.
+inline Tensor rows_of_dz(const Tensor& dy, const OptionalTensor& z, Activation activation) {
   if (activation == Activation::none) return as_rows(dy);
   const int64_t n = dy.size(-1);
   const Rows rows(dy, n);
@@ -26,4 +26,4 @@ inline Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activatio
   return dz;
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::linear

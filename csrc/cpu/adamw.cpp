@@ -14,7 +14,7 @@
 #include "csrc/cpu/isa/adamw/adamw.h"
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace {
 
 constexpr int64_t kBlocks = 64;  // blocks of a task, at least
@@ -157,4 +157,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("adamw_scale", adamw_scale);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

@@ -14,7 +14,7 @@
 #include "csrc/cpu/isa/gated_activation.h"
 #include "csrc/ops/gated_activation/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::gated_activation {
 namespace {
 
 bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
@@ -85,4 +85,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("gated_activation_backward", flat<gated_activation_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::gated_activation

@@ -21,7 +21,7 @@
 #include "csrc/cpu/isa/linear/product.h"
 #include "csrc/ops/linear/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::linear {
 namespace {
 
 constexpr int64_t kDepth = 192, kHeight = 336, kWidth = 1024;
@@ -166,19 +166,18 @@ void activated(const Tensor& product, Activation activation, const Tensor& y) {
                    [&](int64_t begin, int64_t end) { run(args, begin, end); });
 }
 
-LinearForward linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             std::string_view name, bool keep_z) {
+LinearForward linear_forward(const LinearArguments& a) {
+  const auto& [input, weight, bias, activation, keep_z] = a;
   if (isa() == Isa::none || input.scalar_type() == at::kDouble || empty(input, weight)) {
-    return linear_forward_composite(input, weight, bias, name, keep_z);
+    return linear_forward_composite(a);
   }
-  const auto activation = activation_of(name);
   const auto x = as_rows(input);
   if (own_product(x, weight.t())) {
-    auto outputs = linear_outputs(input, weight, bias, name, keep_z);
+    auto outputs = linear_outputs(a);
     fused(x, weight, bias, activation, std::get<1>(outputs), std::get<0>(outputs));
     return outputs;
   }
-  linear_check(input, weight, bias, name);
+  linear_check(a);
   const auto z = at::linear(input, weight, bias).contiguous();
   if (activation == Activation::none) return {z, Tensor()};
   const auto y = keep_z ? at::empty_like(z) : z;
@@ -186,17 +185,16 @@ LinearForward linear_forward(const Tensor& input, const Tensor& weight, const Op
   return {y, keep_z ? z : Tensor()};
 }
 
-LinearBackward linear_backward(const Tensor& dy, const OptionalTensor& input,
-                               const OptionalTensor& weight, const OptionalTensor& z,
-                               std::string_view name, std::array<bool, 3> output_mask) {
-  auto outputs = linear_backward_outputs(dy, input, weight, z, name, output_mask);
+LinearBackward linear_backward(const LinearBackwardArguments& a) {
+  const auto& [dy, input, weight, z, activation, output_mask] = a;
+  auto outputs = linear_backward_outputs(a);
   const bool nothing = dy.numel() == 0 || (output_mask[0] && weight->numel() == 0) ||
                        (output_mask[1] && input->numel() == 0);
   if (isa() == Isa::none || dy.scalar_type() == at::kDouble || nothing) {
-    return linear_backward_composite(dy, input, weight, z, name, output_mask);
+    return linear_backward_composite(a);
   }
   auto& [dinput, dweight, dbias] = outputs;
-  const auto dz = gradient_of_z(dy, z, activation_of(name));
+  const auto dz = rows_of_dz(dy, z, activation);
   if (output_mask[0]) product(dz, *weight, as_rows(dinput));
   if (output_mask[1]) {
     const auto x = as_rows(*input);
@@ -209,8 +207,8 @@ LinearBackward linear_backward(const Tensor& dy, const OptionalTensor& input,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("linear_forward", linear_forward);
-  m.impl("linear_backward", linear_backward);
+  m.impl("linear_forward", flat<linear_forward>);
+  m.impl("linear_backward", flat<linear_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::linear

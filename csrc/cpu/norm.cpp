@@ -18,7 +18,7 @@
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::norm {
 namespace {
 
 // The weight as float32, offset included; no copy where it is that already.
@@ -132,4 +132,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("norm_backward", flat<norm_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::norm

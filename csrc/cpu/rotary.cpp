@@ -11,7 +11,7 @@
 #include "csrc/cpu/isa/rotary.h"
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::rotary {
 namespace {
 
 constexpr int64_t kGrain = 32768;  // elements of a task, about
@@ -53,4 +53,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("rotary_backward", flat<rotary_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::rotary

@@ -14,7 +14,7 @@
 #define FUSEDOPS_BOTH inline
 #endif
 
-namespace fusedops {
+namespace fusedops::adamw {
 
 // A block of elements has one scale and one key of random numbers. It is what a kernel takes at a
 // time, whatever the format of the moments.
@@ -142,4 +142,4 @@ FUSEDOPS_BOTH uint32_t random_word(BlockKey key, uint32_t word) {
   return x ^ (x >> 16);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

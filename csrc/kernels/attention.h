@@ -15,7 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace fusedops {
+namespace fusedops::attention {
 
 // Which keys a query sees.
 struct Window {
@@ -30,4 +30,4 @@ struct Window {
   }
 };
 
-}  // namespace fusedops
+}  // namespace fusedops::attention

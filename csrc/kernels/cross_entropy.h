@@ -15,7 +15,7 @@
 
 #include "csrc/kernels/dtype.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 
 enum class Reduction : int64_t { none, mean, sum };  // as torch counts them
 
@@ -50,4 +50,4 @@ struct LogitGradient {
   double target, smooth, all, square;
 };
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

@@ -12,7 +12,7 @@
 
 #include "csrc/kernels/dtype.h"
 
-namespace fusedops {
+namespace fusedops::gated_activation {
 
 enum class GatedKind : uint8_t { swiglu, swiglu_limited, geglu, geglu_tanh };
 
@@ -52,4 +52,4 @@ constexpr V scaled_normal_tail(const V& s, const Horner& horner) {
                 -0.012165267f, -0.09887435f, 0.039341018f);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::gated_activation

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-namespace fusedops {
+namespace fusedops::linear {
 
 enum class Activation : uint8_t { none, relu, gelu, gelu_tanh, silu };
 
-}  // namespace fusedops
+}  // namespace fusedops::linear

@@ -5,7 +5,7 @@
 #include "csrc/kernels/dtype.h"
 #include "csrc/kernels/philox.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 
 struct NormForwardRows {
   const void *x, *residual;  // residual: null when there is nothing to add
@@ -27,4 +27,4 @@ struct NormBackwardRows {
   Dropout dropout;
 };
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

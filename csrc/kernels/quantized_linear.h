@@ -6,7 +6,7 @@
 
 #include "csrc/kernels/dtype.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 
 enum class WeightFormat : uint8_t { int8, int4, nf4, fp8 };
 
@@ -57,4 +57,4 @@ constexpr int64_t groups_of(int64_t k, int64_t group_size) {
   return k == 0 ? 0 : (k + group_size - 1) / group_size;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

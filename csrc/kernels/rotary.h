@@ -12,7 +12,7 @@
 
 #include "csrc/kernels/dtype.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 
 // In elements.
 struct RotaryStrides {
@@ -38,4 +38,4 @@ struct RotaryArguments {
   bool interleaved, transposed;
 };
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

@@ -20,7 +20,7 @@ inline bool is_recorded() {
 }
 
 // functorch's transforms and forward-mode gradients see through ATen calls, not through the node;
-// so does an export to ONNX, which csrc/python/python.cpp sends here with tracing switched on.
+// so does an export to ONNX, which csrc/python/exports.h sends here with tracing switched on.
 inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
   using c10::DispatchKey;
   const auto keys = c10::impl::tls_local_dispatch_key_set();

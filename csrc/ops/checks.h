@@ -1,7 +1,6 @@
 // Checks of arguments that several operators share: they say what was wanted and what came.
 #pragma once
 
-#include <string_view>
 #include <vector>
 
 #include "csrc/common.h"
@@ -19,13 +18,6 @@ inline void check_same_device(const char* op, const char* name, const Tensor& t,
                               const Tensor& x) {
   TORCH_CHECK(t.device() == x.device(), op, ": ", name, " must be on ", x.device(), " like ", like,
               ", got ", t.device());
-}
-
-inline void check_activation(const char* op, std::string_view activation) {
-  TORCH_CHECK_VALUE(activation == "none" || activation == "relu" || activation == "gelu" ||
-                        activation == "gelu_tanh" || activation == "silu",
-                    op, ": activation must be 'none', 'relu', 'gelu', 'gelu_tanh' or 'silu', got '",
-                    activation, "'");
 }
 
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* like,

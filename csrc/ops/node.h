@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "csrc/common.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
 
@@ -34,6 +35,14 @@ auto make_node() {
   } else {
     return c10::make_intrusive<T>();
   }
+}
+
+// A node of an operator, whose gradients go to these inputs.
+template <class Node, class... Inputs>
+auto node_of(const Inputs&... inputs) {
+  const auto node = make_node<Node>();
+  node->set_next_edges(torch::autograd::collect_next_edges(value_or_undefined(inputs)...));
+  return node;
 }
 
 // A tensor that its node saves, of the node's inputs or undefined.
@@ -58,7 +67,7 @@ class Saved {
 // Backward, an operator's struct, has
 //   kName                      of the node
 //   kInputs, kSaved            the number of inputs with gradients, and of saved tensors
-//   fields(self)               a tuple of references to its data members, its options
+//   fields(a)                  a tuple of references to its data members, its options
 //   run(saved, grads, wanted)  the gradients of the inputs; `wanted` says of which
 // Compiled autograd copies the options and compiles one graph for each value of them.
 template <class Backward>
@@ -81,8 +90,8 @@ struct FusedNode : torch::autograd::Node {
   }
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
-    std::apply([&](const auto&... field) { (args.collect(field), ...); },
-               Backward::fields(backward));
+    std::apply([&](const auto&... field) { (args.collect(stored(field)), ...); },
+               flattened(backward));
     for (const auto& one : saved) args.collect(one, true);
   }
 
@@ -91,12 +100,12 @@ struct FusedNode : torch::autograd::Node {
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::autograd::SwapSavedVariables& swap) override {
     namespace compiled_autograd = torch::dynamo::autograd;
-    const auto fields = Backward::fields(backward);
-    std::apply([&](auto&... field) { (swap.before(field), ...); }, fields);
+    const auto fields = flattened(backward);
+    std::apply([&](auto&... field) { (swap.before(stored(field)), ...); }, fields);
     for (auto& one : saved) swap.before(one);
     const auto arguments = packed();
     for (auto& one : saved) swap.after(one);
-    std::apply([&](auto&... field) { (swap.after(field), ...); }, fields);
+    std::apply([&](auto&... field) { (swap.after(stored(field)), ...); }, fields);
 
     std::vector<at::TypePtr> types;
     for (const auto& argument : arguments) types.push_back(argument.type());
@@ -111,6 +120,15 @@ struct FusedNode : torch::autograd::Node {
   }
 
  private:
+  // Compiled autograd knows no enums of ours: they are integers to it.
+  template <class T>
+  static decltype(auto) stored(T& field) {
+    if constexpr (std::is_enum_v<std::remove_const_t<T>>)
+      return static_cast<int64_t>(field);
+    else
+      return (field);
+  }
+
   Wanted wanted() const {
     Wanted result;
     for (size_t i = 0; i < result.size(); ++i) result[i] = task_should_compute_output(i);
@@ -120,8 +138,8 @@ struct FusedNode : torch::autograd::Node {
   // The options, the saved tensors, and which gradients are wanted.
   std::vector<at::IValue> packed() {
     torch::dynamo::autograd::PackedArgs arguments;
-    std::apply([&](const auto&... field) { (arguments.pack(field), ...); },
-               Backward::fields(std::as_const(backward)));
+    std::apply([&](const auto&... field) { (arguments.pack(stored(field)), ...); },
+               flattened(std::as_const(backward)));
     const Saved of(saved.data(), getptr());
     variable_list tensors;
     for (size_t i = 0; i < saved.size(); ++i) tensors.push_back(of[i]);
@@ -136,9 +154,10 @@ struct FusedNode : torch::autograd::Node {
     torch::dynamo::autograd::PackedArgs arguments(packed);
     Backward backward;
     const auto unpack = [&](auto& field) {
-      field = arguments.unpack<std::decay_t<decltype(field)>>();
+      using Stored = std::decay_t<decltype(stored(field))>;
+      field = static_cast<std::decay_t<decltype(field)>>(arguments.unpack<Stored>());
     };
-    std::apply([&](auto&... field) { (unpack(field), ...); }, Backward::fields(backward));
+    std::apply([&](auto&... field) { (unpack(field), ...); }, flattened(backward));
     const Saved of(arguments.unpack<variable_list>());
     return backward.run(of, variable_list(grads), arguments.unpack<Wanted>());
   }

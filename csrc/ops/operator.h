@@ -9,7 +9,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -39,28 +42,111 @@ auto below_autograd(const Function& f) {
   return f();
 }
 
-// What a Tensor and a Tensor? of a schema are in a signature.
-using In = const Tensor&;
-using Opt = const OptionalTensor&;
+// Schemas and users name an enum's values by strings. `names_of(Enum)`, a function beside the enum,
+// says what the argument is called, the names in the enum's order, and whether users pass None for
+// the first one.
+template <size_t n>
+struct Names {
+  const char* argument;
+  std::array<std::string_view, n> values;
+  bool first_is_none = false;
+};
+
+template <class Enum>
+concept Named = std::is_enum_v<Enum> && requires { names_of(Enum{}); };
+
+template <Named Enum>
+std::string_view to_name(Enum value) {
+  static constexpr auto names = names_of(Enum{});
+  return names.values[static_cast<size_t>(value)];
+}
+
+template <Named Enum>
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_name(const char* op, std::string_view got) {
+  const auto names = names_of(Enum{});
+  const size_t count = names.values.size();
+  std::ostringstream text;
+  for (size_t i = 0; i < count; ++i) {
+    text << (i == 0 ? "" : i + 1 < count ? ", " : " or ");
+    i == 0 && names.first_is_none ? text << "None" : text << "'" << names.values[i] << "'";
+  }
+  C10_THROW_ERROR(ValueError,
+                  c10::str(op, ": ", names.argument, " must be ", text.str(), ", got '", got, "'"));
+}
+
+template <Named Enum>
+Enum from_name(const char* op, std::string_view name) {
+  static constexpr auto names = names_of(Enum{});
+  const auto& values = names.values;
+  const auto found = std::find(values.begin(), values.end(), name);
+  if (found == values.end()) refuse_name<Enum>(op, name);
+  return static_cast<Enum>(found - values.begin());
+}
 
 // The dispatcher passes a kernel operator's arguments one by one, and a kernel takes them as one
-// struct. Its `Signature` is the flat list, in the order of the struct's fields.
+// struct, whose `fields` are the schema's arguments in order: tensors by reference, an enum as its
+// name. A field may be a struct with fields itself.
+template <class T>
+auto flattened(T& t) {
+  using Struct = std::remove_const_t<T>;
+  if constexpr (requires { Struct::fields(t); }) {
+    return std::apply([](auto&... field) { return std::tuple_cat(flattened(field)...); },
+                      Struct::fields(t));
+  } else {
+    return std::tie(t);
+  }
+}
+
+template <class T>
+using InSchema = std::conditional_t<std::is_same_v<T, Tensor> || std::is_same_v<T, OptionalTensor>,
+                                    const T&, std::conditional_t<Named<T>, std::string_view, T>>;
+
+template <class T>
+InSchema<T> to_schema(const T& field) {
+  if constexpr (Named<T>)
+    return to_name(field);
+  else
+    return field;
+}
+
+template <class T>
+std::conditional_t<Named<T>, T, InSchema<T>> from_schema(InSchema<T>& argument) {
+  if constexpr (Named<T>)
+    return from_name<T>("fusedops", argument);
+  else
+    return argument;
+}
+
+// A kernel as the dispatcher calls it.
 template <auto kernel>
 struct Flat;
 
 template <class Result, class Arguments, Result (*kernel)(const Arguments&)>
 struct Flat<kernel> {
-  template <class Signature>
+  template <class Fields>
   struct Of;
-  template <class Returned, class... Args>
-  struct Of<Returned(Args...)> {
-    static Returned call(Args... args) { return kernel(Arguments{std::forward<Args>(args)...}); }
+  template <class... Field>
+  struct Of<std::tuple<const Field&...>> {
+    static Result call(InSchema<Field>... args) {
+      return kernel(Arguments{from_schema<Field>(args)...});
+    }
   };
-  static constexpr auto call = Of<typename Arguments::Signature>::call;
+  static constexpr auto call = Of<decltype(flattened(std::declval<const Arguments&>()))>::call;
 };
 
 template <auto kernel>
 constexpr auto flat = Flat<kernel>::call;
+
+// Calls a kernel operator by its name.
+template <Name name, class Result, class Arguments>
+Result call(const Arguments& a) {
+  return std::apply(
+      [](const auto&... field) {
+        return dispatch<name, Result(InSchema<std::decay_t<decltype(field)>>...)>(
+            to_schema(field)...);
+      },
+      flattened(a));
+}
 
 // A rule for autocast: the tensors at these places of the arguments are cast, others are not.
 template <size_t... places>
@@ -72,7 +158,8 @@ struct Casts {
   }
 };
 
-// An operator under autocast: itself, with what the rule makes of the arguments.
+// An operator under autocast: itself, with the arguments that the rule changes. A rule that is
+// kCudaOnly leaves CPUs alone, and one with `finish` changes the result as well.
 template <auto f, class Rule>
 struct Autocast;
 
@@ -90,9 +177,19 @@ struct Autocast<f, Rule> {
     std::tuple<std::decay_t<Args>...> changed(std::forward<Args>(args)...);
     Rule::apply(changed, at::autocast::get_autocast_dtype(device), device);
     static const auto op = handle<Result(Args...)>(name().c_str());
-    return std::apply([](auto&&... a) { return op.call(std::forward<decltype(a)>(a)...); },
-                      std::move(changed));
+    auto result = std::apply([](const auto&... a) { return op.call(a...); }, changed);
+    if constexpr (requires { Rule::finish(result, changed); }) Rule::finish(result, changed);
+    return result;
   }
+};
+
+// Raises a TypeError that names the operator's nested argument (nested.cpp).
+void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// random: draws a seed. takes_nested: hands nested tensors to torch's own function; other operators
+// refuse them.
+struct PublicOptions {
+  bool random = false, takes_nested = false;
 };
 
 // The operators of a family, registered as long as this lives: a static of its autograd.cpp.
@@ -102,21 +199,25 @@ class Operators {
 
   // Under vmap the same function: it then sees ATen calls, not an operator to loop over.
   template <class Function>
-  void add_public(const std::string& schema, Function* f, bool random = false) {
-    const auto name = define(schema, random);
+  void add_public(const std::string& schema, Function* f, PublicOptions options = {}) {
+    const auto name = define(schema, options.random);
     implicit_.impl(name.c_str(), f);
     batched_.impl(name.c_str(), f);
+    if (options.takes_nested) return;
+    nested_.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
   }
 
   template <auto f, class Rule>
-  void add_public(const std::string& schema, bool random = false) {
+  void add_public(const std::string& schema, PublicOptions options = {}) {
     using Cast = Autocast<f, Rule>;
-    add_public(schema, f, random);
+    add_public(schema, f, options);
     const auto name = name_of(schema);
     Cast::name() = "fusedops::" + name;
     using c10::DeviceType, c10::DispatchKey;
-    autocast_cpu_.impl(name.c_str(),
-                       Cast::template call<DispatchKey::AutocastCPU, DeviceType::CPU>);
+    if constexpr (!requires { Rule::kCudaOnly; }) {
+      autocast_cpu_.impl(name.c_str(),
+                         Cast::template call<DispatchKey::AutocastCPU, DeviceType::CPU>);
+    }
     autocast_cuda_.impl(name.c_str(),
                         Cast::template call<DispatchKey::AutocastCUDA, DeviceType::CUDA>);
   }
@@ -156,6 +257,7 @@ class Operators {
   torch::Library definitions_{torch::Library::FRAGMENT, "fusedops", std::nullopt, __FILE__,
                               __LINE__};
   torch::Library implicit_ = library(c10::DispatchKey::CompositeImplicitAutograd);
+  torch::Library nested_ = library(c10::DispatchKey::CompositeImplicitAutogradNestedTensor);
   torch::Library batched_ = library(c10::DispatchKey::FuncTorchBatched);
   torch::Library composite_ = library(c10::DispatchKey::CompositeExplicitAutograd);
   torch::Library meta_ = library(c10::DispatchKey::Meta);

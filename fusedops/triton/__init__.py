@@ -1,1 +1,1 @@
-"""Triton kernels, one package per family; launchers have their operators' signatures."""
+"""Triton kernels, one package per family. A launcher has its operator's signature."""

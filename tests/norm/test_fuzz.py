@@ -15,7 +15,6 @@ import pytest
 import torch
 from contract.fuzzing import (
     FLOATS,
-    NOT_FLOATS,
     NOT_OURS,
     RECEIVED,
     Call,
@@ -24,11 +23,13 @@ from contract.fuzzing import (
     Rounded,
     assert_as_good,
     attempt,
+    broken,
     drawn,
     ours,
     results,
     says_what_is_wrong,
     shapes,
+    wrong_tensors,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,28 +131,16 @@ def keywords(draw: st.DrawFn, op: str) -> dict[str, Any]:
     return found
 
 
-@st.composite
-def broken(draw: st.DrawFn, op: str) -> Call:
-    """A call with one argument that is wrong, or that at least is not what is documented."""
-    call = draw(calls(op, 512))
-    name = draw(st.sampled_from(sorted(call.arguments)))
-    value = call.arguments[name]
-    wrong = draw(st.sampled_from(wrong_values(name, value, call.arguments)))
-    return Call(op, call.arguments | {name: wrong})
-
-
-def wrong_values(name: str, value: Any, arguments: dict[str, Any]) -> list[Any]:
+def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     """Invalid values to try in place of a valid one."""
+    value = arguments[name]
     if name == "normalized_shape":
         return [(), (*value, 1), (1, *value), (-1,), (*value[:-1], value[-1] + 1), (2**40,), 3, "8"]
     if name in ("weight", "bias", "x", "residual", "input"):
         like = value or arguments.get("x") or arguments.get("input")
-        shape = like.shape
-        others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
-        wrong = [Drawn(s, like.dtype) for s in others if s != shape]
-        wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS]
+        wrong = wrong_tensors(like)
         first = name in ("x", "input")  # alone on another device it is right
-        return [*wrong, 1] if first else [*wrong, 1, torch.zeros(shape, device="meta")]
+        return [*wrong, 1] if first else [*wrong, 1, torch.zeros(like.shape, device="meta")]
     return {
         "eps": ["1e-5", 1j, torch.zeros(2)],
         "rounding": ["gemma", "", None, 1],
@@ -185,8 +174,7 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
 
 def in_float64(call: Call) -> dict[str, Any]:
     """The arguments in float64, with the eps that the narrower dtype would have."""
-    made = call.made()
-    exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+    exact = call.in_float64()
     if exact.get("eps", 0) is None:
         exact["eps"] = torch.finfo(accumulator(call)).eps
     return exact
@@ -345,7 +333,7 @@ def test_interpreted(op, data):
 @pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] not in NOT_OURS])
 @given(data=st.data())
 def test_mistakes_are_named(op, backend, data):
-    call = data.draw(broken(op)).on(backend)
+    call = data.draw(broken(calls(op, 512), wrong_values)).on(backend)
     found = ours(call, backend)
     if not isinstance(found, Exception):
         return compare(call, found, backend)

@@ -12,24 +12,9 @@ from torch import nn
 
 from fusedops.patching import PatchReport, Site, patch, patched, unpatch
 from fusedops.patching.lines.residual import site as residual
+from patching.models.loss_cases import IDS, SIZES, llama
 
 transformers = pytest.importorskip("transformers")
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-IDS = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-
-
-def llama():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
 def bert():

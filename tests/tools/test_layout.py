@@ -15,20 +15,24 @@ from fusedops.backends import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
-# Floor: how a family's file is called there. A folder of the family's name may stand for the file.
+# Floor: a family's file there, if it is not the folder of the family's name.
 FLOORS = {
-    "csrc/ops": "{}.cpp",
-    "csrc/cpu": "{}.cpp",
-    "csrc/cpu/isa": "{}.cpp",
-    "csrc/cuda": "{}.cu",
-    "fusedops/triton": "{}.py",
-    "fusedops/functional": "{}.py",
-    "fusedops/uncompiled": "{}.py",
-    "fusedops/nn": "{}.py",
-    "fusedops/optim": "{}.py",
-    "tests": "{}.py",
-    "benchmarks/operators": "{}.py",
+    "csrc/ops": (),  # the Makefile lists the folders
+    "csrc/python": ("{}.cpp",),
+    "csrc/cpu": ("{}.cpp",),
+    "csrc/cpu/isa": ("{}.cpp",),
+    "csrc/cuda": ("{}.cpp",),
+    "fusedops/triton": ("{}.py",),
+    "fusedops/functional": ("{}.py",),
+    "fusedops/uncompiled": ("{}.py",),
+    "fusedops/nn": ("{}.py",),
+    "fusedops/optim": ("{}.py",),
+    "tests": (),
+    "benchmarks/operators": ("{}.py",),
 }
+
+# What a family's folder in tests/ has.
+TESTS = ("cases.py", "growth.py", "test_kernels.py", "test_torch.py", "test_fuzz.py")
 
 # Floors that not every family is on. Each has kernels for GPUs on one of the first two.
 ON_GPUS = {"csrc/cuda", "fusedops/triton"}
@@ -46,6 +50,7 @@ SHARED = {
         "operator.h",
         "seed.h",
     },
+    "csrc/python": {"exports.h", "python.cpp"},
     "csrc/cpu": {"activation.h", "gemm.cpp", "gemm.h", "grain.h", "isa", "isa.cpp", "isa.h"},
     "csrc/cpu/isa": {
         "dropout.h",
@@ -121,10 +126,10 @@ INCLUDES = {
     "csrc/common.h": ["csrc/kernels/dtype.h"],
     "csrc/kernels/": ["csrc/kernels/"],
     "csrc/python/": ["csrc/python/", "csrc/ops/"],
-    "csrc/python/python.cpp": [
+    "csrc/python/python.cpp": ["csrc/python/", "csrc/ops/", "csrc/cpu/isa.h"],
+    "csrc/python/quantized_linear.cpp": [
         "csrc/python/",
         "csrc/ops/",
-        "csrc/cpu/isa.h",
         "csrc/cpu/quantized_linear/plan.h",
     ],
     "csrc/ops/": ["csrc/ops/", "csrc/common.h", "csrc/kernels/"],
@@ -137,6 +142,7 @@ INCLUDES = {
     "csrc/cuda/stream.h": [],
     "csrc/simt/": ["csrc/simt/"],
     "tests/": ["csrc/cuda/device.cuh", "csrc/simt/simt.h", "tests/"],
+    "tests/tools/toy_family/": ["csrc/"],  # its copy in a tree is checked as a family's
 }
 
 # What nvcc and the emulator compile: two seconds a file with these two headers, seven with ATen.
@@ -169,17 +175,24 @@ def text(path):
     return (ROOT / path).read_text()
 
 
-def floor_file(floor, family):
-    """The family's file on a floor, or the folder that it grew into; None when neither is there."""
-    name = Path(FLOORS[floor].format(family))
-    both = [ROOT / floor / name, ROOT / floor / name.stem, ROOT / floor / f"{family}.cpp"]
-    return next((path for path in both if path.exists()), None)
+def is_on(family, floor):
+    files = (name.format(family) for name in FLOORS[floor])
+    return any((ROOT / floor / name).exists() for name in (family, *files))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_on_its_floors(family):
-    lacks = {floor for floor in FLOORS if not floor_file(floor, family)}
-    assert lacks <= OPTIONAL and not lacks >= ON_GPUS
+    lacks = {floor for floor in FLOORS if not is_on(family, floor)}
+    assert not lacks - OPTIONAL, f"{family} has no file there"
+    assert not lacks >= ON_GPUS, f"{family} has kernels for GPUs on neither of {ON_GPUS}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_its_tests_and_checks(family):
+    wanted = [f"tests/{family}/{name}" for name in TESTS]
+    if is_on(family, "fusedops/triton"):
+        wanted.append(f"checks/machine_code/{family}.py")
+    assert not [path for path in wanted if not (ROOT / path).exists()]
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -254,6 +267,22 @@ def test_no_two_files_of_cpp_share_a_name_but_those_of_a_family():
         if path.parts[0] == "csrc" and not {*path.parts, path.stem} & {*FAMILIES}:
             named[path.name].append(str(path))
     assert not {name: paths for name, paths in named.items() if len(paths) > 1}
+
+
+def test_the_cpp_of_a_family_is_in_its_namespace():
+    """fusedops::norm has norm's operators, fusedops::cpu::norm and fusedops::cuda::norm kernels."""
+    outside, families = {}, set()
+    for path in map(Path, files(".cpp", ".h", ".cu", ".cuh")):
+        family = next((name for name in (*path.parts, path.stem) if name in FAMILIES), None)
+        if path.parts[0] != "csrc" or not family:
+            continue
+        families.add(family)
+        floor = path.parts[1] if path.parts[1] in ("cpu", "cuda") else ""
+        own = rf"fusedops::{floor and floor + '::'}{family}(::CPU_CAPABILITY)?"
+        named = re.findall(r"^namespace (fusedops\S*) \{", text(path), re.M)
+        if not named or not all(re.fullmatch(own, name) for name in named):
+            outside[str(path)] = named
+    assert (outside, families) == ({}, {*FAMILIES})
 
 
 @pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))

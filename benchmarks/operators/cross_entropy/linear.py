@@ -65,8 +65,8 @@ def torchs_own(chunked: bool) -> Contender:
 
     def prepare(x: Tensor, weight: Tensor, target: Tensor) -> Run:
         function = find("torch.nn.functional", "linear_cross_entropy")
-        how = {"options": find("torch.nn", "LinearCrossEntropyOptions")()} if chunked else {}
-        return partial(function, x, weight, target, **how)
+        arguments = {"options": find("torch.nn", "LinearCrossEntropyOptions")()} if chunked else {}
+        return partial(function, x, weight, target, **arguments)
 
     return Contender(prepare)
 

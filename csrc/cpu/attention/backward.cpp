@@ -13,7 +13,7 @@
 
 #include "csrc/cpu/attention/packed.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -283,4 +283,4 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_backward", flat<attention_backward>); }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -9,7 +9,7 @@
 #include "csrc/cpu/attention/heads.h"
 #include "csrc/cpu/isa/attention/decode.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 namespace {
 
 constexpr int64_t kRows = 64;    // of a tile, at most
@@ -105,4 +105,4 @@ void decode(const Problem& problem, const Heads& out, double* lse) {
   }
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -12,7 +12,7 @@
 #include "csrc/cpu/attention/heads.h"
 #include "csrc/cpu/attention/packed.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
 void finish_row(const Problem& problem, const Sequence& at, int64_t head, int64_t query,
                 const Softmax& softmax, const float* sums, const Heads& out, double* lse) {
@@ -168,4 +168,4 @@ OutAndLse attention_forward(const AttentionArguments& a) {
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_forward", flat<attention_forward>); }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -10,7 +10,7 @@
 #include "csrc/ops/attention/operators.h"
 #include "csrc/ops/seed.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
 // Queries and keys that see each other: of a batch, or one of many in a row of tokens.
 struct Sequence {
@@ -153,4 +153,4 @@ struct Denominator {
 void finish_row(const Problem& problem, const Sequence& at, int64_t head, int64_t query,
                 const Softmax& softmax, const float* sums, const Heads& out, double* lse);
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -3,7 +3,7 @@
 
 #include "csrc/cpu/attention/heads.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
 constexpr int64_t kQueries = 64;  // of a block
 
@@ -57,4 +57,4 @@ class Packed {
   std::vector<T> data_, rows_;
 };
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

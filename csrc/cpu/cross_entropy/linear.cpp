@@ -20,7 +20,7 @@
 #include "csrc/cpu/cross_entropy/products.h"
 #include "csrc/cpu/cross_entropy/rows.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 namespace {
 
 constexpr int64_t kRows = 1024, kClasses = 1024;  // of a tile, 4 MiB
@@ -349,4 +349,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("linear_cross_entropy_backward", flat<linear_cross_entropy_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

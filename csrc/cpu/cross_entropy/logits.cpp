@@ -12,7 +12,7 @@
 
 #include "csrc/cpu/cross_entropy/rows.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // logits of a task, about
@@ -116,4 +116,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("cross_entropy_backward", flat<cross_entropy_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

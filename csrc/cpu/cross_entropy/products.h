@@ -4,7 +4,7 @@
 
 #include "csrc/common.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 
 // Entries [from, from + n) of the first dimension.
 inline Tensor part_of(const Tensor& t, int64_t from, int64_t n) {
@@ -31,4 +31,4 @@ class LogitProducts {
   Tensor linear_weight_, linear_bias_;
 };
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

@@ -14,7 +14,7 @@
 #include "csrc/cpu/isa/cross_entropy.h"
 #include "csrc/ops/cross_entropy/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 
 inline bool has_kernel(const Tensor& input) {
   return isa() != Isa::none && input.scalar_type() != at::kDouble;
@@ -137,4 +137,4 @@ inline void reduce(const std::vector<double>& row_losses, const CrossEntropyOpti
   });
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

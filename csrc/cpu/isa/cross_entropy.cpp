@@ -9,7 +9,10 @@
 
 #include "csrc/cpu/isa/exp.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::cross_entropy::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 constexpr int64_t kBlock = 1024;
@@ -185,4 +188,4 @@ void logit_gradients(const Logits& logits, const LogitGradient& of, void* dx) {
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::cross_entropy::CPU_CAPABILITY

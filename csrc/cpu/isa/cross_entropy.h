@@ -5,7 +5,9 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/cross_entropy.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
+
+using namespace fusedops::cross_entropy;
 
 // Adds these logits to the row's sums; weighted: to `weighted` too.
 FUSEDOPS_ISA_FUNCTION(add_logits, const Logits& logits, bool weighted, LogitSums& sums)
@@ -13,4 +15,4 @@ FUSEDOPS_ISA_FUNCTION(add_logits, const Logits& logits, bool weighted, LogitSums
 // Writes dx in the logits' dtype; it may be where they are.
 FUSEDOPS_ISA_FUNCTION(logit_gradients, const Logits& logits, const LogitGradient& of, void* dx)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

@@ -4,7 +4,10 @@
 
 #include "csrc/cpu/isa/gates.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::gated_activation::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 template <class T, GatedKind kKind>
@@ -129,4 +132,4 @@ void gated_backward_rows(const GatedBackward& args, int64_t begin, int64_t end) 
   with_types(args, [&]<class T, GatedKind kKind>() { backward_rows<T, kKind>(args, begin, end); });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::gated_activation::CPU_CAPABILITY

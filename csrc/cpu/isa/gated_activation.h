@@ -5,10 +5,12 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/gated_activation.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::gated_activation {
+
+using namespace fusedops::gated_activation;
 
 FUSEDOPS_ISA_FUNCTION(gated_forward_rows, const GatedForward& args, int64_t begin, int64_t end)
 
 FUSEDOPS_ISA_FUNCTION(gated_backward_rows, const GatedBackward& args, int64_t begin, int64_t end)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::gated_activation

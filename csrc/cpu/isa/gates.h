@@ -8,6 +8,8 @@
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
 
+using namespace fusedops::gated_activation;
+
 // S and S' of csrc/kernels/gated_activation.h: an activation is x S(x), its slope S(x) + x S'(x).
 struct Gate {
   Vec value, slope;

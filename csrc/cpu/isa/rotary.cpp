@@ -9,7 +9,10 @@
 
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::rotary::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 constexpr int64_t kBlock = 16;
@@ -171,4 +174,4 @@ void rotary_positions(const RotaryArguments& args, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::rotary::CPU_CAPABILITY

@@ -5,9 +5,11 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/rotary.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::rotary {
+
+using namespace fusedops::rotary;
 
 // All heads at the positions begin to end of batch * seq.
 FUSEDOPS_ISA_FUNCTION(rotary_positions, const RotaryArguments& args, int64_t begin, int64_t end)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::rotary

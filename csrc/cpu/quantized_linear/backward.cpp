@@ -16,7 +16,7 @@
 #include "csrc/cpu/gemm.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace {
 
 constexpr int64_t kRows = 128, kWidth = 512, kTile = 64;
@@ -112,12 +112,11 @@ QuantizedBackward quantized_linear_backward(const QuantizedBackwardArguments& a)
     return quantized_linear_backward_composite(a);
   }
   const auto& [dx, dbias] = outputs;
-  const auto dz = gradient_of_z(a.dy, a.z, activation_of(a.activation)).contiguous();
+  const auto dz = linear::rows_of_dz(a.dy, a.z, a.activation).contiguous();
   if (dbias.defined()) dbias.copy_(dz.sum(0));
   if (!dx.defined() || dx.numel() == 0) return outputs;
   const auto weight = a.weight();
-  const auto compute = compute_of(a.compute);
-  const auto asked = compute == Compute::int8 ? Compute::any : compute;
+  const auto asked = a.compute == Compute::int8 ? Compute::any : a.compute;
   if (floating_operand(asked) == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16)) {
     multiply<BFloat16>(dz, codes_of(weight), as_rows(dx));
   } else {
@@ -148,4 +147,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("dequantize_weight", flat<dequantize_weight>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

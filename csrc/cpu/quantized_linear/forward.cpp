@@ -22,7 +22,7 @@
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace {
 
 constexpr int64_t kMostRows = 256;      // of x, in a block
@@ -232,10 +232,10 @@ class OutputBlock {
 
   void activate(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     const int64_t n = w_.n;
-    activate_rows_for_isa()({place(out_.first(), row, begin), nullptr, nullptr,
-                             place(out_.y, row, begin), columns, n, n, dtype_of(out_.y),
-                             out_.activation},
-                            0, rows);
+    linear::activate_rows_for_isa()({place(out_.first(), row, begin), nullptr, nullptr,
+                                     place(out_.y, row, begin), columns, n, n, dtype_of(out_.y),
+                                     out_.activation},
+                                    0, rows);
   }
 
   void* place(const Tensor& t, int64_t row, int64_t column) const {
@@ -278,12 +278,11 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   if (y.numel() == 0) return outputs;
   const auto weight = a.weight();
   const auto w = codes_of(weight);
-  const auto rounds = input_format_of(a.input_format);
   const auto rows = as_rows(a.x).contiguous();
-  const Plan plan(w, rows.size(0), rounds, compute_of(a.compute));
-  const Input input(rows, plan.operand, rounds);
+  const Plan plan(w, rows.size(0), a.input_format, a.compute);
+  const Input input(rows, plan.operand, a.input_format);
   multiply(w, input, plan.way,
-           {as_rows(y), z.defined() ? as_rows(z) : z, activation_of(a.activation),
+           {as_rows(y), z.defined() ? as_rows(z) : z, a.activation,
             given(a.bias) ? a.bias->contiguous() : Tensor()});
   return outputs;
 }
@@ -294,8 +293,10 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
                                   int64_t rows, std::string_view input_format,
                                   std::string_view compute) {
   if (isa() == Isa::none) return "";
-  const Codes w{nullptr, nullptr, nullptr, weight_format(format), n, k, group_size};
-  const Plan plan(w, rows, input_format_of(input_format), compute_of(compute));
+  constexpr const char* op = kQuantizedLinear;
+  const Codes w{nullptr, nullptr, nullptr, from_name<WeightFormat>(op, format), n, k, group_size};
+  const Plan plan(w, rows, from_name<InputFormat>(op, input_format),
+                  from_name<Compute>(op, compute));
   const std::string operand = plan.operand == Operand::integer    ? "int8"
                               : plan.operand == Operand::bfloat16 ? "bfloat16"
                                                                   : "float32";
@@ -315,4 +316,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("quantized_linear_forward", flat<quantized_linear_forward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

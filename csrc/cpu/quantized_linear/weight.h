@@ -4,7 +4,7 @@
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 
 inline Codes codes_of(const QuantizedTensors& w) {
   return {static_cast<const uint8_t*>(w.qweight.const_data_ptr()),
@@ -25,4 +25,4 @@ inline Operand floating_operand(Compute compute) {
   return rounds && isa() == Isa::avx512_bf16 ? Operand::bfloat16 : Operand::float32;
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

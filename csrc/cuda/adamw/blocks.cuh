@@ -7,7 +7,7 @@
 #include "csrc/cuda/adamw/launch.h"
 #include "csrc/cuda/device.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
@@ -126,4 +126,4 @@ inline dim3 grid_of(const AdamWRows& rows) {
   return dim3(wanted < 1 ? 1 : wanted < most ? wanted : most);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

@@ -3,7 +3,7 @@
 
 #include "csrc/cuda/adamw/blocks.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 namespace {
 
 // Of the elements of a block of gradients.
@@ -67,4 +67,4 @@ void launch_adamw_scale(const AdamWRows& rows, const double* squares, double max
   launch(adamw_scale, grid_of(rows), dim3(kThreads), 0, stream, rows, squares, max_norm);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

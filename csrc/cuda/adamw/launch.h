@@ -5,7 +5,9 @@
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
+
+using namespace fusedops::adamw;
 
 // The groups that one launch knows. They go with the launch, as learning rates change at each step.
 constexpr int kGroups = 32;
@@ -35,4 +37,4 @@ void launch_adamw_squares(const AdamWRows& rows, double* squares, CUstream_st* s
 void launch_adamw_scale(const AdamWRows& rows, const double* squares, double max_norm,
                         CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

@@ -11,7 +11,7 @@
 #include "csrc/cuda/stream.h"
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 namespace {
 
 size_t bytes_of(const std::vector<AdamWTensor>& tensors) {
@@ -115,4 +115,4 @@ TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("adamw_scale", adamw_scale);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

@@ -9,7 +9,7 @@
 
 #include "csrc/cuda/adamw/blocks.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 namespace {
 
 constexpr float kLeastNormal = 1.17549435e-38f;
@@ -289,4 +289,4 @@ void launch_adamw_step(const AdamWLaunch& a, CUstream_st* stream) {
   launch(adamw_step, grid_of(a), dim3(kThreads), 0, stream, a);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

@@ -10,7 +10,7 @@
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/gated_activation/launch.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::gated_activation {
 namespace {
 
 constexpr int kThreads = 256;
@@ -274,4 +274,4 @@ void launch_gated_backward(const GatedBackward& a, CUstream_st* stream) {
   });
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::gated_activation

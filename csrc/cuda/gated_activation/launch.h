@@ -5,10 +5,12 @@
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::gated_activation {
+
+using namespace fusedops::gated_activation;
 
 void launch_gated_forward(const GatedForward& args, CUstream_st* stream);
 
 void launch_gated_backward(const GatedBackward& args, CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::gated_activation

@@ -14,7 +14,7 @@
 
 #include "csrc/cuda/norm/row.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
 namespace {
 
 constexpr int kThreads = 256;  // the fewest of a block
@@ -328,4 +328,4 @@ void launch_norm_sums(const float* partials, int64_t chunks, int n, const NormTo
   launch(sum_chunks, grid, dim3(kWarp, kParts), 0, stream, partials, chunks, n, totals);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

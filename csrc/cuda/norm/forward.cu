@@ -11,7 +11,7 @@
 
 #include "csrc/cuda/norm/row.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
 namespace {
 
 constexpr int kThreads = 128;  // the fewest of a block
@@ -230,4 +230,4 @@ void launch_norm_forward(const NormForwardArgs& args, CUstream_st* stream) {
   });
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

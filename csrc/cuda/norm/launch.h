@@ -9,7 +9,9 @@
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
+
+using namespace fusedops::norm;
 
 struct NormForwardArgs : NormForwardRows {
   const void *weight, *bias;  // [n] or null
@@ -47,4 +49,4 @@ void launch_norm_backward(const NormBackwardArgs& args, CUstream_st* stream);
 void launch_norm_sums(const float* partials, int64_t chunks, int n, const NormTotals& totals,
                       CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

@@ -10,7 +10,7 @@
 #include "csrc/cuda/stream.h"
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
 namespace {
 
 // Blocks and columns are counted in 32 bits.
@@ -100,4 +100,4 @@ TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("norm_backward", flat<norm_backward>);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

@@ -7,7 +7,7 @@
 #include "csrc/cuda/norm/launch.h"
 #include "csrc/kernels/philox.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
 
 constexpr int kMaxThreads = 512;  // of a row
 
@@ -93,4 +93,4 @@ __device__ __forceinline__ void multiply_by_weight(Vec<float, N>& v, const void*
   for (int k = 0; k < N; ++k) v.at[k] *= w.at[k] + offset;
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

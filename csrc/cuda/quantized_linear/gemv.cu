@@ -14,7 +14,7 @@
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/quantized_linear/gemv.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::quantized_linear {
 namespace {
 
 constexpr int kWarps = 4;
@@ -321,4 +321,4 @@ void launch_quantize_rows(const QuantizeRows& a, CUstream_st* stream) {
   launch(quantize_rows, dim3(static_cast<unsigned>(a.rows)), dim3(kThreads), 0, stream, a);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::quantized_linear

@@ -8,7 +8,10 @@
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::quantized_linear {
+
+using namespace fusedops::quantized_linear;
+using fusedops::linear::Activation;
 
 struct GemvArgs {
   const void* x;  // [rows, k], the rows x_stride elements apart
@@ -48,4 +51,4 @@ struct QuantizeRows {
 
 void launch_quantize_rows(const QuantizeRows& args, CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::quantized_linear

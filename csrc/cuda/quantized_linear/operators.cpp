@@ -9,7 +9,7 @@
 #include "csrc/ops/linear/operators.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::quantized_linear {
 namespace {
 
 int64_t rows_of(const Tensor& x) {
@@ -72,8 +72,7 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   }
   const auto outputs = quantized_linear_outputs(a);
   if (std::get<0>(outputs).numel() == 0) return outputs;
-  multiply(a.x, a.weight(), a.bias, input_format_of(a.input_format), activation_of(a.activation),
-           outputs);
+  multiply(a.x, a.weight(), a.bias, a.input_format, a.activation, outputs);
   return outputs;
 }
 
@@ -83,4 +82,4 @@ TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("quantized_linear_forward", flat<quantized_linear_forward>);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::quantized_linear

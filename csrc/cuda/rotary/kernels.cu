@@ -11,7 +11,7 @@
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/rotary/launch.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::rotary {
 namespace {
 
 constexpr int kThreads = 256;
@@ -243,4 +243,4 @@ void launch_rotary(const RotaryArguments& a, CUstream_st* stream) {
   });
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::rotary

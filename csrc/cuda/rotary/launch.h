@@ -5,8 +5,10 @@
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::rotary {
+
+using namespace fusedops::rotary;
 
 void launch_rotary(const RotaryArguments& args, CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::rotary

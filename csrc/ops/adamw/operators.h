@@ -11,15 +11,11 @@
 #include "csrc/ops/operator.h"
 #include "csrc/common.h"
 
-namespace fusedops {
+namespace fusedops::adamw {
 
 // The arguments of adamw_step, whose schema is in schema.cpp. A list is of all tensors, or of those
 // that have such a thing, in order.
 struct AdamWArguments {
-  using Signature = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                         at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                         at::IntArrayRef, at::ArrayRef<double>, at::TensorList, int64_t, Opt,
-                         double, Opt, Opt, Opt, Opt);
   at::TensorList params, grads, exp_avgs, exp_avg_sqs, steps;
   at::TensorList max_exp_avg_sqs;  // of tensors in groups with amsgrad, float32
   at::TensorList scales;           // of int8 moments: exp_avg's and exp_avg_sq's, float32 [blocks]
@@ -32,6 +28,12 @@ struct AdamWArguments {
   double max_grad_norm;
   const OptionalTensor &grad_scale, &found_inf;  // GradScaler's
   const OptionalTensor &host_table, &table;      // uint8: a device's table, kept between steps
+
+  static auto fields(auto& a) {
+    return std::tie(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, a.steps, a.max_exp_avg_sqs,
+                    a.scales, a.remainders, a.kinds, a.options, a.lrs, a.seed, a.squares,
+                    a.max_grad_norm, a.grad_scale, a.found_inf, a.host_table, a.table);
+  }
 };
 
 // Numbers of a tensor: its group, its Rounding, and AdamWTensor's index, row (0: the tensor) and
@@ -83,4 +85,4 @@ struct GradientTable {
   int64_t blocks() const;
 };
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

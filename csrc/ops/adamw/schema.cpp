@@ -4,7 +4,7 @@
 
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops {
+namespace fusedops::adamw {
 namespace {
 
 constexpr const char* kOp = "adamw_step";
@@ -159,4 +159,4 @@ TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
   m.impl("adamw_scale", adamw_scale_check);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

@@ -4,7 +4,7 @@
 
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops {
+namespace fusedops::adamw {
 namespace {
 
 int64_t all_blocks(const std::vector<AdamWTensor>& tensors) {
@@ -117,4 +117,4 @@ GradientTable::GradientTable(at::TensorList grads) {
 
 int64_t GradientTable::blocks() const { return all_blocks(tensors); }
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

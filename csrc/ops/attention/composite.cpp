@@ -8,7 +8,7 @@
 #include "csrc/ops/attention/operators.h"
 #include "csrc/ops/seed.h"
 
-namespace fusedops {
+namespace fusedops::attention {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -179,4 +179,4 @@ AttentionGradients attention_backward_composite(const AttentionBackwardArguments
   return outputs;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::attention

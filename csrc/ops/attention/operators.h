@@ -14,7 +14,7 @@
 #include "csrc/ops/operator.h"
 #include "csrc/common.h"
 
-namespace fusedops {
+namespace fusedops::attention {
 
 using Numbers = c10::ArrayRef<double>;
 using OutAndLse = std::tuple<Tensor, Tensor>;
@@ -48,6 +48,10 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
 struct AttentionInputs {
   const Tensor &q, &k, &v;
   const OptionalTensor &bias, &sinks, &cu_seqlens_q, &cu_seqlens_k, &seed;
+
+  static auto fields(auto& a) {
+    return std::tie(a.q, a.k, a.v, a.bias, a.sinks, a.cu_seqlens_q, a.cu_seqlens_k, a.seed);
+  }
 };
 
 // The options as the schemas have them.
@@ -57,6 +61,9 @@ struct AttentionNumbers {
   at::IntArrayRef window;
   bool bottom_right;
 
+  static auto fields(auto& a) {
+    return std::tie(a.max_q, a.max_k, a.how, a.window, a.bottom_right);
+  }
   AttentionOptions options() const {
     return {how.at(0),
             how.at(1),
@@ -69,24 +76,25 @@ struct AttentionNumbers {
 
 // out [B, Hq, Sq, Dv], which lies in memory as [B, Sq, Hq, Dv], and lse [B, Hq, Sq].
 struct AttentionArguments {
-  using Signature = OutAndLse(In, In, In, Opt, Opt, Opt, Opt, Opt, c10::SymInt, c10::SymInt,
-                              Numbers, at::IntArrayRef, bool);
   AttentionInputs in;
   AttentionNumbers numbers;
+
+  static auto fields(auto& a) { return std::tie(a.in, a.numbers); }
 };
 
 // The gradients that were asked for; the others are undefined. Those of q, k and v lie in memory as
 // out does.
 struct AttentionBackwardArguments {
-  using Signature = AttentionGradients(In, Opt, In, In, In, Opt, Opt, Opt, Opt, Opt, In, In,
-                                       c10::SymInt, c10::SymInt, Numbers, at::IntArrayRef, bool,
-                                       std::array<bool, 5>);
   const Tensor& grad;
   const OptionalTensor& grad_lse;
   AttentionInputs in;
   const Tensor &out, &lse;
   AttentionNumbers numbers;
   std::array<bool, 5> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.grad, a.grad_lse, a.in, a.out, a.lse, a.numbers, a.output_mask);
+  }
 };
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
@@ -107,4 +115,4 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
 OutAndLse attention_composite(const AttentionArguments& a);
 AttentionGradients attention_backward_composite(const AttentionBackwardArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::attention

@@ -5,7 +5,7 @@
 #include "csrc/ops/attention/operators.h"
 #include "csrc/ops/checks.h"
 
-namespace fusedops {
+namespace fusedops::attention {
 namespace {
 
 constexpr const char* kOp = "attention";
@@ -123,4 +123,4 @@ AttentionGradients attention_backward_outputs(const AttentionBackwardArguments& 
           gradient_of(wanted[2], a.in.v), like(wanted[3], a.in.bias), like(wanted[4], a.in.sinks)};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::attention

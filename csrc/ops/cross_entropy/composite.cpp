@@ -5,7 +5,7 @@
 
 #include "csrc/ops/cross_entropy/operators.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 namespace {
 
 Tensor mapped(const Tensor& x, const LogitMap& map) {
@@ -141,4 +141,4 @@ LinearGradients linear_cross_entropy_backward_composite(const LinearLossBackward
       linear_cross_entropy_gradients(a.grad, a.in, CrossEntropyOptions(a.numbers), a.output_mask));
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

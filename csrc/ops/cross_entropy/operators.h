@@ -15,7 +15,7 @@
 #include "csrc/kernels/cross_entropy.h"
 #include "csrc/ops/operator.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 
 using Numbers = c10::ArrayRef<double>;
 using Loss = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, lse, total, dinput
@@ -26,7 +26,11 @@ using LinearLoss = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 struct LossNumbers {
   int64_t ignore_index, reduction;
   Numbers how;
+
+  static auto fields(auto& a) { return std::tie(a.ignore_index, a.reduction, a.how); }
 };
+
+constexpr Names<3> names_of(Reduction) { return {"reduction", {"none", "mean", "sum"}}; }
 
 // The options beside tensors.
 struct CrossEntropyOptions {
@@ -47,9 +51,9 @@ struct CrossEntropyOptions {
         z_loss(numbers.how.at(1)),
         map{numbers.how.at(2), numbers.how.at(3)} {}
 
-  static auto fields(auto& self) {
-    return std::tie(self.ignore_index, self.reduction, self.label_smoothing, self.z_loss,
-                    self.map.scale, self.map.softcap);
+  static auto fields(auto& a) {
+    return std::tie(a.ignore_index, a.reduction, a.label_smoothing, a.z_loss, a.map.scale,
+                    a.map.softcap);
   }
   bool is(Reduction r) const { return reduction == static_cast<int64_t>(r); }
   std::array<double, 4> how() const { return {label_smoothing, z_loss, map.scale, map.softcap}; }
@@ -77,49 +81,59 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
 struct LossInputs {
   const Tensor &input, &target;
   const OptionalTensor& weight;
+
+  static auto fields(auto& a) { return std::tie(a.input, a.target, a.weight); }
 };
 struct LinearLossInputs {
   const Tensor &input, &linear_weight, &target;
   const OptionalTensor &linear_bias, &weight;
+
+  static auto fields(auto& a) {
+    return std::tie(a.input, a.linear_weight, a.target, a.linear_bias, a.weight);
+  }
 };
 
 // loss [] or [rows] in dtype, lse, total, and with_gradient dinput [rows, C] over the gradient of
 // the loss.
 struct LossArguments {
-  using Signature = Loss(In, In, Opt, int64_t, int64_t, Numbers, c10::ScalarType, bool);
   LossInputs in;
   LossNumbers numbers;
   c10::ScalarType dtype;
   bool with_gradient;
+
+  static auto fields(auto& a) { return std::tie(a.in, a.numbers, a.dtype, a.with_gradient); }
 };
 
 // dinput [rows, C]. grad is the loss's.
 struct LossBackwardArguments {
-  using Signature = Tensor(In, In, In, Opt, In, In, int64_t, int64_t, Numbers);
   const Tensor& grad;
   LossInputs in;
   const Tensor &lse, &total;
   LossNumbers numbers;
+
+  static auto fields(auto& a) { return std::tie(a.grad, a.in, a.lse, a.total, a.numbers); }
 };
 
 // loss, lse, total, and over the gradient of the loss those of input [rows, H], linear_weight
 // [C, H] and linear_bias [C] that were asked for.
 struct LinearLossArguments {
-  using Signature = LinearLoss(In, In, In, Opt, Opt, int64_t, int64_t, Numbers, c10::ScalarType,
-                               std::array<bool, 3>);
   LinearLossInputs in;
   LossNumbers numbers;
   c10::ScalarType dtype;
   std::array<bool, 3> gradients;
+
+  static auto fields(auto& a) { return std::tie(a.in, a.numbers, a.dtype, a.gradients); }
 };
 struct LinearLossBackwardArguments {
-  using Signature = LinearGradients(In, In, In, In, Opt, Opt, In, In, int64_t, int64_t, Numbers,
-                                    std::array<bool, 3>);
   const Tensor& grad;
   LinearLossInputs in;
   const Tensor &lse, &total;
   LossNumbers numbers;
   std::array<bool, 3> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.grad, a.in, a.lse, a.total, a.numbers, a.output_mask);
+  }
 };
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
@@ -155,4 +169,4 @@ Tensor cross_entropy_backward_composite(const LossBackwardArguments& a);
 LinearLoss linear_cross_entropy_composite(const LinearLossArguments& a);
 LinearGradients linear_cross_entropy_backward_composite(const LinearLossBackwardArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

@@ -5,7 +5,7 @@
 #include "csrc/ops/checks.h"
 #include "csrc/ops/cross_entropy/operators.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 namespace {
 
 // Targets have the shape of the logits without their classes: [], [N] or [N, ...].
@@ -157,4 +157,4 @@ LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardAr
   return empty_gradients(a.in, a.output_mask);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

@@ -7,7 +7,7 @@
 
 #include "csrc/ops/checks.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 
 // Whether the forward may make gradients of this dtype. In float16 those of a mean are zeros before
 // a GradScaler's factor comes.
@@ -25,4 +25,4 @@ inline Tensor scaled_gradient(const Tensor& made, const Tensor& grad) {
   return given_away ? made.mul_(g) : at::mul(made, g).to(made.scalar_type());
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

@@ -8,7 +8,7 @@
 
 #include "csrc/ops/gated_activation/operators.h"
 
-namespace fusedops {
+namespace fusedops::gated_activation {
 namespace {
 
 // gate and up as they are, in the dtype of the formulas.
@@ -69,14 +69,15 @@ Tensor slope_of(const Tensor& g, const Tensor& value, GatedKind kind, double alp
 
 Tensor gated_activation_composite(const GatedArguments& a) {
   gated_check(a);
-  const auto [g, u] = limited(Halves(a.gate, a.up), a.limit, a.up_offset);
-  const auto y = g * value_of(g, a.kind(), a.alpha) * u;
+  const auto& [kind, limit, alpha, up_offset] = a.options;
+  const auto [g, u] = limited(Halves(a.gate, a.up), limit, up_offset);
+  const auto y = g * value_of(g, kind, alpha) * u;
   return y.to(a.gate.scalar_type()).contiguous();
 }
 
 GatedGradients gated_activation_backward_composite(const GatedBackwardArguments& a) {
-  const auto& [gate, up, name, limit, alpha, up_offset] = a.forward;
-  const auto kind = a.forward.kind();
+  const auto& [gate, up, options] = a.forward;
+  const auto& [kind, limit, alpha, up_offset] = options;
   const auto& output_mask = a.output_mask;
   const Halves raw(gate, up);
   const auto [g, u] = limited(raw, limit, up_offset);
@@ -99,4 +100,4 @@ GatedGradients gated_activation_backward_composite(const GatedBackwardArguments&
           output_mask[1] ? dup.to(up->scalar_type()).contiguous() : Tensor()};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::gated_activation

@@ -1,8 +1,7 @@
 // linear: a product with its bias and activation. Formulas and shapes:
 // fusedops/functional/linear.py.
 //
-// z = input weight^T + bias, y = activation(z). In the kernel operators the activation is "none"
-// where there is none, and the tensors have one dtype.
+// z = input weight^T + bias, y = activation(z). The kernel operators' tensors have one dtype.
 #pragma once
 
 #include <array>
@@ -13,14 +12,10 @@
 #include "csrc/kernels/linear.h"
 #include "csrc/ops/operator.h"
 
-namespace fusedops {
+namespace fusedops::linear {
 
-// Of an activation that the checks have seen.
-inline Activation activation_of(std::string_view name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  return name == "silu" ? Activation::silu : Activation::none;
+constexpr Names<5> names_of(Activation) {
+  return {"activation", {"none", "relu", "gelu", "gelu_tanh", "silu"}, true};
 }
 
 // autograd.cpp: the public operator.
@@ -44,44 +39,57 @@ bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool
 // Whatever the size: a backend that was asked for by name is taken.
 void linear_always(bool always);
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
-
-void linear_check(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                  std::string_view activation);
-
 // y [input's shape but the last, N], z [the same; undefined without an activation or keep_z]
 using LinearForward = std::tuple<Tensor, Tensor>;
-LinearForward linear_outputs(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             std::string_view activation, bool keep_z);
+struct LinearArguments {
+  const Tensor &input, &weight;
+  const OptionalTensor& bias;
+  Activation activation;
+  bool keep_z;
 
-// Whether a weight lies transposed in memory, as Conv1D's does: a gradient that lies likewise is
+  static auto fields(auto& a) {
+    return std::tie(a.input, a.weight, a.bias, a.activation, a.keep_z);
+  }
+  bool keeps_z() const { return keep_z && activation != Activation::none; }
+};
+
+// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]; dweight has the memory layout of
+// the weight, where there is one. Outputs that output_mask leaves out are undefined; dinput needs
+// weight, dweight needs input, an activation needs z.
+using LinearBackward = std::tuple<Tensor, Tensor, Tensor>;
+struct LinearBackwardArguments {
+  const Tensor& dy;
+  const OptionalTensor &input, &weight, &z;
+  Activation activation;
+  std::array<bool, 3> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.dy, a.input, a.weight, a.z, a.activation, a.output_mask);
+  }
+};
+
+// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+
+void linear_check(const LinearArguments& a);
+LinearForward linear_outputs(const LinearArguments& a);
+LinearBackward linear_backward_outputs(const LinearBackwardArguments& a);
+
+// Whether a weight is transposed in memory, as Conv1D's is: a gradient with the same layout is
 // accumulated without a copy.
 bool lies_across(const OptionalTensor& weight);
-
-// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]; dweight lies in memory as a
-// weight that is given. What output_mask leaves out is undefined; dinput needs weight, dweight
-// needs input, an activation needs z.
-using LinearBackward = std::tuple<Tensor, Tensor, Tensor>;
-LinearBackward linear_backward_outputs(const Tensor& dy, const OptionalTensor& input,
-                                       const OptionalTensor& weight, const OptionalTensor& z,
-                                       std::string_view activation,
-                                       std::array<bool, 3> output_mask);
 
 // composite.cpp: the same in ATen calls, differentiable to any order.
 
 Tensor as_rows(const Tensor& t);  // [rows, t's last dimension]
 
-Tensor activate(const Tensor& z, std::string_view activation);
-LinearForward linear_forward_composite(const Tensor& input, const Tensor& weight,
-                                       const OptionalTensor& bias, std::string_view activation,
-                                       bool keep_z);
-LinearBackward linear_backward_composite(const Tensor& dy, const OptionalTensor& input,
-                                         const OptionalTensor& weight, const OptionalTensor& z,
-                                         std::string_view activation,
-                                         std::array<bool, 3> output_mask);
-// activation'(z) dy, which is the gradient of z; and what follows from that
-Tensor activate_backward(const Tensor& dy, const OptionalTensor& z, std::string_view activation);
+Tensor activate(const Tensor& z, Activation activation);
+// activation'(z) dy, the gradient of z, plus the gradient that reaches z itself in a double
+// backward. Either may be undefined.
+Tensor gradient_of_z(const Tensor& dy, const Tensor& dz, const OptionalTensor& z,
+                     Activation activation);
+LinearForward linear_forward_composite(const LinearArguments& a);
+LinearBackward linear_backward_composite(const LinearBackwardArguments& a);
 LinearBackward linear_gradients(const Tensor& dz, const OptionalTensor& input,
                                 const OptionalTensor& weight, std::array<bool, 3> output_mask);
 
-}  // namespace fusedops
+}  // namespace fusedops::linear

@@ -12,7 +12,7 @@
 #include "csrc/ops/cpu_features.h"
 #include "csrc/ops/linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::linear {
 namespace {
 
 constexpr int64_t kWork = int64_t{1} << 22;  // multiply-adds
@@ -44,4 +44,4 @@ bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool
   return own_product_pays(at::kFloat, rows, columns, depth, weight.stride(0) != 1);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::linear

@@ -9,7 +9,7 @@
 
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 namespace {
 
 std::vector<int64_t> last_axes(int64_t dims) {
@@ -143,4 +143,4 @@ TORCH_LIBRARY_FRAGMENT(fusedops, m) {
 TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) { m.impl("dropout_mask", dropout_mask); }
 TORCH_LIBRARY_IMPL(fusedops, Meta, m) { m.impl("dropout_mask", dropout_mask_outputs); }
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

@@ -14,19 +14,11 @@
 #include "csrc/ops/operator.h"
 #include "csrc/ops/seed.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 
-// rms_llama rounds before it multiplies. The schemas have the names.
-struct NormKind {
-  enum Value : int64_t { layer, rms, rms_llama };
-  int64_t value;
-
-  NormKind() = default;
-  NormKind(Value value) : value(value) {}
-  NormKind(std::string_view name);
-  bool operator==(Value other) const { return value == other; }
-  const char* name() const;
-};
+// rms_llama rounds before it multiplies.
+enum class NormKind : uint8_t { layer, rms, rms_llama };
+constexpr Names<3> names_of(NormKind) { return {"kind", {"layer", "rms", "rms_llama"}}; }
 
 // autograd.cpp: the public operators.
 
@@ -46,8 +38,6 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
 // stats are float64: rounded to float32, they would shift their row by up to half an ulp.
 using NormForward = std::tuple<Tensor, Tensor, Tensor>;
 struct NormForwardArguments {
-  using Signature = NormForward(In, Opt, Opt, Opt, int64_t, double, std::string_view, double,
-                                double, Opt);
   const Tensor& x;
   const OptionalTensor &residual, &weight, &bias;
   int64_t dims;  // that are normalised, the last
@@ -55,14 +45,17 @@ struct NormForwardArguments {
   NormKind kind;
   double offset, dropout_p;
   const OptionalTensor& seed;
+
+  static auto fields(auto& a) {
+    return std::tie(a.x, a.residual, a.weight, a.bias, a.dims, a.eps, a.kind, a.offset, a.dropout_p,
+                    a.seed);
+  }
 };
 
 // dresidual [h's shape], the gradient of h: of residual, and of x without dropout;
 // dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is undefined.
 using NormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 struct NormBackwardArguments {
-  using Signature = NormBackward(In, Opt, In, Opt, Opt, In, int64_t, std::string_view, double,
-                                 double, Opt, std::array<bool, 4>);
   const Tensor& dy;
   const OptionalTensor& dh;
   const Tensor& h;
@@ -73,6 +66,11 @@ struct NormBackwardArguments {
   double offset, dropout_p;
   const OptionalTensor& seed;
   std::array<bool, 4> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.dy, a.dh, a.h, a.weight, a.bias, a.stats, a.dims, a.kind, a.offset,
+                    a.dropout_p, a.seed, a.output_mask);
+  }
 };
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
@@ -133,4 +131,4 @@ NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, c
 NormForward norm_forward_composite(const NormForwardArguments& a);
 NormBackward norm_backward_composite(const NormBackwardArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

@@ -7,10 +7,9 @@
 #include <cmath>
 #include <vector>
 
-#include "csrc/ops/linear/operators.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 namespace {
 
 // The codes of bytes [..., b], each of which has two: [..., 2 b]
@@ -98,11 +97,10 @@ Tensor dequantize_weight_composite(const DequantizeArguments& a) {
 }
 
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
-                         const OptionalTensor& bias, std::string_view input_format,
-                         Compute compute) {
+                         const OptionalTensor& bias, InputFormat input_format, Compute compute) {
   const auto dtype = x.scalar_type(), wide = accumulation_dtype(dtype);
   const auto operand = operand_dtype(dtype, compute);
-  if (operand == dtype && input_format == "none") {
+  if (operand == dtype && input_format == InputFormat::none) {
     return at::linear(x, dequantized(weight, dtype), bias);
   }
   // Codes are bfloat16 numbers themselves: nothing rounds them, and a row's scale waits for its
@@ -111,8 +109,8 @@ Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
   const bool a_scale_a_row = bytes && weight.scales.sym_size(1) == 1;
   const auto w =
       a_scale_a_row ? weight.qweight.to(wide) : rounded_to(wide_weight(weight, wide), operand);
-  const auto a = input_format == "none" ? rounded_to(x, operand)
-                                        : rounded_rows(x, input_format_of(input_format));
+  const auto a =
+      input_format == InputFormat::none ? rounded_to(x, operand) : rounded_rows(x, input_format);
   auto z = at::linear(a, w);
   if (a_scale_a_row) z = z * weight.scales.flatten().to(wide);
   if (given(bias)) z = z + bias->to(wide);
@@ -135,17 +133,14 @@ QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& 
 
 QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a) {
   quantized_linear_outputs(a);
-  const auto z = quantized_product(a.x, a.weight(), a.bias, a.input_format, compute_of(a.compute))
-                     .contiguous();
-  return {activate(z, a.activation), a.keep_z && a.activation != "none" ? z : Tensor()};
+  const auto z = quantized_product(a.x, a.weight(), a.bias, a.input_format, a.compute).contiguous();
+  return {activate(z, a.activation), a.keeps_z() ? z : Tensor()};
 }
 
 QuantizedBackward quantized_linear_backward_composite(const QuantizedBackwardArguments& a) {
   quantized_linear_backward_outputs(a);
-  const auto dz = activate_backward(a.dy, a.z, a.activation);
-  const auto [dx, dbias] =
-      quantized_gradients(dz, a.weight(), compute_of(a.compute), a.output_mask);
-  return {dx.defined() ? dx.contiguous() : dx, dbias};
+  const auto dz = gradient_of_z(a.dy, {}, a.z, a.activation);
+  return contiguous(quantized_gradients(dz, a.weight(), a.compute, a.output_mask));
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

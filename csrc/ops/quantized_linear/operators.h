@@ -1,8 +1,7 @@
 // quantized_linear: a product with a weight of codes, its bias and activation. Formats, formulas
 // and shapes: fusedops/functional/quantized_linear.py.
 //
-// z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. In the kernel
-// operators activation and input_format are "none" where there is none, and compute is "any" where
+// z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. With Compute::any
 // the backend chooses: operands rounded to bfloat16 or to less, sums in float32.
 #pragma once
 
@@ -13,19 +12,31 @@
 
 #include "csrc/common.h"
 #include "csrc/kernels/quantized_linear.h"
-#include "csrc/ops/operator.h"
+#include "csrc/ops/linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
+
+using linear::activate, linear::Activation, linear::as_rows, linear::gradient_of_z;
+
+inline constexpr const char* kQuantizedLinear = "quantized_linear";  // in errors
+
+constexpr Names<4> names_of(WeightFormat) { return {"format", {"int8", "int4", "nf4", "fp8"}}; }
+constexpr Names<4> names_of(Compute) { return {"compute", {"any", "exact", "bf16", "int8"}, true}; }
+constexpr Names<3> names_of(InputFormat) { return {"input_format", {"none", "int8", "fp8"}, true}; }
 
 // A weight as the schemas have it.
 struct QuantizedCodes {
   const Tensor &qweight, &scales;
   const OptionalTensor& zeros;
+
+  static auto fields(auto& a) { return std::tie(a.qweight, a.scales, a.zeros); }
 };
 struct QuantizedLayout {
-  std::string_view format;
+  WeightFormat format;
   c10::SymInt n, k;  // out_features, in_features
   int64_t group_size;
+
+  static auto fields(auto& a) { return std::tie(a.format, a.n, a.k, a.group_size); }
 };
 
 // A weight [n, k] as its tensors, and how to read them. Those that are checked are contiguous.
@@ -57,16 +68,20 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
 // y [x's shape but the last, n], z [the same; undefined without an activation or keep_z]
 using QuantizedForward = std::tuple<Tensor, Tensor>;
 struct QuantizedArguments {
-  using Signature = QuantizedForward(In, In, In, Opt, Opt, std::string_view, c10::SymInt,
-                                     c10::SymInt, int64_t, std::string_view, std::string_view,
-                                     std::string_view, bool);
   const Tensor& x;
   QuantizedCodes codes;
   const OptionalTensor& bias;
   QuantizedLayout layout;
-  std::string_view activation, input_format, compute;
+  Activation activation;
+  InputFormat input_format;
+  Compute compute;
   bool keep_z;
 
+  static auto fields(auto& a) {
+    return std::tie(a.x, a.codes, a.bias, a.layout, a.activation, a.input_format, a.compute,
+                    a.keep_z);
+  }
+  bool keeps_z() const { return keep_z && activation != Activation::none; }
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
@@ -74,39 +89,31 @@ struct QuantizedArguments {
 // activation needs z. compute "int8" is "any" here: dy is never quantized.
 using QuantizedBackward = std::tuple<Tensor, Tensor>;
 struct QuantizedBackwardArguments {
-  using Signature = QuantizedBackward(In, In, In, Opt, Opt, std::string_view, c10::SymInt,
-                                      c10::SymInt, int64_t, std::string_view, std::string_view,
-                                      std::array<bool, 2>);
   const Tensor& dy;
   QuantizedCodes codes;
   const OptionalTensor& z;
   QuantizedLayout layout;
-  std::string_view activation, compute;
+  Activation activation;
+  Compute compute;
   std::array<bool, 2> output_mask;
 
+  static auto fields(auto& a) {
+    return std::tie(a.dy, a.codes, a.z, a.layout, a.activation, a.compute, a.output_mask);
+  }
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
 // The weight, [n, k] of a floating dtype.
 struct DequantizeArguments {
-  using Signature = Tensor(In, In, Opt, std::string_view, c10::SymInt, c10::SymInt, int64_t,
-                           c10::ScalarType);
   QuantizedCodes codes;
   QuantizedLayout layout;
   c10::ScalarType dtype;
 
+  static auto fields(auto& a) { return std::tie(a.codes, a.layout, a.dtype); }
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
-
-WeightFormat weight_format(std::string_view name, const char* op = "quantized_linear");
-Compute compute_of(std::string_view name);
-InputFormat input_format_of(std::string_view name);
-
-// Integer products need integers on both sides.
-void check_quantized_input(const QuantizedTensors& weight, std::string_view input_format,
-                           Compute compute);
 
 // quantized_linear_tiles is the same operator once more: what the forward of csrc/cuda calls for
 // more rows than it multiplies itself.
@@ -130,7 +137,9 @@ QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view f
 //   tiles    fusedops/triton: tiles of many rows
 //   scratch  the weight becomes bfloat16 in memory for one call, and torch multiplies
 enum class GpuWay : uint8_t { gemv, split, tiles, scratch };
-GpuWay gpu_way(int64_t rows, std::string_view input_format, std::string_view compute);
+constexpr Names<4> names_of(GpuWay) { return {"kernel", {"gemv", "split", "tiles", "scratch"}}; }
+
+GpuWay gpu_way(int64_t rows, InputFormat input_format, Compute compute);
 std::string quantized_linear_way(int64_t rows, std::string_view input_format,
                                  std::string_view compute);
 std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
@@ -143,8 +152,7 @@ Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype);
 
 // z, in x's dtype
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
-                         const OptionalTensor& bias, std::string_view input_format,
-                         Compute compute);
+                         const OptionalTensor& bias, InputFormat input_format, Compute compute);
 // The gradients of x and bias that follow from z's.
 QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
                                       Compute compute, std::array<bool, 2> output_mask);
@@ -153,4 +161,4 @@ QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a)
 QuantizedBackward quantized_linear_backward_composite(const QuantizedBackwardArguments& a);
 Tensor dequantize_weight_composite(const DequantizeArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

@@ -6,7 +6,7 @@
 
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 namespace {
 
 // Beyond kGemvRows, multiplications by rows in float32 take longer than the codes from memory: gemv
@@ -19,27 +19,27 @@ constexpr int64_t kTileRows = 1024;
 
 }  // namespace
 
-GpuWay gpu_way(int64_t rows, std::string_view input_format, std::string_view compute) {
+GpuWay gpu_way(int64_t rows, InputFormat input_format, Compute compute) {
   if (rows <= kGemvRows) return GpuWay::gemv;
   if (rows <= kSplitRows) return GpuWay::split;
   // Scratch is bfloat16, of which "exact" knows nothing; codes by codes need none.
-  const bool narrow = compute == "any" || compute == "bf16";
-  return rows <= kTileRows || !narrow || input_format != "none" ? GpuWay::tiles : GpuWay::scratch;
+  const bool narrow = compute == Compute::any || compute == Compute::bf16;
+  const bool tiles = rows <= kTileRows || !narrow || input_format != InputFormat::none;
+  return tiles ? GpuWay::tiles : GpuWay::scratch;
 }
 
 std::string quantized_linear_way(int64_t rows, std::string_view input_format,
                                  std::string_view compute) {
-  switch (gpu_way(rows, input_format, compute)) {
-    case GpuWay::gemv: return "gemv";
-    case GpuWay::split: return "split";
-    case GpuWay::tiles: return "tiles";
-    default: return "scratch";
-  }
+  return std::string(to_name(gpu_way(rows, from_name<InputFormat>(kQuantizedLinear, input_format),
+                                     from_name<Compute>(kQuantizedLinear, compute))));
 }
 
 std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
-                                      int64_t group_size, int64_t rows,
-                                      std::string_view input_format, std::string_view compute) {
+                                      int64_t group_size, int64_t rows, std::string_view input_name,
+                                      std::string_view compute_name) {
+  const auto kind = from_name<WeightFormat>(kQuantizedLinear, format);
+  const auto input_format = from_name<InputFormat>(kQuantizedLinear, input_name);
+  const auto compute = from_name<Compute>(kQuantizedLinear, compute_name);
   const auto way = gpu_way(rows, input_format, compute);
   if (way == GpuWay::gemv) {
     return "a CUDA C++ kernel, whose codes become float32 in registers, of at most " +
@@ -50,13 +50,15 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
            std::to_string(n * k * 2 >> 20) + " MiB, and torch multiplies it, from " +
            std::to_string(kTileRows + 1) + " rows of input on";
   }
-  const bool integers =
-      input_format == "int8" && format == "int8" && group_size >= k && k <= kMostIntegers;
-  const bool e4m3 = input_format == "fp8" && format == "fp8" && compute != "exact";
+  const bool integers = input_format == InputFormat::int8 && kind == WeightFormat::int8 &&
+                        group_size >= k && k <= kMostIntegers;
+  const bool e4m3 =
+      input_format == InputFormat::fp8 && kind == WeightFormat::fp8 && compute != Compute::exact;
+  const bool wide = compute == Compute::exact || compute == Compute::int8;
   const std::string operand = integers ? "int8"
                               : e4m3   ? "float8_e4m3fn (before sm_89 bfloat16)"
-                              : compute == "exact" || compute == "int8" ? "float32"
-                                                                        : "bfloat16";
+                              : wide   ? "float32"
+                                       : "bfloat16";
   const std::string how = "a Triton kernel, whose tiles multiply " + operand;
   if (way == GpuWay::split) {
     return how + " and share their depth where there are few, of at most " +
@@ -65,4 +67,4 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
   return how + ", from " + std::to_string(kSplitRows + 1) + " rows of input on";
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

@@ -5,7 +5,7 @@
 
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 namespace {
 
 // (a, b) -> (-b, a)
@@ -83,4 +83,4 @@ RotaryPair rotary_backward_composite(const RotaryBackward& a) {
   return outputs;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

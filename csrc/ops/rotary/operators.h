@@ -9,7 +9,7 @@
 #include "csrc/kernels/rotary.h"
 #include "csrc/ops/operator.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 
 using RotaryPair = std::tuple<Tensor, Tensor>;  // of q and of k
 
@@ -23,21 +23,25 @@ struct RotaryTable {
   const Tensor &cos, &sin;
   int64_t unsqueeze_dim;
   bool interleaved;
+
+  static auto fields(auto& a) { return std::tie(a.cos, a.sin, a.unsqueeze_dim, a.interleaved); }
 };
 
 // Both [their shape], with heads inside the sequence or the sequence inside heads, as they have it.
 struct RotaryForward {
-  using Signature = RotaryPair(In, In, In, In, int64_t, bool);
   const Tensor &q, &k;
   RotaryTable table;
+
+  static auto fields(auto& a) { return std::tie(a.q, a.k, a.table); }
 };
 
 // dq and dk in q's dtype, laid out as what came in. What did not come in is undefined.
 struct RotaryBackward {
-  using Signature = RotaryPair(Opt, Opt, In, In, int64_t, bool, c10::ScalarType);
   const OptionalTensor &dq, &dk;
   RotaryTable table;
   c10::ScalarType dtype;
+
+  static auto fields(auto& a) { return std::tie(a.dq, a.dk, a.table, a.dtype); }
 };
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
@@ -80,4 +84,4 @@ RotaryPair rotary_backward_formula(const RotaryBackward& a);
 RotaryPair rotary_composite(const RotaryForward& a);
 RotaryPair rotary_backward_composite(const RotaryBackward& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

@@ -7,7 +7,7 @@
 #include "csrc/ops/checks.h"
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 namespace {
 
 constexpr const char* kOp = "rotary_embedding";
@@ -140,4 +140,4 @@ RotaryPair rotary_backward_outputs(const RotaryBackward& a) {
   return {of(a.dq), of(a.dk)};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

@@ -2,7 +2,7 @@
 
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 namespace {
 
 // Where x's dimensions are; -1 where it has none of the kind.
@@ -75,4 +75,4 @@ RotaryRows::RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const R
   a.transposed = transposed;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

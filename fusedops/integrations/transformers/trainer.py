@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class FusedOpsCallback(TrainerCallback):
-    """`fusedops.patch` for a Trainer's model: `Trainer(..., callbacks=[FusedOpsCallback()])`.
+    """Patches a Trainer's model: `Trainer(..., callbacks=[FusedOpsCallback()])`.
 
     The arguments are those of `fusedops.patch`. The model is patched when the Trainer is created,
     before anything wraps it. A model that `model_init` creates later is patched when training
@@ -29,7 +29,7 @@ class FusedOpsCallback(TrainerCallback):
     `logging.basicConfig(level=logging.INFO)` shows everything logged at the default level.
 
     Raises what `fusedops.patch` raises, and ValueError for `quantize` with a `model_init`, because
-    the optimizer would hold the weights that are quantized.
+    the optimizer would still step the float weights.
     """
 
     def __init__(self, *, log_level: int = logging.INFO, **options: Any) -> None:
@@ -49,7 +49,7 @@ class FusedOpsCallback(TrainerCallback):
             return
         if self.options.get("quantize") is not None:
             raise ValueError(
-                "FusedOpsCallback: quantize must be None when model_init makes the model, got "
+                "FusedOpsCallback: quantize must be None when model_init creates the model, got "
                 f"{self.options['quantize']!r}: quantize the model in model_init"
             )
         self._patch(model, state)

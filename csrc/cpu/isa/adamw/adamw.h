@@ -5,7 +5,9 @@
 #include "csrc/kernels/adamw.h"
 #include "csrc/cpu/isa.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
+
+using namespace fusedops::adamw;
 
 // A step of the blocks begin to end of a tensor. key: adamw_key; gradient_factor: what the
 // gradients are multiplied by, -1 in it where their sum grows.
@@ -19,4 +21,4 @@ FUSEDOPS_ISA_FUNCTION(sum_of_squares, const void* grad, Dtype dtype, int64_t n, 
 // Multiplies n elements by a factor.
 FUSEDOPS_ISA_FUNCTION(scale_in_place, void* grad, Dtype dtype, int64_t n, float factor)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

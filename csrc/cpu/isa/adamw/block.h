@@ -5,7 +5,7 @@
 
 #include "csrc/cpu/isa/adamw/lanes.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
 
 constexpr int kTurn = 4 * kLanes;  // what a turn of the loops covers: a vector of bytes
@@ -71,4 +71,4 @@ struct Staged {
 };
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

@@ -3,8 +3,11 @@
 #include "csrc/cpu/isa/adamw/adamw.h"
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 constexpr int64_t kPiece = 64 * kStep;  // that is summed in float32
@@ -48,4 +51,4 @@ void scale_in_place(void* grad, Dtype dtype, int64_t n, float factor) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

@@ -8,8 +8,13 @@
 
 #define FUSEDOPS_INLINE inline __attribute__((always_inline))
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
+
+using namespace fusedops::adamw;
+
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
 
 constexpr int kLanes = Vec::size();
 
@@ -228,4 +233,4 @@ FUSEDOPS_INLINE Ints random_halves(BlockKey key, uint32_t first, int64_t i) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

@@ -7,7 +7,7 @@
 
 #include "csrc/cpu/isa/adamw/rounding.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
 
 struct Pair {
@@ -116,4 +116,4 @@ class Encoding {
 };
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

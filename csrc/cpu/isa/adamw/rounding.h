@@ -5,7 +5,7 @@
 
 #include "csrc/cpu/isa/adamw/block.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
 
 FUSEDOPS_INLINE Vec load_floats(const float* p) { return Vec::loadu(p); }
@@ -92,4 +92,4 @@ FUSEDOPS_INLINE void store_param(const Block<T>& block, int64_t i, const Floats&
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

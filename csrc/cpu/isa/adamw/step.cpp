@@ -18,7 +18,7 @@
 #include "csrc/cpu/isa/adamw/adamw.h"
 #include "csrc/cpu/isa/adamw/moments.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
 namespace {
 
@@ -286,4 +286,4 @@ void adamw_blocks(const AdamWTensor& t, uint64_t key, const AdamWFactors& factor
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

@@ -6,7 +6,10 @@
 #include "csrc/cpu/isa/lanes.h"
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::attention::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 // How many queries a loop over keys or values takes at a time.
@@ -212,4 +215,4 @@ void add_values(const float* p, int64_t ld, int64_t rows, const RowsOf& v, int64
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::attention::CPU_CAPABILITY

@@ -4,7 +4,7 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/cpu/isa/operands.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
 // scratch: as much memory as q takes, or p; n is at most kKeys.
 
@@ -16,4 +16,4 @@ FUSEDOPS_ISA_FUNCTION(query_products, const float* q, int64_t ld_q, int64_t rows
 FUSEDOPS_ISA_FUNCTION(add_values, const float* p, int64_t ld, int64_t rows, const RowsOf& v,
                       int64_t n, int64_t width, float* out, float* scratch)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

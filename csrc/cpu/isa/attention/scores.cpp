@@ -7,7 +7,10 @@
 #include "csrc/cpu/isa/exp.h"
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::attention::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 // What is added to scores [begin, end) of a row, at the same places of `to`.
@@ -235,4 +238,4 @@ void score_gradients(const ScoreRow& row, const ScoreMap& map, const GradientRow
   to.dtype == Dtype::bfloat16 ? add(BFloat16()) : add(float());
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::attention::CPU_CAPABILITY

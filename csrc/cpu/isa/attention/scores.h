@@ -8,7 +8,9 @@
 #include "csrc/cpu/isa/operands.h"
 #include "csrc/kernels/philox.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
+
+using namespace fusedops::attention;
 
 constexpr int64_t kKeys = 512;  // of a tile of scores, at most
 
@@ -56,4 +58,4 @@ struct GradientRow {
 FUSEDOPS_ISA_FUNCTION(score_gradients, const ScoreRow& row, const ScoreMap& map,
                       const GradientRow& to)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -4,7 +4,10 @@
 
 #include "csrc/cpu/isa/gates.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 // Every activation but ReLU is z S(z).
@@ -97,4 +100,4 @@ void activate_backward_rows(const ActivateBackwardRows& args, int64_t begin, int
   with_types(args, [&]<class T, Activation kKind>() { backward_rows<T, kKind>(args, begin, end); });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::linear::CPU_CAPABILITY

@@ -4,7 +4,9 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/linear.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::linear {
+
+using namespace fusedops::linear;
 
 struct ActivateRows {
   const void *product, *bias;         // [rows, n]; [n] or null
@@ -27,4 +29,4 @@ FUSEDOPS_ISA_FUNCTION(activate_rows, const ActivateRows& args, int64_t begin, in
 FUSEDOPS_ISA_FUNCTION(activate_backward_rows, const ActivateBackwardRows& args, int64_t begin,
                       int64_t end)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::linear

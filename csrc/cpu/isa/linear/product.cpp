@@ -9,7 +9,10 @@
 
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 #if defined(CPU_CAPABILITY_AVX512)
@@ -177,4 +180,4 @@ void product_rows(const ProductBlock& block, int64_t begin, int64_t end, float* 
   }
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::linear::CPU_CAPABILITY

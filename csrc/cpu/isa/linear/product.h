@@ -3,7 +3,7 @@
 
 #include "csrc/cpu/isa.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::linear {
 
 struct Matrix {
   const float* data;
@@ -31,4 +31,4 @@ FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(pack_columns, const Matrix& b, int64_t depth,
 FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(product_rows, const ProductBlock& block, int64_t begin,
                                    int64_t end, float* packed)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::linear

@@ -3,7 +3,7 @@
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::norm::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kGroup = 16;  // rows of dweight and dbias that are added in float32
@@ -131,4 +131,4 @@ void norm_sum_chunks(const double* partials, int64_t chunks, int64_t stride, int
   }
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::norm::CPU_CAPABILITY

@@ -6,7 +6,7 @@
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::norm::CPU_CAPABILITY {
 namespace {
 
 // h = residual + dropout(x), stored. Returns the sum over the row of moment(h).
@@ -138,4 +138,4 @@ void norm_forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) 
   rows(args, begin, end);
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::norm::CPU_CAPABILITY

@@ -5,7 +5,9 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/norm.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::norm {
+
+using namespace fusedops::norm;
 
 struct NormForwardArgs : NormForwardRows {
   const float *weight, *bias;  // [n] or null; weight includes the offset
@@ -30,4 +32,4 @@ FUSEDOPS_ISA_FUNCTION(norm_backward_rows, const NormBackwardArgs& args, int64_t 
 FUSEDOPS_ISA_FUNCTION(norm_sum_chunks, const double* partials, int64_t chunks, int64_t stride,
                       int64_t begin, int64_t end, void* out, Dtype dtype)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::norm

@@ -9,8 +9,10 @@
 #include "csrc/cpu/isa/dropout.h"
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::norm {
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
 
 constexpr int64_t kBlock = 1024;  // a multiple of kStep and of Philox's four words
 
@@ -87,4 +89,4 @@ inline Floats scaled(const Floats& c, const Split& rstd) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::norm

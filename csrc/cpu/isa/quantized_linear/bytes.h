@@ -7,8 +7,10 @@
 
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
 
 // Numbers of a step, from 8 bits each.
 inline Floats widen_bytes(const int8_t* p) {
@@ -110,4 +112,4 @@ inline void store_codes(T* p, const Floats& v, Part part) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

@@ -7,7 +7,10 @@
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 // What the 16 codes of a group of int4 stand for.
@@ -258,4 +261,4 @@ void read_input(const ReadInput& args) {
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY

@@ -4,7 +4,9 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/quantized_linear.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
+
+using namespace fusedops::quantized_linear;
 
 // A weight [n, k] as the loops read it.
 struct Codes {
@@ -60,4 +62,4 @@ struct ReadInput {
 };
 FUSEDOPS_ISA_FUNCTION(read_input, const ReadInput& args)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

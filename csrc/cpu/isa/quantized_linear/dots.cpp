@@ -6,7 +6,10 @@
 #include "csrc/cpu/isa/lanes.h"
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 // The operands' numbers, a register of sums, and how a register of both is added to it.
@@ -159,4 +162,4 @@ void finish_sums(const FinishRow& args) {
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY

@@ -3,7 +3,7 @@
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 
 constexpr int64_t kLanes = 64;  // bytes of a step along the rows: they are padded with zeros to it
 
@@ -38,4 +38,4 @@ struct FinishRow {
 };
 FUSEDOPS_ISA_FUNCTION(finish_sums, const FinishRow& args)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

@@ -2,7 +2,10 @@
 
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 // A row of w and kRows of x at a time. Code: int8_t, or uint8_t for e4m3.
@@ -200,4 +203,4 @@ void turn_halves(const uint16_t* x, int64_t k, uint16_t* out, float* lanes) {
   }
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY

@@ -3,7 +3,7 @@
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kHalves = 128;     // codes of 4 bits in a register
@@ -27,4 +27,4 @@ FUSEDOPS_ISA_FUNCTION(add_few_rows, const Codes& weight, const FewRows& args, in
 // that meet in a lane: out [k], lanes [k / kCodesOfLane]. k is a multiple of kHalves.
 FUSEDOPS_ISA_FUNCTION(turn_halves, const uint16_t* x, int64_t k, uint16_t* out, float* lanes)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

@@ -14,8 +14,11 @@
 
 #include "csrc/cpu/isa/exp.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 using Ints = at::vec::Vectorized<int32_t>;
@@ -213,4 +216,4 @@ void quantize_groups(const QuantizeGroups& args, int64_t begin, int64_t end) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

@@ -5,7 +5,9 @@
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/quantized_linear.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
+
+using namespace fusedops::quantized_linear;
 
 struct QuantizeGroups {
   const float* w;        // [groups, size]
@@ -22,4 +24,4 @@ struct QuantizeGroups {
 FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(quantize_groups, const QuantizeGroups& args, int64_t begin,
                                    int64_t end)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

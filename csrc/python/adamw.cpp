@@ -1,4 +1,4 @@
-#include "csrc/python/optimizer.h"
+#include "csrc/python/adamw.h"
 
 #include <ATen/ops/zeros.h>
 #include <pybind11/gil.h>
@@ -7,7 +7,9 @@
 
 #include <algorithm>
 
-namespace fusedops {
+#include "csrc/python/exports.h"
+
+namespace fusedops::adamw {
 namespace {
 
 // The part of a DTensor that lies on this rank; any other tensor is itself.
@@ -145,11 +147,10 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   if (params.empty()) return;
   if (!table_ && !params[0].is_cpu()) renew_table(false);
   pybind11::gil_scoped_release others_go_on;
-  dispatch<"fusedops::adamw_step", AdamWArguments::Signature>(params, grads, exp_avgs, exp_avg_sqs,
-                                                              steps, most, scales, remainders,
-                                                              kinds, options, lrs, seed, squares,
-                                                              max_grad_norm, grad_scale, found_inf,
-                                                              host_table_, table_);
+  call<"fusedops::adamw_step", void>(AdamWArguments{params, grads, exp_avgs, exp_avg_sqs, steps,
+                                                    most, scales, remainders, kinds, options, lrs,
+                                                    seed, squares, max_grad_norm, grad_scale,
+                                                    found_inf, host_table_, table_});
 }
 
 void AdamWBucket::renew_table(bool captured) {
@@ -172,4 +173,18 @@ bool any_gradient(const std::vector<Tensor>& params) {
                      [](const Tensor& p) { return p.grad().defined(); });
 }
 
-}  // namespace fusedops
+const Exports adamw_exports([](py::module_& m) {
+  using Objects = const std::vector<py::handle>&;
+  py::class_<AdamWBucket>(m, "AdamWBucket")
+      .def(py::init<Objects, Objects, const std::vector<int64_t>&>())
+      .def("unchanged",
+           [](const AdamWBucket& b, const py::dict& s) { return b.unchanged(s.ptr()); })
+      .def("squares", torch::wrap_pybind_function(&AdamWBucket::squares))
+      .def("step", torch::wrap_pybind_function(&AdamWBucket::step))
+      .def("renew_table", &AdamWBucket::renew_table);
+  m.def("same_objects",
+        [](const py::list& a, const py::list& b) { return same_objects(a.ptr(), b.ptr()); });
+  m.def("any_gradient", any_gradient);
+});
+
+}  // namespace fusedops::adamw

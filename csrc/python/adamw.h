@@ -9,7 +9,7 @@
 
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops {
+namespace fusedops::adamw {
 
 // Parameters of one device with their states, as AdamW's step takes them. Every function needs the
 // GIL.
@@ -66,4 +66,4 @@ bool same_objects(PyObject* a, PyObject* b);
 // Whether one of these has a gradient.
 bool any_gradient(const std::vector<Tensor>& params);
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw
