@@ -157,8 +157,8 @@ def _watched(wanted: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
 
     with afterwards(remove), afterwards(remove):
         for path, module in wanted.items():
-            told = partial(_tell, seen, path)
-            hooks.append(module.register_forward_pre_hook(told, with_kwargs=True))
+            hook = partial(_tell, seen, path)
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
@@ -202,9 +202,9 @@ def _furthest(
     worst = max(names, key=lambda n: (n in off, _share(found.get(n), before, n)))
     rounding = max(_share(seen.get(worst), before, worst) for seen in before.seen)
     error = _share(found.get(worst), before, worst)
-    said = worst.replace("module.", "", 1) if isinstance(judged, _Call) else worst
+    result = worst.replace("module.", "", 1) if isinstance(judged, _Call) else worst
     was = original_class(module).__name__
-    return Deviation(path, was, kinds, said, error, rounding, off.isdisjoint(names))
+    return Deviation(path, was, kinds, result, error, rounding, off.isdisjoint(names))
 
 
 def _share(result: Tensor | None, before: Yardstick, name: str) -> float:

@@ -321,9 +321,9 @@ def _theirs() -> Iterator[None]:
 def _proven(function: FunctionType, known: Rotation, dims: tuple[int, ...]) -> Rotation | str:
     """`known`, completed with what else holds for the function; or why it does not match."""
     example = _arguments(known, 8, known.dim, BF16, F32)
-    turned = example[0].transpose(-3, -2).contiguous().transpose(-3, -2)
+    transposed = example[0].transpose(-3, -2).contiguous().transpose(-3, -2)
     with torch.no_grad(), _theirs():
-        results, view = function(*example), function(turned, *example[1:])
+        results, view = function(*example), function(transposed, *example[1:])
         with torch.autocast("cpu", BF16):
             cast = [y.dtype for y in function(*example)] != [y.dtype for y in results]
     back = results[0].dtype == BF16

@@ -135,8 +135,8 @@ def form_of(module: nn.Module) -> LinearForm | None:
         return None
     known, key = _forms.setdefault(original, {}), (version(original), attributes)
     if key not in known:
-        turns = (transposed for transposed in (False, True) if _is_product(module, transposed))
-        known[key] = next((LinearForm(transposed, attributes) for transposed in turns), None)
+        tried = (transposed for transposed in (False, True) if _is_product(module, transposed))
+        known[key] = next((LinearForm(transposed, attributes) for transposed in tried), None)
     return known[key]
 
 

@@ -118,7 +118,7 @@ def test_where_values_may_not_be_read(transform):
 
 @pytest.fixture
 def reads():
-    with mock.patch.object(masks, "_read", side_effect=masks._read) as counted:
+    with mock.patch.object(masks, "_meaning", side_effect=masks._meaning) as counted:
         yield counted
 
 
