@@ -86,7 +86,8 @@ class Family:
     draws: how many inputs its error is measured over, where the error of a few numbers is luck.
     dtypes: of a double backward. compilers: torch.compile's options. whole: whether the calls have
     all that the operators take. symbolic: whether torch.fx traces the functions. keeps_outputs:
-    whether the backward reads the outputs, which then may not change. on_gpus: calls of the sizes
+    whether the backward reads the outputs, which then may not change. errors: wrong calls, by what
+    they say. kernel_errors: those of the kernels' own operators. on_gpus: calls of the sizes
     that models have, each of which is one launch. launches: those of a forward and its backward,
     where that is a number.
     """
@@ -103,6 +104,8 @@ class Family:
     whole: bool = True
     symbolic: bool = True
     keeps_outputs: bool = False
+    errors: dict[str, Callable] = field(default_factory=dict)
+    kernel_errors: dict[str, Callable] = field(default_factory=dict)
     on_gpus: dict[str, Call] = field(default_factory=dict)
     launches: int | None = 2
 

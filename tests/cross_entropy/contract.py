@@ -8,6 +8,7 @@ import torch
 from contract.family import BF16, F32, Call, Family
 
 from cross_entropy.cases import OPTIONS, class_weight, head, logits, targets
+from cross_entropy.errors import ERRORS
 from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.functional.cross_entropy import (
     cross_entropy_reference,
@@ -81,4 +82,5 @@ FAMILY = Family(
     batches=((30,),),
     draws=48,
     dtypes=(F32, BF16),
+    errors=ERRORS,
 )

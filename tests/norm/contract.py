@@ -8,6 +8,7 @@ import torch
 from contract.family import Call, Family
 
 from norm.cases import BACKENDS, FUNCTIONS, inputs
+from norm.errors import ERRORS
 
 # The last two are walked: in shared memory past 48 KiB, and in global memory.
 SHAPES = [(3, 70), (64, 4096), (16384, 1024), (16, 16384), (3, 70001), (2, 262144)]
@@ -59,4 +60,5 @@ FAMILY = Family(
     },
     launches=None,
     backends=tuple("default" if name == "cpu" else name for name in BACKENDS),
+    errors=ERRORS,
 )
