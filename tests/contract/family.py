@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fusedops
-from fusedops.testing import device_of, placed
+from fusedops.testing import device_of, gradients, placed
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Batch = tuple[int, ...]
@@ -169,3 +169,16 @@ FUNCTIONS = each("call", lambda family: ((n, (call,)) for n, call in family.call
 
 def as_tuple(outputs: Any) -> tuple:
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def moved(leaves: tuple, draws: int) -> list[list[Tensor]]:
+    """Inputs near these. Over several the luck of their roundings does not decide."""
+    draw = torch.Generator().manual_seed(1)
+    steps = ([torch.randn(x.shape, generator=draw).to(x) for x in leaves] for _ in range(draws))
+    return [[x * (1 + 0.01 * step) for x, step in zip(leaves, s, strict=True)] for s in steps]
+
+
+def over(run: Callable, inputs: list[list[Tensor]], to: torch.dtype) -> dict[str, Tensor]:
+    """The results and gradients of all these inputs, in a dtype."""
+    found = [gradients(run, tuple(x.to(to) for x in one)) for one in inputs]
+    return {key: torch.stack([one[key] for one in found]) for key in found[0]}

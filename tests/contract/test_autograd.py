@@ -22,9 +22,11 @@ from contract.family import (
     as_tuple,
     each,
     floating,
+    moved,
     on,
+    over,
 )
-from fusedops.testing import gradients, yardstick
+from fusedops.testing import yardstick
 
 
 def test_every_family_with_gradients_is_under_contract():
@@ -32,13 +34,6 @@ def test_every_family_with_gradients_is_under_contract():
     called = {call.operator for f in FAMILIES.values() for call in f.calls.values()}
     operators = {op for name in FAMILIES for op in fusedops.backends.FAMILIES[name]}
     assert called == operators
-
-
-def moved(leaves: tuple, draws: int) -> list[list[torch.Tensor]]:
-    """Inputs near these. Over several the luck of their roundings does not decide."""
-    draw = torch.Generator().manual_seed(1)
-    steps = ([torch.randn(x.shape, generator=draw).to(x) for x in leaves] for _ in range(draws))
-    return [[x * (1 + 0.01 * step) for x, step in zip(leaves, s, strict=True)] for s in steps]
 
 
 def _twice(family):
@@ -128,12 +123,9 @@ def test_composite_rounds_once(call, draws, dtype):
         outputs = torch.vmap(function)(*(x.unsqueeze(0) for x in leaves))
         return tuple(o[0] for o in as_tuple(outputs))
 
-    def over(run: Callable, to: torch.dtype) -> dict[str, torch.Tensor]:
-        inputs = ([x.to(to) for x in one] for one in moved(leaves, min(draws, 8)))
-        found = [gradients(run, tuple(one)) for one in inputs]
-        return {key: torch.stack([one[key] for one in found]) for key in found[0]}
-
-    found, eager, exact = over(composite, dtype), over(reference, dtype), over(reference, F64)
+    inputs = moved(leaves, min(draws, 8))
+    found, eager = (over(run, inputs, dtype) for run in (composite, reference))
+    exact = over(reference, inputs, F64)
     assert {k: c for k in found if (c := yardstick(found[k], eager[k], exact[k]))} == {}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from contract.family import BF16, F32, Call, Family
@@ -39,6 +40,14 @@ def of_linear(options: str) -> Call:
     return Call("linear_cross_entropy", *both, drawn_of_linear, OPTIONS[options], **how)
 
 
+def another_ignored(call: Call) -> Call:
+    def drawn(*how: Any) -> tuple:
+        made = call.draw(*how)
+        return tuple(t.where(t != -100, 3) if t.dtype == torch.int64 else t for t in made)
+
+    return replace(call, draw=drawn, options=call.options | {"ignore_index": 3})
+
+
 def without_weight(options: str) -> Call:
     return replace(call(options), draw=lambda *how: drawn(*how)[:2], still=())
 
@@ -71,6 +80,10 @@ CHOSEN = ("mean", "none", "all", "all of none")
 FAMILY = Family(
     calls={f"cross_entropy {name}": call(name) for name in CHOSEN}
     | {f"linear_cross_entropy {name}": of_linear(name) for name in CHOSEN},
+    more={
+        f"{call.operator} of another ignored class": another_ignored(call)
+        for call in (call("all of none"), of_linear("all of none"))
+    },
     further={f"cross_entropy {name}, unweighted": without_weight(name) for name in OPTIONS}
     | {f"cross_entropy {name}": call(name) for name in OPTIONS if name not in CHOSEN}
     | {f"linear_cross_entropy {name}, alone": without_more(name) for name in OPTIONS},

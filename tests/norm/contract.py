@@ -40,9 +40,14 @@ CALLS = {  # the sum is kept, not what it is made of
     op: Call(op, *both, partial(drawn, op), kept=(2,) if "add" in op else (0, 2))
     for op, both in FUNCTIONS.items()
 }
+GEMMA = {"rounding": "llama", "offset": 1.0}
 FAMILY = Family(
     calls=CALLS,
     more={
+        "rms_norm of Gemma": replace(CALLS["rms_norm"], options=GEMMA),
+        "add_rms_norm of Gemma": replace(CALLS["add_rms_norm"], options=GEMMA | {"dropout_p": 0.3}),
+    }
+    | {
         f"{op} with dropout": replace(call, options={"dropout_p": 0.3})
         for op, call in CALLS.items()
         if "add" in op
