@@ -40,8 +40,9 @@ CALLS = {
     f"{family} {name}": call
     for family, record in FAMILIES.items()
     for name, call in (record.calls | record.more).items()
+    if not name.endswith((" None", " silu"))  # quantized_linear's
 }
-DRAWS = {family: min(record.draws, 4) for family, record in FAMILIES.items()}
+DRAWS = {family: min(record.draws, 2) for family, record in FAMILIES.items()}
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
