@@ -40,7 +40,6 @@ CALLS = {
     f"{family} {name}": call
     for family, record in FAMILIES.items()
     for name, call in (record.calls | record.more).items()
-    if not name.endswith((" None", " silu"))  # quantized_linear's
 }
 DRAWS = {family: min(record.draws, 2) for family, record in FAMILIES.items()}
 

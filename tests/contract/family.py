@@ -79,23 +79,23 @@ class Call:
 class Family:
     """How a family's operators are called in the contract's tests.
 
-    calls: for every test. more: for those that cost little. further: for tests that compare bits.
-    kernels: for each variant, the kernels'
-    own operators with arguments on a device; later ones may need the results of earlier ones.
-    backends: those that the tests force; "default" forces none. batches: of a double backward.
-    draws: how many inputs its error is measured over, where the error of a few numbers is luck.
-    dtypes: of a double backward. compilers: torch.compile's options. whole: whether the calls have
-    all that the operators take. symbolic: whether torch.fx traces the functions. keeps_outputs:
-    whether the backward reads the outputs, which then may not change. errors: wrong calls, by what
-    they say. kernel_errors: those of the kernels' own operators. on_gpus: calls of the sizes
-    that models have, each of which is one launch. launches: those of a forward and its backward,
-    where that is a number.
+    calls: for every test. more: for those that cost little. twice: for double backward alone.
+    further: for tests that compare bits. kernels: for each variant, the kernels' own operators with
+    arguments on a device; later ones may need the results of earlier ones. backends: those that the
+    tests force; "default" forces none. batches: of a double backward. draws: how many inputs its
+    error is measured over, where the error of a few numbers is luck. dtypes: of a double backward.
+    compilers: torch.compile's options. whole: whether the calls have all that the operators take.
+    symbolic: whether torch.fx traces the functions. keeps_outputs: whether the backward reads the
+    outputs, which then may not change. errors: wrong calls, by what they say. kernel_errors: those
+    of the kernels' own operators. on_gpus: calls of the sizes that models have; each is one launch.
+    launches: those of a forward and its backward, where that is a number.
     """
 
     calls: dict[str, Call]
     kernels: dict[str, Callable[[torch.device], Iterator[tuple[str, tuple]]]]
     more: dict[str, Call] = field(default_factory=dict)
     further: dict[str, Call] = field(default_factory=dict)
+    twice: dict[str, Call] = field(default_factory=dict)
     backends: tuple[str, ...] = ("default",)
     batches: tuple[Batch, ...] = ((6,),)
     draws: int = 1
@@ -155,7 +155,7 @@ def each(
 
 
 def _calls(more: bool, family: Family) -> Iterator[tuple[str, tuple]]:
-    for name, call in (family.calls | family.more if more else family.calls).items():
+    for name, call in (family.calls | family.more | family.twice if more else family.calls).items():
         for backend in family.backends:
             yield f"{name}-{backend}", (call, backend)
 

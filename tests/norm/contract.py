@@ -57,6 +57,7 @@ FAMILY = Family(
         for kind in ("layer", "rms", "rms_llama")
         for add in (True, False)
     },
+    draws=4,
     keeps_outputs=True,
     on_gpus={
         f"{op} {shape}": replace(call, draw=partial(of_shape, op, shape))
