@@ -1,4 +1,4 @@
-"""swiglu and geglu in PyTorch: autograd, functorch, compile, export, modules."""
+"""swiglu and geglu in PyTorch beyond the contract: autocast, dtypes, modules."""
 
 import pytest
 import torch

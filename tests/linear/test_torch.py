@@ -1,4 +1,4 @@
-"""linear and nn.Linear in PyTorch: autograd, functorch, compile, export, autocast."""
+"""linear and nn.Linear in PyTorch beyond the contract: what is kept, autocast, the module."""
 
 import copy
 import gc

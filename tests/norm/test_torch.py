@@ -1,4 +1,4 @@
-"""The norms in PyTorch: autograd, functorch, compile, export, autocast."""
+"""The norms in PyTorch beyond the contract: dropout, autocast, nested and complex inputs."""
 
 import pytest
 import torch
