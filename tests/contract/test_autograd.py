@@ -204,8 +204,8 @@ def test_checkpointing_and_outputs_that_are_changed_in_place(call, backend, in_p
 
 def _changed(family):
     for name, call in family.calls.items():
-        for place in call.kept:
-            yield f"{name}-{place}", (call, family.backends[0], place)
+        for place, backend in product(call.kept, family.backends):
+            yield f"{name}-{place}-{backend}", (call, backend, place)
 
 
 @each("call,backend,place", _changed)
