@@ -1,6 +1,8 @@
 """attention under the contract."""
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +44,18 @@ def causal_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return attention_reference(q, k, v, causal=True, top_left=True)[0]
 
 
+def drawn_sequences(batch: tuple[int, ...], tiny: bool) -> tuple:
+    """q, k and v of three sequences, one of them empty, and where these end."""
+    tokens, width = math.prod(batch) + 3, 2 if tiny else 8
+    ends = torch.tensor([0, 2, 2, tokens])
+    return *(drawn(i, tokens, heads, width) for i, heads in enumerate((4, 2, 2))), ends, ends
+
+
+def of_sequences() -> Call:
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    return replace(call("causal"), draw=drawn_sequences, names=names)
+
+
 def of_torchs_arguments() -> Call:
     sdpa = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     draws = partial(in_other_orders, causal_reference)
@@ -60,6 +74,7 @@ FAMILY = Family(
     calls={"plain": call()} | EACH | {"all": call(*ALL)},
     more={
         "dropout": call("dropout"),
+        "sequences": of_sequences(),
         "queries that see nothing": call("causal", keys=9),
         "queries that see nothing, all": call(*ALL, keys=9, still=(ALL.index("sinks"),)),
     },

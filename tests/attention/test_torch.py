@@ -1,4 +1,4 @@
-"""attention in PyTorch: operators, transforms, compilers, autocast, errors."""
+"""attention in PyTorch beyond the contract: dropout, memory, torch's arguments, errors."""
 
 import re
 from itertools import pairwise
@@ -29,15 +29,6 @@ def arguments(names=(), dtype=torch.float32, shape=SHAPE):
     return qkv, how
 
 
-ALL = [None, *FEATURES, "all"]
-
-
-def names_of(feature):
-    return [n for n in FEATURES if n not in ("mask", "dropout")] if feature == "all" else (
-        [feature] if feature else []
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("queries", [2, 20])
 def test_the_composite_is_the_kernel(queries):
     """Forward and first gradients in ATen calls, as where no kernel runs."""
@@ -64,24 +55,10 @@ def test_the_operator_of_the_kernels_takes_float64():
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("feature", [None, "causal", "mask", "bias", "sinks", "dropout"])
-def test_compile(feature):
-    qkv, how = arguments(names_of(feature))
-
-    def step(q, k, v):
-        return attention(q, k, v, return_lse=True, **how)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    torch.manual_seed(3)
-    expected = step(*qkv)
-    wanted = torch.autograd.grad(expected[0].sum(), qkv)
-    torch.manual_seed(3)
-    found = compiled(*qkv)
-    if feature != "dropout":  # whose seed Inductor draws in its own way
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
-        for one, other in zip(torch.autograd.grad(found[0].sum(), qkv), wanted, strict=True):
-            torch.testing.assert_close(one, other)
+def test_compile_with_dropout():
+    qkv, how = arguments(["dropout"])
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert compiled(*qkv, **how).shape == qkv[0].shape  # Inductor draws the seed in its own way
 
 
 def test_autocast_as_torchs():

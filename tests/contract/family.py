@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fusedops
-from fusedops.testing import device_of, placed
+from fusedops.testing import device_of, gradients, placed
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Batch = tuple[int, ...]
@@ -79,22 +79,23 @@ class Call:
 class Family:
     """How a family's operators are called in the contract's tests.
 
-    calls: for every test. more: for those that cost little. further: for tests that compare bits.
-    kernels: for each variant, the kernels'
-    own operators with arguments on a device; later ones may need the results of earlier ones.
-    backends: those that the tests force; "default" forces none. batches: of a double backward.
-    draws: how many inputs its error is measured over, where the error of a few numbers is luck.
-    dtypes: of a double backward. compilers: torch.compile's options. whole: whether the calls have
-    all that the operators take. symbolic: whether torch.fx traces the functions. keeps_outputs:
-    whether the backward reads the outputs, which then may not change. on_gpus: calls of the sizes
-    that models have, each of which is one launch. launches: those of a forward and its backward,
-    where that is a number.
+    calls: for every test. more: for those that cost little. twice: for double backward alone.
+    further: for tests that compare bits. kernels: for each variant, the kernels' own operators with
+    arguments on a device; later ones may need the results of earlier ones. backends: those that the
+    tests force; "default" forces none. batches: of a double backward. draws: how many inputs its
+    error is measured over, where the error of a few numbers is luck. dtypes: of a double backward.
+    compilers: torch.compile's options. whole: whether the calls have all that the operators take.
+    symbolic: whether torch.fx traces the functions. keeps_outputs: whether the backward reads the
+    outputs, which then may not change. errors: wrong calls, by what they say. kernel_errors: those
+    of the kernels' own operators. on_gpus: calls of the sizes that models have; each is one launch.
+    launches: those of a forward and its backward, where that is a number.
     """
 
     calls: dict[str, Call]
     kernels: dict[str, Callable[[torch.device], Iterator[tuple[str, tuple]]]]
     more: dict[str, Call] = field(default_factory=dict)
     further: dict[str, Call] = field(default_factory=dict)
+    twice: dict[str, Call] = field(default_factory=dict)
     backends: tuple[str, ...] = ("default",)
     batches: tuple[Batch, ...] = ((6,),)
     draws: int = 1
@@ -103,6 +104,8 @@ class Family:
     whole: bool = True
     symbolic: bool = True
     keeps_outputs: bool = False
+    errors: dict[str, Callable] = field(default_factory=dict)
+    kernel_errors: dict[str, Callable] = field(default_factory=dict)
     on_gpus: dict[str, Call] = field(default_factory=dict)
     launches: int | None = 2
 
@@ -152,7 +155,7 @@ def each(
 
 
 def _calls(more: bool, family: Family) -> Iterator[tuple[str, tuple]]:
-    for name, call in (family.calls | family.more if more else family.calls).items():
+    for name, call in (family.calls | family.more | family.twice if more else family.calls).items():
         for backend in family.backends:
             yield f"{name}-{backend}", (call, backend)
 
@@ -166,3 +169,16 @@ FUNCTIONS = each("call", lambda family: ((n, (call,)) for n, call in family.call
 
 def as_tuple(outputs: Any) -> tuple:
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def moved(leaves: tuple, draws: int) -> list[list[Tensor]]:
+    """Inputs near these. Over several the luck of their roundings does not decide."""
+    draw = torch.Generator().manual_seed(1)
+    steps = ([torch.randn(x.shape, generator=draw).to(x) for x in leaves] for _ in range(draws))
+    return [[x * (1 + 0.01 * step) for x, step in zip(leaves, s, strict=True)] for s in steps]
+
+
+def over(run: Callable, inputs: list[list[Tensor]], to: torch.dtype) -> dict[str, Tensor]:
+    """The results and gradients of all these inputs, in a dtype."""
+    found = [gradients(run, tuple(x.to(to) for x in one)) for one in inputs]
+    return {key: torch.stack([one[key] for one in found]) for key in found[0]}

@@ -22,9 +22,11 @@ from contract.family import (
     as_tuple,
     each,
     floating,
+    moved,
     on,
+    over,
 )
-from fusedops.testing import gradients, yardstick
+from fusedops.testing import yardstick
 
 
 def test_every_family_with_gradients_is_under_contract():
@@ -34,15 +36,8 @@ def test_every_family_with_gradients_is_under_contract():
     assert called == operators
 
 
-def moved(leaves: tuple, draws: int) -> list[list[torch.Tensor]]:
-    """Inputs near these. Over several the luck of their roundings does not decide."""
-    draw = torch.Generator().manual_seed(1)
-    steps = ([torch.randn(x.shape, generator=draw).to(x) for x in leaves] for _ in range(draws))
-    return [[x * (1 + 0.01 * step) for x, step in zip(leaves, s, strict=True)] for s in steps]
-
-
 def _twice(family):
-    for name, call in (family.calls | family.more).items():
+    for name, call in (family.calls | family.more | family.twice).items():
         for backend in family.backends:
             for batch, dtype in product(family.batches, family.dtypes):
                 of = f"{name}-{backend}-{batch}-{dtype}"
@@ -128,12 +123,9 @@ def test_composite_rounds_once(call, draws, dtype):
         outputs = torch.vmap(function)(*(x.unsqueeze(0) for x in leaves))
         return tuple(o[0] for o in as_tuple(outputs))
 
-    def over(run: Callable, to: torch.dtype) -> dict[str, torch.Tensor]:
-        inputs = ([x.to(to) for x in one] for one in moved(leaves, min(draws, 8)))
-        found = [gradients(run, tuple(one)) for one in inputs]
-        return {key: torch.stack([one[key] for one in found]) for key in found[0]}
-
-    found, eager, exact = over(composite, dtype), over(reference, dtype), over(reference, F64)
+    inputs = moved(leaves, min(draws, 8))
+    found, eager = (over(run, inputs, dtype) for run in (composite, reference))
+    exact = over(reference, inputs, F64)
     assert {k: c for k in found if (c := yardstick(found[k], eager[k], exact[k]))} == {}
 
 
@@ -212,8 +204,8 @@ def test_checkpointing_and_outputs_that_are_changed_in_place(call, backend, in_p
 
 def _changed(family):
     for name, call in family.calls.items():
-        for place in call.kept:
-            yield f"{name}-{place}", (call, family.backends[0], place)
+        for place, backend in product(call.kept, family.backends):
+            yield f"{name}-{place}-{backend}", (call, backend, place)
 
 
 @each("call,backend,place", _changed)

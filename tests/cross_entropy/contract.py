@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from contract.family import BF16, F32, Call, Family
 
 from cross_entropy.cases import OPTIONS, class_weight, head, logits, targets
+from cross_entropy.errors import ERRORS
 from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.functional.cross_entropy import (
     cross_entropy_reference,
@@ -36,6 +38,14 @@ def of_linear(options: str) -> Call:
     how = {"names": ("linear_bias", "weight"), "still": (4,)}
     how["kept"] = (0, 1) if "none" in options else ()  # a mean's gradients are made in the forward
     return Call("linear_cross_entropy", *both, drawn_of_linear, OPTIONS[options], **how)
+
+
+def another_ignored(call: Call) -> Call:
+    def drawn(*how: Any) -> tuple:
+        made = call.draw(*how)
+        return tuple(t.where(t != -100, 3) if t.dtype == torch.int64 else t for t in made)
+
+    return replace(call, draw=drawn, options=call.options | {"ignore_index": 3})
 
 
 def without_weight(options: str) -> Call:
@@ -70,6 +80,10 @@ CHOSEN = ("mean", "none", "all", "all of none")
 FAMILY = Family(
     calls={f"cross_entropy {name}": call(name) for name in CHOSEN}
     | {f"linear_cross_entropy {name}": of_linear(name) for name in CHOSEN},
+    more={
+        f"{call.operator} of another ignored class": another_ignored(call)
+        for call in (call("all of none"), of_linear("all of none"))
+    },
     further={f"cross_entropy {name}, unweighted": without_weight(name) for name in OPTIONS}
     | {f"cross_entropy {name}": call(name) for name in OPTIONS if name not in CHOSEN}
     | {f"linear_cross_entropy {name}, alone": without_more(name) for name in OPTIONS},
@@ -81,4 +95,5 @@ FAMILY = Family(
     batches=((30,),),
     draws=48,
     dtypes=(F32, BF16),
+    errors=ERRORS,
 )

@@ -8,6 +8,7 @@ import torch
 from contract.family import Call, Family
 
 from gated_activation.cases import KINDS, inputs
+from gated_activation.errors import ERRORS, OF_KERNELS
 
 
 def drawn(packed: bool, batch: tuple[int, ...], tiny: bool) -> tuple:
@@ -47,4 +48,6 @@ FAMILY = Family(
         for mask in ([True, True], [True, False], [False, True], [False, False])
         for form in FORMS
     },
+    errors=ERRORS,
+    kernel_errors=OF_KERNELS,
 )

@@ -9,6 +9,7 @@ from contract.family import Call, Family
 from fusedops.functional import linear
 from fusedops.functional.linear import linear_reference
 from linear.cases import BACKENDS, KINDS, inputs
+from linear.errors import ERRORS, OF_KERNELS
 
 
 def drawn(batch: tuple[int, ...], tiny: bool) -> tuple:
@@ -41,4 +42,6 @@ FAMILY = Family(
     backends=tuple(BACKENDS),
     batches=((6,), (2, 3), ()),
     draws=8,
+    errors=ERRORS,
+    kernel_errors=OF_KERNELS,
 )

@@ -8,6 +8,7 @@ import torch
 from contract.family import Call, Family
 
 from norm.cases import BACKENDS, FUNCTIONS, inputs
+from norm.errors import ERRORS
 
 # The last two are walked: in shared memory past 48 KiB, and in global memory.
 SHAPES = [(3, 70), (64, 4096), (16384, 1024), (16, 16384), (3, 70001), (2, 262144)]
@@ -39,9 +40,14 @@ CALLS = {  # the sum is kept, not what it is made of
     op: Call(op, *both, partial(drawn, op), kept=(2,) if "add" in op else (0, 2))
     for op, both in FUNCTIONS.items()
 }
+GEMMA = {"rounding": "llama", "offset": 1.0}
 FAMILY = Family(
     calls=CALLS,
     more={
+        "rms_norm of Gemma": replace(CALLS["rms_norm"], options=GEMMA),
+        "add_rms_norm of Gemma": replace(CALLS["add_rms_norm"], options=GEMMA | {"dropout_p": 0.3}),
+    }
+    | {
         f"{op} with dropout": replace(call, options={"dropout_p": 0.3})
         for op, call in CALLS.items()
         if "add" in op
@@ -51,6 +57,7 @@ FAMILY = Family(
         for kind in ("layer", "rms", "rms_llama")
         for add in (True, False)
     },
+    draws=4,
     keeps_outputs=True,
     on_gpus={
         f"{op} {shape}": replace(call, draw=partial(of_shape, op, shape))
@@ -59,4 +66,5 @@ FAMILY = Family(
     },
     launches=None,
     backends=tuple("default" if name == "cpu" else name for name in BACKENDS),
+    errors=ERRORS,
 )

@@ -85,7 +85,7 @@ def kernels(
 
 FAMILY = Family(
     calls={kind: call(kind, "gelu") for kind in FORMATS},
-    more={
+    twice={
         f"{kind} {activation}": call(kind, activation)
         for kind in FORMATS
         for activation in (None, "silu")

@@ -10,6 +10,7 @@ from contract.family import BF16, F32, Call, Family
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
 from rotary.cases import inputs
+from rotary.errors import ERRORS, OF_KERNELS
 
 FUNCTIONS = rotary_embedding, rotary_embedding_reference
 
@@ -58,4 +59,6 @@ FAMILY = Family(
     },
     batches=((5,),),
     on_gpus={name: replace(call(PAIRS[name], part=False), draw=wide) for name in PAIRS},
+    errors=ERRORS,
+    kernel_errors=OF_KERNELS,
 )
