@@ -1,4 +1,4 @@
-// The module fusedops._C: what Python calls without going through torch.ops. One line an export.
+// The module fusedops._C: the functions that Python calls without going through torch.ops.
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -27,7 +27,7 @@ bool exports_onnx() {
   return py::module_::import("torch.onnx").attr("is_in_onnx_export")().cast<bool>();
 }
 
-// What a parameter is converted from, and how. Sizes come as integers: no trace comes this way.
+// How a parameter is converted from Python. Sizes come as integers, because no trace comes here.
 template <class T>
 struct FromPython {
   using Type = T;
@@ -56,7 +56,7 @@ struct FromPython<std::optional<c10::SymInt>> {
   static std::optional<c10::SymInt> pass(Type from) { return from; }
 };
 
-// A public operator by its handle in the dispatcher. An export to ONNX traces its ATen calls.
+// Calls a public operator by its dispatcher handle. An export to ONNX traces its ATen calls.
 template <Name name, auto f>
 struct ShortPath;
 
@@ -74,13 +74,13 @@ Tensor short_linear(const Tensor& input, const Tensor& weight, const OptionalTen
                         : linear::linear_short(input, weight, bias, activation);
 }
 
-// Errors become Python's own (without a C++ backtrace), and the GIL is free meanwhile.
+// Errors become Python exceptions without a C++ backtrace; the GIL is released during the call.
 template <class Function, class... Args>
 void export_function(py::module_& m, const char* name, Function* f, const Args&... args) {
   m.def(name, torch::wrap_pybind_function_no_gil(f), args...);
 }
 
-// The arguments are called as in the schema. Python passes them all.
+// Arguments have the schema's names and no defaults: Python passes them all.
 template <Name name, class Result, class... Args>
 void export_call(py::module_& m, Result (*call)(Args...)) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.text, "");

@@ -1,4 +1,4 @@
-// One pass over a row, with nothing stored on the way.
+// The loops of gated activations: one pass over a row, without intermediate stores.
 
 #include "csrc/cpu/isa/gated_activation.h"
 
@@ -11,7 +11,7 @@ using namespace cpu::CPU_CAPABILITY;
 namespace {
 
 template <class T, GatedKind kKind>
-inline __attribute__((always_inline)) Gate gate_of(Vec g, const GatedInput& args) {
+FUSEDOPS_INLINE Gate gate_of(Vec g, const GatedInput& args) {
   if constexpr (kKind == GatedKind::geglu) return normal<T>(g);
   if constexpr (kKind == GatedKind::geglu_tanh) return tanh_gate<T>(g);
   const auto s = sigmoid_of_minus<T>(g, Vec(-args.alpha));

@@ -1,4 +1,4 @@
-// What forward and backward share: how a row is split over threads, and a row's arithmetic.
+// Shared by forward.cu and backward.cu: a row's split over threads, and its arithmetic.
 #pragma once
 
 #include <type_traits>

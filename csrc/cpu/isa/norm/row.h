@@ -1,4 +1,4 @@
-// What the row loops of the norm family share. A row goes through its cache three times at most:
+// Shared by the norm family's row loops. A row is read from the cache three times at most:
 // sum, variance, normalise. Sums are float32 over blocks of kBlock elements or kGroup rows and
 // float64 beyond, so long rows and many rows lose nothing.
 #pragma once
@@ -21,13 +21,13 @@ struct Span {
 };
 
 template <class Body>
-inline __attribute__((always_inline)) void each_block(int64_t n, const Body& body) {
+FUSEDOPS_INLINE void each_block(int64_t n, const Body& body) {
   for (int64_t i = 0; i < n; i += kBlock) body(Span{i, std::min(kBlock, n - i)});
 }
 
 // The sum over a row of what `term(i, part)` gives for every step of it.
 template <class Term>
-inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& term) {
+FUSEDOPS_INLINE double sum_over(int64_t n, const Term& term) {
   double total = 0;
   each_block(n, [&](Span block) {
     Floats acc;

@@ -50,8 +50,7 @@ struct OfIntegers {
 
 // The sums of each dot's lanes.
 template <class Dot, int kCount>
-inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kCount],
-                                                      typename Dot::Sum (&out)[kCount]) {
+FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kCount], typename Dot::Sum (&out)[kCount]) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512 x[16] = {};
 #pragma GCC unroll 16
@@ -140,7 +139,7 @@ Floats sums_of(const FinishRow& args, int64_t j, Part part) {
 void dot_rows(const Dots& args) {
   switch (args.operand) {
     case Operand::float32: return add_all<OfFloats>(args);
-#if defined(__AVX512BF16__)  // nobody asks the others for these
+#if defined(__AVX512BF16__)  // callers never request these on other ISAs
     case Operand::bfloat16: return add_all<OfBfloat16>(args);
     case Operand::integer: return add_all<OfIntegers>(args);
 #else
