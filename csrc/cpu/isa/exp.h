@@ -1,5 +1,5 @@
-// Polynomials and exponentials, for every kernel that has some. Vectors go by value: of one whose
-// address is taken GCC stores a copy that nobody reads.
+// Polynomials and exponentials for all kernels. Vectors are passed by value: GCC stores an unused
+// copy of a vector whose address is taken.
 #pragma once
 
 #include "csrc/cpu/isa/vec.h"
@@ -41,9 +41,9 @@ FUSEDOPS_INLINE Vec exact_exp(Vec x) {
   return p * at::vec::cast<float>(at::vec::cast<int32_t>(bits) << Ints(23));
 }
 
-// exp(rate x). A quick one is within 2^-22 of itself, as sums of many have all of their error where
-// they are equal: 2^y is 2^floor(y) times 2 to what is left, and the instructions for both go to 0
-// and to infinity by themselves.
+// exp(rate x). The quick one is within 2^-22 of itself, because a sum of many equal terms has each
+// term's error: 2^y is 2^floor(y) times 2^(y - floor(y)), and both instructions reach 0 and
+// infinity by themselves.
 template <class T>
 FUSEDOPS_INLINE Vec exp_of(Vec x, Vec rate) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -57,16 +57,16 @@ FUSEDOPS_INLINE Vec exp_of(Vec x, Vec rate) {
   return exact_exp(x * rate);
 }
 
-// A product as it is rounded. The compiler would contract it with the sum that it goes into, in one
-// place and not in another, and z - lse would be off by all of a large z's rounding.
+// A rounded product. The compiler would contract it into a fused multiply-add in one place and not
+// in another, and z - lse would be off by a large z's whole rounding error.
 FUSEDOPS_INLINE Vec as_rounded(Vec product) {
   Register bits = product;
   asm("" : "+v"(bits));
   return bits;
 }
 
-// exp(x) for a sum of such, of which the largest is near 1: within 2^-24 there, and as far from a
-// small one as x log2 e is rounded.
+// exp(x) for sums whose largest term is near 1: within 2^-24 there; for small terms the error is
+// that of rounding x log2 e.
 FUSEDOPS_INLINE Vec exp_of_many(Vec x) {
 #if defined(CPU_CAPABILITY_AVX512)
   const Vec y = x * Vec(1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEAREST_INT);

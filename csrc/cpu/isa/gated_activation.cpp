@@ -18,7 +18,7 @@ FUSEDOPS_INLINE Gate gate_of(Vec g, const GatedInput& args) {
   return {s.value, s.slope * Vec(args.alpha)};
 }
 
-// gate and up as they enter the product: g, and u + offset.
+// gate and up after the limit and the offset: g and u + offset.
 template <GatedKind kKind>
 struct Operands {
   static constexpr bool kLimited = kKind == GatedKind::swiglu_limited;
@@ -34,7 +34,7 @@ struct Operands {
   }
 };
 
-// d where the value is not past the limit, else 0: as torch's clamp, also of a NaN.
+// d if the value is within the limit, else 0; 0 for a NaN too, as in torch's clamp.
 inline Vec within(Vec d, Vec value, float limit) {
   return Vec::blendv(Vec(0.f), d, value <= Vec(limit));
 }

@@ -1,5 +1,5 @@
-// What multiplies x in SiLU and in both GELUs, for every kernel that has an activation. Vectors go
-// by value: of one whose address is taken GCC stores a copy that nobody reads.
+// The factors of x in SiLU and both GELUs, for all kernels with an activation. Vectors are passed
+// by value: GCC stores an unused copy of a vector whose address is taken.
 #pragma once
 
 #include "csrc/cpu/isa/exp.h"
@@ -15,9 +15,9 @@ struct Gate {
   Vec value, slope;
 };
 
-// sigmoid(-rate x), and its slope over -rate. 1 - S is e S, which keeps its digits where S is
-// nearly 1; at an infinite e it is S = 0 that counts. Where it is not quick, a step of Newton's
-// takes back what the sum and the quotient have rounded away.
+// sigmoid(-rate x), and its slope over -rate. 1 - S is e S, which keeps its digits if S is nearly
+// 1; at an infinite e, S = 0 makes the slope 0. Unless it is quick, a Newton step corrects the
+// rounding of the sum and the quotient.
 template <class T>
 FUSEDOPS_INLINE Gate sigmoid_of_minus(Vec x, Vec rate) {
   const Vec one(1.f), e = exp_of<T>(x, rate), finite = at::vec::clamp_max(e, Vec(1.7e38f));

@@ -2,11 +2,11 @@
 // quantized_linear.py.
 //
 // A block of kWarps warps has kColumns rows of the weight, and walks over their depth: a thread
-// takes 16 bytes of each of them at a time, whose codes become float32 in registers, and multiplies
-// them by the same stretch of every row of x, which comes from a cache. So the weight is read once,
-// in whole vectors, and everything is a product and a sum in float32. Where the weight has few rows
-// the depth is split among blocks, whose sums gemv_join adds in order. Where vectors do not fit
-// (odd depths, groups that end within one, misaligned rows) a thread takes one code at a time.
+// takes 16 bytes of each row at a time, decodes them to float32 in registers, and multiplies them
+// by the same stretch of every row of x, which is in the cache. So the weight is read once, in
+// whole vectors, and all products and sums are float32. If the weight has few rows, the depth is
+// split among blocks, whose sums gemv_join adds in order. If vectors do not fit (odd depths, groups
+// that end within a vector, misaligned rows), a thread takes one code at a time.
 
 #include <algorithm>
 #include <cmath>

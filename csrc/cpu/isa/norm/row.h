@@ -25,7 +25,7 @@ FUSEDOPS_INLINE void each_block(int64_t n, const Body& body) {
   for (int64_t i = 0; i < n; i += kBlock) body(Span{i, std::min(kBlock, n - i)});
 }
 
-// The sum over a row of what `term(i, part)` gives for every step of it.
+// The sum of `term(i, part)` over the steps of a row.
 template <class Term>
 FUSEDOPS_INLINE double sum_over(int64_t n, const Term& term) {
   double total = 0;
@@ -37,7 +37,7 @@ FUSEDOPS_INLINE double sum_over(int64_t n, const Term& term) {
   return total;
 }
 
-// What a step of x is multiplied by: the dropout's scales, made a block at a time.
+// Multiplies steps of x by the dropout's scales, which are computed a block at a time.
 class DropoutRow {
  public:
   DropoutRow(const Dropout& dropout, int64_t row, int64_t n)
@@ -56,7 +56,8 @@ class DropoutRow {
   float scales_[kBlock];
 };
 
-// Without dropout. A type of its own: asked at each step, a loop kept its vectors on the stack.
+// A row without dropout. It is a type, because a branch at each step kept a loop's vectors on the
+// stack.
 struct WholeRow {
   template <class Part>
   Floats apply(const Floats& x, int64_t, Part) const {
@@ -64,8 +65,8 @@ struct WholeRow {
   }
 };
 
-// A float64 as two float32. Where rows are float32, a statistic keeps its second word: its
-// rounding alone would move the whole row by up to half an ulp.
+// A float64 as two float32. If rows are float32, a statistic keeps its second word: its rounding
+// alone would shift the whole row by up to half an ulp.
 struct Split {
   Floats high, low;
 
