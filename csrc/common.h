@@ -1,4 +1,4 @@
-// Shared by operators and kernels: tensors, their checks, and how errors describe them.
+// Helpers for tensors that operators and kernels share, and how errors describe a tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,14 +47,14 @@ inline Tensor empty_contiguous(const Tensor& x, c10::ScalarType dtype) {
 
 inline Tensor empty_contiguous(const Tensor& x) { return empty_contiguous(x, x.scalar_type()); }
 
-// Of tensors that may be undefined.
+// Each tensor made contiguous; undefined ones stay undefined.
 template <class... T>
 std::tuple<T...> contiguous(const std::tuple<T...>& tensors) {
   const auto of = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
   return std::apply([&](const auto&... t) { return std::tuple<T...>(of(t)...); }, tensors);
 }
 
-// The tensors of `from` into those of `into` that are defined.
+// Copies each tensor of `from` into its counterpart in `into`, where that is defined.
 template <class... T>
 void copy_defined(const std::tuple<T...>& into, const std::tuple<T...>& from) {
   const auto put = [](const Tensor& to, const Tensor& t) {
@@ -65,7 +65,7 @@ void copy_defined(const std::tuple<T...>& into, const std::tuple<T...>& from) {
       into);
 }
 
-// What the kernels are told of a tensor: its dtype, and where its rows are.
+// How kernels describe a tensor: its dtype, and where its rows are.
 
 inline Dtype dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -75,7 +75,7 @@ inline Dtype dtype_of(const Tensor& t) {
   }
 }
 
-// What the formulas are evaluated in.
+// The dtype in which formulas are evaluated.
 inline c10::ScalarType accumulation_dtype(c10::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -108,7 +108,7 @@ struct Rows {
   const void* data() const { return tensor.const_data_ptr(); }
 
  private:
-  // How far apart the rows are, where the last dimension is one and the others only count them.
+  // The rows' stride, if the last dimension is a row and the other dimensions only count rows.
   static std::optional<int64_t> stride_of(const Tensor& t, int64_t n) {
     if (t.size(-1) != n || t.stride(-1) != 1) return std::nullopt;
     int64_t rows = 1, stride = n;

@@ -1,4 +1,4 @@
-// The activation behind a product, for all families of linear layers.
+// The gradient of an activation after a product, for every family of linear layers.
 #pragma once
 
 #include <ATen/Functions.h>

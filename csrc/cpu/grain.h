@@ -1,4 +1,4 @@
-// How much work a thread takes at a time.
+// The grain of parallel loops: how much work a thread takes at a time.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Which instruction set the kernels of csrc/cpu/isa run in. Every file there is compiled once for
-// each; this file and its includers are compiled for the baseline.
+// Chooses the instruction set of csrc/cpu/isa's kernels. Every file there is compiled once for each
+// set; this file and its includers are compiled for the baseline.
 #pragma once
 
 #include "csrc/kernels/dtype.h"
@@ -39,8 +39,8 @@ Function* for_isa(Function* avx2, Function* avx512, Function* avx512_bf16) {
   }                                      \
   inline auto* name##_for_isa() { return for_isa(AVX2::name, AVX512::name, AVX512_BF16::name); }
 
-// The same for a file whose code would be the same with instructions for bfloat16: it is compiled
-// without, and WITHOUT_BF16 in fusedops/building.py names it.
+// The same for a file that does not use instructions for bfloat16. It is compiled without them, and
+// WITHOUT_BF16 in fusedops/building.py names it.
 #define FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(name, ...) \
   namespace AVX2 {                                    \
   void name(__VA_ARGS__);                             \

@@ -1,11 +1,11 @@
-// linear on CPUs: products in blocks that fit the caches, and the activation while its block is
-// hot.
+// linear on CPUs: products in blocks that fit the caches, each followed by its activation while it
+// is in the cache.
 //
-// The depth is cut into blocks of kDepth: the next to last cache holds kHeight rows of a, the one
-// behind it kWidth columns of b, both packed. A sum is of at most kDepth terms in one register and
-// of the blocks after that, as MKL's is; one chain over the whole depth (as oneDNN's) errs two to
-// four times as much. Blocks depend on the shape alone, and threads take whole rows, so neither
-// their number nor their order changes a bit.
+// The depth is cut into blocks of kDepth: the L2 cache holds kHeight packed rows of a, the L3 cache
+// kWidth packed columns of b. A register sums at most kDepth terms, and the blocks' sums are added
+// after that, as in MKL; one chain over the whole depth, as in oneDNN, errs two to four times as
+// much. Blocks depend only on the shape and threads take whole rows, so neither the number nor the
+// order of threads changes a bit.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -26,7 +26,7 @@ namespace {
 
 constexpr int64_t kDepth = 192, kHeight = 336, kWidth = 1024;
 
-// A thread's packed operands. Kept: fresh pages would cost more than small products do.
+// A thread's packed operands. They are never freed: fresh pages cost more than small products.
 class Packed {
  public:
   explicit Packed(int64_t elements)
@@ -49,7 +49,7 @@ float* packed_columns() {
   return packed.data();
 }
 
-// t [rows, columns], copied where neither of its strides is 1.
+// t [rows, columns], copied if neither of its strides is 1.
 struct Operand {
   Tensor held;
   Matrix matrix;
@@ -155,7 +155,7 @@ void fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Ac
   });
 }
 
-// The same with torch's product.
+// The activation of torch's product.
 void activated(const Tensor& product, Activation activation, const Tensor& y) {
   const int64_t n = product.size(-1), rows = product.numel() / n;
   const ActivateRows args{

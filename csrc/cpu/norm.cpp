@@ -1,10 +1,9 @@
-// The norm family on CPUs: arguments for the row loops of csrc/cpu/isa/norm, spread over
-// threads.
+// The norm family on CPUs: spreads the row loops of csrc/cpu/isa/norm over threads.
 //
 // Memory traffic is the minimum: forward reads x and residual and writes h and y; backward reads
-// dy, dh and h and writes the gradient. A row that was just read or written is in cache when it is
-// read again. dweight and dbias are summed in two stages, without atomics: chunks of rows, then
-// over the chunks. The chunks depend on the shape alone, so the thread count changes no bit.
+// dy, dh and h and writes the gradient. A row that was just read or written is still in cache when
+// it is read again. dweight and dbias are summed without atomics in two stages: within chunks of
+// rows, then over the chunks. Chunks depend only on the shape, so the thread count changes no bit.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -21,7 +20,7 @@
 namespace fusedops::cpu::norm {
 namespace {
 
-// The weight as float32, offset included; no copy where it is that already.
+// The weight as float32, offset included; copied only if needed.
 class Scale {
  public:
   Scale(const OptionalTensor& weight, double offset, int64_t n) {
@@ -48,7 +47,7 @@ bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
   return isa() != Isa::none && !any_float64(tensors);
 }
 
-// About 32k elements a task.
+// Rows per task: about 32k elements.
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1)); }
 
 NormForward norm_forward(const NormForwardArguments& a) {

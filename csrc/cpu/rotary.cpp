@@ -1,7 +1,7 @@
-// The rotary embedding on CPUs: positions, with all heads of q and k at each, spread over threads.
+// The rotary embedding on CPUs: threads take positions, with all heads of q and k.
 //
-// Memory traffic is the minimum: q and k are read once, in whatever strides they have, and written
-// once. cos and sin come from memory once and from the cache for the other heads.
+// Memory traffic is the minimum: q and k are read once, with any strides, and written once. cos and
+// sin are read from memory once, and from the cache for the other heads.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>

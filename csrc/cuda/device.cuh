@@ -34,6 +34,18 @@ decltype(auto) for_dtype(Dtype dtype, const Function& f) {
   }
 }
 
+__device__ __forceinline__ float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 // Whether rows `stride` elements apart start at multiples of 16 bytes.

@@ -1,5 +1,5 @@
-// What only a GPU has: launches, shared memory, 16-byte accesses, the device's limits. On a CPU
-// csrc/simt/simt.h gives the same names.
+// CUDA's launches, shared memory, 16-byte accesses and device limits. On a CPU csrc/simt/simt.h
+// defines the same names.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ using Stream = cudaStream_t;
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next caller is told of it again
+  cudaGetLastError();  // or the next caller gets it again
   throw std::runtime_error(std::string("fusedops: ") + what + ": " + cudaGetErrorString(status));
 }
 
@@ -44,9 +44,9 @@ int device_attribute() {
 
 inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
-// Bytes of dynamic shared memory that a block of this kernel may have: what its static arrays
-// leave. From then on it may: a launch that allowed just its own bytes would take from another
-// thread's what that one has asked for.
+// The bytes of dynamic shared memory that a block of this kernel can have besides its static
+// arrays. It allows them all at once: a launch that allowed only its own bytes could lower what
+// another thread has just allowed.
 template <class... Parameters>
 size_t max_shared_memory(void (*kernel)(Parameters...)) {
   static std::mutex mutex;

@@ -1,5 +1,5 @@
-// Where the kernels of csrc/cuda run: on a GPU, with its device guard and current stream, or in the
-// emulator of csrc/simt, on CPU tensors, under a dispatch key that has no other user here.
+// The device of csrc/cuda's kernels: a GPU, with its device guard and current stream, or the
+// emulator of csrc/simt, with CPU tensors and a dispatch key that nothing else here uses.
 #pragma once
 
 #include <ATen/core/Tensor.h>

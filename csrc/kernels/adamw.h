@@ -1,26 +1,21 @@
-// What the CPU and the CUDA kernels of AdamW share: what they are told of a tensor, the step's
-// factors, the 8-bit codes and the random numbers. Formulas: fusedops/functional/adamw.py. Plain
-// C++ for any device.
+// Shared by AdamW's CPU and CUDA kernels: the description of a tensor, the step's factors, the
+// 8-bit codes and the random numbers. Formulas: fusedops/functional/adamw.py. Plain C++ for any
+// device.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "csrc/kernels/dtype.h"
-
-#if defined(__CUDACC__)
-#define FUSEDOPS_BOTH __host__ __device__ __forceinline__
-#else
-#define FUSEDOPS_BOTH inline
-#endif
+#include "csrc/kernels/host_device.h"
 
 namespace fusedops::adamw {
 
-// A block of elements has one scale and one key of random numbers. It is what a kernel takes at a
-// time, whatever the format of the moments.
+// A block of elements shares one scale and one key for random numbers. Kernels process one block at
+// a time, whatever the format of the moments.
 constexpr int kAdamWBlock = 256;
 
-// A sum of squares is that of so many parts, each of neighbouring blocks, whatever the device.
+// A sum of squares is made of this many parts on every device; a part sums neighbouring blocks.
 constexpr int kSquareParts = 256;
 
 enum class Moments : uint8_t { float32, bfloat16, int8 };
@@ -35,7 +30,7 @@ struct AdamWGroup {
   bool maximize, amsgrad;
 };
 
-// One parameter. Everything is contiguous, or lies in memory as the parameter does.
+// One parameter. Every tensor is contiguous or has the parameter's memory layout.
 struct AdamWTensor {
   void* param;
   const void* grad;
@@ -55,18 +50,20 @@ struct AdamWTensor {
   Rounding rounding;
 };
 
-FUSEDOPS_BOTH int64_t blocks_of_row(int64_t row) { return (row + kAdamWBlock - 1) / kAdamWBlock; }
+FUSEDOPS_HOST_DEVICE int64_t blocks_of_row(int64_t row) {
+  return (row + kAdamWBlock - 1) / kAdamWBlock;
+}
 
-FUSEDOPS_BOTH int64_t blocks_of(const AdamWTensor& t) {
+FUSEDOPS_HOST_DEVICE int64_t blocks_of(const AdamWTensor& t) {
   return t.row == t.numel ? blocks_of_row(t.row) : t.numel / t.row * blocks_of_row(t.row);
 }
 
-// Where a block of a tensor lies.
+// The position of a block in its tensor.
 struct BlockPlace {
   int64_t first, count;
 };
 
-FUSEDOPS_BOTH BlockPlace place_of(const AdamWTensor& t, int64_t block) {
+FUSEDOPS_HOST_DEVICE BlockPlace place_of(const AdamWTensor& t, int64_t block) {
   int64_t start = 0;
   if (t.row != t.numel) {
     const int64_t of_row = blocks_of_row(t.row), number = block / of_row;
@@ -77,7 +74,7 @@ FUSEDOPS_BOTH BlockPlace place_of(const AdamWTensor& t, int64_t block) {
   return {start + first, rest < kAdamWBlock ? rest : kAdamWBlock};
 }
 
-// The step in float32, from what is known in float64.
+// The step's factors in float32, computed in float64.
 //
 //   p = p decay - step_size m / (sqrt(v) denom + eps)
 struct AdamWFactors {
@@ -85,7 +82,7 @@ struct AdamWFactors {
 };
 
 // t: this step's number, from 1. 1 - beta^t loses no digits where beta^t is near 1.
-FUSEDOPS_BOTH AdamWFactors factors_of(const AdamWGroup& group, double lr, double t) {
+FUSEDOPS_HOST_DEVICE AdamWFactors factors_of(const AdamWGroup& group, double lr, double t) {
   const double correction1 = -expm1(t * log(group.beta1));
   const double correction2 = -expm1(t * log(group.beta2));
   return {static_cast<float>(1 - lr * group.weight_decay),
@@ -108,7 +105,7 @@ FUSEDOPS_BOTH AdamWFactors factors_of(const AdamWGroup& group, double lr, double
 constexpr float kMomentCodes = 127, kSquareCodes = 256;
 
 // SplitMix64's finaliser (Steele et al., OOPSLA 2014).
-FUSEDOPS_BOTH uint64_t mixed(uint64_t x) {
+FUSEDOPS_HOST_DEVICE uint64_t mixed(uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
@@ -116,7 +113,7 @@ FUSEDOPS_BOTH uint64_t mixed(uint64_t x) {
 }
 
 // The key of a parameter in a step: the same on every device and every replica.
-FUSEDOPS_BOTH uint64_t adamw_key(uint64_t seed, uint64_t step, uint64_t parameter) {
+FUSEDOPS_HOST_DEVICE uint64_t adamw_key(uint64_t seed, uint64_t step, uint64_t parameter) {
   return mixed(mixed(mixed(seed) ^ step) ^ parameter);
 }
 
@@ -128,13 +125,13 @@ struct BlockKey {
   uint32_t low, high;
 };
 
-FUSEDOPS_BOTH BlockKey block_key(uint64_t key, int64_t block) {
+FUSEDOPS_HOST_DEVICE BlockKey block_key(uint64_t key, int64_t block) {
   const uint64_t mix = mixed(key + static_cast<uint64_t>(block));
   return {static_cast<uint32_t>(mix), static_cast<uint32_t>(mix >> 32)};
 }
 
 // A 32-bit mix by two products (lowbias32: Wellons, "Prospecting for hash functions", 2018).
-FUSEDOPS_BOTH uint32_t random_word(BlockKey key, uint32_t word) {
+FUSEDOPS_HOST_DEVICE uint32_t random_word(BlockKey key, uint32_t word) {
   uint32_t x = word ^ key.low;
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
   x ^= key.high;

@@ -1,4 +1,4 @@
-// What the operators and the CPU kernels of attention share. Shapes and formulas:
+// Shared by attention's operators and CPU kernels: the formulas and the window. Shapes:
 // fusedops/functional/attention.py. Plain C++.
 //
 // Row i of a head's scores, over keys j, with a = scale q_i k_j:

@@ -1,4 +1,4 @@
-// What the CPU and the CUDA kernels of the norm family are told of their tensors. Formulas:
+// How the norm family's tensors are described to CPU and CUDA kernels. Formulas:
 // fusedops/functional/norm.py. Plain C++ for any device.
 #pragma once
 

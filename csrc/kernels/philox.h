@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define FUSEDOPS_DEVICE __host__ __device__ __forceinline__
-#else
-#define FUSEDOPS_DEVICE inline
-#endif
+#include "csrc/kernels/host_device.h"
 
 namespace fusedops {
 
@@ -17,7 +13,7 @@ struct Words {
 };
 
 // The random words of the elements 4 * group to 4 * group + 3 of a row.
-FUSEDOPS_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
+FUSEDOPS_HOST_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   uint32_t c0 = group, c1 = static_cast<uint32_t>(row), c2 = static_cast<uint32_t>(row >> 32);
   uint32_t c3 = 0, k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 7; ++round) {

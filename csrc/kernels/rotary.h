@@ -1,11 +1,11 @@
-// What the CPU and the CUDA kernels of the rotary embedding share. Formulas and shapes:
+// Shared by the rotary embedding's CPU and CUDA kernels: formulas and arguments. Shapes:
 // fusedops/functional/rotary.py. Plain C++ for any device.
 //
-// A head's first `rotary` elements are pairs (a, b): of its two halves, or interleaved, neighbours.
-// Each pair has cosines and sines of its own, (c_a, s_a) and (c_b, s_b), where a and b stand:
+// A head's first `rotary` elements are pairs (a, b): one from each half, or neighbours if
+// interleaved. Each pair has its own cosines and sines, (c_a, s_a) and (c_b, s_b):
 //   forward     a' = a c_a - b s_a      b' = b c_b + a s_b
 //   transposed  a' = a c_a + b s_b      b' = b c_b - a s_a
-// What is past them is copied.
+// The elements after them are copied.
 #pragma once
 
 #include <cstdint>

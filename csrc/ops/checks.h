@@ -1,4 +1,4 @@
-// Checks of arguments that several operators share: they say what was wanted and what came.
+// Argument checks that several operators share. Errors say what was wanted and what came.
 #pragma once
 
 #include <vector>
@@ -33,7 +33,7 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
               c10::SymIntArrayRef(shape), ", got ", describe(t));
 }
 
-// Whether a tensor has numbers in memory: not where a graph is traced or torch.func wraps it.
+// Whether a tensor's numbers are in memory: not if it is traced or wrapped by torch.func.
 inline bool has_numbers(const Tensor& t) {
   using c10::DispatchKey;
   const c10::DispatchKeySet wrapped({DispatchKey::Python, DispatchKey::Functionalize,

@@ -1,6 +1,6 @@
-// Nested tensors: operators that have no original in torch raise a TypeError with the argument's
-// name. The others (takes_nested) hand them to torch's own functions. fusedops/functional/jagged.py
-// runs functions of rows on the values of jagged tensors, which then never come here.
+// Refuses nested tensors: operators without a counterpart in torch raise a TypeError that names the
+// argument. The others (takes_nested) pass them to torch's functions. Jagged tensors do not come here:
+// fusedops/functional/jagged.py runs functions of rows on their values.
 
 #include "csrc/ops/operator.h"
 

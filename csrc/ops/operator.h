@@ -1,4 +1,4 @@
-// How an operator is declared: its schema, and what runs for it, once a family.
+// How a family declares its operators: schemas, the functions behind them, and autocast.
 //
 // A function for users is a public operator. It is the same on every device, and calls one of its
 // family's kernel operators, which have an implementation for each device and no gradients.
@@ -22,7 +22,7 @@
 
 namespace fusedops {
 
-// A string as a template's argument.
+// A string as a template argument.
 template <size_t n>
 struct Name {
   char text[n];
@@ -102,19 +102,20 @@ using InSchema = std::conditional_t<std::is_same_v<T, Tensor> || std::is_same_v<
                                     const T&, std::conditional_t<Named<T>, std::string_view, T>>;
 
 template <class T>
-InSchema<T> to_schema(const T& field) {
+decltype(auto) to_schema(const T& field) {
   if constexpr (Named<T>)
     return to_name(field);
   else
-    return field;
+    return (field);
 }
 
+// Moves arguments that are passed by value.
 template <class T>
-std::conditional_t<Named<T>, T, InSchema<T>> from_schema(InSchema<T>& argument) {
+std::conditional_t<Named<T>, T, InSchema<T>&&> from_schema(InSchema<T>& argument) {
   if constexpr (Named<T>)
     return from_name<T>("fusedops", argument);
   else
-    return argument;
+    return static_cast<InSchema<T>&&>(argument);
 }
 
 // A kernel as the dispatcher calls it.
@@ -165,7 +166,7 @@ struct Autocast;
 
 template <class Result, class... Args, Result (*f)(Args...), class Rule>
 struct Autocast<f, Rule> {
-  // Made when it is asked for: what registers operators may run before a static of a template.
+  // A function's static: operators may be registered before a template's static is constructed.
   static std::string& name() {
     static std::string of;
     return of;
@@ -197,7 +198,7 @@ class Operators {
  public:
   explicit Operators(void (*declare)(Operators&)) { declare(*this); }
 
-  // Under vmap the same function: it then sees ATen calls, not an operator to loop over.
+  // vmap gets the same function, so that it sees ATen calls and not an operator to loop over.
   template <class Function>
   void add_public(const std::string& schema, Function* f, PublicOptions options = {}) {
     const auto name = define(schema, options.random);
@@ -222,15 +223,15 @@ class Operators {
                         Cast::template call<DispatchKey::AutocastCUDA, DeviceType::CUDA>);
   }
 
-  // outputs: checks the arguments and makes the outputs. composite: the formula in ATen calls, for
-  // what no kernel takes.
+  // outputs: checks the arguments and allocates the outputs. composite: the formula in ATen calls,
+  // for arguments that no kernel takes.
   template <class Outputs, class Composite>
   void add_kernel(const std::string& schema, Outputs* outputs, Composite* composite) {
     add_kernel(schema, outputs);
     composite_.impl(name_of(schema).c_str(), composite);
   }
 
-  // Nobody may differentiate through a kernel in silence.
+  // Differentiating through a kernel is an error.
   template <class Outputs>
   void add_kernel(const std::string& schema, Outputs* outputs) {
     const auto name = define(schema, false);

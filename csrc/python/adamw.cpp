@@ -1,3 +1,5 @@
+// Reads the optimizer's Python objects and calls adamw_step.
+
 #include "csrc/python/adamw.h"
 
 #include <ATen/ops/zeros.h>
@@ -12,7 +14,7 @@
 namespace fusedops::adamw {
 namespace {
 
-// The part of a DTensor that lies on this rank; any other tensor is itself.
+// A DTensor's local part; any other tensor unchanged.
 Tensor local(const Tensor& t) {
   if (!t.key_set().has(c10::DispatchKey::Python)) return t;
   static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
@@ -28,7 +30,7 @@ Tensor local(const Tensor& t) {
   return found;
 }
 
-// Whether a gradient is cut as its parameter is; what is no DTensor is.
+// Whether a gradient is sharded like its parameter; always true unless it is a DTensor.
 bool cut_alike(const Tensor& grad, PyObject* owner) {
   if (!grad.key_set().has(c10::DispatchKey::Python)) return true;
   const auto spec_of = [](PyObject* object) {

@@ -1,3 +1,5 @@
+// Exports gated_activation to Python.
+
 #include "csrc/ops/gated_activation/operators.h"
 #include "csrc/python/exports.h"
 

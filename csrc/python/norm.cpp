@@ -1,3 +1,5 @@
+// Exports norm to Python.
+
 #include "csrc/ops/norm/operators.h"
 #include "csrc/python/exports.h"
 

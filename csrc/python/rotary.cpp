@@ -1,3 +1,5 @@
+// Exports rotary to Python.
+
 #include "csrc/ops/rotary/operators.h"
 #include "csrc/python/exports.h"
 

@@ -1,5 +1,5 @@
-// Atomics, real ones: blocks run on several CPU threads. After each the other threads of the block
-// get their turn, so that a loop may wait for what another thread stores.
+// Real atomics, because blocks run on several CPU threads. After each one the block's other threads
+// run, so that a loop can wait for another thread's store.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// __syncthreads and its kin, and what is said when threads wait for one that never comes.
+// __syncthreads and its variants, and the error if threads wait for one that never comes.
 #pragma once
 
 #include <cstdio>
@@ -15,7 +15,7 @@ inline std::string hex(uint32_t mask) {
   return text;
 }
 
-// Where a thread is that does not run.
+// Describes where a waiting thread is.
 inline std::string whereabouts(const Thread& thread) {
   switch (thread.state) {
     case State::exited: return "it exited";
@@ -46,7 +46,7 @@ inline int missing(const Block& block, int number) {
 }
 
 inline std::string Block::stuck() const {
-  // a warp that is stuck keeps its block from a barrier: it is the one to name
+  // a stuck warp keeps its block from a barrier, so the error names the warp
   for (const State state : {State::in_warp, State::at_barrier}) {
     for (int t = 0; t < size; ++t) {
       if (threads[t].state != state) continue;

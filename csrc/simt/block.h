@@ -1,7 +1,7 @@
-// One block: its threads as fibers, the order in which they run, and the barrier of all of them.
+// One block: its threads as fibers, the order in which they run, and their barrier.
 //
-// Threads run warp by warp and lane by lane, each until it waits, so that a run repeats itself
-// exactly. A warp runs until all its lanes wait before the next one does.
+// Threads run warp by warp and lane by lane, each until it waits, so every run has the same order.
+// A warp runs until all its lanes wait; then the next one runs.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace fusedops::simt {
 
-// What launch() was given. `call` runs the kernel with the arguments.
+// The arguments of launch(). `call` runs the kernel with the kernel's arguments.
 struct Launch {
   dim3 grid, block;
   size_t smem;
@@ -77,7 +77,7 @@ class Block {
   Block(const Block&) = delete;
   ~Block() { std::free(cells); }
 
-  // Runs one block; returns what was wrong with it, or nothing.
+  // Runs one block; returns its error, or an empty string.
   std::string run(const Launch& launch, int64_t block);
 
   // Ends the block from within one of its threads. The message is made on the CPU thread's stack.
@@ -122,7 +122,7 @@ class Block {
   uint32_t first_epoch = 0;  // of this block
 
  private:
-  // So many atomics in a row that change nothing wait for what never comes.
+  // This many atomics in a row that change nothing are a wait that never ends.
   static constexpr int kSpins = 1 << 24;
 
   static void enter();
@@ -145,8 +145,8 @@ class Block {
 // Null while no kernel runs on this CPU thread.
 FUSEDOPS_SIMT_PER_CPU Block* running = nullptr;
 
-// Whether shared accesses are seen: __tsan_init, which instrumented files call when they are
-// loaded, says so.
+// Whether shared accesses are checked. Instrumented files call __tsan_init when they are loaded,
+// which sets it.
 inline constinit bool hooked = false;
 
 inline Block& Block::mine() {
@@ -187,7 +187,7 @@ inline void Block::begin(const Launch& launch, int64_t block) {
   stopped_ = false;
   blockDim = launch.block, gridDim = launch.grid, blockIdx = unravel(block, launch.grid);
   arena.begin(launch.smem);
-  // pages that no kernel touches are never made
+  // pages that no kernel touches are never allocated
   if (hooked && !cells) cells = static_cast<Cell*>(std::calloc(kArena, sizeof(Cell)));
   clocks.begin(hooked ? size : 0);
   first_epoch = clocks.epoch;

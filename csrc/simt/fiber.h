@@ -1,7 +1,7 @@
-// Fibers: contexts with a stack of their own, between which a CPU thread switches by hand.
+// Fibers: contexts with their own stacks, between which a CPU thread switches.
 //
-// On x86-64 a switch is a few instructions. ucontext, many times slower because it makes a system
-// call, serves other machines (and FUSEDOPS_SIMT_UCONTEXT).
+// On x86-64 a switch is a few instructions. Other machines (and FUSEDOPS_SIMT_UCONTEXT) use
+// ucontext, which is many times slower because it makes a system call.
 #pragma once
 
 #include <sys/mman.h>
@@ -97,7 +97,7 @@ class Registers {
 
 #endif
 
-// A fiber, or the CPU thread that resumes them. AddressSanitizer is told of every switch.
+// A fiber, or the CPU thread that resumes fibers. Every switch is reported to AddressSanitizer.
 class Fiber {
  public:
   void prepare(Stack stack, void (*entry)()) {
@@ -122,14 +122,14 @@ class Fiber {
 #endif
   }
 
-  // The last words: it will not be switched to again.
+  // The last switch of a fiber, which is not resumed again.
   FUSEDOPS_SIMT_UNSEEN void end(Fiber& next) {
     leave(next, nullptr);
     registers_.switch_to(next.registers_);
     __builtin_unreachable();
   }
 
-  // What an abandoned fiber leaves on its stack must not be held against the next one.
+  // Clears an abandoned fiber's poison from its stack, so that the next fiber can use it.
   void abandon() {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(stack_.low, stack_.size);
@@ -149,7 +149,7 @@ class Fiber {
   [[maybe_unused]] void* shadow_ = nullptr;
 };
 
-// The stacks of one CPU thread, kept from launch to launch.
+// One CPU thread's stacks, kept between launches.
 class Stacks {
  public:
   Stacks() = default;

@@ -11,13 +11,13 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 
-// A variable that every CPU thread has, found without a call.
+// A thread-local variable that is accessed without a call.
 #define FUSEDOPS_SIMT_PER_CPU \
   inline thread_local constinit __attribute__((tls_model("initial-exec")))
 // A function whose accesses the hooks of -fsanitize=thread do not see.
 #define FUSEDOPS_SIMT_UNSEEN __attribute__((no_sanitize("thread")))
 #define FUSEDOPS_SIMT_INLINE __attribute__((always_inline)) FUSEDOPS_SIMT_UNSEEN
-// One that finds its caller's line by its return address.
+// A function that finds its caller's line from its return address.
 #define FUSEDOPS_SIMT_CALLED __attribute__((noinline)) FUSEDOPS_SIMT_UNSEEN
 
 struct uint3 {

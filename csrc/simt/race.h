@@ -1,10 +1,10 @@
-// Which access of a byte of shared memory came before which: the shadow of the arena.
+// Detects races on bytes of shared memory: the shadow of the arena.
 //
 // A barrier of the block orders everything before it against everything after it: it begins a new
 // epoch. Within an epoch, threads of different warps are unordered, and lanes of one warp are
 // ordered by __syncwarp: each lane has a vector clock of its warp's 32 lanes. Shuffles, votes and
-// atomics order no memory. Two accesses race when neither came before the other, unless both read
-// or both are atomic. Each byte keeps its last write, and the reads (or the atomics) since.
+// atomics do not order memory. Two accesses race if neither came before the other, unless both read
+// or both are atomic. Each byte keeps its last write, and the reads (or atomics) since.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct Clocks {
 
   FUSEDOPS_SIMT_UNSEEN uint32_t time(int thread) const { return of[thread][thread % kLanes]; }
 
-  // __syncwarp: what any of these lanes knows, all know, and their times move on.
+  // __syncwarp: the lanes' clocks are merged, and each lane's time advances.
   FUSEDOPS_SIMT_UNSEEN void join(int warp, uint32_t lanes) {
     uint32_t known[kLanes] = {};
     for (uint32_t left = lanes; left; left &= left - 1) {

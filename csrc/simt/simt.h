@@ -1,8 +1,8 @@
 // Runs the sources of csrc/cuda on a CPU: with this header a kernel is plain C++.
 //
-// A block's threads are fibers of one CPU thread, which change at barriers, warp operations and
+// A block's threads are fibers of one CPU thread, which switch at barriers, warp operations and
 // atomics; blocks are spread over CPU threads. A launch returns when its grid is done, and throws
-// the first thing that was wrong: with block, thread and line.
+// the first error, with block, thread and line.
 //
 //   names.h    CUDA's own names           barrier.h  __syncthreads, who waits for whom
 //   where.h    an address as a line       warp.h     shuffles, votes, __syncwarp

@@ -1,5 +1,5 @@
-// What is checked of an access to shared memory: it lies in one array, reads what was written, and
-// races with no other.
+// Checks an access to shared memory: it must be within one array, read only what was written, and
+// race with no other access.
 #pragma once
 
 #include <cstdint>

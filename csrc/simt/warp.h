@@ -1,8 +1,8 @@
-// What the lanes of a warp do together: shuffles, votes and __syncwarp.
+// Operations of a warp's lanes: shuffles, votes and __syncwarp.
 //
-// Each waits for the lanes of its mask. The last to come serves them all, from values that none can
-// yet have overwritten. CUDA leaves undefined what a lane reads from one outside the mask, and what
-// happens when a lane of the mask is absent: here both are errors.
+// Each lane waits for the lanes of its mask. The last one to arrive serves them all, from values
+// that no lane can have overwritten yet. Reading from a lane outside the mask and a missing lane of
+// the mask are undefined in CUDA; here both are errors.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,11 @@
-// attention on CPUs, backward: a head of k and v at a time, with the query heads that have it.
+// attention on CPUs, backward: a head of k and v at a time, with the query heads that use it.
 //
-// A block of queries goes over the tiles of keys that it sees twice: for the products q k^T and
-// do v^T, which stay, and the sums of their rows; then for the gradients, three products more. dk
-// and dv of a head add up transposed, so that a tile of probabilities is a second operand as it
-// lies, in float32, in one order whatever the number of threads. Memory beside the results: packed
-// k, its transpose and v's; and a thread's sums of dk and dv of a head, and the products of a block
-// of queries with all keys.
+// A block of queries visits the tiles of keys that it sees twice: first for the products q k^T and
+// do v^T, which are kept, and their rows' sums; then for the gradients, with three more products.
+// dk and dv of a head are summed transposed, so that a tile of probabilities is a second operand
+// without a copy; the sums are float32, in an order that does not depend on the number of threads.
+// Memory: packed k, its transpose and v's; and for each thread the sums of a head's dk and dv, and
+// the products of a block of queries with all keys.
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -18,8 +18,8 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The gradients that are wanted; the others are undefined. scores: dbias before it is summed to
-// bias's shape, float32 [B, Hq, Sq, Sk].
+// The requested gradients; the others are undefined. scores: dbias before it is summed to bias's
+// shape, float32 [B, Hq, Sq, Sk].
 struct Gradients {
   Tensor q, k, v, scores;
 };
@@ -57,7 +57,7 @@ class Turned {
   std::vector<T> out_;
 };
 
-// The gradients of one head of k and v. T: of the operands.
+// The gradients of one head of k and v. T: the operands' type.
 template <class T>
 class KeyHead {
  public:
@@ -157,10 +157,10 @@ class KeyHead {
     }
   }
 
-  // q k^T, do v^T, and what a row's softmax and delta add up. The softmax again, and delta's
-  // products, from the probabilities and not from out: dp - delta has to be 0 where one key has all
-  // of them, and out is rounded. An lse of the least float32, as of a row whose keys all have that
-  // bias, would not hold the logarithm of their number.
+  // q k^T, do v^T, and the sums of each row's softmax and delta. The softmax is recomputed, and
+  // delta comes from the probabilities, not from out: dp - delta must be 0 if one key has all the
+  // probability, and out is rounded. lse is not used either: near the smallest float32 it loses the
+  // logarithm of the number of keys.
   void add_products(const Sequence& at, int64_t head, int64_t from, int64_t rows, int64_t key,
                     int64_t n) {
     auto *const s = tile(products_, key), *const dp = tile(grad_products_, key);
@@ -207,7 +207,7 @@ class KeyHead {
     }
   }
 
-  // A tile's first rows as a second operand.
+  // A tile's first rows, as a second operand.
   const T* second(const std::vector<T>& tile, int64_t rows) {
     if constexpr (std::is_same_v<T, float>) {
       return tile.data();
@@ -219,7 +219,7 @@ class KeyHead {
 
   const Problem& problem_;
   const Heads& of_out_;
-  double* delta_;  // of each row; begins as -dlse
+  double* delta_;  // of each row; initialised to -dlse
   const Gradients& gradients_;
   int64_t width_, v_width_, ld_, v_ld_, padded_keys_ = 0;
   std::vector<T> q_, grad_;

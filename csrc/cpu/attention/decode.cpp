@@ -1,8 +1,8 @@
 // attention on CPUs for a few queries over many keys: generation.
 //
-// The queries of all heads that share k and v are the rows of one tile, so that k and v are read
-// once, in their own dtype, which is what the time goes to. The keys are read in parts, whatever
-// the number of threads, and the parts put together in their order.
+// The queries of all heads that share k and v are the rows of one tile, so k and v are read once,
+// in their own dtype; reading them takes most of the time. The keys are split into parts that do
+// not depend on the number of threads, and the parts are combined in order.
 
 #include <ATen/Parallel.h>
 

@@ -1,4 +1,4 @@
-// Keys or values of all heads as the products take them.
+// Keys or values of all heads, packed as operands of products.
 #pragma once
 
 #include "csrc/cpu/attention/heads.h"
@@ -11,7 +11,7 @@ constexpr int64_t kQueries = 64;  // of a block
 template <class T>
 constexpr int64_t kColumns = kEdge * sizeof(float) / sizeof(T);
 
-// How many terms a product over `width` adds, with the zeros of the padding.
+// How many terms a product over `width` adds, padding included.
 template <class T>
 int64_t terms(int64_t width) {
   return padded(width, sizeof(float) / sizeof(T));
@@ -29,7 +29,7 @@ class Packed {
         width_(heads.width()),
         ld_(layout == Layout::rows ? width_ : padded(width_, kColumns<T>)) {}
 
-  // Of one sequence.
+  // Packs one sequence.
   void pack(const Sequence& at, int64_t head) {
     const size_t size = padded(at.keys, kKeys) * ld_;
     if (data_.size() < size) data_.resize(size);

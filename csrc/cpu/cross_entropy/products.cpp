@@ -1,3 +1,5 @@
+// The products around the logits, by ATen.
+
 #include "csrc/cpu/cross_entropy/products.h"
 
 #include <ATen/Functions.h>

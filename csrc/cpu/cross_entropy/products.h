@@ -1,5 +1,5 @@
-// The products around the logits, by torch's own: bfloat16 where csrc/ops/cpu_features.h says so,
-// else of tiles that are converted to float32.
+// The products around the logits, computed by torch: in bfloat16 if csrc/ops/cpu_features.h says
+// that is faster, else of tiles converted to float32.
 #pragma once
 
 #include "csrc/common.h"

@@ -1,4 +1,4 @@
-// What a row of logits adds to the loss, and what its gradient is made of. Formulas:
+// A row's loss and the factors of its gradient, from its sums over the logits. Formulas:
 // csrc/kernels/cross_entropy.h.
 #pragma once
 
@@ -23,8 +23,8 @@ inline bool has_kernel(const Tensor& input) {
 // The targets of rows, and the weights of the classes.
 class Targets {
  public:
-  // Raises IndexError for a target that is no class. live: the numbers of the rows for it, if they
-  // are not all.
+  // Raises IndexError for a target that is not a class. live: the rows' numbers for that error, if
+  // some rows are left out.
   Targets(const char* op, const Tensor& target, const OptionalTensor& weight, int64_t classes,
           int64_t ignore_index, const Tensor& live = {})
       : target_(target.contiguous()),
@@ -62,7 +62,7 @@ class Targets {
   double all_, total_ = 0;
 };
 
-// The formulas of one call: what is the same for all rows, and then for one.
+// The formulas of one call: factors that all rows share, then those of one row.
 class RowFormula {
  public:
   RowFormula(const CrossEntropyOptions& options, const Targets& targets, int64_t classes)
@@ -95,10 +95,10 @@ class RowFormula {
   double share_;
 };
 
-// The gradient of each row's loss, from that of the whole.
+// The gradient of each row's loss, from the whole loss's gradient.
 class RowGradients {
  public:
-  // Of a whole whose gradient is 1.
+  // For a whole loss whose gradient is 1.
   RowGradients(const CrossEntropyOptions& options, double total) {
     if (options.is(Reduction::mean)) factor_ = 1 / total;
   }

@@ -1,6 +1,6 @@
-// The sums are made in one pass. Exponentials are taken over a base near the largest z: that of the
-// first block, until a block has one so much larger that float32 would not hold its exponential.
-// Then the sum is scaled to the new base, and the block taken once more.
+// The loops of cross entropy, which sum in one pass. Exponentials are relative to a base near the
+// largest z: the first block's largest, until a block has one so much larger that float32 cannot
+// hold its exponential. Then the sum is rescaled to the new base and the block is repeated.
 
 #include "csrc/cpu/isa/cross_entropy.h"
 
@@ -29,7 +29,7 @@ class Map {
         inner_(static_cast<float>(kMap == MapKind::capped ? map.scale / map.softcap : map.scale)),
         softcap_(static_cast<float>(map.softcap)) {}
 
-  inline __attribute__((always_inline)) Vec value(Vec x) const {
+  FUSEDOPS_INLINE Vec value(Vec x) const {
     if constexpr (kMap == MapKind::none) return x;
     if constexpr (kMap == MapKind::scaled) return as_rounded(x * inner_);
     return as_rounded(exact_tanh(x * inner_) * softcap_);
@@ -38,7 +38,7 @@ class Map {
   struct Point {
     Vec value, slope;
   };
-  inline __attribute__((always_inline)) Point at(Vec x) const {
+  FUSEDOPS_INLINE Point at(Vec x) const {
     if constexpr (kMap != MapKind::capped) return {value(x), rate_};
     const Vec t = exact_tanh(x * inner_);
     return {as_rounded(t * softcap_), rate_ * (Vec(1.f) - t * t)};
@@ -50,8 +50,7 @@ class Map {
 
 // Calls f with each step's z of n logits.
 template <class T, MapKind kMap, class Function>
-inline __attribute__((always_inline)) void each_z(const T* x, int64_t n, const Map<kMap>& map,
-                                                  const Function& f) {
+FUSEDOPS_INLINE void each_z(const T* x, int64_t n, const Map<kMap>& map, const Function& f) {
   each_step(n, [&](int64_t i, auto part) {
     const auto v = load(x + i, part);
     f(i, padded({map.value(v.lo), map.value(v.hi)}, part), part);

@@ -10,7 +10,7 @@ namespace CPU_CAPABILITY {
 
 // The sums of the lanes of 16 registers, of numbers of 32 bits that `add` adds.
 template <class Add>
-inline __attribute__((always_inline)) __m512 sums_of_lanes(const __m512 (&x)[16], const Add& add) {
+FUSEDOPS_INLINE __m512 sums_of_lanes(const __m512 (&x)[16], const Add& add) {
   __m512 by_2[8], by_4[4], by_8[2];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {

@@ -1,6 +1,6 @@
-// A head at a time, in one pass. Where the heads of a position lie together, positions follow one
-// another; else a head's rows do, for kBlock positions, whose cos and sin stay in the cache until
-// the last head.
+// The loops of the rotary embedding: one pass over a head at a time. If a position's heads are
+// adjacent, positions are the outer loop. Otherwise heads are, for kBlock positions whose cos and
+// sin stay in the cache.
 
 #include "csrc/cpu/isa/rotary.h"
 

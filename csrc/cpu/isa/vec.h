@@ -1,4 +1,4 @@
-// What the files of csrc/cpu/isa share: vectors of float32 loaded from and stored to any dtype.
+// Shared by csrc/cpu/isa: vectors of float32, loaded from and stored to any dtype.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -9,6 +9,9 @@
 #include <type_traits>
 
 #include "csrc/cpu/isa.h"
+
+// Also where GCC would call: a call stores the vectors that are in registers.
+#define FUSEDOPS_INLINE inline __attribute__((always_inline))
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
@@ -44,7 +47,7 @@ struct Tail {
 };
 
 template <class Body>
-inline __attribute__((always_inline)) void each_step(int64_t n, const Body& body) {
+FUSEDOPS_INLINE void each_step(int64_t n, const Body& body) {
   int64_t i = 0;
   for (; i + kStep <= n; i += kStep) body(i, Full{});
   if (i < n) body(i, Tail{static_cast<int>(n - i)});

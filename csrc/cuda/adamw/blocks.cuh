@@ -1,7 +1,7 @@
-// How AdamW's kernels go over the blocks of 256 elements of many tensors.
+// How AdamW's kernels visit the blocks of 256 elements of many tensors.
 //
-// A warp takes a block at a time, 8 elements of each lane in its registers. A block of threads has
-// a run of neighbouring blocks, and its warps look for their tensor only where one ends.
+// A warp takes a block at a time, with 8 elements per lane in registers. A block of threads has a
+// run of adjacent blocks, and its warps search for their tensor only where one ends.
 #pragma once
 
 #include "csrc/cuda/adamw/launch.h"
@@ -16,8 +16,8 @@ constexpr int kEach = kAdamWBlock / kWarp;  // elements of a lane
 
 using Lane = Vec<float, kEach>;
 
-// Which elements of a block are a lane's: eight neighbours where every access can be of 16 bytes,
-// else every 32nd.
+// A lane's elements of a block: eight adjacent ones if every access can be 16 bytes, else every
+// 32nd.
 template <bool kWide>
 struct Elements {
   int count;  // of the block

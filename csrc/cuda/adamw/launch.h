@@ -1,4 +1,4 @@
-// AdamW on GPUs: what step.cu and gradients.cu give to operators.cpp.
+// AdamW on GPUs: the launchers of step.cu and gradients.cu.
 #pragma once
 
 #include "csrc/kernels/adamw.h"

@@ -1,4 +1,4 @@
-// AdamW on GPUs: from tensors to the kernels of step.cu and gradients.cu.
+// AdamW on GPUs: calls the kernels of step.cu and gradients.cu with tensors.
 
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -30,8 +30,8 @@ AdamWRows uploaded(const std::vector<AdamWTensor>& tensors, int64_t blocks, cons
           blocks};
 }
 
-// A table for one call. A CUDA graph copies it again from the host at each replay, so that what a
-// graph has captured stays for good.
+// A table for one call. A CUDA graph copies it again from the host at each replay, so a captured
+// table is never freed.
 struct Table {
   Tensor host, device;
 

@@ -46,9 +46,9 @@ __device__ __forceinline__ float quotient(float a, float b) {
   return kQuick<T> ? __fdividef(a, b) : a / b;
 }
 
-// By e = exp(-z). 1 - S is e S, which keeps its digits where S is nearly 1; at an infinite e it is
-// S = 0 that counts. Where it is not quick, a step of Newton's takes back what the sum and the
-// quotient have rounded away.
+// From e = exp(-z). 1 - S is e S, which keeps its digits if S is nearly 1; at an infinite e, S = 0
+// makes the slope 0. Unless it is quick, a Newton step corrects the rounding of the sum and the
+// quotient.
 template <class T>
 __device__ __forceinline__ Gate sigmoid(float z) {
   const float e = exp_of<T>(-z), finite = fminf(e, 1.7e38f);
@@ -85,7 +85,7 @@ __device__ __forceinline__ Gate gate_of(float g, float alpha) {
   }
 }
 
-// gate and up as they enter the product: g, and u + offset. A NaN stays.
+// gate and up after the limit and the offset: g and u + offset. A NaN stays.
 template <GatedKind kKind>
 struct Operands {
   static constexpr bool kLimited = kKind == GatedKind::swiglu_limited;
@@ -112,7 +112,7 @@ struct Gradients {
   float gate, up;
 };
 
-// What is past the limit gets 0, and so does a NaN: as from torch's clamp.
+// Values past the limit get 0, and so does a NaN, as from torch's clamp.
 template <class T, GatedKind kKind>
 __device__ __forceinline__ Gradients gradients(float dy, float gate, float up,
                                                const GatedInput& a) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ Gradients gradients(float dy, float gate, float up,
   return d;
 }
 
-// Where a vector lies.
+// The position of a vector.
 struct Place {
   int64_t row, col;
 

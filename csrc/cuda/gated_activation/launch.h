@@ -1,4 +1,4 @@
-// Gated activations on GPUs: what kernels.cu gives to operators.cpp.
+// Gated activations on GPUs: the launchers of kernels.cu.
 #pragma once
 
 #include "csrc/kernels/gated_activation.h"

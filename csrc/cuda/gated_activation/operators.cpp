@@ -1,4 +1,4 @@
-// Gated activations on GPUs: from tensors to the kernels of kernels.cu.
+// Gated activations on GPUs: calls the kernels of kernels.cu with tensors.
 
 #include <torch/library.h>
 

@@ -2,9 +2,9 @@
 //   dresidual = (g - mean(g) - v mean(g v)) rstd + dh      RMSNorm: without mean(g)
 //   dx = dropout(dresidual), dweight = sum of dy v, dbias = sum of dy over the rows.
 //
-// As many blocks as the device holds at a time walk over the rows, or a multiple of them: none adds
-// up more than kAdded rows in float32. blockDim.x threads share a row, as in forward.cu.
-// The next row is on its way while one is computed. A thread keeps its columns of dweight and dbias
+// The blocks that the device holds at a time, or a multiple of them, walk over the rows: no block
+// sums more than kAdded rows in float32. blockDim.x threads share a row, as in forward.cu.
+// The next row is loaded while one is computed. A thread keeps its columns of dweight and dbias
 // in registers; each block writes its sums once, in float32, and sum_chunks adds these up in
 // a fixed order. Rows of over 16 KiB, without 16-byte alignment, with a dropout or of two dtypes
 // are read twice, and their sums wait in shared memory, or in the block's part of `partials` where
@@ -58,7 +58,7 @@ class RowGradient {
   __device__ __forceinline__ RowGradient(const NormBackwardArgs& a, const Statistics& statistics)
       : a_(a), mean_(statistics.mean), rstd_(statistics.rstd), mean_g_(0) {}
 
-  // Adds what N columns give to the row's sums, and to dweight and dbias.
+  // Adds N columns to the row's sums, and to dweight and dbias.
   __device__ __forceinline__ void add(int col, const Vec<float, N>& dy, const Vec<H, N>& h,
                                       Vec<float, N>& dweight, Vec<float, N>& dbias) {
     const auto g = weighted(a_, dy, col);
@@ -107,7 +107,7 @@ class RowGradient {
   Split mean_g_;
 };
 
-// A row's vectors as they were loaded.
+// A row's vectors, as loaded.
 template <class H, bool kLayer, int N>
 struct Loaded {
   Statistics statistics;
@@ -266,7 +266,7 @@ bool whole_vectors(const NormBackwardArgs& a) {
          (a.dh == nullptr || aligned_rows(a.dh, a.dh_stride, a.h_dtype)) && aligned(a.weight);
 }
 
-// How the rows are split: which kernel, and its block.
+// The rows' split: which kernel runs, and its block.
 struct Layout {
   bool whole, held;
   dim3 block;

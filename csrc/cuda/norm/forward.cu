@@ -1,11 +1,11 @@
 // h = residual + dropout(x), y = norm(h).
 //
 // A row belongs to blockDim.x threads, a power of two, and blockDim.y short rows share a block.
-// Rows of up to 32 KiB whose addresses allow 16-byte accesses wait in registers between the sums
-// and the result: read x and residual once, write h and y once. Other rows, and those with a
-// dropout or of two dtypes, are walked. They wait in shared memory where they fit; beyond that h
-// (or x) is read again from global memory. A thread touches the same columns in every pass, so that
-// only the sums need a barrier.
+// Rows of up to 32 KiB whose addresses allow 16-byte accesses stay in registers between the sums
+// and the result: x and residual are read once, h and y written once. Other rows, and rows with
+// dropout or two dtypes, are walked: they stay in shared memory if they fit; otherwise h (or x) is
+// read again from global memory. A thread touches the same columns in every pass, so only the sums
+// need a barrier.
 
 #include <cmath>
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void finish(const NormForwardArgs& a, int64_t row, in
   store_floats(a.y, a.y_dtype, row * a.n + col, v);
 }
 
-// The row as its threads see it: kept in registers. Every load is under way before the first sum.
+// A row that its threads keep in registers. All loads are issued before the first sum.
 template <class H, int N>
 class HeldRow {
  public:
@@ -83,7 +83,7 @@ class HeldRow {
   Packed<16> held_[kVectors];
 };
 
-// The row read again at each pass: from shared memory, or from h (x without a residual).
+// A row that is read again at each pass: from shared memory, or from h (x without a residual).
 template <class H, int N>
 class WalkedRow {
  public:
@@ -115,8 +115,8 @@ class WalkedRow {
   const H* source_;
 };
 
-// The mean, and the variance about it. In float32 the mean of what is left after subtracting a
-// first mean corrects both: that one is only as exact as a float32 sum.
+// The mean, and the variance about it. The first mean is only as exact as a float32 sum; in float32
+// the mean of the differences from it corrects both.
 template <class H, int N, class Row>
 __device__ __forceinline__ void layer_moments(const Row& held, double per_n, double& mean,
                                               double& variance) {

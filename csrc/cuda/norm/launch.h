@@ -31,7 +31,7 @@ struct NormBackwardArgs : NormBackwardRows {
   float* partials;  // [norm_chunks, wants_dweight + wants_dbias, n]; null when neither is wanted
 };
 
-// dweight and dbias, those of them that are wanted.
+// The requested ones of dweight and dbias.
 struct NormTotals {
   int count;
   void* out[2];  // [n]

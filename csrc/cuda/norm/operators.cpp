@@ -1,5 +1,5 @@
-// The norm family on GPUs: from tensors to the kernels of forward.cu and backward.cu. Nothing here
-// waits for the device: the dropout's seed is read by the kernels.
+// The norm family on GPUs: calls the kernels of forward.cu and backward.cu with tensors. Nothing
+// here waits for the device: the kernels read the dropout's seed.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>
@@ -46,7 +46,7 @@ NormForward norm_forward(const NormForwardArguments& a) {
   return outputs;
 }
 
-// Sums what the blocks left of dweight and dbias.
+// Sums the blocks' parts of dweight and dbias.
 void sum_partials(const NormBackwardArgs& args, int64_t chunks, const Tensor& dweight,
                   const Tensor& dbias, const OnDeviceOf& device) {
   NormTotals totals{};

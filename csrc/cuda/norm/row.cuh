@@ -1,4 +1,4 @@
-// What forward and backward share: how a row is split over threads, and a row's arithmetic.
+// Shared by forward.cu and backward.cu: a row's split over threads, and its arithmetic.
 #pragma once
 
 #include <type_traits>
@@ -34,8 +34,8 @@ __device__ __forceinline__ void each_held(int n, const Body& body) {
   }
 }
 
-// A float64 as two float32. Where rows are float32, a statistic keeps its second word: its
-// rounding alone would move the whole row by up to half an ulp.
+// A float64 as two float32. If rows are float32, a statistic keeps its second word: its rounding
+// alone would shift the whole row by up to half an ulp.
 struct Split {
   float high, low;
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t pick(const Words& words, int k) {
   return k < 2 ? low : high;
 }
 
-// v times what the dropout makes of the elements from `col` of a row: 0 or its scale.
+// v times the dropout's factors for a row's elements from `col` on: 0 or its scale.
 template <int N>
 __device__ __forceinline__ void drop(Vec<float, N>& v, const Dropout& dropout, int64_t row,
                                      int col) {

@@ -2,11 +2,11 @@
 // quantized_linear.py.
 //
 // A block of kWarps warps has kColumns rows of the weight, and walks over their depth: a thread
-// takes 16 bytes of each of them at a time, whose codes become float32 in registers, and multiplies
-// them by the same stretch of every row of x, which comes from a cache. So the weight is read once,
-// in whole vectors, and everything is a product and a sum in float32. Where the weight has few rows
-// the depth is split among blocks, whose sums gemv_join adds in order. Where vectors do not fit
-// (odd depths, groups that end within one, misaligned rows) a thread takes one code at a time.
+// takes 16 bytes of each row at a time, decodes them to float32 in registers, and multiplies them
+// by the same stretch of every row of x, which is in the cache. So the weight is read once, in
+// whole vectors, and all products and sums are float32. If the weight has few rows, the depth is
+// split among blocks, whose sums gemv_join adds in order. If vectors do not fit (odd depths, groups
+// that end within a vector, misaligned rows), a thread takes one code at a time.
 
 #include <algorithm>
 #include <cmath>
@@ -22,23 +22,11 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kColumns = 4;  // of y, a block's
 constexpr int kBlocks = 4;   // of a multiprocessor, that the depth is split for
 
-__device__ __forceinline__ float float_of(uint32_t bits) {
-  float f;
-  std::memcpy(&f, &bits, sizeof(f));
-  return f;
-}
-
-__device__ __forceinline__ uint32_t bits_of(float f) {
-  uint32_t bits;
-  std::memcpy(&bits, &f, sizeof(bits));
-  return bits;
-}
-
 constexpr bool two_a_byte(WeightFormat format) {
   return format == WeightFormat::int4 || format == WeightFormat::nf4;
 }
 
-// Codes that are numbers at a time. ptxas spills some of nf4's to stay at 128 registers otherwise.
+// How many codes are decoded at once. With more, ptxas spills nf4's to stay at 128 registers.
 constexpr int stretch_of(WeightFormat format, int rows) {
   return format == WeightFormat::nf4 && rows == 1 ? 8 : 16;
 }
@@ -80,7 +68,7 @@ __device__ __forceinline__ int64_t group_of(const GemvArgs& a, int64_t row, int6
   return row * a.groups + group;
 }
 
-// Whether the scales of rows wait for the sums.
+// Whether a row's scale multiplies its sum.
 template <WeightFormat kFormat>
 __device__ __forceinline__ bool a_scale_a_row(const GemvArgs& a) {
   return (kFormat == WeightFormat::int8 || kFormat == WeightFormat::fp8) && a.groups == 1;

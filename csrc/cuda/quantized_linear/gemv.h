@@ -1,4 +1,4 @@
-// quantized_linear of a few rows on GPUs: what gemv.cu gives to operators.cpp.
+// quantized_linear of a few rows on GPUs: the launchers of gemv.cu.
 #pragma once
 
 #include <cstdint>
@@ -33,13 +33,13 @@ struct GemvArgs {
   float* partials;  // [parts, rows, n] where they are several
 };
 
-// In how many parts launch_gemv would split the depth.
+// The number of parts into which launch_gemv splits the depth.
 int gemv_parts(const GemvArgs& args);
 
 void launch_gemv(const GemvArgs& args, CUstream_st* stream);
 
-// Rows of x as codes, in float32 [rows, k], and their steps, by which a row's largest number has
-// the largest code.
+// Quantizes rows of x to codes, stored as float32 [rows, k], and their steps: a row's largest
+// number gets the largest code.
 struct QuantizeRows {
   const void* x;
   int64_t x_stride;

@@ -2,11 +2,11 @@
 // csrc/kernels/rotary.h.
 //
 // A thread has a lane of a position: two vectors of N elements of a head, which are N pairs, or one
-// vector of what is copied. It loads their cosines and sines once and goes through kHeads heads of
-// q or k, whose loads are all under way before the first is used. Lanes are threadIdx.x and
-// blockIdx.x, groups of heads blockIdx.y. Global traffic is the minimum: q and k are read and
-// written once, and cos and sin are read once for each group, from the cache. Where heads do not
-// start at multiples of 16 bytes, a vector is one element.
+// vector of copied elements. It loads their cosines and sines once and processes kHeads heads of q
+// or k, whose loads are all issued before the first is used. Lanes are threadIdx.x and blockIdx.x,
+// groups of heads blockIdx.y. Global traffic is the minimum: q and k are read and written once, and
+// cos and sin are read once per group, from the cache. If heads do not start at multiples of 16
+// bytes, a vector is one element.
 
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/rotary/launch.h"
@@ -55,7 +55,7 @@ __device__ __forceinline__ Vec<float, N> half_of(const Vec<float, 2 * N>& v, int
   return half;
 }
 
-// The cosines and sines of a lane's pairs. A transposed rotation is one by other sines.
+// The cosines and sines of a lane's pairs. A transposed rotation has other sines.
 template <bool kInterleaved, int N>
 struct Angles {
   using Pairs = Layout<kInterleaved, N>;

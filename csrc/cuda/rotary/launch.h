@@ -1,4 +1,4 @@
-// The rotary embedding on GPUs: what kernels.cu gives to operators.cpp.
+// The rotary embedding on GPUs: the launcher of kernels.cu.
 #pragma once
 
 #include "csrc/kernels/rotary.h"

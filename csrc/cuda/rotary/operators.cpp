@@ -1,4 +1,4 @@
-// The rotary embedding on GPUs: from tensors to the kernel of kernels.cu.
+// The rotary embedding on GPUs: calls the kernel of kernels.cu with tensors.
 
 #include <torch/library.h>
 

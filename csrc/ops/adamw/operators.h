@@ -1,5 +1,5 @@
-// AdamW: a step of many tensors at once, and the sum of squares that clipping needs. Formulas:
-// fusedops/functional/adamw.py. They write in place, and nothing is differentiated through them.
+// AdamW: a step of many tensors at once, and the sum of squares for clipping. Formulas:
+// fusedops/functional/adamw.py. The operators write in place and have no gradients.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -13,8 +13,8 @@
 
 namespace fusedops::adamw {
 
-// The arguments of adamw_step, whose schema is in schema.cpp. A list is of all tensors, or of those
-// that have such a thing, in order.
+// The arguments of adamw_step; schema.cpp has the schema. A list has an entry for each tensor, or
+// for each tensor that has such a state, in order.
 struct AdamWArguments {
   at::TensorList params, grads, exp_avgs, exp_avg_sqs, steps;
   at::TensorList max_exp_avg_sqs;  // of tensors in groups with amsgrad, float32
@@ -47,7 +47,7 @@ struct AdamWOption {
   enum : int64_t { lr, beta1, beta2, eps, weight_decay, maximize, amsgrad, count };
 };
 
-// A device's table: the AdamWTensors, and behind them as many bytes, for what a kernel counts.
+// A device's table is the AdamWTensors followed by this many bytes, in which a kernel counts.
 constexpr int64_t kTableTail = 16;
 
 // schema.cpp: also the Meta kernels.
@@ -56,9 +56,9 @@ void adamw_check(const AdamWArguments& a);
 Tensor adamw_squares_output(at::TensorList grads);  // float64 [kSquareParts]
 void adamw_scale_check(at::TensorList grads, const Tensor& squares, double max_norm);
 
-// tensors.cpp: the kernels' arguments.
+// tensors.cpp: builds the kernels' arguments.
 
-// Tensors that do not lie in memory alike are copied, and copied back by write_back().
+// Copies tensors whose memory layouts differ; write_back() copies the results back.
 class AdamWTable {
  public:
   explicit AdamWTable(const AdamWArguments& a);

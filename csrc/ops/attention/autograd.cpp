@@ -11,7 +11,7 @@
 namespace fusedops::attention {
 namespace {
 
-// The sizes of a call beside its options.
+// The longest sequences of a call.
 struct Longest {
   c10::SymInt q, k;
 };
@@ -24,7 +24,7 @@ OutAndLse forward(const AttentionInputs& in, const Longest& longest,
   });
 }
 
-// Keeps no scores: the backward computes them again.
+// Saves no scores: the backward recomputes them.
 struct AttentionNode {
   static constexpr const char* kName = "FusedAttentionBackward";
   static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks, which are the first of the saved
@@ -144,7 +144,7 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
   return {out.squeeze(0).transpose(0, 1), lse.squeeze(0)};
 }
 
-// Autocast casts q, k, v and a bias of numbers.
+// Autocast casts q, k, v and a floating-point bias.
 const Operators operators([](Operators& o) {
   o.add_public<attention, Casts<0, 1, 2, 7>>(
       "attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, int[]? window=None,"

@@ -1,9 +1,9 @@
 // Attention. Shapes and formulas: fusedops/functional/attention.py and csrc/kernels/attention.h.
 //
 // In the kernel operators q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], of any
-// strides; with cu_seqlens B is 1 and the sequences lie one after another. `how` has the options
-// that are numbers, window is (left, right), -1 open. Kept for the backward are out and lse
-// [B, Hq, Sq], float64 (a rounding of it would be one of all of a row's gradients), with the sink.
+// strides; with cu_seqlens B is 1 and the sequences are concatenated. `how` holds the options that
+// are numbers, window is (left, right), -1 open. The backward needs out and lse [B, Hq, Sq], which
+// includes the sink and is float64: rounding it would scale all of a row's gradients.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
                     std::optional<c10::SymInt> max_seqlen_q,
                     std::optional<c10::SymInt> max_seqlen_k, bool top_left);
 
-// The tensors of a call but for its outputs.
+// A call's input tensors.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
   const OptionalTensor &bias, &sinks, &cu_seqlens_q, &cu_seqlens_k, &seed;
@@ -54,7 +54,7 @@ struct AttentionInputs {
   }
 };
 
-// The options as the schemas have them.
+// The options in the schemas' form.
 struct AttentionNumbers {
   c10::SymInt max_q, max_k;
   Numbers how;
@@ -74,7 +74,7 @@ struct AttentionNumbers {
   }
 };
 
-// out [B, Hq, Sq, Dv], which lies in memory as [B, Sq, Hq, Dv], and lse [B, Hq, Sq].
+// out [B, Hq, Sq, Dv], in memory [B, Sq, Hq, Dv], and lse [B, Hq, Sq].
 struct AttentionArguments {
   AttentionInputs in;
   AttentionNumbers numbers;
@@ -82,8 +82,7 @@ struct AttentionArguments {
   static auto fields(auto& a) { return std::tie(a.in, a.numbers); }
 };
 
-// The gradients that were asked for; the others are undefined. Those of q, k and v lie in memory as
-// out does.
+// The gradients in output_mask; the others are undefined. dq, dk and dv have out's memory layout.
 struct AttentionBackwardArguments {
   const Tensor& grad;
   const OptionalTensor& grad_lse;
@@ -97,7 +96,7 @@ struct AttentionBackwardArguments {
   }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void attention_check(const AttentionInputs& in);
 OutAndLse attention_outputs(const AttentionArguments& a);
@@ -111,7 +110,7 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
                                        const AttentionInputs& in, const AttentionOptions& options,
                                        std::array<bool, 5> output_mask);
 
-// As the kernel operators.
+// The kernel operators by these formulas.
 OutAndLse attention_composite(const AttentionArguments& a);
 AttentionGradients attention_backward_composite(const AttentionBackwardArguments& a);
 

@@ -21,7 +21,7 @@ Loss forward(const LossInputs& in, const CrossEntropyOptions& options, c10::Scal
   });
 }
 
-// Keeps the logits, or the gradient that the forward has made.
+// Saves the logits, or the gradient that the forward has computed.
 struct CrossEntropyNode {
   static constexpr const char* kName = "FusedCrossEntropyBackward";
   static constexpr size_t kInputs = 1;
@@ -74,14 +74,14 @@ Tensor with_gradient(const LossInputs& in, const CrossEntropyOptions& options,
   return loss;
 }
 
-// Whether the kernels take it: rows of logits, and classes to find among them.
+// Whether the kernels take the call: rows of logits and class indices.
 bool has_kernel(const Tensor& input, const Tensor& target, const OptionalTensor& weight) {
   return input.dim() == 2 && (input.sym_stride(1) == 1 || input.sym_size(1) == 1) &&
          target.scalar_type() == at::kLong && !needs_composite({input, weight}) &&
          !needs_gradient({weight});
 }
 
-// [N, C, ...] as rows, where the classes lie side by side.
+// [N, C, ...] as rows, if a row's classes are adjacent in memory.
 Tensor classes_last(const Tensor& input) {
   if (input.dim() == 1) return input.unsqueeze(0);
   if (input.dim() == 2) return input;
@@ -99,7 +99,7 @@ struct WideLoss {
   }
 };
 
-// As F.linear's product, and a loss of that.
+// Casts as for F.linear, and makes the loss float32 or more.
 struct WideLossOfProduct {
   template <class Arguments>
   static void apply(Arguments& args, c10::ScalarType to, c10::DeviceType device) {

@@ -17,8 +17,8 @@ LinearLoss forward(const LinearLossInputs& in, const CrossEntropyOptions& option
   });
 }
 
-// Keeps no logits: either the forward has made the gradients, or the backward computes the logits
-// again.
+// Saves no logits: either the forward has computed the gradients, or the backward recomputes the
+// logits.
 struct LinearCrossEntropyNode {
   static constexpr const char* kName = "FusedLinearCrossEntropyBackward";
   static constexpr size_t kInputs = 3;  // input, linear_weight, linear_bias
@@ -62,9 +62,9 @@ struct LinearCrossEntropyNode {
   }
 };
 
-// Whether the forward makes the gradients. It sums a weight's over pieces of the rows, in float32,
-// for which the gradient itself is the place where the weight is float32; and of "none" each row's
-// gradient of the loss would have to be known.
+// Whether the forward computes the gradients. It sums the weight's over pieces of the rows in
+// float32, in the gradient itself if the weight is float32. With "none" it would have to know each
+// row's loss gradient.
 bool makes_gradients(const Tensor& linear_weight, const CrossEntropyOptions& options) {
   const auto dtype = linear_weight.scalar_type();
   const bool in_place = dtype == at::kFloat;
@@ -102,7 +102,7 @@ Tensor as_matrix(const Tensor& input) {
   return input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
 }
 
-// The formula with all logits.
+// The formula with all logits in memory.
 Tensor plain(const LinearLossInputs& in, const CrossEntropyOptions& options,
              std::optional<c10::ScalarType> dtype) {
   const auto& [input, linear_weight, target, linear_bias, weight] = in;

@@ -1,10 +1,10 @@
-// Cross entropy, of logits and of a product. Formulas and shapes:
+// Cross entropy of logits, and of a linear layer's logits. Formulas and shapes:
 // fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
 //
-// In the kernel operators the logits are rows [rows, C], the targets int64 [rows], reduction is
-// torch's number, and `how` has the options that are numbers. Kept for the backward are lse, [rows]
-// float64 (the rest of a float32 counts where z_t is near it), and total, [] float64: the sum of
-// the w_t, which "mean" divides by. What a kernel operator was not asked for is undefined.
+// In the kernel operators the logits are [rows, C], the targets int64 [rows], reduction is torch's
+// number, and `how` holds the options that are numbers. The backward needs lse, [rows] float64
+// (float32 loses digits if z_t is near lse), and total, [] float64: the sum of the w_t, by which
+// "mean" divides. Outputs that were not requested are undefined.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ using Loss = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, lse, total, d
 using LinearGradients = std::tuple<Tensor, Tensor, Tensor>;
 using LinearLoss = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The options as the schemas have them.
+// The options in the schemas' form.
 struct LossNumbers {
   int64_t ignore_index, reduction;
   Numbers how;
@@ -32,7 +32,7 @@ struct LossNumbers {
 
 constexpr Names<3> names_of(Reduction) { return {"reduction", {"none", "mean", "sum"}}; }
 
-// The options beside tensors.
+// The options of a loss.
 struct CrossEntropyOptions {
   int64_t ignore_index, reduction;
   double label_smoothing, z_loss;
@@ -43,7 +43,7 @@ struct CrossEntropyOptions {
   CrossEntropyOptions(const char* op, int64_t ignore_index, std::string_view reduction,
                       double label_smoothing, double z_loss, std::optional<double> softcap,
                       std::optional<double> scale);
-  // Those of a kernel operator.
+  // A kernel operator's options.
   explicit CrossEntropyOptions(const LossNumbers& numbers)
       : ignore_index(numbers.ignore_index),
         reduction(numbers.reduction),
@@ -59,7 +59,7 @@ struct CrossEntropyOptions {
   std::array<double, 4> how() const { return {label_smoothing, z_loss, map.scale, map.softcap}; }
 };
 
-// Targets of any shape, one after another.
+// Targets of any shape, flattened.
 inline Tensor as_vector(const Tensor& target) {
   return target.dim() == 1 ? target : target.reshape({-1});
 }
@@ -77,7 +77,7 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                             double label_smoothing, double z_loss, std::optional<double> softcap,
                             std::optional<double> scale, std::optional<c10::ScalarType> dtype);
 
-// The tensors of a call but for its outputs.
+// A call's input tensors.
 struct LossInputs {
   const Tensor &input, &target;
   const OptionalTensor& weight;
@@ -93,8 +93,8 @@ struct LinearLossInputs {
   }
 };
 
-// loss [] or [rows] in dtype, lse, total, and with_gradient dinput [rows, C] over the gradient of
-// the loss.
+// loss [] or [rows] in dtype, lse, total, and with_gradient dinput [rows, C] for a loss gradient
+// of 1.
 struct LossArguments {
   LossInputs in;
   LossNumbers numbers;
@@ -104,7 +104,7 @@ struct LossArguments {
   static auto fields(auto& a) { return std::tie(a.in, a.numbers, a.dtype, a.with_gradient); }
 };
 
-// dinput [rows, C]. grad is the loss's.
+// dinput [rows, C]. grad: the loss's gradient.
 struct LossBackwardArguments {
   const Tensor& grad;
   LossInputs in;
@@ -114,8 +114,8 @@ struct LossBackwardArguments {
   static auto fields(auto& a) { return std::tie(a.grad, a.in, a.lse, a.total, a.numbers); }
 };
 
-// loss, lse, total, and over the gradient of the loss those of input [rows, H], linear_weight
-// [C, H] and linear_bias [C] that were asked for.
+// loss, lse, total, and for a loss gradient of 1 the requested gradients of input [rows, H],
+// linear_weight [C, H] and linear_bias [C].
 struct LinearLossArguments {
   LinearLossInputs in;
   LossNumbers numbers;
@@ -136,10 +136,9 @@ struct LinearLossBackwardArguments {
   }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
-// Raises where target and weight do not go with logits of this shape, or there is no loss of this
-// dtype.
+// Raises if target or weight does not fit logits of this shape, or if dtype cannot be the loss's.
 void cross_entropy_check(const char* op, const LossInputs& in, c10::SymIntArrayRef logits,
                          std::optional<c10::ScalarType> dtype);
 void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::ScalarType> dtype);
@@ -151,11 +150,11 @@ LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardAr
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
 
-// Of logits [C], [N, C] or [N, C, ...], and of probabilities.
+// Takes logits [C], [N, C] or [N, C, ...], and class indices or probabilities.
 Tensor cross_entropy_formula(const LossInputs& in, const CrossEntropyOptions& options,
                              std::optional<c10::ScalarType> dtype);
 
-// dinput of rows, in input's dtype.
+// dinput for rows of logits, in input's dtype.
 Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
                               const CrossEntropyOptions& options);
 
@@ -163,7 +162,7 @@ LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearL
                                                const CrossEntropyOptions& options,
                                                std::array<bool, 3> output_mask);
 
-// As the kernel operators.
+// The kernel operators by these formulas.
 Loss cross_entropy_composite(const LossArguments& a);
 Tensor cross_entropy_backward_composite(const LossBackwardArguments& a);
 LinearLoss linear_cross_entropy_composite(const LinearLossArguments& a);

@@ -1,4 +1,4 @@
-// Gated activations in ATen calls: what runs where no kernel does, and the double backward.
+// Gated activations in ATen calls: runs if no kernel does, and in a double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -11,7 +11,7 @@
 namespace fusedops::gated_activation {
 namespace {
 
-// gate and up as they are, in the dtype of the formulas.
+// gate and up, unpacked, in the dtype of the formulas.
 struct Halves {
   Tensor gate, up;
 
@@ -27,7 +27,7 @@ struct Halves {
   }
 };
 
-// Both as they enter the product, g and u + offset.
+// gate and up after the limit and the offset: the product's g and u + offset.
 Halves limited(const Halves& raw, std::optional<double> limit, double up_offset) {
   auto found = raw;
   if (limit.has_value()) {
@@ -43,7 +43,7 @@ struct Gate {
   Tensor value, slope;
 };
 
-// How much of the normal distribution is below g. ONNX, for which torch traces, has no erfc.
+// The normal distribution's share below g. ONNX has no erfc, so a trace uses erf.
 Tensor normal_below(const Tensor& g) {
   if (at::tracer::impl::is_dispatch_enabled()) return (at::erf(g * std::sqrt(0.5)) + 1) * 0.5;
   return at::erfc(g * -std::sqrt(0.5)) * 0.5;

@@ -3,7 +3,7 @@
 //
 // Both share one pair of kernel operators, whose `kind` is "swiglu", "geglu" or "geglu_tanh". With
 // a limit the kernels take a swiglu as swiglu_limited.
-// Without up, gate is packed: gate and up lie side by side in its last dimension.
+// Without up, gate is packed: its last dimension holds gate and up side by side.
 #pragma once
 
 #include <array>
@@ -44,8 +44,8 @@ struct GatedArguments {
   static auto fields(auto& a) { return std::tie(a.gate, a.up, a.options); }
 };
 
-// dgate [gate's shape, packed as gate is]; dup [up's shape]. What output_mask leaves out, and the
-// dup of a packed gate, is undefined.
+// dgate [gate's shape, packed as gate is]; dup [up's shape]. Outputs not in output_mask are
+// undefined, and so is dup for a packed gate.
 using GatedGradients = std::tuple<Tensor, Tensor>;
 struct GatedBackwardArguments {
   const Tensor& dy;
@@ -55,13 +55,13 @@ struct GatedBackwardArguments {
   static auto fields(auto& a) { return std::tie(a.dy, a.forward, a.output_mask); }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void gated_check(const GatedArguments& a);
 Tensor gated_activation_outputs(const GatedArguments& a);
 GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a);
 
-// rows.cpp: the kernels' arguments.
+// rows.cpp: builds the kernels' arguments.
 
 // gate and up as rows of n elements; neither is empty.
 struct GatedRows {

@@ -1,4 +1,4 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the arguments and allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 
@@ -27,7 +27,7 @@ void check_dtype(const char* name, const Tensor& t, const Tensor& gate) {
               gate.scalar_type(), " like gate, got ", describe(t));
 }
 
-// The shape of one of gate and up.
+// The shape of gate, or of its half if it is packed.
 std::vector<c10::SymInt> shape_of(const Tensor& gate, const OptionalTensor& up) {
   auto shape = gate.sym_sizes().vec();
   if (!given(up)) shape.back() = shape.back() / 2;

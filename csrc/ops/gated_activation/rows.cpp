@@ -1,4 +1,4 @@
-// Turns tensors into the kernels' arguments.
+// Builds the kernels' arguments from tensors.
 
 #include "csrc/ops/gated_activation/operators.h"
 

@@ -1,5 +1,5 @@
-// The public operator: schema, autograd, autocast, and the choice between kernels and torch's
-// lines.
+// The public operator: schema, autograd, autocast, and the choice between kernels and torch's own
+// functions.
 
 #include <ATen/Functions.h>
 
@@ -13,9 +13,8 @@ LinearForward linear_forward(const LinearArguments& a) {
   return below_autograd([&] { return call<"fusedops::linear_forward", LinearForward>(a); });
 }
 
-// Keeps what torch's nodes keep: input for dweight, weight for dinput, z for the activation. z is
-// an output of the node that nobody sees but its own double backward, which so needs no second
-// product.
+// Saves what torch's nodes save: input for dweight, weight for dinput, z for the activation. z is
+// an output that only the node's own double backward sees, which so needs no second product.
 struct LinearNode {
   static constexpr const char* kName = "FusedLinearBackward";
   static constexpr size_t kInputs = 3;  // input, weight, bias
@@ -59,7 +58,7 @@ bool alike(const Tensor& t, const Tensor& input) {
          t.layout() == at::kStrided;
 }
 
-// Whether the kernels take the arguments. What they do not is torch's, with its own errors.
+// Whether the kernels take the arguments. Others go to torch, which raises its own errors.
 bool has_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   const auto dtype = input.scalar_type();
   if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) return false;
@@ -100,7 +99,7 @@ Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTen
   return dispatch<"fusedops::linear", decltype(linear)>(input, weight, bias, activation);
 }
 
-// Autocast as F.linear's. The activations have no rule there.
+// Autocast casts as for F.linear. Activations have no autocast rule in torch.
 const Operators operators([](Operators& o) {
   o.add_public<linear, Casts<0, 1, 2>>(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str? activation=None) -> Tensor",

@@ -22,21 +22,21 @@ constexpr Names<5> names_of(Activation) {
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               std::optional<std::string_view> activation);
 
-// The same by the dispatcher, unless torch's lines run in any case: these go there by themselves.
+// The same through the dispatcher; if torch's own functions run anyway, it calls them directly.
 Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     std::optional<std::string_view> activation);
 
-// rule.cpp: where kernels are worth it.
+// rule.cpp: when kernels are faster.
 
 // Whether csrc/cpu's product of [rows, depth] and [depth, columns] is faster than torch's.
-// across: the second lies with its columns apart, and is transposed while it is packed.
+// across: the second operand is column-major, and is transposed while it is packed.
 bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int64_t depth,
                       bool across);
 
-// Whether the kernel operators are faster than torch's lines, by themselves or with their backward.
+// Whether the kernel operators are faster than torch's functions, alone or with their backward.
 bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool trains);
 
-// Whatever the size: a backend that was asked for by name is taken.
+// Use the kernels for every size: for a backend that a user chose by name.
 void linear_always(bool always);
 
 // y [input's shape but the last, N], z [the same; undefined without an activation or keep_z]
@@ -68,7 +68,7 @@ struct LinearBackwardArguments {
   }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void linear_check(const LinearArguments& a);
 LinearForward linear_outputs(const LinearArguments& a);

@@ -1,10 +1,10 @@
-// Where the kernels are faster than torch's lines, by benchmarks/operators/linear.py.
+// Decides when the kernels are faster than torch's functions, from benchmarks/operators/linear.py.
 //
-// One node for product, bias and activation costs the host less than torch's three, and one pass
-// over the product less than two: with a gradient or an activation they always win. A bare product
-// wins where csrc/cpu's is better than torch's. MKL, which has torch's in float32, is at home on
-// Intel CPUs; on AMD's we are ahead (Zen 4: by 0 to 30 %) once packing is a small part of the work.
-// In 16 bits torch's are oneDNN's.
+// One node for product, bias and activation costs the host less than torch's three nodes, and one
+// pass over the product costs less than two: with a gradient or an activation the kernels always
+// win. A bare product wins if csrc/cpu's is faster than torch's. torch uses MKL in float32, which
+// is best on Intel CPUs; on AMD CPUs ours is faster (Zen 4: by 0 to 30 %) once packing is a small
+// part of the work. In 16 bits torch uses oneDNN.
 
 #include <algorithm>
 #include <atomic>

@@ -101,7 +101,7 @@ NormKind rms_kind(const char* op, std::string_view rounding) {
   return NormKind::rms_llama;
 }
 
-// The number of axes that normalised_shape names, which must be the last of input.
+// The number of dimensions in normalized_shape, which must be the end of input's shape.
 int64_t normalized_dims(const char* op, const Tensor& input, c10::SymIntArrayRef shape) {
   const auto dims = static_cast<int64_t>(shape.size());
   TORCH_CHECK(dims > 0, op, ": normalized_shape must name at least one dimension, got []");
@@ -111,7 +111,7 @@ int64_t normalized_dims(const char* op, const Tensor& input, c10::SymIntArrayRef
   return dims;
 }
 
-// add_* read the dimensions to normalise off the weight; without one it is the last.
+// add_* normalise as many dimensions as the weight has, or the last one without a weight.
 int64_t row_dims(const char* op, const OptionalTensor& weight) {
   if (!given(weight)) return 1;
   TORCH_CHECK(weight->dim() > 0, op, ": weight must have at least one dimension, got ",

@@ -40,7 +40,7 @@ using NormForward = std::tuple<Tensor, Tensor, Tensor>;
 struct NormForwardArguments {
   const Tensor& x;
   const OptionalTensor &residual, &weight, &bias;
-  int64_t dims;  // that are normalised, the last
+  int64_t dims;  // the last `dims` dimensions are normalised
   double eps;
   NormKind kind;
   double offset, dropout_p;
@@ -53,7 +53,7 @@ struct NormForwardArguments {
 };
 
 // dresidual [h's shape], the gradient of h: of residual, and of x without dropout;
-// dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is undefined.
+// dx [h's shape], of x with dropout; dweight; dbias. Outputs not in output_mask are undefined.
 using NormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 struct NormBackwardArguments {
   const Tensor& dy;
@@ -73,7 +73,7 @@ struct NormBackwardArguments {
   }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void norm_check(const NormForwardArguments& a);
 NormForward norm_outputs(const NormForwardArguments& a);
@@ -82,9 +82,9 @@ NormBackward norm_backward_outputs(const NormBackwardArguments& a);
 // The dtype to which y is rounded, before rms_llama's product may promote it.
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
 
-// rows.cpp: the kernels' arguments.
+// rows.cpp: builds the kernels' arguments.
 
-// The tensors of a forward as rows of n elements; not empty.
+// A forward's tensors as rows of n elements; not empty.
 struct NormForwardTensors {
   NormForwardTensors(const NormForwardArguments& a, const NormForward& outputs);
 
@@ -96,7 +96,7 @@ struct NormForwardTensors {
   void describe(NormForwardRows& args) const;
 };
 
-// The same of a backward. dy: a's, perhaps in another dtype.
+// A backward's tensors as rows. dy: a.dy, possibly in another dtype.
 struct NormBackwardTensors {
   NormBackwardTensors(const NormBackwardArguments& a, const Tensor& dy,
                       const NormBackward& outputs);
@@ -116,7 +116,7 @@ struct NormComposite {
 };
 NormComposite norm_composite(const NormForwardArguments& a);
 
-// h as what sums are made of: float32, or float64 for a float64 h
+// h in the dtype of sums: float32, or float64 for a float64 h
 Tensor norm_accumulator(const Tensor& h);
 
 // mean (undefined for RMSNorm) and rstd, with their axes kept
@@ -127,7 +127,7 @@ std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, doubl
 NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, const Tensor& mean,
                             const Tensor& rstd);
 
-// norm_forward and norm_backward by these formulas, for dtypes and devices without a kernel.
+// The kernel operators by these formulas, for dtypes and devices without a kernel.
 NormForward norm_forward_composite(const NormForwardArguments& a);
 NormBackward norm_backward_composite(const NormBackwardArguments& a);
 

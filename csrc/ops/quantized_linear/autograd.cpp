@@ -15,8 +15,8 @@ QuantizedForward forward(const QuantizedArguments& a) {
       [&] { return call<"fusedops::quantized_linear_forward", QuantizedForward>(a); });
 }
 
-// Keeps the codes and, for the activation, z, which is an output of the node that nobody sees but
-// its own double backward. x is not kept: codes have no gradient.
+// Saves the codes and, for the activation, z, an output that only the node's own double backward
+// sees. x is not saved, because codes have no gradient.
 struct QuantizedLinearNode {
   static constexpr const char* kName = "FusedQuantizedLinearBackward";
   static constexpr size_t kInputs = 2;  // x, bias
@@ -87,7 +87,7 @@ QuantizedForward quantized_linear_tiles(const QuantizedArguments& a) {
   return call<"fusedops::quantized_linear_tiles", QuantizedForward>(a);
 }
 
-// Autocast as F.linear's. Scales stay float32.
+// Autocast casts as for F.linear. Scales stay float32.
 const Operators operators([](Operators& o) {
   const std::string weight = "Tensor qweight, Tensor scales, Tensor? zeros, ";
   const std::string layout =

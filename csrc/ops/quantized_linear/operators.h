@@ -1,4 +1,4 @@
-// quantized_linear: a product with a weight of codes, its bias and activation. Formats, formulas
+// quantized_linear: a product with a quantized weight, its bias and activation. Formats, formulas
 // and shapes: fusedops/functional/quantized_linear.py.
 //
 // z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. With Compute::any
@@ -24,7 +24,7 @@ constexpr Names<4> names_of(WeightFormat) { return {"format", {"int8", "int4", "
 constexpr Names<4> names_of(Compute) { return {"compute", {"any", "exact", "bf16", "int8"}, true}; }
 constexpr Names<3> names_of(InputFormat) { return {"input_format", {"none", "int8", "fp8"}, true}; }
 
-// A weight as the schemas have it.
+// A weight's arguments in the schemas.
 struct QuantizedCodes {
   const Tensor &qweight, &scales;
   const OptionalTensor& zeros;
@@ -39,13 +39,13 @@ struct QuantizedLayout {
   static auto fields(auto& a) { return std::tie(a.format, a.n, a.k, a.group_size); }
 };
 
-// A weight [n, k] as its tensors, and how to read them. Those that are checked are contiguous.
+// A weight [n, k]: checked, contiguous tensors and how to read them.
 //   int8  qweight int8 [n, k]                 scales [n, groups]    w = q s
 //   int4  qweight uint8 [n, (k + 1) / 2]      scales, zeros uint8   w = (q - z) s
 //   nf4   qweight uint8 [(n k + 1) / 2, 1]    scales [blocks]       w = kNf4[q] s
 //   fp8   qweight float8_e4m3fn [n, k]        scales [n, 1]         w = q s
-// Scales are float32; nf4's blocks are of the flat weight. Of two codes in a byte the first is the
-// high half.
+// Scales are float32; nf4's blocks are blocks of the flattened weight. The high half of a byte is
+// the first of its two codes.
 struct QuantizedTensors {
   Tensor qweight, scales;
   OptionalTensor zeros;
@@ -56,8 +56,8 @@ struct QuantizedTensors {
   QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout);
 };
 
-// autograd.cpp: the public operator. There are gradients of x and bias alone; that of an x which
-// input_format rounds is the gradient of the rounded one.
+// autograd.cpp: the public operator. Only x and bias get gradients. If input_format quantizes x,
+// its gradient is that of the quantized x.
 Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                         const OptionalTensor& zeros, const OptionalTensor& bias,
                         std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
@@ -85,8 +85,8 @@ struct QuantizedArguments {
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
-// dx [dy's shape but the last, k], dbias [n]. What output_mask leaves out is undefined; an
-// activation needs z. compute "int8" is "any" here: dy is never quantized.
+// dx [dy's shape but the last, k], dbias [n]. Outputs not in output_mask are undefined; an
+// activation needs z. compute "int8" means "any" here: dy is never quantized.
 using QuantizedBackward = std::tuple<Tensor, Tensor>;
 struct QuantizedBackwardArguments {
   const Tensor& dy;
@@ -103,7 +103,7 @@ struct QuantizedBackwardArguments {
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
-// The weight, [n, k] of a floating dtype.
+// The dequantized weight, [n, k] of a floating dtype.
 struct DequantizeArguments {
   QuantizedCodes codes;
   QuantizedLayout layout;
@@ -113,29 +113,29 @@ struct DequantizeArguments {
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
-// quantized_linear_tiles is the same operator once more: what the forward of csrc/cuda calls for
-// more rows than it multiplies itself.
+// quantized_linear_tiles has the same arguments: csrc/cuda's forward calls it for more rows than it
+// multiplies itself.
 QuantizedForward quantized_linear_tiles(const QuantizedArguments& a);
 QuantizedForward quantized_linear_outputs(const QuantizedArguments& a);
 QuantizedBackward quantized_linear_backward_outputs(const QuantizedBackwardArguments& a);
 Tensor dequantize_weight_outputs(const DequantizeArguments& a);
 
-// Codes, scales [groups] and, of int4, zeros uint8 [groups] of float32 groups [groups, size]. Codes
-// are int8 or float8_e4m3fn [groups, size], of 4 bits uint8 [groups, size / 2]. shares: of the
-// scale that covers a group, those that are tried in 4 bits. Has a kernel on CPUs alone: elsewhere
-// the reference makes the same bytes.
+// Quantizes float32 groups [groups, size] to codes, scales [groups] and, for int4, zeros uint8
+// [groups]. Codes are int8 or float8_e4m3fn [groups, size], 4-bit codes uint8 [groups, size / 2].
+// shares: the fractions of a group's largest scale that are tried in 4 bits. Only CPUs have a
+// kernel; elsewhere the reference makes the same bytes.
 using QuantizedGroups = std::tuple<Tensor, Tensor, Tensor>;
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares);
 
-// way.cpp: which kernel of a GPU has so many rows, and that in words.
+// way.cpp: which GPU kernel runs for a number of rows, as an enum and in words.
 //
-//   gemv     csrc/cuda: codes become float32 in registers
-//   split    fusedops/triton: tiles of a few rows, whose depth several programs share
+//   gemv     csrc/cuda: codes are decoded to float32 in registers
+//   split    fusedops/triton: tiles of a few rows; several programs share the depth
 //   tiles    fusedops/triton: tiles of many rows
-//   scratch  the weight becomes bfloat16 in memory for one call, and torch multiplies
+//   scratch  the weight is dequantized to bfloat16 for one call, and torch multiplies it
 enum class GpuWay : uint8_t { gemv, split, tiles, scratch };
 constexpr Names<4> names_of(GpuWay) { return {"kernel", {"gemv", "split", "tiles", "scratch"}}; }
 

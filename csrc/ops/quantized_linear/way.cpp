@@ -1,7 +1,7 @@
-// Which kernel of a GPU multiplies how many rows: the one place that says so.
+// Chooses a GPU's kernel by the number of rows; nothing else chooses it.
 //
 // The limits are reasoned, not measured: nothing here has run on a GPU. Each must be measured, for
-// every format, as the number of rows from which the next way is faster, at n and k of 4096 and
+// every format, as the number of rows from which the next kernel is faster, at n and k of 4096 and
 // more. `python -m benchmarks quantized_linear` has rows on both sides of each.
 
 #include "csrc/ops/quantized_linear/operators.h"
@@ -9,12 +9,13 @@
 namespace fusedops::quantized_linear {
 namespace {
 
-// Beyond kGemvRows, multiplications by rows in float32 take longer than the codes from memory: gemv
-// against split at 1, 2, 4 and 8 rows.
-// Beyond, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and 128 rows.
+// Beyond kGemvRows, float32 multiplications take longer than loading the codes: gemv against split
+// at 1, 2, 4 and 8 rows.
+// Beyond this, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and 128
+// rows.
 constexpr int64_t kSplitRows = 64;
-// Beyond, codes become numbers so often that once is cheaper, with a write and a read of 2 bytes an
-// element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
+// Beyond this, codes are decoded so often that decoding once is cheaper, at a write and a read of 2
+// bytes per element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
 constexpr int64_t kTileRows = 1024;
 
 }  // namespace
@@ -22,7 +23,7 @@ constexpr int64_t kTileRows = 1024;
 GpuWay gpu_way(int64_t rows, InputFormat input_format, Compute compute) {
   if (rows <= kGemvRows) return GpuWay::gemv;
   if (rows <= kSplitRows) return GpuWay::split;
-  // Scratch is bfloat16, of which "exact" knows nothing; codes by codes need none.
+  // Scratch is bfloat16, which "exact" does not allow; products of two codes need no scratch.
   const bool narrow = compute == Compute::any || compute == Compute::bf16;
   const bool tiles = rows <= kTileRows || !narrow || input_format != InputFormat::none;
   return tiles ? GpuWay::tiles : GpuWay::scratch;

@@ -1,5 +1,5 @@
-// The public operator: schema, autograd, and the choice between kernels and ATen calls. Autocast
-// has no rule for it, as it has none for the products and the sum.
+// The public operator: schema, autograd, and the choice between kernels and ATen calls. It has no
+// autocast rule, because its products and sum have none in torch.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/rotary/operators.h"
@@ -11,7 +11,7 @@ RotaryPair rotary_forward(const RotaryForward& a) {
   return below_autograd([&] { return call<"fusedops::rotary_forward", RotaryPair>(a); });
 }
 
-// Keeps cos and sin alone: the rotation is linear in q and k.
+// Saves only cos and sin: the rotation is linear in q and k.
 struct RotaryNode {
   static constexpr const char* kName = "FusedRotaryBackward";
   static constexpr size_t kInputs = 2;  // q, k

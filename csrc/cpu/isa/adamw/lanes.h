@@ -1,12 +1,10 @@
-// Vectors of AdamW: as many lanes as a Vec has, of bytes and halves in memory, of random words.
+// AdamW's vectors, with as many lanes as a Vec: bytes and halves in memory, and random words.
 #pragma once
 
 #include <immintrin.h>
 
 #include "csrc/kernels/adamw.h"
 #include "csrc/cpu/isa/vec.h"
-
-#define FUSEDOPS_INLINE inline __attribute__((always_inline))
 
 namespace fusedops::cpu::adamw {
 

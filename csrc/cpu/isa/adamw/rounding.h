@@ -1,4 +1,4 @@
-// Parameters and moments of 16 bits: read, and written as near as can be or by chance.
+// Reads 16-bit parameters and moments, and writes them rounded to nearest or stochastically.
 #pragma once
 
 #include <type_traits>

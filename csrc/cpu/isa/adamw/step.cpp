@@ -1,9 +1,9 @@
-// A step of AdamW over blocks of 256 elements, which is what an 8-bit scale belongs to.
+// A step of AdamW over blocks of 256 elements, each with one 8-bit scale.
 //
-// A block of 8-bit moments is read once: the new moments wait in 2 KiB of stack until the largest
-// of them, and so the new scale, is known, and are encoded while the next block is updated, so that
-// the CPU need not wait for a maximum. Other moments are written as they come. A block that is no
-// whole number of turns of the loop is worked on in a copy.
+// A block of 8-bit moments is read once: the new moments stay in 2 KiB of stack until the largest,
+// and so the new scale, is known. They are encoded while the next block is updated, so that the CPU
+// does not wait for a maximum. Other moments are written immediately. A block that is not a whole
+// number of the loop's turns is updated in a copy.
 //
 // A block whose gradients are all finite, as nearly every one is, is not asked again for each
 // element. What is needed two blocks later is asked for early and arrives while this one is

@@ -1,3 +1,5 @@
+// Products of a few queries with unpacked keys and values.
+
 #include "csrc/cpu/isa/attention/decode.h"
 
 #include <algorithm>
@@ -43,8 +45,7 @@ struct Dot {
 constexpr int kDots = 16;
 
 // The sums of the lanes of each.
-inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kDots],
-                                                      float (&sums)[kDots]) {
+FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kDots], float (&sums)[kDots]) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512 x[kDots];
 #pragma GCC unroll 16

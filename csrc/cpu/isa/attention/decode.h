@@ -1,4 +1,4 @@
-// The products of a few queries with keys and values as they lie in a cache.
+// The products of a few queries with keys and values in a cache's own layout and dtype.
 #pragma once
 
 #include "csrc/cpu/isa.h"

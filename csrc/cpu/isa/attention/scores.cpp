@@ -1,3 +1,5 @@
+// The loops over a row of scores: masks, softmax and its gradient.
+
 #include "csrc/cpu/isa/attention/scores.h"
 
 #include <algorithm>
@@ -13,7 +15,7 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-// What is added to scores [begin, end) of a row, at the same places of `to`.
+// The bias of scores [begin, end) of a row, at the same places of `to`.
 void read_bias(const ScoreRow& row, float* to) {
   const auto& [data, stride, dtype] = row.bias;
   if (row.kind == BiasKind::boolean) {
@@ -33,16 +35,15 @@ void read_bias(const ScoreRow& row, float* to) {
   });
 }
 
-// Scores with a bias. What a boolean one hides is hidden even if it is NaN.
-inline __attribute__((always_inline)) Floats biased_by(const Floats& bias, BiasKind kind,
-                                                       const Floats& x) {
+// Scores with a bias. A boolean bias hides a score even if it is NaN.
+FUSEDOPS_INLINE Floats biased_by(const Floats& bias, BiasKind kind, const Floats& x) {
   if (kind != BiasKind::boolean) return x + bias;
   const Vec hidden(-kInfinity);
   return {Vec::blendv(x.lo, hidden, bias.lo == hidden),
           Vec::blendv(x.hi, hidden, bias.hi == hidden)};
 }
 
-// What probabilities [begin, end) of a row are multiplied by. They begin at to + begin.
+// The dropout factors of probabilities [begin, end) of a row, from to + begin on.
 const float* dropout_of(const ScoreRow& row, float* to) {
   const int64_t first = row.key + row.begin, ahead = first % 4;
   dropout_scales(row.dropout, row.row, first - ahead, row.end - row.begin + ahead, to);
@@ -54,7 +55,7 @@ struct Score {
 };
 
 template <bool kCapped>
-inline __attribute__((always_inline)) Score score_of(const Floats& product, const ScoreMap& map) {
+FUSEDOPS_INLINE Score score_of(const Floats& product, const ScoreMap& map) {
   const Vec scale(map.scale);
   if constexpr (!kCapped)
     return {{as_rounded(product.lo * scale), as_rounded(product.hi * scale)}, all(1)};
@@ -79,14 +80,14 @@ struct Scores {
 
 // exp(score - most), within what T resolves.
 template <class T>
-inline __attribute__((always_inline)) Floats exp_under(const Floats& x, float factor, float most) {
+FUSEDOPS_INLINE Floats exp_under(const Floats& x, float factor, float most) {
   const Vec times(factor), under(most);
   const Vec lo = as_rounded(x.lo * times) - under, hi = as_rounded(x.hi * times) - under;
   if constexpr (kQuick<T>) return {exp_of<T>(lo, Vec(1.f)), exp_of<T>(hi, Vec(1.f))};
   return {exp_of_many(lo), exp_of_many(hi)};
 }
 
-// The largest of x [0, n). A NaN is passed over: it comes back in the sum.
+// The largest of x [0, n). It skips NaN, which then appears in the sum.
 inline float largest_number(const float* x, int64_t n) {
   Floats most = all(-kInfinity);
   each_step(n, [&](int64_t j, auto part) {
@@ -124,7 +125,7 @@ Scores make_scores(const ScoreRow& row, const ScoreMap& map, float* made) {
   return {makes ? made : row.s, makes ? 1 : map.scale, largest(most)};
 }
 
-// Moves the softmax to the largest score so far. False: it has seen none.
+// Rescales the softmax to the largest score so far. False if there is none yet.
 bool move_to_largest(const Scores& scores, Softmax& softmax) {
   const float before = softmax.most;
   softmax.most = scores.most <= before ? before : scores.most;  // a NaN stays

@@ -21,7 +21,7 @@ struct ScoreMap {
 
 enum class BiasKind { none, boolean, number };
 
-// The scores of a query and n keys that lie side by side, n up to kKeys: their products, float32.
+// A query's scores with n adjacent keys, n up to kKeys: their products, float32.
 struct ScoreRow {
   float* s;
   int64_t n, begin, end;  // it sees keys [begin, end) of them
@@ -31,7 +31,7 @@ struct ScoreRow {
   int64_t row, key;  // of the dropout's counter; the first key's
 };
 
-// A softmax as far as its keys have been read.
+// A softmax over the keys read so far.
 struct Softmax {
   float most = -std::numeric_limits<float>::infinity(), sum = 0;
   float factor = 1;  // what the last keys multiplied all before them by

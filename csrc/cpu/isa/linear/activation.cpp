@@ -1,4 +1,4 @@
-// One pass over a row, with nothing stored on the way but what was asked for.
+// Bias and activation after a product: one pass over a row, without intermediate stores.
 
 #include "csrc/cpu/isa/linear/activation.h"
 
@@ -12,14 +12,14 @@ namespace {
 
 // Every activation but ReLU is z S(z).
 template <class T, Activation kKind>
-inline __attribute__((always_inline)) Gate gate_of(Vec z) {
+FUSEDOPS_INLINE Gate gate_of(Vec z) {
   if constexpr (kKind == Activation::gelu) return normal<T>(z);
   if constexpr (kKind == Activation::gelu_tanh) return tanh_gate<T>(z);
   return sigmoid_of_minus<T>(z, Vec(-1.f));
 }
 
 template <class T, Activation kKind>
-inline __attribute__((always_inline)) Vec activated(Vec z) {
+FUSEDOPS_INLINE Vec activated(Vec z) {
   if constexpr (kKind == Activation::none) return z;
   if constexpr (kKind == Activation::relu) return at::vec::maximum(z, Vec(0.f));  // keeps a NaN
   return z * gate_of<T, kKind>(z).value;
@@ -27,7 +27,7 @@ inline __attribute__((always_inline)) Vec activated(Vec z) {
 
 // As torch has it, the slope of ReLU is 0 at 0 and 1 at a NaN.
 template <class T, Activation kKind>
-inline __attribute__((always_inline)) Vec gradient(Vec dy, Vec z) {
+FUSEDOPS_INLINE Vec gradient(Vec dy, Vec z) {
   if constexpr (kKind == Activation::none) return dy;
   if constexpr (kKind == Activation::relu) return Vec::blendv(dy, Vec(0.f), z <= Vec(0.f));
   const auto [value, slope] = gate_of<T, kKind>(z);

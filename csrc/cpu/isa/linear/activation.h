@@ -1,4 +1,5 @@
-// What follows a linear layer's product, row by row. Formulas: fusedops/functional/linear.py.
+// Bias and activation after a linear layer's product, by rows. Formulas:
+// fusedops/functional/linear.py.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -1,6 +1,6 @@
-// A tile of c, kRows by two vectors, stays in registers while the depth goes by: each step of depth
-// takes kRows broadcasts and two loads for 2 kRows multiply-adds. The operands are packed into
-// panels that lie in the order in which tiles read them, so their strides matter to packing alone.
+// The inner loops of float32 products. A tile of c, kRows by two vectors, stays in registers over
+// the depth: each step takes kRows broadcasts and two loads for 2 kRows multiply-adds. The operands
+// are packed into panels in the order in which tiles read them, so strides matter only to packing.
 
 #include "csrc/cpu/isa/linear/product.h"
 
@@ -73,7 +73,7 @@ Tile tile_of(int rows, std::integer_sequence<int, kFewer...>) {
 // Swaps, of each pair of rows kHalf apart, the blocks of kHalf that are not where the transpose has
 // them.
 template <int kHalf>
-inline __attribute__((always_inline)) void exchange(Lanes (&rows)[kLanes]) {
+FUSEDOPS_INLINE void exchange(Lanes (&rows)[kLanes]) {
   Order low, high;
   for (int j = 0; j < kLanes; ++j) {
     low[j] = j & kHalf ? kLanes + j - kHalf : j;
@@ -88,7 +88,7 @@ inline __attribute__((always_inline)) void exchange(Lanes (&rows)[kLanes]) {
   }
 }
 
-inline __attribute__((always_inline)) void transpose(Lanes (&rows)[kLanes]) {
+FUSEDOPS_INLINE void transpose(Lanes (&rows)[kLanes]) {
   if constexpr (kLanes == 16) exchange<8>(rows);
   exchange<4>(rows);
   exchange<2>(rows);

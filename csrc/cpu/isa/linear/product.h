@@ -1,4 +1,4 @@
-// Matrix products in float32. How they are cut into blocks: csrc/cpu/linear.cpp.
+// Matrix products in float32. csrc/cpu/linear.cpp cuts them into blocks.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -1,4 +1,4 @@
-// The backward of the norm family: the gradients of rows, and the sums of those of the weight.
+// The norm family's backward loops: the rows' gradients and the sums of dweight and dbias.
 
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"
@@ -6,7 +6,7 @@
 namespace fusedops::cpu::norm::CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kGroup = 16;  // rows of dweight and dbias that are added in float32
+constexpr int64_t kGroup = 16;  // rows of dweight and dbias that are summed in float32
 
 template <class T>
 inline T* at_row(T* p, int64_t offset) {

@@ -1,4 +1,4 @@
-// The forward of the norm family: the sum over a row, its variance, the row normalised.
+// The norm family's forward loops: a row's sum, its variance, and the normalised row.
 
 #include <tuple>
 #include <utility>
@@ -19,8 +19,8 @@ double add_row(const X* x, const H* residual, H* h, int64_t n, Dropped dropout,
   });
 }
 
-// The mean and the variance, from a first mean that is as exact as a float32 sum: in float32 the
-// mean of what is left after subtracting it corrects both.
+// The mean and the variance. The first mean is only as exact as a float32 sum; in float32 the mean
+// of the differences from it corrects both.
 template <class H>
 std::pair<double, double> moments(const H* h, int64_t n, double mean) {
   const Split first(mean);
@@ -81,7 +81,7 @@ void forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) {
       args.mean[row] = mean;
     }
     const double rstd = args.rstd[row] = 1 / std::sqrt(variance + args.eps);
-    // The next row comes from memory while this one is computed from cache.
+    // Prefetches the next row while this one is computed from the cache.
     const X* const next_x = x + args.x_stride;
     const H* const next = args.residual == nullptr ? nullptr
                                                    : static_cast<const H*>(args.residual) +

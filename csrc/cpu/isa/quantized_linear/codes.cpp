@@ -1,3 +1,5 @@
+// Decodes rows of a weight, and quantizes rows of inputs.
+
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 
 #include <algorithm>
@@ -13,7 +15,7 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-// What the 16 codes of a group of int4 stand for.
+// The values of the 16 codes of an int4 group.
 struct Int4Numbers {
   int zero;
   float scale;
@@ -78,8 +80,8 @@ inline int half(const uint8_t* bytes, int64_t i) {
 
 // out [n] = numbers of codes [first, first + n), two in a byte.
 template <class T, class Numbers>
-inline __attribute__((always_inline)) void look_up(const uint8_t* bytes, int64_t first, int64_t n,
-                                                   const Numbers& numbers, T* out) {
+FUSEDOPS_INLINE void look_up(const uint8_t* bytes, int64_t first, int64_t n, const Numbers& numbers,
+                             T* out) {
   int64_t i = 0;
   const auto one = [&] { out[i] = T(numbers[half(bytes, first + i)]); };
 #if defined(CPU_CAPABILITY_AVX512)

@@ -1,4 +1,4 @@
-// What a product takes, read from codes. Formats: fusedops/functional/quantized_linear.py.
+// Decodes codes into operands of products. Formats: fusedops/functional/quantized_linear.py.
 #pragma once
 
 #include "csrc/cpu/isa.h"
@@ -28,7 +28,7 @@ struct Codes {
   bool a_scale_a_row() const { return of_bytes() && group_size >= k && k > 0; }  // no k, no scale
 };
 
-// What the numbers of a product's operands are. Those of integers are bytes, codes themselves.
+// The type of a product's operands. Integers are bytes: the codes themselves.
 enum class Operand : uint8_t { float32, bfloat16, integer };
 
 constexpr int64_t size_of(Operand operand) {

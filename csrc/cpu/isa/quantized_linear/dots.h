@@ -1,4 +1,4 @@
-// Products of rows, and what becomes of their sums.
+// Dot products of rows, and the outputs made from their sums.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"

@@ -1,3 +1,5 @@
+// Products of a few rows with codes that are decoded in registers.
+
 #include "csrc/cpu/isa/quantized_linear/few.h"
 
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
@@ -169,7 +171,7 @@ void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   switch (w.format) {
     case WeightFormat::int8: return add_bytes<kRows, int8_t>(w, args, begin, end);
     case WeightFormat::fp8: return add_bytes<kRows, uint8_t>(w, args, begin, end);
-#if defined(__AVX512BF16__)  // nobody asks the others for these
+#if defined(__AVX512BF16__)  // callers never request these on other ISAs
     case WeightFormat::int4: return add_halves<kRows, true>(w, args, begin, end);
     case WeightFormat::nf4: return add_halves<kRows, false>(w, args, begin, end);
 #else

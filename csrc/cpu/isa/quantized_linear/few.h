@@ -1,4 +1,4 @@
-// Products of a few rows with codes, which become numbers in registers and lie nowhere.
+// Products of a few rows with codes that are decoded in registers and never stored.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"

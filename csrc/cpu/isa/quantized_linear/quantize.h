@@ -1,4 +1,5 @@
-// Codes of 4 bits. Formats and the order of operations: fusedops/functional/quantized_linear.py;
+// Quantizes to 4-bit codes. Formats and order of operations:
+// fusedops/functional/quantized_linear.py;
 // split: csrc/cpu/isa/quantized_linear/quantize.cpp.
 #pragma once
 

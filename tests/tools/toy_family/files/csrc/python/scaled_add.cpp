@@ -1,3 +1,5 @@
+// Exports scaled_add to Python.
+
 #include "csrc/ops/scaled_add/operators.h"
 #include "csrc/python/exports.h"
 
