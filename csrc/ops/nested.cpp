@@ -1,6 +1,6 @@
 // Refuses nested tensors: operators without a counterpart in torch raise a TypeError that names the
-// argument. The others (takes_nested) pass them to torch's functions. Jagged tensors do not come here:
-// fusedops/functional/jagged.py runs functions of rows on their values.
+// argument. The others (takes_nested) pass them to torch's functions. Jagged tensors do not come
+// here: fusedops/functional/jagged.py runs functions of rows on their values.
 
 #include "csrc/ops/operator.h"
 
