@@ -1,4 +1,4 @@
-// Shared by operators and kernels: tensors, their checks, and how errors describe them.
+// Tensor checks, helpers and error descriptions shared by operators and kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// The activation behind a product, for all families of linear layers.
+// Applies activations after a linear layer's matmul, for all linear families.
 #pragma once
 
 #include <ATen/Functions.h>

@@ -1,5 +1,4 @@
-// AdamW on CPUs: one parallel region over the blocks of all tensors, for the loops of
-// csrc/cpu/isa/adamw.
+// AdamW on CPUs: one parallel region over all tensors' blocks. The loops: csrc/cpu/isa/adamw.
 //
 // Memory traffic is the minimum: a step reads and writes the parameters and their moments and reads
 // the gradients; a sum of squares reads the gradients once more.

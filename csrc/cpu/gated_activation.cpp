@@ -1,5 +1,5 @@
-// Gated activations on CPUs: arguments for the loops of csrc/cpu/isa/gated_activation.cpp, spread
-// over threads.
+// Gated activations on CPUs: elements spread over threads. The loops:
+// csrc/cpu/isa/gated_activation.cpp.
 //
 // Memory traffic is the minimum: forward reads gate and up and writes y; backward reads dy, gate
 // and up and writes their gradients. What is contiguous goes as one long row, in pieces; the rest

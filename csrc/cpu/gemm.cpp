@@ -1,3 +1,5 @@
+// Small matmuls on CPUs, by oneDNN's kernels or torch's.
+
 #include "csrc/cpu/gemm.h"
 
 #include <ATen/native/CPUBlas.h>

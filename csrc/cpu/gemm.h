@@ -1,7 +1,7 @@
-// Products of tiles, of float32 or of bfloat16 operands. The sums are float32.
+// Small matmuls on CPUs: float32 or bfloat16 tiles, summed in float32.
 //
-// A second operand [k, n] of bfloat16 lies as the processor takes it, in pairs of rows: [k / 2, n,
-// 2] ("VNNI"). Everything else lies in rows.
+// A bfloat16 second operand [k, n] is stored in pairs of rows, [k / 2, n, 2] ("VNNI"), the layout
+// that the CPU's instructions take. Everything else is row-major.
 #pragma once
 
 #include <ATen/Functions.h>

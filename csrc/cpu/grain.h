@@ -1,4 +1,4 @@
-// How much work a thread takes at a time.
+// How much work a CPU thread takes at a time.
 #pragma once
 
 #include <cstdint>

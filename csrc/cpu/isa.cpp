@@ -1,3 +1,5 @@
+// Detects and selects the instruction set of the CPU kernels.
+
 #include "csrc/cpu/isa.h"
 
 #include <c10/util/Exception.h>

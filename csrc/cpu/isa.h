@@ -1,5 +1,5 @@
-// Which instruction set the kernels of csrc/cpu/isa run in. Every file there is compiled once for
-// each; this file and its includers are compiled for the baseline.
+// Names the instruction sets that the kernels in csrc/cpu/isa run in. Every file in that folder is
+// compiled once for each; this file and its includers are compiled for the baseline.
 #pragma once
 
 #include "csrc/kernels/dtype.h"

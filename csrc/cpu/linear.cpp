@@ -1,5 +1,4 @@
-// linear on CPUs: products in blocks that fit the caches, and the activation while its block is
-// hot.
+// linear on CPUs: cache-sized matmul blocks, activated while they are in cache.
 //
 // The depth is cut into blocks of kDepth: the next to last cache holds kHeight rows of a, the one
 // behind it kWidth columns of b, both packed. A sum is of at most kDepth terms in one register and

@@ -1,5 +1,4 @@
-// The norm family on CPUs: arguments for the row loops of csrc/cpu/isa/norm, spread over
-// threads.
+// The norm family on CPUs: rows spread over threads. The row loops: csrc/cpu/isa/norm.
 //
 // Memory traffic is the minimum: forward reads x and residual and writes h and y; backward reads
 // dy, dh and h and writes the gradient. A row that was just read or written is in cache when it is

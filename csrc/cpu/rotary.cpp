@@ -1,4 +1,5 @@
-// The rotary embedding on CPUs: positions, with all heads of q and k at each, spread over threads.
+// The rotary embedding on CPUs: positions spread over threads. A thread takes all heads of q and k
+// at its positions.
 //
 // Memory traffic is the minimum: q and k are read once, in whatever strides they have, and written
 // once. cos and sin come from memory once and from the cache for the other heads.

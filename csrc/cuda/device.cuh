@@ -1,4 +1,5 @@
-// The vocabulary of the CUDA kernels. nvcc compiles it for GPUs, g++ with csrc/simt for CPUs.
+// The vocabulary that all CUDA kernels are written in. nvcc compiles it for GPUs, g++ with
+// csrc/simt for CPUs.
 #pragma once
 
 #include <c10/util/BFloat16.h>

@@ -1,5 +1,5 @@
-// What only a GPU has: launches, shared memory, 16-byte accesses, the device's limits. On a CPU
-// csrc/simt/simt.h gives the same names.
+// GPU-only parts of the vocabulary: launches, shared memory, 16-byte access, device limits. On a
+// CPU csrc/simt/simt.h has the same names.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// linear on GPUs: torch's products, with cuBLASLt's epilogue where that computes the activation.
-// Its GELU is the one by tanh. Nothing waits for the device.
+// linear on GPUs: torch's matmuls, with cuBLASLt's epilogue where it fits. The epilogue's GELU is
+// the tanh approximation. Nothing waits for the device.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>

@@ -1,5 +1,5 @@
-// Where the kernels of csrc/cuda run: on a GPU, with its device guard and current stream, or in the
-// emulator of csrc/simt, on CPU tensors, under a dispatch key that has no other user here.
+// The device guard and stream of a CUDA kernel launch. On a GPU they are torch's. In the emulator
+// of csrc/simt, kernels run on CPU tensors, under a dispatch key that has no other user here.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,5 @@
-// What the CPU and the CUDA kernels of AdamW share: what they are told of a tensor, the step's
-// factors, the 8-bit codes and the random numbers. Formulas: fusedops/functional/adamw.py. Plain
-// C++ for any device.
+// AdamW's tensor descriptions, step factors, 8-bit codes and random numbers. Shared by the CPU and
+// the CUDA kernels. Formulas: fusedops/functional/adamw.py. Plain C++ for any device.
 #pragma once
 
 #include <cmath>

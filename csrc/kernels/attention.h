@@ -1,5 +1,5 @@
-// What the operators and the CPU kernels of attention share. Shapes and formulas:
-// fusedops/functional/attention.py. Plain C++.
+// Attention's formulas and key window, shared by its operators and CPU kernels. Shapes and
+// formulas: fusedops/functional/attention.py. Plain C++.
 //
 // Row i of a head's scores, over keys j, with a = scale q_i k_j:
 //   s_ij = softcap tanh(a / softcap) + bias_ij, or a + bias_ij, where i sees j; else -infinity

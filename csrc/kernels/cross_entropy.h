@@ -1,5 +1,5 @@
-// What the operators and the CPU kernels of cross entropy share. Formulas and shapes:
-// fusedops/functional/cross_entropy.py. Plain C++.
+// Cross entropy's formulas and arguments, shared by its operators and CPU kernels. Formulas and
+// shapes: fusedops/functional/cross_entropy.py. Plain C++.
 //
 // A row has C logits x_c and the class t:
 //   z_c  = softcap tanh(scale x_c / softcap), or scale x_c

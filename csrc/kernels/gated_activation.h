@@ -1,4 +1,4 @@
-// What the CPU and the CUDA kernels of gated activations share. Formulas:
+// Gated activations' formulas and arguments, shared by the CPU and CUDA kernels. Formulas:
 // fusedops/functional/gated_activation.py. Plain C++ for any device.
 //
 // Every kind is y = g S(g) (u + up_offset), and so dgate = dy (u + up_offset) (S(g) + g S'(g)),

@@ -1,4 +1,4 @@
-// What follows a linear layer's product. Formulas: fusedops/functional/linear.py.
+// The activations that can follow a linear layer's matmul. Formulas: fusedops/functional/linear.py.
 #pragma once
 
 #include <cstdint>

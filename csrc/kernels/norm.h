@@ -1,4 +1,4 @@
-// What the CPU and the CUDA kernels of the norm family are told of their tensors. Formulas:
+// The norm family's kernel arguments, shared by the CPU and CUDA kernels. Formulas:
 // fusedops/functional/norm.py. Plain C++ for any device.
 #pragma once
 

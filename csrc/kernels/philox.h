@@ -1,4 +1,4 @@
-// Philox4x32-7 (Salmon et al., SC 2011): the counter-based generator behind every dropout mask.
+// Philox4x32-7, the counter-based generator behind every dropout mask (Salmon et al., SC 2011).
 // `dropout_reference` in fusedops/functional/norm.py is its definition. Plain C++ for any device.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the kernels of quantized_linear are told, on any device. Formats and shapes:
+// quantized_linear's formats and kernel arguments, shared by all devices. Formats and shapes:
 // fusedops/functional/quantized_linear.py. Plain C++.
 #pragma once
 

@@ -1,5 +1,5 @@
-// What the CPU and the CUDA kernels of the rotary embedding share. Formulas and shapes:
-// fusedops/functional/rotary.py. Plain C++ for any device.
+// The rotary embedding's formulas and arguments, shared by CPU and CUDA kernels. Formulas and
+// shapes: fusedops/functional/rotary.py. Plain C++ for any device.
 //
 // A head's first `rotary` elements are pairs (a, b): of its two halves, or interleaved, neighbours.
 // Each pair has cosines and sines of its own, (c_a, s_a) and (c_b, s_b), where a and b stand:

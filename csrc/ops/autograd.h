@@ -1,4 +1,4 @@
-// What the operators' autograd shares: the choice between kernels and ATen calls.
+// Autograd helpers that all operators share: kernel or ATen calls.
 #pragma once
 
 #include <initializer_list>

@@ -1,4 +1,4 @@
-// Checks of arguments that several operators share: they say what was wanted and what came.
+// Argument checks that several operators share. Their errors say what was wanted and what came.
 #pragma once
 
 #include <vector>

@@ -1,3 +1,5 @@
+// Detects the CPU features that decide between our kernels and torch's.
+
 #include "csrc/ops/cpu_features.h"
 
 #include <ATen/cpu/Utils.h>

@@ -1,4 +1,4 @@
-// What the CPU is, where that decides between our kernels and torch's.
+// The CPU features that decide between our kernels and torch's.
 #pragma once
 
 #include <optional>

@@ -1,6 +1,6 @@
-// Nested tensors: operators that have no original in torch raise a TypeError with the argument's
-// name. The others (takes_nested) hand them to torch's own functions. fusedops/functional/jagged.py
-// runs functions of rows on the values of jagged tensors, which then never come here.
+// Nested tensors: operators without a torch original raise a clear TypeError. The error names the
+// argument. The others (takes_nested) call torch's own functions. Jagged tensors rarely come here:
+// fusedops/functional/jagged.py runs row-wise functions on their packed values.
 
 #include "csrc/ops/operator.h"
 

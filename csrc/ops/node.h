@@ -1,5 +1,5 @@
-// The autograd node of every operator: saved tensors, options, and a backward that is a function of
-// both, so that compiled autograd can put that function into its graph.
+// The autograd node of every operator: saved tensors, options, backward function. The backward is a
+// function of both, so that compiled autograd can put it into its graph.
 //
 // A Node of its own, as torch::autograd::Function costs 3 us more a step, which on small batches is
 // a tenth of it.

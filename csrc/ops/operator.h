@@ -1,4 +1,4 @@
-// How an operator is declared: its schema, and what runs for it, once a family.
+// Declares operators: a schema and its implementations, once per family.
 //
 // A function for users is a public operator. It is the same on every device, and calls one of its
 // family's kernel operators, which have an implementation for each device and no gradients.

@@ -1,4 +1,4 @@
-// Dropout with probability p: its seed, and the kernels' arguments.
+// Dropout's seed, and its arguments for the kernels.
 #pragma once
 
 #include <ATen/ops/randint.h>

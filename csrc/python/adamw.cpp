@@ -1,3 +1,5 @@
+// Exports AdamW to Python: its operators, and AdamWBucket for the optimizer.
+
 #include "csrc/python/adamw.h"
 
 #include <ATen/ops/zeros.h>

@@ -1,5 +1,5 @@
-// What an optimizer keeps between steps, so that a step's host time has no Python loop over the
-// parameters.
+// An optimizer's parameters and states, kept in C++ between steps. So a step runs no Python loop
+// over the parameters.
 #pragma once
 
 #include <pybind11/pytypes.h>

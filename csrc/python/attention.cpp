@@ -1,3 +1,5 @@
+// Exports attention's operators to Python.
+
 #include "csrc/ops/attention/operators.h"
 #include "csrc/python/exports.h"
 

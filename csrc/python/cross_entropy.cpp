@@ -1,3 +1,5 @@
+// Exports cross entropy's operators to Python.
+
 #include "csrc/ops/cross_entropy/operators.h"
 #include "csrc/python/exports.h"
 

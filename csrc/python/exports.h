@@ -1,5 +1,5 @@
-// How a family exports functions to Python without going through torch.ops: a line for each, in its
-// own file of csrc/python.
+// Exports a family's functions to Python without going through torch.ops. Each family lists its
+// exports in its own file of csrc/python.
 #pragma once
 
 #include <pybind11/stl.h>

@@ -1,3 +1,5 @@
+// Exports the gated activations' operators to Python.
+
 #include "csrc/ops/gated_activation/operators.h"
 #include "csrc/python/exports.h"
 

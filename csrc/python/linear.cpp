@@ -1,3 +1,5 @@
+// Exports linear's operators to Python.
+
 #include "csrc/ops/linear/operators.h"
 #include "csrc/python/exports.h"
 

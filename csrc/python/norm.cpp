@@ -1,3 +1,5 @@
+// Exports the norm family's operators to Python.
+
 #include "csrc/ops/norm/operators.h"
 #include "csrc/python/exports.h"
 

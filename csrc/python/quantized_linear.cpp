@@ -1,3 +1,5 @@
+// Exports quantized_linear's operators to Python.
+
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/ops/quantized_linear/operators.h"
 #include "csrc/python/exports.h"

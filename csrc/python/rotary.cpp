@@ -1,3 +1,5 @@
+// Exports the rotary embedding's operators to Python.
+
 #include "csrc/ops/rotary/operators.h"
 #include "csrc/python/exports.h"
 

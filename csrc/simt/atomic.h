@@ -1,5 +1,5 @@
-// Atomics, real ones: blocks run on several CPU threads. After each the other threads of the block
-// get their turn, so that a loop may wait for what another thread stores.
+// Emulated CUDA atomics, atomic across the CPU threads that run blocks. After each atomic the
+// block's other threads run, so a kernel may loop until another thread stores a value.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// __syncthreads and its kin, and what is said when threads wait for one that never comes.
+// Emulated __syncthreads, with errors for threads that wait forever.
 #pragma once
 
 #include <cstdio>

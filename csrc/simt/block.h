@@ -1,4 +1,4 @@
-// One block: its threads as fibers, the order in which they run, and the barrier of all of them.
+// Runs one emulated CUDA block: its threads as fibers, and their barrier.
 //
 // Threads run warp by warp and lane by lane, each until it waits, so that a run repeats itself
 // exactly. A warp runs until all its lanes wait before the next one does.

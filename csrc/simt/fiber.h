@@ -1,4 +1,4 @@
-// Fibers: contexts with a stack of their own, between which a CPU thread switches by hand.
+// Fibers for the emulator: contexts with their own stack, switched by hand.
 //
 // On x86-64 a switch is a few instructions. ucontext, many times slower because it makes a system
 // call, serves other machines (and FUSEDOPS_SIMT_UCONTEXT).

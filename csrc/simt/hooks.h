@@ -1,6 +1,7 @@
-// What the compiler calls at each access under -fsanitize=thread. The program is not linked with
-// that sanitizer's library: these look at shared memory and at nothing else. memcpy, where it stays
-// one, is not reported: kernels fill shared memory by assignment.
+// Memory-access callbacks that the compiler inserts for the emulator under -fsanitize=thread. The
+// program is not linked with that sanitizer's library. The callbacks check shared memory only. A
+// memcpy that the compiler does not expand is not reported, but kernels fill shared memory by
+// assignment.
 #pragma once
 
 #include "csrc/simt/touch.h"

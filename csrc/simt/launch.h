@@ -1,4 +1,4 @@
-// What csrc/cuda/launch.cuh gives under nvcc: launches, shared memory, 16-byte access, the device.
+// Emulates csrc/cuda/launch.cuh: launches, shared memory, 16-byte access, the device.
 #pragma once
 
 #include <atomic>

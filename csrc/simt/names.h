@@ -1,4 +1,4 @@
-// CUDA's own names for a C++ compiler: qualifiers, index types, built-in variables, arithmetic.
+// Defines CUDA's qualifiers, index types, variables and arithmetic for a C++ compiler.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Which access of a byte of shared memory came before which: the shadow of the arena.
+// Detects data races in emulated shared memory, with a shadow per byte.
 //
 // A barrier of the block orders everything before it against everything after it: it begins a new
 // epoch. Within an epoch, threads of different warps are unordered, and lanes of one warp are

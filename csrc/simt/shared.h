@@ -1,4 +1,5 @@
-// Shared memory: one arena for each CPU thread, and which ranges of it the running block declared.
+// Emulated CUDA shared memory: one arena per CPU thread. Records which ranges the running block
+// declared.
 #pragma once
 
 #include <cstdint>

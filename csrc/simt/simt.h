@@ -1,4 +1,4 @@
-// Runs the sources of csrc/cuda on a CPU: with this header a kernel is plain C++.
+// The emulator: runs the kernels of csrc/cuda on a CPU as C++.
 //
 // A block's threads are fibers of one CPU thread, which change at barriers, warp operations and
 // atomics; blocks are spread over CPU threads. A launch returns when its grid is done, and throws

@@ -1,5 +1,5 @@
-// What is checked of an access to shared memory: it lies in one array, reads what was written, and
-// races with no other.
+// Checks each access to emulated shared memory. It must lie in one array, read initialized bytes,
+// and race with no other.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the lanes of a warp do together: shuffles, votes and __syncwarp.
+// Emulated CUDA warp operations: shuffles, votes and __syncwarp.
 //
 // Each waits for the lanes of its mask. The last to come serves them all, from values that none can
 // yet have overwritten. CUDA leaves undefined what a lane reads from one outside the mask, and what

@@ -1,4 +1,4 @@
-// A code address as a line of source: what every error of the emulator ends in.
+// Converts a code address to a source line for the emulator's errors.
 #pragma once
 
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-// attention on CPUs, backward: a head of k and v at a time, with the query heads that have it.
+// Attention's backward on CPUs: one key head at a time, with its query heads.
 //
 // A block of queries goes over the tiles of keys that it sees twice: for the products q k^T and
 // do v^T, which stay, and the sums of their rows; then for the gradients, three products more. dk

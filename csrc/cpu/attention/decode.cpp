@@ -1,4 +1,4 @@
-// attention on CPUs for a few queries over many keys: generation.
+// Attention on CPUs for a few queries over many keys, as in generation.
 //
 // The queries of all heads that share k and v are the rows of one tile, so that k and v are read
 // once, in their own dtype, which is what the time goes to. The keys are read in parts, whatever

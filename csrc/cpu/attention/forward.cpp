@@ -1,4 +1,4 @@
-// attention on CPUs, forward: a block of queries of a head at a time.
+// Attention's forward on CPUs: one block of a head's queries at a time.
 //
 // K and V are packed once a head, K transposed, in tiles of kKeys keys. A block of kQueries
 // queries goes over the tiles that one of them sees: a product, the softmax's row loops in

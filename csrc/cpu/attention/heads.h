@@ -1,4 +1,4 @@
-// What the loops of attention are told of a call: sequences, and where the rows of a head are.
+// Describes an attention call to the CPU loops: sequences and heads' addresses.
 #pragma once
 
 #include <ATen/Functions.h>

@@ -1,4 +1,4 @@
-// Keys or values of all heads as the products take them.
+// Packs all heads' keys or values for attention's matmuls on CPUs.
 #pragma once
 
 #include "csrc/cpu/attention/heads.h"

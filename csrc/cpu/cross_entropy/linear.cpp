@@ -1,5 +1,5 @@
-// linear_cross_entropy on CPUs: products of the library's, and between them the loops over logits,
-// a tile [rows, classes] at a time. Rows whose target is ignored are left out.
+// linear_cross_entropy on CPUs: library matmuls, with loops over logit tiles in between. A tile is
+// [rows, classes]. Rows whose target is ignored are left out.
 //
 // The forward alone takes the tiles of a stripe of classes one after another, so that its weights
 // are read and converted once, and each row's sums go on from tile to tile. So does the backward,

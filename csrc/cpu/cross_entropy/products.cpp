@@ -1,3 +1,5 @@
+// The matmuls of linear_cross_entropy on CPUs, by torch's own functions.
+
 #include "csrc/cpu/cross_entropy/products.h"
 
 #include <ATen/Functions.h>

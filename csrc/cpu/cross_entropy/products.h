@@ -1,5 +1,5 @@
-// The products around the logits, by torch's own: bfloat16 where csrc/ops/cpu_features.h says so,
-// else of tiles that are converted to float32.
+// The matmuls of linear_cross_entropy on CPUs, by torch's own functions. They are bfloat16 where
+// csrc/ops/cpu_features.h says so; elsewhere tiles are converted to float32.
 #pragma once
 
 #include "csrc/common.h"

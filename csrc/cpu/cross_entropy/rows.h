@@ -1,4 +1,4 @@
-// What a row of logits adds to the loss, and what its gradient is made of. Formulas:
+// A logit row's loss and gradient factors, for cross entropy on CPUs. Formulas:
 // csrc/kernels/cross_entropy.h.
 #pragma once
 

@@ -1,6 +1,8 @@
-// The sums are made in one pass. Exponentials are taken over a base near the largest z: that of the
-// first block, until a block has one so much larger that float32 would not hold its exponential.
-// Then the sum is scaled to the new base, and the block taken once more.
+// Cross entropy on CPUs: loss sums in one pass over a row's logits.
+//
+// The exponentials are exp(z - base), with the first block's largest z as base. If a later block
+// has a z so much larger that float32 cannot hold its exponential, the base moves there: the sum
+// so far is rescaled, and the block is computed again.
 
 #include "csrc/cpu/isa/cross_entropy.h"
 

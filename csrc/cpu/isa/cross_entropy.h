@@ -1,4 +1,4 @@
-// The loops of cross entropy over logits that lie side by side. Formulas:
+// Declares cross entropy's CPU loops over contiguous logits. Formulas:
 // csrc/kernels/cross_entropy.h.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The random numbers of a dropout, for every kernel that has one.
+// Dropout's random numbers on CPUs, in vectors, for every family.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Polynomials and exponentials, for every kernel that has some. Vectors go by value: of one whose
-// address is taken GCC stores a copy that nobody reads.
+// Vector polynomials and exponentials, shared by the CPU kernels. Vectors are passed by value:
+// passing an address makes GCC store a copy that nobody reads.
 #pragma once
 
 #include "csrc/cpu/isa/vec.h"

@@ -1,4 +1,4 @@
-// One pass over a row, with nothing stored on the way.
+// Gated activations on CPUs: one pass over a row, nothing stored between.
 
 #include "csrc/cpu/isa/gated_activation.h"
 

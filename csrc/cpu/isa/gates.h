@@ -1,5 +1,6 @@
-// What multiplies x in SiLU and in both GELUs, for every kernel that has an activation. Vectors go
-// by value: of one whose address is taken GCC stores a copy that nobody reads.
+// The gates of SiLU and both GELUs, as vector code for CPUs. A gate is the factor of x, for example
+// sigmoid(x). Vectors are passed by value: passing an address makes GCC store a copy that nobody
+// reads.
 #pragma once
 
 #include "csrc/cpu/isa/exp.h"

@@ -1,4 +1,4 @@
-// Sums over the lanes of many registers at a time.
+// Sums the lanes of many vector registers at once, on CPUs.
 #pragma once
 
 #include "csrc/cpu/isa/vec.h"

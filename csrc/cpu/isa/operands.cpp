@@ -1,3 +1,5 @@
+// Reads, transposes and writes matmul operands on CPUs.
+
 #include "csrc/cpu/isa/operands.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// How the operands of products are read, turned and written.
+// Reads, transposes and writes matmul operands on CPUs.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -1,6 +1,7 @@
-// A head at a time, in one pass. Where the heads of a position lie together, positions follow one
-// another; else a head's rows do, for kBlock positions, whose cos and sin stay in the cache until
-// the last head.
+// Rotary embedding on CPUs, one head row at a time.
+//
+// If a position's heads are adjacent in memory, the loop goes position by position. Otherwise it
+// goes head by head over kBlock positions, whose cos and sin stay in cache until the last head.
 
 #include "csrc/cpu/isa/rotary.h"
 

@@ -1,5 +1,5 @@
-// The loops of the rotary embedding. Formulas: csrc/kernels/rotary.h; split and memory traffic:
-// csrc/cpu/rotary.cpp.
+// Declares the rotary embedding's CPU loops. Formulas: csrc/kernels/rotary.h; split and memory
+// traffic: csrc/cpu/rotary.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -1,4 +1,4 @@
-// What the files of csrc/cpu/isa share: vectors of float32 loaded from and stored to any dtype.
+// Loads and stores float32 vectors from and to any dtype, on CPUs.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>

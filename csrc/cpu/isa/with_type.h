@@ -1,4 +1,4 @@
-// From a dtype to the C++ type of its numbers.
+// Dispatches from a dtype to its C++ type, in the CPU loops.
 #pragma once
 
 #include "csrc/cpu/isa/vec.h"

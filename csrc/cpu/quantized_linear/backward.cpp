@@ -1,4 +1,4 @@
-// quantized_linear on CPUs, backward: dx = dz w from the codes, and the weight as numbers.
+// quantized_linear's backward on CPUs, dx = dz w, and its weight dequantized.
 //
 // A task is kWidth columns of dx. It goes over the rows of the weight, kTile at a time, whose codes
 // become numbers in a cache and are multiplied there: the sums are of tiles, in one order whatever

@@ -1,5 +1,5 @@
-// quantized_linear on CPUs, forward: codes become numbers next to where they are multiplied, and no
-// weight is packed or kept.
+// quantized_linear's forward on CPUs: weight codes are decoded where they are multiplied. No weight
+// is packed or kept.
 //
 // x is rounded once, to what is multiplied. A task is kColumns columns of y for kMostRows rows of
 // x. A few rows take the codes straight from registers. Up to kMany take them from a cache, in rows

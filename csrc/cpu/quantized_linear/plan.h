@@ -1,4 +1,4 @@
-// What runs on this CPU, in words.
+// Describes in words which quantized_linear kernel runs on this CPU.
 #pragma once
 
 #include <cstdint>

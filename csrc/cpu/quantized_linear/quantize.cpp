@@ -1,5 +1,5 @@
-// Weights to codes on CPUs: threads take groups, which know nothing of each other. Of 8 bits a
-// group is rounded as a row of inputs is.
+// Quantizes weights on CPUs: threads take independent groups. Of 8 bits a group is rounded as a row
+// of inputs is.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>

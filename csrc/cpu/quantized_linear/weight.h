@@ -1,4 +1,4 @@
-// A weight's tensors as the loops read them, and what its products are made of.
+// A quantized weight's tensors and matmul settings, for quantized_linear on CPUs.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"

@@ -1,4 +1,4 @@
-// How AdamW's kernels go over the blocks of 256 elements of many tensors.
+// How AdamW's CUDA kernels split many tensors into blocks of 256 elements.
 //
 // A warp takes a block at a time, 8 elements of each lane in its registers. A block of threads has
 // a run of neighbouring blocks, and its warps look for their tensor only where one ends.

@@ -1,5 +1,4 @@
-// What clipping does to gradients: the sum of their squares, and their scaling. The split:
-// blocks.cuh.
+// Gradient clipping on GPUs: the sum of squares, and the scaling. The split: blocks.cuh.
 
 #include "csrc/cuda/adamw/blocks.cuh"
 

@@ -1,4 +1,4 @@
-// AdamW on GPUs: what step.cu and gradients.cu give to operators.cpp.
+// Launchers and kernel arguments for AdamW on GPUs.
 #pragma once
 
 #include "csrc/kernels/adamw.h"

@@ -1,4 +1,5 @@
-// AdamW on GPUs: from tensors to the kernels of step.cu and gradients.cu.
+// AdamW's operators on GPUs: turn tensors into kernel launches. The kernels: step.cu and
+// gradients.cu.
 
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>

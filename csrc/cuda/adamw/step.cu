@@ -1,4 +1,4 @@
-// A step of AdamW of many tensors in one launch. Formulas: csrc/kernels/adamw.h and
+// AdamW's step on GPUs, for many tensors in one launch. Formulas: csrc/kernels/adamw.h and
 // fusedops/functional/adamw.py; the split: blocks.cuh.
 //
 // An 8-bit scale is a maximum over the warp that has its block in registers. Global traffic is the

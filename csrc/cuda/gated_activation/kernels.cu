@@ -1,4 +1,5 @@
-// y = g S(g) (u + up_offset) and its gradients. Formulas: csrc/kernels/gated_activation.h.
+// Gated activations on GPUs: y = g S(g) (u + up_offset) and its gradients. Formulas:
+// csrc/kernels/gated_activation.h.
 //
 // A thread takes kVectors vectors of 16 bytes at a time, all of whose loads are under way before
 // the first is used, and the grid strides over the tensors. Global traffic is the minimum: forward

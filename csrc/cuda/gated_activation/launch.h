@@ -1,4 +1,4 @@
-// Gated activations on GPUs: what kernels.cu gives to operators.cpp.
+// Launchers and kernel arguments for gated activations on GPUs.
 #pragma once
 
 #include "csrc/kernels/gated_activation.h"

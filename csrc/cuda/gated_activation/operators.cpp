@@ -1,4 +1,4 @@
-// Gated activations on GPUs: from tensors to the kernels of kernels.cu.
+// The gated activations' operators on GPUs: turn tensors into kernel launches.
 
 #include <torch/library.h>
 

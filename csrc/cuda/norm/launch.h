@@ -1,4 +1,4 @@
-// The norm family on GPUs: arguments of the kernels in forward.cu and backward.cu. Formulas:
+// Launchers and kernel arguments for the norm family on GPUs. Formulas:
 // fusedops/functional/norm.py.
 #pragma once
 

@@ -1,5 +1,5 @@
-// The norm family on GPUs: from tensors to the kernels of forward.cu and backward.cu. Nothing here
-// waits for the device: the dropout's seed is read by the kernels.
+// The norm family's operators on GPUs: turn tensors into kernel launches. Nothing here waits for
+// the device: the dropout's seed is read by the kernels.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// What forward and backward share: how a row is split over threads, and a row's arithmetic.
+// The norm family's CUDA helpers: a row's split over threads, and arithmetic.
 #pragma once
 
 #include <type_traits>

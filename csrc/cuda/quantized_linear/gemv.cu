@@ -1,4 +1,4 @@
-// y = activation(x w^T + bias) of at most four rows of x. Formats: fusedops/functional/
+// quantized_linear on GPUs for at most four rows of x. Formats: fusedops/functional/
 // quantized_linear.py.
 //
 // A block of kWarps warps has kColumns rows of the weight, and walks over their depth: a thread

@@ -1,4 +1,4 @@
-// quantized_linear of a few rows on GPUs: what gemv.cu gives to operators.cpp.
+// Launcher and kernel arguments for quantized_linear of few rows on GPUs.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// quantized_linear on GPUs: a few rows of x go to the kernels of gemv.cu, more to the operator that
-// fusedops/triton has, or to ATen calls where there is no Triton. Backward is Triton's.
+// quantized_linear's operators on GPUs: choose CUDA, Triton or ATen by rows. A few rows of x go to
+// the kernels of gemv.cu, more to fusedops/triton's operator, or to ATen calls if Triton is
+// missing. The backward is always Triton's.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>

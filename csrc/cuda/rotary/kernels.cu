@@ -1,4 +1,4 @@
-// Rotates the heads of q and k by the cosines and sines of their positions. Formulas:
+// The rotary embedding on GPUs: rotates q's and k's heads by position. Formulas:
 // csrc/kernels/rotary.h.
 //
 // A thread has a lane of a position: two vectors of N elements of a head, which are N pairs, or one

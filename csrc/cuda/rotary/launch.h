@@ -1,4 +1,4 @@
-// The rotary embedding on GPUs: what kernels.cu gives to operators.cpp.
+// Launchers and kernel arguments for the rotary embedding on GPUs.
 #pragma once
 
 #include "csrc/kernels/rotary.h"

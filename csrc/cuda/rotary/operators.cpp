@@ -1,4 +1,4 @@
-// The rotary embedding on GPUs: from tensors to the kernel of kernels.cu.
+// The rotary embedding's operators on GPUs: turn tensors into kernel launches.
 
 #include <torch/library.h>
 

@@ -1,4 +1,4 @@
-// AdamW: a step of many tensors at once, and the sum of squares that clipping needs. Formulas:
+// AdamW's operators: the step of many tensors, and clipping's sum of squares. Formulas:
 // fusedops/functional/adamw.py. They write in place, and nothing is differentiated through them.
 #pragma once
 

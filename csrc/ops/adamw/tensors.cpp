@@ -1,4 +1,4 @@
-// From the arguments of AdamW to what its kernels are told: pointers, formats, blocks.
+// Turns AdamW's arguments into what its kernels take: pointers, formats, blocks.
 
 #include <ATen/Functions.h>
 

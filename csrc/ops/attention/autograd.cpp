@@ -1,4 +1,4 @@
-// attention: the schemas, autograd, autocast, and the choice between kernels and ATen calls.
+// Attention's public operators: schemas, autograd, autocast, and the choice of kernel.
 
 #include <ATen/Functions.h>
 

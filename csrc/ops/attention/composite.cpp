@@ -1,4 +1,4 @@
-// Attention in ATen calls: what runs where no kernel does, and the double backward.
+// Attention in ATen calls: the fallback without a kernel, and double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

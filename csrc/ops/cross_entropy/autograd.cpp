@@ -1,5 +1,5 @@
-// cross_entropy: autograd, autocast, and the choice between kernels and ATen calls. The schemas of
-// both operators.
+// cross_entropy's public operator: autograd, autocast, and the choice of kernel. Also has
+// linear_cross_entropy's schema.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

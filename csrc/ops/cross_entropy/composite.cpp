@@ -1,4 +1,4 @@
-// Cross entropy in ATen calls: what runs where no kernel does, and the double backward.
+// Cross entropy in ATen calls: the fallback without a kernel, and double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

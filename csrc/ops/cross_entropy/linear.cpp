@@ -1,4 +1,4 @@
-// linear_cross_entropy: autograd, autocast, and the choice between kernels and ATen calls.
+// linear_cross_entropy's public operator: autograd, autocast, and the choice of kernel.
 
 #include <ATen/Functions.h>
 

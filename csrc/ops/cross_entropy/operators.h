@@ -1,5 +1,5 @@
-// Cross entropy, of logits and of a product. Formulas and shapes:
-// fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
+// Declares cross entropy's operators: from logits, and from a linear layer's input. Formulas and
+// shapes: fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
 //
 // In the kernel operators the logits are rows [rows, C], the targets int64 [rows], reduction is
 // torch's number, and `how` has the options that are numbers. Kept for the backward are lse, [rows]

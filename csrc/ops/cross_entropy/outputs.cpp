@@ -1,4 +1,4 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks cross entropy's arguments and allocates its kernels' outputs.
 
 #include <ATen/Functions.h>
 

@@ -1,4 +1,4 @@
-// A gradient that the forward pass has made, times that of the loss.
+// Multiplies cross entropy's stored gradient by the loss's gradient.
 #pragma once
 
 #include <ATen/Functions.h>

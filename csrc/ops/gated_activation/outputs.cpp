@@ -1,4 +1,4 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the gated activations' arguments and allocates their kernels' outputs.
 
 #include <ATen/Functions.h>
 

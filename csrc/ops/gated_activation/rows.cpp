@@ -1,4 +1,4 @@
-// Turns tensors into the kernels' arguments.
+// Turns tensors into the gated activations' kernel arguments.
 
 #include "csrc/ops/gated_activation/operators.h"
 

@@ -1,5 +1,4 @@
-// The public operator: schema, autograd, autocast, and the choice between kernels and torch's
-// lines.
+// linear's public operator: schema, autograd, autocast, and the choice of kernel.
 
 #include <ATen/Functions.h>
 

@@ -1,4 +1,4 @@
-// linear in ATen calls: what runs where no kernel does, and the double backward.
+// linear in ATen calls: the fallback without a kernel, and double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

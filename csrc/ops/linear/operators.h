@@ -1,4 +1,4 @@
-// linear: a product with its bias and activation. Formulas and shapes:
+// Declares linear's operators: a matmul with its bias and activation. Formulas and shapes:
 // fusedops/functional/linear.py.
 //
 // z = input weight^T + bias, y = activation(z). The kernel operators' tensors have one dtype.

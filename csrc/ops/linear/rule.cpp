@@ -1,4 +1,5 @@
-// Where the kernels are faster than torch's lines, by benchmarks/operators/linear.py.
+// Decides where linear's kernels are faster than torch's. Measured by
+// benchmarks/operators/linear.py.
 //
 // One node for product, bias and activation costs the host less than torch's three, and one pass
 // over the product less than two: with a gradient or an activation they always win. A bare product

@@ -1,4 +1,4 @@
-// The public operators: schema, autograd, and the choice between kernels and ATen calls.
+// The norm family's public operators: schemas, autograd, and the choice of kernel.
 
 #include <ATen/Functions.h>
 

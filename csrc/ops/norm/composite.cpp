@@ -1,4 +1,4 @@
-// The norm family in ATen calls: what runs where no kernel does, and the double backward.
+// The norm family in ATen calls: the fallback, and double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

@@ -1,5 +1,5 @@
-// The norm family: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and shapes:
-// fusedops/functional/norm.py.
+// Declares the norm operators: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and
+// shapes: fusedops/functional/norm.py.
 //
 // The four share one pair of kernel operators, norm_forward and norm_backward, in which the
 // residual, the weight, the bias and the dropout are optional: a backend implements two functions.

@@ -1,4 +1,4 @@
-// Turns tensors into the kernels' arguments.
+// Turns tensors into the norm family's kernel arguments.
 
 #include "csrc/ops/norm/operators.h"
 

@@ -1,4 +1,4 @@
-// The public operator: schema, autograd and autocast.
+// quantized_linear's public operator: schema, autograd and autocast.
 
 #include <ATen/Functions.h>
 

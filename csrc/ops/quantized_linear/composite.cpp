@@ -1,5 +1,4 @@
-// quantized_linear in ATen calls: what runs where no kernel does, and the double backward. Makes
-// the dequantized weight.
+// quantized_linear in ATen calls: the fallback, double backward, and the dequantized weight.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

@@ -1,5 +1,5 @@
-// quantized_linear: a product with a weight of codes, its bias and activation. Formats, formulas
-// and shapes: fusedops/functional/quantized_linear.py.
+// Declares quantized_linear's operators: a matmul with quantized weights, bias and activation.
+// Formats, formulas and shapes: fusedops/functional/quantized_linear.py.
 //
 // z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. With Compute::any
 // the backend chooses: operands rounded to bfloat16 or to less, sums in float32.

@@ -1,4 +1,4 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks quantized_linear's arguments and allocates its kernels' outputs.
 
 #include <ATen/Functions.h>
 

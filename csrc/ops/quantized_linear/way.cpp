@@ -1,4 +1,4 @@
-// Which kernel of a GPU multiplies how many rows: the one place that says so.
+// Chooses quantized_linear's GPU kernel by the number of rows.
 //
 // The limits are reasoned, not measured: nothing here has run on a GPU. Each must be measured, for
 // every format, as the number of rows from which the next way is faster, at n and k of 4096 and

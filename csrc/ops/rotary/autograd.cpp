@@ -1,5 +1,5 @@
-// The public operator: schema, autograd, and the choice between kernels and ATen calls. Autocast
-// has no rule for it, as it has none for the products and the sum.
+// The rotary embedding's public operator: schema, autograd, and the choice of kernel. Autocast has
+// no rule for it, because it has none for multiplication and addition.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/rotary/operators.h"

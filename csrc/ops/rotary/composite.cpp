@@ -1,4 +1,4 @@
-// The rotary embedding in ATen calls: what runs where no kernel does, and the double backward.
+// The rotary embedding in ATen calls: the fallback, and double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

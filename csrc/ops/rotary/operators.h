@@ -1,4 +1,5 @@
-// The rotary embedding of q and k. Formulas and shapes: fusedops/functional/rotary.py.
+// Declares the rotary embedding's operators, for q and k together. Formulas and shapes:
+// fusedops/functional/rotary.py.
 //
 // The backward is the transposed rotation of the gradients, and so the same kernel.
 #pragma once

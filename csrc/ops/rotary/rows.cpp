@@ -1,4 +1,4 @@
-// Turns tensors into the kernels' arguments.
+// Turns tensors into the rotary embedding's kernel arguments.
 
 #include "csrc/ops/rotary/operators.h"
 

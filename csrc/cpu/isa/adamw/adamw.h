@@ -1,5 +1,5 @@
-// The loops of AdamW. Formulas: csrc/kernels/adamw.h and fusedops/functional/adamw.py; split and
-// memory traffic: csrc/cpu/adamw.cpp.
+// Declares AdamW's CPU loops. Formulas: csrc/kernels/adamw.h and fusedops/functional/adamw.py;
+// split and memory traffic: csrc/cpu/adamw.cpp.
 #pragma once
 
 #include "csrc/kernels/adamw.h"

@@ -1,4 +1,4 @@
-// A block of a tensor, where it lies or in a copy.
+// A block of AdamW's tensors on CPUs, in place or copied.
 #pragma once
 
 #include <cstring>

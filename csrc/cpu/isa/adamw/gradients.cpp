@@ -1,4 +1,4 @@
-// What clipping does to gradients: the sum of their squares, and their scaling.
+// Gradient clipping on CPUs: the sum of squares, and the scaling.
 
 #include "csrc/cpu/isa/adamw/adamw.h"
 #include "csrc/cpu/isa/vec.h"

@@ -1,4 +1,4 @@
-// Vectors of AdamW: as many lanes as a Vec has, of bytes and halves in memory, of random words.
+// Vector helpers for AdamW on CPUs: bytes, 16-bit values and random words.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// The moments of a block in all formats. Codes: csrc/kernels/adamw.h.
+// Reads and writes a block's AdamW moments on CPUs, in every format. Codes: csrc/kernels/adamw.h.
 #pragma once
 
 #include <cmath>

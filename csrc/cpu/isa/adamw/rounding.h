@@ -1,4 +1,4 @@
-// Parameters and moments of 16 bits: read, and written as near as can be or by chance.
+// Reads and rounds 16-bit AdamW values on CPUs, to nearest or stochastically.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// A step of AdamW over blocks of 256 elements, which is what an 8-bit scale belongs to.
+// AdamW's step on CPUs, over blocks of 256 elements. Each block of 8-bit moments has one scale.
 //
 // A block of 8-bit moments is read once: the new moments wait in 2 KiB of stack until the largest
 // of them, and so the new scale, is known, and are encoded while the next block is updated, so that

@@ -1,3 +1,5 @@
+// Attention's matmuls on CPUs for a few queries, from the cached keys.
+
 #include "csrc/cpu/isa/attention/decode.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// The products of a few queries with keys and values as they lie in a cache.
+// Attention's matmuls on CPUs for a few queries, from the cached keys. Keys and values are read in
+// place.
 #pragma once
 
 #include "csrc/cpu/isa.h"

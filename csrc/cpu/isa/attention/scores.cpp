@@ -1,3 +1,5 @@
+// Attention's loops over a row of scores, on CPUs.
+
 #include "csrc/cpu/isa/attention/scores.h"
 
 #include <algorithm>

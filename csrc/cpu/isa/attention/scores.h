@@ -1,4 +1,4 @@
-// The loops over a row of scores. Formulas: csrc/kernels/attention.h.
+// Attention's loops over a row of scores, on CPUs. Formulas: csrc/kernels/attention.h.
 #pragma once
 
 #include <limits>

@@ -1,4 +1,4 @@
-// One pass over a row, with nothing stored on the way but what was asked for.
+// Bias and activation after a linear layer's matmul, in one CPU pass. z is stored only on request.
 
 #include "csrc/cpu/isa/linear/activation.h"
 

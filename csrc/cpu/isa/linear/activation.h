@@ -1,4 +1,5 @@
-// What follows a linear layer's product, row by row. Formulas: fusedops/functional/linear.py.
+// Declares the CPU loops for a linear layer's bias and activation. Formulas:
+// fusedops/functional/linear.py.
 #pragma once
 
 #include "csrc/cpu/isa.h"

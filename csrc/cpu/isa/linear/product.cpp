@@ -1,6 +1,8 @@
-// A tile of c, kRows by two vectors, stays in registers while the depth goes by: each step of depth
-// takes kRows broadcasts and two loads for 2 kRows multiply-adds. The operands are packed into
-// panels that lie in the order in which tiles read them, so their strides matter to packing alone.
+// float32 matmul on CPUs: packs panels and multiplies them by register tiles.
+//
+// A tile of c, kRows by two vectors, stays in registers over the whole depth: each step of depth
+// takes kRows broadcasts and two loads for 2 kRows multiply-adds. Panels store the operands in the
+// order in which tiles read them, so the operands' strides matter only to packing.
 
 #include "csrc/cpu/isa/linear/product.h"
 

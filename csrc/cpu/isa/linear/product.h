@@ -1,4 +1,4 @@
-// Matrix products in float32. How they are cut into blocks: csrc/cpu/linear.cpp.
+// Declares the float32 matmul on CPUs. Blocks: csrc/cpu/linear.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"

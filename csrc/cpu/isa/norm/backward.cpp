@@ -1,4 +1,4 @@
-// The backward of the norm family: the gradients of rows, and the sums of those of the weight.
+// The norm family's backward on CPUs: row gradients, and weight gradient sums.
 
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"

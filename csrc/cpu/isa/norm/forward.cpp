@@ -1,4 +1,4 @@
-// The forward of the norm family: the sum over a row, its variance, the row normalised.
+// The norm family's forward on CPUs: a row's sum, variance and normalization.
 
 #include <tuple>
 #include <utility>

@@ -1,6 +1,6 @@
-// What the row loops of the norm family share. A row goes through its cache three times at most:
-// sum, variance, normalise. Sums are float32 over blocks of kBlock elements or kGroup rows and
-// float64 beyond, so long rows and many rows lose nothing.
+// Helpers that the norm family's CPU row loops share. A row goes through its cache three times at
+// most: sum, variance, normalise. Sums are float32 over blocks of kBlock elements or kGroup rows
+// and float64 beyond, so long rows and many rows lose nothing.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Steps of numbers of 8 bits: integers and float8_e4m3fn.
+// Loads and converts vectors of 8-bit numbers: integers and float8_e4m3fn.
 #pragma once
 
 #include <bit>

@@ -1,3 +1,5 @@
+// Decodes quantized_linear's weights into matmul operands, on CPUs.
+
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// What a product takes, read from codes. Formats: fusedops/functional/quantized_linear.py.
+// Decodes quantized_linear's weights into matmul operands, on CPUs. Formats:
+// fusedops/functional/quantized_linear.py.
 #pragma once
 
 #include "csrc/cpu/isa.h"

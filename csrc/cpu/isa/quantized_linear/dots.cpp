@@ -1,5 +1,7 @@
-// Sums lie in registers along the rows of both operands, which so need no packing: 4 rows of x by 4
-// of w, or 2 by 8, are loaded for 16 sums.
+// quantized_linear's row dot products on CPUs, for contiguous 8- and 16-bit rows.
+//
+// A register sums along the rows of both operands, so neither needs packing: 4 rows of x by 4 of w,
+// or 2 by 8, are loaded for 16 sums.
 
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 

@@ -1,4 +1,4 @@
-// Products of rows, and what becomes of their sums.
+// quantized_linear's row dot products on CPUs, and how their sums are finished.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"

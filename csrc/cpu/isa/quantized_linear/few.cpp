@@ -1,3 +1,5 @@
+// quantized_linear on CPUs for few rows: codes are decoded in registers.
+
 #include "csrc/cpu/isa/quantized_linear/few.h"
 
 #include "csrc/cpu/isa/quantized_linear/bytes.h"

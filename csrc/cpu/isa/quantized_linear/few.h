@@ -1,4 +1,4 @@
-// Products of a few rows with codes, which become numbers in registers and lie nowhere.
+// quantized_linear on CPUs for few rows: codes are decoded in registers.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"

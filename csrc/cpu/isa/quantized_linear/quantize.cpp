@@ -1,10 +1,13 @@
-// Groups of float32 to codes of 4 bits. A vector holds one element of each of kLanes neighbouring
-// groups, so that a group's largest, its scale and its sums stay in a lane: no sum crosses lanes,
-// and every instruction set adds in the order of the reference. No product is fused with a sum,
-// which would round otherwise than elsewhere: the bytes are the same on all devices.
+// Quantizes float32 groups to 4-bit codes, on CPUs.
 //
-// The kLanes groups are transposed once, into a buffer of the first cache, where each share of the
-// scale is tried. Then the codes of the best are made, packed by eight into words, and stored.
+// A vector holds one element of each of kLanes neighbouring groups, so a group's maximum, scale and
+// sums stay in one lane. No sum crosses lanes, and every instruction set adds in the reference's
+// order. No multiplication is fused with an addition, because that would round differently: the
+// bytes are the same on all devices.
+//
+// The kLanes groups are transposed once into a buffer that fits the first-level cache, where each
+// candidate scale is tried. Then the best scale's codes are computed, packed eight to a word, and
+// stored.
 
 #include "csrc/cpu/isa/quantized_linear/quantize.h"
 

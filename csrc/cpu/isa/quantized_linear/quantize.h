@@ -1,5 +1,5 @@
-// Codes of 4 bits. Formats and the order of operations: fusedops/functional/quantized_linear.py;
-// split: csrc/cpu/isa/quantized_linear/quantize.cpp.
+// Declares the CPU loops that quantize to 4-bit codes. Formats and the order of operations:
+// fusedops/functional/quantized_linear.py; split: csrc/cpu/isa/quantized_linear/quantize.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -1,3 +1,5 @@
+// Exports scaled_add's operators to Python.
+
 #include "csrc/ops/scaled_add/operators.h"
 #include "csrc/python/exports.h"
 
