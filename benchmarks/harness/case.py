@@ -1,4 +1,4 @@
-"""The parts of a benchmark file: operations, their contenders, and a table's rows."""
+"""Defines a benchmark case: an operation, its contenders and its rows."""
 
 import importlib
 import itertools

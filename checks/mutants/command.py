@@ -1,4 +1,4 @@
-"""`python -m checks mutants`: builds and tests each mutant; none may survive."""
+"""Builds and tests each mutant; none may survive: `python -m checks mutants`."""
 
 import argparse
 import subprocess

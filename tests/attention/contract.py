@@ -1,4 +1,4 @@
-"""attention under the contract."""
+"""attention calls for the tests in tests/contract."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Random norm calls: each gives the original's result or a clear error.
+"""Random norm calls match torch's result or raise a clear error.
 
 The original is torch's own function, or the two lines that an add_* function stands for. Where it
 has no such thing (llama's rounding, an offset, dropout, more mixtures of dtypes) the reference

@@ -1,4 +1,4 @@
-"""Every mutant in `make mutants` matches the sources, or the run would fail late."""
+"""Every mutant of `make mutants` matches the sources exactly once."""
 
 from collections import Counter
 
