@@ -197,7 +197,7 @@ LinearBackward linear_backward(const LinearBackwardArguments& a) {
   if (output_mask[0]) product(dz, *weight, as_rows(dinput));
   if (output_mask[1]) {
     const auto x = as_rows(*input);
-    lies_across(weight) ? product(x.t(), dz, dweight.t()) : product(dz.t(), x, dweight);
+    is_transposed(weight) ? product(x.t(), dz, dweight.t()) : product(dz.t(), x, dweight);
   }
   if (output_mask[2]) at::sum_out(dbias, dz, at::IntArrayRef{0});
   return outputs;

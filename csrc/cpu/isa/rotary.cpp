@@ -17,7 +17,7 @@ using namespace cpu::CPU_CAPABILITY;
 namespace {
 
 constexpr int64_t kBlock = 16;
-constexpr int64_t kAhead = 4096;  // bytes: a row so far on in memory is needed soon, mostly
+constexpr int64_t kPrefetchDistance = 4096;  // bytes
 
 // (a, b) of each pair of neighbours -> (b, a)
 inline Vec neighbours(Vec v) {
@@ -111,7 +111,7 @@ inline void copied_row(const From* x, To* y, int64_t n) {
 template <class From, class Table, class To, bool kInterleaved, bool kTransposed>
 inline void row(const From* x, const Table* cos, const Table* sin, To* y, int64_t n,
                 int64_t width) {
-  for (int64_t i = 0; i < width; i += kStep) prefetch(x + kAhead / sizeof(From) + i);
+  for (int64_t i = 0; i < width; i += kStep) prefetch(x + kPrefetchDistance / sizeof(From) + i);
   if constexpr (kInterleaved) {
     interleaved_row<From, Table, To, kTransposed>(x, cos, sin, y, n);
   } else {

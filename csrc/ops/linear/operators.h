@@ -76,7 +76,7 @@ LinearBackward linear_backward_outputs(const LinearBackwardArguments& a);
 
 // Whether a weight is transposed in memory, as Conv1D's is: a gradient with the same layout is
 // accumulated without a copy.
-bool lies_across(const OptionalTensor& weight);
+bool is_transposed(const OptionalTensor& weight);
 
 // composite.cpp: the same in ATen calls, differentiable to any order.
 
