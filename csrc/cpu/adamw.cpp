@@ -1,7 +1,7 @@
 // AdamW on CPUs: one parallel region over all tensors' blocks. The loops: csrc/cpu/isa/adamw.
 //
-// Memory traffic is the minimum: a step reads and writes the parameters and their moments and reads
-// the gradients; a sum of squares reads the gradients once more.
+// Memory traffic is the minimum: a step reads and writes the parameters and their moments, and
+// reads the gradients; the sum of squares reads the gradients once more.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -16,14 +16,14 @@
 namespace fusedops::cpu::adamw {
 namespace {
 
-constexpr int64_t kBlocks = 64;  // blocks of a task, at least
+constexpr int64_t kBlocks = 64;  // minimum number of blocks per task
 
 void check_isa(const char* op) {
   TORCH_CHECK(isa() != Isa::none, op, ": this CPU has no AVX2, which its kernel needs");
 }
 
-// Calls body(tensor, begin, end) for the pieces of tensors that the blocks begin to end are; the
-// blocks are numbered within their tensor.
+// Calls body(tensor, begin, end) for each tensor's share of the blocks begin to end. The arguments
+// number the blocks within their tensor.
 template <class Body>
 void each_piece(const std::vector<AdamWTensor>& tensors, int64_t begin, int64_t end,
                 const Body& body) {
@@ -42,7 +42,7 @@ double sum_of(const Tensor& squares) {
   return std::accumulate(parts, parts + kSquareParts, 0.0);
 }
 
-// How the gradients are scaled, and whether the step is left out.
+// The gradients' scale factor, and whether to skip the step.
 struct Scaling {
   float factor = 1;
   bool skip = false;
@@ -60,14 +60,14 @@ struct Scaling {
   }
 };
 
-// What a tensor's blocks share in a step.
+// A tensor's step, shared by its blocks.
 struct Step {
   AdamWFactors factors;
   uint64_t key;
   float gradient_factor;
 };
 
-// Counts the step of every tensor. Most have taken as many, and share their factors.
+// Increments every tensor's step count. Most tensors have equal counts and share their factors.
 std::vector<Step> counted(const AdamWTable& table, uint64_t seed, float factor) {
   std::vector<Step> steps;
   steps.reserve(table.tensors.size());
@@ -113,7 +113,7 @@ void each_gradient(const GradientTable& table, int64_t begin, int64_t end, const
   });
 }
 
-// The same parts, and so the same sum, whatever the number of threads.
+// Returns the sum of squares, in fixed parts, so that the thread count does not change it.
 Tensor adamw_squares(at::TensorList grads) {
   check_isa("adamw_squares");
   const auto squares = adamw_squares_output(grads);
@@ -138,7 +138,7 @@ void adamw_scale(at::TensorList grads, const Tensor& squares, double max_norm) {
   check_isa("adamw_scale");
   adamw_scale_check(grads, squares, max_norm);
   const double factor = max_norm / (std::sqrt(sum_of(squares)) + 1e-6);
-  if (factor >= 1) return;  // not where it is NaN: the gradients become that, as in torch
+  if (factor >= 1) return;  // false for NaN: the gradients become NaN, as in torch
   const GradientTable gradients(grads);
   auto* const scale = scale_in_place_for_isa();
   at::parallel_for(0, gradients.blocks(), kBlocks, [&](int64_t begin, int64_t end) {

@@ -2,8 +2,8 @@
 // csrc/cpu/isa/gated_activation.cpp.
 //
 // Memory traffic is the minimum: forward reads gate and up and writes y; backward reads dy, gate
-// and up and writes their gradients. What is contiguous goes as one long row, in pieces; the rest
-// row by row.
+// and up and writes their gradients. Contiguous tensors are one long row, split into pieces;
+// others go row by row.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -27,7 +27,7 @@ T* shifted(T* p, int64_t elements, Dtype dtype) {
   return p == nullptr ? nullptr : static_cast<Byte*>(p) + elements * size_of(dtype);
 }
 
-// args of the elements begin to end of a row.
+// Returns args for the elements begin to end of a row.
 GatedForward piece(GatedForward args, int64_t begin, int64_t end) {
   args.gate = shifted(args.gate, begin, args.dtype);
   args.up = shifted(args.up, begin, args.dtype);

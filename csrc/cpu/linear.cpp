@@ -1,10 +1,10 @@
 // linear on CPUs: cache-sized matmul blocks, activated while they are in cache.
 //
-// The depth is cut into blocks of kDepth: the next to last cache holds kHeight rows of a, the one
-// behind it kWidth columns of b, both packed. A sum is of at most kDepth terms in one register and
-// of the blocks after that, as MKL's is; one chain over the whole depth (as oneDNN's) errs two to
-// four times as much. Blocks depend on the shape alone, and threads take whole rows, so neither
-// their number nor their order changes a bit.
+// The depth is cut into blocks of kDepth: the second-level cache holds kHeight rows of a, the third
+// kWidth columns of b, both packed. A register sums at most kDepth terms, and the blocks' sums are
+// then added, as in MKL; one chain over the whole depth (as in oneDNN) has two to four times the
+// error. Blocks depend only on the shape, and threads take whole rows, so neither the number of
+// threads nor their order changes a bit.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kDepth = 192, kHeight = 336, kWidth = 1024;
 
-// A thread's packed operands. Kept: fresh pages would cost more than small products do.
+// A thread's packing buffer. Reused, because allocating it would cost more than a small matmul.
 class Packed {
  public:
   explicit Packed(int64_t elements)
@@ -48,7 +48,7 @@ float* packed_columns() {
   return packed.data();
 }
 
-// t [rows, columns], copied where neither of its strides is 1.
+// A tensor [rows, columns], copied if neither of its strides is 1.
 struct Operand {
   Tensor held;
   Matrix matrix;
@@ -66,13 +66,13 @@ Matrix shifted(const Matrix& m, int64_t row, int64_t column) {
   return {m.data + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride};
 }
 
-// Rows that a thread takes at a time: enough for all threads, no more than kHeight.
+// Returns how many rows a thread takes at a time: an equal share, at most kHeight.
 int64_t height_for(int64_t rows) {
   const int64_t share = (rows + at::get_num_threads() - 1) / at::get_num_threads();
   return std::clamp<int64_t>(share, 1, kHeight);
 }
 
-// Columns [0, width) of b, packed by panels.
+// Packs columns [0, width) of b into panels.
 void pack(const Matrix& b, int64_t depth, int64_t width, float* packed) {
   auto* const run = pack_columns_for_isa();
   const int64_t grain = kGrain / (kPanel * depth) + 1;
@@ -81,7 +81,7 @@ void pack(const Matrix& b, int64_t depth, int64_t width, float* packed) {
   });
 }
 
-// done(row, end) follows each share of the rows.
+// Multiplies one block. Calls done(row, end) after each share of the rows.
 template <class Done>
 void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
   auto* const run = product_rows_for_isa();
@@ -95,7 +95,8 @@ void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
   });
 }
 
-// c [rows, columns] = a b. done(row, end, column, columns) follows each block of c. No size is 0.
+// c [rows, columns] = a b. Calls done(row, end, column, columns) after each block of c. No size is
+// 0.
 template <class Done>
 void multiply(const Tensor& a, const Tensor& b, const Tensor& c, const Done& done) {
   const Operand left(a), right(b);
@@ -131,7 +132,7 @@ void product(const Tensor& a, const Tensor& b, Tensor c) {
 
 bool empty(const Tensor& x, const Tensor& weight) { return x.numel() == 0 || weight.numel() == 0; }
 
-// y = activation(x weight^T + bias); z before the activation, where it is defined.
+// y = activation(x weight^T + bias). Also stores z, the value before the activation, if defined.
 void fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Activation activation,
            const Tensor& z, const Tensor& y) {
   const int64_t n = weight.size(0);
@@ -154,7 +155,7 @@ void fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Ac
   });
 }
 
-// The same with torch's product.
+// Applies the activation to a matmul that torch computed.
 void activated(const Tensor& product, Activation activation, const Tensor& y) {
   const int64_t n = product.size(-1), rows = product.numel() / n;
   const ActivateRows args{

@@ -1,9 +1,9 @@
 // The norm family on CPUs: rows spread over threads. The row loops: csrc/cpu/isa/norm.
 //
 // Memory traffic is the minimum: forward reads x and residual and writes h and y; backward reads
-// dy, dh and h and writes the gradient. A row that was just read or written is in cache when it is
-// read again. dweight and dbias are summed in two stages, without atomics: chunks of rows, then
-// over the chunks. The chunks depend on the shape alone, so the thread count changes no bit.
+// dy, dh and h and writes the gradient. Later passes over a row read it from cache. dweight and
+// dbias are summed in two stages, without atomics: over the rows of a chunk, then over the chunks.
+// The chunks depend only on the shape, so the thread count changes no bit.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -20,7 +20,7 @@
 namespace fusedops::cpu::norm {
 namespace {
 
-// The weight as float32, offset included; no copy where it is that already.
+// The weight plus offset, as float32. No copy if the weight already has that value and dtype.
 class Scale {
  public:
   Scale(const OptionalTensor& weight, double offset, int64_t n) {
@@ -47,7 +47,7 @@ bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
   return isa() != Isa::none && !any_float64(tensors);
 }
 
-// About 32k elements a task.
+// Returns the number of rows per task: about 32k elements.
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1)); }
 
 NormForward norm_forward(const NormForwardArguments& a) {
@@ -68,8 +68,8 @@ NormForward norm_forward(const NormForwardArguments& a) {
   return outputs;
 }
 
-// How many chunks of rows dweight and dbias are summed in: enough for the threads of a large
-// machine, few enough that the partial sums are a small part of what is read.
+// Returns the number of row chunks for summing dweight and dbias: enough for a large machine's
+// threads, few enough that the partial sums are small compared with the input.
 int64_t chunk_count(int64_t rows, int64_t n) {
   return std::clamp<int64_t>(std::min(rows / 64, rows * n / 16384), 1, 128);
 }

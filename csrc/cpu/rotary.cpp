@@ -1,8 +1,8 @@
 // The rotary embedding on CPUs: positions spread over threads. A thread takes all heads of q and k
 // at its positions.
 //
-// Memory traffic is the minimum: q and k are read once, in whatever strides they have, and written
-// once. cos and sin come from memory once and from the cache for the other heads.
+// Memory traffic is the minimum: q and k, of any strides, are read once and written once. cos and
+// sin are read from memory once, and from cache for the other heads.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -15,7 +15,7 @@
 namespace fusedops::cpu::rotary {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // elements of a task, about
+constexpr int64_t kGrain = 32768;  // approximate number of elements per task
 
 bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
   return isa() != Isa::none && !any_float64(tensors);
@@ -23,7 +23,7 @@ bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
 
 void spread(const RotaryArguments& args) {
   if (args.count == 0) return;
-  int64_t elements = 0;  // of a position
+  int64_t elements = 0;  // per position
   for (int i = 0; i < args.count; ++i) elements += args.tensors[i].heads * args.tensors[i].width;
   const int64_t grain = std::max<int64_t>(1, kGrain / elements);
   at::parallel_for(0, args.batch * args.seq, grain, [&](int64_t begin, int64_t end) {

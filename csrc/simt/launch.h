@@ -16,7 +16,7 @@ struct CUstream_st;
 
 namespace fusedops::simt {
 
-// What a GPU would refuse of a launch, or nothing.
+// Returns the reason why a GPU would refuse a launch, or nothing.
 inline std::string refused(const Launch& launch) {
   const dim3 grid = launch.grid, block = launch.block;
   const bool deep = block.x > 1024 || block.y > 1024 || block.z > 64;
@@ -39,13 +39,12 @@ inline std::string refused(const Launch& launch) {
 inline std::string run_block(const Launch& launch, int64_t block) {
   try {
     return Block::mine().run(launch, block);
-  } catch (const std::exception& error) {  // none may leave a parallel region
+  } catch (const std::exception& error) {  // must not leave a parallel region
     return error.what();
   }
 }
 
-// Of several errors that of the first block is thrown: blocks behind it are skipped, those before
-// it still run.
+// Of several errors, throws the first block's: later blocks are skipped, earlier ones still run.
 inline void run_grid(const Launch& launch) {
   if (const std::string why = refused(launch); !why.empty()) {
     throw std::runtime_error(kernel_name(launch.kernel) + ": " + why);
@@ -66,7 +65,7 @@ inline void run_grid(const Launch& launch) {
   if (!message.empty()) throw std::runtime_error(message);
 }
 
-// The running block's array of a declaration; stops the block where a GPU has no room for it.
+// Returns the running block's array for a declaration; ends the block if a GPU lacks the space.
 FUSEDOPS_SIMT_CALLED inline char* shared_array(const void* tag, const char* name, size_t bytes) {
   Block& block = *running;
   const Array* array = block.arena.declare(tag, name, bytes);
@@ -112,7 +111,7 @@ namespace fusedops::cuda {
 
 using Stream = CUstream_st*;  // as CUDA declares cudaStream_t; always null
 
-// Runs the grid to its end. Throws what a GPU would refuse, and what was found wrong in a block.
+// Runs the whole grid. Throws if a GPU would refuse the launch, or if a block has an error.
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, Stream, A... args) {
   struct Bound {
@@ -157,10 +156,10 @@ __forceinline__ void store_global(void* p, Word word) {
   store_word(p, word);
 }
 
-// A small device, so that grids which fill it stay small.
+// A small device, so that grids that fill it stay small.
 inline int multiprocessors() { return 3; }
 
-// What the kernel's static arrays leave; how large they are is not known before it runs.
+// Dynamic shared memory available to a kernel. Its static arrays are unknown before it runs.
 template <class... P>
 size_t max_shared_memory(void (*)(P...)) {
   return simt::kMaxShared - 4096;

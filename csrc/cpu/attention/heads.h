@@ -12,13 +12,13 @@
 
 namespace fusedops::cpu::attention {
 
-// Queries and keys that see each other: of a batch, or one of many in a row of tokens.
+// Queries and keys that see each other: one batch entry, or one of several packed sequences.
 struct Sequence {
   int64_t batch, q_begin, queries, k_begin, keys;
   Window window;
 };
 
-// [B, H, S, D] whose rows D lie side by side. Copies only where they do not.
+// A tensor [B, H, S, D] with contiguous rows of D. Copied only if they are not contiguous.
 class Heads {
  public:
   explicit Heads(const Tensor& t) : t_(t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous()) {}
@@ -27,7 +27,7 @@ class Heads {
   int64_t width() const { return t_.size(3); }
   Dtype dtype() const { return dtype_of(t_); }
 
-  // From row i of a head on.
+  // Returns a head's rows from row i.
   RowsOf rows(int64_t batch, int64_t head, int64_t i) const {
     return {static_cast<const char*>(t_.const_data_ptr()) + bytes_to(batch, head, i), t_.stride(2),
             dtype()};
@@ -48,11 +48,11 @@ class Heads {
 struct Problem {
   AttentionOptions options;
   Heads q, k, v;
-  Tensor bias;   // expanded to the scores, or undefined
+  Tensor bias;   // expanded to the scores' shape, or undefined
   Tensor sinks;  // float32, or undefined
   Dropout dropout;
   std::vector<Sequence> sequences;
-  int64_t batches, queries, keys;  // queries: of a row of lse
+  int64_t batches, queries, keys;  // queries: the row length of lse
 
   Problem(const AttentionInputs& in, const AttentionOptions& options_)
       : options(options_),
@@ -81,12 +81,12 @@ struct Problem {
   }
   float sink(int64_t head) const { return sinks.const_data_ptr<float>()[head]; }
 
-  // Of lse and what goes with it.
+  // Returns a query's index in lse and in other per-query arrays.
   int64_t row(const Sequence& s, int64_t head, int64_t query) const {
     return (s.batch * q.heads() + head) * queries + s.q_begin + query;
   }
 
-  // The scores of a query and n of its sequence's keys, from `key` on.
+  // Describes a query's scores with n keys of its sequence, from `key`.
   ScoreRow scores(const Sequence& at, int64_t head, int64_t query, int64_t key, int64_t n,
                   float* s) const {
     ScoreRow row{s, n};
@@ -108,7 +108,7 @@ struct Problem {
     return row;
   }
 
-  // The keys that queries [from, end) see, all together.
+  // Returns the range of keys that any of the queries [from, end) sees.
   std::pair<int64_t, int64_t> seen(const Sequence& at, int64_t from, int64_t end) const {
     const int64_t first = at.window.first(from), last = at.window.end(end - 1, at.keys);
     return {std::min(first, at.keys), std::max(first, last)};
@@ -129,12 +129,12 @@ inline bool has_kernel(const Tensor& q) {
   return isa() != Isa::none && q.scalar_type() != at::kDouble;
 }
 
-// The forward of a call whose every head has a few queries: forward.cpp asks for it.
+// The forward for few queries per head. forward.cpp calls it if `decodes`.
 void decode(const Problem& problem, const Heads& out, double* lse);
 bool decodes(const Problem& problem);
 
-// A row's sum of exponentials, with the sink: whole times e to the base. share: what exp(score -
-// most) is multiplied by to be a probability.
+// A row's sum of exponentials, with the sink: whole * exp(base). A probability is exp(score - most)
+// * share.
 struct Denominator {
   double base, whole, share;
 
@@ -149,7 +149,7 @@ struct Denominator {
   }
 };
 
-// A head's sum over its keys, finished: writes out's row and lse.
+// Finishes a query's sum over its keys: writes out's row and lse.
 void finish_row(const Problem& problem, const Sequence& at, int64_t head, int64_t query,
                 const Softmax& softmax, const float* sums, const Heads& out, double* lse);
 
