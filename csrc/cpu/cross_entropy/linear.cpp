@@ -1,14 +1,14 @@
 // linear_cross_entropy on CPUs: library matmuls, with loops over logit tiles in between. A tile is
 // [rows, classes]. Rows whose target is ignored are left out.
 //
-// The forward alone takes the tiles of a stripe of classes one after another, so that its weights
-// are read and converted once, and each row's sums go on from tile to tile. So does the backward,
-// which makes the logits again: the weight's gradient is complete when the stripe is. A forward
-// that makes the gradients needs a row's sum before any of its gradient, so it takes a few whole
-// rows at a time and adds up the weight's gradient, in float32, where it is to be.
+// The forward without gradients goes stripe by stripe over the classes, so that each stripe's
+// weights are read and converted once, and a row's sums continue from stripe to stripe. The
+// backward does the same and recomputes the logits: after a stripe, its part of the weight's
+// gradient is complete. A forward with gradients needs a row's complete sum first, so it takes a
+// few whole rows at a time and accumulates the weight's gradient in float32, in place.
 //
-// The gradient of a target's logit is far larger than the others of its row. In the input's
-// gradient it is added last, or each sum on the way would be rounded at its size.
+// The gradient of a target's logit is far larger than the others of its row. The input's gradient
+// adds it last; otherwise every partial sum would be rounded at its magnitude.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -23,12 +23,12 @@
 namespace fusedops::cpu::cross_entropy {
 namespace {
 
-constexpr int64_t kRows = 1024, kClasses = 1024;  // of a tile, 4 MiB
+constexpr int64_t kRows = 1024, kClasses = 1024;  // per tile, 4 MiB
 
-// The rows that count, and what the call is told of them.
+// The rows that are not ignored, and the call's arguments for them.
 struct Problem {
   CrossEntropyOptions options;
-  Tensor live;  // the numbers of the rows; undefined: all
+  Tensor live;  // the rows' indices; undefined: all rows
   Tensor input, target, linear_weight, linear_bias;
   int64_t rows, classes, features;
   Targets targets;
@@ -51,7 +51,7 @@ struct Problem {
     return live.defined() && t.dim() > 0 ? t.index_select(0, live) : t;
   }
 
-  // Of all rows, with zeros for those that do not count.
+  // Returns a tensor over all rows, with zeros for the ignored ones.
 
   void put(const Tensor& of, const Tensor& all) const {
     if (!live.defined()) {
@@ -107,7 +107,7 @@ struct Tile {
     });
   }
 
-  // Over the logits.
+  // Overwrites the logits with their gradients.
   void make_gradients(const Problem& problem, const double* lse,
                       const RowGradients& gradients) const {
     each_row([&](int64_t i) {
@@ -118,8 +118,8 @@ struct Tile {
     });
   }
 
-  // Moves the gradients of the targets' logits from the tile to `taken`, but for a 4096th: 0 times
-  // an infinite weight would be NaN.
+  // Moves the gradients of the targets' logits from the tile to `taken`. A 4096th stays, because 0
+  // times an infinite weight would be NaN.
   void take_targets(const Problem& problem, std::vector<float>& taken) const {
     AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, logits.scalar_type(), "take_targets", [&] {
       auto* const g = logits.mutable_data_ptr<scalar_t>();
@@ -147,13 +147,13 @@ void add_row(float* into, float a, const Tensor& rows, int64_t row, int64_t begi
   });
 }
 
-// The float32 sums of the gradients that were asked for; the others are undefined. linear_weight is
-// that of all classes, or of the tile's.
+// The float32 sums of the requested gradients; the others are undefined. linear_weight covers all
+// classes, or the tile's.
 struct Gradients {
   Tensor input, linear_weight, linear_bias;
-  std::vector<float> targets;  // of each row's target's logit
+  std::vector<float> targets;  // the gradient of each row's target's logit
 
-  // All but what the targets' logits give to the input and the weight.
+  // Adds a tile's gradients, except what the targets' logits add to the input and the weight.
   void add(const LogitProducts& products, const Problem& problem, const Tile& tile,
            const Tensor& weight) {
     const auto& g = tile.logits;
@@ -181,7 +181,7 @@ struct Gradients {
     });
   }
 
-  // Of rows [from, end), where the targets are among linear_weight's classes, `first` and on.
+  // Takes rows [from, end) whose target is among linear_weight's classes, which start at `first`.
   void add_targets_to_weight(const Problem& problem, int64_t from, int64_t end,
                              int64_t first) const {
     if (!linear_weight.defined()) return;
@@ -196,13 +196,13 @@ struct Gradients {
   }
 };
 
-// A sum for each gradient that was asked for; undefined for the others.
+// Returns zeros to sum a gradient in; undefined if the gradient is not requested.
 Tensor float_zeros(const Tensor& gradient, at::IntArrayRef sizes) {
   if (!gradient.defined()) return gradient;
   return at::zeros(sizes, gradient.options().dtype(at::kFloat));
 }
 
-// Calls f for the tiles, stripe of classes by stripe, and of_stripe after each.
+// Calls f for every tile, one stripe of classes after another, and of_stripe after each stripe.
 template <class Function, class OfStripe>
 void each_tile(const Problem& problem, const LogitProducts& products, const Function& f,
                const OfStripe& of_stripe) {
@@ -224,7 +224,7 @@ void each_tile(const Problem& problem, const LogitProducts& products, const Func
   }
 }
 
-// The losses of the rows from `from` on.
+// Computes the losses and lse of rows [from, end).
 void finish(const Problem& problem, const std::vector<LogitSums>& sums, int64_t from, int64_t end,
             std::vector<double>& losses, double* lse) {
   for (int64_t row = from; row < end; ++row) {
@@ -233,15 +233,15 @@ void finish(const Problem& problem, const std::vector<LogitSums>& sums, int64_t 
   }
 }
 
-// How many rows at a time: an eighth of the logits in memory, but 128 at least, so that a pass over
-// the weight's gradient costs less than its product, and no more logits than that has numbers.
+// Returns the number of rows per step: an eighth of all rows. At least 128, so that a pass over the
+// weight's gradient costs less than its matmul; at most as many logits as the weight has elements.
 int64_t whole_rows(const Problem& problem) {
   constexpr int64_t kLeast = 128;
   const int64_t rows = std::clamp(problem.rows / 8, kLeast, std::max(problem.features, kLeast));
   return std::clamp<int64_t>(rows, 1, std::max<int64_t>(problem.rows, 1));
 }
 
-// Losses, lse and gradients, a few whole rows at a time.
+// Computes losses, lse and gradients, a few whole rows at a time.
 void make_whole_rows(const Problem& problem, const LogitProducts& products, Gradients gradients,
                      std::vector<double>& losses, double* lse) {
   const RowGradients ones(problem.options, problem.targets.total());

@@ -20,11 +20,11 @@ inline bool has_kernel(const Tensor& input) {
   return isa() != Isa::none && input.scalar_type() != at::kDouble;
 }
 
-// The targets of rows, and the weights of the classes.
+// The rows' targets and the classes' weights.
 class Targets {
  public:
-  // Raises IndexError for a target that is no class. live: the numbers of the rows for it, if they
-  // are not all.
+  // Raises IndexError if a target is not a class. live: the rows' indices, which the error names;
+  // undefined if no row is left out.
   Targets(const char* op, const Tensor& target, const OptionalTensor& weight, int64_t classes,
           int64_t ignore_index, const Tensor& live = {})
       : target_(target.contiguous()),
@@ -51,8 +51,8 @@ class Targets {
   bool ignored(int64_t row) const { return data_[row] == ignore_index_; }
   double weight_of(int64_t row) const { return weights_ == nullptr ? 1 : weights_[data_[row]]; }
   const float* weights() const { return weights_; }
-  double all() const { return all_; }      // sum of the w_c
-  double total() const { return total_; }  // sum of the w_t
+  double all() const { return all_; }      // sum of w_c over the classes
+  double total() const { return total_; }  // sum of w_t over the rows
 
  private:
   Tensor target_, weight_;
@@ -62,7 +62,7 @@ class Targets {
   double all_, total_ = 0;
 };
 
-// The formulas of one call: what is the same for all rows, and then for one.
+// Computes each row's loss and gradient factors, for one call.
 class RowFormula {
  public:
   RowFormula(const CrossEntropyOptions& options, const Targets& targets, int64_t classes)
@@ -95,10 +95,10 @@ class RowFormula {
   double share_;
 };
 
-// The gradient of each row's loss, from that of the whole.
+// Derives the gradient of each row's loss from the gradient of the total loss.
 class RowGradients {
  public:
-  // Of a whole whose gradient is 1.
+  // For a total loss whose gradient is 1.
   RowGradients(const CrossEntropyOptions& options, double total) {
     if (options.is(Reduction::mean)) factor_ = 1 / total;
   }
@@ -121,7 +121,7 @@ class RowGradients {
   double factor_ = 1;
 };
 
-// Fills loss and total. row_losses: of all rows, 0 where the target is ignored.
+// Fills loss and total. row_losses: one per row, 0 if the target is ignored.
 inline void reduce(const std::vector<double>& row_losses, const CrossEntropyOptions& options,
                    double total_of, const Tensor& loss, const Tensor& total) {
   *total.mutable_data_ptr<double>() = total_of;

@@ -17,7 +17,7 @@ struct Horner {
   }
 };
 
-// Whether T's 8 or 11 bits leave room for quicker instructions, which AVX2 lacks.
+// Whether faster, less exact instructions are accurate enough for T. AVX2 lacks them.
 #if defined(CPU_CAPABILITY_AVX512)
 template <class T>
 constexpr bool kQuick = !std::is_same_v<T, float>;
@@ -26,10 +26,11 @@ template <class T>
 constexpr bool kQuick = false;
 #endif
 
-// exp(x) within 1.3 * 2^-24 of itself; 0 where it is denormal, infinite above 88.4. A NaN stays.
+// exp(x), with relative error 1.3 * 2^-24. Denormal results are 0, x above 88.4 gives infinity, and
+// NaN stays NaN.
 //
-// x = m ln 2 + r, |r| <= ln 2 / 2. The sum with 1.5 * 2^23 rounds x / ln 2 to m, and leaves m + 127
-// in its low bits: shifted up they are 2^m, or 0 at m = -127, or infinity at m = 128.
+// x = m ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds x / ln 2 to m and leaves m + 127 in the
+// low bits. Shifted into the exponent, they are 2^m, or 0 at m = -127, or infinity at m = 128.
 inline __attribute__((always_inline)) Vec exact_exp(Vec x) {
   const Vec magic(12582912.f + 127), y = at::vec::clamp(x, Vec(-88.f), Vec(89.f));
   const Vec bits = at::vec::fmadd(y, Vec(1.44269504f), magic), m = bits - magic;
@@ -41,9 +42,9 @@ inline __attribute__((always_inline)) Vec exact_exp(Vec x) {
   return p * at::vec::cast<float>(at::vec::cast<int32_t>(bits) << Ints(23));
 }
 
-// exp(rate x). A quick one is within 2^-22 of itself, as sums of many have all of their error where
-// they are equal: 2^y is 2^floor(y) times 2 to what is left, and the instructions for both go to 0
-// and to infinity by themselves.
+// exp(rate x). The fast version has relative error 2^-22, because a sum of many equal terms has the
+// same relative error as its terms. It computes 2^y as 2^floor(y) 2^(y - floor(y)); its
+// instructions underflow to 0 and overflow to infinity by themselves.
 template <class T>
 inline __attribute__((always_inline)) Vec exp_of(Vec x, Vec rate) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -57,16 +58,16 @@ inline __attribute__((always_inline)) Vec exp_of(Vec x, Vec rate) {
   return exact_exp(x * rate);
 }
 
-// A product as it is rounded. The compiler would contract it with the sum that it goes into, in one
-// place and not in another, and z - lse would be off by all of a large z's rounding.
+// Keeps the compiler from fusing a product with the addition that follows. It would fuse it in one
+// place and not in another, and z - lse would be wrong by the rounding error of a large z.
 inline __attribute__((always_inline)) Vec as_rounded(Vec product) {
   Register bits = product;
   asm("" : "+v"(bits));
   return bits;
 }
 
-// exp(x) for a sum of such, of which the largest is near 1: within 2^-24 there, and as far from a
-// small one as x log2 e is rounded.
+// exp(x) for the terms of a sum whose largest term is near 1: relative error 2^-24 there. For small
+// terms the error is that of rounding x log2 e.
 inline __attribute__((always_inline)) Vec exp_of_many(Vec x) {
 #if defined(CPU_CAPABILITY_AVX512)
   const Vec y = x * Vec(1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEAREST_INT);
@@ -78,7 +79,7 @@ inline __attribute__((always_inline)) Vec exp_of_many(Vec x) {
 #endif
 }
 
-// tanh within 3 * 2^-24 of itself: a polynomial near 0, where 1 - 2 / (1 + exp(2 x)) cancels.
+// tanh with relative error 3 * 2^-24: a polynomial near 0, where 1 - 2 / (1 + exp(2 x)) cancels.
 inline __attribute__((always_inline)) Vec exact_tanh(Vec x) {
   const Vec size = x.abs(), square = x * x, one(1.f);
   const Vec p =

@@ -18,7 +18,7 @@ inline __attribute__((always_inline)) Gate gate_of(Vec g, const GatedInput& args
   return {s.value, s.slope * Vec(args.alpha)};
 }
 
-// gate and up as they enter the product: g, and u + offset.
+// g and u + up_offset, clamped first if the kind has a limit.
 template <GatedKind kKind>
 struct Operands {
   static constexpr bool kLimited = kKind == GatedKind::swiglu_limited;
@@ -34,7 +34,7 @@ struct Operands {
   }
 };
 
-// d where the value is not past the limit, else 0: as torch's clamp, also of a NaN.
+// Returns d if value <= limit, otherwise (also for NaN) 0, like the gradient of torch's clamp.
 inline Vec within(Vec d, Vec value, float limit) {
   return Vec::blendv(Vec(0.f), d, value <= Vec(limit));
 }

@@ -11,14 +11,15 @@ namespace CPU_CAPABILITY {
 
 using namespace fusedops::gated_activation;
 
-// S and S' of csrc/kernels/gated_activation.h: an activation is x S(x), its slope S(x) + x S'(x).
+// S and S' of csrc/kernels/gated_activation.h. An activation is x S(x), its derivative is
+// S(x) + x S'(x).
 struct Gate {
   Vec value, slope;
 };
 
-// sigmoid(-rate x), and its slope over -rate. 1 - S is e S, which keeps its digits where S is
-// nearly 1; at an infinite e it is S = 0 that counts. Where it is not quick, a step of Newton's
-// takes back what the sum and the quotient have rounded away.
+// sigmoid(-rate x), and its derivative divided by -rate. 1 - S is computed as e S, which stays
+// accurate if S is nearly 1; if e is infinite, S = 0. The exact version adds a Newton step, which
+// corrects the rounding errors of the sum and the quotient.
 template <class T>
 inline __attribute__((always_inline)) Gate sigmoid_of_minus(Vec x, Vec rate) {
   const Vec one(1.f), e = exp_of<T>(x, rate), finite = at::vec::clamp_max(e, Vec(1.7e38f));

@@ -5,9 +5,9 @@
 
 namespace fusedops::cpu {
 
-constexpr int64_t kEdge = 16;  // tiles are padded to a multiple of it
+constexpr int64_t kEdge = 16;  // tile sizes are padded to a multiple of this
 
-// Rows of numbers of a dtype; those of a row lie side by side.
+// Rows of elements of any dtype; each row is contiguous.
 struct RowsOf {
   const void* data;
   int64_t stride;
@@ -18,7 +18,7 @@ struct RowsOf {
 FUSEDOPS_ISA_FUNCTION(read_rows, const RowsOf& rows, int64_t n, int64_t width, int64_t padded,
                       float* out, int64_t ld)
 
-// out = factor x, rounded to its dtype
+// out = factor x, rounded to out's dtype
 FUSEDOPS_ISA_FUNCTION(write_row, const float* x, int64_t width, float factor, void* out,
                       Dtype dtype)
 
@@ -32,8 +32,8 @@ FUSEDOPS_ISA_FUNCTION(add_tile, const float* x, int64_t rows, int64_t columns, f
 FUSEDOPS_ISA_FUNCTION(transpose, const float* x, int64_t ld, int64_t rows, int64_t columns,
                       float* out, int64_t ld_out)
 
-// Rows [n, columns] of numbers of 16 bits as pairs, out [padded / 2, columns, 2], with zeros past
-// them.
+// Interleaves pairs of 16-bit rows: out [padded / 2, columns, 2] from x [n, columns], with zeros
+// for rows past n.
 FUSEDOPS_ISA_FUNCTION(pair_rows, const uint16_t* x, int64_t ld, int64_t n, int64_t padded,
                       int64_t columns, uint16_t* out)
 

@@ -9,7 +9,7 @@ namespace fusedops::cpu::rotary {
 
 using namespace fusedops::rotary;
 
-// All heads at the positions begin to end of batch * seq.
+// Rotates all heads at positions [begin, end) of batch * seq.
 FUSEDOPS_ISA_FUNCTION(rotary_positions, const RotaryArguments& args, int64_t begin, int64_t end)
 
 }  // namespace fusedops::cpu::rotary

@@ -6,7 +6,7 @@
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
 
-// f with a value of it.
+// Calls f with a value of the dtype's C++ type.
 template <class Function>
 inline void with_type(Dtype dtype, const Function& f) {
   switch (dtype) {

@@ -1,8 +1,8 @@
 // quantized_linear's backward on CPUs, dx = dz w, and its weight dequantized.
 //
-// A task is kWidth columns of dx. It goes over the rows of the weight, kTile at a time, whose codes
-// become numbers in a cache and are multiplied there: the sums are of tiles, in one order whatever
-// the number of rows or threads. Where a row of codes has one scale, dz has it.
+// A task computes kWidth columns of dx. It loops over the weight's rows, kTile at a time, decodes
+// them into a cached tile and multiplies there. The tiles are summed in a fixed order, whatever the
+// number of rows or threads. If a row of codes has one scale, dz is multiplied by it instead.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -24,7 +24,7 @@ constexpr int64_t kRows = 128, kWidth = 512, kTile = 64;
 template <class T>
 constexpr Operand kOperand = std::is_same_v<T, float> ? Operand::float32 : Operand::bfloat16;
 
-// dz [rows, n] as a first operand, in rows of ld, with zeros beside and below.
+// dz [rows, n] as a first operand, row stride ld, padded with zero rows and columns.
 template <class T>
 struct Gradient {
   int64_t ld;
@@ -43,7 +43,7 @@ struct Gradient {
   }
 };
 
-// Rows [row, row + rows) of columns [begin, end) of dx. The scratch is a thread's.
+// Computes rows [row, row + rows) of dx's columns [begin, end). Each thread has its own scratch.
 template <class T>
 class Block {
  public:
@@ -73,7 +73,7 @@ class Block {
   }
 
  private:
-  // The tile's first rows, and zeros to a multiple of kEdge, as a second operand.
+  // Returns the tile's first rows, zero-padded to a multiple of kEdge, as a second operand.
   const T* second(int64_t rows, int64_t width) {
     if constexpr (std::is_same_v<T, float>) {
       std::fill(tile_.begin() + rows * width, tile_.begin() + padded(rows) * width, 0.f);
@@ -125,7 +125,7 @@ QuantizedBackward quantized_linear_backward(const QuantizedBackwardArguments& a)
   return outputs;
 }
 
-// A row of the weight at a time.
+// Dequantizes the weight row by row.
 Tensor dequantize_weight(const DequantizeArguments& a) {
   if (!has_kernel(a.dtype) || a.dtype == at::kHalf) return dequantize_weight_composite(a);
   const auto out = dequantize_weight_outputs(a);

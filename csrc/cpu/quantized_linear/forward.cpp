@@ -1,11 +1,12 @@
 // quantized_linear's forward on CPUs: weight codes are decoded where they are multiplied. No weight
 // is packed or kept.
 //
-// x is rounded once, to what is multiplied. A task is kColumns columns of y for kMostRows rows of
-// x. A few rows take the codes straight from registers. Up to kMany take them from a cache, in rows
-// as they lie: of up to kFew rows of x a row of codes goes from end to end, of more a piece of the
-// depth goes through all columns. More rows take tiles that are turned, by oneDNN. Reads the codes
-// once for each kMostRows rows. Sums are in one order, whatever the number of threads.
+// x is rounded once, to the operands' dtype. A task computes kColumns columns of y for kMostRows
+// rows of x. For a few rows, codes are decoded in registers. Up to kMany rows, they are decoded
+// row-wise in cache: with up to kFew rows of x, one row of codes at a time over the whole depth;
+// with more, one piece of the depth at a time over all columns. For more rows, oneDNN multiplies
+// transposed tiles. The codes are read once per kMostRows rows. The order of the sums does not
+// depend on the number of threads.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -25,26 +26,26 @@
 namespace fusedops::cpu::quantized_linear {
 namespace {
 
-constexpr int64_t kMostRows = 256;      // of x, in a block
-constexpr int64_t kColumns = 128;       // of y, whose sums wait for the end of the rows
-constexpr int64_t kFew = 16;            // rows that stay in a cache with all their depth
-constexpr int64_t kMany = 32;           // rows from which on tiles are turned for a product
-constexpr int64_t kDepth = 2048;        // bytes of a row
-constexpr int64_t kTileDepth = 256;     // numbers of a row of a tile
-constexpr int64_t kProducts = 1 << 18;  // products of a task, about
+constexpr int64_t kMostRows = 256;      // rows of x per block
+constexpr int64_t kColumns = 128;       // columns of y per task; their sums stay in scratch memory
+constexpr int64_t kFew = 16;            // up to this many rows of x fit the cache in full depth
+constexpr int64_t kMany = 32;           // above this many rows, tiles are transposed for a matmul
+constexpr int64_t kDepth = 2048;        // bytes of a row per piece of the depth
+constexpr int64_t kTileDepth = 256;     // elements of a tile's row
+constexpr int64_t kProducts = 1 << 18;  // approximate number of multiplications per task
 
-// Where sums of products of 8 bits fit 32 bits, 255 * 127 each.
+// Whether 8-bit integers are multiplied. Each term is at most 255 * 127, and the sum fits 32 bits.
 bool multiplies_integers(const Codes& w) {
   return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
          w.k <= kMostIntegers;
 }
 
-// x [rows, k] as a product takes it, its rows padded with zeros.
+// x [rows, k] as a matmul operand, each row padded with zeros.
 struct Input {
   Operand operand;
   int64_t rows, ld;
   Tensor numbers;
-  std::vector<float> steps;  // of codes; empty where x is multiplied as it is
+  std::vector<float> steps;  // the scale of each row's codes; empty if x is not quantized
   std::vector<int32_t> sums;
 
   Input(const Tensor& x, Operand operand, InputFormat rounds)
@@ -70,7 +71,7 @@ struct Input {
   }
 };
 
-// Where codes are multiplied: in registers, as they lie, in rows or in tiles in a cache.
+// Where codes are decoded: in registers, not at all (in place), in cached rows or in cached tiles.
 enum class Way { registers, as_they_lie, rows, tiles };
 
 struct Plan {
@@ -100,11 +101,11 @@ struct Plan {
   }
 };
 
-// A few rows as codes in registers are multiplied: those of 4 bits in the order of such codes, of 8
-// bits as float32.
+// A few rows of x, prepared for codes that are decoded in registers. For 4-bit codes the elements
+// are reordered like the codes; for 8-bit codes they are float32.
 struct Turned {
   std::vector<uint16_t> halves;
-  std::vector<float> numbers;  // or the sums of lanes
+  std::vector<float> numbers;  // for 4-bit codes, the sums of lanes
 
   Turned() = default;
   Turned(const Codes& w, const Input& x) : numbers(x.rows * x.ld) {
@@ -129,7 +130,7 @@ struct Outputs {
   const Tensor& first() const { return z.defined() ? z : y; }
 };
 
-// Blocks of y. The scratch is a thread's.
+// Computes blocks of y. Each thread has its own scratch.
 class OutputBlock {
  public:
   OutputBlock(const Codes& w, const Input& x, Way way, const FewRows& few, const Outputs& out)
@@ -143,13 +144,14 @@ class OutputBlock {
         turned_(way == Way::tiles ? kColumns * kTileDepth : 0),
         sums_(padded(std::min(x.rows, kMostRows)) * kColumns) {}
 
-  // Rows [row, row + rows) of columns [begin, begin + columns).
+  // Computes rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     switch (way_) {
       case Way::registers:
         few_.sums = sums_.data();
         add_few_rows_for_isa()(w_, few_, begin, begin + columns);
-        // There a zero's share is subtracted from sums: of x past float32's range it leaves NaN.
+        // The register code subtracts the zeros' share from the sums. If the sums overflow float32,
+        // that gives NaN, so these columns are computed again from decoded rows.
         if (w_.zeros != nullptr && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
         break;
       case Way::tiles: add_tiles(row, rows, begin, columns); break;
@@ -184,7 +186,7 @@ class OutputBlock {
   void add_pieces(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     const int64_t at_once = columns_for(rows), depth = kDepth / size_of(x_.operand),
                   pieces = std::max<int64_t>(at::divup(w_.k, depth), 1);
-    // Few rows stay in a cache, and the codes of a row are read from end to end.
+    // A few rows of x stay in cache, so each row of codes is read over its whole depth.
     const int64_t some = rows <= kFew ? at_once : columns;
     for (int64_t first = 0; first < columns; first += some) {
       for (int64_t piece = 0; piece < pieces; ++piece) {
@@ -196,14 +198,14 @@ class OutputBlock {
     }
   }
 
-  // A piece of the depth, from k on, of `columns` columns.
+  // Adds one piece of the depth, which starts at k, to the sums of `columns` columns.
   void add(int64_t row, int64_t rows, int64_t begin, int64_t columns, int64_t k, float* sums) {
     const int64_t piece = kDepth / size_of(x_.operand), end = std::min(k + piece, w_.k),
                   padded = std::min(piece, x_.ld - k);
     prefetch(begin + columns, columns, k, end);
     Dots dots{x_.at(row, k), codes_.data(), x_.ld,    padded, rows,
               padded,        sums,          kColumns, k > 0,  x_.operand};
-    // The last rows would be read past their end.
+    // The last columns cannot be read in place: the loop would read past the weight's end.
     if (way_ == Way::as_they_lie && begin + columns_for(rows) <= w_.n) {
       dots.w = w_.at(begin, k);
       dots.ld_w = w_.k;
@@ -214,7 +216,7 @@ class OutputBlock {
     dot_rows_for_isa()(dots);
   }
 
-  // Asks for codes that come next: the processor does not see it from so few of a row.
+  // Prefetches the next codes. A piece of a row is too short for the CPU's own prefetching.
   void prefetch(int64_t begin, int64_t columns, int64_t k, int64_t end) const {
     for (int64_t row = begin; row < std::min(begin + columns, w_.n); ++row) {
       const auto *const from = w_.at(row, k), *const to = w_.at(row, end);
@@ -250,7 +252,7 @@ class OutputBlock {
   bool scaled_;
   std::vector<char> codes_;
   std::vector<BFloat16> turned_;
-  std::vector<float> sums_;  // int32 where the operands are integers
+  std::vector<float> sums_;  // int32 if the operands are integers
 };
 
 void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {

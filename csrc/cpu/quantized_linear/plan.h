@@ -7,7 +7,7 @@
 
 namespace fusedops::cpu::quantized_linear {
 
-// How so many rows are multiplied by a weight [n, k]. Empty: by ATen calls.
+// Describes how `rows` rows are multiplied by a weight [n, k]. Empty: by ATen calls.
 std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k, int64_t group_size,
                                   int64_t rows, std::string_view input_format,
                                   std::string_view compute);

@@ -1,5 +1,5 @@
-// Quantizes weights on CPUs: threads take independent groups. Of 8 bits a group is rounded as a row
-// of inputs is.
+// Quantizes weights on CPUs: threads take independent groups. An 8-bit group is rounded like a row
+// of inputs.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>

@@ -18,8 +18,8 @@ inline Codes codes_of(const QuantizedTensors& w) {
 
 inline bool has_kernel(c10::ScalarType dtype) { return isa() != Isa::none && dtype != at::kDouble; }
 
-// What numbers are multiplied as where they may be rounded to bfloat16. Without instructions for
-// that they are not rounded.
+// Returns the operands' dtype when they are not integers: bfloat16 if `compute` allows rounding and
+// the CPU has bfloat16 instructions, otherwise float32.
 inline Operand floating_operand(Compute compute) {
   const bool rounds = compute == Compute::any || compute == Compute::bf16;
   return rounds && isa() == Isa::avx512_bf16 ? Operand::bfloat16 : Operand::float32;

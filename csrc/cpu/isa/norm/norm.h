@@ -24,7 +24,7 @@ FUSEDOPS_ISA_FUNCTION(norm_scale, const void* in, Dtype dtype, int64_t n, float 
 
 FUSEDOPS_ISA_FUNCTION(norm_forward_rows, const NormForwardArgs& args, int64_t begin, int64_t end)
 
-// Adds what the rows give to dweight [n] and dbias [n], where they are not null. scratch: [2 * n]
+// Adds the rows' gradients to dweight [n] and dbias [n], if not null. scratch: [2 * n]
 FUSEDOPS_ISA_FUNCTION(norm_backward_rows, const NormBackwardArgs& args, int64_t begin, int64_t end,
                       float* scratch, double* dweight, double* dbias)
 

@@ -1,6 +1,6 @@
-// Helpers that the norm family's CPU row loops share. A row goes through its cache three times at
-// most: sum, variance, normalise. Sums are float32 over blocks of kBlock elements or kGroup rows
-// and float64 beyond, so long rows and many rows lose nothing.
+// Helpers that the norm family's CPU row loops share. There are at most three passes over a row:
+// sum, variance, normalization; all but the first read it from cache. Blocks of kBlock elements or
+// kGroup rows are summed in float32, and the blocks in float64, so that sums stay accurate.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ inline __attribute__((always_inline)) void each_block(int64_t n, const Body& bod
   for (int64_t i = 0; i < n; i += kBlock) body(Span{i, std::min(kBlock, n - i)});
 }
 
-// The sum over a row of what `term(i, part)` gives for every step of it.
+// Returns the sum of `term(i, part)` over all steps of a row.
 template <class Term>
 inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& term) {
   double total = 0;
@@ -37,7 +37,7 @@ inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& ter
   return total;
 }
 
-// What a step of x is multiplied by: the dropout's scales, made a block at a time.
+// The dropout scales of a row of x, generated one block at a time.
 class DropoutRow {
  public:
   DropoutRow(const Dropout& dropout, int64_t row, int64_t n)
@@ -56,7 +56,8 @@ class DropoutRow {
   float scales_[kBlock];
 };
 
-// Without dropout. A type of its own: asked at each step, a loop kept its vectors on the stack.
+// Stands for no dropout. A separate type, because with a check per step the compiler kept the
+// vectors on the stack.
 struct WholeRow {
   template <class Part>
   Floats apply(const Floats& x, int64_t, Part) const {
@@ -64,8 +65,8 @@ struct WholeRow {
   }
 };
 
-// A float64 as two float32. Where rows are float32, a statistic keeps its second word: its
-// rounding alone would move the whole row by up to half an ulp.
+// A float64 as two float32. For float32 rows a statistic keeps the second one, because rounding the
+// statistic would shift the whole row by up to half an ulp.
 struct Split {
   Floats high, low;
 

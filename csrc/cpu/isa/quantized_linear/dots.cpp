@@ -14,7 +14,7 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-// The operands' numbers, a register of sums, and how a register of both is added to it.
+// One operand type: its element, a register of sums, and how to add a product to it.
 struct OfFloats {
   using Number = float;
   using Sum = float;
@@ -45,12 +45,12 @@ struct OfIntegers {
   static __m512i load_w(const int8_t* p) {
     return _mm512_xor_si512(load(p), _mm512_set1_epi8(-128));
   }
-  // vpdpbusd takes one operand without signs, which is w + 128.
+  // vpdpbusd takes one unsigned operand: w + 128.
   void add(__m512i x, __m512i w) { sums = _mm512_dpbusd_epi32(sums, w, x); }
 };
 #endif
 
-// The sums of each dot's lanes.
+// Returns each dot product's lane sum.
 template <class Dot, int kCount>
 inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kCount],
                                                       typename Dot::Sum (&out)[kCount]) {
@@ -68,7 +68,7 @@ inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kCount],
 #endif
 }
 
-// So many rows by so many columns.
+// Computes kRows by kColumns dot products.
 template <class Dot, int kRows, int kColumns>
 void add_block(const Dots& args, const typename Dot::Number* x, const typename Dot::Number* w,
                typename Dot::Sum* to) {
@@ -95,7 +95,7 @@ void add_block(const Dots& args, const typename Dot::Number* x, const typename D
   }
 }
 
-// kColumns columns, which go in pairs where registers are few.
+// Computes kColumns columns, in pairs if there are few registers.
 template <class Dot, int kRows, int kColumns>
 void add_rows(const Dots& args, int64_t row) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -142,7 +142,7 @@ Floats sums_of(const FinishRow& args, int64_t j, Part part) {
 void dot_rows(const Dots& args) {
   switch (args.operand) {
     case Operand::float32: return add_all<OfFloats>(args);
-#if defined(__AVX512BF16__)  // nobody asks the others for these
+#if defined(__AVX512BF16__)  // other instruction sets never get these
     case Operand::bfloat16: return add_all<OfBfloat16>(args);
     case Operand::integer: return add_all<OfIntegers>(args);
 #else
