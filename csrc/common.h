@@ -26,7 +26,7 @@ inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(
 inline Tensor value_or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
 inline const Tensor& value_or_undefined(const Tensor& t) { return t; }
 
-// The typed handle of an operator: look it up once, keep it in a static.
+// Returns an operator's typed handle. Look it up once and keep it in a static.
 template <class Signature>
 auto handle(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -40,7 +40,7 @@ inline std::string describe(c10::ScalarType dtype, c10::SymIntArrayRef sizes) {
 
 inline std::string describe(const Tensor& t) { return describe(t.scalar_type(), t.sym_sizes()); }
 
-// A contiguous tensor of x's shape, whatever x's strides: `empty_like` would keep them.
+// Returns a contiguous tensor with x's shape. `empty_like` would keep x's strides.
 inline Tensor empty_contiguous(const Tensor& x, c10::ScalarType dtype) {
   return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype));
 }
@@ -54,7 +54,7 @@ std::tuple<T...> contiguous(const std::tuple<T...>& tensors) {
   return std::apply([&](const auto&... t) { return std::tuple<T...>(of(t)...); }, tensors);
 }
 
-// The tensors of `from` into those of `into` that are defined.
+// Copies each tensor of `from` to its tensor in `into`, if that one is defined.
 template <class... T>
 void copy_defined(const std::tuple<T...>& into, const std::tuple<T...>& from) {
   const auto put = [](const Tensor& to, const Tensor& t) {
@@ -65,7 +65,7 @@ void copy_defined(const std::tuple<T...>& into, const std::tuple<T...>& from) {
       into);
 }
 
-// What the kernels are told of a tensor: its dtype, and where its rows are.
+// A tensor's dtype and row addresses, for kernels.
 
 inline Dtype dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -75,7 +75,7 @@ inline Dtype dtype_of(const Tensor& t) {
   }
 }
 
-// What the formulas are evaluated in.
+// Returns the dtype in which formulas are evaluated.
 inline c10::ScalarType accumulation_dtype(c10::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -94,7 +94,7 @@ inline void* mutable_data_or_null(const Tensor& t) {
   return t.defined() ? t.mutable_data_ptr() : nullptr;
 }
 
-// A tensor as rows of n elements, each contiguous. Copies only where strides do not allow that.
+// A tensor as contiguous rows of n elements. Copied only if its strides do not allow that.
 struct Rows {
   Tensor tensor;
   int64_t stride;
@@ -108,7 +108,8 @@ struct Rows {
   const void* data() const { return tensor.const_data_ptr(); }
 
  private:
-  // How far apart the rows are, where the last dimension is one and the others only count them.
+  // Returns the distance between rows, or nothing if the tensor does not have evenly spaced,
+  // contiguous rows.
   static std::optional<int64_t> stride_of(const Tensor& t, int64_t n) {
     if (t.size(-1) != n || t.stride(-1) != 1) return std::nullopt;
     int64_t rows = 1, stride = n;

@@ -16,7 +16,7 @@ struct Words {
   uint32_t at[4];
 };
 
-// The random words of the elements 4 * group to 4 * group + 3 of a row.
+// Returns the random words of a row's elements 4 * group to 4 * group + 3.
 FUSEDOPS_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   uint32_t c0 = group, c1 = static_cast<uint32_t>(row), c2 = static_cast<uint32_t>(row >> 32);
   uint32_t c3 = 0, k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
@@ -32,9 +32,9 @@ FUSEDOPS_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   return {{c0, c1, c2, c3}};
 }
 
-// An element is kept when its random word is at least the threshold, and then scaled.
+// Dropout's arguments. An element is kept and scaled if its random word is at least the threshold.
 struct Dropout {
-  const int64_t* seed = nullptr;  // where the kernel runs; null: nothing is dropped
+  const int64_t* seed = nullptr;  // on the kernel's device; null: nothing is dropped
   uint32_t threshold = 0;
   float scale = 1;
 };

@@ -10,10 +10,11 @@ namespace fusedops::quantized_linear {
 
 enum class WeightFormat : uint8_t { int8, int4, nf4, fp8 };
 
-// What a product's operands are rounded to at least. Sums are float32 or, of int8, int32.
+// The least accurate dtype to which a matmul's operands may be rounded. Sums are float32, or int32
+// for int8.
 enum class Compute : uint8_t { any, exact, bf16, int8 };
 
-// What rows of x are rounded to, each by the largest of its numbers. none: to nothing.
+// The format to which rows of x are quantized, each with its own scale. none: not quantized.
 enum class InputFormat : uint8_t { none, int8, fp8 };
 
 constexpr int64_t kNf4Block = 64;  // elements of the flattened weight that share an absmax
@@ -41,10 +42,10 @@ constexpr float kNf4[16] = {
 
 constexpr float kLargestInt8 = 127;  // codes are symmetric: -128 is not used
 constexpr float kLargestE4m3 = 448;
-constexpr float kSmallestScale = 1e-38f;  // below it codes are 0; its inverse is finite
+constexpr float kSmallestScale = 1e-38f;  // smaller scales give codes of 0; its inverse is finite
 
-// On GPUs: rows of x for which the kernel of csrc/cuda has registers, and the depth to which
-// products of codes, of 127 * 127 at most, are summed in 32 bits.
+// kGemvRows: the maximum rows of x for the kernel of csrc/cuda, which keeps them in registers.
+// kMostIntegers: the maximum depth at which products of 8-bit codes are summed in 32 bits.
 constexpr int kGemvRows = 4;
 constexpr int64_t kMostIntegers = 65536;
 
@@ -52,7 +53,7 @@ constexpr float largest_code(InputFormat format) {
   return format == InputFormat::fp8 ? kLargestE4m3 : kLargestInt8;
 }
 
-// How many groups of a size cover a row. No group is of size 0, which only an empty row has.
+// Returns how many groups cover a row. group_size is 0 only if the row is empty.
 constexpr int64_t groups_of(int64_t k, int64_t group_size) {
   return k == 0 ? 0 : (k + group_size - 1) / group_size;
 }

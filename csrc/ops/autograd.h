@@ -1,4 +1,4 @@
-// Autograd helpers that all operators share: kernel or ATen calls.
+// Autograd helpers that all operators share, such as the choice between kernel and ATen.
 #pragma once
 
 #include <initializer_list>
@@ -13,14 +13,14 @@ inline OptionalTensor optional(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
 
-// Whether torch.jit.trace or an export to ONNX records the operators that are called.
+// Whether torch.jit.trace or an ONNX export is recording the operators that run.
 inline bool is_recorded() {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   return (keys.included_ - keys.excluded_).has(c10::DispatchKey::Tracer);
 }
 
-// functorch's transforms and forward-mode gradients see through ATen calls, not through the node;
-// so does an export to ONNX, which csrc/python/exports.h sends here with tracing switched on.
+// Whether to run ATen calls. functorch's transforms and forward-mode gradients handle those, but
+// not our node. So does an ONNX export, for which csrc/python/exports.h switches tracing on.
 inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
   using c10::DispatchKey;
   const auto keys = c10::impl::tls_local_dispatch_key_set();

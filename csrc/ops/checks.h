@@ -33,7 +33,7 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
               c10::SymIntArrayRef(shape), ", got ", describe(t));
 }
 
-// Whether a tensor has numbers in memory: not where a graph is traced or torch.func wraps it.
+// Whether a tensor has data in memory. False if a graph is traced or torch.func wraps the tensor.
 inline bool has_numbers(const Tensor& t) {
   using c10::DispatchKey;
   const c10::DispatchKeySet wrapped({DispatchKey::Python, DispatchKey::Functionalize,
@@ -42,7 +42,7 @@ inline bool has_numbers(const Tensor& t) {
          !c10::impl::tls_is_dispatch_key_included(DispatchKey::Python);
 }
 
-// x's shape with another last dimension
+// Returns x's shape with another last dimension.
 inline std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& n) {
   auto shape = x.sym_sizes().vec();
   shape.back() = n;

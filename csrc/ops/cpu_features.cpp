@@ -9,7 +9,7 @@
 namespace fusedops {
 namespace {
 
-std::atomic<int> asked_for{-1};  // -1: nothing
+std::atomic<int> asked_for{-1};  // -1: the default
 
 }  // namespace
 

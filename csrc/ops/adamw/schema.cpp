@@ -28,7 +28,7 @@ void check_state(const char* name, const Tensor& t, const Tensor& param, c10::Sc
               ", got ", describe(t), " on ", t.device());
 }
 
-// What moments lie as: float32, bfloat16, or int8 and uint8.
+// Returns exp_avg_sq's dtype for exp_avg's: float32, bfloat16, or uint8 for int8.
 c10::ScalarType square_dtype(const Tensor& exp_avg) {
   const auto dtype = exp_avg.scalar_type();
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar, kOp,

@@ -19,8 +19,8 @@ Moments moments_of(const Tensor& exp_avg) {
   }
 }
 
-// Whether all that is kept of a parameter lies in memory as it does, so that elements can be taken
-// in memory's order. Those that share a scale, and random numbers, go by the order of the indices.
+// Whether a parameter's state has the parameter's memory layout, so that elements can be processed
+// in memory order. `ordered`: scales and random numbers need the order of the indices.
 bool alike(const Tensor& param, std::initializer_list<const Tensor*> others, bool ordered) {
   bool contiguous = param.is_contiguous(), same = param.is_non_overlapping_and_dense();
   for (const auto* t : others) {
@@ -32,7 +32,7 @@ bool alike(const Tensor& param, std::initializer_list<const Tensor*> others, boo
 
 }  // namespace
 
-// t as a kernel may take it: itself, or a contiguous copy.
+// Returns t, or a contiguous copy if the kernels cannot take t.
 Tensor AdamWTable::laid_out(const Tensor& t, bool as_is, bool written) {
   if (as_is || t.is_contiguous()) return t;
   kept_.push_back(t.contiguous());

@@ -11,7 +11,7 @@
 namespace fusedops::attention {
 namespace {
 
-// The sizes of a call beside its options.
+// A call's maximum sequence lengths.
 struct Longest {
   c10::SymInt q, k;
 };
@@ -24,10 +24,10 @@ OutAndLse forward(const AttentionInputs& in, const Longest& longest,
   });
 }
 
-// Keeps no scores: the backward computes them again.
+// Saves no scores: the backward recomputes them.
 struct AttentionNode {
   static constexpr const char* kName = "FusedAttentionBackward";
-  static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks, which are the first of the saved
+  static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks: the first saved tensors
   enum : size_t { kOut = kInputs, kLse, kCuSeqlensQ, kCuSeqlensK, kSeed, kSaved };
 
   Longest longest;
@@ -49,7 +49,7 @@ struct AttentionNode {
     const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(saved[kOut]);
     const AttentionInputs in{q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed};
     const auto [dq, dk, dv, dbias, dsinks] = [&] {
-      if (at::GradMode::is_enabled()) {  // in ATen calls, which have gradients themselves
+      if (at::GradMode::is_enabled()) {  // double backward: differentiable ATen calls
         return attention_gradients(grad, grad_lse, in, options, wanted);
       }
       return call<"fusedops::attention_backward", AttentionGradients>(
@@ -144,7 +144,7 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
   return {out.squeeze(0).transpose(0, 1), lse.squeeze(0)};
 }
 
-// Autocast casts q, k, v and a bias of numbers.
+// Autocast casts q, k, v and a floating-point bias.
 const Operators operators([](Operators& o) {
   o.add_public<attention, Casts<0, 1, 2, 7>>(
       "attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, int[]? window=None,"

@@ -2,9 +2,9 @@
 // csrc/kernels/attention.h.
 //
 // In the kernel operators q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], of any
-// strides; with cu_seqlens B is 1 and the sequences lie one after another. `how` has the options
-// that are numbers, window is (left, right), -1 open. Kept for the backward are out and lse
-// [B, Hq, Sq], float64 (a rounding of it would be one of all of a row's gradients), with the sink.
+// strides; with cu_seqlens, B is 1 and the sequences are concatenated. `how` has the numeric
+// options; window is (left, right), -1 is open. The backward needs out and lse [B, Hq, Sq]. lse
+// includes the sink and is float64, because rounding it would affect all gradients of a row.
 #pragma once
 
 #include <algorithm>

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kOp = "attention";
 
-// [B, H, S, D] that lies in memory as [B, S, H, D], as projections and what follows have it.
+// Returns an empty [B, H, S, D] with the memory layout [B, S, H, D], which projections use.
 Tensor empty_heads(const Tensor& like, c10::SymInt heads, c10::SymInt width) {
   const std::array<c10::SymInt, 4> shape{like.sym_size(0), like.sym_size(2), std::move(heads),
                                          std::move(width)};
@@ -53,8 +53,8 @@ void check_cu_seqlens(const char* name, const OptionalTensor& cu, const Tensor& 
               kOp, ": ", name, " must be int32 or int64 [sequences + 1], got ", describe(*cu));
 }
 
-// Each sequence starts where the last one ends, the first at 0. Checked on CPUs only: on a GPU the
-// check would wait for the device.
+// Checks that cu_seqlens starts at 0 and never decreases. Only on CPUs: on a GPU the check would
+// wait for the device.
 void check_sequences(const char* name, const Tensor& cu_seqlens, const c10::SymInt& tokens) {
   if (!cu_seqlens.is_cpu() || !has_numbers(cu_seqlens)) return;
   const auto cu = cu_seqlens.to(at::kLong).contiguous();

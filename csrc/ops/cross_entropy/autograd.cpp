@@ -21,14 +21,14 @@ Loss forward(const LossInputs& in, const CrossEntropyOptions& options, c10::Scal
   });
 }
 
-// Keeps the logits, or the gradient that the forward has made.
+// Saves the logits, or their gradient if the forward computed it.
 struct CrossEntropyNode {
   static constexpr const char* kName = "FusedCrossEntropyBackward";
   static constexpr size_t kInputs = 1;
   enum : size_t { kInput, kTarget, kWeight, kLse, kTotal, kSaved };
 
   CrossEntropyOptions options;
-  bool made;  // the saved input is its gradient
+  bool made;  // whether the saved input is the gradient
 
   static auto fields(auto& a) { return std::tie(a.options, a.made); }
 
@@ -74,14 +74,14 @@ Tensor with_gradient(const LossInputs& in, const CrossEntropyOptions& options,
   return loss;
 }
 
-// Whether the kernels take it: rows of logits, and classes to find among them.
+// Whether the kernels take the arguments: rows of logits, and class indices as targets.
 bool has_kernel(const Tensor& input, const Tensor& target, const OptionalTensor& weight) {
   return input.dim() == 2 && (input.sym_stride(1) == 1 || input.sym_size(1) == 1) &&
          target.scalar_type() == at::kLong && !needs_composite({input, weight}) &&
          !needs_gradient({weight});
 }
 
-// [N, C, ...] as rows, where the classes lie side by side.
+// Returns [N, C, ...] as rows of contiguous classes.
 Tensor classes_last(const Tensor& input) {
   if (input.dim() == 1) return input.unsqueeze(0);
   if (input.dim() == 2) return input;
@@ -90,7 +90,7 @@ Tensor classes_last(const Tensor& input) {
   return last.flatten(0, -2);
 }
 
-// The loss is float32 or more.
+// Autocast rule: the loss is at least float32.
 struct WideLoss {
   template <class Arguments>
   static void apply(Arguments& args, c10::ScalarType, c10::DeviceType) {
@@ -99,7 +99,7 @@ struct WideLoss {
   }
 };
 
-// As F.linear's product, and a loss of that.
+// Autocast rule: the matmul like F.linear, then a loss of at least float32.
 struct WideLossOfProduct {
   template <class Arguments>
   static void apply(Arguments& args, c10::ScalarType to, c10::DeviceType device) {

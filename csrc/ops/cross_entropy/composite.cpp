@@ -17,7 +17,7 @@ OptionalTensor as(const OptionalTensor& t, c10::ScalarType dtype) {
   return given(t) ? OptionalTensor(t->to(dtype)) : std::nullopt;
 }
 
-// w_t of each target, 0 where it is ignored.
+// Returns w_t for each target, 0 if it is ignored.
 Tensor target_weight(const Tensor& target, const OptionalTensor& weight, int64_t ignore_index,
                      c10::ScalarType dtype) {
   const auto live = target != ignore_index;
@@ -39,7 +39,7 @@ Tensor z_term(const Tensor& z, const Tensor& target, const OptionalTensor& weigh
   return options.is(Reduction::mean) ? terms.sum() / w.sum() : terms.sum();
 }
 
-// The gradient of each row's loss, [rows, 1]. Where no row is live it is 0.
+// Returns the gradient of each row's loss, [rows, 1]. 0 if all rows are ignored.
 Tensor row_gradient(const Tensor& grad, const Tensor& live, const Tensor& w,
                     const CrossEntropyOptions& options) {
   const auto g = grad.to(w.scalar_type());
@@ -48,7 +48,7 @@ Tensor row_gradient(const Tensor& grad, const Tensor& live, const Tensor& w,
   return at::where(live.any(), g / w.sum(), 0);
 }
 
-// What a kernel keeps.
+// Returns lse and total, as a kernel does.
 std::tuple<Tensor, Tensor> kept(const Tensor& z, const Tensor& target, const OptionalTensor& weight,
                                 const CrossEntropyOptions& options) {
   const auto w = target_weight(target, weight, options.ignore_index, at::kDouble);

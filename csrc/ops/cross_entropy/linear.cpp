@@ -17,13 +17,13 @@ LinearLoss forward(const LinearLossInputs& in, const CrossEntropyOptions& option
   });
 }
 
-// Keeps no logits: either the forward has made the gradients, or the backward computes the logits
-// again.
+// Saves no logits: either the forward computed the gradients, or the backward recomputes the
+// logits.
 struct LinearCrossEntropyNode {
   static constexpr const char* kName = "FusedLinearCrossEntropyBackward";
   static constexpr size_t kInputs = 3;  // input, linear_weight, linear_bias
   enum : size_t { kInput, kLinearWeight, kLinearBias, kTarget, kWeight, kLse, kTotal, kMade };
-  static constexpr size_t kSaved = kMade + kInputs;  // from kMade on: the inputs' gradients
+  static constexpr size_t kSaved = kMade + kInputs;  // from kMade: the inputs' gradients
 
   CrossEntropyOptions options;
   bool made;
@@ -62,9 +62,9 @@ struct LinearCrossEntropyNode {
   }
 };
 
-// Whether the forward makes the gradients. It sums a weight's over pieces of the rows, in float32,
-// for which the gradient itself is the place where the weight is float32; and of "none" each row's
-// gradient of the loss would have to be known.
+// Whether the forward computes the gradients. It sums the weight's gradient over parts of the rows
+// in float32, in place if the weight is float32. With reduction "none" it cannot, because it does
+// not know the gradient of each row's loss.
 bool makes_gradients(const Tensor& linear_weight, const CrossEntropyOptions& options) {
   const auto dtype = linear_weight.scalar_type();
   const bool in_place = dtype == at::kFloat;
@@ -96,13 +96,13 @@ bool has_kernel(const LinearLossInputs& in) {
          !needs_gradient({in.weight});
 }
 
-// [..., H] as rows.
+// Returns [..., H] as a matrix of rows.
 Tensor as_matrix(const Tensor& input) {
   if (input.dim() == 2) return input;
   return input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
 }
 
-// The formula with all logits.
+// Computes the loss from all logits at once.
 Tensor plain(const LinearLossInputs& in, const CrossEntropyOptions& options,
              std::optional<c10::ScalarType> dtype) {
   const auto& [input, linear_weight, target, linear_bias, weight] = in;

@@ -2,9 +2,9 @@
 // shapes: fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
 //
 // In the kernel operators the logits are rows [rows, C], the targets int64 [rows], reduction is
-// torch's number, and `how` has the options that are numbers. Kept for the backward are lse, [rows]
-// float64 (the rest of a float32 counts where z_t is near it), and total, [] float64: the sum of
-// the w_t, which "mean" divides by. What a kernel operator was not asked for is undefined.
+// torch's number, and `how` has the numeric options. The backward needs lse, [rows] float64
+// (float32 would be too inexact if z_t is near it), and total, [] float64: the sum of the w_t, the
+// divisor of "mean". Results that are not requested are undefined.
 #pragma once
 
 #include <array>

@@ -11,7 +11,7 @@ Tensor gated_activation_forward(const GatedArguments& a) {
   return below_autograd([&] { return call<"fusedops::gated_activation_forward", Tensor>(a); });
 }
 
-// Keeps gate and up alone: the backward computes the rest again.
+// Saves only gate and up: the backward recomputes the rest.
 struct GatedActivationNode {
   static constexpr const char* kName = "FusedGatedActivationBackward";
   static constexpr size_t kInputs = 2;  // gate, up

@@ -11,13 +11,13 @@
 namespace fusedops::gated_activation {
 namespace {
 
-// gate and up as they are, in the dtype of the formulas.
+// gate and up in the formulas' dtype.
 struct Halves {
   Tensor gate, up;
 
   Halves(const Tensor& gate_, const OptionalTensor& up_) {
     const auto wide = accumulation_dtype(gate_.scalar_type());
-    gate = gate_.to(wide);  // once, or the backward would round its parts apart
+    gate = gate_.to(wide);  // only once: otherwise the backward would round its parts separately
     if (given(up_)) {
       up = up_->to(wide);
     } else {
@@ -27,7 +27,7 @@ struct Halves {
   }
 };
 
-// Both as they enter the product, g and u + offset.
+// Returns g and u + up_offset, clamped first if there is a limit.
 Halves limited(const Halves& raw, std::optional<double> limit, double up_offset) {
   auto found = raw;
   if (limit.has_value()) {
@@ -43,7 +43,7 @@ struct Gate {
   Tensor value, slope;
 };
 
-// How much of the normal distribution is below g. ONNX, for which torch traces, has no erfc.
+// Returns the normal distribution's cumulative probability at g. ONNX has no erfc.
 Tensor normal_below(const Tensor& g) {
   if (at::tracer::impl::is_dispatch_enabled()) return (at::erf(g * std::sqrt(0.5)) + 1) * 0.5;
   return at::erfc(g * -std::sqrt(0.5)) * 0.5;

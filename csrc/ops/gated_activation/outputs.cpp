@@ -27,7 +27,7 @@ void check_dtype(const char* name, const Tensor& t, const Tensor& gate) {
               gate.scalar_type(), " like gate, got ", describe(t));
 }
 
-// The shape of one of gate and up.
+// Returns the shape of gate without packing, which is also up's.
 std::vector<c10::SymInt> shape_of(const Tensor& gate, const OptionalTensor& up) {
   auto shape = gate.sym_sizes().vec();
   if (!given(up)) shape.back() = shape.back() / 2;

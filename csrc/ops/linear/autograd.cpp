@@ -12,9 +12,8 @@ LinearForward linear_forward(const LinearArguments& a) {
   return below_autograd([&] { return call<"fusedops::linear_forward", LinearForward>(a); });
 }
 
-// Keeps what torch's nodes keep: input for dweight, weight for dinput, z for the activation. z is
-// an output of the node that nobody sees but its own double backward, which so needs no second
-// product.
+// Saves what torch's nodes save: input for dweight, weight for dinput, z for the activation. z is a
+// hidden output of the node: only its double backward uses it, and so needs no second matmul.
 struct LinearNode {
   static constexpr const char* kName = "FusedLinearBackward";
   static constexpr size_t kInputs = 3;  // input, weight, bias
@@ -24,7 +23,7 @@ struct LinearNode {
 
   static auto fields(auto& a) { return std::tie(a.activation); }
 
-  // grads: of y and, in a double backward, of z.
+  // grads: the gradients of y and, in a double backward, of z.
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> wanted) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(3);
@@ -58,7 +57,7 @@ bool alike(const Tensor& t, const Tensor& input) {
          t.layout() == at::kStrided;
 }
 
-// Whether the kernels take the arguments. What they do not is torch's, with its own errors.
+// Whether the kernels take the arguments. Otherwise torch runs, with its own errors.
 bool has_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   const auto dtype = input.scalar_type();
   if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) return false;
@@ -91,7 +90,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 
 Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     std::optional<std::string_view> activation) {
-  // torch.jit.trace records twice, with gradients and without: both must be the same operator.
+  // torch.jit.trace records twice, with and without gradients: both must record the same operator.
   if (!is_recorded() &&
       !linear_pays(input, weight, activation.has_value(), needs_gradient({input, weight, bias}))) {
     return activate(at::linear(input, weight, bias), activation_of(activation));
@@ -99,7 +98,7 @@ Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTen
   return dispatch<"fusedops::linear", decltype(linear)>(input, weight, bias, activation);
 }
 
-// Autocast as F.linear's. The activations have no rule there.
+// Autocast casts like F.linear. Activations have no rule in torch.
 const Operators operators([](Operators& o) {
   o.add_public<linear, Casts<0, 1, 2>>(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str? activation=None) -> Tensor",

@@ -22,21 +22,22 @@ constexpr Names<5> names_of(Activation) {
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               std::optional<std::string_view> activation);
 
-// The same by the dispatcher, unless torch's lines run in any case: these go there by themselves.
+// Like linear, through the dispatcher, unless torch's functions run anyway: those dispatch
+// themselves.
 Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     std::optional<std::string_view> activation);
 
 // rule.cpp: where kernels are worth it.
 
-// Whether csrc/cpu's product of [rows, depth] and [depth, columns] is faster than torch's.
-// across: the second lies with its columns apart, and is transposed while it is packed.
+// Whether csrc/cpu's matmul of [rows, depth] and [depth, columns] is faster than torch's. across:
+// the second operand is transposed in memory, and packing transposes it back.
 bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int64_t depth,
                       bool across);
 
-// Whether the kernel operators are faster than torch's lines, by themselves or with their backward.
+// Whether the kernel operators are faster than torch's functions, without or with the backward.
 bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool trains);
 
-// Whatever the size: a backend that was asked for by name is taken.
+// Makes linear_pays return true for every size, because a backend was forced by name.
 void linear_always(bool always);
 
 // y [input's shape but the last, N], z [the same; undefined without an activation or keep_z]
@@ -53,8 +54,8 @@ struct LinearArguments {
   bool keeps_z() const { return keep_z && activation != Activation::none; }
 };
 
-// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]; dweight has the memory layout of
-// the weight, where there is one. Outputs that output_mask leaves out are undefined; dinput needs
+// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]. dweight has the weight's memory
+// layout, if the weight is given. Outputs that output_mask excludes are undefined. dinput needs
 // weight, dweight needs input, an activation needs z.
 using LinearBackward = std::tuple<Tensor, Tensor, Tensor>;
 struct LinearBackwardArguments {
@@ -83,8 +84,8 @@ bool is_transposed(const OptionalTensor& weight);
 Tensor as_rows(const Tensor& t);  // [rows, t's last dimension]
 
 Tensor activate(const Tensor& z, Activation activation);
-// activation'(z) dy, the gradient of z, plus the gradient that reaches z itself in a double
-// backward. Either may be undefined.
+// Returns z's gradient: activation'(z) dy, plus dz, z's own gradient in a double backward. dy or dz
+// may be undefined.
 Tensor gradient_of_z(const Tensor& dy, const Tensor& dz, const OptionalTensor& z,
                      Activation activation);
 LinearForward linear_forward_composite(const LinearArguments& a);

@@ -1,11 +1,11 @@
 // Decides where linear's kernels are faster than torch's. Measured by
 // benchmarks/operators/linear.py.
 //
-// One node for product, bias and activation costs the host less than torch's three, and one pass
-// over the product less than two: with a gradient or an activation they always win. A bare product
-// wins where csrc/cpu's is better than torch's. MKL, which has torch's in float32, is at home on
-// Intel CPUs; on AMD's we are ahead (Zen 4: by 0 to 30 %) once packing is a small part of the work.
-// In 16 bits torch's are oneDNN's.
+// With a gradient or an activation the kernels always win: one node for matmul, bias and activation
+// costs the host less than torch's three, and one pass over the result costs less than two. A bare
+// matmul wins only if csrc/cpu's is faster than torch's. In float32 torch uses MKL, which is best
+// on Intel CPUs; on AMD's ours is faster (Zen 4: by 0 to 30 %) once packing is a small part of the
+// work. In 16 bits torch uses oneDNN.
 
 #include <algorithm>
 #include <atomic>
@@ -34,7 +34,7 @@ bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int6
 
 bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool trains) {
   if (always) return true;
-  if (!input.is_cpu()) return activates && !trains;  // an epilogue of cuBLASLt
+  if (!input.is_cpu()) return activates && !trains;  // cuBLASLt's epilogue
   if (activates || trains) return true;
   if (input.scalar_type() != at::kFloat || weight.dim() != 2) return false;
   if (weight.layout() != at::kStrided) return false;

@@ -29,7 +29,7 @@ struct NormNode {
     return std::tie(a.dims, a.eps, a.kind, a.offset, a.dropout_p, a.add);
   }
 
-  // grads: of y and, with a residual, of h.
+  // grads: the gradients of y and, with a residual, of h.
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 4> wanted) const {
     const auto dh = add ? optional(grads[1]) : std::nullopt;
     const bool drops = dropout_p > 0, through = grads[0].defined();
@@ -101,7 +101,7 @@ NormKind rms_kind(const char* op, std::string_view rounding) {
   return NormKind::rms_llama;
 }
 
-// The number of axes that normalised_shape names, which must be the last of input.
+// Returns how many axes normalized_shape names. They must be input's last ones.
 int64_t normalized_dims(const char* op, const Tensor& input, c10::SymIntArrayRef shape) {
   const auto dims = static_cast<int64_t>(shape.size());
   TORCH_CHECK(dims > 0, op, ": normalized_shape must name at least one dimension, got []");
@@ -111,7 +111,7 @@ int64_t normalized_dims(const char* op, const Tensor& input, c10::SymIntArrayRef
   return dims;
 }
 
-// add_* read the dimensions to normalise off the weight; without one it is the last.
+// Returns how many dimensions add_* normalizes: the weight's, or 1 without a weight.
 int64_t row_dims(const char* op, const OptionalTensor& weight) {
   if (!given(weight)) return 1;
   TORCH_CHECK(weight->dim() > 0, op, ": weight must have at least one dimension, got ",
@@ -123,9 +123,9 @@ bool is_narrow(const Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
 }
 
-// Under CUDA autocast a norm runs in float32, as torch's layer_norm and rms_norm do there. An
-// RMSNorm that torch does not have (llama's rounding, Gemma's offset) leaves casts to the model's
-// own lines. CPU autocast has no rule for norms, in torch and here.
+// Under CUDA autocast a norm runs in float32, like torch's layer_norm and rms_norm. RMSNorms that
+// torch lacks (llama's rounding, Gemma's offset) are not cast; the model's own code does that. CPU
+// autocast has no rule for norms, in torch or here.
 struct InFloat32 {
   static constexpr bool kCudaOnly = true;
 
@@ -154,7 +154,7 @@ struct InFloat32 {
     if (!kAdds<Arguments> && is_narrow(input)) input = input.to(at::kFloat);
   }
 
-  // A sum in 16 bits is normalised again, in float32.
+  // Normalizes a 16-bit sum again, in float32.
   template <class Arguments>
   static void finish(std::tuple<Tensor, Tensor>& outputs, const Arguments& args) {
     auto& [y, h] = outputs;

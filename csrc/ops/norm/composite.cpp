@@ -23,7 +23,7 @@ Tensor scale_of(const Tensor& weight, double offset, c10::ScalarType accumulatio
   return offset == 0 ? w : w + offset;
 }
 
-// [rows, n]: which elements stay. The definition is `dropout_reference`.
+// Returns which elements are kept, [rows, n]. The definition is `dropout_reference`.
 Tensor dropout_mask(const Tensor& seed, c10::SymInt rows, c10::SymInt n, double p) {
   constexpr int64_t low = 0xFFFFFFFF;
   const auto options = seed.options();
@@ -50,7 +50,7 @@ Tensor dropout_mask_outputs(const Tensor& seed, c10::SymInt rows, c10::SymInt n,
   return at::empty_symint({std::move(rows), std::move(n)}, seed.options().dtype(at::kBool));
 }
 
-// x with a share p of its elements dropped, by the mask of `dropout_reference`.
+// Returns x with a share p of its elements dropped, by the mask of `dropout_reference`.
 Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims) {
   if (p == 0) return x;
   c10::SymInt rows = 1, n = 1;
@@ -78,7 +78,7 @@ NormComposite norm_composite(const NormForwardArguments& a) {
   const auto h =
       given(a.residual) ? *a.residual + norm_dropout(a.x, a.dropout_p, a.seed, a.dims) : a.x;
   const auto base = norm_base_dtype(a.x, h.scalar_type(), a.weight);
-  const auto acc = norm_accumulator(h);  // once, or the backward would round its parts apart
+  const auto acc = norm_accumulator(h);  // only once: the backward would round its parts separately
   const auto accumulation = acc.scalar_type();
   const auto [mean, rstd] = norm_statistics(acc, a.dims, a.eps, a.kind);
   auto y = (mean.defined() ? acc - mean : acc) * rstd;
@@ -135,7 +135,7 @@ NormBackward norm_backward_composite(const NormBackwardArguments& a) {
   return contiguous(norm_gradients(a, norm_accumulator(a.h), mean, rstd));
 }
 
-// An operator of its own: inductor miscompiles the wrapping int64 products when it sees them.
+// A separate operator, because inductor miscompiles overflowing int64 multiplications.
 TORCH_LIBRARY_FRAGMENT(fusedops, m) {
   m.def("dropout_mask(Tensor seed, SymInt rows, SymInt n, float p) -> Tensor",
         {at::Tag::pt2_compliant_tag});
