@@ -14,7 +14,7 @@
 namespace fusedops::adamw {
 namespace {
 
-// The part of a DTensor that lies on this rank; any other tensor is itself.
+// Returns a DTensor's local part, or any other tensor itself.
 Tensor local(const Tensor& t) {
   if (!t.key_set().has(c10::DispatchKey::Python)) return t;
   static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
@@ -30,7 +30,7 @@ Tensor local(const Tensor& t) {
   return found;
 }
 
-// Whether a gradient is cut as its parameter is; what is no DTensor is.
+// Whether a gradient has its parameter's sharding. True for plain tensors.
 bool cut_alike(const Tensor& grad, PyObject* owner) {
   if (!grad.key_set().has(c10::DispatchKey::Python)) return true;
   const auto spec_of = [](PyObject* object) {
@@ -160,7 +160,7 @@ void AdamWBucket::renew_table(bool captured) {
   const auto options = at::TensorOptions().dtype(at::kByte);
   host_table_ = at::zeros({bytes}, options);
   table_ = at::zeros({bytes + kTableTail}, options.device(parameters_[0].tensor().device()));
-  static auto* const kept = new std::vector<Tensor>();  // never freed: the GPU may be gone first
+  static auto* const kept = new std::vector<Tensor>();  // never freed: CUDA may shut down first
   if (captured) kept->insert(kept->end(), {*host_table_, *table_});
 }
 

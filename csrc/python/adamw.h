@@ -11,37 +11,36 @@
 
 namespace fusedops::adamw {
 
-// Parameters of one device with their states, as AdamW's step takes them. Every function needs the
-// GIL.
+// One device's parameters and their states, for AdamW's step. Every function needs the GIL.
 class AdamWBucket {
  public:
-  // params: plain tensors, or DTensors, of which the local tensor is meant. states: a dict for
-  // each. kinds: as AdamWArguments has them.
+  // params: plain tensors, or DTensors, whose local tensors are used. states: one dict per
+  // parameter. kinds: as in AdamWArguments.
   AdamWBucket(const std::vector<pybind11::handle>& params,
               const std::vector<pybind11::handle>& states, const std::vector<int64_t>& kinds);
   ~AdamWBucket();
   AdamWBucket(const AdamWBucket&) = delete;
   AdamWBucket& operator=(const AdamWBucket&) = delete;
 
-  // Whether `state`, the optimizer's, has the dicts that it had and these the tensors that they
-  // held, and every gradient is not there or one that the kernels take.
+  // Whether the optimizer's `state` still has the same dicts with the same tensors, and every
+  // gradient is missing or one that the kernels take.
   bool unchanged(PyObject* state) const;
 
-  // The sum of the squares of the gradients, float64; undefined where there are none.
+  // Returns the gradients' sum of squares, float64; undefined if there are no gradients.
   Tensor squares();
 
-  // A step of the parameters that have gradients. options, lrs: as AdamWArguments has them.
+  // Steps the parameters that have gradients. options, lrs: as in AdamWArguments.
   void step(const std::vector<double>& options, const std::vector<Tensor>& lrs, int64_t seed,
             const OptionalTensor& squares, double max_grad_norm, const OptionalTensor& grad_scale,
             const OptionalTensor& found_inf);
 
-  // What is launched from now on has a table of its own. captured: it stays for good, for a CUDA
-  // graph copies it again at each replay.
+  // Gives later launches a new table. captured: never frees the old table, because a CUDA graph
+  // copies it at each replay.
   void renew_table(bool captured);
 
  private:
-  // The parameter is held as Python has it: torch may swap what lies behind, and does so where it
-  // moves a module.
+  // Holds the parameter's Python object, because torch may replace the tensor behind it, for
+  // example when it moves a module.
   struct Parameter {
     PyObject *owner, *state;
     Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, remainder;
@@ -50,7 +49,7 @@ class AdamWBucket {
     const Tensor& tensor() const;
     Tensor grad() const;
   };
-  // A name in a state, and the tensor that it stands for.
+  // A state entry's name and tensor.
   struct Known {
     PyObject *state, *name, *value;
   };

@@ -5,7 +5,7 @@
 namespace fusedops::cuda::adamw {
 namespace {
 
-// Of the elements of a block of gradients.
+// Calls body for the elements of a block of gradients.
 template <class Body>
 __device__ __forceinline__ void with_gradients(const AdamWTensor& t, int64_t block,
                                                const Body& body) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) adamw_squares(const AdamWRows rows, 
 __global__ void __launch_bounds__(kThreads)
     adamw_scale(const AdamWRows rows, const double* squares, double max_norm) {
   const double factor = max_norm / (sqrt(sum_of_parts(squares)) + 1e-6);
-  if (factor >= 1) return;  // not where it is NaN: the gradients become that, as in torch
+  if (factor >= 1) return;  // false for NaN: the gradients become NaN, as in torch
   const float by = static_cast<float>(factor);
   each_block(rows, [&](int at, bool, int64_t block) {
     const auto& t = rows.tensors[at];

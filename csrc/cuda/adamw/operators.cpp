@@ -19,7 +19,7 @@ size_t bytes_of(const std::vector<AdamWTensor>& tensors) {
   return tensors.size() * sizeof(AdamWTensor);
 }
 
-// The table on the device, where `table` is, copied there if it is not what `host` has.
+// Returns the table on the device. Copies it there if it differs from `host`.
 AdamWRows uploaded(const std::vector<AdamWTensor>& tensors, int64_t blocks, const Tensor& host,
                    const Tensor& table, const OnDeviceOf& device) {
   const auto bytes = bytes_of(tensors);
@@ -31,8 +31,8 @@ AdamWRows uploaded(const std::vector<AdamWTensor>& tensors, int64_t blocks, cons
           blocks};
 }
 
-// A table for one call. A CUDA graph copies it again from the host at each replay, so that what a
-// graph has captured stays for good.
+// A table for one call. A CUDA graph copies it from the host at each replay, so a captured table is
+// never freed.
 struct Table {
   Tensor host, device;
 

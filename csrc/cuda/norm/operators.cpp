@@ -46,7 +46,7 @@ NormForward norm_forward(const NormForwardArguments& a) {
   return outputs;
 }
 
-// Sums what the blocks left of dweight and dbias.
+// Sums the blocks' partial sums of dweight and dbias.
 void sum_partials(const NormBackwardArgs& args, int64_t chunks, const Tensor& dweight,
                   const Tensor& dbias, const OnDeviceOf& device) {
   NormTotals totals{};

@@ -17,7 +17,7 @@ int64_t rows_of(const Tensor& x) {
   return x.dim() == 0 ? 0 : c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
 }
 
-// x [rows, k] as codes in float32, and their steps.
+// Returns x [rows, k] as codes in float32, and their steps.
 std::pair<Tensor, Tensor> quantized(const Rows& x, int64_t rows, int64_t k, InputFormat format,
                                     CUstream_st* stream) {
   const auto options = x.tensor.options().dtype(at::kFloat);

@@ -27,7 +27,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     std::optional<std::string_view> activation);
 
-// rule.cpp: where kernels are worth it.
+// rule.cpp: decides when the kernels are used.
 
 // Whether csrc/cpu's matmul of [rows, depth] and [depth, columns] is faster than torch's. across:
 // the second operand is transposed in memory, and packing transposes it back.

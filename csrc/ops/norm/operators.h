@@ -40,7 +40,7 @@ using NormForward = std::tuple<Tensor, Tensor, Tensor>;
 struct NormForwardArguments {
   const Tensor& x;
   const OptionalTensor &residual, &weight, &bias;
-  int64_t dims;  // that are normalised, the last
+  int64_t dims;  // the number of last dimensions that are normalized
   double eps;
   NormKind kind;
   double offset, dropout_p;
@@ -52,8 +52,8 @@ struct NormForwardArguments {
   }
 };
 
-// dresidual [h's shape], the gradient of h: of residual, and of x without dropout;
-// dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is undefined.
+// dresidual [h's shape]: h's gradient, also residual's, and x's without dropout. dx [h's shape]:
+// x's gradient with dropout. dweight; dbias. Outputs that output_mask excludes are undefined.
 using NormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 struct NormBackwardArguments {
   const Tensor& dy;
@@ -79,24 +79,24 @@ void norm_check(const NormForwardArguments& a);
 NormForward norm_outputs(const NormForwardArguments& a);
 NormBackward norm_backward_outputs(const NormBackwardArguments& a);
 
-// The dtype to which y is rounded, before rms_llama's product may promote it.
+// Returns the dtype to which y is rounded, before rms_llama's multiplication may promote it.
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
 
 // rows.cpp: the kernels' arguments.
 
-// The tensors of a forward as rows of n elements; not empty.
+// A forward's tensors as rows of n elements; not empty.
 struct NormForwardTensors {
   NormForwardTensors(const NormForwardArguments& a, const NormForward& outputs);
 
   const NormForwardArguments& a;
   const NormForward& outputs;
   int64_t rows, n;
-  Rows x, residual;  // residual in h's dtype; x again without one
+  Rows x, residual;  // residual in h's dtype; equal to x if there is none
 
   void describe(NormForwardRows& args) const;
 };
 
-// The same of a backward. dy: a's, perhaps in another dtype.
+// A backward's tensors, likewise. dy: a's dy, possibly converted to another dtype.
 struct NormBackwardTensors {
   NormBackwardTensors(const NormBackwardArguments& a, const Tensor& dy,
                       const NormBackward& outputs);
@@ -104,7 +104,7 @@ struct NormBackwardTensors {
   const NormBackwardArguments& a;
   const NormBackward& outputs;
   int64_t rows, n;
-  Rows dy, dh, h;  // dh in h's dtype; h again without one
+  Rows dy, dh, h;  // dh in h's dtype; equal to h if there is none
 
   void describe(NormBackwardRows& args) const;
 };
@@ -116,7 +116,7 @@ struct NormComposite {
 };
 NormComposite norm_composite(const NormForwardArguments& a);
 
-// h as what sums are made of: float32, or float64 for a float64 h
+// Returns h in the sums' dtype: float32, or float64 for a float64 h.
 Tensor norm_accumulator(const Tensor& h);
 
 // mean (undefined for RMSNorm) and rstd, with their axes kept

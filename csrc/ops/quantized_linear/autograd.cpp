@@ -15,8 +15,8 @@ QuantizedForward forward(const QuantizedArguments& a) {
       [&] { return call<"fusedops::quantized_linear_forward", QuantizedForward>(a); });
 }
 
-// Keeps the codes and, for the activation, z, which is an output of the node that nobody sees but
-// its own double backward. x is not kept: codes have no gradient.
+// Saves the codes and, for the activation, z. z is a hidden output of the node, which only its
+// double backward uses. x is not saved, because codes have no gradient.
 struct QuantizedLinearNode {
   static constexpr const char* kName = "FusedQuantizedLinearBackward";
   static constexpr size_t kInputs = 2;  // x, bias
@@ -28,7 +28,7 @@ struct QuantizedLinearNode {
 
   static auto fields(auto& a) { return std::tie(a.layout, a.activation, a.compute); }
 
-  // grads: of y and, in a double backward, of z.
+  // grads: the gradients of y and, in a double backward, of z.
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(2);
@@ -87,7 +87,7 @@ QuantizedForward quantized_linear_tiles(const QuantizedArguments& a) {
   return call<"fusedops::quantized_linear_tiles", QuantizedForward>(a);
 }
 
-// Autocast as F.linear's. Scales stay float32.
+// Autocast casts like F.linear. Scales stay float32.
 const Operators operators([](Operators& o) {
   const std::string weight = "Tensor qweight, Tensor scales, Tensor? zeros, ";
   const std::string layout =

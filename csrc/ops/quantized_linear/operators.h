@@ -2,7 +2,7 @@
 // Formats, formulas and shapes: fusedops/functional/quantized_linear.py.
 //
 // z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. With Compute::any
-// the backend chooses: operands rounded to bfloat16 or to less, sums in float32.
+// the backend chooses the operands' dtype: bfloat16 or more accurate. Sums are float32.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ constexpr Names<4> names_of(WeightFormat) { return {"format", {"int8", "int4", "
 constexpr Names<4> names_of(Compute) { return {"compute", {"any", "exact", "bf16", "int8"}, true}; }
 constexpr Names<3> names_of(InputFormat) { return {"input_format", {"none", "int8", "fp8"}, true}; }
 
-// A weight as the schemas have it.
+// A weight, as in the schemas.
 struct QuantizedCodes {
   const Tensor &qweight, &scales;
   const OptionalTensor& zeros;
@@ -39,13 +39,13 @@ struct QuantizedLayout {
   static auto fields(auto& a) { return std::tie(a.format, a.n, a.k, a.group_size); }
 };
 
-// A weight [n, k] as its tensors, and how to read them. Those that are checked are contiguous.
+// A weight [n, k]: its tensors and formats. Checked tensors are contiguous.
 //   int8  qweight int8 [n, k]                 scales [n, groups]    w = q s
 //   int4  qweight uint8 [n, (k + 1) / 2]      scales, zeros uint8   w = (q - z) s
 //   nf4   qweight uint8 [(n k + 1) / 2, 1]    scales [blocks]       w = kNf4[q] s
 //   fp8   qweight float8_e4m3fn [n, k]        scales [n, 1]         w = q s
-// Scales are float32; nf4's blocks are of the flat weight. Of two codes in a byte the first is the
-// high half.
+// Scales are float32; nf4's blocks are blocks of the flattened weight. The first of two codes in a
+// byte is the high half.
 struct QuantizedTensors {
   Tensor qweight, scales;
   OptionalTensor zeros;
@@ -56,8 +56,8 @@ struct QuantizedTensors {
   QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout);
 };
 
-// autograd.cpp: the public operator. There are gradients of x and bias alone; that of an x which
-// input_format rounds is the gradient of the rounded one.
+// autograd.cpp: the public operator. Only x and bias have gradients. If input_format quantizes x,
+// x's gradient is the quantized x's.
 Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                         const OptionalTensor& zeros, const OptionalTensor& bias,
                         std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
@@ -85,8 +85,8 @@ struct QuantizedArguments {
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
-// dx [dy's shape but the last, k], dbias [n]. What output_mask leaves out is undefined; an
-// activation needs z. compute "int8" is "any" here: dy is never quantized.
+// dx [dy's shape but the last, k], dbias [n]. Outputs that output_mask excludes are undefined. An
+// activation needs z. compute "int8" means "any" here, because dy is never quantized.
 using QuantizedBackward = std::tuple<Tensor, Tensor>;
 struct QuantizedBackwardArguments {
   const Tensor& dy;
@@ -103,7 +103,7 @@ struct QuantizedBackwardArguments {
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
-// The weight, [n, k] of a floating dtype.
+// Arguments for dequantizing a weight, [n, k], to a floating dtype.
 struct DequantizeArguments {
   QuantizedCodes codes;
   QuantizedLayout layout;
@@ -115,27 +115,27 @@ struct DequantizeArguments {
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
 
-// quantized_linear_tiles is the same operator once more: what the forward of csrc/cuda calls for
-// more rows than it multiplies itself.
+// quantized_linear_tiles is the same operator under a second name: csrc/cuda's forward calls it for
+// more rows than its own kernel takes.
 QuantizedForward quantized_linear_tiles(const QuantizedArguments& a);
 QuantizedForward quantized_linear_outputs(const QuantizedArguments& a);
 QuantizedBackward quantized_linear_backward_outputs(const QuantizedBackwardArguments& a);
 Tensor dequantize_weight_outputs(const DequantizeArguments& a);
 
-// Codes, scales [groups] and, of int4, zeros uint8 [groups] of float32 groups [groups, size]. Codes
-// are int8 or float8_e4m3fn [groups, size], of 4 bits uint8 [groups, size / 2]. shares: of the
-// scale that covers a group, those that are tried in 4 bits. Has a kernel on CPUs alone: elsewhere
-// the reference makes the same bytes.
+// Quantizes float32 groups [groups, size] to codes, scales [groups] and, for int4, zeros uint8
+// [groups]. Codes are int8 or float8_e4m3fn [groups, size], or for 4 bits uint8 [groups, size / 2].
+// shares: the factors of a group's full-range scale that 4-bit formats try. Only CPUs have a
+// kernel: elsewhere the reference makes the same bytes.
 using QuantizedGroups = std::tuple<Tensor, Tensor, Tensor>;
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares);
 
-// way.cpp: which kernel of a GPU has so many rows, and that in words.
+// way.cpp: chooses the GPU kernel for a number of rows, and describes it in words.
 //
-//   gemv     csrc/cuda: codes become float32 in registers
+//   gemv     csrc/cuda: decodes to float32 in registers
 //   split    fusedops/triton: tiles of a few rows, whose depth several programs share
 //   tiles    fusedops/triton: tiles of many rows
-//   scratch  the weight becomes bfloat16 in memory for one call, and torch multiplies
+//   scratch  dequantizes the weight to bfloat16 in memory for one call, and torch multiplies
 enum class GpuWay : uint8_t { gemv, split, tiles, scratch };
 constexpr Names<4> names_of(GpuWay) { return {"kernel", {"gemv", "split", "tiles", "scratch"}}; }
 
@@ -153,7 +153,7 @@ Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype);
 // z, in x's dtype
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
                          const OptionalTensor& bias, InputFormat input_format, Compute compute);
-// The gradients of x and bias that follow from z's.
+// Returns the gradients of x and bias, from z's.
 QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
                                       Compute compute, std::array<bool, 2> output_mask);
 

@@ -19,7 +19,7 @@ using RotaryPair = std::tuple<Tensor, Tensor>;  // of q and of k
 RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                             int64_t unsqueeze_dim, bool interleaved);
 
-// What q and k are rotated by, and how they go with it.
+// The cosines and sines, and how they apply to q and k.
 struct RotaryTable {
   const Tensor &cos, &sin;
   int64_t unsqueeze_dim;
@@ -28,7 +28,7 @@ struct RotaryTable {
   static auto fields(auto& a) { return std::tie(a.cos, a.sin, a.unsqueeze_dim, a.interleaved); }
 };
 
-// Both [their shape], with heads inside the sequence or the sequence inside heads, as they have it.
+// Returns q and k rotated, each with its shape and its order of heads and sequence in memory.
 struct RotaryForward {
   const Tensor &q, &k;
   RotaryTable table;
@@ -36,7 +36,7 @@ struct RotaryForward {
   static auto fields(auto& a) { return std::tie(a.q, a.k, a.table); }
 };
 
-// dq and dk in q's dtype, laid out as what came in. What did not come in is undefined.
+// Returns dq and dk in q's dtype, with the gradients' memory layout. Undefined if the gradient is.
 struct RotaryBackward {
   const OptionalTensor &dq, &dk;
   RotaryTable table;
@@ -47,23 +47,23 @@ struct RotaryBackward {
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
 
-// Raises where q and k cannot be rotated.
+// Raises if q and k cannot be rotated.
 void rotary_check(const RotaryForward& a);
 RotaryPair rotary_outputs(const RotaryForward& a);
 RotaryPair rotary_backward_outputs(const RotaryBackward& a);
 
-// Whether the kernels take them: cos is broadcast over q and k, not these over cos.
+// Whether the kernels take the arguments: cos is broadcast to q and k, and never the reverse.
 bool rotary_has_kernel(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table);
 
-// The dtype of a rotated x.
+// Returns the dtype of x after rotation.
 c10::ScalarType rotary_dtype(c10::ScalarType x, const RotaryTable& table);
 
-// The dimension of x that cos, unsqueezed, is broadcast over.
+// Returns the dimension of x over which cos is broadcast after unsqueezing.
 int64_t rotary_head_dim(const Tensor& x, const RotaryTable& table);
 
 // rows.cpp: the kernels' arguments.
 
-// Tensors that the kernels can read, as arguments; these point into them. None is empty.
+// Holds tensors that the kernels can read, and arguments that point into them. None is empty.
 class RotaryRows {
  public:
   RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table,
@@ -77,11 +77,11 @@ class RotaryRows {
 
 // composite.cpp: the formulas in ATen calls.
 
-// Differentiable to any order, of any shapes that broadcast.
+// Rotates by the formula: differentiable to any order, for any shapes that broadcast.
 RotaryPair rotary_formula(const RotaryForward& a);
 RotaryPair rotary_backward_formula(const RotaryBackward& a);
 
-// The same, laid out as the kernels' outputs are.
+// Like that, with the memory layout of the kernels' outputs.
 RotaryPair rotary_composite(const RotaryForward& a);
 RotaryPair rotary_backward_composite(const RotaryBackward& a);
 
