@@ -1,4 +1,4 @@
-"""`python -m benchmarks norm --threads 1 --json out.json` times a family; see `--help`.
+"""The benchmarks' command line: `python -m benchmarks norm` times a family.
 
 On a CPU, each allocator setting gets a fresh process: memory that one setting leaves in the heap
 would change the other's times.

@@ -1,4 +1,4 @@
-"""`python -m checks builds OTHER`: compares launch times of this tree and another.
+"""Compares launch times of this tree and another: `python -m checks builds OTHER`.
 
 OTHER is a built checkout, such as a worktree of an earlier commit. Processes of the two trees
 alternate. Each row compares the fastest process of each tree; below 1, this tree is faster. It uses

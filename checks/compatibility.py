@@ -1,4 +1,4 @@
-"""Records which versions passed in docs/compatibility.json, and writes its page.
+"""Records which versions passed the tests, and writes docs/compatibility.md.
 
 `python -m checks torches` adds rows for compiled sources, `quick-record` and `wheel-check` add rows
 for the quick tests, and `wheel` describes the wheel. `compatibility` rewrites docs/compatibility.md

@@ -1,4 +1,4 @@
-"""`python -m checks.packages FOLDER`: downloads the torch packages to compile against.
+"""Downloads the torch packages to compile against: `python -m checks.packages FOLDER`.
 
 With FUSEDOPS_TORCHES=FOLDER, a build compiles for all of them. Needs only pip and the standard
 library: a machine that builds wheels has no torch.

@@ -1,4 +1,4 @@
-"""`python -m checks torches`: compiles every source against the headers of several torches.
+"""Compiles every source against several torches' headers: `python -m checks torches`.
 
 It runs the build's commands with -fsyntax-only, one unit per source; nvcc compiles csrc/cuda too.
 pip downloads each torch without its dependencies. docs/compatibility.json stores the result;

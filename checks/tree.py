@@ -1,4 +1,4 @@
-"""Builds and tests a separate copy of the sources.
+"""Copies the sources to a separate tree, and builds and tests it.
 
 The working tree stays unchanged. The copy stays under build/, so that the next run compiles only
 changed files.

@@ -1,4 +1,4 @@
-"""Builds the wheel (`python -m checks wheel`), and tests it (`wheel-check`).
+"""Builds and tests the wheel: `python -m checks wheel` and `wheel-check`.
 
 `wheel-check` installs the wheel with two versions of torch. The wheel has one compiled library for
 each torch in checks/packages.py; `import fusedops` loads the one that fits. The kernels are

@@ -26,7 +26,7 @@ inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(
 inline Tensor value_or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
 inline const Tensor& value_or_undefined(const Tensor& t) { return t; }
 
-// The typed handle of an operator: look it up once, keep it in a static.
+// Returns an operator's typed handle. Look it up once and keep it in a static.
 template <class Signature>
 auto handle(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -40,7 +40,7 @@ inline std::string describe(c10::ScalarType dtype, c10::SymIntArrayRef sizes) {
 
 inline std::string describe(const Tensor& t) { return describe(t.scalar_type(), t.sym_sizes()); }
 
-// A contiguous tensor of x's shape, whatever x's strides: `empty_like` would keep them.
+// Returns a contiguous tensor with x's shape. `empty_like` would keep x's strides.
 inline Tensor empty_contiguous(const Tensor& x, c10::ScalarType dtype) {
   return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype));
 }
@@ -94,7 +94,7 @@ inline void* mutable_data_or_null(const Tensor& t) {
   return t.defined() ? t.mutable_data_ptr() : nullptr;
 }
 
-// A tensor as rows of n elements, each contiguous. Copies only where strides do not allow that.
+// A tensor as contiguous rows of n elements. Copied only if its strides do not allow that.
 struct Rows {
   Tensor tensor;
   int64_t stride;

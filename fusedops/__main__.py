@@ -1,4 +1,4 @@
-"""The command line, `fusedops` or `python -m fusedops`; each subcommand calls one function."""
+"""The command line: `fusedops`, or `python -m fusedops`."""
 
 import argparse
 import sys

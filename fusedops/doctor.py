@@ -1,4 +1,4 @@
-"""`fusedops doctor`: checks machine and installation, and prints fixes.
+"""`fusedops doctor`: checks the machine and the installation, and prints fixes.
 
 Each check takes its inputs (files, the environment, versions) as arguments and returns a Finding,
 so tests can run it on other machines' files. `run` calls all checks for this machine.

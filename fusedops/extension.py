@@ -1,4 +1,4 @@
-"""Finds the compiled part, `fusedops._C`. Without one, plain PyTorch runs in its place.
+"""Finds the compiled library, `fusedops._C`, or substitutes plain PyTorch.
 
 A compiled part fits one version of the package, one minor version of torch, one C++ ABI and one
 Python. It is in the package's folder or in the cache folder of `fusedops build`; if both have one,

@@ -1,4 +1,4 @@
-"""Helpers for tests and benchmarks: the available backends and the error yardstick.
+"""Helpers for tests and benchmarks: available backends, and the error yardstick.
 
 The yardstick allows a kernel twice eager PyTorch's error, instead of a fixed tolerance.
 """

@@ -1,4 +1,4 @@
-"""Test setup: without a GPU, Triton kernels run in the interpreter."""
+"""pytest's setup: without a GPU, Triton kernels run in the interpreter."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A GPU's clocks, by the names that cases use.
+"""GPU timers for benchmark cases, selected by name.
 
 `device`: device time with a cold L2 cache, between two events, for rows that move data. Two sets of
 inputs alternate (benchmarks/harness/run.py), so that no call finds the previous call's data in a

@@ -1,4 +1,4 @@
-"""Expected results: exact and eager ones, to which every contender is compared."""
+"""Computes the exact and eager results that each contender is compared with."""
 
 from collections.abc import Callable, Sequence
 

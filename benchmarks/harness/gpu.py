@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu norm --out DIR` times a family: DIR/<device>/norm.json.
+"""Times a family on a GPU: `python -m benchmarks gpu norm --out DIR`.
 
 The file is rewritten after each row, so that an interrupted run keeps its measurements. A later run
 of the same build adds to it: a family may be measured in parts, with `--match`.

@@ -1,4 +1,4 @@
-"""A training step of small models, patched and unpatched: `python -m benchmarks step`.
+"""Times small models' training steps, patched and unpatched: `python -m benchmarks step`.
 
 Forward, loss, backward and torch.optim.AdamW(fused=True) on both sides, on words of the standard
 library's source, with the models' own dropout. patch's own verify compares outputs, loss and

@@ -1,4 +1,4 @@
-"""A training step of a one-billion-parameter Llama: `python -m benchmarks train`.
+"""Times a one-billion-parameter Llama's training step: `python -m benchmarks train`.
 
 On a GPU in bfloat16, with 2048 tokens per sequence of the standard library's source, one sequence
 and eight. Every contender runs forward, loss, backward and torch.optim.AdamW(fused=True), which

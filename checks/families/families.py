@@ -1,4 +1,4 @@
-"""transformers' model families, by the kind of task that builds them."""
+"""Lists transformers' model families by the kind of task that builds them."""
 
 from typing import Any
 

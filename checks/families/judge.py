@@ -1,4 +1,4 @@
-"""Checks one family with a tiny model: builds, runs, patches, compares and unpatches it."""
+"""Checks one model family: builds, runs, patches, compares and unpatches a tiny model."""
 
 import re
 import time

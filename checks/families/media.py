@@ -1,4 +1,4 @@
-"""Random images and sounds in the formats that models accept."""
+"""Makes random images and sounds in the formats that models accept."""
 
 import inspect
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Checks families one after another, each in its own process, and stores the rows.
+"""Checks model families one after another, each in its own process.
 
 If a process dies or takes too long, that is the family's verdict. Rows are written after each
 family, so that an interrupted sweep continues where it stopped.

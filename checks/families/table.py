@@ -1,4 +1,4 @@
-"""Formats a sweep's rows as text: a line, a summary, and a Markdown page."""
+"""Formats the family check's rows as text: lines, a summary, a Markdown page."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

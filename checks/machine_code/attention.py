@@ -1,4 +1,4 @@
-"""Calls that reach every tile of the Triton attention kernels.
+"""Launches for checking the Triton attention kernels' compiled code.
 
 The kernels must not spill. In 16 bits, a dot with 64 or more rows must use the architecture's own
 tensor cores. Smaller tiles (few queries, or many options) use sm_80's. float32 uses no tensor

@@ -1,4 +1,4 @@
-"""`python -m checks machine-code`: compiles and judges all kernels, updates the table."""
+"""Compiles and checks all GPU kernels, then updates the table: `python -m checks machine-code`."""
 
 import argparse
 import os

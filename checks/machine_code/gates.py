@@ -1,4 +1,4 @@
-"""Rules for machine code: no spills, no local memory, and each family's demands."""
+"""The rules for machine code: no spills, no local memory, and families' own."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Compiles every kernel that a family's Triton launchers launch, for each architecture.
+"""Compiles every kernel that a family's Triton launchers use, for each architecture.
 
 The launchers themselves run, on CPU tensors, with a driver that has an architecture but no GPU. A
 hook stops each launch before it compiles, and records what Triton derived from the arguments; that

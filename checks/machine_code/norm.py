@@ -1,4 +1,4 @@
-"""Calls that reach every tile of the Triton norm kernels, and their allowed traffic.
+"""Launches and traffic limits for checking the Triton norm kernels' compiled code.
 
 Global memory is accessed 16 bytes at a time, and each byte once, except that a long row is read
 again.

@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda with nvcc for each architecture; needs no GPU and no CUDA torch.
+"""Compiles csrc/cuda with nvcc for each architecture, without a GPU.
 
 The flags are the build's. The bridges from tensors (*.cpp) are only parsed, against CUDA's headers.
 Results are cached under build/, by the content of everything they depend on.

@@ -1,4 +1,4 @@
-"""Calls that reach every tile of the Triton quantized_linear kernels.
+"""Launches for checking the Triton quantized_linear kernels' compiled code.
 
 The kernels must not spill. Matmuls in 16 bits, or of codes by codes, must use the architecture's
 own tensor cores if the tile is tall enough for them. float32 uses no tensor cores, because its

@@ -1,4 +1,4 @@
-"""A pytest plugin: records each test's outcome, and patches the models that it creates.
+"""A pytest plugin that records outcomes and patches the models that tests create.
 
 `--outcomes FILE` names the output file. With `--patch-models`, every transformers model is patched
 when its constructor ends or, if it has no memory yet, when `from_pretrained` has loaded it. Both

@@ -9,7 +9,7 @@
 
 namespace fusedops::cpu::linear {
 
-// The gradient of z as rows, contiguous where there is an activation.
+// Returns z's gradient as rows; it is contiguous if there is an activation.
 inline Tensor rows_of_dz(const Tensor& dy, const OptionalTensor& z, Activation activation) {
   if (activation == Activation::none) return as_rows(dy);
   const int64_t n = dy.size(-1);
@@ -19,7 +19,7 @@ inline Tensor rows_of_dz(const Tensor& dy, const OptionalTensor& z, Activation a
   const ActivateBackwardRows args{
       rows.data(), before.const_data_ptr(), dz.mutable_data_ptr(), n, rows.stride, dtype_of(dy),
       activation};
-  constexpr int64_t kGrain = 32768;  // elements of a task, about
+  constexpr int64_t kGrain = 32768;  // approximate number of elements per task
   auto* const run = activate_backward_rows_for_isa();
   at::parallel_for(0, dz.size(0), std::max<int64_t>(1, kGrain / n),
                    [&](int64_t begin, int64_t end) { run(args, begin, end); });

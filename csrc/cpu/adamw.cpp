@@ -1,8 +1,8 @@
 // AdamW on CPUs: one parallel region over the blocks of all tensors calls the loops of
 // csrc/cpu/isa/adamw.
 //
-// Memory traffic is the minimum: a step reads and writes the parameters and their moments and reads
-// the gradients; a sum of squares reads the gradients once more.
+// Memory traffic is the minimum: a step reads and writes the parameters and their moments, and
+// reads the gradients; the sum of squares reads the gradients once more.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -17,7 +17,7 @@
 namespace fusedops::cpu::adamw {
 namespace {
 
-constexpr int64_t kBlocks = 64;  // blocks of a task, at least
+constexpr int64_t kBlocks = 64;  // minimum number of blocks per task
 
 void check_isa(const char* op) {
   TORCH_CHECK(isa() != Isa::none, op, ": this CPU has no AVX2, which its kernel needs");

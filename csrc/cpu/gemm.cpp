@@ -46,7 +46,8 @@ bool is_empty(int64_t m, int64_t n, int64_t k, float* c, int64_t ld_c, bool add)
 
 void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
              int64_t ld_b, float* c, int64_t ld_c, bool add) {
-  // How many terms are added one after another. Of a few rows torch's products are more exact too.
+  // Terms summed in one chain. For few rows the chains are shorter, because torch's matmuls are
+  // more accurate there too.
   const int64_t chain = m <= 2 * kEdge ? kEdge / 2 : 4 * kEdge;
   thread_local std::vector<float> part;
   if (is_empty(m, n, k, c, ld_c, add)) return;

@@ -19,8 +19,8 @@ inline int64_t padded(int64_t n, int64_t to = kEdge) { return (n + to - 1) / to 
 template <class T>
 constexpr Dtype kDtype = std::is_same_v<T, float> ? Dtype::float32 : Dtype::bfloat16;
 
-// c [m, n] = a b, or += where `add`. Of the widths ld_a, ld_b, ld_c. float32 adds up in pieces: one
-// chain of all terms would lose digits. k of bfloat16 is even.
+// c [m, n] = a b, or c += a b if `add`. ld_a, ld_b and ld_c are row strides. float32 is summed in
+// pieces, because one chain over all terms loses accuracy. For bfloat16, k is even.
 void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
              int64_t ld_b, float* c, int64_t ld_c, bool add);
 void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t ld_a, const BFloat16* b,
@@ -34,7 +34,7 @@ struct BrgemmScope {
   ~BrgemmScope();
 };
 
-// out [padded, ld] = rows, with zeros below and beside them.
+// out [padded, ld] = rows, padded with zero rows and columns.
 inline void read_rows(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, float* out,
                       int64_t ld) {
   read_rows_for_isa()(rows, n, width, padded, out, ld);

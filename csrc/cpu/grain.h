@@ -5,6 +5,6 @@
 
 namespace fusedops::cpu {
 
-constexpr int64_t kGrain = 32768;  // elements of a task, about
+constexpr int64_t kGrain = 32768;  // approximate number of elements per task
 
 }  // namespace fusedops::cpu

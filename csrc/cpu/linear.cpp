@@ -67,13 +67,13 @@ Matrix shifted(const Matrix& m, int64_t row, int64_t column) {
   return {m.data + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride};
 }
 
-// Rows that a thread takes at a time: enough for all threads, no more than kHeight.
+// Returns how many rows a thread takes at a time: an equal share, at most kHeight.
 int64_t height_for(int64_t rows) {
   const int64_t share = (rows + at::get_num_threads() - 1) / at::get_num_threads();
   return std::clamp<int64_t>(share, 1, kHeight);
 }
 
-// Columns [0, width) of b, packed by panels.
+// Packs columns [0, width) of b into panels.
 void pack(const Matrix& b, int64_t depth, int64_t width, float* packed) {
   auto* const run = pack_columns_for_isa();
   const int64_t grain = kGrain / (kPanel * depth) + 1;
@@ -82,7 +82,7 @@ void pack(const Matrix& b, int64_t depth, int64_t width, float* packed) {
   });
 }
 
-// done(row, end) follows each share of the rows.
+// Multiplies one block. Calls done(row, end) after each share of the rows.
 template <class Done>
 void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
   auto* const run = product_rows_for_isa();
@@ -96,7 +96,8 @@ void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
   });
 }
 
-// c [rows, columns] = a b. done(row, end, column, columns) follows each block of c. No size is 0.
+// c [rows, columns] = a b. Calls done(row, end, column, columns) after each block of c. No size is
+// 0.
 template <class Done>
 void multiply(const Tensor& a, const Tensor& b, const Tensor& c, const Done& done) {
   const Operand left(a), right(b);
@@ -132,7 +133,7 @@ void product(const Tensor& a, const Tensor& b, Tensor c) {
 
 bool empty(const Tensor& x, const Tensor& weight) { return x.numel() == 0 || weight.numel() == 0; }
 
-// y = activation(x weight^T + bias); z before the activation, where it is defined.
+// y = activation(x weight^T + bias). Also stores z, the value before the activation, if defined.
 void fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Activation activation,
            const Tensor& z, const Tensor& y) {
   const int64_t n = weight.size(0);
@@ -198,7 +199,7 @@ LinearBackward linear_backward(const LinearBackwardArguments& a) {
   if (output_mask[0]) product(dz, *weight, as_rows(dinput));
   if (output_mask[1]) {
     const auto x = as_rows(*input);
-    lies_across(weight) ? product(x.t(), dz, dweight.t()) : product(dz.t(), x, dweight);
+    is_transposed(weight) ? product(x.t(), dz, dweight.t()) : product(dz.t(), x, dweight);
   }
   if (output_mask[2]) at::sum_out(dbias, dz, at::IntArrayRef{0});
   return outputs;

@@ -68,8 +68,8 @@ NormForward norm_forward(const NormForwardArguments& a) {
   return outputs;
 }
 
-// How many chunks of rows dweight and dbias are summed in: enough for the threads of a large
-// machine, few enough that the partial sums are a small part of what is read.
+// Returns the number of row chunks for summing dweight and dbias: enough for a large machine's
+// threads, few enough that the partial sums are small compared with the input.
 int64_t chunk_count(int64_t rows, int64_t n) {
   return std::clamp<int64_t>(std::min(rows / 64, rows * n / 16384), 1, 128);
 }

@@ -14,7 +14,7 @@
 namespace fusedops::cpu::rotary {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // elements of a task, about
+constexpr int64_t kGrain = 32768;  // approximate number of elements per task
 
 bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
   return isa() != Isa::none && !any_float64(tensors);
@@ -22,7 +22,7 @@ bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
 
 void spread(const RotaryArguments& args) {
   if (args.count == 0) return;
-  int64_t elements = 0;  // of a position
+  int64_t elements = 0;  // per position
   for (int i = 0; i < args.count; ++i) elements += args.tensors[i].heads * args.tensors[i].width;
   const int64_t grain = std::max<int64_t>(1, kGrain / elements);
   at::parallel_for(0, args.batch * args.seq, grain, [&](int64_t begin, int64_t end) {

@@ -20,13 +20,13 @@ constexpr int kSquareParts = 256;
 
 enum class Moments : uint8_t { float32, bfloat16, int8 };
 
-// How a parameter of 16 bits is written.
+// How a 16-bit parameter is rounded.
 enum class Rounding : uint8_t { nearest, stochastic, remainder };
 
-// A group's options, as torch's.
+// A parameter group's options, as in torch.
 struct AdamWGroup {
   double lr, beta1, beta2, eps, weight_decay;
-  const float* lr_at;  // on the device; null: `lr` it is
+  const float* lr_at;  // the learning rate on the device; null: use `lr`
   bool maximize, amsgrad;
 };
 
@@ -36,13 +36,13 @@ struct AdamWTensor {
   const void* grad;
   void *exp_avg, *exp_avg_sq;
   float* max_exp_avg_sq;                    // null without amsgrad
-  float *exp_avg_scale, *exp_avg_sq_scale;  // int8: one a block
-  int16_t* remainder;                       // of Rounding::remainder
+  float *exp_avg_scale, *exp_avg_sq_scale;  // for int8: one per block
+  int16_t* remainder;                       // for Rounding::remainder
   float* step;                              // steps taken before this one
   int64_t numel;
-  int64_t row;          // blocks begin anew after so many elements: numel, but where it is sharded
-  int64_t first_block;  // of all blocks of all tensors before it
-  int64_t first_key;    // of all blocks of this tensor's shards before it
+  int64_t row;          // a new block starts after this many elements: numel unless it is sharded
+  int64_t first_block;  // number of blocks in all tensors before it
+  int64_t first_key;    // number of blocks in this tensor's shards before it
   int64_t index;        // among the optimizer's parameters; its random numbers depend on it
   int32_t group;
   Dtype dtype;
@@ -95,13 +95,15 @@ FUSEDOPS_HOST_DEVICE AdamWFactors factors_of(const AdamWGroup& group, double lr,
           static_cast<float>(group.eps)};
 }
 
-// The 8-bit codes. Their roots are evenly spaced: small values beside large ones keep their digits.
+// The 8-bit codes. Their roots are evenly spaced, so that small values stay accurate beside large
+// ones.
 //
-//   m = sign(c) (c / 127)^2 scale,       c in -127 .. 127, nearest,         scale = max |m|
-//   v = ((c + 1) / 256 scale)^4,         c in 0 .. 255, by chance up or down, scale = max v^(1/4)
+//   m = sign(c) (c / 127)^2 scale,       c in -127 .. 127, rounded to nearest,  scale = max |m|
+//   v = ((c + 1) / 256 scale)^4,         c in 0 .. 255, rounded stochastically, scale = max v^(1/4)
 //
-// No code of v but an empty block's is zero. v is rounded by chance because a step changes it by a
-// thousandth of itself, less than its codes are apart: rounded to nearest it would hardly decay.
+// A code of v is never zero, except in an empty block. v is rounded stochastically because a step
+// changes it by about a thousandth, less than the distance of its codes: rounded to nearest, it
+// would hardly decay.
 constexpr float kMomentCodes = 127, kSquareCodes = 256;
 
 // SplitMix64's finaliser (Steele et al., OOPSLA 2014).
@@ -117,8 +119,8 @@ FUSEDOPS_HOST_DEVICE uint64_t adamw_key(uint64_t seed, uint64_t step, uint64_t p
   return mixed(mixed(mixed(seed) ^ step) ^ parameter);
 }
 
-// The random words of a block. As little-endian bytes and halves they are its elements' own:
-// element i has byte i of the words from kRandomSquare8 on, and half i from the others on.
+// Indices of a block's random words. As little-endian bytes or halves, each belongs to one element:
+// element i uses byte i of the words from kRandomSquare8, or half i of the words from the others.
 constexpr uint32_t kRandomSquare8 = 0, kRandomParam = 64, kRandomSquare16 = 192;
 
 struct BlockKey {

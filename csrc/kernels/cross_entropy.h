@@ -17,7 +17,7 @@
 
 namespace fusedops::cross_entropy {
 
-enum class Reduction : int64_t { none, mean, sum };  // as torch counts them
+enum class Reduction : int64_t { none, mean, sum };  // torch's numbers
 
 // How a logit becomes z.
 struct LogitMap {
@@ -30,8 +30,8 @@ struct Logits {
   const void* x;
   int64_t n;
   Dtype dtype;
-  const float* weight;  // theirs; null: 1
-  int64_t target;       // where t is among them; outside of 0 to n - 1: elsewhere
+  const float* weight;  // the weights of these classes; null: 1
+  int64_t target;       // t's index among these logits; outside 0 to n - 1 if t is not among them
   LogitMap map;
 };
 
@@ -39,8 +39,8 @@ struct Logits {
 struct LogitSums {
   float base = -std::numeric_limits<float>::infinity();  // near the largest z_c
   double exponentials = 0;                               // sum of exp(z_c - base)
-  double weighted = 0;  // sum of w_c (z_c - origin), where asked for
-  double target = 0;    // z_t
+  double weighted = 0;                                   // sum of w_c (z_c - origin), if requested
+  double target = 0;                                     // z_t
   float origin = std::numeric_limits<float>::quiet_NaN();  // near the z_c: they may be far from 0
 };
 

@@ -1,4 +1,4 @@
-// Philox4x32-7 (Salmon et al., SC 2011): the counter-based generator behind every dropout mask.
+// Philox4x32-7, the counter-based generator behind every dropout mask (Salmon et al., SC 2011).
 // `dropout_reference` in fusedops/functional/norm.py is its definition. Plain C++ for any device.
 #pragma once
 
@@ -28,9 +28,9 @@ FUSEDOPS_HOST_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   return {{c0, c1, c2, c3}};
 }
 
-// An element is kept when its random word is at least the threshold, and then scaled.
+// Dropout's arguments. An element is kept and scaled if its random word is at least the threshold.
 struct Dropout {
-  const int64_t* seed = nullptr;  // where the kernel runs; null: nothing is dropped
+  const int64_t* seed = nullptr;  // on the kernel's device; null: nothing is dropped
   uint32_t threshold = 0;
   float scale = 1;
 };

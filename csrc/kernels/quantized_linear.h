@@ -41,7 +41,7 @@ constexpr float kNf4[16] = {
 
 constexpr float kLargestInt8 = 127;  // codes are symmetric: -128 is not used
 constexpr float kLargestE4m3 = 448;
-constexpr float kSmallestScale = 1e-38f;  // below it codes are 0; its inverse is finite
+constexpr float kSmallestScale = 1e-38f;  // smaller scales give codes of 0; its inverse is finite
 
 // On GPUs: the most rows of x that csrc/cuda's kernel keeps in registers, and the largest depth
 // whose products of codes (127 * 127 at most) are summed in 32 bits.
@@ -52,7 +52,7 @@ constexpr float largest_code(InputFormat format) {
   return format == InputFormat::fp8 ? kLargestE4m3 : kLargestInt8;
 }
 
-// How many groups of a size cover a row. No group is of size 0, which only an empty row has.
+// Returns how many groups cover a row. group_size is 0 only if the row is empty.
 constexpr int64_t groups_of(int64_t k, int64_t group_size) {
   return k == 0 ? 0 : (k + group_size - 1) / group_size;
 }

@@ -14,7 +14,7 @@
 
 namespace fusedops::rotary {
 
-// In elements.
+// Strides in elements.
 struct RotaryStrides {
   int64_t batch, head, seq;
 };
@@ -28,13 +28,13 @@ struct RotaryHeads {
 };
 
 struct RotaryArguments {
-  RotaryHeads tensors[2];  // q and k, or the one that there is
+  RotaryHeads tensors[2];  // q and k, or only one of them
   int count;
   int64_t batch, seq;
   const void *cos, *sin;         // [batch, seq, rotary], each row contiguous
-  RotaryStrides cos_at, sin_at;  // 0 where they are one for all; head is
+  RotaryStrides cos_at, sin_at;  // 0 in broadcast dimensions; head is always 0
   int64_t rotary;
-  Dtype from, table, to;  // of x, of cos and sin, of y. table is from, to or float32
+  Dtype from, table, to;  // from: x; table: cos and sin, one of from, to and float32; to: y
   bool interleaved, transposed;
 };
 

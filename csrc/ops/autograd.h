@@ -13,7 +13,7 @@ inline OptionalTensor optional(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
 
-// Whether torch.jit.trace or an export to ONNX records the operators that are called.
+// Whether torch.jit.trace or an ONNX export is recording the operators that run.
 inline bool is_recorded() {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   return (keys.included_ - keys.excluded_).has(c10::DispatchKey::Tracer);

@@ -42,7 +42,7 @@ inline bool has_numbers(const Tensor& t) {
          !c10::impl::tls_is_dispatch_key_included(DispatchKey::Python);
 }
 
-// x's shape with another last dimension
+// Returns x's shape with another last dimension.
 inline std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& n) {
   auto shape = x.sym_sizes().vec();
   shape.back() = n;

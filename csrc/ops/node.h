@@ -1,5 +1,5 @@
-// The autograd node of every operator: saved tensors, options, and a backward that is a function of
-// both, so that compiled autograd can put that function into its graph.
+// The autograd node of every operator: saved tensors, options, backward function. The backward is a
+// function of both, so that compiled autograd can put it into its graph.
 //
 // It is a torch::autograd::Node because torch::autograd::Function costs 3 us more per step, a tenth
 // of a small batch's time.
@@ -25,7 +25,7 @@ namespace fusedops {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// torch 2.11 counts references to nodes in a shared_ptr, 2.13 in an intrusive_ptr.
+// torch 2.11 holds nodes in a shared_ptr, 2.13 in an intrusive_ptr.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 template <class T>
@@ -65,10 +65,10 @@ class Saved {
 };
 
 // Backward, an operator's struct, has
-//   kName                      of the node
+//   kName                      the node's name
 //   kInputs, kSaved            the number of inputs with gradients, and of saved tensors
 //   fields(a)                  a tuple of references to its data members, its options
-//   run(saved, grads, wanted)  the gradients of the inputs; `wanted` says of which
+//   run(saved, grads, wanted)  returns the gradients of the inputs for which `wanted` is true
 // Compiled autograd copies the options and compiles one graph for each value of them.
 template <class Backward>
 struct FusedNode : torch::autograd::Node {
@@ -135,7 +135,7 @@ struct FusedNode : torch::autograd::Node {
     return result;
   }
 
-  // The options, the saved tensors, and which gradients are wanted.
+  // Packs the options, the saved tensors and `wanted`.
   std::vector<at::IValue> packed() {
     torch::dynamo::autograd::PackedArgs arguments;
     std::apply([&](const auto&... field) { (arguments.pack(stored(field)), ...); },
@@ -148,8 +148,8 @@ struct FusedNode : torch::autograd::Node {
     return arguments.vec();
   }
 
-  // The backward of packed arguments. With create_graph=True gradients are on, and `run` returns
-  // what can be differentiated again.
+  // Runs the backward with packed arguments. With create_graph=True gradients are enabled, and
+  // `run` returns differentiable results.
   static variable_list compiled(const variable_list& grads, const std::vector<at::IValue>& packed) {
     torch::dynamo::autograd::PackedArgs arguments(packed);
     Backward backward;

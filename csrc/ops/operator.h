@@ -1,7 +1,7 @@
 // How a family declares its operators: schemas, the functions behind them, and autocast.
 //
-// A function for users is a public operator. It is the same on every device, and calls one of its
-// family's kernel operators, which have an implementation for each device and no gradients.
+// Users call public operators, which are the same on every device. A public operator calls its
+// family's kernel operators, which have an implementation per device and no gradients.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -29,7 +29,7 @@ struct Name {
   consteval Name(const char (&from)[n]) { std::copy_n(from, n, text); }
 };
 
-// Calls an operator by its handle in the dispatcher, which is looked up once.
+// Calls an operator through the dispatcher. Its handle is looked up once.
 template <Name name, class Signature, class... Args>
 auto dispatch(Args&&... args) {
   static const auto op = handle<Signature>(name.text);
@@ -42,9 +42,8 @@ auto below_autograd(const Function& f) {
   return f();
 }
 
-// Schemas and users name an enum's values by strings. `names_of(Enum)`, a function beside the enum,
-// says what the argument is called, the names in the enum's order, and whether users pass None for
-// the first one.
+// Schemas and users name an enum's values by strings. `names_of(Enum)`, defined next to the enum,
+// returns the argument's name, the values' names in order, and whether None means the first value.
 template <size_t n>
 struct Names {
   const char* argument;
@@ -83,9 +82,9 @@ Enum from_name(const char* op, std::string_view name) {
   return static_cast<Enum>(found - values.begin());
 }
 
-// The dispatcher passes a kernel operator's arguments one by one, and a kernel takes them as one
-// struct, whose `fields` are the schema's arguments in order: tensors by reference, an enum as its
-// name. A field may be a struct with fields itself.
+// The dispatcher passes a kernel operator's arguments one by one, but a kernel takes one struct.
+// The struct's `fields` are the schema's arguments in order: tensors by reference, an enum by its
+// name. A field may itself be a struct with fields.
 template <class T>
 auto flattened(T& t) {
   using Struct = std::remove_const_t<T>;
@@ -118,7 +117,7 @@ std::conditional_t<Named<T>, T, InSchema<T>&&> from_schema(InSchema<T>& argument
     return static_cast<InSchema<T>&&>(argument);
 }
 
-// A kernel as the dispatcher calls it.
+// Adapts a kernel to the dispatcher's calling convention.
 template <auto kernel>
 struct Flat;
 
@@ -149,7 +148,7 @@ Result call(const Arguments& a) {
       flattened(a));
 }
 
-// A rule for autocast: the tensors at these places of the arguments are cast, others are not.
+// An autocast rule: casts the tensors at these argument positions, and no others.
 template <size_t... places>
 struct Casts {
   template <class Arguments>
@@ -159,8 +158,8 @@ struct Casts {
   }
 };
 
-// An operator under autocast: itself, with the arguments that the rule changes. A rule that is
-// kCudaOnly leaves CPUs alone, and one with `finish` changes the result as well.
+// An operator under autocast: calls itself with the arguments that the rule changed. A kCudaOnly
+// rule does nothing on CPUs, and a rule with `finish` also changes the result.
 template <auto f, class Rule>
 struct Autocast;
 
@@ -187,13 +186,13 @@ struct Autocast<f, Rule> {
 // Raises a TypeError that names the operator's nested argument (nested.cpp).
 void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// random: draws a seed. takes_nested: hands nested tensors to torch's own function; other operators
-// refuse them.
+// random: the operator draws a seed. takes_nested: it calls torch's own function for nested
+// tensors; other operators refuse them.
 struct PublicOptions {
   bool random = false, takes_nested = false;
 };
 
-// The operators of a family, registered as long as this lives: a static of its autograd.cpp.
+// A family's operators, registered while this object lives: a static in the family's autograd.cpp.
 class Operators {
  public:
   explicit Operators(void (*declare)(Operators&)) { declare(*this); }

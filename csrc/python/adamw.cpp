@@ -160,7 +160,7 @@ void AdamWBucket::renew_table(bool captured) {
   const auto options = at::TensorOptions().dtype(at::kByte);
   host_table_ = at::zeros({bytes}, options);
   table_ = at::zeros({bytes + kTableTail}, options.device(parameters_[0].tensor().device()));
-  static auto* const kept = new std::vector<Tensor>();  // never freed: the GPU may be gone first
+  static auto* const kept = new std::vector<Tensor>();  // never freed: CUDA may shut down first
   if (captured) kept->insert(kept->end(), {*host_table_, *table_});
 }
 

@@ -1,5 +1,5 @@
-// How a family exports functions to Python without going through torch.ops: a line for each, in its
-// own file of csrc/python.
+// Exports a family's functions to Python without going through torch.ops. Each family lists its
+// exports in its own file of csrc/python.
 #pragma once
 
 #include <pybind11/stl.h>
@@ -12,27 +12,28 @@
 
 namespace fusedops {
 
-// The exports of a file: a static of it. The module fusedops._C collects all of them.
+// One file's exports: a static in that file. The module fusedops._C collects all of them.
 class Exports {
  public:
   using Function = void (*)(py::module_&);
 
   explicit Exports(Function add) { every().push_back(add); }
 
-  static std::vector<Function>& every() {  // made at first use, before any static needs it
+  static std::vector<Function>& every() {  // initialized on first use, because statics use it
     static std::vector<Function> all;
     return all;
   }
 };
 
-// Whether torch.onnx.export(dynamo=False) is tracing: ONNX has none of our operators.
+// Whether torch.onnx.export(dynamo=False) is tracing. ONNX does not have our operators.
 inline bool exports_onnx() {
   if (!is_recorded()) return false;
   const py::gil_scoped_acquire gil;
   return py::module_::import("torch.onnx").attr("is_in_onnx_export")().cast<bool>();
 }
 
-// What a parameter is converted from, and how. Sizes come as integers: no trace comes this way.
+// How a parameter is converted from Python. Sizes are plain integers, because traces never come
+// here.
 template <class T>
 struct FromPython {
   using Type = T;
@@ -61,7 +62,7 @@ struct FromPython<std::optional<c10::SymInt>> {
   static std::optional<c10::SymInt> pass(Type from) { return from; }
 };
 
-// A public operator by its handle in the dispatcher. An export to ONNX traces its ATen calls.
+// Calls a public operator through the dispatcher. An ONNX export traces its ATen calls.
 template <Name name, auto f>
 struct ShortPath;
 
@@ -73,13 +74,13 @@ struct ShortPath<name, f> {
   }
 };
 
-// Errors become Python's own (without a C++ backtrace), and the GIL is free meanwhile.
+// Calls a function without the GIL. Errors become Python's, without a C++ backtrace.
 template <class Function, class... Args>
 void export_function(py::module_& m, const char* name, Function* f, const Args&... args) {
   m.def(name, torch::wrap_pybind_function_no_gil(f), args...);
 }
 
-// An operator by the function that Python calls. The arguments are called as in the schema. Python
+// Exports an operator as a Python function. Its arguments have the schema's names, and Python
 // passes them all.
 template <Name name, class Result, class... Args>
 void export_call(py::module_& m, Result (*call)(Args...)) {

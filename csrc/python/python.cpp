@@ -1,4 +1,4 @@
-// The module fusedops._C: what the files of this folder export, and what is no family's.
+// Defines the Python module fusedops._C: every family's exports, and shared functions.
 
 #include "csrc/cpu/isa.h"
 #include "csrc/ops/cpu_features.h"

@@ -40,15 +40,15 @@ struct Stack {
 class Registers {
  public:
   void prepare(Stack stack, void (*entry)()) {
-    // entry starts as if called: its (unused) return address makes the stack's top 16 n + 8
+    // entry starts as if called: its unused return address puts the top of the stack at 16 n + 8
     auto* top = reinterpret_cast<void**>(stack.low + stack.size);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(entry);
     top_ = top;
   }
 
-  // Leaves rbp and where to go on on this stack; the compiler saves what else is alive. In line and
-  // without a return instruction: a CPU, which predicts returns, would be wrong each time.
+  // Saves rbp and the address to resume at on this stack; the compiler saves all other live
+  // registers. Inline and without a return instruction, because the CPU would mispredict each.
   FUSEDOPS_SIMT_INLINE void switch_to(Registers& next) {
     void** save = &top_;
     void* load = next.top_;
@@ -113,7 +113,7 @@ class Fiber {
 #endif
   }
 
-  // The first words of an entry; `from` is who switched to it.
+  // An entry function calls this first; `from` is the context that switched to it.
   FUSEDOPS_SIMT_UNSEEN void begin([[maybe_unused]] Fiber& from) {
 #if defined(__SANITIZE_ADDRESS__)
     const void* low;
@@ -160,14 +160,14 @@ class Stacks {
 
   Stack at(size_t i) {
     while (lows_.size() <= i) lows_.push_back(map());
-    // tops at one distance from each other would all fall into the same set of the L1 cache
+    // equally spaced stack tops would all map to the same L1 cache set
     return {lows_[i] + kGuard, kSize - i % 32 * 128};
   }
 
  private:
   static constexpr size_t kGuard = 4096, kSize = 128 * 1024;
 
-  // A stack that overflows runs into its guard page, not into its neighbour.
+  // A stack that overflows hits its guard page instead of the next stack.
   static char* map() {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* low = mmap(nullptr, kGuard + kSize, PROT_READ | PROT_WRITE, flags, -1, 0);

@@ -49,7 +49,7 @@ FUSEDOPS_SIMT_HOOK void __tsan_func_exit(void*) {}
 FUSEDOPS_SIMT_HOOK void __tsan_vptr_read(void*) {}
 FUSEDOPS_SIMT_HOOK void __tsan_vptr_update(void*, void*) {}
 
-// Atomics of the C++ library, which come here too. Kernels use those of atomic.h.
+// The C++ library's atomics also call these hooks. Kernels use the atomics of atomic.h.
 #define FUSEDOPS_SIMT_ATOMIC_UPDATE(bits, type, what)                                         \
   FUSEDOPS_SIMT_HOOK type __tsan_atomic##bits##_fetch_##what(volatile void* p, type v, int) { \
     return __atomic_fetch_##what(static_cast<volatile type*>(p), v, __ATOMIC_SEQ_CST);        \

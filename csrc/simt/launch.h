@@ -40,7 +40,7 @@ inline std::string refused(const Launch& launch) {
 inline std::string run_block(const Launch& launch, int64_t block) {
   try {
     return Block::mine().run(launch, block);
-  } catch (const std::exception& error) {  // none may leave a parallel region
+  } catch (const std::exception& error) {  // must not leave a parallel region
     return error.what();
   }
 }
@@ -158,7 +158,7 @@ __forceinline__ void store_global(void* p, Word word) {
   store_word(p, word);
 }
 
-// A small device, so that grids which fill it stay small.
+// A small device, so that grids that fill it stay small.
 inline int multiprocessors() { return 3; }
 
 // The bytes besides the kernel's static arrays, whose size is not known before it runs.

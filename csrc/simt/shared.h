@@ -60,7 +60,7 @@ class Arena {
     return add({tag, name, end_, bytes});
   }
 
-  // The last array that begins at or before offset.
+  // Returns the last array that begins at or before offset.
   FUSEDOPS_SIMT_UNSEEN const Array& nearest(size_t offset) const {
     int i = arrays_ - 1;
     while (array_[i].offset > offset) --i;
@@ -77,7 +77,7 @@ class Arena {
   static constexpr int kArrays = 64;
   static constexpr size_t kGap = 64;  // unused bytes between two arrays
 
-  // Fresh bytes are 0xFF: NaN to a float, -1 to an int.
+  // Uninitialized bytes are 0xFF: NaN as a float, -1 as an int.
   const Array* add(Array array) {
     mark(array.offset, array.bytes, true);
     std::memset(memory_ + array.offset, 0xFF, array.bytes);
@@ -92,7 +92,7 @@ class Arena {
     return sum;
   }
 
-  // Tells AddressSanitizer which bytes may be touched.
+  // Tells AddressSanitizer which bytes may be accessed.
   void mark([[maybe_unused]] size_t offset, [[maybe_unused]] size_t bytes,
             [[maybe_unused]] bool usable) {
 #if defined(__SANITIZE_ADDRESS__)

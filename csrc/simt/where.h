@@ -48,7 +48,7 @@ inline std::string short_function(const std::string& name) {
   return bare.substr(bare.find_last_of(": ") + 1);
 }
 
-// Pairs of lines, function and place: what was inlined at the address, innermost first.
+// Pairs of lines, function and place, for the calls inlined at the address, innermost first.
 inline std::string addr2line(const void* pc) {
   Dl_info info;
   link_map* map = nullptr;

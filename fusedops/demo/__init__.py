@@ -1,4 +1,4 @@
-"""`python -m fusedops demo`: trains one model with and without fusedops, side by side."""
+"""The demo trains one model with and without fusedops: `python -m fusedops demo`."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""attention, torch's scaled_dot_product_attention, and their reference.
+"""attention and scaled_dot_product_attention, with their reference in plain PyTorch.
 
 One pass over the keys, with the softmax's sums corrected on the way: Dao et al., arXiv:2205.14135;
 Dao, arXiv:2307.08691. Grouped heads: Ainslie et al., arXiv:2305.13245. Sinks, one number per head

@@ -1,4 +1,4 @@
-"""torch's cross_entropy and linear_cross_entropy, and their references.
+"""cross_entropy and linear_cross_entropy, as in torch, with their references.
 
 The softmax's denominator takes one pass over the logits: Milakov and Gimelshein, arXiv:1805.02867.
 linear_cross_entropy computes the logits one tile at a time: Wijmans et al., arXiv:2411.09009.

@@ -1,4 +1,4 @@
-"""linear: a matmul with bias and activation, forward and backward, and its reference."""
+"""linear: a matmul with bias and activation, with its reference."""
 
 import math
 

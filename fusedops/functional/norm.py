@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm and their residual-sum variants: functions and references.
+"""layer_norm, rms_norm and their residual-sum variants, with their references.
 
 Every function is one operator: C++ on CPUs, Triton (or CUDA C++) on GPUs, differentiable ATen calls
 elsewhere. The references below define the results.

@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention, computed by `scaled_dot_product_attention`."""
+"""A fused torch.nn.MultiheadAttention."""
 
 import torch
 from torch import Tensor

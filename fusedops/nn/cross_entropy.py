@@ -1,4 +1,4 @@
-"""torch.nn's CrossEntropyLoss and LinearCrossEntropyLoss, fused."""
+"""Fused versions of torch.nn's CrossEntropyLoss and LinearCrossEntropyLoss."""
 
 import math
 

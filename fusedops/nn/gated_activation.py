@@ -1,4 +1,4 @@
-"""SwiGLU and GEGLU as modules without parameters."""
+"""SwiGLU and GEGLU modules, which have no parameters."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""torch.nn.Linear with a fused activation."""
+"""A fused torch.nn.Linear with an optional activation."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""torch.nn's LayerNorm and RMSNorm, fused, and both for residual sums."""
+"""Fused versions of torch.nn's LayerNorm and RMSNorm, also for residual sums."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""patch, unpatch and patched: put fused kernels into a model, and take them out.
+"""patch, unpatch and patched: put fused kernels into a model, or remove them.
 
 Also look_again, which updates patch's report after later changes to the model.
 """

@@ -1,4 +1,4 @@
-"""verify: compares each fused module, and the model, with the original on a batch."""
+"""verify: compares a patched model and each fused module with the original."""
 
 import math
 from collections.abc import Callable, Iterator

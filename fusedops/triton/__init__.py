@@ -1,1 +1,1 @@
-"""Triton kernels, one package per family. A launcher has its operator's signature."""
+"""Triton kernels, one package per family. Launchers have their operators' signatures."""

@@ -1,4 +1,4 @@
-"""Helpers that several families share: launches, dropout, tanh and exp."""
+"""Triton helpers that several families share: launches, dropout, tanh, exp."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""AdamW's operators in plain PyTorch: the checks of csrc/ops/adamw/schema.cpp."""
+"""AdamW's operators in plain PyTorch, with the checks of csrc/ops/adamw."""
 
 import functools
 from collections.abc import Callable, Sequence

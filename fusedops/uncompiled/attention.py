@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, as csrc/ops/attention; it stores all scores, like eager."""
+"""attention in plain PyTorch, as csrc/ops/attention; it stores all scores."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The functions of fusedops._C in plain Python, from every file of this package, as csrc/python."""
+"""The functions of fusedops._C in plain Python, from every family's file."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""linear in plain PyTorch: torch's own lines. csrc/ops/linear has the kernels."""
+"""linear in plain PyTorch, as csrc/ops/linear."""
 
 import functools
 from collections.abc import Callable

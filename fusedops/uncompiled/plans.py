@@ -1,4 +1,4 @@
-"""Chooses quantized_linear's kernel by rows: csrc/ops/quantized_linear/way.cpp."""
+"""Chooses quantized_linear's kernel by rows, as csrc/ops/quantized_linear/way.cpp."""
 
 from fusedops.uncompiled.library import export
 

@@ -1,4 +1,4 @@
-"""Growth subjects: the functions, named by function and variant."""
+"""AdamW's functions for the memory-growth tests in tests/growth."""
 
 from growth.subject import ROWS, N, Subject, leaf
 

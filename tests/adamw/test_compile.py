@@ -1,4 +1,4 @@
-"""AdamW under torch.compile: same bits as eager, outside the graph, no growth."""
+"""AdamW under torch.compile gives eager's bits, outside the graph, without growth."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""AdamW on several ranks: FSDP2, DDP, ZeRO, distributed checkpoints; gloo on CPUs."""
+"""AdamW steps correctly on several ranks: FSDP2, DDP, ZeRO, distributed checkpoints."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""attention under the contract."""
+"""attention calls for the tests in tests/contract."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Growth subjects: the functions, named by function and variant, and the modules."""
+"""attention's functions and modules for the memory-growth tests in tests/growth."""
 
 from collections.abc import Callable
 

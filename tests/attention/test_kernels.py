@@ -1,4 +1,4 @@
-"""attention on every backend."""
+"""attention matches its reference on every backend."""
 
 from functools import partial
 from itertools import combinations

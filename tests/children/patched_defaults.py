@@ -1,4 +1,4 @@
-"""Child script: writes patched training results under each default to a folder.
+"""Child script: trains patched models under each default and saves the results.
 
 Each default has a process of its own, forked before anything was patched: `patch` keeps what it
 found out about a class, so a second probe in the same process would not run.

@@ -1,4 +1,4 @@
-"""Builds a copy of the tree with the objects of the tree it was copied from: see `main`.
+"""Child script: builds a copy of the tree, reusing the original's objects.
 
 A unit is compiled if its files are not those that its object in the other tree was made of. So a
 copy with one more family compiles this family's units, and links.

@@ -1,4 +1,4 @@
-"""Tests without the compiled library; test_uncompiled.py runs them in a new process."""
+"""Tests that test_uncompiled.py runs in a process without the compiled library."""
 
 import copy
 import importlib

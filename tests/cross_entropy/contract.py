@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy under the contract."""
+"""cross_entropy and linear_cross_entropy calls for the tests in tests/contract."""
 
 from collections.abc import Iterator
 from dataclasses import replace

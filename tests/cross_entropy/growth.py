@@ -1,4 +1,4 @@
-"""Growth subjects: the functions, named by function and variant, and the modules."""
+"""Cross entropy's functions and modules for the memory-growth tests in tests/growth."""
 
 from growth.subject import BF16, F32, ROWS, N, Subject, fixed, leaf, numbers, of_module
 

@@ -1,4 +1,4 @@
-"""swiglu and geglu under the contract."""
+"""swiglu and geglu calls for the tests in tests/contract."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Growth subjects: the functions, named by function and variant, and the modules."""
+"""The gated activations' functions and modules for the memory-growth tests in tests/growth."""
 
 from growth.subject import BF16, ROWS, N, leaf, of, of_module, two
 

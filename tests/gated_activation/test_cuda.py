@@ -1,4 +1,4 @@
-"""Gated-activation on a GPU: large tensors. Graphs and launches: contract/test_cuda.py."""
+"""Gated-activation tests that need a GPU: large tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random swiglu and geglu calls: the reference's result or a clear error.
+"""Random swiglu and geglu calls match the reference or raise an error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

@@ -1,4 +1,4 @@
-"""swiglu and geglu on every backend."""
+"""swiglu and geglu match their references on every backend."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The growth subjects of every family, from `tests/<family>/growth.py`."""
+"""Collects every family's growth subjects from `tests/<family>/growth.py`."""
 
 import importlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Subjects: differentiable functions and modules that growth tests call repeatedly.
+"""Defines a growth subject: a function or module that tests call repeatedly.
 
 Functions are called with fresh inputs each time; modules are created once.
 """

@@ -1,4 +1,4 @@
-"""Nothing grows: memory and live tensors are constant from call 100 to call 300.
+"""Memory and live tensors stay constant from call 100 to call 300.
 
 `make test` calls in the first four of WAYS, `make growth` in all of them.
 """

@@ -1,4 +1,4 @@
-"""QuantizationConfig: floats are quantized on load; codes are saved and reloaded."""
+"""QuantizationConfig quantizes floats on load; codes are saved and reloaded."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""linear under the contract, with its kernels forced: small sizes run torch's lines."""
+"""linear calls for the tests in tests/contract, with its kernels forced."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Random linear calls: they return or raise what F.linear and the activation do.
+"""Random linear calls return or raise what F.linear plus the activation does.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

@@ -1,4 +1,4 @@
-"""The norms under the contract."""
+"""Norm calls for the tests in tests/contract."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Growth subjects: the functions, named by function and variant, and the modules."""
+"""The norms' functions and modules for the memory-growth tests in tests/growth."""
 
 from growth.subject import BF16, ROWS, N, Subject, drawn, of, of_module, rows, two
 

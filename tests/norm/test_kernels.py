@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm, add_layer_norm and add_rms_norm on every backend."""
+"""The norm functions match their references on every backend."""
 
 import pytest
 import torch

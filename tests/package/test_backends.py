@@ -1,4 +1,4 @@
-"""Forcing a backend, the environment report, and the command line."""
+"""Tests forcing a backend, the environment report, and the command line."""
 
 import contextlib
 import inspect

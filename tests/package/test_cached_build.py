@@ -1,4 +1,4 @@
-"""`fusedops build` in a copy of the package with tiny sources, and the import that follows.
+"""`fusedops build` compiles into the cache, and the import finds it.
 
 The compiled module is real, and its functions are those that run without a compiled part.
 """

@@ -1,4 +1,4 @@
-"""`fusedops doctor`: each check, with the files and settings of other machines."""
+"""`fusedops doctor` finds each problem, with other machines' files and settings."""
 
 import os
 import re

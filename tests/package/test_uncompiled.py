@@ -1,4 +1,4 @@
-"""The package without its compiled library: detection, reasons, and that all works.
+"""The package works without its compiled library, and says why it is missing.
 
 The checks of what runs are in uncompiled_checks.py, in a process that has no compiled part.
 """

@@ -1,4 +1,4 @@
-"""The wheel: one library per torch, shared kernels, and its platform tag."""
+"""The wheel has one library per torch, shared kernels and its platform tag."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Re-checking a report: which forward runs now, and what is still fused."""
+"""Re-checking a report shows which forward runs now and what stays fused."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""Ctrl-C while patching or restoring: the model stays whole, the interrupt is raised."""
+"""Ctrl-C while patching or restoring leaves the model whole and is raised."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""patch on whole models: what must keep working, and what unpatch restores."""
+"""Whole patched models keep working, and unpatch restores everything."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""`_fusedops`, the one attribute that patch adds to modules."""
+"""Tests `_fusedops`, the one attribute that patch adds to modules."""
 
 import copy
 import dataclasses

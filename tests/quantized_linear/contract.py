@@ -1,4 +1,4 @@
-"""quantized_linear under the contract: every format, in float32 products."""
+"""quantized_linear calls in every format, for the tests in tests/contract."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Growth subjects: the functions, named by function and variant, and the modules."""
+"""quantized_linear's functions and modules for the memory-growth tests in tests/growth."""
 
 import torch
 from growth.subject import BF16, F32, N, Subject, fixed, leaf, of_module, rows

@@ -1,4 +1,4 @@
-"""Random quantized_linear and quantize_weight calls: the references' results or errors.
+"""Random quantized_linear and quantize_weight calls match the references or raise clear errors.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

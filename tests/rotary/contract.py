@@ -1,4 +1,4 @@
-"""rotary_embedding under the contract."""
+"""rotary_embedding calls for the tests in tests/contract."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Growth subjects: the functions, named by function and variant."""
+"""rotary_embedding calls for the memory-growth tests in tests/growth."""
 
 from growth.subject import Subject, fixed, leaf
 

@@ -1,4 +1,4 @@
-"""Rotary on a GPU: large tensors. Graphs and launches: contract/test_cuda.py."""
+"""Rotary-embedding tests that need a GPU: large tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random rotary_embedding calls: each gives the reference's result or a clear error.
+"""Random rotary_embedding calls match the reference or raise a clear error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """

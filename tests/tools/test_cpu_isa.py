@@ -1,4 +1,4 @@
-"""FUSEDOPS_CPU_ISA: every instruction set of this CPU works, others are refused."""
+"""FUSEDOPS_CPU_ISA selects each instruction set of this CPU and refuses others."""
 
 import os
 import subprocess

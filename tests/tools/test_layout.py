@@ -1,4 +1,4 @@
-"""The architecture as a test: a family's files, and imports that only point down."""
+"""Each family has its files, and imports only point down the floors."""
 
 import ast
 import collections

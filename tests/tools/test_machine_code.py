@@ -1,4 +1,4 @@
-"""Machine code of the GPU kernels, compiled ahead of time without a GPU.
+"""The GPU kernels' machine code, compiled without a GPU, passes the gates.
 
 All of nvcc's and some of Triton's; `make cuda-check` compiles all, also under the oldest triton.
 Toy kernels show that each gate turns red.

@@ -1,4 +1,4 @@
-"""What a build finds on other machines: compilers, CUDA, and what depends on torch's headers."""
+"""The build finds compilers and CUDA on other machines."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's checklist for a new family is complete: a family that follows it works.
+"""A new family that follows CONTRIBUTING's checklist works.
 
 The family is `scaled_add`, y = x + scale * residual, whose files lie in toy_family/files. They are
 added to a copy of the tree. The copy gets the shared edits below, is built with the objects of this

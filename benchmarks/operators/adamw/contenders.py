@@ -1,4 +1,4 @@
-"""AdamW's contenders: torch, bitsandbytes, torchao and fusedops.
+"""AdamW's benchmark contenders: torch, bitsandbytes, torchao and fusedops.
 
 Each takes parameters that have gradients and returns the call to time. The first call creates the
 state, and compiles the step if the contender needs that.

@@ -1,4 +1,4 @@
-"""AdamW's rows and goals on a GPU: `python -m benchmarks gpu adamw`.
+"""AdamW's benchmark rows and goals on a GPU: `python -m benchmarks gpu adamw`.
 
 To the harness, a step is a forward: it takes parameters and gradients, and returns the parameters.
 The harness checks each contender's first step, on its own parameters, and times later ones. Large

@@ -1,4 +1,4 @@
-"""Cross entropy's rows and goals on a GPU.
+"""Cross entropy's benchmark rows and goals on a GPU.
 
 Large rows use the device's clock. The host's launches dominate rows with few tokens and classes, so
 these use the host's clock, and forward also a graph. The graph excludes Liger, which waits for the

@@ -1,4 +1,4 @@
-"""Other GPU cross entropies (Liger); those not installed are skipped, with the reason.
+"""Liger's cross entropies as GPU benchmark contenders; skipped if Liger is missing.
 
 Liger computes the gradient in the forward and writes it over the logits. It gets one copy of them,
 made outside the timing. From the second call on it works on its own output, so its results are not

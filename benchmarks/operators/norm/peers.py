@@ -1,4 +1,4 @@
-"""Other fused norms for GPUs, as peers. A peer that is not installed is skipped.
+"""Other libraries' fused norms as GPU benchmark contenders; missing ones are skipped.
 
 A peer must not write into its output gradient: the next call gets the same one.
 """

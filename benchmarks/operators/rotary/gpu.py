@@ -1,4 +1,4 @@
-"""The rotary embedding's rows and goals on a GPU.
+"""The rotary embedding's benchmark rows and goals on a GPU.
 
 Large rows are timed forward, backward and both, with the device's clock. The host's launches
 dominate rows with few tokens, so these use the host's clock and a graph.

@@ -1,4 +1,4 @@
-"""Other GPU rotary embeddings (Liger); those not installed are skipped.
+"""Liger's rotary embedding as a GPU benchmark contender; skipped if Liger is missing.
 
 Liger rotates in place, and needs heads inside the sequence. For the other layout it makes copies,
 which are part of its time.

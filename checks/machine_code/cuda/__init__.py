@@ -1,4 +1,4 @@
-"""What nvcc's kernels must do: a file for each family, where its kernels have demands.
+"""Requirements on nvcc's machine code, one file per family that has any.
 
 DEMANDS: by pattern of kernel names; the first that fits. NAMES: short names of template arguments.
 """

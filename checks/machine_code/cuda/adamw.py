@@ -1,4 +1,4 @@
-"""AdamW's CUDA kernels access memory 16 bytes at a time."""
+"""Requires AdamW's CUDA kernels to access memory 16 bytes at a time."""
 
 from checks.machine_code.gates import Demand
 

@@ -1,4 +1,4 @@
-"""The gated activations' CUDA kernels access memory 16 bytes at a time."""
+"""Requires the gated activations' CUDA kernels to access memory 16 bytes at a time."""
 
 from checks.machine_code.gates import Demand
 

@@ -1,4 +1,4 @@
-"""quantized_linear's CUDA kernel reads memory 16 bytes at a time."""
+"""Requires quantized_linear's CUDA kernel to read memory 16 bytes at a time."""
 
 from checks.machine_code.gates import Demand
 

@@ -1,4 +1,4 @@
-"""The rotary embedding's CUDA kernels access memory 16 bytes at a time."""
+"""Requires the rotary embedding's CUDA kernels to access memory 16 bytes at a time."""
 
 from checks.machine_code.gates import Demand
 

@@ -24,7 +24,7 @@ struct Gradients {
   Tensor q, k, v, scores;
 };
 
-// Rows `begin` and on of a head, [n, width], from x [n, ld].
+// Writes n rows of a head, from row `begin`, from x [n, ld].
 void write_rows(const std::vector<float>& x, int64_t ld, int64_t n, int64_t width, const Tensor& to,
                 int64_t batch, int64_t head, int64_t begin) {
   const Heads rows(to);
@@ -102,7 +102,7 @@ class KeyHead {
   }
 
  private:
-  // A tile of a block's products, [kQueries, kKeys].
+  // Returns one tile [kQueries, kKeys] of a block's q k^T or do v^T.
   static float* tile(std::vector<float>& products, int64_t key) {
     return products.data() + key * kQueries;
   }
@@ -122,7 +122,7 @@ class KeyHead {
     }
   }
 
-  // Queries [from, end).
+  // Adds the gradients from queries [from, end).
   void add(const Sequence& at, int64_t head, int64_t from, int64_t end) {
     const int64_t rows = end - from;
     const auto of_q = problem_.q.rows(at.batch, head, at.q_begin + from);
@@ -227,9 +227,9 @@ class KeyHead {
   Turned<T> q_turner_, grad_turner_;
   const T *q_turned_ = nullptr, *grad_turned_ = nullptr;
   std::vector<float> dq_, dk_, dv_;              // dk, dv: [width, padded_keys_]
-  std::vector<float> products_, grad_products_;  // of a block of queries, tile by tile
+  std::vector<float> products_, grad_products_;  // a query block's q k^T and do v^T, by tile
   std::vector<T> p_, da_, pairs_;
-  std::vector<Softmax> softmax_;  // of a block's rows, as what follows
+  std::vector<Softmax> softmax_;  // per row of a block, like the next vector
   std::vector<double> products_of_rows_;
   std::vector<GradientRow> rows_;
 };
@@ -261,7 +261,7 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
         at::zeros({problem.batches, problem.q.heads(), problem.queries, problem.keys},
                   lse.options().dtype(at::kFloat));
   }
-  if (given(a.in.cu_seqlens_q)) {  // tokens of no sequence
+  if (given(a.in.cu_seqlens_q)) {  // for tokens outside every sequence
     for (const auto& t : {dq, dk, dv}) {
       if (t.defined()) t.zero_();
     }

@@ -27,7 +27,7 @@ class Heads {
   int64_t width() const { return t_.size(3); }
   Dtype dtype() const { return dtype_of(t_); }
 
-  // From row i of a head on.
+  // Returns a head's rows from row i.
   RowsOf rows(int64_t batch, int64_t head, int64_t i) const {
     return {static_cast<const char*>(t_.const_data_ptr()) + bytes_to(batch, head, i), t_.stride(2),
             dtype()};
@@ -48,11 +48,11 @@ class Heads {
 struct Problem {
   AttentionOptions options;
   Heads q, k, v;
-  Tensor bias;   // expanded to the scores, or undefined
+  Tensor bias;   // expanded to the scores' shape, or undefined
   Tensor sinks;  // float32, or undefined
   Dropout dropout;
   std::vector<Sequence> sequences;
-  int64_t batches, queries, keys;  // queries: of a row of lse
+  int64_t batches, queries, keys;  // queries: the row length of lse
 
   Problem(const AttentionInputs& in, const AttentionOptions& options_)
       : options(options_),
@@ -81,7 +81,7 @@ struct Problem {
   }
   float sink(int64_t head) const { return sinks.const_data_ptr<float>()[head]; }
 
-  // Of lse and what goes with it.
+  // Returns a query's index in lse and in other per-query arrays.
   int64_t row(const Sequence& s, int64_t head, int64_t query) const {
     return (s.batch * q.heads() + head) * queries + s.q_begin + query;
   }

@@ -5,9 +5,9 @@
 
 namespace fusedops::cpu::attention {
 
-constexpr int64_t kQueries = 64;  // of a block
+constexpr int64_t kQueries = 64;  // per block
 
-// A transposed operand's columns are padded to it.
+// The multiple to which a transposed operand's columns are padded.
 template <class T>
 constexpr int64_t kColumns = kEdge * sizeof(float) / sizeof(T);
 
@@ -17,9 +17,9 @@ int64_t terms(int64_t width) {
   return padded(width, sizeof(float) / sizeof(T));
 }
 
-enum class Layout { rows, transposed };  // a tile is [kKeys, width], [width, kKeys]
+enum class Layout { rows, transposed };  // a tile is [kKeys, width] or [width, kKeys]
 
-// The keys or values of a head as second operands, in tiles of kKeys rows, with zeros past the end.
+// A head's keys or values as second operands, in tiles of kKeys rows, padded with zeros.
 template <class T>
 class Packed {
  public:
@@ -47,7 +47,7 @@ class Packed {
     }
   }
 
-  // From `key` on, a multiple of kKeys.
+  // Returns the tile that starts at `key`, a multiple of kKeys.
   const T* tile(int64_t key) const { return data_.data() + key * ld_; }
 
  private:

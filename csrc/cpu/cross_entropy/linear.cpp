@@ -23,12 +23,12 @@
 namespace fusedops::cpu::cross_entropy {
 namespace {
 
-constexpr int64_t kRows = 1024, kClasses = 1024;  // of a tile, 4 MiB
+constexpr int64_t kRows = 1024, kClasses = 1024;  // per tile, 4 MiB
 
 // The rows whose target is not ignored, and their part of the call.
 struct Problem {
   CrossEntropyOptions options;
-  Tensor live;  // the numbers of the rows; undefined: all
+  Tensor live;  // the rows' indices; undefined: all rows
   Tensor input, target, linear_weight, linear_bias;
   int64_t rows, classes, features;
   Targets targets;
@@ -107,7 +107,7 @@ struct Tile {
     });
   }
 
-  // Over the logits.
+  // Overwrites the logits with their gradients.
   void make_gradients(const Problem& problem, const double* lse,
                       const RowGradients& gradients) const {
     each_row([&](int64_t i) {
@@ -151,7 +151,7 @@ void add_row(float* into, float a, const Tensor& rows, int64_t row, int64_t begi
 // classes or the tile's.
 struct Gradients {
   Tensor input, linear_weight, linear_bias;
-  std::vector<float> targets;  // of each row's target's logit
+  std::vector<float> targets;  // the gradient of each row's target's logit
 
   // Everything but the targets' logits' share of the input's and the weight's gradient.
   void add(const LogitProducts& products, const Problem& problem, const Tile& tile,
@@ -181,7 +181,7 @@ struct Gradients {
     });
   }
 
-  // Of rows [from, end), where the targets are among linear_weight's classes, `first` and on.
+  // Takes rows [from, end) whose target is among linear_weight's classes, which start at `first`.
   void add_targets_to_weight(const Problem& problem, int64_t from, int64_t end,
                              int64_t first) const {
     if (!linear_weight.defined()) return;
@@ -202,7 +202,7 @@ Tensor float_zeros(const Tensor& gradient, at::IntArrayRef sizes) {
   return at::zeros(sizes, gradient.options().dtype(at::kFloat));
 }
 
-// Calls f for the tiles, stripe of classes by stripe, and of_stripe after each.
+// Calls f for every tile, one stripe of classes after another, and of_stripe after each stripe.
 template <class Function, class OfStripe>
 void each_tile(const Problem& problem, const LogitProducts& products, const Function& f,
                const OfStripe& of_stripe) {
@@ -224,7 +224,7 @@ void each_tile(const Problem& problem, const LogitProducts& products, const Func
   }
 }
 
-// The losses of the rows from `from` on.
+// Computes the losses and lse of rows [from, end).
 void finish(const Problem& problem, const std::vector<LogitSums>& sums, int64_t from, int64_t end,
             std::vector<double>& losses, double* lse) {
   for (int64_t row = from; row < end; ++row) {
@@ -241,7 +241,7 @@ int64_t whole_rows(const Problem& problem) {
   return std::clamp<int64_t>(rows, 1, std::max<int64_t>(problem.rows, 1));
 }
 
-// Losses, lse and gradients, a few whole rows at a time.
+// Computes losses, lse and gradients, a few whole rows at a time.
 void make_whole_rows(const Problem& problem, const LogitProducts& products, Gradients gradients,
                      std::vector<double>& losses, double* lse) {
   const RowGradients ones(problem.options, problem.targets.total());

@@ -20,7 +20,7 @@ inline bool has_kernel(const Tensor& input) {
   return isa() != Isa::none && input.scalar_type() != at::kDouble;
 }
 
-// The targets of rows, and the weights of the classes.
+// The rows' targets and the classes' weights.
 class Targets {
  public:
   // Raises IndexError for a target that is not a class. live: the rows' numbers for that error, if
@@ -51,8 +51,8 @@ class Targets {
   bool ignored(int64_t row) const { return data_[row] == ignore_index_; }
   double weight_of(int64_t row) const { return weights_ == nullptr ? 1 : weights_[data_[row]]; }
   const float* weights() const { return weights_; }
-  double all() const { return all_; }      // sum of the w_c
-  double total() const { return total_; }  // sum of the w_t
+  double all() const { return all_; }      // sum of w_c over the classes
+  double total() const { return total_; }  // sum of w_t over the rows
 
  private:
   Tensor target_, weight_;
@@ -121,7 +121,7 @@ class RowGradients {
   double factor_ = 1;
 };
 
-// Fills loss and total. row_losses: of all rows, 0 where the target is ignored.
+// Fills loss and total. row_losses: one per row, 0 if the target is ignored.
 inline void reduce(const std::vector<double>& row_losses, const CrossEntropyOptions& options,
                    double total_of, const Tensor& loss, const Tensor& total) {
   *total.mutable_data_ptr<double>() = total_of;

@@ -16,11 +16,11 @@ using namespace cpu::CPU_CAPABILITY;
 namespace {
 
 constexpr int64_t kBlock = 1024;
-constexpr float kRoom = 32;  // how much larger than the base a z may be
+constexpr float kRoom = 32;  // maximum of z - base
 
 enum class MapKind { none, scaled, capped };
 
-// z, and its slope over x.
+// z, and its derivative by x.
 template <MapKind kMap>
 class Map {
  public:
@@ -48,7 +48,7 @@ class Map {
   Vec rate_, inner_, softcap_;
 };
 
-// Calls f with each step's z of n logits.
+// Calls f with z for each step of n logits.
 template <class T, MapKind kMap, class Function>
 FUSEDOPS_INLINE void each_z(const T* x, int64_t n, const Map<kMap>& map, const Function& f) {
   each_step(n, [&](int64_t i, auto part) {
@@ -68,7 +68,7 @@ struct Block {
   float most, exponentials;
 };
 
-// The largest z, and the sum of exp(z - base).
+// Computes the largest z, and the sum of exp(z - base).
 template <class T, MapKind kMap>
 Block sums_of(const T* x, int64_t n, const Map<kMap>& map, float base) {
   Floats most = all(-kInfinity), total;
@@ -138,7 +138,7 @@ void write(const Logits& logits, const LogitGradient& of, T* dx) {
     if constexpr (kSmooth) d = at::vec::fnmadd(smooth, weight, d);
     return kMap == MapKind::none ? d : d * at.slope;
   };
-  // The target's logit, before it is written over.
+  // Read the target's logit before it is overwritten.
   const bool here = 0 <= logits.target && logits.target < logits.n;
   const float t = here ? static_cast<float>(x[logits.target]) : 0;
   each_step(logits.n, [&](int64_t i, auto part) {

@@ -1,4 +1,4 @@
-// The loops of cross entropy over logits that lie side by side. Formulas:
+// Declares cross entropy's CPU loops over contiguous logits. Formulas:
 // csrc/kernels/cross_entropy.h.
 #pragma once
 
@@ -9,10 +9,10 @@ namespace fusedops::cpu::cross_entropy {
 
 using namespace fusedops::cross_entropy;
 
-// Adds these logits to the row's sums; weighted: to `weighted` too.
+// Adds these logits to the row's sums; if `weighted`, also to sums.weighted.
 FUSEDOPS_ISA_FUNCTION(add_logits, const Logits& logits, bool weighted, LogitSums& sums)
 
-// Writes dx in the logits' dtype; it may be where they are.
+// Writes dx in the logits' dtype; it may overwrite the logits.
 FUSEDOPS_ISA_FUNCTION(logit_gradients, const Logits& logits, const LogitGradient& of, void* dx)
 
 }  // namespace fusedops::cpu::cross_entropy

@@ -17,7 +17,7 @@ struct Horner {
   }
 };
 
-// Whether T's 8 or 11 bits leave room for quicker instructions, which AVX2 lacks.
+// Whether faster, less exact instructions are accurate enough for T. AVX2 lacks them.
 #if defined(CPU_CAPABILITY_AVX512)
 template <class T>
 constexpr bool kQuick = !std::is_same_v<T, float>;
@@ -26,7 +26,8 @@ template <class T>
 constexpr bool kQuick = false;
 #endif
 
-// exp(x) within 1.3 * 2^-24 of itself; 0 where it is denormal, infinite above 88.4. A NaN stays.
+// exp(x), with relative error 1.3 * 2^-24. Denormal results are 0, x above 88.4 gives infinity, and
+// NaN stays NaN.
 //
 // x = m ln 2 + r, |r| <= ln 2 / 2. The sum with 1.5 * 2^23 rounds x / ln 2 to m, and leaves m + 127
 // in its low bits: shifted up they are 2^m, or 0 at m = -127, or infinity at m = 128.

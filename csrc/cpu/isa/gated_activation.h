@@ -1,5 +1,5 @@
-// The loops of gated activations. Formulas: csrc/kernels/gated_activation.h; split and memory
-// traffic: csrc/cpu/gated_activation.cpp.
+// Declares the gated activations' CPU loops. Formulas: csrc/kernels/gated_activation.h; split and
+// memory traffic: csrc/cpu/gated_activation.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -10,7 +10,8 @@ namespace CPU_CAPABILITY {
 
 using namespace fusedops::gated_activation;
 
-// S and S' of csrc/kernels/gated_activation.h: an activation is x S(x), its slope S(x) + x S'(x).
+// S and S' of csrc/kernels/gated_activation.h. An activation is x S(x), its derivative is
+// S(x) + x S'(x).
 struct Gate {
   Vec value, slope;
 };

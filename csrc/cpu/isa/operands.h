@@ -5,7 +5,7 @@
 
 namespace fusedops::cpu {
 
-constexpr int64_t kEdge = 16;  // tiles are padded to a multiple of it
+constexpr int64_t kEdge = 16;  // tile sizes are padded to a multiple of this
 
 // Rows of a dtype, each contiguous.
 struct RowsOf {
@@ -18,7 +18,7 @@ struct RowsOf {
 FUSEDOPS_ISA_FUNCTION(read_rows, const RowsOf& rows, int64_t n, int64_t width, int64_t padded,
                       float* out, int64_t ld)
 
-// out = factor x, rounded to its dtype
+// out = factor x, rounded to out's dtype
 FUSEDOPS_ISA_FUNCTION(write_row, const float* x, int64_t width, float factor, void* out,
                       Dtype dtype)
 

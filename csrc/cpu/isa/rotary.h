@@ -1,5 +1,5 @@
-// The loops of the rotary embedding. Formulas: csrc/kernels/rotary.h; split and memory traffic:
-// csrc/cpu/rotary.cpp.
+// Declares the rotary embedding's CPU loops. Formulas: csrc/kernels/rotary.h; split and memory
+// traffic: csrc/cpu/rotary.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"
@@ -9,7 +9,7 @@ namespace fusedops::cpu::rotary {
 
 using namespace fusedops::rotary;
 
-// All heads at the positions begin to end of batch * seq.
+// Rotates all heads at positions [begin, end) of batch * seq.
 FUSEDOPS_ISA_FUNCTION(rotary_positions, const RotaryArguments& args, int64_t begin, int64_t end)
 
 }  // namespace fusedops::cpu::rotary

@@ -73,7 +73,7 @@ class Block {
   }
 
  private:
-  // The tile's first rows, and zeros to a multiple of kEdge, as a second operand.
+  // Returns the tile's first rows, zero-padded to a multiple of kEdge, as a second operand.
   const T* second(int64_t rows, int64_t width) {
     if constexpr (std::is_same_v<T, float>) {
       std::fill(tile_.begin() + rows * width, tile_.begin() + padded(rows) * width, 0.f);

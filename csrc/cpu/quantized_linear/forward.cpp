@@ -25,13 +25,13 @@
 namespace fusedops::cpu::quantized_linear {
 namespace {
 
-constexpr int64_t kMostRows = 256;      // of x, in a block
-constexpr int64_t kColumns = 128;       // of y, whose sums wait for the end of the rows
-constexpr int64_t kFew = 16;            // rows that stay in a cache with all their depth
-constexpr int64_t kMany = 32;           // rows from which on tiles are turned for a product
-constexpr int64_t kDepth = 2048;        // bytes of a row
-constexpr int64_t kTileDepth = 256;     // numbers of a row of a tile
-constexpr int64_t kProducts = 1 << 18;  // products of a task, about
+constexpr int64_t kMostRows = 256;      // rows of x per block
+constexpr int64_t kColumns = 128;       // columns of y per task; their sums stay in scratch memory
+constexpr int64_t kFew = 16;            // up to this many rows of x fit the cache in full depth
+constexpr int64_t kMany = 32;           // above this many rows, tiles are transposed for a matmul
+constexpr int64_t kDepth = 2048;        // bytes of a row per piece of the depth
+constexpr int64_t kTileDepth = 256;     // elements of a tile's row
+constexpr int64_t kProducts = 1 << 18;  // approximate number of multiplications per task
 
 // Whether integer products run: their sums, of at most 255 * 127 each, must fit 32 bits.
 bool multiplies_integers(const Codes& w) {
@@ -44,7 +44,7 @@ struct Input {
   Operand operand;
   int64_t rows, ld;
   Tensor numbers;
-  std::vector<float> steps;  // of codes; empty where x is multiplied as it is
+  std::vector<float> steps;  // the scale of each row's codes; empty if x is not quantized
   std::vector<int32_t> sums;
 
   Input(const Tensor& x, Operand operand, InputFormat rounds)
@@ -104,7 +104,7 @@ struct Plan {
 // float32 for 8-bit codes.
 struct Turned {
   std::vector<uint16_t> halves;
-  std::vector<float> numbers;  // or the sums of lanes
+  std::vector<float> numbers;  // for 4-bit codes, the sums of lanes
 
   Turned() = default;
   Turned(const Codes& w, const Input& x) : numbers(x.rows * x.ld) {
@@ -143,7 +143,7 @@ class OutputBlock {
         turned_(way == Way::tiles ? kColumns * kTileDepth : 0),
         sums_(padded(std::min(x.rows, kMostRows)) * kColumns) {}
 
-  // Rows [row, row + rows) of columns [begin, begin + columns).
+  // Computes rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     switch (way_) {
       case Way::registers:
@@ -250,7 +250,7 @@ class OutputBlock {
   bool scaled_;
   std::vector<char> codes_;
   std::vector<BFloat16> turned_;
-  std::vector<float> sums_;  // int32 where the operands are integers
+  std::vector<float> sums_;  // int32 if the operands are integers
 };
 
 void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {

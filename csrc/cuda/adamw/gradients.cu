@@ -5,7 +5,7 @@
 namespace fusedops::cuda::adamw {
 namespace {
 
-// Of the elements of a block of gradients.
+// Calls body for the elements of a block of gradients.
 template <class Body>
 __device__ __forceinline__ void with_gradients(const AdamWTensor& t, int64_t block,
                                                const Body& body) {

@@ -9,10 +9,10 @@ namespace fusedops::cuda::adamw {
 
 using namespace fusedops::adamw;
 
-// The groups that one launch knows. They go with the launch, as learning rates change at each step.
+// Parameter groups per launch. They are kernel arguments, because learning rates change every step.
 constexpr int kGroups = 32;
 
-// Tensors on the device, and the number of all their blocks.
+// The table of tensors on the device, and the total number of blocks.
 struct AdamWRows {
   const AdamWTensor* tensors;
   int count;
@@ -21,12 +21,12 @@ struct AdamWRows {
 
 struct AdamWLaunch : AdamWRows {
   AdamWGroup groups[kGroups];
-  int first_group;  // the number of groups[0]; tensors of groups that are not here are left alone
+  int first_group;  // the index of groups[0]; tensors of other groups are skipped
   uint64_t seed;
-  const double* squares;  // kSquareParts; or null
+  const double* squares;  // [kSquareParts] or null
   double max_grad_norm;
   const float *grad_scale, *found_inf;  // or null
-  unsigned* finished;                   // 0; how many blocks of threads are done
+  unsigned* finished;                   // starts at 0; counts finished blocks of threads
 };
 
 void launch_adamw_step(const AdamWLaunch& args, CUstream_st* stream);

@@ -18,7 +18,7 @@ size_t bytes_of(const std::vector<AdamWTensor>& tensors) {
   return tensors.size() * sizeof(AdamWTensor);
 }
 
-// The table on the device, where `table` is, copied there if it is not what `host` has.
+// Returns the table on the device. Copies it there if it differs from `host`.
 AdamWRows uploaded(const std::vector<AdamWTensor>& tensors, int64_t blocks, const Tensor& host,
                    const Tensor& table, const OnDeviceOf& device) {
   const auto bytes = bytes_of(tensors);

@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t random_byte(BlockKey key, uint32_t first, in
   return random_word(key, first + element / 4) >> (8 * (element % 4)) & 0xff;
 }
 
-// The bits of a bfloat16, `offset` added to those that are cut off. A NaN stays one.
+// Returns the bits of a bfloat16 after adding `offset` to the bits that are cut off. Keeps NaN.
 __device__ __forceinline__ uint16_t bfloat16_bits(float x, uint32_t offset) {
   return x == x ? static_cast<uint16_t>((bits_of(x) + offset) >> 16) : 0x7fc0;
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint16_t nearest_bfloat16(float x) {
   return bfloat16_bits(x, 0x7fff + (bits_of(x) >> 16 & 1));
 }
 
-// The bits of a float16, up or down by chance.
+// Returns the bits of a stochastically rounded float16.
 __device__ __forceinline__ uint16_t float16_bits(float x, uint32_t random) {
   const uint32_t size = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 16 & 0x8000;
   if (size > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
@@ -193,7 +193,7 @@ __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& ste
   for (int k = 0; k < kEach; ++k) {
     const float x = g.at[k] * step.gradient_factor, square = x * x;
     float &m = moments.m.at[k], &v = moments.v.at[k];
-    const bool finite = square < INFINITY;  // another element keeps what it has
+    const bool finite = square < INFINITY;  // otherwise the element keeps its moments and value
     if (finite) {
       m = fmaf(f.rate1, x, m * f.beta1);
       v = fmaf(f.rate2, square, v * f.beta2);
@@ -207,7 +207,7 @@ __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& ste
   store_moments(t, block, key, first, moments, elements);
 }
 
-// Whether every access to a whole block can be of 16 bytes, or of 8 where it is of 8-bit codes.
+// Whether every access to a whole block can have 16 bytes, or 8 for 8-bit codes.
 __device__ __forceinline__ bool wide(const AdamWTensor& t) {
   const auto all =
       reinterpret_cast<uintptr_t>(t.param) | reinterpret_cast<uintptr_t>(t.grad) |
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) adamw_step(const AdamWLaunch a) {
       }
     });
   }
-  FUSEDOPS_SHARED(unsigned, before, 1);  // how many were done before this one
+  FUSEDOPS_SHARED(unsigned, before, 1);  // number of blocks that finished before this one
   __syncthreads();
   if (threadIdx.x == 0) before[0] = atomicAdd(a.finished, 1u);
   __syncthreads();

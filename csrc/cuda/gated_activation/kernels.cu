@@ -1,9 +1,10 @@
-// y = g S(g) (u + up_offset) and its gradients. Formulas: csrc/kernels/gated_activation.h.
+// Gated activations on GPUs: y = g S(g) (u + up_offset) and its gradients. Formulas:
+// csrc/kernels/gated_activation.h.
 //
-// A thread takes kVectors vectors of 16 bytes at a time, all of whose loads are under way before
-// the first is used, and the grid strides over the tensors. Global traffic is the minimum: forward
-// reads gate and up and writes y, backward reads dy, gate and up and writes their gradients. Where
-// rows do not start at multiples of 16 bytes, a vector is one element.
+// A thread takes kVectors vectors of 16 bytes at a time and starts all their loads before it uses
+// the first. The grid strides over the tensors. Global traffic is the minimum: forward reads gate
+// and up and writes y, backward reads dy, gate and up and writes their gradients. If rows do not
+// start at multiples of 16 bytes, a vector is one element.
 
 #include <cmath>
 
@@ -14,8 +15,8 @@ namespace fusedops::cuda::gated_activation {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 2;  // of each tensor, that a thread has under way
-constexpr int kBlocks = 8;   // of a multiprocessor, that stride over the rest
+constexpr int kVectors = 2;  // vectors per tensor that a thread loads at a time
+constexpr int kBlocks = 8;   // blocks per multiprocessor
 
 // a + x (b + x (c + ...))
 struct Horner {
@@ -32,7 +33,7 @@ struct Gate {
   float value, slope;
 };
 
-// Whether T's 8 or 11 bits leave room for quicker instructions, about 2^-20 off.
+// Whether faster instructions, with a relative error of about 2^-20, are accurate enough for T.
 template <class T>
 constexpr bool kQuick = sizeof(T) == 2;
 
@@ -133,7 +134,7 @@ struct Place {
   __device__ __forceinline__ int64_t at(int64_t stride) const { return row * stride + col; }
 };
 
-// Divisions of 64 bits take a hundred instructions.
+// Returns a vector's position. Avoids 64-bit divisions, which take a hundred instructions.
 __device__ __forceinline__ Place place_of(int64_t vector, const GatedInput& a, int size) {
   if (a.rows == 1) return {0, vector * size};
   const int64_t of_row = a.n / size;
@@ -143,7 +144,7 @@ __device__ __forceinline__ Place place_of(int64_t vector, const GatedInput& a, i
   return {row, (vector - row * of_row) * size};
 }
 
-// Calls body(i, place) for the vectors that a thread takes from `first` on.
+// Calls body(i, place) for a thread's vectors, which start at `first`.
 template <int N, class Body>
 __device__ __forceinline__ void each_vector(int64_t first, const GatedInput& a, const Body& body) {
   const int64_t count = a.rows * (a.n / N);
@@ -154,7 +155,7 @@ __device__ __forceinline__ void each_vector(int64_t first, const GatedInput& a, 
   }
 }
 
-// Calls body(first) until the grid has been through all vectors.
+// Calls body(first) until the grid has covered all vectors.
 template <int N, class Body>
 __device__ __forceinline__ void each_tile(const GatedInput& a, const Body& body) {
   constexpr int64_t tile = kThreads * kVectors;
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const GatedBackward a
   });
 }
 
-// Whether every access can be of 16 bytes.
+// Whether every access can have 16 bytes.
 bool whole_vectors(const GatedInput& a) {
   return a.n * size_of(a.dtype) % 16 == 0 && aligned_rows(a.gate, a.gate_stride, a.dtype) &&
          aligned_rows(a.up, a.up_stride, a.dtype);

@@ -1,4 +1,4 @@
-// h = residual + dropout(x), y = norm(h).
+// The norm family's forward on GPUs: h = residual + dropout(x), y = norm(h).
 //
 // A row belongs to blockDim.x threads, a power of two, and blockDim.y short rows share a block.
 // Rows of up to 32 KiB whose addresses allow 16-byte accesses stay in registers between the sums
@@ -14,8 +14,8 @@
 namespace fusedops::cuda::norm {
 namespace {
 
-constexpr int kThreads = 128;  // the fewest of a block
-constexpr int kVectors = 4;    // of 16 bytes, that a thread keeps of a row
+constexpr int kThreads = 128;  // minimum threads per block
+constexpr int kVectors = 4;    // 16-byte vectors of a row that a thread keeps
 
 template <class H, int N>
 __device__ __forceinline__ Packed<sizeof(H) * N> load_residual(const NormForwardArgs& a,
@@ -24,7 +24,7 @@ __device__ __forceinline__ Packed<sizeof(H) * N> load_residual(const NormForward
   return Packed<sizeof(H) * N>::load(residual + col);
 }
 
-// h of N columns as H rounds it, stored.
+// Stores and returns h for N columns, rounded to H.
 template <class H, int N>
 __device__ __forceinline__ Vec<H, N> add(const NormForwardArgs& a, int64_t row, int col,
                                          Vec<float, N> x, const Vec<H, N>& residual) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void layer_moments(const Row& held, double per_n, dou
   row_sums(sum, total);
   const Split first(total[0] * per_n);
 
-  float sums[2] = {0, 0};  // of h - first and its square
+  float sums[2] = {0, 0};  // sums of h - first and its square
   held.each([&](int, const Vec<float, N>& h) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void layer_moments(const Row& held, double per_n, dou
   const double rest = totals[0] * per_n;
   mean = static_cast<double>(first.high) + (std::is_same_v<H, float> ? first.low : 0.f) + rest;
   variance = totals[1] * per_n - rest * rest;
-  if (variance < 0) variance = 0;  // equal elements; a NaN stays
+  if (variance < 0) variance = 0;  // for equal elements; keeps NaN
 }
 
 template <int N, class Row>
@@ -174,7 +174,7 @@ __device__ __forceinline__ void normalise(const NormForwardArgs& a, int64_t row,
   a.rstd[row] = rstd;
 }
 
-// Two blocks of the longest rows a multiprocessor: one loads while the other computes.
+// A multiprocessor holds two blocks of the longest rows: one loads while the other computes.
 template <class H, bool kLayer>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_held(const NormForwardArgs a) {
   constexpr int N = 16 / sizeof(H);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   normalise<H, kLayer, N>(a, row, WalkedRow<H, N>(a, row, in_shared));
 }
 
-// Whether every access can be of 16 bytes.
+// Whether every access can have 16 bytes.
 bool whole_vectors(const NormForwardArgs& a) {
   return int64_t{a.n} * size_of(a.h_dtype) % 16 == 0 && aligned_rows(a.x, a.x_stride, a.x_dtype) &&
          (a.residual == nullptr || aligned_rows(a.residual, a.residual_stride, a.h_dtype)) &&

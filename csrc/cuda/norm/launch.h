@@ -1,4 +1,4 @@
-// The norm family on GPUs: arguments of the kernels in forward.cu and backward.cu. Formulas:
+// Launchers and kernel arguments for the norm family on GPUs. Formulas:
 // fusedops/functional/norm.py.
 #pragma once
 
@@ -16,7 +16,7 @@ using namespace fusedops::norm;
 struct NormForwardArgs : NormForwardRows {
   const void *weight, *bias;  // [n] or null
   int n;
-  double per_n;  // 1 / n: a division of float64 is a call
+  double per_n;  // 1 / n, because a float64 division is a function call
   float offset;  // added to the weight
   Dtype weight_dtype, bias_dtype;
 };
@@ -28,7 +28,7 @@ struct NormBackwardArgs : NormBackwardRows {
   float offset;
   Dtype weight_dtype;
   bool wants_dweight, wants_dbias;
-  float* partials;  // [norm_chunks, wants_dweight + wants_dbias, n]; null when neither is wanted
+  float* partials;  // [norm_chunks, wants_dweight + wants_dbias, n]; null if neither is requested
 };
 
 // The requested ones of dweight and dbias.
@@ -40,7 +40,7 @@ struct NormTotals {
 
 void launch_norm_forward(const NormForwardArgs& args, CUstream_st* stream);
 
-// In how many chunks of rows launch_norm_backward sums dweight and dbias.
+// Returns the number of row chunks in which launch_norm_backward sums dweight and dbias.
 int64_t norm_chunks(const NormBackwardArgs& args);
 
 void launch_norm_backward(const NormBackwardArgs& args, CUstream_st* stream);

@@ -9,17 +9,17 @@
 
 namespace fusedops::cuda::norm {
 
-constexpr int kMaxThreads = 512;  // of a row
+constexpr int kMaxThreads = 512;  // per row
 
-// Threads of a row of n elements, a power of two that leaves each about `each` of them.
+// Returns the threads for a row of n elements: a power of two, with about `each` elements each.
 inline int lanes_of(int n, int each) {
   int lanes = 1;
   while (lanes < kMaxThreads && int64_t{lanes} * each < n) lanes *= 2;
   return lanes;
 }
 
-// Threads (x) of a row, and rows (y): short rows share a block of `threads`, a power of two up to
-// kMaxThreads, for which the kernels are compiled.
+// Returns a block: x threads per row and y rows. Short rows share a block of `threads`, a power of
+// two up to kMaxThreads, for which the kernels are compiled.
 inline dim3 block_of(int lanes, int threads) {
   return dim3(lanes, lanes < threads ? threads / lanes : 1);
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ float scaled(float c, const Split& rstd) {
   return c * rstd.high;
 }
 
-// words.at[k] without an array in local memory
+// Returns words.at[k] without an array in local memory.
 __device__ __forceinline__ uint32_t pick(const Words& words, int k) {
   const uint32_t low = k == 0 ? words.at[0] : words.at[1];
   const uint32_t high = k == 2 ? words.at[2] : words.at[3];
@@ -83,7 +83,7 @@ __device__ __forceinline__ void drop(Vec<float, N>& v, const Dropout& dropout, i
   }
 }
 
-// The weight's elements from `col`, offset included; ones without a weight.
+// Returns the weight's elements from `col`, plus the offset; ones without a weight.
 template <int N>
 __device__ __forceinline__ void multiply_by_weight(Vec<float, N>& v, const void* weight,
                                                    Dtype dtype, float offset, int col) {

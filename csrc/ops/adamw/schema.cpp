@@ -1,4 +1,4 @@
-// The operators' schemas and the checks of their arguments.
+// AdamW's operators: their schemas and argument checks.
 
 #include <torch/library.h>
 

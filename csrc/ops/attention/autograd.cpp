@@ -1,4 +1,4 @@
-// attention: the schemas, autograd, autocast, and the choice between kernels and ATen calls.
+// Attention's public operators: schemas, autograd, autocast, and the choice of kernel.
 
 #include <ATen/Functions.h>
 
@@ -27,7 +27,7 @@ OutAndLse forward(const AttentionInputs& in, const Longest& longest,
 // Saves no scores: the backward recomputes them.
 struct AttentionNode {
   static constexpr const char* kName = "FusedAttentionBackward";
-  static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks, which are the first of the saved
+  static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks: the first saved tensors
   enum : size_t { kOut = kInputs, kLse, kCuSeqlensQ, kCuSeqlensK, kSeed, kSaved };
 
   Longest longest;
@@ -49,7 +49,7 @@ struct AttentionNode {
     const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(saved[kOut]);
     const AttentionInputs in{q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed};
     const auto [dq, dk, dv, dbias, dsinks] = [&] {
-      if (at::GradMode::is_enabled()) {  // in ATen calls, which have gradients themselves
+      if (at::GradMode::is_enabled()) {  // double backward: differentiable ATen calls
         return attention_gradients(grad, grad_lse, in, options, wanted);
       }
       return call<"fusedops::attention_backward", AttentionGradients>(

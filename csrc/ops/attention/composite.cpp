@@ -42,7 +42,7 @@ Tensor visible(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlen
     const auto [q_of, q_place] = places(*cu_seqlens_q, queries);
     const auto [k_of, k_place] = places(*cu_seqlens_k, keys);
     const auto lengths = cu_seqlens_k->diff() - cu_seqlens_q->diff();
-    const auto none = lengths.new_zeros({1});  // for the tokens past the last sequence
+    const auto none = lengths.new_zeros({1});  // for tokens past the last sequence
     offset = at::cat({lengths, none}).index({q_of}).to(at::kLong).unsqueeze(1);
     seen = q_of.unsqueeze(1).eq(k_of) & q_of.ge(0).unsqueeze(1);
     i = q_place, j = k_place;
@@ -105,7 +105,7 @@ struct Scores {
   }
 
  private:
-  // at::logsumexp, whose own gradients are exp(s - lse).
+  // Like at::logsumexp, whose gradients are exp(s - lse).
   Tensor logsumexp() const {
     const auto largest = s.detach().amax(-1, true);
     const auto most = at::where(largest.isfinite(), largest, 0);

@@ -1,4 +1,5 @@
-// Attention. Shapes and formulas: fusedops/functional/attention.py and csrc/kernels/attention.h.
+// Declares attention's operators. Shapes and formulas: fusedops/functional/attention.py and
+// csrc/kernels/attention.h.
 //
 // In the kernel operators q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], of any
 // strides; with cu_seqlens B is 1 and the sequences are concatenated. `how` holds the options that

@@ -1,5 +1,5 @@
-// cross_entropy: autograd, autocast, and the choice between kernels and ATen calls. The schemas of
-// both operators.
+// cross_entropy's public operator: autograd, autocast, and the choice of kernel. Also has
+// linear_cross_entropy's schema.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -28,7 +28,7 @@ struct CrossEntropyNode {
   enum : size_t { kInput, kTarget, kWeight, kLse, kTotal, kSaved };
 
   CrossEntropyOptions options;
-  bool made;  // the saved input is its gradient
+  bool made;  // whether the saved input is the gradient
 
   static auto fields(auto& a) { return std::tie(a.options, a.made); }
 
@@ -90,7 +90,7 @@ Tensor classes_last(const Tensor& input) {
   return last.flatten(0, -2);
 }
 
-// The loss is float32 or more.
+// Autocast rule: the loss is at least float32.
 struct WideLoss {
   template <class Arguments>
   static void apply(Arguments& args, c10::ScalarType, c10::DeviceType) {

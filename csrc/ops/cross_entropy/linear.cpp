@@ -1,4 +1,4 @@
-// linear_cross_entropy: autograd, autocast, and the choice between kernels and ATen calls.
+// linear_cross_entropy's public operator: autograd, autocast, and the choice of kernel.
 
 #include <ATen/Functions.h>
 
@@ -23,7 +23,7 @@ struct LinearCrossEntropyNode {
   static constexpr const char* kName = "FusedLinearCrossEntropyBackward";
   static constexpr size_t kInputs = 3;  // input, linear_weight, linear_bias
   enum : size_t { kInput, kLinearWeight, kLinearBias, kTarget, kWeight, kLse, kTotal, kMade };
-  static constexpr size_t kSaved = kMade + kInputs;  // from kMade on: the inputs' gradients
+  static constexpr size_t kSaved = kMade + kInputs;  // from kMade: the inputs' gradients
 
   CrossEntropyOptions options;
   bool made;
@@ -96,7 +96,7 @@ bool has_kernel(const LinearLossInputs& in) {
          !needs_gradient({in.weight});
 }
 
-// [..., H] as rows.
+// Returns [..., H] as a matrix of rows.
 Tensor as_matrix(const Tensor& input) {
   if (input.dim() == 2) return input;
   return input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);

@@ -8,7 +8,7 @@
 namespace fusedops::cross_entropy {
 namespace {
 
-// Targets have the shape of the logits without their classes: [], [N] or [N, ...].
+// Returns the targets' shape, that of the logits without the classes: [], [N] or [N, ...].
 std::vector<c10::SymInt> without_classes(c10::SymIntArrayRef logits) {
   auto shape = logits.vec();
   shape.erase(shape.begin() + (logits.size() > 1));

@@ -1,5 +1,5 @@
-// The public operators: schema, autograd, and the choice between kernels and ATen calls. Autocast
-// has no rule for them, as it has none for F.silu, F.gelu and the product.
+// The gated activations' public operators: schemas, autograd, and the choice of kernel. Autocast
+// has no rule for them, because it has none for F.silu, F.gelu and multiplication.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/gated_activation/operators.h"

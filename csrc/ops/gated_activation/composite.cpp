@@ -17,7 +17,7 @@ struct Halves {
 
   Halves(const Tensor& gate_, const OptionalTensor& up_) {
     const auto wide = accumulation_dtype(gate_.scalar_type());
-    gate = gate_.to(wide);  // once, or the backward would round its parts apart
+    gate = gate_.to(wide);  // only once: otherwise the backward would round its parts separately
     if (given(up_)) {
       up = up_->to(wide);
     } else {

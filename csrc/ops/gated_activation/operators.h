@@ -1,4 +1,4 @@
-// Gated activations: swiglu and geglu. Formulas and shapes:
+// Declares the gated activations' operators: swiglu and geglu. Formulas and shapes:
 // fusedops/functional/gated_activation.py.
 //
 // Both share one pair of kernel operators, whose `kind` is "swiglu", "geglu" or "geglu_tanh". With

@@ -5,7 +5,7 @@
 namespace fusedops::gated_activation {
 namespace {
 
-// Elements of a row: the last dimension, or its half.
+// Returns a row's number of elements: the last dimension, or half of it if packed.
 int64_t row_size(const Tensor& gate, bool packed) {
   const int64_t n = gate.dim() == 0 ? 1 : gate.size(-1);
   return packed ? n / 2 : n;

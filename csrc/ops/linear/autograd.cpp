@@ -24,7 +24,7 @@ struct LinearNode {
 
   static auto fields(auto& a) { return std::tie(a.activation); }
 
-  // grads: of y and, in a double backward, of z.
+  // grads: the gradients of y and, in a double backward, of z.
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> wanted) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(3);
@@ -91,7 +91,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 
 Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     std::optional<std::string_view> activation) {
-  // torch.jit.trace records twice, with gradients and without: both must be the same operator.
+  // torch.jit.trace records twice, with and without gradients: both must record the same operator.
   if (!is_recorded() &&
       !linear_pays(input, weight, activation.has_value(), needs_gradient({input, weight, bias}))) {
     return activate(at::linear(input, weight, bias), activation_of(activation));

@@ -54,8 +54,8 @@ LinearBackward linear_gradients(const Tensor& dz, const OptionalTensor& input,
   Tensor dinput, dweight, dbias;
   if (output_mask[0]) dinput = at::matmul(dz, *weight);
   if (output_mask[1]) {
-    dweight = lies_across(weight) ? at::mm(as_rows(*input).t(), rows).t()
-                                  : at::mm(rows.t(), as_rows(*input));
+    dweight = is_transposed(weight) ? at::mm(as_rows(*input).t(), rows).t()
+                                    : at::mm(rows.t(), as_rows(*input));
   }
   if (output_mask[2]) dbias = rows.sum(0);
   return {dinput, dweight, dbias};
@@ -65,7 +65,7 @@ LinearBackward linear_backward_composite(const LinearBackwardArguments& a) {
   linear_backward_outputs({a.dy, a.input, a.weight, a.z, a.activation, {}});
   const auto dz = gradient_of_z(a.dy, {}, a.z, a.activation);
   const auto found = linear_gradients(dz, a.input, a.weight, a.output_mask);
-  if (!a.output_mask[1] || !lies_across(a.weight)) return contiguous(found);
+  if (!a.output_mask[1] || !is_transposed(a.weight)) return contiguous(found);
   const auto& [dinput, dweight, dbias] = found;
   const auto [first, transposed, last] = contiguous(LinearBackward{dinput, dweight.t(), dbias});
   return {first, transposed.t(), last};

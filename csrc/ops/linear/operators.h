@@ -1,4 +1,4 @@
-// linear: a product with its bias and activation. Formulas and shapes:
+// Declares linear's operators: a matmul with its bias and activation. Formulas and shapes:
 // fusedops/functional/linear.py.
 //
 // z = input weight^T + bias, y = activation(z). The kernel operators' tensors have one dtype.
@@ -53,8 +53,8 @@ struct LinearArguments {
   bool keeps_z() const { return keep_z && activation != Activation::none; }
 };
 
-// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]; dweight has the memory layout of
-// the weight, where there is one. Outputs that output_mask leaves out are undefined; dinput needs
+// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]. dweight has the weight's memory
+// layout, if the weight is given. Outputs that output_mask excludes are undefined. dinput needs
 // weight, dweight needs input, an activation needs z.
 using LinearBackward = std::tuple<Tensor, Tensor, Tensor>;
 struct LinearBackwardArguments {
@@ -76,15 +76,15 @@ LinearBackward linear_backward_outputs(const LinearBackwardArguments& a);
 
 // Whether a weight is transposed in memory, as Conv1D's is: a gradient with the same layout is
 // accumulated without a copy.
-bool lies_across(const OptionalTensor& weight);
+bool is_transposed(const OptionalTensor& weight);
 
 // composite.cpp: the same in ATen calls, differentiable to any order.
 
 Tensor as_rows(const Tensor& t);  // [rows, t's last dimension]
 
 Tensor activate(const Tensor& z, Activation activation);
-// activation'(z) dy, the gradient of z, plus the gradient that reaches z itself in a double
-// backward. Either may be undefined.
+// Returns z's gradient: activation'(z) dy, plus dz, z's own gradient in a double backward. dy or dz
+// may be undefined.
 Tensor gradient_of_z(const Tensor& dy, const Tensor& dz, const OptionalTensor& z,
                      Activation activation);
 LinearForward linear_forward_composite(const LinearArguments& a);

@@ -13,7 +13,7 @@ constexpr const char* kBackward = "linear_backward";
 
 }  // namespace
 
-bool lies_across(const OptionalTensor& weight) {
+bool is_transposed(const OptionalTensor& weight) {
   return given(weight) && weight->dim() == 2 && !weight->is_contiguous() &&
          weight->t().is_contiguous();
 }
@@ -62,8 +62,8 @@ LinearBackward linear_backward_outputs(const LinearBackwardArguments& a) {
     check_like(kBackward, "input", *input, "dy", dy);
     const auto depth = input->sym_size(-1);
     check_shape(kBackward, "input", *input, with_last(dy, depth));
-    dweight = lies_across(weight) ? at::empty_symint({depth, columns}, dy.options()).t()
-                                  : at::empty_symint({columns, depth}, dy.options());
+    dweight = is_transposed(weight) ? at::empty_symint({depth, columns}, dy.options()).t()
+                                    : at::empty_symint({columns, depth}, dy.options());
   }
   if (output_mask[2]) dbias = at::empty_symint({columns}, dy.options());
   return {dinput, dweight, dbias};

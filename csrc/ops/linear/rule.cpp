@@ -33,7 +33,7 @@ bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int6
 
 bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool trains) {
   if (always) return true;
-  if (!input.is_cpu()) return activates && !trains;  // an epilogue of cuBLASLt
+  if (!input.is_cpu()) return activates && !trains;  // cuBLASLt's epilogue
   if (activates || trains) return true;
   if (input.scalar_type() != at::kFloat || weight.dim() != 2) return false;
   if (weight.layout() != at::kStrided) return false;

@@ -1,4 +1,4 @@
-// The public operators: schema, autograd, and the choice between kernels and ATen calls.
+// The norm family's public operators: schemas, autograd, and the choice of kernel.
 
 #include <ATen/Functions.h>
 
@@ -29,7 +29,7 @@ struct NormNode {
     return std::tie(a.dims, a.eps, a.kind, a.offset, a.dropout_p, a.add);
   }
 
-  // grads: of y and, with a residual, of h.
+  // grads: the gradients of y and, with a residual, of h.
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 4> wanted) const {
     const auto dh = add ? optional(grads[1]) : std::nullopt;
     const bool drops = dropout_p > 0, through = grads[0].defined();
@@ -123,9 +123,9 @@ bool is_narrow(const Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
 }
 
-// Under CUDA autocast a norm runs in float32, as torch's layer_norm and rms_norm do there. An
-// RMSNorm that torch does not have (llama's rounding, Gemma's offset) leaves casts to the model's
-// own lines. CPU autocast has no rule for norms, in torch and here.
+// Under CUDA autocast a norm runs in float32, like torch's layer_norm and rms_norm. RMSNorms that
+// torch lacks (llama's rounding, Gemma's offset) are not cast; the model's own code does that. CPU
+// autocast has no rule for norms, in torch or here.
 struct InFloat32 {
   static constexpr bool kCudaOnly = true;
 
@@ -154,7 +154,7 @@ struct InFloat32 {
     if (!kAdds<Arguments> && is_narrow(input)) input = input.to(at::kFloat);
   }
 
-  // A sum in 16 bits is normalised again, in float32.
+  // Normalizes a 16-bit sum again, in float32.
   template <class Arguments>
   static void finish(std::tuple<Tensor, Tensor>& outputs, const Arguments& args) {
     auto& [y, h] = outputs;

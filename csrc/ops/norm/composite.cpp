@@ -78,7 +78,7 @@ NormComposite norm_composite(const NormForwardArguments& a) {
   const auto h =
       given(a.residual) ? *a.residual + norm_dropout(a.x, a.dropout_p, a.seed, a.dims) : a.x;
   const auto base = norm_base_dtype(a.x, h.scalar_type(), a.weight);
-  const auto acc = norm_accumulator(h);  // once, or the backward would round its parts apart
+  const auto acc = norm_accumulator(h);  // only once: the backward would round its parts separately
   const auto accumulation = acc.scalar_type();
   const auto [mean, rstd] = norm_statistics(acc, a.dims, a.eps, a.kind);
   auto y = (mean.defined() ? acc - mean : acc) * rstd;

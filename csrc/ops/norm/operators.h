@@ -1,5 +1,5 @@
-// The norm family: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and shapes:
-// fusedops/functional/norm.py.
+// Declares the norm operators: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and
+// shapes: fusedops/functional/norm.py.
 //
 // The four share one pair of kernel operators, norm_forward and norm_backward, in which the
 // residual, the weight, the bias and the dropout are optional: a backend implements two functions.
@@ -79,7 +79,7 @@ void norm_check(const NormForwardArguments& a);
 NormForward norm_outputs(const NormForwardArguments& a);
 NormBackward norm_backward_outputs(const NormBackwardArguments& a);
 
-// The dtype to which y is rounded, before rms_llama's product may promote it.
+// Returns the dtype to which y is rounded, before rms_llama's multiplication may promote it.
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
 
 // rows.cpp: builds the kernels' arguments.
@@ -91,7 +91,7 @@ struct NormForwardTensors {
   const NormForwardArguments& a;
   const NormForward& outputs;
   int64_t rows, n;
-  Rows x, residual;  // residual in h's dtype; x again without one
+  Rows x, residual;  // residual in h's dtype; equal to x if there is none
 
   void describe(NormForwardRows& args) const;
 };
@@ -104,7 +104,7 @@ struct NormBackwardTensors {
   const NormBackwardArguments& a;
   const NormBackward& outputs;
   int64_t rows, n;
-  Rows dy, dh, h;  // dh in h's dtype; h again without one
+  Rows dy, dh, h;  // dh in h's dtype; equal to h if there is none
 
   void describe(NormBackwardRows& args) const;
 };

@@ -49,7 +49,7 @@ void check_like_h(const char* name, const Tensor& t, const Tensor& h) {
               h.sym_sizes(), " like h, got ", describe(t));
 }
 
-// [rows] of a tensor whose last `dims` axes are normalised
+// Returns the number of rows of a tensor whose last `dims` axes are normalized.
 c10::SymInt row_count(const Tensor& x, int64_t dims) {
   c10::SymInt rows = 1;
   for (int64_t i = 0; i < x.dim() - dims; ++i) rows = rows * x.sym_size(i);

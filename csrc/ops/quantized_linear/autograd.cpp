@@ -1,4 +1,4 @@
-// The public operator: schema, autograd and autocast.
+// quantized_linear's public operator: schema, autograd and autocast.
 
 #include <ATen/Functions.h>
 
@@ -28,7 +28,7 @@ struct QuantizedLinearNode {
 
   static auto fields(auto& a) { return std::tie(a.layout, a.activation, a.compute); }
 
-  // grads: of y and, in a double backward, of z.
+  // grads: the gradients of y and, in a double backward, of z.
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(2);

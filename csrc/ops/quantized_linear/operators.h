@@ -2,7 +2,7 @@
 // and shapes: fusedops/functional/quantized_linear.py.
 //
 // z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. With Compute::any
-// the backend chooses: operands rounded to bfloat16 or to less, sums in float32.
+// the backend chooses the operands' dtype: bfloat16 or more accurate. Sums are float32.
 #pragma once
 
 #include <array>
@@ -153,7 +153,7 @@ Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype);
 // z, in x's dtype
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
                          const OptionalTensor& bias, InputFormat input_format, Compute compute);
-// The gradients of x and bias that follow from z's.
+// Returns the gradients of x and bias, from z's.
 QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
                                       Compute compute, std::array<bool, 2> output_mask);
 

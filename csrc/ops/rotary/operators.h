@@ -1,4 +1,5 @@
-// The rotary embedding of q and k. Formulas and shapes: fusedops/functional/rotary.py.
+// Declares the rotary embedding's operators, for q and k together. Formulas and shapes:
+// fusedops/functional/rotary.py.
 //
 // The backward is the transposed rotation of the gradients, so it uses the same kernel.
 #pragma once
@@ -46,7 +47,7 @@ struct RotaryBackward {
 
 // outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
-// Raises where q and k cannot be rotated.
+// Raises if q and k cannot be rotated.
 void rotary_check(const RotaryForward& a);
 RotaryPair rotary_outputs(const RotaryForward& a);
 RotaryPair rotary_backward_outputs(const RotaryBackward& a);
@@ -54,10 +55,10 @@ RotaryPair rotary_backward_outputs(const RotaryBackward& a);
 // Whether the kernels take q and k: they broadcast cos over q and k, but not q and k over cos.
 bool rotary_has_kernel(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table);
 
-// The dtype of a rotated x.
+// Returns the dtype of x after rotation.
 c10::ScalarType rotary_dtype(c10::ScalarType x, const RotaryTable& table);
 
-// The dimension of x that cos, unsqueezed, is broadcast over.
+// Returns the dimension of x over which cos is broadcast after unsqueezing.
 int64_t rotary_head_dim(const Tensor& x, const RotaryTable& table);
 
 // rows.cpp: builds the kernels' arguments.

@@ -1,4 +1,4 @@
-"""FLOP formulas for fusedops' operators, for torch's flop counter. A file for each family.
+"""FLOP formulas for torch's flop counter, one file per operator family.
 
 Imported after torch.utils.flop_counter (see AFTER_IMPORT), so FlopCounterMode and every tool that
 reads its table count our operators. The conventions are torch's:

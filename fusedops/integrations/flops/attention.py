@@ -1,4 +1,4 @@
-"""attention's FLOP formulas, and the formulas of torch's fused attention on CPUs."""
+"""FLOP formulas of attention, and of torch's fused attention on CPUs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod

@@ -1,4 +1,4 @@
-"""linear_cross_entropy's FLOP formulas."""
+"""FLOP formulas of linear_cross_entropy, for torch's flop counter."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""linear's FLOP formulas."""
+"""FLOP formulas of linear, for torch's flop counter."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""quantized_linear's FLOP formulas."""
+"""FLOP formulas of quantized_linear, for torch's flop counter."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""QuantizedLinear: torch.nn.Linear with a 4- or 8-bit weight."""
+"""Defines QuantizedLinear: torch.nn.Linear with a 4- or 8-bit weight."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The view that `QuantizedLinear.weight` returns: reads dequantize, writes re-quantize."""
+"""`QuantizedLinear.weight`, a view: reading dequantizes, writing re-quantizes."""
 
 from typing import TYPE_CHECKING, Any
 

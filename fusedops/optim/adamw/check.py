@@ -1,4 +1,4 @@
-"""Checks a loaded state's entries; raises Misfit for a wrong one."""
+"""Checks the entries of an AdamW state that is loaded."""
 
 import math
 from numbers import Real

@@ -1,4 +1,4 @@
-"""Checks and converts all loaded states before `load_state_dict` changes anything.
+"""AdamW's load_state_dict: checks and converts all states before it changes any.
 
 torch's `load_state_dict` would cast every state to its parameter's dtype. `prepare` runs as its
 last pre-hook and wraps finished states in `Prepared`, which torch's loading does not change. So an

@@ -1,4 +1,4 @@
-"""Offloading: keeps GPU parameters' states on the host and steps them on the CPU.
+"""AdamW's offloading: GPU parameters' states stay and step on the CPU.
 
 A side stream copies a chunk's parameters and gradients to the host. The CPU steps the chunk, and
 another stream copies the parameters back, so that both directions of the bus and the CPU work at

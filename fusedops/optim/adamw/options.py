@@ -1,4 +1,4 @@
-"""Checks AdamW's options: ours on construction and load, torch's on load."""
+"""Checks AdamW's options, on construction and on load."""
 
 import math
 from typing import Any

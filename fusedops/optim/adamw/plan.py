@@ -1,4 +1,4 @@
-"""The step's plan: which kernel steps each parameter, cached while nothing changes."""
+"""AdamW's step plan: which kernel steps each parameter, cached between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One parameter's optimizer state: creates it and converts its format.
+"""Creates and converts one parameter's AdamW state.
 
 `step` float32 []; `exp_avg` and `exp_avg_sq` in the parameter's shape, as float32, bfloat16, or
 int8 and uint8 codes with `exp_avg_scale` and `exp_avg_sq_scale` (float32, one per 256 elements);

@@ -1,4 +1,4 @@
-"""`_fusedops`, the one attribute that patch adds to modules.
+"""Defines `_fusedops`, the one attribute that patch adds to modules.
 
 A fused class holds its `FusedState` as the class attribute `_fusedops`, which all modules of the
 class share. Nothing of it is in a state dict or in a pickle.

@@ -1,4 +1,4 @@
-"""What a module's code computes and depends on: runs it in isolation, and reads it.
+"""Runs and reads a module's code to find what it computes.
 
 A run shows what the code computes for some inputs. Reading it shows which attributes it reads and
 whether it sets any, so how far the run's result goes.

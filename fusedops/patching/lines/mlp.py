@@ -1,4 +1,4 @@
-"""MLP sites: an activation of one tensor times another, in one pass over both.
+"""Fuses gated MLPs: an activation of one tensor times another.
 
     self.act(self.gate(x)) * self.up(x)        _fusedops_gated(self, self.act, gate=self.gate(x),
                                                                up=self.up(x))

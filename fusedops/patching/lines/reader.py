@@ -1,4 +1,4 @@
-"""Reads a forward's tree: its statements, and which submodule or torch function a call runs."""
+"""Reads a forward's syntax tree: its statements, and what each call runs."""
 
 import ast
 import copy

@@ -1,4 +1,4 @@
-"""The transformers APIs that patch relies on, and whether they still exist.
+"""Checks that the transformers APIs that patch relies on still exist.
 
 No version is pinned: a newer transformers works as long as these names exist and take these
 arguments. If one is missing, the sites of its kind are skipped, and the report names it.

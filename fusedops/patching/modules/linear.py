@@ -1,4 +1,4 @@
-"""Linear sites: nn.Linear, and modules that compute the same, like transformers' Conv1D."""
+"""Finds linear sites: nn.Linear, and modules that compute the same."""
 
 import functools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""attention_backward: gradients of queries, then of keys and values, in two kernels.
+"""Triton attention's backward: gradients of queries, then of keys and values.
 
 Both kernels recompute the scores, so the backward has seven matmuls and the forward two. With
 atomics, five would be enough. A bias's gradient is the scores' gradient, summed to the bias's

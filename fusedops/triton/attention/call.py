@@ -1,4 +1,4 @@
-"""The arguments, tile sizes and compile options of an attention call's launches.
+"""Triton attention's launch settings: arguments, tile sizes, compile options.
 
 Loads use plain pointers, which work with any strides and any alignment. Descriptors need 16-byte
 alignment and certain strides, and would require a second code path.

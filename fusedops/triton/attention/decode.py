@@ -1,4 +1,4 @@
-"""Few queries over many keys, as in generation: split keys, joined results.
+"""Triton attention for few queries over many keys, as in generation.
 
 A block's rows are the queries of all heads that share k and v, which are then read once. If that
 gives too few programs to fill a GPU, the keys are split among several programs, and a second kernel

@@ -1,4 +1,4 @@
-"""attention_forward: one program per block of M queries loops over tiles of N keys.
+"""Triton attention's forward: one program per block of M queries.
 
 Tiles at the edges of the visible keys come first, with masks. Tiles that all queries see need no
 mask.

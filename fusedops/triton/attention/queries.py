@@ -1,4 +1,4 @@
-"""The backward's first kernel: per-row values of the scores, and the queries' gradient.
+"""Triton attention's first backward kernel: per-row values and queries' gradient.
 
 A program owns a block of M queries of one head and loops over the tiles of N keys that they see, as
 in the forward. It stores base, share and delta of each row for the keys' gradients: a probability

@@ -1,4 +1,4 @@
-"""Computes the gradient of a row's logits.
+"""Triton cross entropy: computes the gradient of a row's logits.
 
 The target's gradient is computed in float64, because p_t may be near 1. All other columns need only
 the row's lse and factors.

@@ -1,4 +1,4 @@
-"""The cross-entropy kernels: one program per row, or per row of a stripe (linear.py).
+"""Triton cross-entropy kernels: one program per row of logits.
 
 Global traffic is the minimum: the forward reads the logits once; the backward reads them and writes
 the gradient once. A forward that computes the gradient walks over the row, then back, starting with

@@ -1,4 +1,4 @@
-"""cross_entropy_forward and _backward, and the launches that linear.py shares.
+"""Triton cross_entropy's launchers, and the launches that linear.py shares.
 
 One program per row. Two launches forward, one backward. A forward that computes the gradients of
 "mean" must know the total of all targets first, in a third launch. Nothing is read back to the

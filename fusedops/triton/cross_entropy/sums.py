@@ -1,4 +1,4 @@
-"""Computes a row's largest z, and the sums that its loss needs.
+"""Triton cross entropy: a row's largest z, and its loss's sums.
 
 Each thread keeps the largest z of its own columns and the sum of exp(z - largest), so threads
 synchronise once per row, not once per tile.

@@ -1,4 +1,4 @@
-"""Helpers of the cross-entropy kernels: tiles, parts of a row, logits to z.
+"""Triton cross-entropy helpers: tiles, parts of a row, logits to z.
 
 A tile is [UNROLL, LANES, VECTOR] columns of one row. Each thread has VECTOR columns (16 bytes of
 logits or gradient) at a time; LANES is the number of threads. So a maximum or sum over the first

@@ -1,4 +1,4 @@
-"""Helpers for both norm kernels: a program's tile, weight and bias loads, normalizing."""
+"""Triton norm helpers: a program's tile, weight and bias loads, normalization."""
 
 import functools
 

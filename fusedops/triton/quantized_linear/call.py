@@ -1,4 +1,4 @@
-"""Helpers for the launches: the weight's tensors, operand dtypes and tile sizes."""
+"""Triton quantized_linear's launch settings: weight tensors, operand dtypes, tile sizes."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Finishes a matmul: joins parts, and applies row scales, bias and activation."""
+"""Triton quantized_linear: applies row scales, bias and activation after the matmul."""
 
 import triton
 import triton.language as tl

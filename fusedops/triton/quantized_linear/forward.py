@@ -1,4 +1,4 @@
-"""quantized_linear_forward: y from x and the weight's codes.
+"""Triton quantized_linear's forward: y from x and the weight's codes.
 
 A program computes N columns of y for M rows of x, and loops over K. The columns of y are the
 weight's rows. The weight is the first operand of the dot, so that its values stay in the registers

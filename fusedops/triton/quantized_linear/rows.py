@@ -1,4 +1,4 @@
-"""Prepares rows of x for the matmul: as bfloat16, or as 8-bit codes.
+"""Triton quantized_linear: prepares rows of x as bfloat16 or 8-bit codes.
 
 Rows start at whole vectors. A row's codes are scaled so that its largest element has the largest
 code. One program handles a row of codes. It reads the row twice, the second time mostly from a

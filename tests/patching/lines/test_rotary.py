@@ -1,4 +1,4 @@
-"""patch on rotary embeddings: recognised functions, rejected ones, and their calls."""
+"""patch recognises rotary functions, rejects look-alikes, and keeps their calls working."""
 
 import importlib
 import types

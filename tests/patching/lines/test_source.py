@@ -1,4 +1,4 @@
-"""Rewriting a forward's source: what is preserved, and what is refused."""
+"""Rewriting a forward's source keeps what it must and refuses the rest."""
 
 import functools
 import importlib.util

@@ -1,4 +1,4 @@
-"""patch(attention=True): transformers models whose attention runs `attention`."""
+"""patch(attention=True) makes transformers models run `attention`, with equal results."""
 
 import copy
 import io

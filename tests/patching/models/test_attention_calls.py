@@ -1,4 +1,4 @@
-"""attention_forward, which transformers calls; and which models are skipped and why."""
+"""Tests attention_forward, which transformers calls, and which models are skipped."""
 
 import importlib
 import logging

@@ -1,4 +1,4 @@
-"""patch's loss with PEFT, accelerate, Trainer, DDP, FSDP2 and ZeRO-3."""
+"""patch's fused loss works with PEFT, accelerate, Trainer, DDP, FSDP2 and ZeRO-3."""
 
 import importlib.util
 import subprocess

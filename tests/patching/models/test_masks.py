@@ -1,4 +1,4 @@
-"""Converting eager code's numeric masks to the form that `attention` takes."""
+"""Eager code's numeric masks are converted to the form that `attention` takes."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""patch on norms: what is recognised, and when the fused or the original forward runs."""
+"""patch recognises norms, and runs the fused or the original forward."""
 
 import copy
 import dataclasses

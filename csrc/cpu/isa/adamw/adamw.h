@@ -1,5 +1,5 @@
-// The loops of AdamW. Formulas: csrc/kernels/adamw.h and fusedops/functional/adamw.py; split and
-// memory traffic: csrc/cpu/adamw.cpp.
+// Declares AdamW's CPU loops. Formulas: csrc/kernels/adamw.h and fusedops/functional/adamw.py;
+// split and memory traffic: csrc/cpu/adamw.cpp.
 #pragma once
 
 #include "csrc/kernels/adamw.h"
@@ -9,8 +9,8 @@ namespace fusedops::cpu::adamw {
 
 using namespace fusedops::adamw;
 
-// A step of the blocks begin to end of a tensor. key: adamw_key; gradient_factor: what the
-// gradients are multiplied by, -1 in it where their sum grows.
+// Steps a tensor's blocks [begin, end). key: adamw_key; gradient_factor: multiplies the gradients;
+// negative for `maximize`.
 FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(adamw_blocks, const AdamWTensor& tensor, uint64_t key,
                                    const AdamWFactors& factors, float gradient_factor,
                                    int64_t begin, int64_t end)

@@ -10,12 +10,12 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-constexpr int64_t kPiece = 64 * kStep;  // that is summed in float32
+constexpr int64_t kPiece = 64 * kStep;  // elements summed in float32, before float64
 
 template <class T>
 void squares(const T* g, int64_t n, double* total) {
   for (int64_t first = 0; first < n; first += kPiece) {
-    Floats sums[2];  // two chains of sums, so that one need not wait for the other
+    Floats sums[2];  // two independent chains, so that additions overlap
     int turn = 0;
     each_step(n - first < kPiece ? n - first : kPiece, [&](int64_t i, auto part) {
       const auto v = live(load(g + first + i, part), part);

@@ -10,7 +10,7 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-// Every activation but ReLU is z S(z).
+// Every activation except ReLU is z S(z).
 template <class T, Activation kKind>
 FUSEDOPS_INLINE Gate gate_of(Vec z) {
   if constexpr (kKind == Activation::gelu) return normal<T>(z);
@@ -25,7 +25,7 @@ FUSEDOPS_INLINE Vec activated(Vec z) {
   return z * gate_of<T, kKind>(z).value;
 }
 
-// As torch has it, the slope of ReLU is 0 at 0 and 1 at a NaN.
+// Like in torch, ReLU's derivative is 0 at 0 and 1 at NaN.
 template <class T, Activation kKind>
 FUSEDOPS_INLINE Vec gradient(Vec dy, Vec z) {
   if constexpr (kKind == Activation::none) return dy;
@@ -39,7 +39,7 @@ T* row_or_null(void* p, int64_t offset) {
   return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
 }
 
-// z is rounded to T before the activation, as where it is a tensor.
+// Rounds z to T before the activation, as if z were stored in a tensor.
 template <class T, Activation kKind>
 void forward_rows(const ActivateRows& args, int64_t begin, int64_t end) {
   const T* const bias = static_cast<const T*>(args.bias);

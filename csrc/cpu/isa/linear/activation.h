@@ -10,9 +10,9 @@ namespace fusedops::cpu::linear {
 using namespace fusedops::linear;
 
 struct ActivateRows {
-  const void *product, *bias;         // [rows, n]; [n] or null
-  void *z, *y;                        // product + bias, or null; activation(product + bias)
-  int64_t n, product_stride, stride;  // stride: of z and y, which may be the product itself
+  const void *product, *bias;         // product: the matmul, [rows, n]; bias: [n] or null
+  void *z, *y;                        // z: product + bias, or null; y: activation(product + bias)
+  int64_t n, product_stride, stride;  // stride: of z and y, which may overwrite the product
   Dtype dtype;                        // of every tensor
   Activation activation;
 };

@@ -23,7 +23,7 @@ constexpr int kRows = 6;  // 12 sums in 16 registers
 constexpr int kLanes = Vec::size(), kColumns = 2 * kLanes;
 static_assert(kPanel % kColumns == 0 && kRows <= kStrip && kLanes <= kPanel);
 
-// GCC keeps arrays of these in registers, and arrays of at::vec's class in memory.
+// GCC keeps arrays of this type in registers, but arrays of at::vec's class in memory.
 using Lanes = float __attribute__((vector_size(sizeof(Vec)), aligned(4), may_alias));
 using Order = int32_t __attribute__((vector_size(sizeof(Vec))));
 
@@ -33,7 +33,7 @@ inline Lanes lanes(const float* p, int count) {
   return static_cast<Lanes>(static_cast<Register>(Vec::loadu(p, count)));
 }
 
-// c (+)= a b for kLive rows, with the panels a [depth, kRows] and b [depth, kColumns].
+// c = a b, or c += a b, for kLive rows of the panels a [depth, kRows] and b [depth, kColumns].
 template <int kLive>
 void tile(const float* a, const float* b, const ProductBlock& block, float* c, int columns) {
   const int64_t depth = block.depth, stride = block.c_stride;
@@ -70,8 +70,8 @@ Tile tile_of(int rows, std::integer_sequence<int, kFewer...>) {
   return tiles[rows - 1];
 }
 
-// Swaps, of each pair of rows kHalf apart, the blocks of kHalf that are not where the transpose has
-// them.
+// One step of a transpose: in each pair of rows kHalf apart, swaps the off-diagonal blocks of
+// kHalf elements.
 template <int kHalf>
 FUSEDOPS_INLINE void exchange(Lanes (&rows)[kLanes]) {
   Order low, high;
@@ -95,8 +95,8 @@ FUSEDOPS_INLINE void transpose(Lanes (&rows)[kLanes]) {
   exchange<1>(rows);
 }
 
-// A panel [depth, kWide] of `live` lines of x that are `stride` apart; the rest is zeros. A store
-// runs over into what the next one writes.
+// Packs `live` lines of x, `stride` apart, into a panel [depth, kWide], padded with zeros. A store
+// may run into the elements that the next store writes.
 template <int kWide>
 void pack_across(const float* x, int64_t stride, int live, int64_t depth, float* panel) {
   for (int64_t p = 0; p < depth; p += kLanes) {
@@ -129,8 +129,8 @@ inline void pack_step(const float* from, int live, float* to) {
   }
 }
 
-// Panels of lines that lie side by side: kDeep steps of depth at a time, or the lines of x and of
-// the panels, which are far apart, would push each other out of the cache.
+// Packs adjacent lines into panels, kDeep steps of depth at a time. With more, the lines of x and
+// of the panels, which are far apart, would evict each other from the cache.
 template <int kWide>
 void pack_along(const float* x, int64_t stride, int64_t lines, int64_t depth, float* panels) {
   constexpr int64_t kDeep = 16;
@@ -145,7 +145,7 @@ void pack_along(const float* x, int64_t stride, int64_t lines, int64_t depth, fl
   }
 }
 
-// `lines` lines of x, line_stride apart, each of `depth` elements that are depth_stride apart.
+// Packs `lines` lines of x, line_stride apart, each with `depth` elements, depth_stride apart.
 template <int kWide>
 void pack(const float* x, int64_t line_stride, int64_t depth_stride, int64_t lines, int64_t depth,
           float* panels) {

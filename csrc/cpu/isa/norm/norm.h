@@ -1,4 +1,4 @@
-// The row loops of the norm family. Formulas: fusedops/functional/norm.py; split and memory
+// Declares the norm family's CPU row loops. Formulas: fusedops/functional/norm.py; split and memory
 // traffic: csrc/cpu/norm.cpp.
 #pragma once
 

@@ -8,7 +8,7 @@ namespace fusedops::cpu::quantized_linear {
 
 using namespace fusedops::quantized_linear;
 
-// A weight [n, k] as the loops read it.
+// A quantized weight [n, k].
 struct Codes {
   const uint8_t* codes;
   const float* scales;
@@ -16,7 +16,7 @@ struct Codes {
   WeightFormat format;
   int64_t n, k, group_size;
 
-  // The byte of a code.
+  // Returns the byte that holds a code.
   const uint8_t* at(int64_t row, int64_t column) const {
     switch (format) {
       case WeightFormat::int4: return codes + row * ((k + 1) / 2) + column / 2;
@@ -35,8 +35,8 @@ constexpr int64_t size_of(Operand operand) {
   return operand == Operand::float32 ? 4 : operand == Operand::bfloat16 ? 2 : 1;
 }
 
-// Rows [row, row + rows) of a weight, columns [begin, end), to out [rows, ld]. scaled: as numbers,
-// else as codes, which a row's scale is left to. begin is a multiple of 2.
+// Decodes rows [row, row + rows) and columns [begin, end) of a weight to out [rows, ld]. If not
+// scaled, the caller applies each row's scale. begin is a multiple of 2.
 struct ReadCodes {
   int64_t row, rows, begin, end;
   void* out;
@@ -46,9 +46,9 @@ struct ReadCodes {
 };
 FUSEDOPS_ISA_FUNCTION(read_codes, const Codes& weight, const ReadCodes& args)
 
-// A row x [k], times `factors` where they are not null, with zeros behind it to `padded`. rounds:
-// where it is not none, x becomes codes, which times *step are x; a row that is not finite has a
-// step of NaN and codes of 0. sum: of codes of int8.
+// Converts a row x [k], times `factors` if not null, padded with zeros to `padded`. Unless `rounds`
+// is none, x becomes codes, with x = codes * *step; a row that is not finite gets a step of NaN and
+// codes of 0. sum: the sum of the int8 codes.
 struct ReadInput {
   const void* x;
   int64_t k, padded;

@@ -43,12 +43,12 @@ struct OfIntegers {
   static __m512i load_w(const int8_t* p) {
     return _mm512_xor_si512(load(p), _mm512_set1_epi8(-128));
   }
-  // vpdpbusd takes one operand without signs, which is w + 128.
+  // vpdpbusd takes one unsigned operand: w + 128.
   void add(__m512i x, __m512i w) { sums = _mm512_dpbusd_epi32(sums, w, x); }
 };
 #endif
 
-// The sums of each dot's lanes.
+// Returns each dot product's lane sum.
 template <class Dot, int kCount>
 FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kCount], typename Dot::Sum (&out)[kCount]) {
 #if defined(CPU_CAPABILITY_AVX512)

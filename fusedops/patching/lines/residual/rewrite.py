@@ -1,4 +1,4 @@
-"""Rewrites `h = a + b` and a norm of `h` into one call, in a forward's tree.
+"""Rewrites `h = a + b` and a norm of `h` into one call.
 
     hidden = residual + hidden              y, hidden = _fusedops_add_norm(
     residual = hidden                           self, residual, hidden, norm=self.norm)

@@ -1,4 +1,4 @@
-"""Residual sites: a layer's forward that adds two tensors and norms the sum."""
+"""Finds residual sites: forwards that add two tensors and norm the sum."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A causal model's loss without its logits, which are computed only if they are read.
+"""Fuses a causal model's loss, which then needs no logits.
 
 A head (`lm_head`) that is called in a forward with labels gives `LazyLogits`, and the model's loss
 function calls the head a second time, for the loss. Hooks on the head's call (those of FSDP and

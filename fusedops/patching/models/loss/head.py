@@ -1,4 +1,4 @@
-"""A head that may return lazy logits, and is called again to compute them or the loss.
+"""Patches a model's head so that it can return lazy logits.
 
 The loss, and the values if someone reads them, both come from a call to the head itself, so that
 the hooks of FSDP and ZeRO gather its weight. The second call carries a question, which the head's

@@ -1,4 +1,4 @@
-"""Loss sites: models that compute a loss from a head and labels."""
+"""Finds loss sites: models that compute a loss from a head and labels."""
 
 import functools
 import inspect

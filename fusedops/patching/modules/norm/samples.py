@@ -1,4 +1,4 @@
-"""The formulas that a norm can have, and a comparison of a module with them on random samples.
+"""Compares a module with each known norm formula on random samples.
 
 The compared module is a copy with its own random parameters. So modules on the meta device can be
 probed, and the model's state is neither read nor changed.

@@ -1,4 +1,4 @@
-"""Norm sites: leaf modules that compute layer_norm or rms_norm, whatever their name.
+"""Finds norm sites: leaf modules that compute layer_norm or rms_norm.
 
 A norm's parts are recognised by their names, and its formula by running it.
 """

@@ -1,4 +1,4 @@
-"""scaled_add against eager and torch.compile. Memory-bound: a copy's bandwidth is what matters."""
+"""scaled_add's benchmarks against eager and torch.compile. A copy's bandwidth is the limit."""
 
 from collections.abc import Sequence
 from dataclasses import replace

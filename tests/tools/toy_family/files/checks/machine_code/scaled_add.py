@@ -1,4 +1,4 @@
-"""Calls that reach both forms of the Triton scaled_add kernel."""
+"""Launches for checking the Triton scaled_add kernel's compiled code."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-// scaled_add on CPUs: the elements in one row, in pieces over threads.
+// scaled_add on CPUs: the elements as one row, split over threads.
 //
 // Memory traffic is the minimum: forward reads x and residual and writes y, backward reads dy and
 // writes dresidual. Tensors that are not contiguous are copied first.

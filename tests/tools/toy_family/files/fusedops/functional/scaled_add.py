@@ -1,4 +1,4 @@
-"""scaled_add: a sum with a scaled residual, in one pass over memory, and its reference."""
+"""scaled_add, a sum with a scaled residual, with its reference."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""ScaledAdd: scaled_add as a module without parameters."""
+"""The ScaledAdd module: scaled_add without parameters."""
 
 import torch
 from torch import Tensor

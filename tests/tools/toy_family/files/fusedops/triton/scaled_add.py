@@ -1,4 +1,4 @@
-"""Triton scaled_add: a program has BLOCK elements, which it reads once and writes once.
+"""Triton scaled_add: each program reads BLOCK elements once and writes them once.
 
 Formula: functional/scaled_add.py.
 """

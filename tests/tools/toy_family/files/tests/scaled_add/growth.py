@@ -1,4 +1,4 @@
-"""Growth subjects: the function and the module."""
+"""scaled_add's function and module for the memory-growth tests in tests/growth."""
 
 from growth.subject import BF16, ROWS, N, of, of_module, two
 

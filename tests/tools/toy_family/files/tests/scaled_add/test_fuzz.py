@@ -1,4 +1,4 @@
-"""Random scaled_add calls: the reference's result."""
+"""Random scaled_add calls match the reference."""
 
 from typing import Any
 

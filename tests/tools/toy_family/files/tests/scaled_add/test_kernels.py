@@ -1,4 +1,4 @@
-"""scaled_add on every backend."""
+"""scaled_add matches its reference on every backend."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""scaled_add in PyTorch: opcheck, autograd, functorch, compile, modules, errors."""
+"""scaled_add works in PyTorch: opcheck, autograd, functorch, compile, modules, errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-// One pass over the elements, with nothing stored on the way.
+// scaled_add on CPUs: one pass over the elements, nothing stored between.
 
 #include "csrc/cpu/isa/scaled_add.h"
 

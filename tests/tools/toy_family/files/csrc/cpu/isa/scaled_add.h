@@ -1,4 +1,4 @@
-// The loop of scaled_add. Split and memory traffic: csrc/cpu/scaled_add.cpp.
+// Declares scaled_add's CPU loops. Split and memory traffic: csrc/cpu/scaled_add.cpp.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The public operator: schema, autograd, and the choice between kernels and ATen calls.
+// scaled_add's public operator: schema, autograd, and the choice of kernel.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/scaled_add/operators.h"

@@ -1,4 +1,4 @@
-// scaled_add in ATen calls: what runs where no kernel does, and the double backward.
+// scaled_add in ATen calls: the fallback without a kernel, and double backward.
 
 #include <ATen/TensorOperators.h>
 

@@ -1,4 +1,5 @@
-// y = x + scale * residual. Shapes: fusedops/functional/scaled_add.py.
+// Declares scaled_add's operators: y = x + scale * residual. Shapes:
+// fusedops/functional/scaled_add.py.
 #pragma once
 
 #include "csrc/common.h"

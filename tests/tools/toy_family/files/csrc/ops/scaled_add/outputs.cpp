@@ -1,4 +1,4 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks scaled_add's arguments and allocates its kernels' outputs.
 
 #include "csrc/ops/checks.h"
 #include "csrc/ops/scaled_add/operators.h"
