@@ -264,7 +264,7 @@ def test_a_table_that_is_kept_follows_the_tensors(backend):
 
 
 def test_same_bits_in_any_company(backend):
-    """A tensor's step does not depend on the tensors beside it, nor on the number of threads."""
+    """A tensor's step does not depend on other tensors or on the thread count."""
     alone = step_of([(5000,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
     with_others = step_of([(5000,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
     others = step_of([(777,)] * 5, torch.bfloat16, "int8", STOCHASTIC, backend=backend)
@@ -327,7 +327,7 @@ def once(backend):
 
 
 def test_codes_come_back(backend):
-    """Encoding what codes stand for gives the codes, whatever the random bits."""
+    """Encoding decoded values gives the same codes, whatever the random bits."""
     once(backend)
     m = torch.arange(-127, 129).clamp(max=127).to(torch.int8)
     v = torch.arange(256).to(torch.uint8)

@@ -13,7 +13,7 @@ from fusedops.optim.adamw.state import SCALES, wide_moments
 
 
 def bits(state_dict):
-    """Everything in a state dict, comparable with ==."""
+    """Returns a state dict's content in a form that == compares bit by bit."""
     if isinstance(state_dict, torch.Tensor):
         t = state_dict.detach().contiguous()
         return t.dtype, t.shape, bytes(t.reshape(-1).view(torch.uint8).tolist())
@@ -23,7 +23,7 @@ def bits(state_dict):
 
 
 def everything(optimizer):
-    """Its state dict, parameters, hooks, and which objects the groups and the states are."""
+    """Returns the optimizer's state dict, parameters, hooks and object identities."""
     hooks = {name: list(value) for name, value in vars(optimizer).items() if "hooks" in name}
     objects = [id(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups)]
     objects += [id(t) for state in optimizer.state.values() for t in state.values()]
@@ -55,7 +55,7 @@ def test_a_corrupted_state_dict_changes_nothing(of):
 
 
 def bits_of_what_has_some(value):
-    """`bits` of a state dict in which anything may be."""
+    """Like `bits`, for a state dict that may contain any objects."""
     if isinstance(value, dict):
         return {key: bits_of_what_has_some(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

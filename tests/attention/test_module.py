@@ -26,7 +26,7 @@ PAIRS += [("float", "float")]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of the fused function."""
+    """Records the calls of the fused function."""
     run, made = attention.scaled_dot_product_attention, []
 
     def counted(*args, **kwargs):
@@ -38,7 +38,7 @@ def calls(monkeypatch):
 
 
 def twins(dtype=torch.float64, **options):
-    """Ours and torch's, with the same parameters."""
+    """Returns our module and torch's, with equal parameters."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(EMBED, HEADS, **options).to(dtype)
     for p in theirs.parameters():
@@ -56,7 +56,7 @@ def inputs(module, dtype=torch.float64, length=LENGTH, source=SOURCE):
 
 
 def same(ours, theirs, args, **kwargs):
-    """Outputs and gradients, of the inputs, the parameters and what else has one."""
+    """Asserts equal outputs, and equal gradients of inputs and parameters."""
     results = []
     for module in (ours, theirs):
         leaves = [a.detach().clone().requires_grad_() for a in args]

@@ -32,7 +32,7 @@ def build(model, dtype):
 
 
 def step(model):
-    """The fused sites and a step's tensors, by name."""
+    """Returns the fused sites and a step's tensors, by name."""
     report = fusedops.patch(model, verify={"input_ids": IDS})
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()

@@ -31,7 +31,7 @@ def batch(rank):
 
 
 def step(model, rank, of_logits=0.0):
-    """(outputs, what is differentiated)"""
+    """Returns the outputs and the tensor to differentiate."""
     outputs = model(input_ids=batch(rank), labels=batch(rank))
     if not of_logits:
         return outputs, outputs.loss
@@ -39,7 +39,7 @@ def step(model, rank, of_logits=0.0):
 
 
 def wanted(**how):
-    """The mean gradient over the ranks' batches."""
+    """Returns the mean gradient over the ranks' batches."""
     model = build(tie_word_embeddings=how.pop("tied", False))
     loss = sum(step(model, rank, **how)[1] for rank in range(RANKS)) / RANKS
     return gradients(model, loss)

@@ -204,7 +204,7 @@ def test_tritons_kernels_with_gradients(name):
 
 
 class kernels_counted(TorchDispatchMode):
-    """The calls of kernel operators."""
+    """Counts the calls of kernel operators."""
 
     def __enter__(self):
         super().__enter__()

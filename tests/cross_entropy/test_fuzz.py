@@ -83,7 +83,7 @@ OPTIONS = {
 
 @st.composite
 def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
-    """A call that the function's docstring allows."""
+    """Draws a call that the function's docstring allows."""
     dtype = draw(st.sampled_from(FLOATS))
     size = st.integers(1, 9) | st.sampled_from(SIZES)
     if op == "cross_entropy":
@@ -123,7 +123,7 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
-    """Invalid values to try in place of a valid one."""
+    """Returns invalid values to try in place of a valid one."""
     wrong = {
         "reduction": ["avg", "", "MEAN", None],
         "label_smoothing": [-0.1, 1.5, math.nan, "1"],
@@ -184,7 +184,7 @@ OF_TERMS = {"cross_entropy": loss_of_terms, "linear_cross_entropy": product_of_t
 
 
 def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Assert that what we give is as good as what the reference gives in the inputs' dtype.
+    """Asserts that `found` is as accurate as the reference in the inputs' dtype.
 
     Of a row that is ignored nothing is computed, where torch's gradient of a NaN is one.
     """

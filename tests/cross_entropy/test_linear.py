@@ -292,7 +292,7 @@ def test_a_scaled_float16_loss(backend, trained):
 
 
 class Masks(TorchDispatchMode):
-    """Which gradients the forwards are asked for."""
+    """Records which gradients each forward is asked to compute."""
 
     def __init__(self):
         super().__init__()

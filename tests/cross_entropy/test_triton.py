@@ -34,7 +34,7 @@ def on_device(*tensors):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Of 16 rows or classes."""
+    """Sets tiles of 16 rows or classes."""
     monkeypatch.setattr(linear, "tile_size", lambda device: 1)
     monkeypatch.setattr(linear, "LEAST", 16)
 
@@ -91,7 +91,7 @@ def test_outputs_are_those_of_the_meta_kernels(operator, reduction, made):
 
 
 class NeverWaits(TorchDispatchMode):
-    """Fails where the host would read what the device has computed."""
+    """Fails if the host reads a value that the device computed."""
 
     WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
 

@@ -34,7 +34,7 @@ TINY = {
 
 
 def llama(folder=None, **config):
-    """Saved in a folder, where one is given, with a state of biases that are not 0."""
+    """Returns a small Llama with nonzero biases, saved if a folder is given."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | config)).eval()
     with torch.no_grad():

@@ -50,7 +50,7 @@ def llama(kind="ForCausalLM", **more):
 
 
 def tokenizer():
-    """One token a character."""
+    """Returns a tokenizer with one token per character."""
     words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *map(chr, range(32, 127))])}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -119,7 +119,7 @@ def trainer(case, path, callbacks=()):
 
 
 def losses(run):
-    """The losses of the steps, and the names of the fused operators that ran."""
+    """Returns the steps' losses, and the names of the fused operators that ran."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run.train()
     ran = {

@@ -28,7 +28,7 @@ def tensors(args):
 
 
 def step(op, args, cotangent, **kwargs):
-    """Forward and backward of leaves; the outputs and the gradients."""
+    """Runs forward and backward; returns the outputs and the leaves' gradients."""
     outputs = FUNCTIONS[op](*args, **kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = torch.autograd.grad(outputs, tensors(args), [cotangent] * len(outputs))
@@ -96,7 +96,7 @@ def test_runs_where_its_tensors_are(op, backend):
 
 @pytest.fixture
 def memory():
-    """Gives back what torch keeps: other workers share the device."""
+    """Frees torch's cached memory, because other workers share the device."""
     torch.cuda.empty_cache()
     yield torch.cuda.get_device_properties().total_memory
     torch.cuda.empty_cache()

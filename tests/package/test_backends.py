@@ -20,7 +20,7 @@ from fusedops.functional import layer_norm
 
 
 def run(*args, **env):
-    """A Python process of its own: output and errors as one text, and whether it succeeded."""
+    """Runs a Python process; returns its output and errors, and whether it succeeded."""
     command = [sys.executable, *args]
     done = subprocess.run(
         command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -95,7 +95,7 @@ def test_environment_forces_a_backend():
 
 
 def kernel():
-    """Which kernel layer_norm runs on a CPU."""
+    """Returns the kernel that layer_norm runs on a CPU."""
     x = torch.ones(3, 8, requires_grad=True)
     return type(layer_norm(x, (8,)).grad_fn).__name__
 

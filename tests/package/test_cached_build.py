@@ -40,7 +40,7 @@ INFO = "from fusedops import extension as e; print(e._C.__file__, e.UNCOMPILED o
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """A folder with such a copy; nothing is compiled in it."""
+    """Returns a folder with a copy of the package, in which nothing is compiled."""
     folder = tmp_path_factory.mktemp("tiny")
     skipped = shutil.ignore_patterns("_C*", "__pycache__", "csrc")
     shutil.copytree(ROOT / "fusedops", folder / "fusedops", ignore=skipped)
@@ -70,7 +70,7 @@ def start(package, cache, *args, **changed):
 
 
 def run(package, cache, *args, **changed):
-    """The exit status, stdout and stderr."""
+    """Returns the exit status, stdout and stderr."""
     process = start(package, cache, *args, **changed)
     printed = process.communicate()
     return process.returncode, *printed
@@ -81,7 +81,7 @@ BUILD = ("-m", "fusedops", "build")
 
 @pytest.fixture(scope="module")
 def built(package, tmp_path_factory):
-    """The cache after a build, and the library in it."""
+    """Returns the cache after a build, and the library in it."""
     cache = tmp_path_factory.mktemp("cache")
     status, printed, errors = run(package, cache, *BUILD)
     assert status == 0, printed + errors
@@ -108,7 +108,7 @@ def test_nothing_else_is_left_behind(built):
 
 @pytest.fixture
 def script(tmp_path):
-    """The console script as pip writes it."""
+    """Returns the console script as pip writes it."""
     path = tmp_path / "fusedops"
     path.write_text("import sys\nfrom fusedops.__main__ import main\nsys.exit(main())\n")
     return str(path)
@@ -131,7 +131,7 @@ def test_the_command_in_the_message_runs(package, script, tmp_path):
 
 
 def copied(library, folder, **changes):
-    """A library and its record in another folder, where they are newer."""
+    """Copies a library and its record to another folder, where they are newer."""
     folder.mkdir(parents=True, exist_ok=True)
     record = json.loads(library.with_suffix(".json").read_text()) | changes
     to = folder / library.name
@@ -142,7 +142,7 @@ def copied(library, folder, **changes):
 
 @pytest.fixture
 def inside(package, built):
-    """The same library in the package's folder."""
+    """Copies the library to the package's folder."""
     yield copied(built[1], package / "fusedops")
     for path in (package / "fusedops").glob("_C*"):
         path.unlink()

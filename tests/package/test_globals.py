@@ -102,7 +102,7 @@ def changed():
 
 
 def tables(names):
-    """The tables behind names of modules and attributes: each is held under several."""
+    """Returns the global tables by module and attribute; several names share each."""
     return {name.replace("._global_mapping", "").rpartition(".")[2] for name in names}
 
 

@@ -24,7 +24,7 @@ SLOW = (
 
 
 def python(*args):
-    """A fresh interpreter's stdout and stderr."""
+    """Runs a new interpreter; returns its stdout and stderr."""
     run = subprocess.run([sys.executable, *args], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout, run.stderr
@@ -32,7 +32,7 @@ def python(*args):
 
 @pytest.fixture(scope="module")
 def added():
-    """The modules that `import fusedops` loads after `import torch`."""
+    """Returns the modules that `import fusedops` loads after `import torch`."""
     return json.loads(python("-c", ADDED)[0].splitlines()[-1])
 
 

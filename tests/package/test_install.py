@@ -25,7 +25,7 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the sources: building leaves files in it."""
+    """Returns a copy of the sources, because building leaves files."""
     folder = tmp_path_factory.mktemp("tree")
     for name in FILES:
         shutil.copy2(ROOT / name, folder)
