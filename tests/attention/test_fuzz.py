@@ -90,7 +90,7 @@ class Ends(Drawn):
 
 
 @st.composite
-def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
+def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
     """Draws a call that the function's docstring allows."""
     dtype, width, v_width, (heads, kv_heads) = (draw(s) for s in (DTYPES, WIDTHS, WIDTHS, HEADS))
     ours = op == "attention"
@@ -100,9 +100,9 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
         if varlen
         else draw(st.sampled_from([(2,), (1,), (3,)] * 4 + [(0,)] if ours else LEADS))
     )
-    most //= max(1, math.prod(lead) * heads * max(width, v_width))
-    queries = min(draw(LENGTHS), most)
-    keys = min(draw(LENGTHS), most // max(1, queries))
+    max_size //= max(1, math.prod(lead) * heads * max(width, v_width))
+    queries = min(draw(LENGTHS), max_size)
+    keys = min(draw(LENGTHS), max_size // max(1, queries))
     options: dict[str, Any] = {
         "scale": draw(SCALES) if width else 0.5,
         "dropout_p": draw(DROPOUTS),
@@ -208,8 +208,8 @@ def torchs_reference(
     whole = (*query.shape[:-1], key.shape[-2])
     bias = None if attn_mask is None else in_four(attn_mask.expand(whole))
     q, k, v = map(in_four, (query, key, value))
-    how = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "top_left": True}
-    out, _ = attention_reference(q, k, v, bias=bias, **how)
+    kwargs = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "top_left": True}
+    out, _ = attention_reference(q, k, v, bias=bias, **kwargs)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 

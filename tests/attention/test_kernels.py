@@ -55,23 +55,23 @@ def test_forward_and_gradients(backend, dtype, products, feature, shape):
     batch, q_heads, kv_heads, queries, keys, width = shape
     if interpreted(backend) and q_heads == 8:  # half the heads, as many to a group
         q_heads, kv_heads = 4, kv_heads // 2
-    how = options([feature] if feature else [], batch, q_heads, queries, keys)
+    kwargs = options([feature] if feature else [], batch, q_heads, queries, keys)
     qkv = heads(batch, q_heads, kv_heads, queries, keys, width, dtype=dtype)
-    compare(qkv, backend, **how)
+    compare(qkv, backend, **kwargs)
 
 
 @ON
 @pytest.mark.parametrize("feature", [None, *(name for name in FEATURES if name != "dropout")])
 def test_one_number(backend, feature):
-    qkv, how = (
+    qkv, kwargs = (
         on(backend, *heads(1, 1, 1, 1, 1, 8)),
         options([feature] if feature else [], 1, 1, 1, 1),
     )
-    how = {k: on(backend, v)[0] if isinstance(v, torch.Tensor) else v for k, v in how.items()}
+    kwargs = {k: on(backend, v)[0] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     cotangents = on(backend, drawn(4, 1, 1, 1, 8), drawn(5, 1, 1, 1))
     with fusedops.backend(backend), poisoned():
-        found = results(attention_and_lse, qkv, cotangents, **how)
-    expected = results(attention_reference, qkv, cotangents, **how)
+        found = results(attention_and_lse, qkv, cotangents, **kwargs)
+    expected = results(attention_reference, qkv, cotangents, **kwargs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
 
@@ -86,8 +86,8 @@ PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"mask", "bi
 def test_pairs_of_features(backend, dtype, products, pair, shape):
     skip_what_does_not_run(backend, dtype)
     batch, q_heads, _, queries, keys, _ = shape
-    how = options(pair, batch, q_heads, queries, keys)
-    compare(heads(*shape, dtype=dtype), backend, **how)
+    kwargs = options(pair, batch, q_heads, queries, keys)
+    compare(heads(*shape, dtype=dtype), backend, **kwargs)
 
 
 @ON
@@ -146,8 +146,8 @@ def test_queries_that_see_nothing(backend, queries, sinks):
     q, k, v = heads(2, 2, 1, queries, 30, 16)
     seen = drawn(6, 2, 1, queries, 30) > 0
     seen[0, 0, 1], seen[1] = False, False
-    how = {"sinks": drawn(7, 2)} if sinks else {}
-    compare((q, k, v), backend, bias=seen, **how)
+    kwargs = {"sinks": drawn(7, 2)} if sinks else {}
+    compare((q, k, v), backend, bias=seen, **kwargs)
     additive = torch.where(seen, 0.0, -torch.inf)
     q, k, v, additive = on(backend, q, k, v, additive)
     cotangents = on(backend, torch.ones(2, 2, queries, 16), torch.zeros(2, 2, queries))
@@ -167,15 +167,15 @@ def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
     bias = torch.zeros(queries, keys)
     bias[0], bias[1, 5:] = torch.finfo(F32).min, torch.finfo(F32).min
     bias, sink = on(backend, bias, torch.full((2,), torch.finfo(F32).min))
-    how = {"bias": bias} | ({"sinks": sink / 2} if sinks else {})
+    kwargs = {"bias": bias} | ({"sinks": sink / 2} if sinks else {})
     cotangents = on(backend, drawn(4, 1, 2, queries, 16), drawn(5, 1, 2, queries))
 
     def run(function, *leaves):
-        return results(function, leaves, cotangents, **how)
+        return results(function, leaves, cotangents, **kwargs)
 
     with fusedops.backend(backend), poisoned():
         found = run(attention_and_lse, *qkv)
-        plain = attention(*qkv, **how)
+        plain = attention(*qkv, **kwargs)
     torch.testing.assert_close(plain, found[0])
     if not sinks:
         torch.testing.assert_close(plain[0, :, 0], qkv[2].mean(2).expand(1, 2, -1)[0])
@@ -302,9 +302,9 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
         for t in args if bad else ():
             t[20:36] = torch.nan
         moved = on(backend, *args), on(backend, *cotangents)
-        given = dict(zip(how, on(backend, *how.values()), strict=True))
+        kwargs = dict(zip(how, on(backend, *how.values()), strict=True))
         with fusedops.backend(backend), poisoned():
-            out, lse, dq, dk, dv = results(attention_and_lse, *moved, **given)
+            out, lse, dq, dk, dv = results(attention_and_lse, *moved, **kwargs)
         runs.append((out[40:], lse[:, 40:], dq[40:], dk[60:], dv[60:]))
         assert out[:40].isnan().any() == bad
     assert all(map(torch.equal, *runs))
@@ -385,12 +385,12 @@ def test_threads_do_not_change_the_bits():
 def test_keys_split_among_threads():
     """The parts of a long cache, joined: with a window, a sink, a part that nobody sees."""
     q, k, v = heads(1, 2, 1, 2, 5000, 32)
-    for how in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}):
-        alone = attention(q, k, v, **how)
+    for kwargs in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}):
+        alone = attention(q, k, v, **kwargs)
         with threads(4):
-            split = attention(q, k, v, **how)
+            split = attention(q, k, v, **kwargs)
         assert torch.equal(split, alone)
-        torch.testing.assert_close(split, attention_reference(q, k, v, **how)[0])
+        torch.testing.assert_close(split, attention_reference(q, k, v, **kwargs)[0])
 
 
 def test_masks_have_no_gradient_and_scores_do():

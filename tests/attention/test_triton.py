@@ -56,5 +56,5 @@ def test_a_block_has_the_registers_that_it_may_use():
     for tiles in TILES.values():
         for table in tiles:
             for _, _, warps, _, *registers in table.values():
-                most = (registers or [255])[0]
-                assert most is None or (most + 1) * 32 * warps <= 65536
+                max_registers = (registers or [255])[0]
+                assert max_registers is None or (max_registers + 1) * 32 * warps <= 65536

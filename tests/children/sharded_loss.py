@@ -65,8 +65,8 @@ def ddp(rank):
         for static in (False, True):
             for of_logits in (0.0, 0.5):
                 model = patched(build())
-                how = {"find_unused_parameters": unused, "static_graph": static}
-                both = DistributedDataParallel(model, **how)
+                kwargs = {"find_unused_parameters": unused, "static_graph": static}
+                both = DistributedDataParallel(model, **kwargs)
                 for _ in range(2):
                     model.zero_grad()
                     outputs, loss = step(both, rank, of_logits)

@@ -82,14 +82,14 @@ OPTIONS = {
 
 
 @st.composite
-def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
+def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
     """Draws a call that the function's docstring allows."""
     dtype = draw(st.sampled_from(FLOATS))
     size = st.integers(1, 9) | st.sampled_from(SIZES)
     if op == "cross_entropy":
-        most = min(most, 32768)
-    classes = min(max(1, draw(size)), most)
-    rows = min(draw(size), most // classes)
+        max_size = min(max_size, 32768)
+    classes = min(max(1, draw(size)), max_size)
+    rows = min(draw(size), max_size // classes)
     tensors: dict[str, Any] = {}
     if op == "cross_entropy":
         shape: tuple[int, ...] = (rows,)
@@ -99,7 +99,7 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
         tensors["input"] = draw(drawn(whole, dtype))
     else:
         features = min(
-            draw(st.integers(0, 9) | st.sampled_from(SIZES)), most // (classes * max(1, rows))
+            draw(st.integers(0, 9) | st.sampled_from(SIZES)), max_size // (classes * max(1, rows))
         )
         shape = draw(st.sampled_from([(rows,), (1, rows), (rows, 1)]))
         tensors["input"] = draw(drawn((*shape, features), dtype))

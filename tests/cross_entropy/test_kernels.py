@@ -179,11 +179,11 @@ def test_gradients_in_the_forward(backend, dtype, options):
     """They are rounded before they are scaled, so the loss's own gradient is a power of two."""
     skip_what_does_not_run(backend, dtype)
     x, target = placed((logits(11, 1500, dtype), targets(11, 1500)), device_of(backend))
-    how = OPTIONS[options]
+    kwargs = OPTIONS[options]
 
     def run(function, x, cotangent, **more):
         leaf = x.clone().requires_grad_()
-        loss = function(leaf, target, **how, **more)
+        loss = function(leaf, target, **kwargs, **more)
         again = torch.autograd.grad(loss, leaf, torch.ones_like(loss), retain_graph=True)
         return *again, *torch.autograd.grad(loss, leaf, torch.full_like(loss, cotangent))
 

@@ -241,10 +241,10 @@ def test_targets_are_added_last(reduction):
 def test_a_mean_over_weights_of_zero(backend, label_smoothing):
     x, w, _ = head(6, 12, 40)
     x, w, target, of_class = placed((x, w, targets(6, 40), torch.zeros(40)), device_of(backend))
-    how = {"weight": of_class, "label_smoothing": label_smoothing}
+    kwargs = {"weight": of_class, "label_smoothing": label_smoothing}
     with fusedops.backend(backend):
-        loss = linear_cross_entropy(x, w, target, **how)
-    assert loss.isnan() and linear_cross_entropy_reference(x, w, target, **how).isnan()
+        loss = linear_cross_entropy(x, w, target, **kwargs)
+    assert loss.isnan() and linear_cross_entropy_reference(x, w, target, **kwargs).isnan()
 
 
 def test_a_target_that_is_no_class():

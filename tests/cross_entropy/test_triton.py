@@ -169,11 +169,11 @@ def loss_and_gradient(x, target, **how):
 @pytest.mark.parametrize("made", [False, True])
 def test_tiles(classes, dtype, made):
     args = logits(2, classes, dtype), targets(2, classes)
-    how = {"reduction": "sum", "grad_in_forward": made}
+    kwargs = {"reduction": "sum", "grad_in_forward": made}
     for more in ({}, {"label_smoothing": 0.1, "softcap": 20.0}):
         check(
-            of(cross_entropy, **how, **more),
-            of(cross_entropy_reference, **how, **more),
+            of(cross_entropy, **kwargs, **more),
+            of(cross_entropy_reference, **kwargs, **more),
             args,
             "triton",
         )
@@ -205,15 +205,17 @@ def test_the_parts_of_a_row(dtype):
             whole = logits(5, 40 + n % 2, dtype)
             weight = class_weight(n)
             args = whole[:, first : first + n], targets(5, n)
-            how = {"weight": weight, "label_smoothing": 0.2, "reduction": "none"}
-            check(of(cross_entropy, **how), of(cross_entropy_reference, **how), args, "triton")
+            kwargs = {"weight": weight, "label_smoothing": 0.2, "reduction": "none"}
+            check(
+                of(cross_entropy, **kwargs), of(cross_entropy_reference, **kwargs), args, "triton"
+            )
 
 
 def test_a_softcap_far_above_the_logits():
     """tanh keeps the digits of a small number."""
     args = logits(4, 5) / 100, targets(4, 5, ignored=False)
-    how = {"softcap": 50.0, "reduction": "none"}
-    check(of(cross_entropy, **how), of(cross_entropy_reference, **how), args, "triton")
+    kwargs = {"softcap": 50.0, "reduction": "none"}
+    check(of(cross_entropy, **kwargs), of(cross_entropy_reference, **kwargs), args, "triton")
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -254,10 +256,10 @@ def test_stripes_of_classes(dtype, options, last, small_tiles):
     x, w, b = head(6, 20, 40, dtype)
     b = b + torch.linspace(0, last, 40).to(dtype)
     target = torch.tensor([3, 15, 16, -100, 31, 39])
-    how = STRIPES[options] | {"weight": class_weight(40) if options == "all" else None}
+    kwargs = STRIPES[options] | {"weight": class_weight(40) if options == "all" else None}
 
     def with_bias(run):
-        return lambda x, w, t, b: of(run, linear_bias=b, **how)(x, w, t)
+        return lambda x, w, t, b: of(run, linear_bias=b, **kwargs)(x, w, t)
 
     pair = with_bias(linear_cross_entropy), with_bias(linear_cross_entropy_reference)
     check(*pair, (x, w, target, b), "triton")

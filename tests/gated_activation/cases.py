@@ -28,5 +28,5 @@ def inputs(shape, dtype, packed=False, up_dtype=None):
 
 
 def compare(kind, backend, args):
-    function, reference, how = KINDS[kind]
-    check(function, reference, args, backend, **how)
+    function, reference, kwargs = KINDS[kind]
+    check(function, reference, args, backend, **kwargs)

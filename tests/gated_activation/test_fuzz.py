@@ -40,10 +40,10 @@ def reference(op: str):
 
 
 @st.composite
-def calls(draw: st.DrawFn, op: str, most: int = 32768) -> Call:
+def calls(draw: st.DrawFn, op: str, max_size: int = 32768) -> Call:
     """Draws a call that the function's docstring allows."""
     packed = draw(st.booleans())
-    shape = draw(shapes(most).filter(len) if packed else shapes(most))
+    shape = draw(shapes(max_size).filter(len) if packed else shapes(max_size))
     dtypes = st.sampled_from(FLOATS)
     usual = draw(dtypes)
     up_dtype = usual if draw(st.integers(0, 2)) else draw(dtypes)

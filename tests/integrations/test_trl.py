@@ -106,7 +106,7 @@ def rloo(**more):
 
 
 def trainer(case, path, callbacks=()):
-    kind, config, model, given, arguments = case
+    kind, config, model, kwargs, arguments = case
     arguments = {
         **{"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "seed": 0},
         **{"logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no"},
@@ -114,7 +114,7 @@ def trainer(case, path, callbacks=()):
     }
     args = config(output_dir=str(path), **arguments)
     return kind(
-        model=model, args=args, processing_class=tokenizer(), callbacks=list(callbacks), **given
+        model=model, args=args, processing_class=tokenizer(), callbacks=list(callbacks), **kwargs
     )
 
 

@@ -39,11 +39,11 @@ MOST = 1 << 19  # multiply-adds
 
 
 @st.composite
-def calls(draw: st.DrawFn, most: int = MOST) -> Call:
+def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
     """Draws a call that the function's docstring allows."""
-    shape = draw(shapes(most // 256).filter(len))
+    shape = draw(shapes(max_size // 256).filter(len))
     dtype = draw(st.sampled_from(FLOATS))
-    widest = max(1, min(2000, most // max(1, math.prod(shape))))
+    widest = max(1, min(2000, max_size // max(1, math.prod(shape))))
     features = min(draw(st.integers(1, 9) | st.sampled_from(SIZES)), widest)
     arguments: dict[str, Any] = {
         "input": draw(drawn(shape, dtype)),

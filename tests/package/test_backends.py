@@ -38,8 +38,8 @@ def test_a_backend_that_cannot_run_says_why():
     with pytest.raises(RuntimeError, match="backend 'cuda' cannot run: torch finds no CUDA device"):
         fusedops.backend("cuda").__enter__()
     code = "import fusedops; fusedops.backend('triton').__enter__()"
-    said, succeeded = run("-c", code, TRITON_INTERPRET="0")
-    assert not succeeded and "set TRITON_INTERPRET=1 to run the interpreter" in said
+    message, succeeded = run("-c", code, TRITON_INTERPRET="0")
+    assert not succeeded and "set TRITON_INTERPRET=1 to run the interpreter" in message
 
 
 def test_the_cuda_kernels_are_tested_somewhere():
@@ -78,8 +78,8 @@ def test_report_names_every_operator_and_what_is_forced():
 
 
 def test_info_prints_the_report():
-    said, succeeded = run("-m", "fusedops", "info", FUSEDOPS_BACKEND="reference")
-    assert succeeded and "forced        reference" in said and "add_rms_norm" in said
+    message, succeeded = run("-m", "fusedops", "info", FUSEDOPS_BACKEND="reference")
+    assert succeeded and "forced        reference" in message and "add_rms_norm" in message
 
 
 def test_environment_forces_a_backend():
@@ -90,8 +90,8 @@ def test_environment_forces_a_backend():
     fused, _ = run("-c", code)
     reference, _ = run("-c", code, FUSEDOPS_BACKEND="reference")
     assert fused != reference
-    said, succeeded = run("-c", code, FUSEDOPS_BACKEND="nonsense")
-    assert not succeeded and "backend must be one of" in said
+    message, succeeded = run("-c", code, FUSEDOPS_BACKEND="nonsense")
+    assert not succeeded and "backend must be one of" in message
 
 
 def kernel():

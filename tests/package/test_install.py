@@ -51,8 +51,8 @@ def test_an_sdist_has_metadata_and_sources(tree, tmp_path):
     with tarfile.open(made(tree, "build_sdist", tmp_path)) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
         metadata = archive.extractfile(f"{archive.getnames()[0].partition('/')[0]}/PKG-INFO")
-        said = metadata.read().decode()
-    assert "Requires-Dist: torch>=2.11" in said and f"Version: {fusedops.__version__}" in said
+        message = metadata.read().decode()
+    assert "Requires-Dist: torch>=2.11" in message and f"Version: {fusedops.__version__}" in message
     assert {"csrc/python/python.cpp", "csrc/cpu/isa/vec.h", "fusedops/building.py"} <= {*names}
 
 

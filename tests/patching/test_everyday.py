@@ -89,13 +89,13 @@ def generated(model, given, **how):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
 def test_generate(name, search):
     side = None if "static" in search else "left"  # a mask says what causal would
-    model, given, how = build(name), batch(name, side), SEARCHES[search]
+    model, given, kwargs = build(name), batch(name, side), SEARCHES[search]
     if "words" in search:  # of one sequence alone
         given = {k: v[:1] for k, v in given.items()}
-    wanted = generated(model, given, **how)
+    wanted = generated(model, given, **kwargs)
     with patched(model):
-        assert torch.equal(generated(model, given, **how), wanted)
-    assert torch.equal(generated(model, given, **how), wanted)
+        assert torch.equal(generated(model, given, **kwargs), wanted)
+    assert torch.equal(generated(model, given, **kwargs), wanted)
 
 
 @pytest.mark.parametrize("whom", ["model", "assistant", "both"])
@@ -115,12 +115,12 @@ def test_assisted_generation(whom):
 @pytest.mark.parametrize("name", ALL)
 def test_padding(name, side):
     """Of padding, an output is what it may be: which tokens it sees is nobody's choice."""
-    model, given = build(name), batch(name, side)
-    shown = given["attention_mask"].bool() if name != "t5" else slice(None)
-    wanted, grads = model(**given).logits[shown], step(model, given)
+    model, kwargs = build(name), batch(name, side)
+    shown = kwargs["attention_mask"].bool() if name != "t5" else slice(None)
+    wanted, grads = model(**kwargs).logits[shown], step(model, kwargs)
     fuse(model)
-    close([model(**given).logits[shown]], [wanted])
-    close(step(model, given), grads)
+    close([model(**kwargs).logits[shown]], [wanted])
+    close(step(model, kwargs), grads)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -283,8 +283,8 @@ def test_a_cache_of_the_callers(name, kind):
     """Filled in pieces, by the patched and by the unpatched model in turn."""
     model, ids = build(name), batch(name)["input_ids"]
     wanted = outputs(model, {"input_ids": ids}, use_cache=False)[0]
-    how = {"max_cache_len": 16} if kind == "StaticCache" else {}
-    cache = getattr(transformers, kind)(config=model.config, **how)
+    kwargs = {"max_cache_len": 16} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, **kwargs)
     fuse(model)
     found = []
     for at, piece in enumerate(ids.split((4, 1, 3, 1), dim=1)):

@@ -258,8 +258,8 @@ def test_peft_merges_and_unmerges(format, safe, dtype, caplog):
     for _ in range(2):
         caplog.clear()
         model.merge_adapter(safe_merge=safe)
-        said = [text for text in caplog.messages if "re-quantized the assigned weight" in text]
-        assert len(said) == 4 and said[0].startswith("model.layers.0.self_attn.q_proj: ")
+        messages = [text for text in caplog.messages if "re-quantized the assigned weight" in text]
+        assert len(messages) == 4 and messages[0].startswith("model.layers.0.self_attn.q_proj: ")
         merged = model(input_ids=IDS).logits
         assert (merged - beside).norm() < 0.2 * (without - beside).norm()
         model.unmerge_adapter()

@@ -167,10 +167,10 @@ def test_cpus_read_nothing_past_the_end_of_a_weight(kind, k, features):
     ending = dataclasses.replace(weight, **moved)
     for rows, (input_format, compute) in product((1, 4, 20, 40), PRECISIONS):
         x = inputs((rows, k), features, torch.float32)[0].requires_grad_()
-        how = {"input_format": input_format, "compute": compute}
-        found = quantized_linear(x, ending, **how)
+        kwargs = {"input_format": input_format, "compute": compute}
+        found = quantized_linear(x, ending, **kwargs)
         found.sum().backward()
-        assert torch.equal(found, quantized_linear(x, weight, **how))
+        assert torch.equal(found, quantized_linear(x, weight, **kwargs))
 
 
 def at_the_end_of_memory(t):
@@ -290,9 +290,9 @@ def test_groups_of_int4_are_whole_bytes():
 @pytest.mark.parametrize("changed,error,message", ERRORS, ids=lambda e: str(e)[:20])
 def test_errors_say_what_was_wanted(changed, error, message):
     weight = quantized("int8", random_weight(4, 8))
-    given = {"x": torch.zeros(3, 8), "bias": None, **changed}
+    kwargs = {"x": torch.zeros(3, 8), "bias": None, **changed}
     with pytest.raises(error, match=message):
-        quantized_linear(given.pop("x"), weight, given.pop("bias"), **given)
+        quantized_linear(kwargs.pop("x"), weight, kwargs.pop("bias"), **kwargs)
 
 
 def test_integer_products_need_integers():

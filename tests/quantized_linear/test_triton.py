@@ -69,8 +69,10 @@ def test_any_number_of_parts(kind, monkeypatch):
     weight = quantized(kind, random_weight(9, 300))
     for parts in (2, 3, 7):
         monkeypatch.setattr(forward, "parts_of", lambda *_, parts=parts: parts)
-        for how in ({}, {"input_format": "int8"}, {"input_format": "fp8"}):
-            compare(weight, "triton", inputs((6, 300), 9, torch.float32), activation="silu", **how)
+        for kwargs in ({}, {"input_format": "int8"}, {"input_format": "fp8"}):
+            compare(
+                weight, "triton", inputs((6, 300), 9, torch.float32), activation="silu", **kwargs
+            )
 
 
 def test_parts_of_more_numbers_than_a_program_joins():

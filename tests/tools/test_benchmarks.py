@@ -221,8 +221,8 @@ def judged(operation):
 
 
 def test_another_order_of_sums_is_luck_in_one_draw_and_right_in_the_mean():
-    once, said = judged(products())
-    assert "max norm of the error" in once and "of 512 rows" in once and said is None
+    once, refused = judged(products())
+    assert "max norm of the error" in once and "of 512 rows" in once and refused is None
 
 
 def outer(seed):

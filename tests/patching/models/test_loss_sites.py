@@ -128,8 +128,10 @@ def as_transformers(function):
 
 
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    how = {"ignore_index": ignore_index, "label_smoothing": 0.1}
-    return nn.functional.cross_entropy(logits.float().view(-1, vocab_size), labels.view(-1), **how)
+    keywords = {"ignore_index": ignore_index, "label_smoothing": 0.1}
+    return nn.functional.cross_entropy(
+        logits.float().view(-1, vocab_size), labels.view(-1), **keywords
+    )
 
 
 def raises(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):

@@ -175,13 +175,13 @@ def test_models_that_are_eager(name, reads, calls):
     model = build(name)
     model.set_attn_implementation("eager")
     for side in (None, "left") if name != "whisper" else (None,):
-        given = batch(name, side)
-        want = model(**given).logits
-        shown = given["attention_mask"].bool() if side and name != "t5" else slice(None)
+        kwargs = batch(name, side)
+        want = model(**kwargs).logits
+        shown = kwargs["attention_mask"].bool() if side and name != "t5" else slice(None)
         patch(model, **ALONE)
         calls.clear()
         reads.reset_mock()
-        torch.testing.assert_close(model(**given).logits[shown], want[shown])
+        torch.testing.assert_close(model(**kwargs).logits[shown], want[shown])
         assert reads.call_count == READ.get((name, side), 1)
         kinds = {getattr(call["bias"], "dtype", None) for call in calls}
         assert kinds <= {None, torch.bool} or name == "t5"
@@ -197,14 +197,14 @@ READ |= {("bert", None): 0, ("t5", "left"): 3}
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_mask_says_what_is_causal(name, calls):
     """And not the module."""
-    model, given = build(name), batch(name)
+    model, kwargs = build(name), batch(name)
     model.set_attn_implementation("eager")
     masks_of = {True: numbers(triangle(9, 2)), False: torch.zeros(2, 1, 9, 9)}
-    wanted = [model(**given, attention_mask=mask).logits for mask in masks_of.values()]
+    wanted = [model(**kwargs, attention_mask=mask).logits for mask in masks_of.values()]
     patch(model, **ALONE)
     for (causal, mask), want in zip(masks_of.items(), wanted, strict=True):
         calls.clear()
-        torch.testing.assert_close(model(**given, attention_mask=mask).logits, want)
+        torch.testing.assert_close(model(**kwargs, attention_mask=mask).logits, want)
         assert [(call["causal"], call["bias"]) for call in calls] == [(causal, None)] * 2
 
 
