@@ -189,7 +189,7 @@ def broken_call(function: Callable, model: torch.nn.Module, norm: Any, error: An
 
 
 def around(norm: torch.nn.Module) -> torch.nn.Module:
-    """A model that patch has begun to fuse when it comes to the norm."""
+    """Returns a model that patch has begun to fuse when it comes to the norm."""
     return torch.nn.Sequential(torch.nn.LayerNorm(8), norm, torch.nn.Linear(8, 8))
 
 

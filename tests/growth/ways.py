@@ -367,10 +367,10 @@ class _SecondThread:
 
 
 def second_thread(subject: Subject, watch: Watch) -> Call:
-    """A new thread for every 25 calls. Every second backward runs in this thread instead.
+    """Runs the calls in new threads, 25 calls each.
 
-    MKL never forgets a thread that has multiplied. With a thread for each call its table would
-    double, and outgrow the limit, while we measure.
+    Every second backward runs in this thread instead. MKL never forgets a thread that has multiplied: with a
+    thread per call its table would double and exceed the limit during the measurement.
     """
     turns, thread = Turns([step, forward]), _SecondThread(25)
 

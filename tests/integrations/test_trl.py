@@ -89,7 +89,7 @@ def grpo(**more):
 
 
 def kto(**more):
-    """Every other completion is desirable: a batch has to have both."""
+    """Returns KTO's trainer and arguments. A batch needs desirable and undesirable completions."""
     keys = "chosen", "rejected"
     rows = [
         {"prompt": pair["prompt"], "completion": pair[keys[i % 2]], "label": i % 2 == 0}

@@ -45,7 +45,7 @@ def fuse(model, kinds=("norm", "residual", "linear", "attention")):
 
 
 def outputs(model, given, **how):
-    """Every tensor that a forward without gradients gives, flat."""
+    """Returns every tensor that a forward without gradients gives, flat."""
     with torch.no_grad():
         return list(tensors(model(**given, **how)))
 
@@ -61,7 +61,7 @@ def tensors(found):
 
 
 def step(model, given):
-    """The loss and the gradients of every parameter."""
+    """Returns the loss and the gradients of every parameter."""
     model.zero_grad()
     labels = given.get("decoder_input_ids", given["input_ids"])
     if (shown := given.get("attention_mask")) is not None and shown.shape == labels.shape:

@@ -88,7 +88,7 @@ def state(model):
 
 
 def thread():
-    """The settings that a skipped exit of a `with` block would leave changed."""
+    """Returns the settings that a skipped exit of a `with` block would leave changed."""
     casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
     depth = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
     modes = [*_get_current_function_mode_stack()], [*_get_current_dispatch_mode_stack()]

@@ -27,7 +27,7 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def always():
-    """Every threshold's result for small tensors."""
+    """Returns every threshold's result for small tensors."""
     q = torch.randn(1, 1, 8, 8)
     x, weight = torch.randn(4, 8), torch.randn(16, 8)
     return [

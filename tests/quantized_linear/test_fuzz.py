@@ -42,7 +42,7 @@ MOST = 1 << 18  # multiply-adds
 
 @st.composite
 def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
-    """A call that the function's docstring allows."""
+    """Draws a call that the function's docstring allows."""
     shape = draw(shapes(max_size // 256).filter(len))
     dtype = draw(st.sampled_from(FLOATS))
     widest = max(1, min(2000, max_size // max(1, math.prod(shape))))
@@ -79,7 +79,7 @@ def reference(x, qweight, bias=None, **how):
 
 
 def reordered(seed: int | None):
-    """The reference, with the terms of its sums in another order where there is a seed."""
+    """Returns the reference, with the terms of its sums in another order where there is a seed."""
 
     def run(x, qweight, bias=None, activation=None, input_format=None, compute=None):
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -99,7 +99,7 @@ def reordered(seed: int | None):
 
 
 def activated_by_torch(seed: int):
-    """The same with torch's activations, whose formulas cancel in their tails."""
+    """Returns the same with torch's activations, whose formulas cancel in their tails."""
 
     def run(x, qweight, bias=None, activation=None, **how):
         return TORCHS[activation](reordered(seed)(x, qweight, bias, **how))

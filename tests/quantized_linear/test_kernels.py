@@ -174,7 +174,7 @@ def test_cpus_read_nothing_past_the_end_of_a_weight(kind, k, features):
 
 
 def at_the_end_of_memory(t):
-    """The same numbers before a page that may not be read."""
+    """Returns equal numbers in memory before a page that may not be read."""
     size = -(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     held = mmap.mmap(-1, size + mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(held))

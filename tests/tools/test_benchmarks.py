@@ -30,7 +30,7 @@ def toy_inputs(shape, dtype, device):
 
 
 def toy(**contenders):
-    """An operation, y = 2 x, with contenders given as functions of x."""
+    """Returns an operation, y = 2 x, with contenders given as functions of x."""
     rows = {name: Contender(partial(partial, run)) for name, run in contenders.items()}
     return Operation("double", toy_inputs, double, lambda mode, x: 2 * x.nbytes, rows)
 
@@ -198,7 +198,7 @@ def product(grad, x, chains):
 
 
 def products(spoil=lambda result: result):
-    """A kernel of one chain and `spoil`, beside lines of two."""
+    """Returns a kernel of one chain and `spoil`, beside lines of two."""
 
     def inputs(shape, dtype, device):
         return tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
@@ -212,7 +212,7 @@ def products(spoil=lambda result: result):
 
 
 def judged(operation):
-    """The verdict from one draw, and from a whole run."""
+    """Returns the verdict from one draw, and from a whole run."""
     torch.manual_seed(0)
     inputs = operation.inputs((64, 512), torch.float32, CPU.device)
     answers = Answers(operation.reference, FORWARD, inputs)

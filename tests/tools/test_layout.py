@@ -203,7 +203,7 @@ def test_nothing_unknown_lies_on_a_floor(floor):
 
 
 def unit(module):
-    """The entry of PYTHON that a module belongs to: itself or a package that it lies in."""
+    """Returns the entry of PYTHON that a module belongs to: itself or a package that it lies in."""
     while module and not any(module in line for line in PYTHON):
         module = module.rpartition(".")[0]
     return module

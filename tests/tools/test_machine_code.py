@@ -31,7 +31,7 @@ def kernel(arch="sm_90a", demand=NOTHING, **facts) -> Compiled:
 
 
 def kernels_of(family):
-    """The names of the family's Triton kernels, from their files."""
+    """Returns the names of the family's Triton kernels, from their files."""
     place = nvcc.ROOT / "fusedops" / "triton" / family
     files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
     kernel = re.compile(r"@triton\.jit.*\ndef (\w+_kernel)\(")

@@ -15,7 +15,7 @@ from fusedops.toolchain import Torch
 
 @pytest.fixture
 def gpu_build(monkeypatch):
-    """A torch with CUDA 13.0 and an nvcc, whose release is the argument."""
+    """Returns a torch with CUDA 13.0 and an nvcc, whose release is the argument."""
     for name in ("FUSEDOPS_CUDA", "FUSEDOPS_SIMT"):
         monkeypatch.delenv(name, raising=False)
 

@@ -211,7 +211,7 @@ def use(monkeypatch, function):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The dtypes of q in calls of the fused function, once it is used in earnest."""
+    """Returns the dtypes of q in calls of the fused function, once it is used in earnest."""
     made, fused = [], rotary.rotary_embedding
 
     def counted(q, *args, **how):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("any_size")
 
 
 def outputs(model, name, side=None, **more):
-    """A model's outputs at positions that are not padding."""
+    """Returns a model's outputs at positions that are not padding."""
     kwargs = batch(name, side)
     out = model(**kwargs, **more)
     shown = kwargs.get("attention_mask")
@@ -62,7 +62,7 @@ def configs(model):
 
 
 def names(model):
-    """The implementation that the modules read."""
+    """Returns the implementation that the modules read."""
     return {config._attn_implementation for config in configs(model)}
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("any_size")
 
 
 def made(name, implementation="sdpa"):
-    """A model and a batch that it takes."""
+    """Returns a model and a batch that it takes."""
     if name == "vit":
         torch.manual_seed(0)
         model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT)).eval()
@@ -46,7 +46,7 @@ def fused(name, implementation="sdpa"):
 
 
 def configs(model):
-    """The model's config, those in it, and those of its submodels."""
+    """Yields the model's config, those in it, and those of its submodels."""
     yield from nested(model.config)
     models = (m for m in model.modules() if isinstance(m, transformers.PreTrainedModel))
     yield from (module.config for module in models)
@@ -60,7 +60,7 @@ def nested(config):
 
 
 def weights(outputs):
-    """The attention weights in a model's outputs, by their name."""
+    """Returns the attention weights in a model's outputs, by their name."""
     return {k: list(v) for k, v in outputs.items() if "attentions" in k and v is not None}
 
 

@@ -123,7 +123,7 @@ def test_a_foreign_helper_is_left(monkeypatch):
 
 
 def as_transformers(function):
-    """The function as if it stood in their module."""
+    """Returns the function as if it stood in their module."""
     return types.FunctionType(function.__code__, vars(loss_utils), None, function.__defaults__)
 
 

@@ -108,7 +108,7 @@ LEFT = [BothUsed, Between, Second]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The activations of the fused linears, in the order of their calls."""
+    """Returns the activations of the fused linears, in the order of their calls."""
     made = []
     for module in (epilogue, linears):
         run = module.linear
