@@ -122,7 +122,7 @@ def test_a_load_steps_as_from_a_clean_copy(of):
 
 
 def test_a_parameter_in_its_own_state():
-    """A step writes both."""
+    """The step writes to both."""
     optimizer, other = optimizer_of("float32"), optimizer_of("float32")
     states = [copy.deepcopy(o.state_dict()) for o in (optimizer, other)]
     states[0]["state"][0]["exp_avg"] = params_of(optimizer)[0].detach()
@@ -135,7 +135,7 @@ def test_a_parameter_in_its_own_state():
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "float64"])
 def test_sound_tensors_are_kept_as_torch_keeps_them(kind):
-    """Also views of one buffer, as files have them: copies would double the memory of a load."""
+    """Views of one file's buffer too: copies would double a load's memory."""
     optimizer, state_dict = optimizer_of(kind), copy.deepcopy(optimizer_of(kind).state_dict())
     first, last = (state_dict["state"][i] for i in (0, 2))
     buffer = torch.cat([last["exp_avg"].view(-1), first["exp_avg"]])

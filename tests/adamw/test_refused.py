@@ -123,7 +123,7 @@ def test_a_hook_that_raises_changes_nothing():
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_states_of_no_parameter_stay_as_they_are(kind):
-    """As torch's: a state that is not a parameter's is copied."""
+    """Like in torch, a state that belongs to no parameter is copied."""
     optimizer, tensor = optimizer_of(kind), torch.ones(3)
     state_dict = copy.deepcopy(optimizer.state_dict())
     state_dict["state"] |= {"ours": {"mine": tensor}, 99: {"exp_avg": tensor}}
@@ -164,7 +164,7 @@ def test_options_that_torch_steps_with_are_loaded(options, kind):
 
 
 def test_options_of_a_capturable_optimizer_are_loaded():
-    """torch steps such parameters on GPUs alone."""
+    """torch steps such parameters only on GPUs."""
     optimizer = optimizer_of("float32")
     state_dict = copy.deepcopy(optimizer.state_dict())
     for group in state_dict["param_groups"]:

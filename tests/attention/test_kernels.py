@@ -119,7 +119,7 @@ def test_values_of_another_width(backend, dtype, products):
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (3, 0)}, {"softcap": 3.0}])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_sequences(backend, how, index):
-    """Of different lengths, one without queries, one without keys, and tokens after the last."""
+    """Lengths differ; one has no queries, one no keys, and tokens follow the last one."""
     cu_q = torch.tensor([0, 20, 20, 27, 60], dtype=index)
     cu_k = torch.tensor([0, 31, 40, 40, 73], dtype=index)
     q, k, v = (t[0].transpose(0, 1) for t in heads(1, 4, 2, 64, 75, 32))
@@ -162,7 +162,7 @@ def test_queries_that_see_nothing(backend, queries, sinks):
 @pytest.mark.parametrize("queries,keys", [(2, 30), (40, 30), (2, 300)])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
-    """As masks are made for eager: a row with nothing else has the mean of v, and its gradients."""
+    """Eager masks use it: a row with no other bias gets the mean of v, and its gradients."""
     qkv = on(backend, *heads(1, 2, 1, queries, keys, 16))
     bias = torch.zeros(queries, keys)
     bias[0], bias[1, 5:] = torch.finfo(F32).min, torch.finfo(F32).min
@@ -186,7 +186,7 @@ def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
 @ON
 @pytest.mark.parametrize("width,v_width", [(0, 8), (8, 0), (0, 0)])
 def test_no_width(backend, width, v_width):
-    """Scores of 0, or outputs without a number."""
+    """With width 0, scores are 0 or outputs are empty."""
     qkv = on(backend, *heads(1, 2, 1, 3, 5, width, v_width=v_width))
     cotangents = on(backend, drawn(4, 1, 2, 3, v_width), drawn(5, 1, 2, 3))
     with fusedops.backend(backend), poisoned():
@@ -217,7 +217,7 @@ def test_empty(backend, shape):
 @ON
 @pytest.mark.parametrize("queries", [2, 40])
 def test_a_window_as_wide_as_numbers_go_is_open(backend, queries):
-    """No place in it overflows."""
+    """No position overflows."""
     qkv = heads(1, 4, 2, queries, 37, 16, dtype=torch.float32)
     widest = 2**63 - 1
     for window, same in (
@@ -273,7 +273,7 @@ def test_masks_of_all_shapes(backend, queries):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("queries", [2, 40, 130])
 def test_nan_and_inf(backend, value, queries):
-    """They stay in their rows, and reach what sees them."""
+    """They stay in their rows and reach every query that sees them."""
     q, k, v = heads(1, 2, 1, queries, 300 if queries == 2 else 50, 16)
     q[0, 1, 1, 3] = value
     q, k, v = on(backend, q, k, v)
@@ -290,7 +290,7 @@ def test_nan_and_inf(backend, value, queries):
 @ON
 @TILES
 def test_nan_stays_in_its_sequence(backend, dtype, products):
-    """Which is longer than the next, of no whole block of queries or keys."""
+    """The sequence is longer than the next and does not fill its last block."""
     skip_what_does_not_run(backend, dtype)
     of_q, of_k = torch.tensor([0, 40, 46]), torch.tensor([0, 60, 81])
     q, k, v = (t[0].transpose(0, 1).clone() for t in heads(1, 2, 1, 81, 81, 24, dtype=dtype))
@@ -314,7 +314,7 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
 @TILES
 @pytest.mark.parametrize("queries", [2, 40])
 def test_a_mask_hides_nan(backend, dtype, products, queries):
-    """As what pads a batch may be."""
+    """A batch's padding may contain NaN."""
     skip_what_does_not_run(backend, dtype)
     q, k, v = heads(2, 2, 1, queries, 50, 16, dtype=dtype)
     seen = (torch.arange(50) < torch.tensor([[30], [50]]))[:, None, None]
@@ -349,7 +349,7 @@ def test_the_same_bits_each_time(backend):
 
 @ON
 def test_sinks_without_lse(backend):
-    """Their gradient is that of an lse without one."""
+    """The sinks' gradient equals that of an lse without a sink."""
     q, k, v, sinks = on(backend, *heads(2, 4, 2, 20, 30, 16), drawn(8, 4))
     sinks.requires_grad_()
     with fusedops.backend(backend):
@@ -383,7 +383,7 @@ def test_threads_do_not_change_the_bits():
 
 
 def test_keys_split_among_threads():
-    """The parts of a long cache, joined: with a window, a sink, a part that nobody sees."""
+    """Joins the parts of a long cache, with a window, a sink, and an unseen part."""
     q, k, v = heads(1, 2, 1, 2, 5000, 32)
     for kwargs in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}):
         alone = attention(q, k, v, **kwargs)

@@ -133,7 +133,7 @@ def test_a_float_mask_has_a_gradient():
 @pytest.mark.parametrize("name", ["plain", "batch_first", "bias_kv"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_causal(name, padded, calls):
-    """The hint stands for the mask, unless a padding mask comes with it."""
+    """is_causal replaces the mask, unless there is also a padding mask."""
     ours, theirs = twins(**OPTIONS[name])
     mask = nn.Transformer.generate_square_subsequent_mask(SOURCE, dtype=torch.float64)
     kwargs = {"attn_mask": mask, "is_causal": True}

@@ -187,7 +187,7 @@ TRITON = {
 @pytest.mark.skipif(unavailable("attention", "triton") is not None, reason="needs Triton")
 @pytest.mark.parametrize("name", TRITON)
 def test_tritons_kernels_with_gradients(name):
-    """On a GPU by default; here interpreted."""
+    """They run on a GPU by default; here they are interpreted."""
     function, reference, args, options = TRITON[name]
     args, device = placed(args, device_of("triton")), device_of("triton")
     options = {k: o.to(device) if torch.is_tensor(o) else o for k, o in options.items()}
@@ -222,7 +222,7 @@ class kernels_counted(TorchDispatchMode):
     "name", [name for name in TRITON if "dropout" not in name and "quantized" not in name]
 )
 def test_tritons_double_backward(name):
-    """By the references: a gradient's gradient is there, and right."""
+    """The references compute it: a gradient's gradient exists and is right."""
     function, reference, args, options = TRITON[name]
     args, device = placed(args, device_of("triton")), device_of("triton")
     options = {k: o.to(device) if torch.is_tensor(o) else o for k, o in options.items()}
@@ -252,7 +252,7 @@ def test_a_quantized_product_rounds_its_operands(format, how):
 
 
 def test_they_are_torchs_functions():
-    """Against functions that have no code in common with the references."""
+    """Compares with functions that share no code with the references."""
     x, residual, weight, bias = drawn(3, 96), drawn(96, 3).T, drawn(96), drawn(96)
     near = torch.testing.assert_close
     near(functional.layer_norm(x, [96], weight, bias), F.layer_norm(x, [96], weight, bias))

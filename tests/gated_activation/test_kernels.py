@@ -52,7 +52,7 @@ def test_limit_alpha_and_offset(backend, limit, alpha, up_offset):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_bounds_pass_the_gradient(backend):
-    """As torch's clamp has it; one step beyond nothing passes, and a NaN passes nothing."""
+    """Like in torch's clamp: one step beyond the bound and for NaN the gradient is 0."""
     bounds = torch.tensor([-2.0, 2.0, -2.0000002, 2.0000002, torch.nan])
     gate, up = bounds.repeat(5), bounds.repeat_interleave(5)
     with fusedops.backend(backend):
@@ -72,7 +72,7 @@ FAR += [1e13, 1e20, 3e38, torch.inf]
 @pytest.mark.parametrize("kind,backend", CASES)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_each_value_alone(kind, backend, sign):
-    """No element hides behind the error of a larger one. Some roundings past eager are allowed."""
+    """Checks each element, so that none hides behind a larger one's error."""
     function, reference, kwargs = KINDS[kind]
     gate = torch.tensor(FAR) * sign
     args = placed((gate, torch.full_like(gate, 0.75)), device_of(backend))
@@ -108,7 +108,7 @@ def test_float64_is_exact(kind, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float64_of_the_kernels_own_operators(backend):
-    """The public operators take the composite before; these do so themselves."""
+    """The kernel operators choose the composite themselves for float64."""
     gate, up = placed(inputs((3, 6), torch.float64), device_of(backend))
     how = ("swiglu", None, 1.0, 0.0)
     with fusedops.backend(backend):

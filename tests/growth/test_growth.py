@@ -122,7 +122,7 @@ def reached():
 
 @pytest.mark.parametrize("family", backends.FAMILIES)
 def test_calls_reach_the_kernels(family, reached):
-    """The sizes are small: no subject may fall back to torch's own lines."""
+    """Despite small sizes, no subject falls back to torch's own code."""
     on_cpu = {name for name in backends._kernels(family) if backends._is_kernel(name, "CPU")}
     assert on_cpu and on_cpu <= reached
 

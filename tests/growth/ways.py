@@ -369,8 +369,9 @@ class _SecondThread:
 def second_thread(subject: Subject, watch: Watch) -> Call:
     """Runs the calls in new threads, 25 calls each.
 
-    Every second backward runs in this thread instead. MKL never forgets a thread that has multiplied: with a
-    thread per call its table would double and exceed the limit during the measurement.
+    Every second backward runs in this thread instead. MKL never forgets a thread that has
+    multiplied: with a thread per call its table would double and exceed the limit during the
+    measurement.
     """
     turns, thread = Turns([step, forward]), _SecondThread(25)
 

@@ -115,7 +115,7 @@ def test_dtype_device_map_and_shards(dtype, tmp_path):
 
 
 def test_one_layer_in_floats_at_a_time(tmp_path, monkeypatch):
-    """When a weight becomes codes, those before are codes already and those after not there."""
+    """When a weight is quantized, earlier ones are codes and later ones not loaded yet."""
     llama(tmp_path)
     there = []
     quantized = QuantizedLinear._quantized

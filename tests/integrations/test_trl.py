@@ -143,7 +143,7 @@ OPERATORS = {
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [sft, dpo, kto, grpo, rloo, reward])
 def test_the_report_says_what_ran(case, bf16, tmp_path, caplog):
-    """TRL computes losses itself, by a head of its own but for rewards."""
+    """TRL computes losses itself, with its own head except for rewards."""
     callback = FusedOpsCallback()
     with caplog.at_level(logging.INFO, "fusedops"):
         ours = trainer(case(bf16=bf16), tmp_path, [callback])

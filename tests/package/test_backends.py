@@ -43,7 +43,7 @@ def test_a_backend_that_cannot_run_says_why():
 
 
 def test_the_cuda_kernels_are_tested_somewhere():
-    """On a GPU, or in the emulator that `make` builds where there is none."""
+    """On a GPU, or in the emulator, which `make` builds on other machines."""
     cuda, simt = (unavailable("layer_norm", name) for name in ("cuda", "simt"))
     assert cuda is None or simt is None, (cuda, simt)
 
@@ -111,7 +111,7 @@ DEFAULT = kernel()
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
 def test_blocks_may_end_in_any_order(order):
-    """As blocks of several threads do; two of them force the same backend."""
+    """Blocks of several threads may; two of these force the same backend."""
     names = ["reference", "cpu", "reference"]
     blocks = {at: fusedops.backend(name) for at, name in enumerate(names)}
     for block in blocks.values():
@@ -126,7 +126,7 @@ def test_blocks_may_end_in_any_order(order):
 
 @pytest.mark.parametrize("last", ["first", "second"])
 def test_two_threads_that_overlap(last):
-    """The first enters, the second enters, and either leaves before the other."""
+    """The first enters, then the second, and either may leave first."""
     entered, may_leave = threading.Event(), threading.Event()
     seen = []
 
@@ -221,7 +221,7 @@ ABANDONED = {
 
 @pytest.mark.parametrize("lines", ABANDONED.values(), ids=ABANDONED)
 def test_a_block_that_is_never_left_ends_with_the_process(lines):
-    """Modules' globals may be None by then."""
+    """Modules' globals may already be None then."""
     code = f"""
 import torch, fusedops
 

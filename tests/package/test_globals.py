@@ -151,7 +151,7 @@ assert "fusedops.integrations.flops" in sys.modules and "transformers" not in sy
 
 
 def test_a_second_import_has_one_finder():
-    """Two finders that search with each other would recurse without end."""
+    """Two finders that search through each other would recurse forever."""
     lines = """
 import importlib, sys, fusedops
 importlib.reload(fusedops)

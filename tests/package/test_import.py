@@ -37,7 +37,7 @@ def added():
 
 
 def test_no_other_package_is_loaded(added):
-    """Among them sympy, transformers, triton and numpy."""
+    """For example sympy, transformers, triton and numpy."""
     packages = {name.partition(".")[0] for name in added}
     assert "fusedops" in packages
     assert packages - set(sys.stdlib_module_names) <= {"fusedops", "torch"}

@@ -76,7 +76,7 @@ def test_required_kernels_fail_the_build_and_say_why(tree, tmp_path):
 
 
 def test_an_isolated_build_says_how_to_compile(tree, tmp_path):
-    """It has no torch even where one is installed: `pip install torch` would not help."""
+    """It has no torch even if one is installed, so `pip install torch` would not help."""
     printed = ran(tree, "build_wheel", tmp_path).stdout
     assert "without its compiled part: this build environment has no torch" in printed
     assert "Run `fusedops build` after" in printed and "--no-build-isolation" in printed
@@ -122,7 +122,7 @@ print(warning)
 
 
 def test_pip_installs_without_a_compiler(tree, tmp_path):
-    """On a PATH without g++: one warning at the first use, and right results."""
+    """Without g++ in PATH, the first use gives one warning and right results."""
     pytest.importorskip("pip")
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     pip = [sys.executable, "-m", "pip", "install", "-v", "--no-index", "--no-deps", "--no-compile"]

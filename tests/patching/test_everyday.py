@@ -198,7 +198,7 @@ def test_new_embeddings(name, when):
 
 @pytest.mark.parametrize("when", ["before patch", "after patch"])
 def test_layers_on_disk(when, tmp_path):
-    """accelerate's dispatch_model: parameters come for the length of a call."""
+    """With accelerate's dispatch_model, parameters are loaded only during a call."""
     accelerate = pytest.importorskip("accelerate")
     model, given = build("llama"), batch("llama", "left")
     wanted, tokens = outputs(model, given), generated(model, given)
@@ -218,7 +218,7 @@ def test_layers_on_disk(when, tmp_path):
 
 @pytest.mark.parametrize("when", ["before patch", "after patch"])
 def test_lora(when):
-    """Trained, merged, unmerged, switched off and unloaded."""
+    """Adapters are trained, merged, unmerged, disabled and unloaded."""
     peft = pytest.importorskip("peft")
     names = ["q_proj", "down_proj", "lm_head"]
     how = peft.LoraConfig(
@@ -280,7 +280,7 @@ def test_quantized(format):
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_cache_of_the_callers(name, kind):
-    """Filled in pieces, by the patched and by the unpatched model in turn."""
+    """The patched and the unpatched model fill it in turns."""
     model, ids = build(name), batch(name)["input_ids"]
     wanted = outputs(model, {"input_ids": ids}, use_cache=False)[0]
     kwargs = {"max_cache_len": 16} if kind == "StaticCache" else {}
@@ -296,7 +296,7 @@ def test_a_cache_of_the_callers(name, kind):
 
 
 def test_models_that_share_a_config():
-    """One is patched, the other does not know."""
+    """One is patched; the other does not change."""
     one = build("llama")
     other = build("llama", one.config)
     given, wanted = batch("llama"), outputs(one, batch("llama"))

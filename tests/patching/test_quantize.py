@@ -105,7 +105,7 @@ def test_an_activation_stays():
 
 
 def test_one_layer_in_floats_at_a_time(monkeypatch):
-    """Weights that are codes are gone: those that are alive are of layers to come."""
+    """Quantized weights are freed: live float weights belong to later layers."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     floats = [weakref.ref(layer.weight) for layer in model]
     alive = []

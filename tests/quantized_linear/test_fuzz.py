@@ -147,7 +147,7 @@ def test_errors_name_the_argument(backend, data):
 
 @given(data=st.data())
 def test_a_weight_has_the_bytes_of_its_reference(data):
-    """Whatever its layout and values."""
+    """For any layout and values."""
     n, k = (data.draw(st.integers(0, 9) | st.sampled_from(SIZES[:12])) for _ in range(2))
     weight = data.draw(drawn((n, k), data.draw(st.sampled_from(FLOATS)))).tensor()
     format, options = FORMATS[data.draw(st.sampled_from(list(FORMATS)))]

@@ -160,7 +160,7 @@ def test_a_weight_that_is_nan_stays_in_its_column(kind, backend):
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("k,features", [(70, 33), (256, 48), (128, 5), (2200, 40)])
 def test_cpus_read_nothing_past_the_end_of_a_weight(kind, k, features):
-    """Whose tensors end where memory does: a byte more, and the process dies."""
+    """The tensors end at the end of mapped memory: reading one more byte would crash."""
     weight = quantized(kind, random_weight(features, k))
     moved = {name: at_the_end_of_memory(t) for name, t in weight.tensors().items()}
     moved = {"scales" if name == "absmax" else name: t for name, t in moved.items()}
@@ -274,7 +274,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("kind,backend", CASES)
 def test_a_depth_of_many_vectors(kind, backend):
-    """GPUs split it among blocks, whose threads have whole vectors."""
+    """GPUs split it among blocks whose threads take whole vectors."""
     for depth in (4224, 8192):
         skip_what_does_not_run(kind, backend, torch.float32, (1, depth), 3)
         weight = quantized(kind, random_weight(3, depth))

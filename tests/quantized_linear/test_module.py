@@ -198,7 +198,7 @@ def test_what_it_is_says_its_repr():
 
 
 def test_it_explains_what_runs():
-    """A device without a kernel makes the weight at each call, and says how large that is."""
+    """Without a kernel the weight is dequantized at each call; explain gives its size."""
     message = QuantizedLinear(1024, 2048, format="nf4", device="meta", compute="bf16").explain(16)
     assert message.startswith("16 rows of float32 by nf4 [2048, 1024] on meta: ATen calls")
     assert "8 MiB" in message and message.endswith("torch multiplies in bfloat16")
@@ -223,7 +223,7 @@ def test_it_explains_which_kernel_runs():
 
 
 def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):
-    """In the order of the rows: registers, shared depth, tiles, a weight in memory."""
+    """By increasing rows: registers, split depth, tiles, scratch weight."""
     there = {"cuda": None, "triton": None}
     monkeypatch.setattr(f"{QuantizedLinear.__module__}.unavailable", lambda op, name: there[name])
     plain = QuantizedLinear(256, 64, format="nf4", device="meta")

@@ -511,7 +511,7 @@ def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
 
 
 def test_train_times_every_contender(tmp_path):
-    """A tiny model, where there is no GPU; where there is one it is what is measured."""
+    """Uses a tiny model without a GPU, and the real one with a GPU."""
     if torch.cuda.is_available():
         pytest.skip("a billion parameters: `make gpu-train`")
     path = tmp_path / "out.json"

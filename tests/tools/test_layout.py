@@ -261,7 +261,7 @@ def test_includes_point_down(path):
 
 
 def test_no_two_files_of_cpp_share_a_name_but_those_of_a_family():
-    """A folder of a family says whose its files are; elsewhere the name alone must tell."""
+    """A family's folder identifies its files; elsewhere the file's name must be unique."""
     named = collections.defaultdict(list)
     for path in map(Path, files(".cpp", ".h", ".cu", ".cuh")):
         if path.parts[0] == "csrc" and not {*path.parts, path.stem} & {*FAMILIES}:
@@ -270,7 +270,7 @@ def test_no_two_files_of_cpp_share_a_name_but_those_of_a_family():
 
 
 def test_the_cpp_of_a_family_is_in_its_namespace():
-    """fusedops::norm has norm's operators, fusedops::cpu::norm and fusedops::cuda::norm kernels."""
+    """For example, fusedops::norm has norm's operators, fusedops::cpu::norm its kernels."""
     outside, families = {}, set()
     for path in map(Path, files(".cpp", ".h", ".cu", ".cuh")):
         family = next((name for name in (*path.parts, path.stem) if name in FAMILIES), None)

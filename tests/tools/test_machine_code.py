@@ -47,7 +47,7 @@ def test_triton_kernels(family):
 
 @needs_nvcc
 def test_cuda_kernels():
-    """All of them; docs/machine_code.md says the same where it comes from the same nvcc."""
+    """Checks all kernels; docs/machine_code.md agrees if its nvcc is the same."""
     found = [one for source in nvcc.sources(".cu") for one in nvcc.compiled(source)]
     excuses = [e for e in EXCUSES if any(fnmatchcase(one.name, e.kernel) for one in found)]
     assert not failures(found) and not idle(found, DEMANDS, excuses)

@@ -43,7 +43,7 @@ def test_causal(dtype, n):
 @pytest.mark.parametrize("n", SIDES[1:])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_element_that_is_not_causal(dtype, n):
-    """Wherever it is, and whatever."""
+    """Wherever it is, and whatever its value."""
     least = torch.finfo(dtype).min
     draw = torch.Generator().manual_seed(n)
     for i, j in torch.randint(n, (12, 2), generator=draw).tolist():
@@ -93,7 +93,7 @@ def test_what_is_passed_on():
 
 @pytest.mark.parametrize("transform", ["vmap", "trace", "compile", "mode"])
 def test_where_values_may_not_be_read(transform):
-    """Numbers stay numbers, with -inf in the place of the least."""
+    """Masks stay numeric, with -inf instead of the lowest number."""
     mask, found = numbers(triangle(5)), []
 
     def run(x):
@@ -196,7 +196,7 @@ READ |= {("bert", None): 0, ("t5", "left"): 3}
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_mask_says_what_is_causal(name, calls):
-    """And not the module."""
+    """The mask decides, not the module."""
     model, kwargs = build(name), batch(name)
     model.set_attn_implementation("eager")
     masks_of = {True: numbers(triangle(9, 2)), False: torch.zeros(2, 1, 9, 9)}
@@ -210,7 +210,7 @@ def test_a_mask_says_what_is_causal(name, calls):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_query_that_sees_nothing_gives_zeros(compiled):
-    """In a graph too, whose masks stay numbers."""
+    """In a graph too, where masks stay numeric."""
     q = torch.randn(1, 2, 4, 8)
     seen = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]]).bool()
     mask = numbers(seen[None, None])
