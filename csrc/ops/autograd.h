@@ -1,4 +1,4 @@
-// Autograd helpers that all operators share, such as the choice between kernel and ATen.
+// Autograd helpers for all operators, such as the choice of kernel.
 #pragma once
 
 #include <initializer_list>

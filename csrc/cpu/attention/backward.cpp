@@ -1,4 +1,4 @@
-// Attention's backward on CPUs: one key head at a time, with its query heads.
+// Attention's backward on CPUs: a key head and its query heads together.
 //
 // A block of queries loops twice over the tiles of keys that it sees. The first loop computes and
 // stores q k^T and do v^T, and the sums of their rows; the second computes the gradients with three

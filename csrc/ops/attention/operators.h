@@ -21,7 +21,7 @@ using Numbers = c10::ArrayRef<double>;
 using OutAndLse = std::tuple<Tensor, Tensor>;
 using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-constexpr int64_t kWidest = int64_t{1} << 61;  // of a window: no sum of places overflows
+constexpr int64_t kWidest = int64_t{1} << 61;  // widest window; no sum of positions overflows
 
 struct AttentionOptions {
   double scale, softcap, dropout_p;  // softcap 0: none
@@ -36,7 +36,7 @@ struct AttentionOptions {
 };
 
 // autograd.cpp: the public operator. q [B, Hq, Sq, D], or [tokens, Hq, D] with cu_seqlens.
-// top_left: the first query of `causal` and `window` is at the first key, as in torch's.
+// top_left: for `causal` and `window` the first query is at the first key, as in torch.
 OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                     at::OptionalIntArrayRef window, std::optional<double> softcap,
                     const OptionalTensor& sinks, const OptionalTensor& bias,
@@ -45,7 +45,7 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
                     std::optional<c10::SymInt> max_seqlen_q,
                     std::optional<c10::SymInt> max_seqlen_k, bool top_left);
 
-// The tensors of a call but for its outputs.
+// A call's input tensors.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
   const OptionalTensor &bias, &sinks, &cu_seqlens_q, &cu_seqlens_k, &seed;
@@ -55,7 +55,7 @@ struct AttentionInputs {
   }
 };
 
-// The options as the schemas have them.
+// The options, as in the schemas.
 struct AttentionNumbers {
   c10::SymInt max_q, max_k;
   Numbers how;
@@ -75,7 +75,7 @@ struct AttentionNumbers {
   }
 };
 
-// out [B, Hq, Sq, Dv], which lies in memory as [B, Sq, Hq, Dv], and lse [B, Hq, Sq].
+// out [B, Hq, Sq, Dv], with the memory layout [B, Sq, Hq, Dv], and lse [B, Hq, Sq].
 struct AttentionArguments {
   AttentionInputs in;
   AttentionNumbers numbers;
@@ -83,8 +83,7 @@ struct AttentionArguments {
   static auto fields(auto& a) { return std::tie(a.in, a.numbers); }
 };
 
-// The gradients that were asked for; the others are undefined. Those of q, k and v lie in memory as
-// out does.
+// The requested gradients; the others are undefined. q's, k's and v's have out's memory layout.
 struct AttentionBackwardArguments {
   const Tensor& grad;
   const OptionalTensor& grad_lse;
@@ -112,7 +111,7 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
                                        const AttentionInputs& in, const AttentionOptions& options,
                                        std::array<bool, 5> output_mask);
 
-// As the kernel operators.
+// Like the kernel operators.
 OutAndLse attention_composite(const AttentionArguments& a);
 AttentionGradients attention_backward_composite(const AttentionBackwardArguments& a);
 

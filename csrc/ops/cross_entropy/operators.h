@@ -22,7 +22,7 @@ using Loss = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, lse, total, d
 using LinearGradients = std::tuple<Tensor, Tensor, Tensor>;
 using LinearLoss = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The options as the schemas have them.
+// The options, as in the schemas.
 struct LossNumbers {
   int64_t ignore_index, reduction;
   Numbers how;
@@ -32,18 +32,18 @@ struct LossNumbers {
 
 constexpr Names<3> names_of(Reduction) { return {"reduction", {"none", "mean", "sum"}}; }
 
-// The options beside tensors.
+// The options that are not tensors.
 struct CrossEntropyOptions {
   int64_t ignore_index, reduction;
   double label_smoothing, z_loss;
   LogitMap map;
 
   CrossEntropyOptions() = default;
-  // The public arguments. Raises ValueError, or RuntimeError for label_smoothing as torch.
+  // From the public arguments. Raises ValueError, or RuntimeError for label_smoothing, like torch.
   CrossEntropyOptions(const char* op, int64_t ignore_index, std::string_view reduction,
                       double label_smoothing, double z_loss, std::optional<double> softcap,
                       std::optional<double> scale);
-  // Those of a kernel operator.
+  // From a kernel operator's arguments.
   explicit CrossEntropyOptions(const LossNumbers& numbers)
       : ignore_index(numbers.ignore_index),
         reduction(numbers.reduction),
@@ -59,7 +59,7 @@ struct CrossEntropyOptions {
   std::array<double, 4> how() const { return {label_smoothing, z_loss, map.scale, map.softcap}; }
 };
 
-// Targets of any shape, one after another.
+// Returns targets of any shape as one row.
 inline Tensor as_vector(const Tensor& target) {
   return target.dim() == 1 ? target : target.reshape({-1});
 }
@@ -77,7 +77,7 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                             double label_smoothing, double z_loss, std::optional<double> softcap,
                             std::optional<double> scale, std::optional<c10::ScalarType> dtype);
 
-// The tensors of a call but for its outputs.
+// A call's input tensors.
 struct LossInputs {
   const Tensor &input, &target;
   const OptionalTensor& weight;
@@ -93,8 +93,8 @@ struct LinearLossInputs {
   }
 };
 
-// loss [] or [rows] in dtype, lse, total, and with_gradient dinput [rows, C] over the gradient of
-// the loss.
+// loss [] or [rows] in dtype, lse, total, and, if with_gradient, dinput [rows, C] for a loss
+// gradient of 1.
 struct LossArguments {
   LossInputs in;
   LossNumbers numbers;
@@ -114,8 +114,8 @@ struct LossBackwardArguments {
   static auto fields(auto& a) { return std::tie(a.grad, a.in, a.lse, a.total, a.numbers); }
 };
 
-// loss, lse, total, and over the gradient of the loss those of input [rows, H], linear_weight
-// [C, H] and linear_bias [C] that were asked for.
+// loss, lse, total, and, for a loss gradient of 1, the requested gradients of input [rows, H],
+// linear_weight [C, H] and linear_bias [C].
 struct LinearLossArguments {
   LinearLossInputs in;
   LossNumbers numbers;
@@ -138,8 +138,8 @@ struct LinearLossBackwardArguments {
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
 
-// Raises where target and weight do not go with logits of this shape, or there is no loss of this
-// dtype.
+// Raises if target or weight does not fit logits of this shape, or if the loss's dtype is not
+// supported.
 void cross_entropy_check(const char* op, const LossInputs& in, c10::SymIntArrayRef logits,
                          std::optional<c10::ScalarType> dtype);
 void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::ScalarType> dtype);
@@ -151,11 +151,11 @@ LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardAr
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
 
-// Of logits [C], [N, C] or [N, C, ...], and of probabilities.
+// For logits [C], [N, C] or [N, C, ...], and targets that are classes or probabilities.
 Tensor cross_entropy_formula(const LossInputs& in, const CrossEntropyOptions& options,
                              std::optional<c10::ScalarType> dtype);
 
-// dinput of rows, in input's dtype.
+// Returns dinput of rows, in input's dtype.
 Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
                               const CrossEntropyOptions& options);
 
@@ -163,7 +163,7 @@ LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearL
                                                const CrossEntropyOptions& options,
                                                std::array<bool, 3> output_mask);
 
-// As the kernel operators.
+// Like the kernel operators.
 Loss cross_entropy_composite(const LossArguments& a);
 Tensor cross_entropy_backward_composite(const LossBackwardArguments& a);
 LinearLoss linear_cross_entropy_composite(const LinearLossArguments& a);

@@ -9,11 +9,11 @@
 
 namespace fusedops::cross_entropy {
 
-// Whether the forward may make gradients of this dtype. In float16 those of a mean are zeros before
-// a GradScaler's factor comes.
+// Whether the forward may compute gradients of this dtype. Not in float16: a mean's gradients would
+// underflow before a GradScaler's factor is applied.
 inline bool may_make_gradient(c10::ScalarType dtype) { return dtype != at::kHalf; }
 
-// made: [rows, ...], which is given away unless the graph is kept. grad: [] or [rows].
+// made: [rows, ...], overwritten and returned unless the graph is kept. grad: [] or [rows].
 inline Tensor scaled_gradient(const Tensor& made, const Tensor& grad) {
   if (!made.defined()) return made;
   const bool one = grad.dim() == 0,

@@ -3,7 +3,7 @@
 //
 // Both share one pair of kernel operators, whose `kind` is "swiglu", "geglu" or "geglu_tanh". With
 // a limit the kernels take a swiglu as swiglu_limited.
-// Without up, gate is packed: gate and up lie side by side in its last dimension.
+// Without up, gate is packed: its last dimension has gate, then up.
 #pragma once
 
 #include <array>
@@ -34,8 +34,7 @@ struct GatedOptions {
   static auto fields(auto& a) { return std::tie(a.kind, a.limit, a.alpha, a.up_offset); }
 };
 
-// y [up's shape], contiguous. The kernels take tensors of one dtype: the public operators have
-// converted them.
+// y [up's shape], contiguous. The kernels take tensors of one dtype; the public operators convert.
 struct GatedArguments {
   const Tensor& gate;
   const OptionalTensor& up;
@@ -44,8 +43,8 @@ struct GatedArguments {
   static auto fields(auto& a) { return std::tie(a.gate, a.up, a.options); }
 };
 
-// dgate [gate's shape, packed as gate is]; dup [up's shape]. What output_mask leaves out, and the
-// dup of a packed gate, is undefined.
+// dgate [gate's shape, packed if gate is]; dup [up's shape]. Outputs that output_mask excludes, and
+// a packed gate's dup, are undefined.
 using GatedGradients = std::tuple<Tensor, Tensor>;
 struct GatedBackwardArguments {
   const Tensor& dy;
@@ -73,7 +72,7 @@ struct GatedRows {
   Rows gate, up;
 
   GatedForward forward(const Tensor& y) const;
-  // dy: the rows of dy
+  // dy: dy's rows.
   GatedBackward backward(const Rows& dy, const GatedGradients& gradients) const;
 
  private:

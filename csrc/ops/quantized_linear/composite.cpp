@@ -11,13 +11,13 @@
 namespace fusedops::quantized_linear {
 namespace {
 
-// The codes of bytes [..., b], each of which has two: [..., 2 b]
+// Unpacks two codes from each byte: [..., b] to [..., 2 b].
 Tensor halves(const Tensor& bytes) {
   return at::stack({at::bitwise_right_shift(bytes, 4), at::bitwise_and(bytes, 15)}, -1)
       .flatten(-2, -1);
 }
 
-// t [rows, groups] for each element of the groups, [rows, n]
+// Repeats t [rows, groups] for each element of the groups: [rows, n].
 Tensor spread(const Tensor& t, int64_t size, const c10::SymInt& n) {
   if (t.sym_size(1) == 1) return t.expand_symint({t.sym_size(0), n});
   return t.unsqueeze(-1)
@@ -39,7 +39,7 @@ Tensor nf4_values(const Tensor& qweight, const c10::SymInt& count, c10::ScalarTy
   return table.index_select(0, codes.to(at::kInt));
 }
 
-// [n, k] in float32 or float64: each a single product of a code and its scale
+// Returns the weight [n, k] in float32 or float64. Each element is one product of code and scale.
 Tensor wide_weight(const QuantizedTensors& w, c10::ScalarType dtype) {
   const auto scales = w.scales.to(dtype);
   if (w.format == WeightFormat::nf4) {
@@ -63,14 +63,15 @@ Tensor rounded_to(const Tensor& t, c10::ScalarType dtype) {
   return wide + change.nan_to_num(0, 0, 0);  // of infinities
 }
 
-// What the operands of a product are rounded to; sums are float32 in any case.
+// Returns the dtype to which a matmul's operands are rounded. Sums are always float32.
 c10::ScalarType operand_dtype(c10::ScalarType dtype, Compute compute) {
   if (compute == Compute::bf16) return at::kBFloat16;
   return compute == Compute::any ? dtype : at::kFloat;
 }
 
-// Each row of x as codes, of which the largest is its largest number's, times a step, in float32.
-// What is not finite makes its row NaN. The gradient passes through as if nothing were rounded.
+// Quantizes each row of x so that its largest number gets the largest code. Returns codes times the
+// row's step, in float32. A row that is not finite becomes NaN. The gradient passes through
+// unrounded.
 Tensor rounded_rows(const Tensor& x, InputFormat format) {
   const float most = largest_code(format);
   const auto wide = x.detach().to(at::kFloat);
@@ -102,8 +103,7 @@ Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
   if (operand == dtype && input_format == InputFormat::none) {
     return at::linear(x, dequantized(weight, dtype), bias);
   }
-  // Codes are bfloat16 numbers themselves: nothing rounds them, and a row's scale waits for its
-  // sum.
+  // bfloat16 represents the codes exactly, so nothing is rounded. A row's scale multiplies the sum.
   const bool bytes = weight.format == WeightFormat::int8 || weight.format == WeightFormat::fp8;
   const bool a_scale_a_row = bytes && weight.scales.sym_size(1) == 1;
   const auto w =

@@ -1,20 +1,22 @@
 // Chooses quantized_linear's GPU kernel by the number of rows.
 //
-// The limits are reasoned, not measured: nothing here has run on a GPU. Each must be measured, for
-// every format, as the number of rows from which the next way is faster, at n and k of 4096 and
-// more. `python -m benchmarks quantized_linear` has rows on both sides of each.
+// The limits are estimates: nothing here has run on a GPU. Measure each for every format, at n and
+// k of at least 4096, as the number of rows from which the next kernel is faster. `python -m
+// benchmarks quantized_linear` has rows on both sides of each limit.
 
 #include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops::quantized_linear {
 namespace {
 
-// Beyond kGemvRows, multiplications by rows in float32 take longer than the codes from memory: gemv
+// Above kGemvRows, float32 multiplication takes longer than reading the codes. To measure: gemv
 // against split at 1, 2, 4 and 8 rows.
-// Beyond, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and 128 rows.
+// Above this, tiles fill a GPU without splitting the depth. To measure: split against tiles at 32,
+// 64 and 128 rows.
 constexpr int64_t kSplitRows = 64;
-// Beyond, codes become numbers so often that once is cheaper, with a write and a read of 2 bytes an
-// element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
+// Above this, tiles decode each code so often that decoding once is cheaper, even with a write and
+// a read of 2 bytes per element. To measure: tiles against scratch at 512, 1024, 2048 and 4096
+// rows.
 constexpr int64_t kTileRows = 1024;
 
 }  // namespace
@@ -22,7 +24,7 @@ constexpr int64_t kTileRows = 1024;
 GpuWay gpu_way(int64_t rows, InputFormat input_format, Compute compute) {
   if (rows <= kGemvRows) return GpuWay::gemv;
   if (rows <= kSplitRows) return GpuWay::split;
-  // Scratch is bfloat16, of which "exact" knows nothing; codes by codes need none.
+  // The scratch weight is bfloat16, which "exact" does not allow. Matmuls of codes need none.
   const bool narrow = compute == Compute::any || compute == Compute::bf16;
   const bool tiles = rows <= kTileRows || !narrow || input_format != InputFormat::none;
   return tiles ? GpuWay::tiles : GpuWay::scratch;

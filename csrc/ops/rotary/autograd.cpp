@@ -11,7 +11,7 @@ RotaryPair rotary_forward(const RotaryForward& a) {
   return below_autograd([&] { return call<"fusedops::rotary_forward", RotaryPair>(a); });
 }
 
-// Keeps cos and sin alone: the rotation is linear in q and k.
+// Saves only cos and sin, because the rotation is linear in q and k.
 struct RotaryNode {
   static constexpr const char* kName = "FusedRotaryBackward";
   static constexpr size_t kInputs = 2;  // q, k
@@ -19,7 +19,7 @@ struct RotaryNode {
 
   int64_t unsqueeze_dim;
   bool interleaved;
-  c10::ScalarType dtype;  // of q and k
+  c10::ScalarType dtype;  // q's and k's dtype
 
   static auto fields(auto& a) { return std::tie(a.unsqueeze_dim, a.interleaved, a.dtype); }
 

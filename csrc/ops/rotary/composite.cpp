@@ -18,7 +18,7 @@ Tensor quarter_turn(const Tensor& x, bool interleaved) {
   return at::stack({-pairs[1], pairs[0]}, -1).flatten(-2);
 }
 
-// cos and sin as they are broadcast, in the dtype of the formulas.
+// cos and sin, unsqueezed for broadcasting, in the formulas' dtype.
 struct Table {
   Tensor cos, sin;
   bool interleaved;
@@ -34,7 +34,7 @@ struct Table {
   }
 };
 
-// The first elements of each head by f, the others as they are.
+// Applies f to each head's first elements and keeps the others.
 template <class Function>
 Tensor of_heads(const Tensor& x, const Table& table, c10::ScalarType dtype, const Function& f) {
   const auto n = table.cos.sym_size(-1), past = x.sym_size(-1) - n;

@@ -12,12 +12,13 @@ namespace {
 
 constexpr const char* kOp = "rotary_embedding";
 
-// How far from its end the unsqueezed cos has the dimension of heads: 2 or more.
+// Returns the position of the heads' dimension in the unsqueezed cos, counted from the end: at
+// least 2.
 int64_t from_end(const Tensor& cos, int64_t unsqueeze_dim) {
   return unsqueeze_dim < 0 ? -unsqueeze_dim : cos.dim() + 1 - unsqueeze_dim;
 }
 
-// Whether the size of cos unsqueezed in dimension `-end` goes with x's.
+// Whether the unsqueezed cos broadcasts to x in dimension `-end`.
 template <class Compare>
 bool all_sizes(const Tensor& x, const Tensor& cos, int64_t heads, const Compare& goes) {
   for (int64_t end = 2; end <= std::min(x.dim(), cos.dim() + 1); ++end) {
@@ -64,7 +65,7 @@ bool has_kernel(const Tensor& x, const Tensor& cos, int64_t unsqueeze_dim) {
              [](const c10::SymInt& a, const c10::SymInt& b) { return b == a || b == 1; });
 }
 
-// Whether q and k differ in heads and in their width alone.
+// Whether q and k differ only in heads and width.
 bool like(const Tensor& q, const Tensor& k, int64_t heads) {
   if (k.dim() != q.dim() || k.scalar_type() != q.scalar_type()) return false;
   for (int64_t d = 0; d < q.dim() - 1; ++d) {
@@ -73,8 +74,8 @@ bool like(const Tensor& q, const Tensor& k, int64_t heads) {
   return true;
 }
 
-// [x's shape], contiguous, or with heads and sequence changing places in memory where x has them
-// so.
+// Returns an empty tensor [x's shape]: contiguous, or with heads and sequence swapped in memory if
+// x's are.
 Tensor empty_like(const Tensor& x, int64_t heads, c10::ScalarType dtype) {
   const int64_t seq = heads == x.dim() - 2 ? heads - 1 : x.dim() - 2;
   if (seq < 0 || (x.sym_stride(heads) < x.sym_stride(seq)) == (heads > seq)) {

@@ -5,7 +5,7 @@
 namespace fusedops::rotary {
 namespace {
 
-// Where x's dimensions are; -1 where it has none of the kind.
+// The indices of x's dimensions; -1 for a missing one.
 struct Dimensions {
   int64_t batch, head, seq;
 
@@ -28,7 +28,7 @@ Tensor with_contiguous_rows(const Tensor& x) {
   return x.size(-1) == 1 || x.stride(-1) == 1 ? x : x.contiguous();
 }
 
-// Strides of what is broadcast over x.
+// Returns the strides of a tensor that is broadcast to x.
 RotaryStrides table_strides(const Tensor& table) {
   const auto stride = [&](int64_t end) {
     return table.dim() < end || table.size(-end) == 1 ? 0 : table.stride(-end);
