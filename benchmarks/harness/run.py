@@ -1,4 +1,4 @@
-"""Runs one case: creates inputs, refuses wrong contenders, times the others and a copy."""
+"""Runs one case: makes inputs, refuses wrong contenders, times the others."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

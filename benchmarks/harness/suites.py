@@ -1,4 +1,4 @@
-"""Selects the rows to time: a family's table, the launch table, or its goals."""
+"""Selects the rows to time: a family's table, launches, or goals."""
 
 import importlib
 import math

@@ -1,4 +1,4 @@
-"""Loaded AdamW states that overlap, are lazy or have gaps step like clean copies."""
+"""AdamW steps loaded states with overlaps or gaps like clean copies."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Everyday uses of a patched model work as without patch, with all kinds on."""
+"""Everyday uses of a model work the same when patched."""
 
 import copy
 import gc
