@@ -25,7 +25,7 @@ class Memory(NamedTuple):
 
 
 def profiled(call: Callable[[], object]) -> Memory:
-    """A CPU call's peak: the running sum of allocations that torch's profiler sees.
+    """Returns a CPU call's peak: the running sum of allocations that torch's profiler sees.
 
     Memory that a library takes from the system directly is not included.
     """
@@ -43,7 +43,7 @@ def nbytes(results: object) -> int:
 
 
 def _changes(profile: torch.profiler.profile) -> Iterator[int]:
-    """Bytes allocated, or freed and then negative, in time order."""
+    """Returns bytes allocated, or freed and then negative, in time order."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))

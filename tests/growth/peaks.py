@@ -22,7 +22,7 @@ def grow(call):
 
 
 def peaks(code: str, *arguments: str) -> list[int]:
-    """Bytes, one for each time that `code` calls `grow`, but for the first: that loads code too.
+    """Returns the growth in bytes of each `grow` call in `code`, except the first.
 
     code: of another process with one thread, whose sys.argv[1:] are the arguments.
     """

@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The fused functions, in the order of their calls: "gated" or "packed"."""
+    """Returns the fused functions, in the order of their calls: "gated" or "packed"."""
     made = []
     function = mlp._function
 

@@ -211,7 +211,7 @@ def use(monkeypatch, function):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The dtypes of q in calls of the fused function, once it is used in earnest."""
+    """Returns the dtypes of q in calls of the fused function, once it is used in earnest."""
     made, fused = [], rotary.rotary_embedding
 
     def counted(q, *args, **how):
@@ -429,12 +429,12 @@ def test_generation_with_a_cache(kind):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 64, (2, 5))
-    how = {"max_new_tokens": 6, "do_sample": False}
-    before = model.generate(ids, **how)
+    kwargs = {"max_new_tokens": 6, "do_sample": False}
+    before = model.generate(ids, **kwargs)
     patch(model)
-    assert torch.equal(model.generate(ids, **how), before)
+    assert torch.equal(model.generate(ids, **kwargs), before)
     unpatch(model)
-    assert torch.equal(model.generate(ids, **how), before)
+    assert torch.equal(model.generate(ids, **kwargs), before)
 
 
 # What transformers' own functions are seen to be: interleaved, partial, back, the table.

@@ -44,7 +44,7 @@ def build(name, config=None, **more):
 
 
 def batch(name, side=None, length=9):
-    """A batch of two. side: where the second one is padded, None for no padding."""
+    """Returns a batch of two. side: where the second one is padded, None for no padding."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 64, (2, length), generator=draw)
     if name == "whisper":

@@ -34,7 +34,7 @@ def llama(**more):
 
 
 def biased(**more):
-    """A head with a bias."""
+    """Returns a head with a bias."""
     model = llama(**more)
     model.lm_head = torch.nn.Linear(32, 64)
     return model
@@ -55,7 +55,7 @@ def cohere(**more):
 
 
 def patched(model):
-    """The model with its loss patched alone, so that whatever differs is the loss's."""
+    """Returns the model with its loss patched alone, so that whatever differs is the loss's."""
     patch(model, **OTHERS)
     return model
 
@@ -89,7 +89,7 @@ def results(model, ids=IDS, labels=LABELS, **more):
 
 
 def several(model, **call):
-    """The results of some batches, as one tensor each."""
+    """Returns the results of some batches, as one tensor each."""
     found = [results(model, ids, **call)[1] for ids in BATCHES]
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 

@@ -123,9 +123,9 @@ def test_without_labels_logits_are_plain():
 
 
 def test_generate():
-    model, how = llama().eval(), {"max_new_tokens": 5, "do_sample": False}
-    before = model.generate(IDS, **how)
-    assert torch.equal(patched(model).generate(IDS, **how), before)
+    model, kwargs = llama().eval(), {"max_new_tokens": 5, "do_sample": False}
+    before = model.generate(IDS, **kwargs)
+    assert torch.equal(patched(model).generate(IDS, **kwargs), before)
 
 
 def test_tied_weights():

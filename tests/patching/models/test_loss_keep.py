@@ -45,7 +45,7 @@ def keeping(model):
 
 
 def stepped(model, optimizer=torch.optim.SGD):
-    """A step, and the outputs of its forward."""
+    """Returns a step, and the outputs of its forward."""
     steps = optimizer(model.parameters(), lr=0.1)
     outputs = model(input_ids=IDS, labels=LABELS)
     outputs.loss.backward()
@@ -55,7 +55,7 @@ def stepped(model, optimizer=torch.optim.SGD):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """The calls of linear_cross_entropy by patched heads."""
+    """Returns the calls of linear_cross_entropy by patched heads."""
     calls, run = [], heads.linear_cross_entropy
     monkeypatch.setattr(
         heads, "linear_cross_entropy", lambda *a, **k: calls.append(k) or run(*a, **k)
@@ -178,7 +178,7 @@ class Hidden:
 
 
 def of_another_class(build, kind):
-    """A model whose forward hands its outputs on in an object of `kind`."""
+    """Returns a model whose forward hands its outputs on in an object of `kind`."""
     model = build()
 
     def forward(self, input_ids=None, labels=None, **kwargs):

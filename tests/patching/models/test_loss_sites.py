@@ -123,13 +123,15 @@ def test_a_foreign_helper_is_left(monkeypatch):
 
 
 def as_transformers(function):
-    """The function as if it stood in their module."""
+    """Returns the function as if it stood in their module."""
     return types.FunctionType(function.__code__, vars(loss_utils), None, function.__defaults__)
 
 
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    how = {"ignore_index": ignore_index, "label_smoothing": 0.1}
-    return nn.functional.cross_entropy(logits.float().view(-1, vocab_size), labels.view(-1), **how)
+    keywords = {"ignore_index": ignore_index, "label_smoothing": 0.1}
+    return nn.functional.cross_entropy(
+        logits.float().view(-1, vocab_size), labels.view(-1), **keywords
+    )
 
 
 def raises(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):

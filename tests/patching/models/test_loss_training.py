@@ -304,7 +304,7 @@ FSDP += ["stepped", "stepped_and_kept"]
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Both ranks start once, for all cases: most of a case's time is the import."""
+    """Runs all cases in one start of both ranks, because imports take most of the time."""
     return ranks([*DATA_PARALLEL, *FSDP], tmp_path_factory.mktemp("ranks"))
 
 

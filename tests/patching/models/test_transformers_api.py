@@ -1,4 +1,4 @@
-"""A missing transformers API is reported as a reason, not raised as an error."""
+"""A missing transformers API becomes a reason, not an error."""
 
 import pytest
 import torch

@@ -108,7 +108,7 @@ LEFT = [BothUsed, Between, Second]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The activations of the fused linears, in the order of their calls."""
+    """Returns the activations of the fused linears, in the order of their calls."""
     made = []
     for module in (epilogue, linears):
         run = module.linear
@@ -247,7 +247,7 @@ def test_instance_forward_is_left_alone():
 
 
 def test_a_machine_on_which_torch_is_as_fast(monkeypatch, calls):
-    """Then only the linears with an activation are fused, and that is no failure."""
+    """Only linears with an activation are fused there, and that is no failure."""
     monkeypatch.setattr(linears, "linear_loses", lambda *_: "torch's is as fast")
     model = build(Inline)
     report = patch(model, strict=True)
@@ -268,7 +268,7 @@ def test_hooks_see_their_call(name, calls):
 
 
 def test_a_child_that_is_replaced_after_patch_is_called(calls):
-    """As PEFT does with the linears that it adapts."""
+    """PEFT replaces the linears that it adapts."""
     model, x = build(Inline), torch.randn(2, N)
     patch(model)
     model[0].fc1 = nn.Sequential(model[0].fc1)

@@ -261,7 +261,7 @@ def test_autocast_that_was_not_proven_runs_the_original(calls):
 
 
 def test_other_calls_reach_the_original(calls):
-    """A keyword, a tensor subclass and a non-tensor go the way that they went."""
+    """A keyword, a tensor subclass or a non-tensor reaches the original forward."""
 
     class Marked(torch.Tensor):
         pass
