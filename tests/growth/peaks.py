@@ -15,7 +15,7 @@ def status(name):
 
 def grow(call):
     before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # VmHWM begins anew
+    open("/proc/self/clear_refs", "w").write("5")  # resets VmHWM
     call()
     print(status("VmHWM") - before)
 """

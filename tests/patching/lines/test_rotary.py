@@ -78,7 +78,7 @@ def rotary_at_one_dim(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def rotary_reordered(q, k, cos, sin, unsqueeze_dim=1):
-    """DeepSeek's: pairs come as neighbours and leave as halves."""
+    """DeepSeek's: takes pairs as neighbours and returns them as halves."""
     apart = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     return rotary_llama(*apart, cos, sin, unsqueeze_dim)
 
@@ -161,7 +161,7 @@ rotary_now = rotary_llama  # what the models below call
 
 
 class Attention(nn.Module):
-    """The lines of an attention around the call."""
+    """An attention's lines around the rotary call."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +241,7 @@ def patched_sites(model):
 
 
 def results(model, x, *table):
-    """(the output, the gradients of x and of every parameter)"""
+    """Returns the output, and the gradients of x and of every parameter."""
     x = x.clone().requires_grad_()
     y = model(x, *table)
     leaves = [x, *(p for p in model.parameters() if p.requires_grad)]

@@ -32,7 +32,7 @@ MODELS = {
 
 
 def build(name, config=None, **more):
-    """Weights so large that what attention gives decides the next token."""
+    """Builds a model whose weights are so large that attention decides the next token."""
     cls, of, sizes, _ = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, cls)(config or of(**sizes, **more))

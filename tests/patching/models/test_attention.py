@@ -74,7 +74,7 @@ def test_a_site_says_what_was_and_is():
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_outputs_loss_and_gradients(name, side, calls):
-    """By verify's yardstick."""
+    """Compares with verify's yardstick."""
     if name == "whisper" and side:
         pytest.skip("it takes no attention_mask")
     model, given = build(name), batch(name, side)
@@ -99,7 +99,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_verify_sees(bug, monkeypatch):
-    """A function that drops an argument is caught, and the model is as it was."""
+    """verify catches a function that drops an argument, and restores the model."""
     name, side, wrong = BUGS[bug]
     model = build(name, **({"attn_logit_softcapping": 2.0} if bug == "softcap" else {}))
     config = model.config
@@ -115,7 +115,7 @@ def test_verify_sees(bug, monkeypatch):
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", [*DECODERS, "t5", "whisper"])
 def test_generate(name, side, cache, calls):
-    """Greedy tokens are equal, and the logits of each."""
+    """Greedy tokens and their logits are equal."""
     if name == "whisper" and (side or cache == "static"):
         pytest.skip("it takes no attention_mask, and makes its own cache")
     model, kwargs = build(name), batch(name, side)
@@ -156,7 +156,7 @@ def test_a_mask_that_causal_says_is_not_made(calls):
 
 
 def test_only_this_model_is_told():
-    """Two models of one config, and one that is built later."""
+    """Neither a second model with this config nor a later one changes."""
     config = transformers.LlamaConfig(**LLAMA)
     one, other = build("llama", config), build("llama", config)
     assert one.config is other.config
@@ -194,7 +194,7 @@ def parts(config):
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_files_load_without_fusedops(how):
-    """Saved configs name the implementation that was set."""
+    """Saved configs name the original implementation."""
     model = build("gemma2")
     patch(model, **ALONE)
     want = outputs(model, "gemma2")
@@ -249,7 +249,7 @@ def test_strict_and_failure_leave_the_config(monkeypatch):
 
 
 def test_verify_of_a_model_that_is_patched_already(calls):
-    """It is judged against what the model is without patch, and stays patched."""
+    """It is compared with the unpatched model, and stays patched."""
     model = build("llama")
     patch(model, **ALONE)
     patch(model, verify=batch("llama", "left"), **ALONE)

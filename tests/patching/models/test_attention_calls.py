@@ -175,7 +175,7 @@ def test_what_says_nothing_of_the_scores_is_passed_over(calls):
 
 
 def test_softcap_and_sinks_are_never_lost(calls):
-    """sdpa's function ignores sinks: eager's of the model runs where ours does not."""
+    """Where ours does not run, the model's eager code does: sdpa ignores sinks."""
     for name in ("gemma2", "gpt_oss"):
         model = build(name)
         want = model(**batch(name, "left"), output_attentions=True)
@@ -212,7 +212,7 @@ def gradients(model, name, side=None):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "t5", "whisper"])
 def test_gradient_checkpointing(name, calls):
-    """The forward that is run again draws the same dropout."""
+    """The recomputed forward draws the same dropout."""
     model = build(name, **DROPOUT.get(name, {})).train()
     patch(model, **ALONE)
     calls.clear()

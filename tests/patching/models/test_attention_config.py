@@ -238,7 +238,7 @@ def test_a_second_model_by_another_implementation(name, implementation, tmp_path
 
 @pytest.fixture
 def view():
-    """(the model, its config, the view that its first attention has)"""
+    """Returns the model, its config, and its first attention's view."""
     model, _ = fused("llama")
     return model, model.config, model.model.layers[0].self_attn.config
 
@@ -297,7 +297,7 @@ def test_a_config_that_is_replaced_stays(view):
 
 
 def test_a_config_that_takes_no_view(monkeypatch):
-    """Its class may be anybody's."""
+    """Its class may come from any package."""
 
     def refuse(cls, was):
         raise TypeError("it is final")

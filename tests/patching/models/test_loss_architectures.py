@@ -56,7 +56,7 @@ OWN_CODE = {
 
 
 def build(name, sizes):
-    """With random weights (norms and biases too) that are large enough for a softcap to matter."""
+    """Builds a model with random weights, large enough for a softcap to matter."""
     config = transformers.AutoConfig.for_model(name, **sizes)
     torch.manual_seed(0)
     kwargs = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped has no float64

@@ -23,7 +23,7 @@ def test_all_is_there():
 
 
 def hide(monkeypatch, place, name):
-    """As in a version that has it elsewhere: model code that needs it has it already."""
+    """Hides an API, as in a version that has it in another module."""
     monkeypatch.delattr(f"transformers.{place}.{name}")
 
 

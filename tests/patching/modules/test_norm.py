@@ -16,7 +16,7 @@ N = 48
 
 
 class LlamaLike(nn.Module):
-    """Rounds before it multiplies."""
+    """An RMSNorm that rounds before it multiplies."""
 
     def __init__(self, n=N, eps=1e-6):
         super().__init__()
@@ -30,7 +30,7 @@ class LlamaLike(nn.Module):
 
 
 class TorchLike(LlamaLike):
-    """Rounds last."""
+    """An RMSNorm that rounds last."""
 
     def forward(self, x):
         n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -54,7 +54,7 @@ class Weightless(nn.Module):
 
 
 class ByHand(nn.LayerNorm):
-    """LayerNorm written out, under other names, its eps a constant in the code."""
+    """LayerNorm written out, with other names and eps as a constant."""
 
     def __init__(self, n):
         nn.Module.__init__(self)
@@ -73,7 +73,7 @@ class EpsOutside(LlamaLike):
 
 
 class Sloppy(LlamaLike):
-    """Right in float32; in bfloat16 it rounds at every step."""
+    """Right in float32, but in bfloat16 it rounds at every step."""
 
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
