@@ -1,5 +1,6 @@
 """Fused kernels for training and serving transformers, as drop-in torch modules."""
 
+import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
+    from fusedops.profiling.planning import MemoryPlan as MemoryPlan
+    from fusedops.profiling.planning import memory as memory
 
 __version__ = "0.2.0"
 __all__ = [
@@ -52,10 +55,18 @@ __all__ = [
 integrations.install()
 
 
-def __getattr__(name: str):
-    """Imports QuantizationConfig on first use, because it subclasses transformers' class."""
-    if name != "QuantizationConfig":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fusedops.integrations.transformers import QuantizationConfig
+# Imported on first use: QuantizationConfig is a subclass of transformers', and few runs plan.
+_LATER = {
+    "MemoryPlan": "fusedops.profiling.planning",
+    "QuantizationConfig": "fusedops.integrations.transformers",
+    "memory": "fusedops.profiling.planning",
+}
 
-    return QuantizationConfig
+
+def __getattr__(name: str):
+    """Imports a name of _LATER on first use."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = found
+    return found
