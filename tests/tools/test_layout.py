@@ -79,6 +79,7 @@ SHARED = {
         "machine_code",
         "package",
         "patching",
+        "profiling",
         "quick_interpreter.py",
         "simt",
         "tools",
