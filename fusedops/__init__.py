@@ -1,5 +1,6 @@
 """Fused kernels for training and serving transformers, as drop-in torch modules."""
 
+import importlib
 from typing import TYPE_CHECKING
 
 from fusedops import functional, integrations, nn, optim
@@ -20,6 +21,7 @@ from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
+    from fusedops.profiling.run import profile as profile
 
 __version__ = "0.2.0"
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "optim",
     "patch",
     "patched",
+    "profile",
     "quantize",
     "register_attention",
     "unpatch",
@@ -45,10 +48,14 @@ __all__ = [
 integrations.install()
 
 
-def __getattr__(name: str):
-    """Imports QuantizationConfig, a subclass of transformers', on first use."""
-    if name != "QuantizationConfig":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fusedops.integrations.transformers import QuantizationConfig
+# Imported on first use: a public name -> its module.
+LAZY = {
+    "QuantizationConfig": "fusedops.integrations.transformers",  # a subclass of transformers'
+    "profile": "fusedops.profiling.run",
+}
 
-    return QuantizationConfig
+
+def __getattr__(name: str):
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(LAZY[name]), name)

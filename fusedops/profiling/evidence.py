@@ -24,10 +24,12 @@ class Run:
 
     seconds: wall time of each step, the fetch of its batch included. wait: the part in `next` of
     the data. forward, optimizer: the parts in the model's forward and the optimizer's step; zeros
-    where neither was seen. cpu: CPU time of the thread that called the step. user, system: CPU time
+    where neither was seen. cpu: CPU time of the thread that called the step. preempted: time in
+    which that thread was ready to run but other threads had the CPUs. user, system: CPU time
     of all threads of the process, over the whole run. faults: page faults. voluntary, involuntary:
     context switches of the process. throttled: seconds in which the cgroup was throttled. steal:
-    share of the machine's CPU time that the hypervisor withheld.
+    share of the machine's CPU time that the hypervisor withheld. paired: interleaved with other
+    runs, so that the i-th steps of those that are paired share a round.
     """
 
     seconds: tuple[float, ...]
@@ -35,6 +37,7 @@ class Run:
     forward: tuple[float, ...] = ()
     optimizer: tuple[float, ...] = ()
     cpu: tuple[float, ...] = ()
+    preempted: tuple[float, ...] = ()
     user: float = 0.0
     system: float = 0.0
     faults: int = 0
@@ -42,6 +45,16 @@ class Run:
     involuntary: int = 0
     throttled: float = 0.0
     steal: float = 0.0
+    paired: bool = False
+
+    @property
+    def running(self) -> tuple[float, ...]:
+        """Each step's time without the part in which the thread was preempted."""
+        if not self.preempted:
+            return self.seconds
+        throttled = self.throttled / max(1, len(self.seconds))  # not another program's doing
+        pairs = zip(self.seconds, self.preempted, strict=True)
+        return tuple(max(0.02 * s, s - max(0.0, p - throttled)) for s, p in pairs)
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Steps under torch.profiler. seconds: wall time of each. events: the profiler's, a step."""
+    """Steps under torch.profiler. seconds: wall time of each. events: the profiler's, a step.
+
+    They are the steps in which other programs disturbed least.
+    """
 
     seconds: tuple[float, ...]
     events: int
@@ -155,16 +171,14 @@ class Evidence:
 
     plain: steps as they are (E0). cached: the same steps with batches kept in memory (E1). half:
     the same with half the batch (E2). fewer_threads: the same with as many threads as CPUs; only
-    where torch uses more. paired: whether `cached`, `half` and `fewer_threads` were interleaved
-    with `plain`, so that their i-th steps share a round. ceilings: E3. profiled: E4. memory:
-    category -> bytes. threads: torch's. cpus: the process's, by affinity and cgroup quota.
+    where torch uses more. ceilings: E3. profiled: E4. memory: category -> bytes. threads: torch's.
+    cpus: the process's, by affinity and cgroup quota.
     """
 
     plain: Run
     cached: Run | None = None
     half: Run | None = None
     fewer_threads: Run | None = None
-    paired: bool = True
     loader: Loader | None = None
     tokens: Tokens = Tokens()
     ceilings: Ceilings | None = None

@@ -8,7 +8,7 @@ within 10 points are both named. If none is, the verdict is "unknown", and its e
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
-from statistics import median, stdev
+from statistics import mean, median, stdev
 
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.reasons import reasons
@@ -146,7 +146,8 @@ def _why_unknown(evidence: Evidence, shares: dict[str, Share]) -> Iterator[str]:
     yield f"no single bound: {parts}"
     if shares["unknown"][1] >= UNEXPLAINED:
         yield f"{shares['unknown'][1]:.0%} of the step is unexplained"
-    if (spread := stdev(steps) / (sum(steps) / len(steps))) >= NOISY:
+    running = evidence.plain.running
+    if (spread := stdev(running) / mean(running)) >= NOISY:
         yield f"steps vary by {spread:.0%}: close other programs and repeat"
     profiled = evidence.profiled
     if profiled and (times := median(profiled.seconds) / median(steps)) >= INFLATED:

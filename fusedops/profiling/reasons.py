@@ -29,12 +29,13 @@ def reasons(
     for bound in bounds:
         if bound in writers:
             yield from writers[bound](evidence)
-    # The calling thread stood still: other programs, or a wait inside of the step.
     run = evidence.cached or evidence.plain
+    if (others := 1.0 - sum(run.running) / sum(run.seconds)) >= 0.05:
+        yield f"other programs had the CPU for {others:.0%} of the time, which is left out"
     if bounds == ("unknown",) and run.cpu and shares["unknown"][1] >= 0.25:
-        running = median(c / s for c, s in zip(run.cpu, run.seconds, strict=True))
+        running = median(c / s for c, s in zip(run.cpu, run.running, strict=True))
         yield (
-            f"the thread that runs the step was on a CPU {running:.0%} of the time, with "
+            f"the thread that runs the step was on a CPU {running:.0%} of that time, with "
             f"{run.involuntary} involuntary and {run.voluntary} voluntary context switches"
         )
 
@@ -93,8 +94,7 @@ def _top(evidence: Evidence, bound: str, text: Callable[[Evidence, Op], str]) ->
         return
     ceilings = evidence.ceilings
     parts = {
-        op: op_parts(op, median(op.seconds), ceilings).get(bound, 0.0)
-        for op in evidence.profiled.ops
+        op: op_parts(op, min(op.seconds), ceilings).get(bound, 0.0) for op in evidence.profiled.ops
     }
     for op in sorted(parts, key=lambda op: -parts[op])[:TOP]:
         if parts[op] > 0:
@@ -107,14 +107,14 @@ def _place(op: Op) -> str:
 
 def _bandwidth(evidence: Evidence, op: Op) -> str:
     assert evidence.ceilings is not None
-    seconds = max(median(op.seconds), 1e-9)
+    seconds = max(min(op.seconds), 1e-9)
     possible = op.bytes / max(ideal(op, evidence.ceilings)[1], 1e-12)
     return f"{op.bytes / seconds / 1e9:.3g} GB/s of {possible / 1e9:.3g} possible here"
 
 
 def _rate(evidence: Evidence, op: Op) -> str:
     assert evidence.ceilings is not None
-    rate = op.flops / max(median(op.seconds), 1e-9)
+    rate = op.flops / max(min(op.seconds), 1e-9)
     peak = evidence.ceilings.flops.get(op.dtype, 0.0)
     return f"{rate / 1e9:.3g} GFLOP/s of {peak / 1e9:.3g} possible here in {op.dtype}"
 
@@ -122,7 +122,7 @@ def _rate(evidence: Evidence, op: Op) -> str:
 def _slowness(evidence: Evidence, op: Op) -> str:
     assert evidence.ceilings is not None
     best = max(ideal(op, evidence.ceilings))
-    return f"{median(op.seconds) / max(best, 1e-9):.1f} times as long as this machine allows"
+    return f"{min(op.seconds) / max(best, 1e-9):.1f} times as long as this machine allows"
 
 
 def _allocation(evidence: Evidence) -> Iterator[str]:

@@ -41,20 +41,18 @@ class Sample:
         self.random = random
         rounds = len(evidence.plain.seconds)
         self.rounds = self._draw(rounds)
-        self.paired = evidence.paired
         self.of_profiled = self._draw(len(evidence.profiled.seconds)) if evidence.profiled else []
 
     def _draw(self, n: int) -> list[int]:
         return [self.random.randrange(n) for _ in range(n)] if self.random else [*range(n)]
 
-    def ratio(self, run: Run, base: Run) -> float:
+    def ratio(self, run: Sequence[float], base: Sequence[float], paired: bool) -> float:
         """Median time of a run over another's: of the rounds' ratios if the rounds are shared."""
-        n = len(run.seconds)
-        if self.paired and n == len(base.seconds):
-            rounds = [i for i in self.rounds if i < n] or [*range(n)]
-            return median(run.seconds[i] / base.seconds[i] for i in rounds)
-        mine, theirs = self._draw(n), self._draw(len(base.seconds))
-        return median(run.seconds[i] for i in mine) / median(base.seconds[i] for i in theirs)
+        if paired:
+            rounds = [i for i in self.rounds if i < min(len(run), len(base))]
+            return median(run[i] / base[i] for i in rounds)
+        mine, theirs = self._draw(len(run)), self._draw(len(base))
+        return median(run[i] for i in mine) / median(base[i] for i in theirs)
 
     def share(self, part: Sequence[float], whole: Sequence[float]) -> float:
         """Median share that a part has of a whole, 0 where the part was not measured."""
@@ -77,7 +75,8 @@ def partition(evidence: Evidence, sample: Sample) -> dict[str, float]:
     rest = 1.0 - shares["input"]
     base = evidence.cached or evidence.plain
     if evidence.fewer_threads is not None:
-        shares["threads"] = rest * _clamp(1.0 - sample.ratio(evidence.fewer_threads, base))
+        fewer = sample.ratio(evidence.fewer_threads.seconds, base.seconds, paired=False)
+        shares["threads"] = rest * _clamp(1.0 - fewer)
         rest -= shares["threads"]
     if evidence.communication is not None and evidence.gpu is None:
         shares["communication"] = min(rest, evidence.communication / median(evidence.plain.seconds))
@@ -91,16 +90,24 @@ def partition(evidence: Evidence, sample: Sample) -> dict[str, float]:
 
 
 def _input(evidence: Evidence, sample: Sample) -> float:
-    """What vanishes with batches in memory; without that experiment, the time spent in `next`."""
-    if evidence.cached is None:
-        return _clamp(sample.share(evidence.plain.wait, evidence.plain.seconds))
-    return _clamp(1.0 - sample.ratio(evidence.cached, evidence.plain))
+    """What vanishes with batches in memory; without that experiment, the time spent in `next`.
+
+    Time in which other programs had the CPUs is left out. A loader's workers are such programs, so
+    with workers it counts.
+    """
+    plain, cached = evidence.plain, evidence.cached
+    if cached is None:
+        return _clamp(sample.share(plain.wait, plain.seconds))
+    if evidence.loader is not None and evidence.loader.asynchronous:
+        return _clamp(1.0 - sample.ratio(cached.seconds, plain.seconds, paired=False))
+    paired = cached.paired and plain.paired
+    return _clamp(1.0 - sample.ratio(cached.running, plain.running, paired))
 
 
 def _on_cpu(
     evidence: Evidence, sample: Sample, base: Run, rest: float, shares: dict[str, float]
 ) -> None:
-    wall = sum(base.seconds)
+    wall = sum(base.running)
     stopped = rest * _stopped(evidence, sample, base)
     withheld = min(stopped, rest * (base.throttled / wall + base.steal))
     shares["threads"] += withheld
@@ -122,12 +129,12 @@ def _on_cpu(
 
 
 def _stopped(evidence: Evidence, sample: Sample, run: Run) -> float:
-    """Share of a step in which the calling thread waited or was preempted, outside of `next`."""
+    """Share of a step in which the calling thread waited, outside of `next`."""
     if not run.cpu:
         return 0.0
     wait = run.wait if run is evidence.plain else ()
-    busy = [s - w for s, w in zip(run.seconds, wait or [0.0] * len(run.seconds), strict=True)]
-    return _clamp(1.0 - sample.share(run.cpu, busy))
+    busy = [s - w for s, w in zip(run.running, wait or [0.0] * len(run.seconds), strict=True)]
+    return _clamp(1.0 - sample.share(run.cpu, [max(b, 1e-9) for b in busy]))
 
 
 def _faulting(evidence: Evidence, run: Run) -> float:
@@ -143,21 +150,23 @@ def _of_ops(evidence: Evidence, sample: Sample, base: Run) -> dict[str, float] |
     profiled, ceilings = evidence.profiled, evidence.ceilings
     if profiled is None or ceilings is None:
         return None
-    seconds = [profiled.seconds[i] for i in sample.of_profiled]
-    wall, plain = median(seconds), median(base.seconds)
+    steps = sample.of_profiled
+    wall, plain = median(profiled.seconds[i] for i in steps), median(base.running)
     # The profiler's cost an event is taken off first, the rest of its inflation in proportion.
-    per_event = min(1.5 * ceilings.event_seconds, max(0.0, wall - plain) / max(1, profiled.events))
-    corrected = max(wall - per_event * profiled.events, 1e-9)
+    events = max(1, profiled.events)
+    per_event = min(1.5 * ceilings.event_seconds, max(0.0, wall - plain) / events)
     parts = dict.fromkeys(("launch", "memory", "compute", "kernels"), 0.0)
     for op in profiled.ops:
-        measured = median(op.seconds[i] for i in sample.of_profiled)
-        for bound, part in op_parts(op, measured - per_event * op.events, ceilings).items():
-            parts[bound] += part / corrected
+        # The shortest: another program that interrupts an operator makes it only longer.
+        measured = min(op.seconds[i] for i in steps) - per_event * op.events
+        for bound, part in op_parts(op, measured, ceilings).items():
+            parts[bound] += part
+    inside = [sum(op.seconds[i] for op in profiled.ops) for i in range(len(profiled.seconds))]
+    outside = min(profiled.seconds[i] - inside[i] for i in steps)
+    others = profiled.events - sum(op.events for op in profiled.ops)
+    parts["launch"] += max(0.0, outside - per_event * max(0, others))  # Python and autograd
     total = sum(parts.values())
-    if total > 1.0:
-        return {bound: part / total for bound, part in parts.items()}
-    parts["launch"] += 1.0 - total  # Python and autograd, outside of operators
-    return parts
+    return {bound: part / total for bound, part in parts.items()} if total else None
 
 
 def op_parts(op: Op, seconds: float, ceilings: Ceilings) -> dict[str, float]:
@@ -196,15 +205,15 @@ def elasticity(evidence: Evidence, sample: Sample) -> float | None:
     full, half = evidence.cached or evidence.plain, evidence.half
     if half is None:
         return None
-    without = [_without_optimizer(run) for run in (half, full)]
-    return -math.log2(sample.ratio(*without))
+    paired = half.paired and full.paired
+    return -math.log2(sample.ratio(_without_optimizer(half), _without_optimizer(full), paired))
 
 
-def _without_optimizer(run: Run) -> Run:
+def _without_optimizer(run: Run) -> list[float]:
     optimizer = run.optimizer or [0.0] * len(run.seconds)
     wait = run.wait or [0.0] * len(run.seconds)
-    parts = zip(run.seconds, optimizer, wait, strict=True)
-    return Run(seconds=tuple(max(s - o - w, 1e-9) for s, o, w in parts))
+    parts = zip(run.running, optimizer, wait, strict=True)
+    return [max(s - o - w, 0.02 * s) for s, o, w in parts]
 
 
 def _on_gpu(evidence: Evidence, sample: Sample, rest: float, shares: dict[str, float]) -> None:
@@ -240,7 +249,7 @@ def _kernel_parts(
         return {"unknown": 1.0}
     parts = dict.fromkeys(("memory", "compute", "kernels"), 0.0)
     for op in profiled.ops:
-        seconds = median(op.seconds[i] for i in sample.of_profiled)
+        seconds = min(op.seconds[i] for i in sample.of_profiled)
         compute, memory, _ = ideal(op, ceilings)
         work = min(seconds, max(compute, memory))
         parts["compute" if compute >= memory else "memory"] += work

@@ -17,17 +17,22 @@ CEILINGS = Ceilings(
 )
 
 
-def run(step, wait=0.0, jitter=0.02, seed=0, steps=STEPS, stopped=0.0, **counters):
-    """Steps of this length that vary; in `stopped` of a step the thread does not run."""
+def run(step, wait=0.0, jitter=0.02, seed=0, steps=STEPS, stopped=0.0, preempted=0.0, **counters):
+    """Steps of this length that vary, alike for the same seed.
+
+    stopped: seconds of a step in which the thread does not run; `preempted` of these because other
+    threads have the CPUs.
+    """
     random = Random(seed)
     lengths = [step * (1 + jitter * random.uniform(-1, 1)) for _ in range(steps)]
     return Run(
         seconds=tuple(length + wait for length in lengths),
         wait=(wait,) * steps,
+        preempted=(preempted,) * steps,
         forward=(0.0,) * steps,
         optimizer=(0.0,) * steps,
         cpu=tuple(length - stopped for length in lengths),
-        **({"user": sum(lengths), "system": 0.0} | counters),
+        **({"user": sum(lengths), "system": 0.0, "paired": True} | counters),
     )
 
 

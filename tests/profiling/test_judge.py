@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusedops.profiling.evidence import Evidence, Sync
+from fusedops.profiling.evidence import Evidence, Loader, Sync
 from fusedops.profiling.judge import THRESHOLDS, judge
 from fusedops.profiling.shares import BOUNDS
 from profiling.synthetic import (
@@ -193,8 +193,24 @@ def test_noise_does_not_contradict():
     assert judge(noisy).bounds == ("compute",)
 
 
-def test_a_preempted_step_is_noisy_and_nothing_else():
-    """Another program takes half of the step's time from the thread."""
+def test_other_programs_do_not_change_the_verdict():
+    """They take two thirds of the step's time from the thread."""
+    slowed = run(30 * MS, stopped=20 * MS, preempted=20 * MS)
+    verdict = judge(replace(step(matmul(10 * MS)), plain=slowed, cached=slowed))
+    assert verdict.bounds == ("compute",) and verdict.shares["unknown"][1] < 0.02
+
+
+def test_workers_that_preempt_the_step_are_input():
+    slowed = run(30 * MS, stopped=20 * MS, preempted=20 * MS, paired=False)
+    alone = run(10 * MS, seed=1, paired=False)
+    with_workers = Loader(workers=2, asynchronous=True)
+    verdict = judge(step(matmul(10 * MS), plain=slowed, cached=alone, loader=with_workers))
+    assert verdict.bounds == ("input",)
+    assert verdict.shares["input"][1] == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_a_step_that_waits_is_unexplained():
+    """For half of the time its thread sleeps, and no counter says why."""
     slowed = run(20 * MS, jitter=0.5, stopped=10 * MS, user=0.2)
     verdict = judge(replace(step(matmul(10 * MS)), plain=slowed, cached=slowed))
     assert verdict.bounds == ("unknown",)

@@ -1,0 +1,150 @@
+"""All experiments of a profile, in order, within its budget."""
+
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.backends import cpu_name, version_of
+from fusedops.machine import cpu_quota, cpus
+from fusedops.profiling.collect.batches import count_tokens
+from fusedops.profiling.collect.ceilings import ceilings
+from fusedops.profiling.collect.clock import Phases
+from fusedops.profiling.collect.data import Data
+from fusedops.profiling.collect.operators import table
+from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
+from fusedops.profiling.evidence import Evidence, Profiled
+
+__all__ = ["Subject", "collect", "usable_cpus"]
+
+PROFILED = 3  # steps under torch.profiler
+SLOWED = 6.0  # a recorded or profiled step takes at most this many plain ones, by experience
+STEPS_PART = 0.7  # of the budget goes to plain steps, the rest to the table of operators
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled, as the user gave it. The fields are `fusedops.profile`'s arguments."""
+
+    step: Callable[..., Any]
+    data: Iterable[Any] | None = None
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    tokens: int | Callable[[Any], int] | None = None
+
+
+def collect(
+    subject: Subject,
+    steps: int,
+    warmup: int,
+    budget_s: float,
+    restore: bool,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[Evidence, Callable[[], Any]]:
+    """The evidence, and a call that runs one more step on a kept batch.
+
+    tick: called after each step, for a progress bar.
+    """
+    start = perf_counter()
+    kept = Snapshot(subject.model, subject.optimizer) if restore else None
+    try:
+        with Phases(subject.model) as phases:
+            data = None if subject.data is None else Data(subject.data)
+            plan = Plan(steps, warmup, start + STEPS_PART * budget_s, tick)
+            measured = measure_steps(subject.step, data, phases, plan, usable_cpus())
+        profiled = _operators(subject, measured, start + budget_s, tick)
+    finally:
+        if kept is not None:
+            kept.restore()
+    if restore and subject.model is None and subject.optimizer is None:
+        measured.not_checked.append("restore: no model and no optimizer were given")
+    return _evidence(subject, measured, profiled), measured.call
+
+
+def usable_cpus() -> float:
+    """CPUs that the process may use, by its affinity and its cgroup's quota."""
+    quota = cpu_quota()
+    return float(cpus()) if quota is None else min(float(cpus()), quota)
+
+
+def _operators(
+    subject: Subject, measured: Measured, deadline: float, tick: Callable[[], None]
+) -> Profiled | None:
+    """The table of operators; None, with the reason among `not_checked`, where it is not made."""
+    longest = median((measured.cached or measured.plain).seconds)
+    reason = _no_table(subject)
+    if not reason and perf_counter() + (PROFILED + 2) * SLOWED * longest > deadline:
+        reason = "the budget had no time for it"
+    if not reason:
+        try:
+            return table(measured.call, deadline, tick)
+        except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
+            reason = f"a recorded step raised {type(error).__name__}: {error}"
+    measured.not_checked.append(f"operators: {reason}")
+    return None
+
+
+def _no_table(subject: Subject) -> str:
+    if torch.cuda.is_initialized():
+        return "the step may use a GPU, whose kernels are not recorded"
+    if subject.model is not None:
+        devices = sorted({str(p.device) for p in subject.model.parameters()})
+        if len(devices) > 1:
+            return f"the model is on {len(devices)} devices, {', '.join(devices)}"
+    return ""
+
+
+def _evidence(subject: Subject, measured: Measured, profiled: Profiled | None) -> Evidence:
+    counted = count_tokens(measured.batch, subject.tokens)
+    if subject.data is None and isinstance(subject.tokens, int):
+        counted = replace(counted, real=float(subject.tokens), padded=float(subject.tokens))
+    not_checked = [*measured.not_checked, "GPU: none was used", "memory"]
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    processes = torch.distributed.get_world_size() if ranks else 1
+    not_checked.append(
+        f"communication: collectives of {processes} processes are not timed on CPUs"
+        if processes > 1
+        else "communication: one process"
+    )
+    dtypes = {op.dtype for op in profiled.ops if op.flops} if profiled else set()
+    return Evidence(
+        plain=measured.plain,
+        cached=measured.cached,
+        half=measured.half,
+        fewer_threads=measured.fewer_threads,
+        loader=measured.loader,
+        tokens=counted,
+        ceilings=ceilings(dtypes),
+        profiled=profiled,
+        device="cpu",
+        threads=torch.get_num_threads(),
+        cpus=usable_cpus(),
+        processes=processes,
+        about=_about(subject),
+        not_checked=tuple(not_checked),
+    )
+
+
+def _about(subject: Subject) -> dict[str, Any]:
+    model = subject.model
+    about: dict[str, Any] = {
+        "device": cpu_name(),
+        "torch": torch.__version__,
+        "fusedops": version_of("fusedops"),
+        "transformers": version_of("transformers"),
+        "python": platform.python_version(),
+    }
+    if model is not None:
+        parameters = list(model.parameters())
+        about |= {
+            "model": type(model).__name__,
+            "parameters": sum(p.numel() for p in parameters),
+            "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        }
+    return about

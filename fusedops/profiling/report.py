@@ -1,0 +1,289 @@
+"""The result of `fusedops.profile`: numbers as attributes, and every way to show them."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from fusedops.profiling.collect.everything import Subject
+from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run
+from fusedops.profiling.judge import Verdict, judge
+from fusedops.profiling.shares import ideal, op_parts
+from fusedops.profiling.timing import quantiles
+
+__all__ = ["Input", "Machine", "ModuleTime", "OpTime", "Profile", "Time"]
+
+
+@dataclass(frozen=True)
+class Time:
+    """A step's time, in seconds, from steps without a profiler.
+
+    seconds: the median, with its 95 % interval low..high. p95: None below 20 steps. phases:
+    "input", "forward", "optimizer" and "other" (the backward, the loss and the rest) -> median
+    seconds. tokens_per_s counts real tokens; padding is the share of the others. flops: of a step.
+    mfu: share of the step in which this machine's matrix products would do the same arithmetic.
+    inflation: how many times slower a step is under torch.profiler. interrupted: share of the time
+    in which other programs had the CPU; it is part of `seconds` and left out of all shares.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    steps: int
+    p95: float | None
+    phases: dict[str, float]
+    tokens_per_s: float | None
+    samples_per_s: float | None
+    padding: float | None
+    flops: int | None
+    mfu: float | None
+    inflation: float | None
+    interrupted: float
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """An operator's calls of one kind in a step. bound: what most of their time is.
+
+    seconds: of a step, scaled to steps without a profiler. possible: seconds at this machine's
+    ceilings. share: of the step, the wait for data left out.
+    """
+
+    name: str
+    shapes: str
+    dtype: str
+    module: str
+    calls: int
+    seconds: float
+    share: float
+    possible: float
+    flops: int
+    bytes: int
+    bound: str
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """What a module's own operators take in a step, without submodules. Layers are one row."""
+
+    name: str
+    seconds: float
+    share: float
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Input:
+    """How the data keeps up. wait: seconds a step. batches_per_s: of the loader, of the step."""
+
+    wait: float
+    loader: Loader | None
+    step_batches_per_s: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured, and what that machine reaches."""
+
+    device: str
+    threads: int
+    cpus: float
+    ceilings: Ceilings | None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+class Profile:
+    """Where a step's time goes. `print(report)` shows it; times are seconds, sizes are bytes.
+
+    verdict: which resource limits the step. evidence: everything that was measured. Made by
+    `fusedops.profile` and `fusedops.recording`, and from a file by `Profile.load`.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        verdict: Verdict | None = None,
+        subject: Subject | None = None,
+        call: Callable[[], Any] | None = None,
+    ) -> None:
+        self.evidence = evidence
+        self.verdict = verdict or judge(evidence)
+        self._subject, self._call = subject, call
+
+    @cached_property
+    def time(self) -> Time:
+        return _time(self.evidence)
+
+    @property
+    def memory(self) -> dict[str, int] | None:
+        """Category -> bytes; None where it was not measured."""
+        return self.evidence.memory
+
+    @cached_property
+    def ops(self) -> list[OpTime]:
+        """The operators, those with the most time first; empty without a table of operators."""
+        return _ops(self.evidence)
+
+    @cached_property
+    def modules(self) -> list[ModuleTime]:
+        """Time by module, most first."""
+        return _modules(self.ops)
+
+    @cached_property
+    def input(self) -> Input:
+        base = self.evidence.cached or self.evidence.plain
+        wait = median(self.evidence.plain.wait) if self.evidence.plain.wait else 0.0
+        return Input(wait, self.evidence.loader, 1 / median(base.seconds))
+
+    @cached_property
+    def machine(self) -> Machine:
+        found = self.evidence
+        device = str(found.about.get("device", found.device))
+        return Machine(device, found.threads, found.cpus, found.ceilings, found.about)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The evidence and the verdict, as json.dumps takes them."""
+        return {"evidence": self.evidence.to_dict(), "verdict": asdict(self.verdict)}
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_dict` as JSON. `Profile.load` and `fusedops.compare` read it."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> "Profile":
+        """A saved report, judged again. It cannot trace. Raises ValueError for another file."""
+        values = json.loads(Path(path).read_text())
+        if not isinstance(values, dict) or "evidence" not in values:
+            raise ValueError(f"profile: {path} must be a saved report, it has no evidence")
+        return Profile(Evidence.from_dict(values["evidence"]))
+
+    def trace(self, path: str | Path) -> int:
+        """Runs one more step under torch.profiler, and writes its trace for Perfetto.
+
+        Parameters, optimizer state and generators are put back. Returns the file's size in bytes,
+        about 500 for each of the profiler's events. Raises RuntimeError for a report that was
+        loaded or recorded, since it has no step to run.
+        """
+        if self._call is None or self._subject is None:
+            raise RuntimeError("profile: trace needs a report that fusedops.profile made here")
+        import torch
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        kept = Snapshot(self._subject.model, self._subject.optimizer)
+        cpu = torch.profiler.ProfilerActivity.CPU
+        try:
+            with torch.profiler.profile(activities=[cpu], record_shapes=True) as profiled:
+                self._call()
+        finally:
+            kept.restore()
+        profiled.export_chrome_trace(str(path))
+        return Path(path).stat().st_size
+
+    def __str__(self) -> str:
+        from fusedops.profiling.show.text import text
+
+        return text(self)
+
+    def __repr__(self) -> str:
+        return f"<Profile: {self.verdict}, step {self.time.seconds:.4g} s>"
+
+
+def _time(evidence: Evidence) -> Time:
+    run, tokens = evidence.plain, evidence.tokens
+    seconds = median(run.seconds)
+    low, high = _interval(run.seconds)
+    profiled = evidence.profiled
+    flops = sum(op.flops for op in profiled.ops) if profiled else None
+    base = median((evidence.cached or run).running)
+    padding = None
+    if tokens.real is not None and tokens.padded:
+        padding = 1.0 - tokens.real / tokens.padded
+    return Time(
+        seconds=seconds,
+        low=low,
+        high=high,
+        steps=len(run.seconds),
+        p95=quantiles(run.seconds, 0.95)[0] if len(run.seconds) >= 20 else None,
+        phases=_phases(run),
+        tokens_per_s=tokens.real / seconds if tokens.real is not None else None,
+        samples_per_s=tokens.samples / seconds if tokens.samples else None,
+        padding=padding,
+        flops=flops,
+        mfu=_mfu(evidence, seconds),
+        inflation=median(profiled.seconds) / base if profiled else None,
+        interrupted=1.0 - sum(run.running) / sum(run.seconds),
+    )
+
+
+def _interval(seconds: tuple[float, ...]) -> tuple[float, float]:
+    """95 % of the median, by bootstrap."""
+    random = Random(0)
+    drawn = [median(random.choices(seconds, k=len(seconds))) for _ in range(200)]
+    low, high = quantiles(drawn, 0.025, 0.975)
+    return low, high
+
+
+def _phases(run: Run) -> dict[str, float]:
+    parts = {"input": run.wait, "forward": run.forward, "optimizer": run.optimizer}
+    known = {name: median(values) if values else 0.0 for name, values in parts.items()}
+    return known | {"other": max(0.0, median(run.seconds) - sum(known.values()))}
+
+
+def _mfu(evidence: Evidence, seconds: float) -> float | None:
+    if evidence.profiled is None or evidence.ceilings is None:
+        return None
+    arithmetic = sum(ideal(op, evidence.ceilings)[0] for op in evidence.profiled.ops)
+    return arithmetic / seconds
+
+
+def _ops(evidence: Evidence) -> list[OpTime]:
+    profiled, ceilings = evidence.profiled, evidence.ceilings
+    if profiled is None or ceilings is None:
+        return []
+    step = median((evidence.cached or evidence.plain).running)
+    scale = min(1.0, step / min(profiled.seconds))
+    rows = [_op_time(op, ceilings, scale, step) for op in profiled.ops]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _op_time(op: Op, ceilings: Ceilings, scale: float, step: float) -> OpTime:
+    seconds = min(op.seconds) * scale
+    parts = op_parts(op, seconds, ceilings)
+    return OpTime(
+        op.name,
+        op.shapes,
+        op.dtype,
+        op.module,
+        op.calls,
+        seconds,
+        seconds / step,
+        min(seconds, max(ideal(op, ceilings))),
+        op.flops,
+        op.bytes,
+        max(parts, key=lambda bound: parts[bound]),
+    )
+
+
+def _modules(ops: list[OpTime]) -> list[ModuleTime]:
+    of: dict[str, list[OpTime]] = defaultdict(list)
+    for op in ops:
+        of[op.module].append(op)
+    rows = [
+        ModuleTime(
+            name,
+            sum(op.seconds for op in own),
+            sum(op.share for op in own),
+            sum(op.flops for op in own),
+            sum(op.bytes for op in own),
+        )
+        for name, own in of.items()
+    ]
+    return sorted(rows, key=lambda row: -row.seconds)
