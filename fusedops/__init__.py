@@ -21,6 +21,7 @@ from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
+    from fusedops.profiling.recording import recording as recording
     from fusedops.profiling.run import profile as profile
 
 __version__ = "0.2.0"
@@ -40,6 +41,7 @@ __all__ = [
     "patched",
     "profile",
     "quantize",
+    "recording",
     "register_attention",
     "unpatch",
     "verify",
@@ -52,6 +54,7 @@ integrations.install()
 LAZY = {
     "QuantizationConfig": "fusedops.integrations.transformers",  # a subclass of transformers'
     "profile": "fusedops.profiling.run",
+    "recording": "fusedops.profiling.recording",
 }
 
 

@@ -171,8 +171,8 @@ class Evidence:
 
     plain: steps as they are (E0). cached: the same steps with batches kept in memory (E1). half:
     the same with half the batch (E2). fewer_threads: the same with as many threads as CPUs; only
-    where torch uses more. ceilings: E3. profiled: E4. memory: category -> bytes. threads: torch's.
-    cpus: the process's, by affinity and cgroup quota.
+    where torch uses more. ceilings: E3. profiled: E4. flops: of a step, by dtype. memory: bytes by
+    category. threads: torch's. cpus: the process's, by affinity and cgroup quota.
     """
 
     plain: Run
@@ -184,6 +184,7 @@ class Evidence:
     ceilings: Ceilings | None = None
     profiled: Profiled | None = None
     gpu: Gpu | None = None
+    flops: dict[str, int] | None = None
     memory: dict[str, int] | None = None
     device: str = "cpu"
     threads: int = 1

@@ -201,7 +201,6 @@ def _time(evidence: Evidence) -> Time:
     seconds = median(run.seconds)
     low, high = _interval(run.seconds)
     profiled = evidence.profiled
-    flops = sum(op.flops for op in profiled.ops) if profiled else None
     base = median((evidence.cached or run).running)
     padding = None
     if tokens.real is not None and tokens.padded:
@@ -216,7 +215,7 @@ def _time(evidence: Evidence) -> Time:
         tokens_per_s=tokens.real / seconds if tokens.real is not None else None,
         samples_per_s=tokens.samples / seconds if tokens.samples else None,
         padding=padding,
-        flops=flops,
+        flops=sum(evidence.flops.values()) if evidence.flops is not None else None,
         mfu=_mfu(evidence, seconds),
         inflation=median(profiled.seconds) / base if profiled else None,
         interrupted=1.0 - sum(run.running) / sum(run.seconds),
@@ -238,10 +237,10 @@ def _phases(run: Run) -> dict[str, float]:
 
 
 def _mfu(evidence: Evidence, seconds: float) -> float | None:
-    if evidence.profiled is None or evidence.ceilings is None:
+    if evidence.flops is None or evidence.ceilings is None:
         return None
-    arithmetic = sum(ideal(op, evidence.ceilings)[0] for op in evidence.profiled.ops)
-    return arithmetic / seconds
+    peaks = evidence.ceilings.flops
+    return sum(n / peaks[dtype] for dtype, n in evidence.flops.items() if dtype in peaks) / seconds
 
 
 def _ops(evidence: Evidence) -> list[OpTime]:

@@ -1,6 +1,7 @@
 """All experiments of a profile, in order, within its budget."""
 
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import median
@@ -21,7 +22,7 @@ from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Profiled
 
-__all__ = ["Subject", "collect", "usable_cpus"]
+__all__ = ["Subject", "about", "collect", "usable_cpus"]
 
 PROFILED = 3  # steps under torch.profiler
 SLOWED = 6.0  # a recorded or profiled step takes at most this many plain ones, by experience
@@ -112,7 +113,7 @@ def _evidence(subject: Subject, measured: Measured, profiled: Profiled | None) -
         if processes > 1
         else "communication: one process"
     )
-    dtypes = {op.dtype for op in profiled.ops if op.flops} if profiled else set()
+    flops = _flops(profiled) if profiled else None
     return Evidence(
         plain=measured.plain,
         cached=measured.cached,
@@ -120,20 +121,28 @@ def _evidence(subject: Subject, measured: Measured, profiled: Profiled | None) -
         fewer_threads=measured.fewer_threads,
         loader=measured.loader,
         tokens=counted,
-        ceilings=ceilings(dtypes),
+        ceilings=ceilings(flops or ()),
         profiled=profiled,
+        flops=flops,
         device="cpu",
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
         processes=processes,
-        about=_about(subject),
+        about=about(subject.model),
         not_checked=tuple(not_checked),
     )
 
 
-def _about(subject: Subject) -> dict[str, Any]:
-    model = subject.model
-    about: dict[str, Any] = {
+def _flops(profiled: Profiled) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for op in profiled.ops:
+        sums[op.dtype] += op.flops
+    return dict(+sums)
+
+
+def about(model: nn.Module | None) -> dict[str, Any]:
+    """What a report says of the machine, the versions and the model."""
+    found: dict[str, Any] = {
         "device": cpu_name(),
         "torch": torch.__version__,
         "fusedops": version_of("fusedops"),
@@ -142,9 +151,9 @@ def _about(subject: Subject) -> dict[str, Any]:
     }
     if model is not None:
         parameters = list(model.parameters())
-        about |= {
+        found |= {
             "model": type(model).__name__,
             "parameters": sum(p.numel() for p in parameters),
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
         }
-    return about
+    return found

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
+from fusedops.profiling.collect.arithmetic import Arithmetic, dtype_of
 from fusedops.profiling.collect.clock import preempted_seconds
 from fusedops.profiling.collect.traffic import Reuse, touched
 from fusedops.profiling.evidence import Op, Profiled
@@ -48,7 +47,7 @@ class Row:
         self.traffic[1 << (distance - 1).bit_length()] += size
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Arithmetic):
     """Records every operator below autograd that runs while it is entered."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -58,23 +57,14 @@ class Recorder(TorchDispatchMode):
         self.sequence: dict[str, list[Key]] = defaultdict(list)  # operator -> keys of its calls
         self.reuse = Reuse()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        packet = func._overloadpacket
-        if packet not in flop_registry and func is not torch.ops.prim.device.default:
-            with self:  # operators that are made of others, as under inference_mode
-                made = func.decompose(*args, **kwargs)
-                if made is not NotImplemented:
-                    return made
-        out = func(*args, **kwargs)
-        key = Key(func._schema.name, *self._about(args, kwargs), self._module())
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, flops: int) -> None:
+        name, dtype = func._schema.name, dtype_of(args, kwargs)
+        key = Key(name, _shapes(args, kwargs), dtype, self._module())
         row = self.rows[key]
         row.calls += 1
-        self.sequence[key.name].append(key)
-        if packet in flop_registry:
-            row.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        row.flops += flops
+        self.sequence[name].append(key)
         self.reuse.touch(touched(func, args, kwargs, out), row.add)
-        return out
 
     def _module(self) -> str:
         """The innermost module, with a star for a layer's number."""
@@ -82,12 +72,11 @@ class Recorder(TorchDispatchMode):
         innermost = max(names, key=len, default="").partition(".")[2]
         return LAYER.sub("*", innermost)
 
-    def _about(self, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        floats = [t for t in tensors if t.is_floating_point()] or tensors
-        dtype = str(floats[0].dtype).removeprefix("torch.") if floats else ""
-        shapes = " ".join(str(list(t.shape)) + _layout(t) for t in tensors)
-        return (shapes if len(shapes) <= LONGEST else shapes[: LONGEST - 3] + "..."), dtype
+
+def _shapes(args: tuple, kwargs: dict[str, Any]) -> str:
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    shapes = " ".join(str(list(t.shape)) + _layout(t) for t in tensors)
+    return shapes if len(shapes) <= LONGEST else shapes[: LONGEST - 3] + "..."
 
 
 def _layout(tensor: Tensor) -> str:
