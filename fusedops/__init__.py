@@ -1,7 +1,14 @@
 """Fused kernels for training and serving transformers, as drop-in torch modules."""
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "fusedops needs torch 2.11 or newer, which is not installed: pip install 'torch>=2.11'",
+        name="torch",
+    )
 
 from fusedops import functional, integrations, nn, optim
 from fusedops.allocator import keep_freed_memory

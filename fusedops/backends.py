@@ -89,8 +89,7 @@ def unavailable(op: str, backend: str) -> str | None:
     if backend == "simt":
         if _has_kernel(family, SIMT_KEY):
             return None
-        missing = "this build has no emulated CUDA kernels (FUSEDOPS_SIMT=1 adds them)"
-        return _uncompiled() or missing
+        return _uncompiled() or _simt_missing(family)
     raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
@@ -100,6 +99,13 @@ def _uncompiled() -> str | None:
 
 def _cpu_unavailable() -> str | None:
     return _uncompiled() or ("this CPU has no AVX2" if _C.cpu_isa() == "none" else None)
+
+
+def _simt_missing(family: str) -> str:
+    """Why no emulated CUDA kernel of this family runs here."""
+    if any(_has_kernel(other, SIMT_KEY) for other in FAMILIES):
+        return "its CUDA path has no kernel that can be emulated"
+    return "this build has no emulated CUDA kernels (FUSEDOPS_SIMT=1 adds them)"
 
 
 @contextmanager

@@ -1,9 +1,15 @@
 """Formats results as text for people and as JSON for programs."""
 
 import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
 
 from benchmarks.harness.run import COPY, Result
-from fusedops.profiling.timing import Ratio, spread
+from benchmarks.harness.timing import CPU
+from fusedops.profiling.timing import Ratio, environment, spread
 
 BASES = ("eager", "huggingface")
 
@@ -33,17 +39,40 @@ def rows(result: Result, allocator: str, ceiling: float | None = None) -> list[d
     ]
 
 
+def save(
+    args: Namespace,
+    rows: list[dict],
+    goals: list[dict],
+    device: torch.device = CPU.device,
+    **more: object,
+) -> None:
+    """Writes what a suite measured to `args.json`, with the environment and any `more` keys."""
+    document = {"environment": environment(args.threads, device), **more}
+    Path(args.json).write_text(json.dumps(document | {"rows": rows, "goals": goals}))
+
+
+def times(seconds: Sequence[float]) -> dict[str, float]:
+    """The median, 10th and 90th percentile of a contender's seconds, as every row has them."""
+    found = spread(seconds)
+    return {"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90}
+
+
+def goal(title: str, what: str, asked: float, measured: Ratio) -> dict:
+    """A goal's entry: our speedup over `what` must be at least `asked`."""
+    found = {"title": title, "what": what, "asked": asked, "measured": measured}
+    return found | {"met": measured.median >= asked}
+
+
 def _timed(result: Result, name: str, ceiling: float | None) -> dict:
-    seconds = spread(result.seconds[name])
+    seconds = times(result.seconds[name])
     copy = result.ratio(COPY, name)
     row = {"contender": name, "status": "timed", "rounds": len(result.seconds[name])}
-    row |= {"median_s": seconds.median, "p10_s": seconds.p10, "p90_s": seconds.p90}
-    row |= {"gb_per_s": result.bytes_moved / seconds.median / 1e9}
+    row |= seconds | {"gb_per_s": result.bytes_moved / seconds["median_s"] / 1e9}
     row |= {"percent_of_copy": copy and 100 * copy.median}
     if ceiling and result.case.clock == "device":
         row |= {"percent_of_ceiling": 100 * row["gb_per_s"] / ceiling}
     if result.flops and name != COPY:
-        row |= {"tflop_per_s": result.flops / seconds.median / 1e12}
+        row |= {"tflop_per_s": result.flops / seconds["median_s"] / 1e12}
     row |= {"launches": result.launches[name]} if name in result.launches else {}
     if name in result.memory:
         memory = result.memory[name]

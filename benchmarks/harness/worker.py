@@ -1,11 +1,9 @@
 """Times one suite under one allocator setting, in its own process."""
 
 import importlib
-import json
 import multiprocessing
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -15,7 +13,6 @@ from benchmarks.harness.memory import Memory
 from benchmarks.harness.run import COPY, Result, measure_memory, run_case
 from benchmarks.harness.timing import CPU
 from fusedops.allocator import keep_freed_memory
-from fusedops.profiling.timing import environment
 
 
 def measure(args: Namespace) -> int:
@@ -37,7 +34,8 @@ def measure(args: Namespace) -> int:
             print(report.text(report.rows(results[-1], args.allocator)), flush=True)
     if args.suite == "launch":
         print(report.reasons(results))
-    Path(args.json).write_text(json.dumps(_document(args, results)))
+    rows = [row for result in results for row in report.rows(result, args.allocator)]
+    report.save(args, rows, _verdicts(args, results))
     return int(any(result.wrong() for result in results))
 
 
@@ -60,11 +58,7 @@ def _weigh_here(title: str, name: str, threads: int) -> Memory | None:
     return measure_memory(case, name, CPU)
 
 
-def _document(args: Namespace, results: list[Result]) -> dict:
+def _verdicts(args: Namespace, results: list[Result]) -> list[dict]:
     goals = suites.goals(args.allocator) if args.suite == "must-show" else []
     pairs = ((goal, r) for goal in goals for r in results if r.case == goal.case())
-    return {
-        "environment": environment(args.threads, CPU.device),
-        "rows": [row for result in results for row in report.rows(result, args.allocator)],
-        "goals": [v for goal, r in pairs for v in goal.verdicts(r, args.allocator)],
-    }
+    return [verdict for goal, r in pairs for verdict in goal.verdicts(r, args.allocator)]

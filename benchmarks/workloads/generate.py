@@ -6,11 +6,9 @@ compares their results. Greedy tokens are counted up to the first difference: tw
 rounding of each other may change places, and later tokens depend on it.
 """
 
-import json
 import random
 from argparse import Namespace
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,8 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fusedops
-from benchmarks.harness.timing import CPU
-from fusedops.profiling.timing import environment, paired_ratio
+from benchmarks.harness import report
+from fusedops.profiling.timing import paired_ratio
 
 # The kinds that patch skips; None: nothing is patched.
 ALL = ("norm", "residual", "attention", "mlp", "rotary", "linear", "loss")
@@ -95,8 +93,7 @@ def measure(args: Namespace) -> int:
         for name in LEFT:
             rows.append({"title": title, **_row(name, runs), "attention": ran[name]})
             print(_shown(rows[-1]), flush=True)
-    document = {"environment": environment(args.threads, CPU.device), "model": asdict(settings)}
-    Path(args.json).write_text(json.dumps({**document, "rows": rows, "goals": []}))
+    report.save(args, rows, [], model=asdict(settings))
     return 0
 
 

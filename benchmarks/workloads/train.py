@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,9 +22,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import fusedops
+from benchmarks.harness import report
 from benchmarks.harness.case import Skip, find
 from benchmarks.workloads.step import COMPILED, EAGER, OURS, WHOLE, step, words
-from fusedops.profiling.timing import environment, spread
 
 LIGER = "liger"
 BATCHES, SEQUENCE, VOCABULARY = (1, 8), 2048, 128256
@@ -44,8 +43,7 @@ def measure(args: Namespace) -> int:
             rows.append(_apart(name, batch, args.threads))
             print(json.dumps(rows[-1]), flush=True)
     goals = _goals(rows)
-    document = {"environment": environment(args.threads, _device()), "rows": rows, "goals": goals}
-    Path(args.json).write_text(json.dumps(document))
+    report.save(args, rows, goals, _device())
     return int(any(not goal["met"] for goal in goals))
 
 
@@ -70,9 +68,8 @@ def _row(name: str, batch: int, threads: int) -> dict:
         seconds = [_timed(run) for _ in range(sum(STEPS))][STEPS[0] :]
     except (Skip, RuntimeError, TypeError, TorchDynamoException) as error:  # another Liger
         return row | {"skipped": f"{type(error).__name__}: {error}".partition("\n")[0]}
-    found = spread(seconds)
-    row |= {"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90}
-    row["tokens_per_s"] = ids.numel() / found.median
+    row |= report.times(seconds)
+    row["tokens_per_s"] = ids.numel() / row["median_s"]
     return row | ({"peak_bytes": torch.cuda.max_memory_allocated()} if ids.is_cuda else {})
 
 

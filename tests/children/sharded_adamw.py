@@ -5,6 +5,7 @@
 
 import copy
 import gc
+import os
 import sys
 from pathlib import Path
 

@@ -33,6 +33,16 @@ def test_everything_runs_on_a_cpu():
     assert "transformers is not installed" in printed
 
 
+def test_torch_is_missing():
+    words = [sys.executable, "tests/children/without.py", "torch", "fusedops", "info"]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode
+    assert run.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: fusedops needs torch 2.11 or newer, which is not installed: "
+        "pip install 'torch>=2.11'"
+    )
+
+
 def test_info():
     printed = without(HIDDEN, "fusedops", "info")
     for package in ("triton", "numpy", "transformers"):

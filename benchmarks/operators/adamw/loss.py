@@ -5,19 +5,17 @@ batches for every contender, a learning rate that warms up and decays to zero. M
 held-out batches after the last step. Three seeds give other weights and batches.
 """
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import report
 from fusedops.demo.training import Settings, batches, build_model
 from fusedops.optim import AdamW, AdamW8bit
-from fusedops.profiling.timing import environment
 
 SETTINGS = Settings(steps=600, batch=8, length=64, hidden=128, layers=3, lr=5e-4)
 QUICK = Settings(steps=4, batch=2, length=16, hidden=64, layers=1, lr=1e-3)
@@ -62,9 +60,7 @@ def measure(args: Namespace) -> int:
     goals = [_verdict(name, losses) for name in AT_MOST]
     for goal in goals:
         print(f"{goal['title']}: {goal['measured']:+.4f} nats, allowed {goal['asked']:.4f}")
-    document = {"environment": environment(args.threads, torch.device("cpu")), "rows": rows}
-    document |= {"goals": [], "differences": goals, "settings": vars(settings)}
-    Path(args.json).write_text(json.dumps(document))
+    report.save(args, rows, [], differences=goals, settings=vars(settings))
     return int(not all(goal["met"] for goal in goals))
 
 

@@ -6,18 +6,17 @@ alternate, each with its own tensors. The 8-bit peers are tens of times slower, 
 own rows with few rounds; they are timed if installed (`fusedops[peers]`).
 """
 
-import json
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import report
 from benchmarks.harness.case import Skip
-from benchmarks.harness.timing import CPU, interleaved
+from benchmarks.harness.timing import interleaved
 from benchmarks.operators.adamw.contenders import (
     MAX_NORM,
     Make,
@@ -31,7 +30,7 @@ from benchmarks.operators.adamw.contenders import (
     torch_fused,
     torchao,
 )
-from fusedops.profiling.timing import Ratio, environment, paired_ratio, spread
+from fusedops.profiling.timing import paired_ratio, spread
 
 FLOAT32, INT8 = "fusedops float32", "fusedops int8"
 TORCH, COPY = "torch fused", "copy"
@@ -144,30 +143,26 @@ def measure(args: Namespace) -> int:
             for name, reason in skipped.items()
         ]
         goals += [
-            _verdict(title, ours_, other, asked, paired_ratio(seconds[other], seconds[ours_]))
+            report.goal(
+                title,
+                f"{ours_} over {other}",
+                asked,
+                paired_ratio(seconds[other], seconds[ours_]),
+            )
             for ours_, other, asked in row.at_least
             if other in seconds
         ]
-    document = {"environment": environment(args.threads, CPU.device), "rows": rows, "goals": goals}
-    Path(args.json).write_text(json.dumps(document))
+    report.save(args, rows, goals)
     return 0
 
 
-def _verdict(title: str, name: str, other: str, asked: float, measured: Ratio) -> dict:
-    what = f"{name} over {other}"
-    return {
-        **{"title": title, "what": what, "asked": asked, "measured": measured},
-        **{"met": measured.median >= asked},
-    }
-
-
 def _timed(title: str, row: Row, name: str, times: list[float]) -> dict:
-    found = spread(times)
+    timed = report.times(times)
     return {
         **{"title": title, "contender": name, "status": "timed", "rounds": len(times)},
         **about(name),
-        **{"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90},
-        "ns_per_parameter": found.median / (row.numel * row.count) * 1e9,
+        **timed,
+        "ns_per_parameter": timed["median_s"] / (row.numel * row.count) * 1e9,
     }
 
 
