@@ -26,6 +26,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--jobs", type=int, help="compilers at a time (default: as CPUs and memory allow)"
     )
     command.set_defaults(run=_build)
+    _add_profile(
+        commands.add_parser("profile", help="what limits a training step, and by how much")
+    )
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
     return parser.parse_args(argv)
 
@@ -37,6 +40,23 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     add("--out", default="demo", help="folder for demo.png and demo.json (default demo)")
     add("--quick", action="store_true", help="a tiny model, 8 steps")
     command.set_defaults(run=_demo)
+
+
+def _add_profile(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--model", metavar="NAME", help="a folder, a config.json, a model_type or a cached hub name"
+    )
+    add("--batch", type=int, default=4, help="sequences of --model's batch (default 4)")
+    add("--length", type=int, default=256, help="tokens of a sequence (default 256)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--steps", type=int, default=20, help="steps that are measured (default 20)")
+    add("--budget", type=float, default=60.0, help="seconds for --model (default 60)")
+    add("--json", metavar="FILE", help="write the report there")
+    add("--html", metavar="FILE", help="write the report there")
+    add("script", nargs="?", help="a training script, which runs as it is")
+    add("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
+    command.set_defaults(run=_profile)
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -57,6 +77,28 @@ def _build(args: argparse.Namespace) -> int:
         print(f"fusedops build: {error}", file=sys.stderr)
         return 1
     print(f"compiled {made}")
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from fusedops.profiling import command
+
+    if (args.script is None) == (args.model is None):
+        print("fusedops profile: needs a script or --model NAME, not both", file=sys.stderr)
+        return 2
+    try:
+        if args.script is not None:
+            report = command.profile_script(args.script, args.arguments, args.steps)
+        else:
+            sizes = args.batch, args.length, args.steps, args.budget, args.dtype
+            report = command.profile_model(args.model, *sizes)
+            print(report)
+        command.write(report, args.json, args.html)
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
+        if not str(error).startswith("profile: "):  # the script's own, whose place is needed
+            raise
+        print(f"fusedops {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -69,7 +69,7 @@ def recording(
 class Recording:
     """The steps that a loop has run since `start`. Its hooks are removed by `stop`.
 
-    limit: stops by itself after so many steps, and calls `done`.
+    limit: after so many steps it records no more, and calls `done`.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Recording:
         self.counted: list[Tokens] = []
         self.flops: dict[str, int] | None = None
         self._to_warm_up = warmup
+        self._is_over = False
         self._wait = self._wait_cpu = 0.0
         self._workers: int | None = None
         self._batch: list[Tokens] = []
@@ -181,13 +182,15 @@ class Recording:
         self._reading = preempted_seconds(), thread_time(), perf_counter(), used
 
     def _end_of_step(self, *_: object) -> None:
+        if self._is_over:
+            return
         if self._reading is not None:
             self._add(*self._reading)
         self._counting.close()
         self._to_warm_up -= 1
         self._arm()
         if self.limit is not None and self.steps >= self.limit:
-            self.stop()
+            self._is_over, self._reading = True, None  # a hook cannot remove itself
             self.done()
 
     def _add(self, preempted: float, cpu: float, start: float, used: Any) -> None:

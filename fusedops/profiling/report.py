@@ -187,6 +187,18 @@ class Profile:
         profiled.export_chrome_trace(str(path))
         return Path(path).stat().st_size
 
+    def html(self, path: str | Path) -> None:
+        """Writes one HTML file that needs no script and no other file; needs jinja2."""
+        from fusedops.profiling.show.page import page
+
+        page(self, path)
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a figure with a panel for time and one for memory; needs matplotlib."""
+        from fusedops.profiling.show.figure import plot
+
+        plot(self, path)
+
     def __str__(self) -> str:
         from fusedops.profiling.show.text import text
 

@@ -24,9 +24,8 @@ from fusedops.profiling.evidence import Evidence, Profiled
 
 __all__ = ["Subject", "about", "collect", "usable_cpus"]
 
-PROFILED = 3  # steps under torch.profiler
-SLOWED = 6.0  # a recorded or profiled step takes at most this many plain ones, by experience
-STEPS_PART = 0.7  # of the budget goes to plain steps, the rest to the table of operators
+TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
+STEPS_PART = 0.6  # of the budget goes to plain steps, the rest to the table of operators
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _operators(
     """The table of operators; None, with the reason among `not_checked`, where it is not made."""
     longest = median((measured.cached or measured.plain).seconds)
     reason = _no_table(subject)
-    if not reason and perf_counter() + (PROFILED + 2) * SLOWED * longest > deadline:
+    if not reason and perf_counter() + TABLE * longest + 2 > deadline:
         reason = "the budget had no time for it"
     if not reason:
         try:
