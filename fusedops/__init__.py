@@ -28,6 +28,7 @@ from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
+    from fusedops.profiling.compare import compare as compare
     from fusedops.profiling.recording import recording as recording
     from fusedops.profiling.run import profile as profile
 
@@ -38,6 +39,7 @@ __all__ = [
     "VerifyReport",
     "backend",
     "clip_grad_norm_",
+    "compare",
     "env_report",
     "functional",
     "fuse_always",
@@ -60,6 +62,7 @@ integrations.install()
 # Imported on first use: a public name -> its module.
 LAZY = {
     "QuantizationConfig": "fusedops.integrations.transformers",  # a subclass of transformers'
+    "compare": "fusedops.profiling.compare",
     "profile": "fusedops.profiling.run",
     "recording": "fusedops.profiling.recording",
 }

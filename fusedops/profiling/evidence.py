@@ -125,14 +125,24 @@ class Op:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Steps under torch.profiler. seconds: wall time of each. events: the profiler's, a step.
+    """Steps under torch.profiler, those in which other programs disturbed least.
 
-    They are the steps in which other programs disturbed least.
+    seconds: wall time of each. preempted: the part in which other programs had the CPU. events: the
+    profiler's, a step.
     """
 
     seconds: tuple[float, ...]
     events: int
     ops: tuple[Op, ...]
+    preempted: tuple[float, ...] = ()
+
+    @property
+    def running(self) -> tuple[float, ...]:
+        """Each step's time without the part in which the thread was preempted."""
+        if not self.preempted:
+            return self.seconds
+        pairs = zip(self.seconds, self.preempted, strict=True)
+        return tuple(max(0.02 * s, s - p) for s, p in pairs)
 
 
 @dataclass(frozen=True)

@@ -150,5 +150,5 @@ def _why_unknown(evidence: Evidence, shares: dict[str, Share]) -> Iterator[str]:
     if (spread := stdev(running) / mean(running)) >= NOISY:
         yield f"steps vary by {spread:.0%}: close other programs and repeat"
     profiled = evidence.profiled
-    if profiled and (times := median(profiled.seconds) / median(steps)) >= INFLATED:
+    if profiled and (times := median(profiled.running) / median(running)) >= INFLATED:
         yield f"torch.profiler slowed the step {times:.1f}x, so shares of operators are rough"

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from fusedops.profiling.evidence import Evidence, Op
-from fusedops.profiling.shares import elasticity, ideal, identity, op_parts
+from fusedops.profiling.evidence import Ceilings, Evidence, Op
+from fusedops.profiling.shares import elasticity, ideal, identity, op_parts, op_seconds
 
 __all__ = ["bytes_text", "reasons", "seconds_text"]
 
@@ -88,41 +88,40 @@ def _kernels(evidence: Evidence) -> Iterator[str]:
     yield from _top(evidence, "kernels", _slowness)
 
 
-def _top(evidence: Evidence, bound: str, text: Callable[[Evidence, Op], str]) -> Iterator[str]:
+def _top(
+    evidence: Evidence, bound: str, text: Callable[[Ceilings, Op, float], str]
+) -> Iterator[str]:
     """The operators with the largest part in a bound."""
-    if evidence.profiled is None or evidence.ceilings is None:
+    found = op_seconds(evidence, identity(evidence))
+    if found is None or evidence.ceilings is None:
         return
-    ceilings = evidence.ceilings
-    parts = {
-        op: op_parts(op, min(op.seconds), ceilings).get(bound, 0.0) for op in evidence.profiled.ops
-    }
+    ceilings, seconds = evidence.ceilings, found[0]
+    parts = {op: op_parts(op, s, ceilings).get(bound, 0.0) for op, s in seconds.items()}
     for op in sorted(parts, key=lambda op: -parts[op])[:TOP]:
-        if parts[op] > 0:
-            yield f"{op.name} {op.shapes}{_place(op)}: {text(evidence, op)}"
+        if parts[op] > 0.01 * sum(seconds.values()):
+            yield f"{op.name} {op.shapes}{_place(op)}: {text(ceilings, op, seconds[op])}"
 
 
 def _place(op: Op) -> str:
     return f" in {op.module}" if op.module else ""
 
 
-def _bandwidth(evidence: Evidence, op: Op) -> str:
-    assert evidence.ceilings is not None
-    seconds = max(min(op.seconds), 1e-9)
-    possible = op.bytes / max(ideal(op, evidence.ceilings)[1], 1e-12)
+def _bandwidth(ceilings: Ceilings, op: Op, seconds: float) -> str:
+    possible = op.bytes / max(ideal(op, ceilings)[1], 1e-12)
     return f"{op.bytes / seconds / 1e9:.3g} GB/s of {possible / 1e9:.3g} possible here"
 
 
-def _rate(evidence: Evidence, op: Op) -> str:
-    assert evidence.ceilings is not None
-    rate = op.flops / max(min(op.seconds), 1e-9)
-    peak = evidence.ceilings.flops.get(op.dtype, 0.0)
-    return f"{rate / 1e9:.3g} GFLOP/s of {peak / 1e9:.3g} possible here in {op.dtype}"
+def _rate(ceilings: Ceilings, op: Op, seconds: float) -> str:
+    if not op.flops:
+        return _bandwidth(ceilings, op, seconds)
+    peak = ceilings.flops.get(op.dtype, 0.0)
+    rate = op.flops / seconds / 1e9
+    return f"{rate:.3g} GFLOP/s of {peak / 1e9:.3g} possible here in {op.dtype}"
 
 
-def _slowness(evidence: Evidence, op: Op) -> str:
-    assert evidence.ceilings is not None
-    best = max(ideal(op, evidence.ceilings))
-    return f"{min(op.seconds) / max(best, 1e-9):.1f} times as long as this machine allows"
+def _slowness(ceilings: Ceilings, op: Op, seconds: float) -> str:
+    best = max(ideal(op, ceilings))
+    return f"{seconds / max(best, 1e-9):.1f} times as long as this machine allows"
 
 
 def _allocation(evidence: Evidence) -> Iterator[str]:

@@ -5,17 +5,22 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
+from fusedops.profiling.advice.advice import Advice, Saving
+from fusedops.profiling.advice.experiment import compare_blocks, saving
+from fusedops.profiling.advice.knobs import KNOBS, available
+from fusedops.profiling.advice.patches import patch_advice
+from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run
 from fusedops.profiling.judge import Verdict, judge
-from fusedops.profiling.shares import ideal, op_parts
+from fusedops.profiling.shares import ideal, identity, op_parts, op_seconds
 from fusedops.profiling.timing import quantiles
 
 __all__ = ["Input", "Machine", "ModuleTime", "OpTime", "Profile", "Time"]
@@ -117,6 +122,7 @@ class Profile:
         self.evidence = evidence
         self.verdict = verdict or judge(evidence)
         self._subject, self._call = subject, call
+        self._advice: list[Advice] | None = None
 
     @cached_property
     def time(self) -> Time:
@@ -149,9 +155,53 @@ class Profile:
         device = str(found.about.get("device", found.device))
         return Machine(device, found.threads, found.cpus, found.ceilings, found.about)
 
+    @property
+    def advice(self) -> list[Advice]:
+        """What would help, the largest gain first."""
+        if self._advice is None:
+            self._advice = advise(self.evidence, self.verdict)
+            if self._subject is not None and self._subject.model is not None:
+                self._advice += patch_advice(self._subject.model)
+        return sorted(self._advice, key=lambda one: -one.gain)
+
+    def measure(self, *ids: str, budget_s: float = 60.0) -> list[Advice]:
+        """Tries changes on the live step, and returns their advice with `measured`.
+
+        ids: "patch", "adamw8bit", "bf16", "threads" or "keep_freed_memory". Blocks of steps with a
+        change and without it alternate. Then the change is undone, and parameters, buffers,
+        optimizer state and generators are what they were. Only `keep_freed_memory` leaves the C
+        library with its default setting. budget_s: seconds for all of them.
+
+        Raises ValueError for an id that cannot be tried on this step, with the reason, and
+        RuntimeError for a report that was loaded or recorded.
+        """
+        if self._call is None or self._subject is None:
+            raise RuntimeError("profile: measure needs a report that fusedops.profile made here")
+        subject, known = self._subject, {one.id: one for one in self.advice}
+        for name in ids:
+            others = f"it is none of {', '.join(KNOBS)}"
+            reason = available(name, subject) if name in KNOBS else others
+            if reason:
+                raise ValueError(f"profile: measure cannot try {name!r}: {reason}")
+        for name in ids:
+            kept = Snapshot(subject.model, subject.optimizer)
+            change = partial(KNOBS[name], subject)
+            try:
+                blocks = compare_blocks(self._call, change, budget_s / len(ids))
+            finally:
+                kept.restore()
+            base = known.get(name) or Advice(name, name, "it was asked for", "", "")
+            known[name] = base.with_measured(saving(*blocks))
+        self._advice = list(known.values())
+        return [known[name] for name in ids]
+
     def to_dict(self) -> dict[str, Any]:
-        """The evidence and the verdict, as json.dumps takes them."""
-        return {"evidence": self.evidence.to_dict(), "verdict": asdict(self.verdict)}
+        """The evidence, the verdict and the advice, as json.dumps takes them."""
+        return {
+            "evidence": self.evidence.to_dict(),
+            "verdict": asdict(self.verdict),
+            "advice": [asdict(one) for one in self.advice],
+        }
 
     def save(self, path: str | Path) -> None:
         """Writes `to_dict` as JSON. `Profile.load` and `fusedops.compare` read it."""
@@ -163,7 +213,9 @@ class Profile:
         values = json.loads(Path(path).read_text())
         if not isinstance(values, dict) or "evidence" not in values:
             raise ValueError(f"profile: {path} must be a saved report, it has no evidence")
-        return Profile(Evidence.from_dict(values["evidence"]))
+        report = Profile(Evidence.from_dict(values["evidence"]))
+        report._advice = [_advice(one) for one in values.get("advice", [])]
+        return report
 
     def trace(self, path: str | Path) -> int:
         """Runs one more step under torch.profiler, and writes its trace for Perfetto.
@@ -208,6 +260,16 @@ class Profile:
         return f"<Profile: {self.verdict}, step {self.time.seconds:.4g} s>"
 
 
+def _advice(values: dict[str, Any]) -> Advice:
+    """From a file."""
+    for name in ("predicted", "measured"):
+        if values[name] is not None:
+            interval = values[name]["interval"]
+            pair = None if interval is None else (interval[0], interval[1])
+            values[name] = Saving(**(values[name] | {"interval": pair}))
+    return Advice(**values)
+
+
 def _time(evidence: Evidence) -> Time:
     run, tokens = evidence.plain, evidence.tokens
     seconds = median(run.seconds)
@@ -229,7 +291,7 @@ def _time(evidence: Evidence) -> Time:
         padding=padding,
         flops=sum(evidence.flops.values()) if evidence.flops is not None else None,
         mfu=_mfu(evidence, seconds),
-        inflation=median(profiled.seconds) / base if profiled else None,
+        inflation=median(profiled.running) / base if profiled else None,
         interrupted=1.0 - sum(run.running) / sum(run.seconds),
     )
 
@@ -256,17 +318,15 @@ def _mfu(evidence: Evidence, seconds: float) -> float | None:
 
 
 def _ops(evidence: Evidence) -> list[OpTime]:
-    profiled, ceilings = evidence.profiled, evidence.ceilings
-    if profiled is None or ceilings is None:
+    found = op_seconds(evidence, identity(evidence))
+    if found is None or evidence.ceilings is None:
         return []
-    step = median((evidence.cached or evidence.plain).running)
-    scale = min(1.0, step / min(profiled.seconds))
-    rows = [_op_time(op, ceilings, scale, step) for op in profiled.ops]
+    step = sum(found[0].values()) + found[1]
+    rows = [_op_time(op, seconds, evidence.ceilings, step) for op, seconds in found[0].items()]
     return sorted(rows, key=lambda row: -row.seconds)
 
 
-def _op_time(op: Op, ceilings: Ceilings, scale: float, step: float) -> OpTime:
-    seconds = min(op.seconds) * scale
+def _op_time(op: Op, seconds: float, ceilings: Ceilings, step: float) -> OpTime:
     parts = op_parts(op, seconds, ceilings)
     return OpTime(
         op.name,

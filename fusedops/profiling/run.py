@@ -1,11 +1,13 @@
 """`fusedops.profile`: checks its arguments, collects evidence and judges it."""
 
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedops.profiling.advice.knobs import SAFE
 from fusedops.profiling.collect.everything import Subject, collect
 from fusedops.profiling.judge import judge
 from fusedops.profiling.progress import progress
@@ -24,6 +26,7 @@ def profile(
     steps: int = 20,
     warmup: int = 3,
     budget_s: float = 60.0,
+    measure: bool = False,
     restore: bool = True,
 ) -> Profile:
     """Where a training or inference step spends its time, and which resource limits it.
@@ -40,6 +43,9 @@ def profile(
     kind. warmup: steps before them. budget_s: seconds for all experiments; fewer steps run where
     they are not enough, and what has no time left is in `not_checked`.
 
+    measure: also tries the safe advice, within the budget, and puts everything back; see
+    `Profile.measure`.
+
     restore: puts parameters, buffers, gradients, optimizer state and random generators back, bit
     for bit. Copies of them are held meanwhile. Files that a step writes, and schedulers, scalers
     and counters of its own, are not put back. False: the steps were real training steps.
@@ -49,9 +55,15 @@ def profile(
     """
     _check(step, model, optimizer, steps, warmup, budget_s)
     subject = Subject(step, data, model, optimizer, tokens)
+    start = perf_counter()
     with progress("profiling", steps) as tick:
         evidence, call = collect(subject, steps, warmup, budget_s, restore, tick)
-    return Profile(evidence, judge(evidence), subject, call)
+    report = Profile(evidence, judge(evidence), subject, call)
+    if measure:
+        safe = [one.id for one in report.advice if one.id in SAFE]
+        remaining = max(0.0, budget_s - (perf_counter() - start))
+        report.measure(*safe, budget_s=remaining)
+    return report
 
 
 def _check(

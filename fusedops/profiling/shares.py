@@ -4,8 +4,9 @@ The order decides what an overlap counts as. First what experiments show: `input
 vanishes with batches in memory, `threads` the time that vanishes with fewer threads. Then what the
 system's counters show: time in which the calling thread did not run, and page faults. The rest is
 divided by the table of operators: an operator's time is the cost of calling it (`launch`), its work
-at this machine's ceilings (`compute` or `memory`) and what is left (`kernels`); time outside of
-operators is Python and autograd (`launch`). What has no explanation is `unknown`.
+at this machine's ceilings (`memory` if most of that is traffic beyond the caches, else `compute`)
+and what is left (`kernels`); time outside of operators is Python and autograd (`launch`). What has
+no explanation is `unknown`.
 """
 
 import itertools
@@ -16,7 +17,16 @@ from statistics import median
 
 from fusedops.profiling.evidence import Ceilings, Evidence, Op, Profiled, Run
 
-__all__ = ["BOUNDS", "Sample", "draw", "elasticity", "identity", "op_parts", "partition"]
+__all__ = [
+    "BOUNDS",
+    "Sample",
+    "draw",
+    "elasticity",
+    "identity",
+    "op_parts",
+    "op_seconds",
+    "partition",
+]
 
 BOUNDS = (
     "input",
@@ -31,6 +41,7 @@ BOUNDS = (
     "unknown",
 )
 
+INTERRUPTED = 2e-3  # seconds from which programs that want the CPU interrupt an operator always
 CALLING = 10  # a call of a tiny operator may cost this many times the cheapest one's
 
 
@@ -78,6 +89,7 @@ def partition(evidence: Evidence, sample: Sample) -> dict[str, float]:
         fewer = sample.ratio(evidence.fewer_threads.seconds, base.seconds, paired=False)
         shares["threads"] = rest * _clamp(1.0 - fewer)
         rest -= shares["threads"]
+        base = evidence.fewer_threads
     if evidence.communication is not None and evidence.gpu is None:
         shares["communication"] = min(rest, evidence.communication / median(evidence.plain.seconds))
         rest -= shares["communication"]
@@ -147,26 +159,50 @@ def _faulting(evidence: Evidence, run: Run) -> float:
 
 def _of_ops(evidence: Evidence, sample: Sample, base: Run) -> dict[str, float] | None:
     """Shares of a step's running time, which sum to 1; None without a table of operators."""
-    profiled, ceilings = evidence.profiled, evidence.ceilings
-    if profiled is None or ceilings is None:
+    found = op_seconds(evidence, sample)
+    if found is None or evidence.ceilings is None:
         return None
-    steps = sample.of_profiled
-    wall, plain = median(profiled.seconds[i] for i in steps), median(base.running)
-    # The profiler's cost an event is taken off first, the rest of its inflation in proportion.
-    events = max(1, profiled.events)
-    per_event = min(1.5 * ceilings.event_seconds, max(0.0, wall - plain) / events)
+    seconds, outside = found
     parts = dict.fromkeys(("launch", "memory", "compute", "kernels"), 0.0)
-    for op in profiled.ops:
-        # The shortest: another program that interrupts an operator makes it only longer.
-        measured = min(op.seconds[i] for i in steps) - per_event * op.events
-        for bound, part in op_parts(op, measured, ceilings).items():
+    for op, measured in seconds.items():
+        for bound, part in op_parts(op, measured, evidence.ceilings).items():
             parts[bound] += part
-    inside = [sum(op.seconds[i] for op in profiled.ops) for i in range(len(profiled.seconds))]
-    outside = min(profiled.seconds[i] - inside[i] for i in steps)
-    others = profiled.events - sum(op.events for op in profiled.ops)
-    parts["launch"] += max(0.0, outside - per_event * max(0, others))  # Python and autograd
+    parts["launch"] += outside  # Python and autograd
     total = sum(parts.values())
     return {bound: part / total for bound, part in parts.items()} if total else None
+
+
+def op_seconds(evidence: Evidence, sample: Sample) -> tuple[dict[Op, float], float] | None:
+    """Seconds of each operator, and outside of operators, in a step without the profiler.
+
+    Of each the shortest of the profiled steps counts, less the profiler's cost an event: programs
+    that interrupt an operator make it only longer. What takes milliseconds is interrupted in every
+    step. How long a profiled step ran is known, so what the sum has too much is taken off there.
+    None without a table of operators.
+    """
+    profiled, ceilings = evidence.profiled, evidence.ceilings
+    if profiled is None or ceilings is None or not profiled.seconds:
+        return None
+    steps = sample.of_profiled
+    step = median((evidence.fewer_threads or evidence.cached or evidence.plain).running)
+    ran = min(profiled.running[i] for i in steps)
+    per_event = min(1.5 * ceilings.event_seconds, max(0.0, ran - step) / max(1, profiled.events))
+    seconds = {
+        op: max(0.0, min(op.seconds[i] for i in steps) - per_event * op.events)
+        for op in profiled.ops
+    }
+    outside = min(profiled.seconds[i] - sum(op.seconds[i] for op in profiled.ops) for i in steps)
+    others = profiled.events - sum(op.events for op in profiled.ops)
+    outside = max(0.0, outside - per_event * max(0, others))
+    excess = sum(seconds.values()) + outside - (ran - per_event * profiled.events)
+    long = sum(s for s in (*seconds.values(), outside) if s > INTERRUPTED)
+    if excess > 0 and long:
+        left = max(0.0, 1.0 - excess / long)
+        seconds = {op: s * (left if s > INTERRUPTED else 1.0) for op, s in seconds.items()}
+        outside *= left if outside > INTERRUPTED else 1.0
+    total = sum(seconds.values()) + outside
+    scale = step / total if total else 1.0
+    return {op: s * scale for op, s in seconds.items()}, outside * scale
 
 
 def op_parts(op: Op, seconds: float, ceilings: Ceilings) -> dict[str, float]:
@@ -174,7 +210,7 @@ def op_parts(op: Op, seconds: float, ceilings: Ceilings) -> dict[str, float]:
     seconds = max(0.0, seconds)
     compute, memory, calling = ideal(op, ceilings)
     work = min(seconds, max(compute, memory))
-    bound = "compute" if compute >= memory else "memory"
+    bound = "compute" if compute >= memory or _in_cache(op, ceilings) else "memory"
     allowed = CALLING * calling if max(compute, memory) < calling else calling
     launch = min(seconds - work, allowed)
     return {bound: work, "launch": launch, "kernels": seconds - work - launch}
@@ -186,6 +222,13 @@ def ideal(op: Op, ceilings: Ceilings) -> tuple[float, float, float]:
     compute = op.flops / peak if op.flops and peak else 0.0
     memory = sum(size / bandwidth(ceilings, distance) for distance, size in op.traffic)
     return compute, memory, op.calls * ceilings.op_seconds
+
+
+def _in_cache(op: Op, ceilings: Ceilings) -> bool:
+    """Whether most of an operator's traffic runs at more than twice the speed of memory."""
+    memory = ceilings.copy[-1][1]
+    near = sum(size for at, size in op.traffic if bandwidth(ceilings, at) > 2 * memory)
+    return near > op.bytes / 2
 
 
 def bandwidth(ceilings: Ceilings, working_set: int) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 import fusedops
 from fusedops.profiling.collect import data as data_module
 from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
+from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.clock import throttled_seconds, withheld
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.report import Profile
@@ -97,6 +98,16 @@ def test_restore_is_bit_identical(name, trained):
     before, after, later = run(profiled=True)
     assert same(before, after)
     assert same(later, run(profiled=False)[2])
+
+
+def test_measuring_the_machine_leaves_the_generators(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path))
+    state = torch.get_rng_state()
+    found = ceilings(["float32"])
+    assert torch.equal(state, torch.get_rng_state())
+    assert ceilings(["float32"]) == found  # from the file
+    assert [size for size, _ in found.copy] == sorted(size for size, _ in found.copy)
+    assert min(found.op_seconds, found.fault_seconds, *found.flops.values()) > 0
 
 
 def test_gradients_are_put_back():

@@ -271,3 +271,20 @@ def test_a_bandwidth_ceiling_is_that_of_the_reuse_distance():
     far = step(op(seconds=20 * MS, size=2**27, distance=2**27))
     assert judge(near).bounds == ("kernels",) and judge(far).bounds == ("memory",)
     assert CEILINGS.copy[0][1] > CEILINGS.copy[-1][1]
+
+
+def test_interrupted_operators_are_not_slow_kernels():
+    """Under the profiler other programs had the CPU in two thirds of every long call."""
+    quiet = step(matmul(10 * MS), tiny(2 * MS), elasticity=1.0)
+    found = quiet.profiled
+    product, small = found.ops
+    slowed = replace(product, seconds=tuple(s + 20 * MS for s in product.seconds))
+    walls = tuple(s + 20 * MS for s in found.seconds)
+    noisy = replace(found, seconds=walls, ops=(slowed, small), preempted=(20 * MS,) * 3)
+    verdict = judge(replace(quiet, profiled=noisy))
+    assert verdict.bounds == ("compute",)
+    for bound in BOUNDS:
+        assert verdict.shares[bound][1] == pytest.approx(judge(quiet).shares[bound][1], abs=0.01)
+    alone = replace(noisy, preempted=(0.0,) * 3)  # the same times, and a step takes them as well
+    slow = replace(quiet, profiled=alone, cached=run(32 * MS), half=None)
+    assert judge(slow).bounds == ("kernels",)

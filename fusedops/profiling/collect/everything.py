@@ -25,6 +25,7 @@ from fusedops.profiling.evidence import Evidence, Profiled
 __all__ = ["Subject", "about", "collect", "usable_cpus"]
 
 TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
+BLOCKED = 4096  # elements from which AdamW8bit has 8-bit moments
 STEPS_PART = 0.6  # of the budget goes to plain steps, the rest to the table of operators
 
 
@@ -59,12 +60,13 @@ def collect(
             plan = Plan(steps, warmup, start + STEPS_PART * budget_s, tick)
             measured = measure_steps(subject.step, data, phases, plan, usable_cpus())
         profiled = _operators(subject, measured, start + budget_s, tick)
+        found = about(subject.model, subject.optimizer)
     finally:
         if kept is not None:
             kept.restore()
     if restore and subject.model is None and subject.optimizer is None:
         measured.not_checked.append("restore: no model and no optimizer were given")
-    return _evidence(subject, measured, profiled), measured.call
+    return _evidence(subject, measured, profiled, found), measured.call
 
 
 def usable_cpus() -> float:
@@ -100,7 +102,9 @@ def _no_table(subject: Subject) -> str:
     return ""
 
 
-def _evidence(subject: Subject, measured: Measured, profiled: Profiled | None) -> Evidence:
+def _evidence(
+    subject: Subject, measured: Measured, profiled: Profiled | None, found: dict[str, Any]
+) -> Evidence:
     counted = count_tokens(measured.batch, subject.tokens)
     if subject.data is None and isinstance(subject.tokens, int):
         counted = replace(counted, real=float(subject.tokens), padded=float(subject.tokens))
@@ -120,14 +124,14 @@ def _evidence(subject: Subject, measured: Measured, profiled: Profiled | None) -
         fewer_threads=measured.fewer_threads,
         loader=measured.loader,
         tokens=counted,
-        ceilings=ceilings(flops or ()),
+        ceilings=ceilings({*(flops or ()), *(("bfloat16",) if flops else ())}),
         profiled=profiled,
         flops=flops,
         device="cpu",
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
         processes=processes,
-        about=about(subject.model),
+        about=found,
         not_checked=tuple(not_checked),
     )
 
@@ -139,8 +143,10 @@ def _flops(profiled: Profiled) -> dict[str, int]:
     return dict(+sums)
 
 
-def about(model: nn.Module | None) -> dict[str, Any]:
-    """What a report says of the machine, the versions and the model."""
+def about(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """What a report says of the machine, the versions, the model and the optimizer's state."""
     found: dict[str, Any] = {
         "device": cpu_name(),
         "torch": torch.__version__,
@@ -150,9 +156,20 @@ def about(model: nn.Module | None) -> dict[str, Any]:
     }
     if model is not None:
         parameters = list(model.parameters())
+        frozen = [p for p in parameters if not p.requires_grad]
         found |= {
+            "parameter_bytes": sum(p.nbytes for p in parameters),
+            "frozen_bytes": sum(p.nbytes for p in frozen),
+            "frozen_elements": sum(p.numel() for p in frozen),
             "model": type(model).__name__,
             "parameters": sum(p.numel() for p in parameters),
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        }
+    if isinstance(optimizer, torch.optim.AdamW):
+        state = {p: values for p, values in optimizer.state.items() if p.numel() >= BLOCKED}
+        tensors = [t for values in state.values() for t in values.values()]
+        found |= {
+            "adamw_elements": sum(p.numel() for p in state),
+            "adamw_bytes": sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor)),
         }
     return found

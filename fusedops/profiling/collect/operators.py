@@ -98,11 +98,12 @@ def table(call: Callable[[], Any], deadline: float, tick: Callable[[], None]) ->
     tick()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts
     _profiled(call)  # the first start of the profiler is slow
-    walls, events, disturbed = [], [], []
+    walls, events, delays, disturbed = [], [], [], []
     for done in range(1, MOST + 1):
         wall, found, preempted = _profiled(call)
         walls.append(wall)
         events.append(_assign(recorder, found))
+        delays.append(preempted)
         disturbed.append(preempted / wall)
         tick()
         if done >= STEPS and sorted(disturbed)[STEPS - 1] < QUIET:
@@ -111,7 +112,8 @@ def table(call: Callable[[], Any], deadline: float, tick: Callable[[], None]) ->
             break
     kept = sorted(sorted(range(len(walls)), key=disturbed.__getitem__)[:STEPS])
     ops = tuple(_op(key, row, kept, len(walls)) for key, row in recorder.rows.items())
-    return Profiled(tuple(walls[i] for i in kept), max(events), ops)
+    walls, delays = ([values[i] for i in kept] for values in (walls, delays))
+    return Profiled(tuple(walls), max(events), ops, tuple(delays))
 
 
 def _op(key: Key, row: Row, kept: list[int], steps: int) -> Op:

@@ -1,0 +1,58 @@
+"""An A/B experiment on one change (E5): blocks of steps with it and without, in turn."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import median
+from time import perf_counter
+
+from fusedops.profiling.advice.advice import Saving
+from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.profiling.timing import paired_ratio
+
+__all__ = ["compare_blocks", "saving"]
+
+BLOCK = 3  # steps of a block that are timed, after one that is not
+FEWEST, MOST = 6, 40  # pairs of blocks
+
+Change = Callable[[], AbstractContextManager[object]]
+
+
+def compare_blocks(
+    call: Callable[[], object], change: Change, budget_s: float
+) -> tuple[list[float], list[float]]:
+    """Median seconds of each block without the change, and of each block with it.
+
+    The order alternates (AB, BA), so that a machine that becomes slower favours neither. Time in
+    which other programs had the CPU is left out.
+    """
+    without: list[float] = []
+    changed: list[float] = []
+    deadline = perf_counter() + budget_s
+    while len(without) < MOST and (len(without) < FEWEST or perf_counter() < deadline):
+        if len(without) % 2 == 0:
+            without.append(_block(call))
+        with change():
+            changed.append(_block(call))
+        if len(without) < len(changed):
+            without.append(_block(call))
+    return without, changed
+
+
+def _block(call: Callable[[], object]) -> float:
+    call()
+    return median(_running(call) for _ in range(BLOCK))
+
+
+def _running(call: Callable[[], object]) -> float:
+    delayed, start = preempted_seconds(), perf_counter()
+    call()
+    seconds = perf_counter() - start
+    return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))
+
+
+def saving(without: list[float], changed: list[float], bytes_saved: int | None = None) -> Saving:
+    """What a change saves of a step, with the 95 % interval of the paired ratio."""
+    base = median(without)
+    ratio = paired_ratio(without, changed)
+    low, middle, high = (base * (1 - 1 / r) for r in (ratio.low, ratio.median, ratio.high))
+    return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high))
