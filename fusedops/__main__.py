@@ -52,6 +52,7 @@ def _add_profile(command: argparse.ArgumentParser) -> None:
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--steps", type=int, default=20, help="steps that are measured (default 20)")
     add("--budget", type=float, default=60.0, help="seconds for --model (default 60)")
+    add("--trace", metavar="FILE", help="judge a trace of torch.profiler, of steps on a GPU")
     add("--json", metavar="FILE", help="write the report there")
     add("--html", metavar="FILE", help="write the report there")
     add("script", nargs="?", help="a training script, which runs as it is")
@@ -83,12 +84,16 @@ def _build(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     from fusedops.profiling import command
 
-    if (args.script is None) == (args.model is None):
-        print("fusedops profile: needs a script or --model NAME, not both", file=sys.stderr)
+    if sum(given is not None for given in (args.script, args.model, args.trace)) != 1:
+        wanted = "a script, --model NAME or --trace FILE, and one of them"
+        print(f"fusedops profile: needs {wanted}", file=sys.stderr)
         return 2
     try:
         if args.script is not None:
             report = command.profile_script(args.script, args.arguments, args.steps)
+        elif args.trace is not None:
+            report = command.profile_trace(args.trace)
+            print(report)
         else:
             sizes = args.batch, args.length, args.steps, args.budget, args.dtype
             report = command.profile_model(args.model, *sizes)

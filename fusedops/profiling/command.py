@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from fusedops.profiling.collect.trace import read_trace
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
 
-__all__ = ["build", "profile_model", "profile_script", "write"]
+__all__ = ["build", "profile_model", "profile_script", "profile_trace", "write"]
 
 HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
@@ -70,6 +71,13 @@ def profile_model(
     return profile(
         step, data=data, model=model, optimizer=optimizer, steps=steps, budget_s=budget_s
     )
+
+
+def profile_trace(path: str) -> Profile:
+    """The verdict on steps that torch.profiler recorded; see `read_trace`."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"profile: trace must be a file, got {path}")
+    return Profile(read_trace(path))
 
 
 def build(name: str, dtype: str = "float32") -> Any:

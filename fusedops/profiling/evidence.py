@@ -157,10 +157,11 @@ class Sync:
 class Gpu:
     """What a GPU did in a step.
 
-    busy: share of the step in which a kernel ran. host_waits: share in which the host waited for
-    the GPU. kernels: launches a step. median_kernel: seconds. syncs: outside the reading of the
-    loss. exposed_communication: seconds of collectives that no kernel overlaps. alloc_retries,
-    mallocs: of the caching allocator, a step. throttled: the clock was lowered.
+    busy: share of the step in which a kernel ran that is no collective. host_waits: share in which
+    the host waited for the GPU. kernels: launches a step. median_kernel: seconds. syncs: outside
+    the reading of the loss. exposed_communication: seconds of collectives that no kernel overlaps.
+    alloc_retries, mallocs: of the caching allocator, a step; malloc_seconds: their time. throttled:
+    the clock was lowered.
     """
 
     busy: float

@@ -142,7 +142,7 @@ def test_a_script_that_does_not_train(command, tmp_path):
     _, err = command("profile", tmp_path / "none.py", code=1)
     assert "script must be a file" in err
     _, err = command("profile", code=2)
-    assert "needs a script or --model NAME" in err
+    assert "needs a script, --model NAME or --trace FILE" in err
 
 
 def test_an_error_of_the_script_has_its_place(tmp_path):
