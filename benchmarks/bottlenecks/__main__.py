@@ -15,6 +15,13 @@ from fusedops.profiling.run import profile
 
 RECORDED = Path(__file__).parents[2] / "tests" / "profiling" / "recorded"
 ALL = CASES | PAIRS
+HEADER = """# Injected bottlenecks, and what fusedops.profile says
+
+Each case is a step with a known bottleneck, and its control is the same step without it
+(`benchmarks/bottlenecks/cases.py`). Every row was profiled with five seeds, each in a process of
+its own, while other programs used the machine. `make profile-matrix` measures again and writes
+this page; the tests judge the evidence that was recorded.
+"""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     text, right = matrix(found, ALL)
     print(text)
     if args.markdown:
-        Path(args.markdown).write_text(text + "\n")
+        Path(args.markdown).write_text(f"{HEADER}\n{text}\n")
     return 0 if right else 1
 
 

@@ -9,6 +9,7 @@ from fusedops.profiling.shares import elasticity, ideal, identity, op_parts, op_
 __all__ = ["bytes_text", "reasons", "seconds_text"]
 
 TOP = 3  # operators that a sentence names
+LONGEST = 70  # characters of an operator with its shapes
 
 
 def reasons(
@@ -99,11 +100,13 @@ def _top(
     parts = {op: op_parts(op, s, ceilings).get(bound, 0.0) for op, s in seconds.items()}
     for op in sorted(parts, key=lambda op: -parts[op])[:TOP]:
         if parts[op] > 0.01 * sum(seconds.values()):
-            yield f"{op.name} {op.shapes}{_place(op)}: {text(ceilings, op, seconds[op])}"
+            yield f"{_called(op)}: {text(ceilings, op, seconds[op])}"
 
 
-def _place(op: Op) -> str:
-    return f" in {op.module}" if op.module else ""
+def _called(op: Op) -> str:
+    name = f"{op.name} {op.shapes}"
+    name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
+    return f"{name} in {op.module}" if op.module else name
 
 
 def _bandwidth(ceilings: Ceilings, op: Op, seconds: float) -> str:

@@ -196,7 +196,7 @@ def test_operators_have_the_arithmetic_of_the_step():
     report = profiled()
     products = 2 * 8 * 16 * 32 * 2 + 2 * 8 * 32 * 4 * 3
     assert sum(op.flops for op in report.ops) == products == report.time.flops
-    assert {"0", "1", "3"} <= {op.module for op in report.ops if op.flops or "batch" in op.name}
+    assert {op.module for op in report.ops if op.flops} == {"*"}  # the model has numbers only
     assert all(op.seconds > 0 for op in report.ops if op.flops)
 
 

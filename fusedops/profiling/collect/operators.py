@@ -20,7 +20,7 @@ from fusedops.profiling.evidence import Op, Profiled
 
 __all__ = ["table"]
 
-LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # a layer's number in a module's name
+LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number in a module's name
 STEPS, FEWEST, MOST = 5, 3, 15  # steps that are kept, needed, and tried under torch.profiler
 QUIET = 0.03  # a step that other programs held up for a smaller share of its time is undisturbed
 LONGEST = 96  # characters of an operator's shapes

@@ -152,11 +152,15 @@ class _Rounds:
         return Measured(plain, cached, half, None, self.loader, not_checked=self.not_checked)
 
     def _again(self, batch: Any, done: int) -> None:
-        """The same batch from memory, then its half."""
-        if not self.plan.has_time_for(0):
-            return
-        self.cached.time(_noted(_again(self.step, batch), f"step {done + 1} again"))
-        if not self._halving or not self.plan.has_time_for(0):
+        """The same batch from memory and its half, in turns first: a step warms the caches."""
+        again = _noted(_again(self.step, batch), f"step {done + 1} again")
+        kinds = [lambda: self.cached.time(again), lambda: self._half(batch)]
+        for kind in kinds if done % 2 else reversed(kinds):
+            if self.plan.has_time_for(0):
+                kind()
+
+    def _half(self, batch: Any) -> None:
+        if not self._halving:
             return
         try:
             smaller = halve(batch)
