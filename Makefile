@@ -94,13 +94,16 @@ profile-matrix: $(BUILT)
 	$(PY) -m benchmarks.bottlenecks --markdown docs/profile_matrix.md $(ARGS)
 
 # Importing torch takes half a minute there, so only what runs the kernels.
+# Without the families whose tests are slow in emulation.
+QEMU_FILES = $(filter-out $(patsubst %,tests/%/%,adamw attention cross_entropy quantized_linear),\
+  $(wildcard tests/*/test_kernels.py))
 QEMU_TESTS := cpu and (forward_and_gradients or roundings or test_dropout or nan_and_inf or several)
 
 qemu: export OMP_NUM_THREADS ?= 1
 qemu: $(TOOLS) $(TESTABLE)
 	command -v qemu-x86_64 || { [ "$$(id -u)" = 0 ] && apt-get install -y qemu-user; } || \
 	  { echo 'make qemu needs qemu-x86_64: apt-get install qemu-user' >&2; exit 1; }
-	qemu-x86_64 -cpu Haswell $(PY) -m pytest $(patsubst %,tests/%/test_kernels.py,norm gated_activation linear rotary) -k '$(QEMU_TESTS)' $(ARGS)
+	qemu-x86_64 -cpu Haswell $(PY) -m pytest $(QEMU_FILES) -k '$(QEMU_TESTS)' $(ARGS)
 
 # At least 300 calls of each function on each backend, others at each run.
 fuzz: export OMP_NUM_THREADS ?= 1

@@ -1,9 +1,10 @@
-"""Installs the package, and compiles its extension where a torch and a compiler are there.
+"""Installs the package, and compiles its extension if torch and a compiler are installed.
 
-Without them, as in pip's isolated environments, which hold no torch, the package is installed with
-its sources: it runs, and `fusedops build` compiles it for the torch that it will run with.
-FUSEDOPS_REQUIRE=compiled makes a missing extension an error; FUSEDOPS_COMPILED=0 compiles nothing.
-The other environment variables are listed in fusedops/building.py.
+pip's isolated environments have no torch. There, or without a compiler, setup installs the package
+with its sources. The package then runs without the extension, and `fusedops build` compiles it for
+the torch that it runs with. FUSEDOPS_REQUIRE=compiled makes a missing extension an error;
+FUSEDOPS_COMPILED=0 skips the compilation. fusedops/building.py lists the other environment
+variables.
 """
 
 import importlib
@@ -21,14 +22,14 @@ ROOT = Path(__file__).parent.resolve()
 
 
 def modules(*names):
-    """Modules of the package without its __init__.py, which imports torch."""
+    """Imports modules without the package's __init__.py, which imports torch."""
     package = sys.modules["fusedops"] = types.ModuleType("fusedops")
     package.__path__ = [str(ROOT / "fusedops")]
     return [importlib.import_module(f"fusedops.{name}") for name in names]
 
 
 building, toolchain = modules("building", "toolchain")
-# pip's isolated environment has no torch even where one is installed.
+# pip's isolated environment has no torch, even if one is installed.
 NO_TORCH = (
     "this build environment has no torch. Run `fusedops build` after the installation, "
     "or install torch first and then run pip install --no-build-isolation"
@@ -37,7 +38,7 @@ REQUIRED = os.environ.get("FUSEDOPS_REQUIRE") == "compiled"
 
 
 def not_compiled():
-    """Why the extension is not compiled; empty where it is."""
+    """Why the extension is not compiled; empty if it is compiled."""
     if os.environ.get("FUSEDOPS_COMPILED") == "0":
         return "FUSEDOPS_COMPILED=0"
     reason = toolchain.unbuildable(NO_TORCH)
@@ -47,15 +48,15 @@ def not_compiled():
 
 
 def without_compiled_part(reason):
-    """Says so on stdout, which `pip install -v` prints."""
+    """Prints the reason to stdout, which `pip install -v` shows."""
     print(f"fusedops is installed without its compiled part: {reason}", flush=True)
 
 
 class Compile(build_ext):
-    """Compiles for the torch that is installed; where that fails, the package comes without."""
+    """Compiles for the installed torch; if that fails, installs without the extension."""
 
     def run(self):
-        # An editable install keeps its objects, for the next one.
+        # An editable install keeps its objects for the next one.
         into, work = Path(self.build_lib) / "fusedops", Path(self.build_temp)
         if self.inplace:
             into, work = ROOT / "fusedops", ROOT / "build" / "temp"
@@ -78,9 +79,9 @@ class Compile(build_ext):
 
 
 class WithSources(build_py):
-    """Puts csrc into the package, for `fusedops build`; an editable install has it beside.
+    """Copies csrc into the package, for `fusedops build`, except for an editable install.
 
-    Removes what an earlier build left there: libraries for another torch, and old sources.
+    Removes an earlier build's files first: libraries for another torch, and old sources.
     """
 
     def run(self):

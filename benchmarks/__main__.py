@@ -1,4 +1,4 @@
-"""`python -m benchmarks norm --threads 1 --json out.json` times a family; see `--help`.
+"""The benchmarks' command line: `python -m benchmarks norm` times a family.
 
 On a CPU, each allocator setting gets a fresh process: memory that one setting leaves in the heap
 would change the other's times.
@@ -24,8 +24,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         where = "on a GPU" if name == "train" else "on a CPU"
         _cpu_options(suites.add_parser(name, help=where), match=name not in WORKLOADS)
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
-    tables = suites.add_parser("readme", help="writes the README's GPU figures from the results")
-    tables.add_argument("--check", action="store_true", help="fail if that would change it")
+    tables = suites.add_parser("readme", help="write the README's GPU figures from the results")
+    tables.add_argument("--check", action="store_true", help="fail if the README is out of date")
     args = parser.parse_args(argv)
     if args.suite in ("gpu", "readme"):
         return args
@@ -40,12 +40,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def _cpu_options(parser: argparse.ArgumentParser, match: bool) -> None:
     add = parser.add_argument
     add("--threads", type=int, default=1)
-    add("--json", help="write the rows there")
+    add("--json", help="file for the rows")
     add("--allocator", choices=("default", "keep", "both"), help="keep: fusedops.keep_freed_memory")
-    add("--seconds", type=float, help="time for a row (default 2; 0.2 with --quick)")
+    add("--seconds", type=float, help="seconds per row (default 2; 0.2 with --quick)")
     add("--quick", action="store_true", help="few shapes, little time, no torch.compile")
-    add("--full", action="store_true", help="float16 too")
-    add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    add("--full", action="store_true", help="also time float16")
+    add("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
     if match:
         add("--match", default="", help=MATCH)
     add("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -54,8 +54,8 @@ def _cpu_options(parser: argparse.ArgumentParser, match: bool) -> None:
 def _gpu_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("families", nargs="*", default=list(ON_GPU), metavar="family", help="default: all")
-    add("--out", default=str(readme.RESULTS), help="write <device>/<family>.json there")
-    add("--seconds", type=float, default=0.5, help="time for a row")
+    add("--out", default=str(readme.RESULTS), help="folder for <device>/<family>.json")
+    add("--seconds", type=float, default=0.5, help="seconds per row (default %(default)g)")
     add("--match", default="", help=MATCH)
 
 

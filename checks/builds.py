@@ -1,8 +1,8 @@
-"""`python -m checks builds OTHER`: compares launch times of this tree and another.
+"""Compares launch times of this tree and another: `python -m checks builds OTHER`.
 
 OTHER is a built checkout, such as a worktree of an earlier commit. Processes of the two trees
-alternate. Each row compares the fastest process of each tree; below 1, this tree is faster. The
-fastest, because other programs only ever add time, and because a row can be 1.4 times slower in a
+alternate. Each row compares the fastest process of each tree; below 1, this tree is faster. It uses
+the fastest because other programs only add time, and because a row can be 1.4 times slower in a
 process of either tree, depending on memory placement. eager's rows show how much two runs of the
 same code differ.
 """
@@ -47,7 +47,7 @@ def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]
 
 
 def ratios(pairs: Iterable[tuple[dict[Row, float], dict[Row, float]]]) -> dict[Row, float]:
-    """The fastest round after over the fastest before, for each row that both have."""
+    """For each row in both trees: this tree's fastest time divided by the other's."""
     best: tuple[dict[Row, float], dict[Row, float]] = ({}, {})
     for pair in pairs:
         for fastest, times in zip(best, pair, strict=True):
@@ -76,13 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("other", type=Path, help="a built checkout to compare with")
     add("--rounds", type=int, default=4, help="processes of each tree (default %(default)d)")
-    add("--seconds", type=float, default=0.3, help="time for a row (default %(default)g)")
+    add("--seconds", type=float, default=0.3, help="seconds per row (default %(default)g)")
     add("--match", default="", help="only the rows whose title contains this")
-    add("--json", type=Path, help="write the figures there")
+    add("--json", type=Path, help="file for the results")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints both summaries, and the rows of fusedops that are slower by more than 5 %.
+    """Prints both summaries, and fusedops' rows that are more than 5 % slower.
 
     The exit status is 1 if there is such a row, or if the mean is more than 2 % worse.
     """

@@ -1,8 +1,8 @@
-"""docs/compatibility.json, what passed with which versions, and docs/compatibility.md, its page.
+"""Records which versions passed the tests, and writes docs/compatibility.md.
 
-`python -m checks torches` adds rows of compiled sources, `quick-record` and `wheel-check` rows of
-the quick tests, and `wheel` describes the wheel. `compatibility` writes the page again; with
-`--check` it compares the page.
+`python -m checks torches` adds rows for compiled sources, `quick-record` and `wheel-check` add rows
+for the quick tests, and `wheel` describes the wheel. `compatibility` rewrites docs/compatibility.md
+from the JSON; with `--check` it only compares the page.
 """
 
 import argparse
@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 Row = dict[str, Any]
-VERSIONS = ("torch", "python", "transformers", "kernels", "cpu")  # a quick run's; one row for each
+VERSIONS = ("torch", "python", "transformers", "kernels", "cpu")  # identify a quick run's row
 
-# What a tested interpreter says about itself: it may have neither this package's checks nor numpy.
+# The tested interpreter runs this. It may have neither this package's checks nor numpy.
 ABOUT = """
 import json, platform, torch, fusedops
 from fusedops.backends import cpu_name, unavailable, version_of
@@ -40,7 +40,7 @@ print(json.dumps(about))
 """
 
 HEAD = """\
-# What passed with which versions
+# Versions that passed
 
 `python -m checks compatibility` writes this page from `compatibility.json`.
 """
@@ -48,30 +48,30 @@ QUICK = """\
 ## Quick tests
 
 `pytest -m quick` with an installed package: every family forward and backward, an optimizer, a
-patched model, quantized layers, and `torch.compile` of one family. The column "kernels" has the
-instruction set of the compiled part; "none" stands for PyTorch's own operators.
+patched model, quantized layers, and `torch.compile` of one family. The column "kernels" shows the
+instruction set of the compiled part; "none" means that PyTorch's own operators ran.
 `python -m checks quick-record` adds rows.
 """
 COMPILED = """\
 ## Compiled
 
-Every source against the headers of a torch, once for each instruction set. `make torch-check` adds
-rows.
+Every source is compiled against a torch's headers, once for each instruction set.
+`make torch-check` adds rows.
 """
 WHEEL = """\
 ## The wheel
 
-`make wheel` made `{file}` on {date}. It took {cpu_minutes} minutes of CPU time on an {cpu}.
+`make wheel` built `{file}` on {date}. It took {cpu_minutes} minutes of CPU time on an {cpu}.
 
-- It has one library for each of torch {torches}. All libraries link the same kernels. torch's own
-  libraries and OpenMP stay outside.
-- The file takes {megabytes} MB, and {installed_megabytes} MB once installed.
-- The tag is the lowest that auditwheel grants. These symbols of the system's libraries are newer
+- It contains one library each for torch {torches}. All libraries link the same kernels. The wheel
+  does not contain torch's own libraries and OpenMP.
+- The file has {megabytes} MB, and {installed_megabytes} MB when installed.
+- The tag is the lowest that auditwheel grants. These symbols from the system's libraries are newer
   than manylinux_2_28: {blocking}.
 
-`make wheel-check` installs the wheel beside two versions of torch, and adds rows to the quick
-tests. Not built: manylinux_2_28, and Python 3.12 to 3.14, which `pyproject.toml` configures for
-cibuildwheel.
+`make wheel-check` installs the wheel with two versions of torch, and adds rows to the quick tests.
+`pyproject.toml` also configures manylinux_2_28 and Python 3.12 to 3.14 for cibuildwheel; these
+wheels have not been built.
 """
 
 
@@ -86,7 +86,7 @@ def save(known: dict[str, Any], path: Path = RESULTS, page: Path = PAGE) -> None
 
 
 def with_quick(known: dict[str, Any], row: Row) -> dict[str, Any]:
-    """The results with a row of the quick tests, in place of one of the same versions."""
+    """The results with a new row of the quick tests; it replaces a row for the same versions."""
     kept = [old for old in known.get("quick", []) if _versions(old) != _versions(row)]
     return known | {"quick": sorted([*kept, row], key=_order)}
 
@@ -149,10 +149,10 @@ def _names(failed: Iterable[str]) -> str:
 
 
 def quick_row(python: str, tests: Path = ROOT / "tests") -> Row:
-    """Runs the quick tests in another interpreter: the row of what passed there.
+    """Runs the quick tests in another interpreter, and returns the row with their results.
 
-    Runs in an empty folder, so that the installed package is imported and not this checkout.
-    Raises RuntimeError where the package cannot be imported or no test ran.
+    They run in an empty folder, so that they import the installed package and not this checkout.
+    Raises RuntimeError if the package cannot be imported or no test passed.
     """
     with tempfile.TemporaryDirectory() as empty:
         about = _run([python, "-c", ABOUT], empty)
@@ -174,7 +174,7 @@ def _run(command: list[str], folder: str) -> subprocess.CompletedProcess:
 
 
 def counted(junit: str) -> Row:
-    """How many tests passed and were skipped, and the names of those that failed."""
+    """The numbers of passed and skipped tests, and the names of the failed ones."""
     cases = list(ElementTree.fromstring(junit).iter("testcase"))
     failed = [
         case.get("name", "")
@@ -190,7 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 where the page is stale and `--check` is given."""
+    """Returns the exit status: 1 if `--check` is set and the page is stale."""
     page = rendered(load())
     if not args.check:
         PAGE.write_text(page)
@@ -208,7 +208,7 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def record(args: argparse.Namespace) -> int:
-    """Runs the quick tests and adds the row. The exit status is 1 where one failed."""
+    """Runs the quick tests and adds the row. Returns the exit status: 1 if a test failed."""
     row = quick_row(args.python)
     save(with_quick(load(), row))
     print(f"torch {row['torch']}: {row['passed']} passed, {len(row['failed'])} failed")

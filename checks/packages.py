@@ -1,4 +1,4 @@
-"""`python -m checks.packages FOLDER`: downloads the torch packages to compile against.
+"""Downloads the torch packages to compile against: `python -m checks.packages FOLDER`.
 
 With FUSEDOPS_TORCHES=FOLDER, a build compiles for all of them. Needs only pip and the standard
 library: a machine that builds wheels has no torch.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 # One per supported minor version.
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-PARTS = (  # what compiling and linking needs from torch's wheel
+PARTS = (  # the files in torch's wheel that compiling and linking need
     "torch/version.py",
     "torch/include/",
     *(f"torch/lib/lib{name}.so" for name in ("c10", "torch", "torch_cpu", "torch_python")),
@@ -21,9 +21,9 @@ PARTS = (  # what compiling and linking needs from torch's wheel
 
 
 def package(version: str, folder: Path) -> Path:
-    """One torch's package in its own folder, downloaded once.
+    """Downloads one torch's package once, into its own folder; returns its path.
 
-    Without its dependencies: it can be compiled against, but not imported.
+    The package has no dependencies, so a build can compile against it but not import it.
     """
     into = folder / version
     if not (into / "unpacked").exists():

@@ -1,4 +1,4 @@
-"""`python -m checks sanitize`: runs the C++ under AddressSanitizer, LeakSanitizer, UBSan.
+"""Runs the C++ under AddressSanitizer, LeakSanitizer and UBSan: `python -m checks sanitize`.
 
 It runs the kernels' tests, the fuzz tests, and the growth tests of plain training. When the process
 ends, LeakSanitizer reports memory that nothing points to. Python's garbage collector points to
@@ -22,7 +22,7 @@ SUPPRESSIONS = ROOT / "checks" / "leaks.supp"
 
 # Tests that call kernels, where out-of-bounds accesses can be. Compiled graphs are not our C++.
 # Without -s, pytest's capturing would lose the report of a process that a sanitizer ends.
-NAMES = ("kernels", "torch", "modules", "linear", "mixed_precision", "fuzz", "growth")
+NAMES = ("kernels", "torch", "autograd", "modules", "linear", "mixed_precision", "fuzz", "growth")
 FILES = sorted(path for name in NAMES for path in ROOT.glob(f"tests/*/test_{name}.py"))
 TESTS = f"-s -W ignore {' '.join(str(path.relative_to(ROOT)) for path in FILES)} -k '{{}}'"
 KERNELS = "not (triton or interpreted or compile or opcheck or export or growth)"
@@ -57,20 +57,23 @@ PLANTED = {
     Mutant(
         "csrc/cpu/cross_entropy/products.h",
         TESTS.format("cpu and float32 and test_a_float32_loss"),
-        "two classes of one name, of which the linker keeps the destructor that releases nothing",
+        "two classes with the same name: the linker keeps the destructor that releases nothing",
         "class LogitProducts {\n public:",
-        "#define LogitProducts BrgemmScope\nclass LogitProducts {\n public:\n"
-        "[[gnu::noinline]] ~LogitProducts() {}",  # if it were inlined, it would be the right one
+        "}\nnamespace fusedops::cpu {\nstruct BrgemmScope {\nTensor held = at::empty({1024});\n"
+        "[[gnu::noinline]] ~BrgemmScope() {}\n};\n}\n"  # inlining would use the right one
+        "namespace fusedops::cpu::cross_entropy {\nclass LogitProducts {\n public:\n"
+        "BrgemmScope planted;",
     ): LEAK,
     Mutant(
         "csrc/cpu/cross_entropy/products.cpp",
         TESTS.format("cpu and test_a_float32_loss"),
-        "a variable that another library has as well",
-        "namespace fusedops::cpu {",
-        '[[gnu::visibility("default")]] char planted[4] = {1};\nnamespace fusedops::cpu {',
+        "a variable that another library defines too",
+        "namespace fusedops::cpu::cross_entropy {",
+        '[[gnu::visibility("default")]] char planted[4] = {1};\n'
+        "namespace fusedops::cpu::cross_entropy {",
     ): ODR,
 }
-# A second library: within one, g++ and the linker leave no such violation to detect.
+# A second library: within one library, g++ and the linker resolve such a violation.
 TWIN = "char planted[64] = {1};"
 
 
@@ -78,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", default=f"{KERNELS} or {GROWTH}", help="another selection, as pytest's -k"
     )
-    parser.add_argument("--planted", action="store_true", help="see that planted bugs are seen")
+    parser.add_argument("--planted", action="store_true", help="check that bugs are reported")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     tree.build()
     if args.planted:
         unseen = list(overlooked(tree))
-        print(*unseen or ["every planted bug was seen"], sep="\n")
+        print(*unseen or ["every planted bug was reported"], sep="\n")
         return int(bool(unseen))
     found = tree.pytest(TESTS.format(args.only))
     sys.stdout.write(found.stdout)
@@ -98,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sanitized() -> Tree:
-    """The copy built with the sanitizers: their first error ends the process."""
+    """A copy to build with the sanitizers, whose first error ends the process."""
     return Tree(
         ROOT / "build" / "asan" / "tree",
         [library("libasan.so"), library("libubsan.so")],
@@ -116,7 +119,7 @@ def library(name: str) -> str:
 
 
 def twin(folder: Path) -> str:
-    """TWIN, compiled into `folder`."""
+    """Compiles TWIN into `folder` and returns the library's path."""
     made = str(folder / "twin.so")
     command = ["g++", "-fPIC", "-shared", "-fsanitize=address", "-xc++", "-", "-o", made]
     subprocess.run(command, check=True, text=True, input=TWIN)
@@ -134,6 +137,6 @@ def overlooked(tree: Tree) -> Iterator[str]:
         try:
             tree.rebuild()
             if report not in tree.pytest(mutant.tests).stdout:
-                yield f"{mutant.file}: {mutant.why}: not seen"
+                yield f"{mutant.file}: {mutant.why}: not reported"
         finally:
             path.write_text(right)

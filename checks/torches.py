@@ -1,6 +1,6 @@
-"""`python -m checks torches`: compiles every source against the headers of several torches.
+"""Compiles every source against several torches' headers: `python -m checks torches`.
 
-The commands are the build's, with -fsyntax-only, one unit per source; nvcc compiles csrc/cuda too.
+It runs the build's commands with -fsyntax-only, one unit per source; nvcc compiles csrc/cuda too.
 pip downloads each torch without its dependencies. docs/compatibility.json stores the result;
 docs/compatibility.md shows it.
 """
@@ -34,7 +34,7 @@ class Unit:
     command: list[str]
 
     def error(self) -> str:
-        """The compiler's first error, empty where it takes the unit."""
+        """The compiler's first error; empty if the unit compiles."""
         run = subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True)
         if run.returncode == 0:
             return ""
@@ -45,7 +45,8 @@ class Unit:
 def units(torch: Path) -> tuple[list[Unit], list[Unit]]:
     """All units for a torch package: the precompiled headers, and every source by itself.
 
-    With the build's flags and each instruction set's; csrc/cuda also with nvcc if it is installed.
+    They have the build's flags and each instruction set's. If nvcc is installed, it compiles
+    csrc/cuda too.
     """
     against = dataclasses.replace(Torch.unpacked(torch), simt=True)
     folder = PACKAGES / "units" / against.name
@@ -107,11 +108,13 @@ def _gcc() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("versions", nargs="*", default=VERSIONS, help="such as 2.11.0")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="compilers to run at a time"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if a unit does not compile with some torch."""
+    """Returns the exit status: 1 if a unit does not compile for one of the torches."""
     failures = [_report(version, args.jobs) for version in args.versions]  # each is reported
     return int(any(failures))
 

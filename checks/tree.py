@@ -1,6 +1,7 @@
-"""A separate copy of the sources to build and test, without touching the working tree.
+"""Copies the sources to a separate tree, and builds and tests it.
 
-It stays under build/, so that the next run compiles only what changed.
+The working tree stays unchanged. The copy stays under build/, so that the next run compiles only
+changed files.
 """
 
 import os
@@ -31,7 +32,8 @@ COPIED = (
 class Tree:
     """A copy of the sources in `folder`, with its own build.
 
-    preload: libraries that the tests must load first. environment: added to the caller's.
+    preload: libraries that the tests must load first. environment: variables to add to the
+    caller's.
     """
 
     def __init__(self, folder: Path, preload: Sequence[str] = (), **environment: str) -> None:

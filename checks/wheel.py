@@ -1,10 +1,11 @@
-"""`python -m checks wheel` builds the wheel, `wheel-check` tests it beside two versions of torch.
+"""Builds and tests the wheel: `python -m checks wheel` and `wheel-check`.
 
-The wheel has one compiled library for each torch of checks/packages.py; `import fusedops` loads the
-one that fits. The kernels are compiled once, and each library links the same objects.
+`wheel-check` installs the wheel with two versions of torch. The wheel has one compiled library for
+each torch in checks/packages.py; `import fusedops` loads the one that fits. The kernels are
+compiled once, and each library links the same objects.
 
-auditwheel gives the wheel its platform tag: the oldest manylinux whose libraries suffice. torch's
-own libraries, and the OpenMP that torch brings, stay outside of the wheel.
+auditwheel gives the wheel its platform tag: the oldest manylinux with the libraries that it needs.
+The wheel does not contain torch's own libraries and torch's OpenMP.
 """
 
 import argparse
@@ -28,14 +29,14 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
 DIST = ROOT / "dist"
 OUTSIDE = ("libtorch*", "libc10*", "libgomp*")
-# The newest versions in manylinux_2_28, which PyPI's torch has. Source: auditwheel's policies.
+# The newest versions in manylinux_2_28, the tag of PyPI's torch. Source: auditwheel's policies.
 LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 LIBRARY = re.compile(r"fusedops/_C_torch(\d+)_(\d+)\..*\.so")
 CHECKED = ("2.12.1", "2.13.0")
 
 
 def build() -> Path:
-    """Compiles everything for every torch, and returns the wheel with its tag, in dist/."""
+    """Compiles everything for every torch, and returns the tagged wheel's path in dist/."""
     torches = BUILD / "torches"
     download(torches)
     for old in [*BUILD.glob("lib*"), *BUILD.glob("temp.*"), *DIST.glob("*.whl"), BUILD / "wheel"]:
@@ -52,7 +53,7 @@ def build() -> Path:
 
 
 def described(wheel: Path, seconds: float) -> compatibility.Row:
-    """What docs/compatibility.json says of a wheel. seconds: the CPU's, of its build."""
+    """A wheel's entry for docs/compatibility.json. seconds: the build's CPU time."""
     with zipfile.ZipFile(wheel) as archive:
         libraries = {m[0]: m for name in archive.namelist() if (m := LIBRARY.fullmatch(name))}
         folder = BUILD / "wheel" / "libraries"
@@ -71,7 +72,7 @@ def described(wheel: Path, seconds: float) -> compatibility.Row:
 
 
 def blocking(library: Path) -> Iterator[str]:
-    """Symbols that are newer than manylinux_2_28: `name@GLIBC_2.32`."""
+    """Yields symbols that are newer than manylinux_2_28, such as `name@GLIBC_2.32`."""
     command = ["nm", "--dynamic", "--undefined-only", "--with-symbol-versions", str(library)]
     listing = subprocess.check_output(command, text=True)
     for name, family, version in re.findall(r" (\S+)@([A-Z]+)_([\d.]+)$", listing, re.M):
@@ -80,7 +81,7 @@ def blocking(library: Path) -> Iterator[str]:
 
 
 def check(wheel: Path, version: str) -> compatibility.Row:
-    """Installs the wheel beside a torch, in a fresh environment, and runs the quick tests there."""
+    """Installs the wheel and a torch in a fresh environment, and runs the quick tests there."""
     folder = BUILD / "wheel-check" / version
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
@@ -89,7 +90,7 @@ def check(wheel: Path, version: str) -> compatibility.Row:
     _run([*pip, f"torch=={version}", f"{wheel}[hf]", "pytest", "pytest-timeout"])
     row = compatibility.quick_row(python)
     if row["kernels"] is None:
-        raise RuntimeError(f"no library of {wheel.name} was loaded beside torch {version}")
+        raise RuntimeError(f"torch {version} loaded no library from {wheel.name}")
     return row
 
 
@@ -98,7 +99,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the wheel and records what it is. The exit status is 0, or an exception ends it."""
+    """Builds the wheel and records its entry. Returns the exit status 0, or raises."""
     wheel = build()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     row = described(wheel, used.ru_utime + used.ru_stime)
@@ -108,14 +109,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("versions", nargs="*", default=CHECKED, help="of torch, such as 2.12.1")
+    parser.add_argument(
+        "versions", nargs="*", default=CHECKED, help="torch versions, such as 2.12.1"
+    )
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Records a row of the quick tests for each torch. The exit status is 1 where a test failed."""
+    """Records a row of the quick tests for each torch. Returns 1 if a test failed."""
     wheel = next(DIST.glob("*.whl"), None)
     if wheel is None:
-        raise SystemExit("dist/ holds no wheel: run make wheel")
+        raise SystemExit("dist/ has no wheel: run `make wheel`")
     failed = False
     for version in args.versions:
         row = check(wheel, version)

@@ -1,4 +1,4 @@
-// Shared by operators and kernels: tensors, their checks, and how errors describe them.
+// Helpers for tensors that operators and kernels share, and how errors describe a tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,8 +24,9 @@ using OptionalTensor = std::optional<Tensor>;
 inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 inline Tensor value_or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
+inline const Tensor& value_or_undefined(const Tensor& t) { return t; }
 
-// The typed handle of an operator: look it up once, keep it in a static.
+// Returns an operator's typed handle. Look it up once and keep it in a static.
 template <class Signature>
 auto handle(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -39,21 +40,21 @@ inline std::string describe(c10::ScalarType dtype, c10::SymIntArrayRef sizes) {
 
 inline std::string describe(const Tensor& t) { return describe(t.scalar_type(), t.sym_sizes()); }
 
-// A contiguous tensor of x's shape, whatever x's strides: `empty_like` would keep them.
+// Returns a contiguous tensor with x's shape. `empty_like` would keep x's strides.
 inline Tensor empty_contiguous(const Tensor& x, c10::ScalarType dtype) {
   return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype));
 }
 
 inline Tensor empty_contiguous(const Tensor& x) { return empty_contiguous(x, x.scalar_type()); }
 
-// Of tensors that may be undefined.
+// Each tensor made contiguous; undefined ones stay undefined.
 template <class... T>
 std::tuple<T...> contiguous(const std::tuple<T...>& tensors) {
   const auto of = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
   return std::apply([&](const auto&... t) { return std::tuple<T...>(of(t)...); }, tensors);
 }
 
-// The tensors of `from` into those of `into` that are defined.
+// Copies each tensor of `from` into its counterpart in `into`, where that is defined.
 template <class... T>
 void copy_defined(const std::tuple<T...>& into, const std::tuple<T...>& from) {
   const auto put = [](const Tensor& to, const Tensor& t) {
@@ -64,7 +65,7 @@ void copy_defined(const std::tuple<T...>& into, const std::tuple<T...>& from) {
       into);
 }
 
-// What the kernels are told of a tensor: its dtype, and where its rows are.
+// How kernels describe a tensor: its dtype, and where its rows are.
 
 inline Dtype dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -74,7 +75,7 @@ inline Dtype dtype_of(const Tensor& t) {
   }
 }
 
-// What the formulas are evaluated in.
+// The dtype in which formulas are evaluated.
 inline c10::ScalarType accumulation_dtype(c10::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -93,7 +94,7 @@ inline void* mutable_data_or_null(const Tensor& t) {
   return t.defined() ? t.mutable_data_ptr() : nullptr;
 }
 
-// A tensor as rows of n elements, each contiguous. Copies only where strides do not allow that.
+// A tensor as contiguous rows of n elements. Copied only if its strides do not allow that.
 struct Rows {
   Tensor tensor;
   int64_t stride;
@@ -107,7 +108,7 @@ struct Rows {
   const void* data() const { return tensor.const_data_ptr(); }
 
  private:
-  // How far apart the rows are, where the last dimension is one and the others only count them.
+  // The rows' stride, if the last dimension is a row and the other dimensions only count rows.
   static std::optional<int64_t> stride_of(const Tensor& t, int64_t n) {
     if (t.size(-1) != n || t.stride(-1) != 1) return std::nullopt;
     int64_t rows = 1, stride = n;

@@ -1,5 +1,5 @@
-// What most units outside csrc/cpu/isa include, compiled once and put before each of them. Every
-// unit includes what it needs all the same.
+// Headers that most units outside csrc/cpu/isa include, compiled once and prepended to each unit.
+// Every unit still includes what it needs.
 #pragma once
 
 #include <ATen/Functions.h>

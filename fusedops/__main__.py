@@ -1,4 +1,4 @@
-"""The command line, `fusedops` or `python -m fusedops`; each subcommand calls one function."""
+"""The command line: `fusedops`, or `python -m fusedops`."""
 
 import argparse
 import sys
@@ -18,12 +18,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     command.set_defaults(run=_info)
     command = commands.add_parser(
         "doctor",
-        help="check compiler, torch, CPU, threads and CUDA, and print a fix for each fault",
+        help="check the compiler, torch, the CPU, threads and CUDA, and print fixes",
     )
     command.set_defaults(run=_doctor)
     command = commands.add_parser("build", help="compile the kernels for the installed torch")
     command.add_argument(
-        "--jobs", type=int, help="compilers at a time (default: as CPUs and memory allow)"
+        "--jobs", type=int, help="compilers to run at a time (default: by CPUs and memory)"
     )
     command.set_defaults(run=_build)
     _add_profile(
@@ -113,7 +113,7 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         demo.run(steps=args.steps, threads=args.threads, out=args.out, quick=args.quick)
     except (ValueError, ModuleNotFoundError) as error:
-        if not str(error).startswith("demo: "):  # a fault, whose place is needed to mend it
+        if not str(error).startswith("demo: "):  # a bug: keep its traceback
             raise
         print(f"fusedops {error}", file=sys.stderr)
         return 1
@@ -121,7 +121,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status."""
+    """Runs the chosen subcommand and returns its exit status."""
     args = parse(argv)
     return args.run(args)
 

@@ -104,7 +104,7 @@ def _cpu_unavailable() -> str | None:
 def _simt_missing(family: str) -> str:
     """Why no emulated CUDA kernel of this family runs here."""
     if any(_has_kernel(other, SIMT_KEY) for other in FAMILIES):
-        return "its CUDA path has no kernel that can be emulated"
+        return "its CUDA kernels cannot be emulated"
     return "this build has no emulated CUDA kernels (FUSEDOPS_SIMT=1 adds them)"
 
 
@@ -227,7 +227,7 @@ def _is_kernel(name: str, key: str) -> bool:
 
 def _triton_unavailable(family: str) -> str | None:
     if not _interpreting() and not torch.cuda.is_available():
-        return "torch finds no CUDA device (set TRITON_INTERPRET=1 to interpret)"
+        return "torch finds no CUDA device (set TRITON_INTERPRET=1 to run the interpreter)"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None if family in _TRITON else "this family has no Triton kernel"
@@ -259,14 +259,14 @@ def _follow() -> None:
 
 
 def linear_of_any_size(asked: bool) -> None:
-    """Sets whether `linear` runs its kernel even where torch is faster, for fuse_always."""
+    """Sets whether `linear` runs its kernel even if torch is faster; fuse_always uses it."""
     global _any_size
     _any_size = asked
     _follow_linear()
 
 
 def _follow_linear() -> None:
-    """A backend forced by name runs `linear` at every size too."""
+    """Tells `linear` to run its kernel at every size while a backend is forced."""
     while True:  # until no other thread has changed it in between
         wanted = bool(_blocks) or _any_size
         _C.linear_always(wanted)
@@ -300,7 +300,8 @@ def _runs_on(name: str) -> str:
 
 def _is_elsewhere(op: str, name: str, key: str) -> str:
     first = getattr(torch.ops.fusedops, op).default._schema.arguments[0].name
-    hint = " (set TRITON_INTERPRET=1 to interpret)" if name == "triton" and key == "CPU" else ""
+    interprets = name == "triton" and key == "CPU"
+    hint = " (set TRITON_INTERPRET=1 to run the interpreter)" if interprets else ""
     return f"{first} is on {key.lower()}{hint}"
 
 
@@ -366,7 +367,7 @@ def _reference(name: str, family: str) -> Callable:
 
 def _register_references(kept: ExitStack) -> None:
     """Registers references for operators without a composite or a kernel."""
-    if UNCOMPILED:  # there the operators have them
+    if UNCOMPILED:  # fusedops/uncompiled registers them itself
         return
     missing = [
         (family, name, key)
@@ -386,8 +387,10 @@ def _register_references(kept: ExitStack) -> None:
 
 
 def _register_triton_defaults(kept: ExitStack) -> None:
-    """Triton where CUDA tensors have no C++ kernel. No device is looked for: that would initialise
-    CUDA, after which a process can neither fork nor change CUDA_VISIBLE_DEVICES.
+    """Registers Triton kernels for CUDA tensors where there is no C++ kernel.
+
+    It does not look for a device: that would initialise CUDA, after which a process can neither
+    fork nor change CUDA_VISIBLE_DEVICES.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -400,7 +403,7 @@ def _register_triton_defaults(kept: ExitStack) -> None:
 
 
 def _register_defaults() -> ExitStack:
-    """Triton or references where a device has no C++ kernel, and what FUSEDOPS_BACKEND asks for."""
+    """Registers Triton or references where C++ has no kernel, and forces FUSEDOPS_BACKEND."""
     kept = ExitStack()
     _register_references(kept)
     _register_triton_defaults(kept)
@@ -410,7 +413,7 @@ def _register_defaults() -> ExitStack:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

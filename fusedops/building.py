@@ -1,13 +1,19 @@
-"""Compiles the C++ and CUDA part of the package, one library for each torch, with ninja.
+"""Compiles csrc with ninja, into one library for each torch.
 
-setup.py and `fusedops build` call it. At import it needs the standard library alone. A build
-imports the installed torch, whose headers the sources include, unless FUSEDOPS_TORCHES is set.
+setup.py and `fusedops build` call it. Importing it needs only the standard library. A build imports
+the installed torch for its headers, unless FUSEDOPS_TORCHES is set.
 
-Environment: CXX and CXXFLAGS; MAX_JOBS; DEBUG=1 keeps debug information; FUSEDOPS_CUDA=0|1
-overrides whether csrc/cuda is compiled, and TORCH_CUDA_ARCH_LIST says for which GPUs;
-FUSEDOPS_SIMT=1 adds the CUDA kernels as csrc/simt runs them on a CPU, for the tests, and a build
-for a GPU has none of these; FUSEDOPS_SANITIZE=address,undefined builds with these sanitizers;
-FUSEDOPS_TORCHES=folder compiles for each torch package folder/*/torch, not the installed one.
+Environment variables:
+    CXX, CXXFLAGS         the compiler and its extra flags
+    MAX_JOBS              how many compilers run at a time
+    DEBUG=1               keeps debug information
+    FUSEDOPS_CUDA=0|1     overrides whether csrc/cuda is compiled
+    TORCH_CUDA_ARCH_LIST  the GPUs to compile for
+    FUSEDOPS_SIMT=1       adds the CUDA kernels that csrc/simt emulates on a CPU, for the tests;
+                          a build for GPUs leaves them out
+    FUSEDOPS_SANITIZE     sanitizers to build with, such as address,undefined
+    FUSEDOPS_TORCHES      a folder: compiles for each package folder/*/torch instead of the
+                          installed torch
 """
 
 import itertools
@@ -36,8 +42,8 @@ from fusedops.toolchain import (
 
 __all__ = ["build", "build_in_cache", "steps"]
 
-# Every file of csrc/cpu/isa is compiled once for each. CPU_CAPABILITY names the namespace, there
-# and in at::vec; CPU_CAPABILITY_X chooses at::vec's implementation.
+# Each file in csrc/cpu/isa is compiled once per instruction set. CPU_CAPABILITY names the
+# namespace, in our code and in at::vec; CPU_CAPABILITY_X chooses at::vec's implementation.
 AVX2 = "-DCPU_CAPABILITY_AVX2 -mavx2 -mfma -mf16c"
 AVX512 = "-DCPU_CAPABILITY_AVX512 -mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c"
 INSTRUCTION_SETS = {
@@ -45,19 +51,20 @@ INSTRUCTION_SETS = {
     "AVX512": AVX512,
     "AVX512_BF16": f"{AVX512} -mavx512bf16 -mavx512vnni",
 }
-# Files of csrc/cpu/isa that hold nothing for bfloat16 instructions: AVX512's code serves there.
+# Files in csrc/cpu/isa that do not use bfloat16 instructions: CPUs with them run the AVX512 code.
 WITHOUT_BF16 = ("adamw/step", "linear/product", "quantized_linear/quantize")
-# GCC 12's own AVX-512 headers set off these two warnings.
+# GCC 12's own AVX-512 headers cause these two warnings.
 QUIET = "-Wno-uninitialized -Wno-maybe-uninitialized"
 FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-DNDEBUG"]
 FLAGS += ["-Wall", "-Wno-unknown-pragmas"]
-ARCHITECTURES = "8.0;9.0+PTX"  # the GPUs to compile for where none is visible
+ARCHITECTURES = "8.0;9.0+PTX"  # the GPUs to compile for if no GPU is visible
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr"]
-# At -O1 GCC would contract no product and sum: other roundings than those that are shipped.
+# Not -O1: there GCC does not fuse multiplies and adds, so results would round differently from the
+# shipped build's.
 SANITIZE = ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O2", "-g1"]
-UNIT = 3  # files: what takes 5 s each alone takes 2 s as one of three
-# The emulator's races: the compiler reports accesses to functions that csrc/simt/hooks.h defines.
-# Shared memory is what needs it, so that a sanitizer of the whole build goes first.
+UNIT = 3  # files per unit: a file takes 5 s to compile alone, and 2 s as one of three
+# The emulator detects data races in shared memory: with -fsanitize=thread the compiler reports each
+# memory access to functions in csrc/simt/hooks.h. FUSEDOPS_SANITIZE replaces this sanitizer.
 SIMT_FLAGS = ["-O1", "-g1", "-Wno-unknown-pragmas", "-DFUSEDOPS_SIMT"]
 
 RULES = """\
@@ -80,7 +87,7 @@ rule link
 
 @dataclass(frozen=True)
 class Step:
-    """A line of the ninja file: what is made of which sources, and how."""
+    """One build statement in the ninja file: a rule, its output and its inputs."""
 
     rule: str
     made: str
@@ -96,10 +103,11 @@ class Step:
 
 
 def build(into: Path, work: Path, jobs: int | None = None) -> list[Path]:
-    """Compile for the installed torch, or for those of FUSEDOPS_TORCHES; return the libraries.
+    """Compiles for the installed torch, or for FUSEDOPS_TORCHES; returns the libraries' paths.
 
-    into: the libraries' folder. work: where objects stay, so that the next build compiles what has
-    changed. Raises RuntimeError that says what is missing, or that the compiler failed.
+    into: the folder for the libraries. work: the folder for objects; keep it, and the next build
+    compiles only changed files. Raises RuntimeError if something is missing, which the message
+    names, or if the compiler fails.
     """
     if reason := unbuildable():
         raise RuntimeError(reason)
@@ -115,7 +123,10 @@ def build(into: Path, work: Path, jobs: int | None = None) -> list[Path]:
 
 
 def build_in_cache(jobs: int | None = None) -> Path:
-    """`build` into the folder that the next import looks in; nothing else is left behind."""
+    """Builds into the cache folder, where the next import finds the library; returns its path.
+
+    Leaves no other files behind. Raises RuntimeError like `build`.
+    """
     if reason := unbuildable():
         raise RuntimeError(reason)
     with work_folder() as work:
@@ -136,7 +147,7 @@ def rules() -> str:
 
 
 def steps(torches: Sequence[Torch], work: Path) -> Iterator[Step]:
-    """From the sources to a library for each torch. All of them share the kernels' objects."""
+    """Every step from the sources to one library per torch. All libraries share kernel objects."""
     shared = [*kernels(torches[0], work / "kernels")]
     if torches[0].simt:
         shared += emulated(torches[0], work / "simt")
@@ -152,7 +163,7 @@ def steps(torches: Sequence[Torch], work: Path) -> Iterator[Step]:
 
 
 def kernels(torch: Torch, folder: Path) -> Iterator[Step]:
-    """csrc/cpu/isa, once for each instruction set; what all files include is compiled once."""
+    """Compiles csrc/cpu/isa once per instruction set, with one precompiled header for each."""
     flags = {
         name: [*_flags(torch), f"-DCPU_CAPABILITY={name} {isa} {QUIET}"]
         for name, isa in INSTRUCTION_SETS.items()
@@ -169,36 +180,36 @@ def kernels(torch: Torch, folder: Path) -> Iterator[Step]:
             yield _compile(ROOT / source, made, flags[name], header)
 
 
-def glue(torch: Torch, folder: Path, most: int = UNIT) -> Iterator[Step]:
-    """What calls kernels: operators, autograd, the Python module.
+def glue(torch: Torch, folder: Path, limit: int = UNIT) -> Iterator[Step]:
+    """Compiles the code that calls kernels: operators, autograd, the Python module.
 
-    Of each such file the compiler spends most of its time on torch's headers, which are compiled
-    once, and on the templates in them. A unit is therefore up to `most` files of one folder.
+    In these files the compiler spends most of its time on torch's headers and their templates. So
+    the headers are precompiled, and up to `limit` files of one folder are compiled as one unit.
     """
     files = sources("csrc/python/*.cpp") + sources("csrc/ops/**/*.cpp")
     files += [f for f in sources("csrc/cpu/**/*.cpp") if not f.startswith("csrc/cpu/isa/")]
     flags, header = _glue_flags(torch), folder / "all.h"
     version = _version_file(torch, folder)
     yield _header(_unit_file(["csrc/precompiled.h"], header), f"{header}.gch", flags, version)
-    for unit in _units(files, most):
+    for unit in _units(files, limit):
         made = folder / f"{_flat(unit[0])}.o"
         yield _compile(_unit_file(unit, made.with_suffix("")), made, flags, header)
     if torch.simt or torch.cuda is not None:
-        more = ["-DFUSEDOPS_SIMT"] if torch.simt else _cuda_includes()
+        extra = ["-DFUSEDOPS_SIMT"] if torch.simt else _cuda_includes()
         for source in sources("csrc/cuda/**/*.cpp"):
             made = folder / f"{_flat(source)}.o"
-            yield _compile(ROOT / source, made, [*flags, *more], needs=(version,))
+            yield _compile(ROOT / source, made, [*flags, *extra], needs=(version,))
 
 
-def _units(files: Iterable[str], most: int) -> Iterator[tuple[str, ...]]:
-    """Groups of up to `most` files of one folder; each group is compiled as one unit."""
-    for folder, group in itertools.groupby(files, key=os.path.dirname):
-        found, step = list(group), 1 if folder == "csrc/python" else most  # own headers
-        yield from (tuple(found[i : i + step]) for i in range(0, len(found), step))
+def _units(files: Iterable[str], limit: int) -> Iterator[tuple[str, ...]]:
+    """Groups of up to `limit` files of one folder; each group is compiled as one unit."""
+    for _, group in itertools.groupby(files, key=os.path.dirname):
+        found = list(group)
+        yield from (tuple(found[i : i + limit]) for i in range(0, len(found), limit))
 
 
 def _unit_file(unit: Sequence[str], file: Path) -> Path:
-    """What the compiler is given for files that are one unit."""
+    """The compiler's input for a unit: its only .cpp file, or a file that includes all of them."""
     if len(unit) == 1 and file.suffix == ".cpp":
         return ROOT / unit[0]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +218,7 @@ def _unit_file(unit: Sequence[str], file: Path) -> Path:
 
 
 def emulated(torch: Torch, folder: Path) -> Iterator[Step]:
-    """csrc/cuda as C++ with csrc/simt in place of CUDA."""
+    """Compiles csrc/cuda as C++, with csrc/simt instead of CUDA."""
     version = _version_file(torch, folder)
     races = [] if os.environ.get("FUSEDOPS_SANITIZE") else ["-fsanitize=thread"]
     for source in sources("csrc/cuda/**/*.cu"):
@@ -216,7 +227,7 @@ def emulated(torch: Torch, folder: Path) -> Iterator[Step]:
 
 
 def for_gpus(torch: Torch, folder: Path) -> Iterator[Step]:
-    """csrc/cuda as nvcc compiles it."""
+    """Compiles csrc/cuda with nvcc."""
     from torch.utils import cpp_extension
 
     version = _version_file(torch, folder)
@@ -228,9 +239,9 @@ def for_gpus(torch: Torch, folder: Path) -> Iterator[Step]:
 
 
 def _arch_flags() -> list[str]:
-    """For the GPUs of TORCH_CUDA_ARCH_LIST, else those of this machine, else ARCHITECTURES.
+    """nvcc's flags for the GPUs in TORCH_CUDA_ARCH_LIST, else this machine's, else ARCHITECTURES.
 
-    torch's function fails where no GPU is visible and the variable is empty.
+    torch's function fails if no GPU is visible and the variable is empty.
     """
     import torch
     from torch.utils import cpp_extension
@@ -245,10 +256,10 @@ def _arch_flags() -> list[str]:
 
 
 def _version_file(torch: Torch, folder: Path) -> str:
-    """A copy of torch's version.py, which everything with torch's headers depends on.
+    """A copy of torch's version.py; everything that includes torch's headers depends on it.
 
-    The compiler does not list system headers as dependencies. The copy changes with its content, so
-    a torch with older files rebuilds too.
+    The compiler does not list system headers as dependencies. The copy is rewritten only when its
+    content changes, so a torch whose files have older dates causes a rebuild too.
     """
     copy, original = folder / f"{torch.name}.version", torch.folder / "version.py"
     folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +274,7 @@ def _compile(
     header: Path | None = None,
     needs: tuple[str, ...] = (),
 ) -> Step:
-    """header: a compiled header that is included first. needs: other files that it depends on."""
+    """A compile step. header: a precompiled header to include first. needs: other dependencies."""
     if header is None:
         return Step("compile", str(made), (str(source),), " ".join(flags), needs)
     with_it = " ".join([*flags, "-include", _quoted(header)])
@@ -271,12 +282,12 @@ def _compile(
 
 
 def _header(source: Path, made: str, flags: Iterable[str], version: str) -> Step:
-    """version: the file of `_version_file`."""
+    """A step that precompiles a header. version: the file from `_version_file`."""
     return Step("compile", made, (str(source),), " ".join([*flags, "-x c++-header"]), (version,))
 
 
 def _flags(torch: Torch) -> list[str]:
-    """Of all C++. torch's headers are system headers, which give no warnings."""
+    """Flags for all C++. torch's headers are system headers, so they cause no warnings."""
     include = torch.folder / "include"
     headers = (include, include / "torch" / "csrc" / "api" / "include")
     own = [*FLAGS, "-g" if _debug() else "-g0"]
@@ -287,7 +298,7 @@ def _flags(torch: Torch) -> list[str]:
 
 
 def _glue_flags(torch: Torch) -> list[str]:
-    """Warnings about torch's own headers are off, which a compiled header does not mark as such."""
+    """Flags for `glue`. Warnings are off: a precompiled header loses the system headers' marks."""
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch.cxx11_abi:d}"
     python = f"-isystem {_quoted(sysconfig.get_paths()['include'])}"
     module = "-DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C"
@@ -301,7 +312,7 @@ def _cuda_includes() -> list[str]:
 
 
 def _link_flags(torch: Torch) -> list[str]:
-    """Without OpenMP's library: torch has loaded its own, and a process needs one alone."""
+    """The linker's flags, without OpenMP: torch loads its own, and a process must have only one."""
     folders, names = [str(torch.folder / "lib")], ["c10", "torch", "torch_cpu", "torch_python"]
     if torch.cuda is not None:
         from torch.utils import cpp_extension
@@ -337,6 +348,6 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file, unless it has this text already: its time decides what ninja rebuilds."""
+    """Writes a file unless it already has this text: ninja rebuilds by modification time."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

@@ -1,7 +1,7 @@
-"""Where compiled libraries are, and the record beside each.
+"""Finds and fills the cache folders of compiled libraries.
 
-`fusedops build` leaves a library in a cache folder, and the import looks for it there. A record
-says what a library was compiled from and for. Needs the standard library alone.
+`fusedops build` puts a library into a cache folder, and the import looks for it there. The record
+next to a library says what it was compiled from and for. Needs only the standard library.
 """
 
 import functools
@@ -17,14 +17,14 @@ from pathlib import Path
 
 from fusedops.toolchain import PACKAGE, ROOT, SUFFIXES, Torch, library_name
 
-# What changes a library beside its sources and torch; a record has those that were set.
+# Variables that affect a library, in addition to its sources and torch; a record stores them.
 FLAGS = ("CXX", "CXXFLAGS", "LDFLAGS", "TORCH_CUDA_ARCH_LIST", "DEBUG", "FUSEDOPS_SANITIZE")
 
 
 def caches(environment: Mapping[str, str]) -> Path:
-    """$FUSEDOPS_CACHE, else $XDG_CACHE_HOME/fusedops, else ~/.cache/fusedops.
+    """The root of all caches: $FUSEDOPS_CACHE, $XDG_CACHE_HOME/fusedops or ~/.cache/fusedops.
 
-    Raises RuntimeError where the user has no home folder and neither variable is set.
+    Raises RuntimeError if the user has no home folder and neither variable is set.
     """
     if own := environment.get("FUSEDOPS_CACHE"):
         return Path(own)
@@ -37,17 +37,17 @@ def caches(environment: Mapping[str, str]) -> Path:
 
 
 def versions_folder() -> Path:
-    """The folder with every cached library for this version of the package."""
+    """The folder with all cached libraries for this version of the package."""
     return caches(os.environ) / version()
 
 
 def cache_folder(torch_version: str, cxx11_abi: bool, cuda: str | None) -> Path:
-    """Where `fusedops build` leaves the library for a torch, and the import looks for it.
+    """The folder where `fusedops build` puts the library for a torch, and the import finds it.
 
-    A folder for each version of the package, torch's minor version, CUDA (of torch, or "cpu") and
-    C++ ABI, Python, and the sources. A library with sanitizers has a folder of its own, as a plain
-    process cannot load it. Other build variables do not choose a folder, because an import happens
-    without them; the record names them.
+    Its name contains the package's version, torch's minor version, CUDA (or "cpu") and C++ ABI,
+    the Python, and the sources' hash. A library with sanitizers has its own folder, because a plain
+    process cannot load it. Other build variables do not change the folder, because they are usually
+    not set at import; the record stores them.
     """
     minor = ".".join(torch_version.split(".")[:2])
     device = f"cu{cuda}" if cuda else "cpu"
@@ -59,14 +59,14 @@ def cache_folder(torch_version: str, cxx11_abi: bool, cuda: str | None) -> Path:
 
 
 def installed_cache_folder() -> Path:
-    """`cache_folder` of the installed torch."""
+    """`cache_folder` for the installed torch."""
     import torch
 
     return cache_folder(torch.__version__, torch.compiled_with_cxx11_abi(), torch.version.cuda)
 
 
 def version() -> str:
-    """The package's, which may not be installed yet."""
+    """The package's version, read from its source because it may not be installed yet."""
     found = re.search(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(), re.M)
     assert found is not None
     return found[1]
@@ -74,7 +74,7 @@ def version() -> str:
 
 @functools.cache
 def source_hash() -> str:
-    """16 hexadecimal digits of the paths and contents of csrc and of what chooses its flags."""
+    """A hash of csrc and of the modules that choose its flags: 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for name in ("building.py", "toolchain.py"):
         digest.update((PACKAGE / name).read_bytes())
@@ -85,7 +85,7 @@ def source_hash() -> str:
 
 
 def record(torch: Torch) -> dict[str, object]:
-    """What is written beside a library."""
+    """The record that is written next to a library."""
     about = {"torch": torch.version, "cxx11_abi": torch.cxx11_abi, "cuda": torch.cuda}
     flags = {name: value for name in FLAGS if (value := os.environ.get(name))}
     own = {"simt": torch.simt, "fusedops": version(), "source": source_hash(), "flags": flags}
@@ -93,7 +93,7 @@ def record(torch: Torch) -> dict[str, object]:
 
 
 def publish(made: Path, torch: Torch, folder: Path) -> Path:
-    """Copies a library into a folder. Its record comes first: an import needs both."""
+    """Copies a library into a folder. The record is written first: an import needs both."""
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / library_name(torch.version)
     with locked(folder):
@@ -104,7 +104,7 @@ def publish(made: Path, torch: Torch, folder: Path) -> Path:
 
 @contextmanager
 def work_folder() -> Iterator[Path]:
-    """A temporary folder among the caches. Raises RuntimeError where none can be made."""
+    """A temporary folder inside the cache. Raises RuntimeError if it cannot be created."""
     root = versions_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def work_folder() -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a file or a folder: another process waits for it here."""
+    """Locks a file or a folder for the block; other processes wait here."""
     import fcntl  # not on Windows, where nothing is compiled
 
     opened = os.open(path, os.O_RDONLY)
@@ -137,7 +137,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Replaces a file at once: a reader gets the whole old file or the whole new one."""
+    """Replaces a file atomically: a reader gets the whole old file or the whole new one."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as made:
         made.write(content)
     os.chmod(made.name, mode)

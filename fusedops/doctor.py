@@ -1,7 +1,7 @@
-"""`fusedops doctor`: checks what the package runs on, and says how to fix what is wrong.
+"""`fusedops doctor`: checks the machine and the installation, and prints fixes.
 
-A check is a function of what it reads (files, the environment, versions) and returns a Finding, so
-that the tests run it on other machines' files. `run` calls them all for this machine.
+Each check takes its inputs (files, the environment, versions) as arguments and returns a Finding,
+so tests can run it on other machines' files. `run` calls all checks for this machine.
 """
 
 import math
@@ -23,13 +23,13 @@ __all__ = ["Finding", "run"]
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 OLDEST_TORCH = (2, 11)
-OLDEST_GCC = 11  # the first whose -std=c++20 compiles torch's headers
+OLDEST_GCC = 11  # the first version whose -std=c++20 compiles torch's headers
 BUILD = "fusedops build"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: "ok", "warning" or "problem", what was found, and how to fix it."""
+    """The result of a check: its level ("ok", "warning" or "problem"), its text and the fix."""
 
     level: str
     check: str
@@ -42,7 +42,7 @@ class Finding:
 
 
 def run() -> int:
-    """Prints the findings for this machine. The exit status is 1 where there is a problem."""
+    """Prints the findings for this machine. Returns the exit status: 1 if there is a problem."""
     found = list(findings())
     print("\n".join(map(str, found)))
     return int(any(finding.level == PROBLEM for finding in found))
@@ -100,7 +100,7 @@ def python_header(path: Path, needed: bool) -> Finding:
 
 
 def ninja(command: Sequence[str], needed: bool) -> Finding:
-    """ninja's command, empty where there is none. needed: there is no compiled part yet."""
+    """ninja. command: how to run it, empty if it is missing. needed: as in `compiler`."""
     if command:
         return Finding(OK, "ninja", f"{' '.join(command)} runs the build.")
     level = PROBLEM if needed else WARNING
@@ -108,7 +108,7 @@ def ninja(command: Sequence[str], needed: bool) -> Finding:
 
 
 def torch_version(version: str) -> Finding:
-    """The installed torch against the oldest one that the package supports."""
+    """Compares the installed torch with the oldest one that the package supports."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCH:
         text = f"torch {version} is too old: fusedops needs torch {oldest} or newer."
@@ -123,9 +123,9 @@ def compiled_part(
     cxx11_abi: bool,
     remedy: str = f"Compile it: {BUILD}",
 ) -> Finding:
-    """The compiled part's record against the installed torch.
+    """Compares the compiled part's record with the installed torch.
 
-    reason: why it is not loaded. remedy: what to do then, such as "Compile it: fusedops build".
+    reason: why it is not loaded. remedy: the fix for that, such as "Compile it: fusedops build".
     """
     if reason:
         fix = remedy.partition(": ")[2]
@@ -136,7 +136,7 @@ def compiled_part(
         text = f"The kernels were compiled for torch {built}, and torch {version} is installed."
         return Finding(PROBLEM, "kernels", text, BUILD)
     if record.get("cxx11_abi", cxx11_abi) != cxx11_abi:
-        text = "The kernels were compiled with another C++ ABI (_GLIBCXX_USE_CXX11_ABI) than torch."
+        text = "The kernels and torch use different C++ ABIs (_GLIBCXX_USE_CXX11_ABI)."
         return Finding(PROBLEM, "kernels", text, BUILD)
     abi = "the C++11 ABI" if cxx11_abi else "the ABI before C++11"
     text = f"The kernels were compiled for torch {built} with {abi}; torch {version} is installed."
@@ -144,9 +144,9 @@ def compiled_part(
 
 
 def sources(record: Mapping) -> Iterator[Finding]:
-    """A warning where the kernels were compiled from other sources than the package has now."""
+    """Warns if the package's sources have changed since the kernels were compiled."""
     if record.get("source") not in (None, source_hash()):
-        text = "The kernels were compiled from other sources than the package has now."
+        text = "The package's sources have changed since the kernels were compiled."
         yield Finding(WARNING, "kernels", text, f"make build, or {BUILD}")
 
 
@@ -154,12 +154,12 @@ def instruction_set(cpuinfo: str, environment: Mapping[str, str]) -> Finding:
     """The CPU's instruction sets, as /proc/cpuinfo lists them, and FUSEDOPS_CPU_ISA."""
     listed = re.search(r"^flags\s*:(.*)$", cpuinfo, re.M)
     if listed is None:
-        text = "The CPU kernels need x86-64. On this CPU PyTorch's operators run."
+        text = "The CPU kernels need x86-64. On this CPU, PyTorch's operators run instead."
         return Finding(WARNING, "CPU", text)
     flags = set(listed[1].split())
     chosen = environment.get("FUSEDOPS_CPU_ISA", "")
     if not {"avx2", "fma", "f16c"} <= flags:
-        text = "The CPU has no AVX2, so PyTorch's operators run and not the CPU kernels."
+        text = "The CPU has no AVX2, so PyTorch's operators run instead of the CPU kernels."
         return Finding(PROBLEM, "CPU", text, "in a virtual machine, pass through the host's CPU")
     if not {"avx512f", "avx512dq", "avx512bw", "avx512vl"} <= flags:
         best, text = "avx2", "The CPU has AVX2 but not AVX-512."
@@ -174,10 +174,13 @@ def instruction_set(cpuinfo: str, environment: Mapping[str, str]) -> Finding:
 
 
 def threads(number: int, allowed: int, quota: float | None) -> Finding:
-    """torch's threads. allowed: CPUs the process may use. quota: CPUs' time its cgroup grants."""
+    """Compares torch's threads with the process's limits.
+
+    allowed: the number of CPUs that it may run on. quota: CPU time in CPUs, from its cgroup.
+    """
     usable = allowed if quota is None else min(allowed, max(1, math.floor(quota)))
     limits = f"{allowed} CPU{'s' if allowed > 1 else ''}"
-    limits += "" if quota is None else f", and its cgroup grants the time of {quota:g}"
+    limits += "" if quota is None else f", and its cgroup limits CPU time to {quota:g}"
     if number > usable:
         text = f"torch runs {number} threads, but the process may use {limits}."
         return Finding(PROBLEM, "threads", text, f"export OMP_NUM_THREADS={usable}")
@@ -186,7 +189,7 @@ def threads(number: int, allowed: int, quota: float | None) -> Finding:
 
 
 def openmp(environment: Mapping[str, str], cpus: float) -> Iterator[Finding]:
-    """OpenMP's settings that slow torch down. cpus: how many the process may use."""
+    """Finds OpenMP settings that slow torch down. cpus: how many the process may use."""
     found = [
         Finding(WARNING, "OpenMP", text, f"unset {name}")
         for name, text in _harmful(environment, cpus)
@@ -195,14 +198,14 @@ def openmp(environment: Mapping[str, str], cpus: float) -> Iterator[Finding]:
 
 
 def _harmful(environment: Mapping[str, str], cpus: float) -> Iterator[tuple[str, str]]:
-    """Names of variables, each with what it does."""
+    """Yields each harmful variable's name and effect."""
 
     def value(name: str) -> str:
         return environment.get(name, "").strip().lower()
 
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if value(name) == "1" and cpus >= 4:
-            yield name, f"{name}=1 leaves {cpus:g} CPUs to one thread."
+            yield name, f"{name}=1 limits torch to one thread on {cpus:g} CPUs."
     if value("OMP_DYNAMIC") == "true":
         yield "OMP_DYNAMIC", "OMP_DYNAMIC lets OpenMP change the number of threads at each call."
     if value("OMP_WAIT_POLICY") == "active":
@@ -218,15 +221,15 @@ def _harmful(environment: Mapping[str, str], cpus: float) -> Iterator[tuple[str,
 
 
 def cuda(torchs: str | None, toolkit: str | None, devices: int, compiled: bool = True) -> Finding:
-    """nvcc's version against that of torch's CUDA, None where there is none.
+    """Compares torch's CUDA version with nvcc's (`toolkit`); None means missing.
 
-    devices: GPUs. compiled: False where the compiled part has no GPU kernels.
+    devices: the number of GPUs. compiled: False if the compiled part has no GPU kernels.
     """
     level = PROBLEM if devices else WARNING
     if torchs is None:
         return Finding(OK, "CUDA", "torch is built without CUDA, so only CPU kernels can run.")
     if toolkit is None:
-        text = f"torch has CUDA {torchs} and there is no nvcc, so GPUs run Triton kernels."
+        text = f"torch has CUDA {torchs} but nvcc is missing, so GPUs run Triton kernels."
         fix = f"install the CUDA {torchs} toolkit, then {BUILD}"
         return Finding(WARNING, "CUDA", text, fix) if devices else Finding(OK, "CUDA", text)
     if without_cuda(torchs, toolkit):
@@ -242,7 +245,7 @@ def cuda(torchs: str | None, toolkit: str | None, devices: int, compiled: bool =
 
 
 def cache_of(environment: Mapping[str, str], needed: bool) -> Iterator[Finding]:
-    """The finding about the folder that these settings choose."""
+    """Checks the cache folder that these environment variables choose."""
     try:
         yield cache(caches(environment), needed)
     except RuntimeError as error:
@@ -250,14 +253,14 @@ def cache_of(environment: Mapping[str, str], needed: bool) -> Iterator[Finding]:
 
 
 def cache(folder: Path, needed: bool) -> Finding:
-    """Whether a folder can be written to, or made. needed: there is no compiled part yet."""
+    """Checks that a folder can be written to or created. needed: as in `compiler`."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
             return Finding(OK, "cache", f"{BUILD} can write to {folder}.")
         return _unwritable(f"{BUILD} cannot write to {folder}.", needed)
     except OSError as error:
-        return _unwritable(f"{BUILD} cannot look into {folder}: {error.strerror}.", needed)
+        return _unwritable(f"{BUILD} cannot read {folder}: {error.strerror}.", needed)
 
 
 def _unwritable(text: str, needed: bool) -> Finding:

@@ -1,11 +1,12 @@
-"""Finds the compiled part, `fusedops._C`. Without one, plain PyTorch runs in its place.
+"""Finds the compiled library, `fusedops._C`, or substitutes plain PyTorch.
 
 A compiled part fits one version of the package, one minor version of torch, one C++ ABI and one
-Python. It is in the package's folder or in the cache folder of `fusedops build`; of two, the newer
-one is loaded. Where none fits, `UNCOMPILED` says why and `FIX` what to do, the first use warns, and
-FUSEDOPS_REQUIRE=compiled makes it an error. With FUSEDOPS_COMPILED=0 a compiled part is not loaded.
+Python. It is in the package's folder or in the cache folder of `fusedops build`; if both have one,
+the newer is loaded. If none fits, `UNCOMPILED` gives the reason and `FIX` the remedy, and the first
+use warns. FUSEDOPS_REQUIRE=compiled turns that into an error. FUSEDOPS_COMPILED=0 skips a compiled
+part.
 
-Also says when a call must not take its short path.
+`traced` and `overridden` say when a call must go through torch.ops instead of pybind11.
 """
 
 import importlib
@@ -29,7 +30,7 @@ from fusedops.toolchain import library_name, unsupported
 MODULE = "fusedops._C"
 PACKAGE = Path(__file__).parent
 COMMAND = "fusedops build"
-REPAIRS = (["build"], ["doctor"])  # what the messages tell users to run
+REPAIRS = (["build"], ["doctor"])  # subcommands that the messages tell users to run
 
 
 def _minor(version: str) -> str:
@@ -39,8 +40,8 @@ def _minor(version: str) -> str:
 def repairing() -> bool:
     """Whether this process is `fusedops build` or `fusedops doctor`, started either way.
 
-    They run whatever FUSEDOPS_REQUIRE and FUSEDOPS_BACKEND ask for, because they mend what these
-    settings refuse.
+    They ignore FUSEDOPS_REQUIRE and FUSEDOPS_BACKEND, because they repair an installation that
+    these settings reject.
     """
     started = sys.argv[:1] == ["-m"] and " -m fusedops " in f" {' '.join(sys.orig_argv)} "
     started = started or Path(sys.argv[0] if sys.argv else "").stem == "fusedops"
@@ -48,9 +49,9 @@ def repairing() -> bool:
 
 
 def _libraries() -> tuple[list[Path], str]:
-    """Libraries for this torch and Python, the newest first; and why the cache cannot be read.
+    """Libraries for this torch and Python, newest first, and why the cache cannot be read.
 
-    The cache folder's name takes reading all sources: only where anything is cached.
+    Computing the cache folder's name reads all sources, so it is done only if a cache exists.
     """
     name, reason = library_name(torch.__version__), ""
     places = [PACKAGE / name]
@@ -71,7 +72,7 @@ def _libraries() -> tuple[list[Path], str]:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """What a build has recorded. Raises ImportError where the library does not fit."""
+    """The record that a build wrote. Raises ImportError if its library does not fit."""
     try:
         built = json.loads(record.read_text())
         compiled_for = _minor(built["torch"])
@@ -79,13 +80,13 @@ def _read(record: Path) -> dict[str, Any]:
         raise ImportError(f"its record {record.name} cannot be read: {error}") from error
     if compiled_for != _minor(torch.__version__):
         raise ImportError(
-            f"compiled for torch {compiled_for}, this is torch {_minor(torch.__version__)}"
+            f"compiled for torch {compiled_for}, but this is torch {_minor(torch.__version__)}"
         )
     abi = torch.compiled_with_cxx11_abi()
     if built.get("cxx11_abi", abi) != abi:
-        raise ImportError(f"compiled for another C++ ABI than torch's, which is cxx11abi={abi:d}")
+        raise ImportError(f"compiled for a different C++ ABI than torch's (cxx11abi={abi:d})")
     if (of := built.get("fusedops", version())) != version():
-        raise ImportError(f"compiled from fusedops {of}, this is fusedops {version()}")
+        raise ImportError(f"compiled from fusedops {of}, but this is fusedops {version()}")
     return built
 
 
@@ -99,7 +100,7 @@ def _load(library: Path) -> Any:
 
 
 def _others() -> str:
-    """Why the libraries in the package's folder are not for this torch or this Python."""
+    """Why no library in the package's folder fits this torch and this Python."""
     minors, suffix = set(), EXTENSION_SUFFIXES[0]
     found = [path.name for path in PACKAGE.glob("_C_torch*.so")]
     for name in found:
@@ -107,14 +108,14 @@ def _others() -> str:
             minors.add(name.removeprefix("_C_torch").removesuffix(suffix).replace("_", "."))
     if minors:
         listed = ", ".join(sorted(minors, key=lambda minor: [*map(int, minor.split("."))]))
-        return f"compiled for torch {listed}, this is torch {_minor(torch.__version__)}"
+        return f"compiled for torch {listed}, but this is torch {_minor(torch.__version__)}"
     if found:
         return f"not compiled for Python {sys.version_info.major}.{sys.version_info.minor}"
     return "not compiled on this machine"
 
 
 def _found() -> tuple[Any, dict[str, Any], str, str]:
-    """The compiled part and its record, or None, an empty one, the reason and what to do."""
+    """The compiled part and its record; if none fits, None, {}, the reason and the remedy."""
     if os.environ.get("FUSEDOPS_COMPILED", "") == "0":
         reason = "FUSEDOPS_COMPILED=0 hides the compiled part"
         return None, {}, reason, "Load it: unset FUSEDOPS_COMPILED"
@@ -142,12 +143,12 @@ def _choose() -> tuple[Any, dict[str, Any], str, str]:
     _option("FUSEDOPS_COMPILED", ("0", "1"))
     compiled, built, reason, fix = _found()
     if compiled is None and required and not repairing():
-        error = f"FUSEDOPS_REQUIRE=compiled, and fusedops has no compiled part: {reason}. {fix}"
+        error = f"FUSEDOPS_REQUIRE=compiled, but fusedops has no compiled part: {reason}. {fix}"
         raise ImportError(error.strip())
     if compiled is None:
         compiled = importlib.import_module("fusedops.uncompiled.exports")
         message = (
-            f"fusedops has no compiled part ({reason}), so PyTorch references run, and on GPUs the "
+            f"fusedops has no compiled part ({reason}), so plain PyTorch runs, and on GPUs the "
             f"Triton kernels. {fix}"
         )
         announce(message.strip())
@@ -155,14 +156,14 @@ def _choose() -> tuple[Any, dict[str, Any], str, str]:
     return compiled, built, reason, fix
 
 
-# BUILD: what the build has recorded, empty without one. UNCOMPILED: why there is no compiled part.
-# FIX: how to get one, such as "Compile it: fusedops build"; empty where there is none to get.
+# BUILD: the build's record; empty without a compiled part. UNCOMPILED: why there is none. FIX: how
+# to get one, such as "Compile it: fusedops build"; empty if none can run here.
 _C: Any
 _C, BUILD, UNCOMPILED, FIX = _choose()
 
 
 def traced(*tensors: Tensor | None) -> bool:
-    """Whether torch.compile, a tensor subclass or a mode has to see the operator itself."""
+    """Whether torch.compile, a tensor subclass or a mode needs the call to go through torch.ops."""
     return torch.compiler.is_compiling() or (
         has_torch_function_variadic(*tensors) and not _only_a_default_device(tensors)
     )
@@ -174,7 +175,10 @@ def overridden(*tensors: Tensor | None) -> bool:
 
 
 def _only_a_default_device(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether plain tensors meet no mode but `torch.set_default_device`, which creates tensors."""
+    """Whether all tensors are plain and the only mode is torch.set_default_device's.
+
+    That mode changes only functions that create tensors.
+    """
     plain = all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
     modes = _get_current_function_mode_stack()
     return plain and all(isinstance(mode, DeviceContext) for mode in modes)

@@ -1,7 +1,7 @@
-"""How many CPUs and how much memory this process may use, by its affinity and its cgroup.
+"""Reads the CPU and memory limits of this process, from its affinity and cgroup.
 
 `fusedops doctor` compares torch's threads with these limits, and a build chooses how many compilers
-to run. Needs the standard library alone.
+to run. Needs only the standard library.
 """
 
 import math
@@ -17,7 +17,7 @@ COMPILER = 3 * 2**29  # bytes: one g++ with torch's headers takes up to 1.5 GiB
 
 
 def compilers(root: Path = Path("/")) -> int:
-    """How many compilers can run at a time within the CPUs, the cgroup's quota and the memory."""
+    """How many compilers can run at a time, given the CPUs, the cgroup's quota and the memory."""
     quota = cpu_quota(root)
     allowed = cpus() if quota is None else min(cpus(), math.floor(quota))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -33,12 +33,12 @@ def cpus() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many CPUs' time the process's cgroup and its parents grant; None without a limit."""
+    """CPU time, in CPUs, that the process's cgroup and its parents allow; None without a limit."""
     return min(_limits(root, "cpu", _quota_of), default=None)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """How many bytes the process's cgroup and its parents grant; None without a limit."""
+    """Memory in bytes that the process's cgroup and its parents allow; None without a limit."""
     return min(_limits(root, "memory", _memory_of), default=None)
 
 
@@ -50,9 +50,9 @@ def _limits(root: Path, controller: str, of: Callable[[Path], T | None]) -> Iter
 
 
 def _cgroup_folders(mounted: Path, line: str, controller: str) -> Iterator[Path]:
-    """A cgroup's folder and its parents'. In a container its own path may not be mounted.
+    """A cgroup's folder and its parents. In a container, the cgroup's own path may not be mounted.
 
-    line: of /proc/self/cgroup, "0::/path" (version 2) or "4:cpu,cpuacct:/path" (version 1).
+    line: from /proc/self/cgroup, "0::/path" (version 2) or "4:cpu,cpuacct:/path" (version 1).
     """
     _, controllers, path = line.split(":", 2)
     if controllers and controller not in controllers.split(","):
@@ -76,7 +76,7 @@ def _memory_of(folder: Path) -> int | None:
 
 
 def read(path: Path) -> str:
-    """A file's text, empty where it cannot be read."""
+    """A file's text; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

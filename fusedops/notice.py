@@ -1,4 +1,4 @@
-"""The one warning about what this package runs on: at the first use, at most once a process."""
+"""Warns once per process if the package runs without its kernels."""
 
 import sys
 import warnings
@@ -15,19 +15,19 @@ _warned = False
 
 
 def announce(message: str) -> None:
-    """Sets what the first use warns of."""
+    """Sets the warning that the first use gives."""
     global _pending
     _pending = message
 
 
 def give() -> None:
-    """Warns of what has been announced. Every use calls it."""
+    """Gives the announced warning, if any. Every use calls it."""
     if _pending and not _warned:
         warn_once(_pending)
 
 
 def warn_once(message: str) -> None:
-    """The first time, a UserWarning at the line outside of this package and torch that led here."""
+    """Gives one UserWarning per process, at the caller's line outside this package and torch."""
     global _warned
     if _warned:
         return

@@ -1,4 +1,7 @@
-"""Helpers for tests and benchmarks: the available backends and the error yardstick."""
+"""Helpers for tests and benchmarks: available backends, and the error yardstick.
+
+The yardstick allows a kernel twice eager PyTorch's error, instead of a fixed tolerance.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,7 +58,7 @@ def check(
 
     The exact result is `reference` in float64; eager's is `reference` in the dtype of `args`. Each
     result and each gradient must pass `yardstick`. Floating-point tensors in `args` get gradients.
-    Everything runs on the backend's device, as a dropout mask depends on the device.
+    Everything runs on the backend's device, because a dropout mask depends on the device.
 
     draws: the reference with its terms in other orders. If a few large terms make up a result,
     eager's error is sometimes almost zero by chance; each result may pass against any of them.
@@ -111,7 +114,7 @@ def _cotangent(output: Tensor) -> Tensor:
 
 
 def yardstick(kernel: Tensor, eager: Tensor, exact: Tensor) -> str | None:
-    """The fault of `kernel`, as text; None if its error is at most twice eager's.
+    """Describes why `kernel` is too inaccurate; None if its error is at most twice eager's.
 
         |kernel - exact| <= 2 |eager - exact| + eps(dtype) / 2 |exact|
 
@@ -137,7 +140,7 @@ def within(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> str |
 
 
 class Errors(NamedTuple):
-    """Norms per row, max and RMS, [2, rows]: the kernel's error, eager's, the result's size."""
+    """Max and RMS norms per row, [2, rows]: the kernel's error, eager's, and the result's size."""
 
     kernel: Tensor
     eager: Tensor
@@ -158,7 +161,7 @@ class Errors(NamedTuple):
 
 
 def mean(draws: Sequence[Errors]) -> Errors:
-    """The mean over several draws of inputs: one row's largest error is luck, its mean is not."""
+    """The mean over several random inputs: one input's largest error is chance, the mean is not."""
     return Errors(*(torch.stack(norms).mean(0) for norms in zip(*draws, strict=True)))
 
 
@@ -169,12 +172,13 @@ def errors(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> Error
         t.double().reshape(-1, t.shape[-1] if rows else t.numel()) for t in (kernel, eager, exact)
     )
     if not torch.equal(kernel.isnan(), exact.isnan()):
-        return "NaN where there should be none, or none where there should be"
+        return "NaN where the exact result has none, or no NaN where it has one"
     astray = kernel.isinf() & (kernel != exact) & (kernel != eager)
     astray |= exact.isinf() & (kernel != exact) & (eager == exact)
     if astray.any():
         return (
-            f"infinite where it should not be, or finite where it should not: {astray.sum()} times"
+            f"infinite where the result is finite, or finite where it is infinite: "
+            f"{astray.sum()} times"
         )
     parts = [t.nan_to_num(0, 0, 0) for t in (kernel - exact, eager - exact, exact)]
     error, allowed, size = (

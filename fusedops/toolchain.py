@@ -1,8 +1,8 @@
 """Finds what a build needs: the sources, torch, the C++ compiler, ninja and nvcc.
 
-building.py compiles with them, `fusedops doctor` checks them, and the import names what is missing.
-At import this module needs the standard library alone. The environment variables are listed in
-building.py.
+building.py compiles with them, `fusedops doctor` checks them, and the import names the missing
+ones. Importing this module needs only the standard library. building.py lists the environment
+variables.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from pathlib import Path
 from fusedops.machine import compilers
 
 PACKAGE = Path(__file__).resolve().parent
-# An installed package has its sources inside, a checkout beside it.
+# An installed package contains csrc; in a checkout, csrc is next to the package.
 ROOT = PACKAGE if (PACKAGE / "csrc").is_dir() else PACKAGE.parent
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 NO_TORCH = "torch is not installed: pip install torch"
@@ -29,12 +29,12 @@ NO_TORCH = "torch is not installed: pip install torch"
 
 @dataclass(frozen=True)
 class Torch:
-    """What a library is compiled against."""
+    """A torch package that a library is compiled against."""
 
-    folder: Path  # the package's, with include/ and lib/
+    folder: Path  # the package's folder, with include/ and lib/
     version: str
     cxx11_abi: bool = True
-    cuda: str | None = None  # the version of CUDA, where GPU kernels are compiled too
+    cuda: str | None = None  # the CUDA version if GPU kernels are compiled too
     simt: bool = False
 
     @classmethod
@@ -48,14 +48,14 @@ class Torch:
 
     @classmethod
     def unpacked(cls, folder: Path) -> "Torch":
-        """A torch package that is not imported: for CPUs. Since 2.7 all have the newer C++ ABI."""
+        """A CPU build of torch that is not imported. All since 2.7 have the newer C++ ABI."""
         found = re.search(r"^__version__ = '(.+)'$", (folder / "version.py").read_text(), re.M)
         assert found is not None
         return cls(folder, found[1])
 
     @property
     def name(self) -> str:
-        """Its minor version as file names have it: torch2_13."""
+        """Its minor version as used in file names, such as torch2_13."""
         major, minor = self.version.split(".")[:2]
         return f"torch{major}_{minor}"
 
@@ -66,11 +66,11 @@ def library_name(torch_version: str) -> str:
 
 
 def requested_torches() -> list[Torch]:
-    """FUSEDOPS_TORCHES, oldest first: the kernels are compiled with the oldest headers."""
+    """The torches in FUSEDOPS_TORCHES, oldest first: the oldest headers compile the kernels."""
     asked = os.environ.get("FUSEDOPS_TORCHES")
     folders = Path(asked).resolve().glob("*/torch") if asked else ()
     if not (found := [Torch.unpacked(folder) for folder in folders]) and asked:
-        raise RuntimeError(f"FUSEDOPS_TORCHES: {asked} holds no folder */torch")
+        raise RuntimeError(f"FUSEDOPS_TORCHES: {asked} must contain folders */torch, but has none")
     return sorted(found, key=lambda torch: [*map(int, re.findall(r"\d+", torch.version))])
 
 
@@ -80,15 +80,15 @@ def sources(pattern: str) -> list[str]:
 
 
 def unsupported() -> str:
-    """Why no kernel can run on this machine; empty where kernels can."""
+    """Why no kernel can run on this machine; empty if kernels can run."""
     if sys.platform == "linux" and os.uname().machine == "x86_64":
         return ""
     machine = os.uname().machine if hasattr(os, "uname") else "an unknown machine"
-    return f"kernels are for Linux on x86-64, this is {sys.platform} on {machine}"
+    return f"kernels need Linux on x86-64, but this is {sys.platform} on {machine}"
 
 
 def unbuildable(no_torch: str = NO_TORCH) -> str:
-    """Why nothing can be compiled here; empty where it can. no_torch: the text without a torch."""
+    """Why nothing can be compiled here; empty if it can. no_torch: the reason without a torch."""
     if reason := unsupported():
         return reason
     if not (ROOT / "csrc").is_dir():
@@ -109,16 +109,16 @@ def unbuildable(no_torch: str = NO_TORCH) -> str:
 
 
 def compiler(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The words of CXX, or g++. Raises RuntimeError where CXX has an unclosed quote."""
+    """The C++ compiler's command: CXX, or g++. Raises RuntimeError if CXX has an unclosed quote."""
     asked = environment.get("CXX", "")
     try:
         return shlex.split(asked) or ["g++"]
     except ValueError as error:
-        raise RuntimeError(f"CXX is not a command: {asked!r}: {error}") from error
+        raise RuntimeError(f"CXX must be a command, got {asked!r}: {error}") from error
 
 
 def python_header() -> Path:
-    """Where this Python's C headers should be."""
+    """The path where this Python's Python.h should be."""
     return Path(sysconfig.get_paths()["include"], "Python.h")
 
 
@@ -128,7 +128,7 @@ def python_package() -> str:
 
 
 def ninja() -> list[str]:
-    """The command, from this Python's package or from PATH; empty where there is none."""
+    """ninja's command, from this Python's package or from PATH; empty if it is missing."""
     if importlib.util.find_spec("ninja") is not None:
         return [sys.executable, "-m", "ninja"]
     found = shutil.which("ninja")
@@ -136,7 +136,7 @@ def ninja() -> list[str]:
 
 
 def jobs_at_a_time(asked: int | None = None) -> int:
-    """How many compilers run at a time: `asked`, else MAX_JOBS, else what the machine allows."""
+    """How many compilers run at a time: `asked`, else MAX_JOBS, else this machine's limit."""
     text = os.environ.get("MAX_JOBS", "") if asked is None else str(asked)
     if not text:
         return compilers()
@@ -147,9 +147,9 @@ def jobs_at_a_time(asked: int | None = None) -> int:
 
 
 def nvcc(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The nvcc that torch.utils.cpp_extension finds too; None where there is none.
+    """nvcc's path, found as torch.utils.cpp_extension finds it; None if it is missing.
 
-    It is in $CUDA_HOME or $CUDA_PATH; where neither is set, on PATH, else in /usr/local/cuda.
+    Looks in $CUDA_HOME or $CUDA_PATH; if neither is set, on PATH, then in /usr/local/cuda.
     """
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if not home:
@@ -160,7 +160,7 @@ def nvcc(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def nvcc_version(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The CUDA release of `nvcc`, such as 13.0; None where there is none or it does not run."""
+    """nvcc's CUDA release, such as 13.0; None if nvcc is missing or does not run."""
     if (command := nvcc(environment)) is None:
         return None
     found = re.search(r"release (\d+\.\d+)", output([str(command), "--version"]))
@@ -168,21 +168,22 @@ def nvcc_version(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def without_cuda(torchs: str | None, toolkit: str | None) -> str:
-    """Why GPU kernels cannot be compiled, by torch's CUDA and nvcc's; empty where they can."""
+    """Why these CUDA versions of torch and nvcc cannot compile GPU kernels; empty if they can."""
     if torchs is None:
         return "torch is built without CUDA"
     if toolkit is None:
-        return f"torch has CUDA {torchs}, and there is no nvcc"
+        return f"torch has CUDA {torchs}, but nvcc is missing"
     if toolkit.split(".")[0] != torchs.split(".")[0]:
-        return f"torch has CUDA {torchs}, and nvcc is from CUDA {toolkit}"
+        return f"torch has CUDA {torchs}, but nvcc is from CUDA {toolkit}"
     return ""
 
 
 def cuda_to_compile_for() -> str | None:
-    """torch's CUDA where GPU kernels are to be compiled, else None.
+    """torch's CUDA version if GPU kernels should be compiled, else None.
 
-    FUSEDOPS_CUDA decides, else what is found. FUSEDOPS_SIMT=1 replaces GPU kernels by emulated ones
-    where there is no GPU.
+    FUSEDOPS_CUDA decides; without it, GPU kernels are compiled if torch and nvcc allow it. On a
+    machine without a GPU, FUSEDOPS_SIMT=1 replaces GPU kernels with emulated ones. Raises
+    RuntimeError if FUSEDOPS_CUDA=1 cannot be done.
     """
     import torch
 
@@ -201,7 +202,7 @@ def cuda_to_compile_for() -> str | None:
 
 
 def output(command: list[str]) -> str:
-    """What a command prints; empty where it cannot run or fails."""
+    """A command's output; empty if it cannot run or fails."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

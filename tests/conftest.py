@@ -1,4 +1,4 @@
-"""Test setup: without a GPU, Triton kernels run in the interpreter."""
+"""pytest's setup: without a GPU, Triton kernels run in the interpreter."""
 
 import os
 import re
@@ -10,6 +10,8 @@ import torch
 
 # A graph that was compiled for another build of the operators must not stand in for this one's.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+collect_ignore = ["tools/toy_family"]  # test_toy_family.py copies it into a tree
 
 QUICK = re.compile(r"^(pytestmark = |@)pytest\.mark\.quick", re.M)
 

@@ -14,8 +14,8 @@ from statistics import median
 
 import torch
 
-from fusedops.profiling.advice.experiment import compare_blocks
-from fusedops.profiling.timing import Ratio, paired_ratio, quantiles
+from fusedops.profiling.advice.experiment import compare_blocks, ratio_of
+from fusedops.profiling.timing import Ratio, quantiles
 
 SLOWER = 0.10
 
@@ -48,7 +48,7 @@ class Step:
 
 
 def ratios(step: Step, change: Callable, runs: int, budget_s: float) -> list[Ratio]:
-    return [paired_ratio(*compare_blocks(step, change, budget_s)) for _ in range(runs)]
+    return [ratio_of(*compare_blocks(step, change, budget_s)) for _ in range(runs)]
 
 
 def main() -> int:

@@ -1,1 +1,1 @@
-"""Times, checks and reports benchmark rows."""
+"""The benchmark harness: times, checks and reports rows."""

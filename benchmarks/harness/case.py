@@ -1,4 +1,4 @@
-"""The parts of a benchmark file: operations, their contenders, and a table's rows."""
+"""Defines a benchmark case: an operation, its contenders and its rows."""
 
 import importlib
 import itertools
@@ -20,14 +20,15 @@ Run = Callable[[], "Tensor | tuple[Tensor, ...]"]
 
 
 class Skip(Exception):
-    """A contender that cannot run here; the message says why."""
+    """Raised if a contender cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """prepare(*inputs) returns functools.partial(lines, *arguments); scope is entered for timing.
+    """One implementation to time.
 
-    A contender that computes something else, compared only in time, is not `checked`.
+    prepare(*inputs) returns functools.partial(function, *arguments); timing runs inside `scope`.
+    Set `checked` to False if the contender computes something else and only its time matters.
     """
 
     prepare: Callable[..., Run]
@@ -37,7 +38,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator as data. Ratios are relative to the first contender."""
+    """Describes one operator to the harness. Ratios are relative to the first contender."""
 
     name: str
     inputs: Callable[[Sequence[int], torch.dtype, torch.device], tuple[Tensor, ...]]
@@ -80,7 +81,7 @@ def grad_mode(mode: str) -> AbstractContextManager:
 def bind(
     run: Run, mode: str, leaves: Sequence[Tensor], grads: Sequence[Tensor] | None = None
 ) -> Run:
-    """The timed call: the operation, its gradients, or both.
+    """Returns the call to time: the operation, its gradients, or both.
 
     grads: the outputs' gradients. A loss needs none; its gradient is then 1.
     """
@@ -93,7 +94,7 @@ def bind(
 
 
 def with_inputs(run: Run, old: Sequence[Tensor], new: Sequence[Tensor]) -> Run:
-    """`run` with other arguments. It is not prepared again, as that would recompile."""
+    """Returns `run` with other arguments. Preparing again would recompile."""
     assert isinstance(run, partial), "prepare gave no functools.partial"
     swap = {id(a): b for a, b in zip(old, new, strict=True)}
     keywords = {name: swap.get(id(a), a) for name, a in run.keywords.items()}
@@ -101,13 +102,13 @@ def with_inputs(run: Run, old: Sequence[Tensor], new: Sequence[Tensor]) -> Run:
 
 
 def in_turn(*runs: Run) -> Run:
-    """Alternates between calls of the first and the second, forever."""
+    """Returns a function that calls the given ones in turn, forever."""
     turn = itertools.cycle(runs)
     return lambda: next(turn)()
 
 
 def compiled(contender: Contender) -> Contender:
-    """torch.compile applied to a contender's lines."""
+    """Returns the contender under torch.compile."""
 
     def prepare(*inputs: Tensor) -> Run:
         compiler = os.environ.get("CXX", "g++")
@@ -124,7 +125,7 @@ def compiled(contender: Contender) -> Contender:
 
 
 def find(module: str, name: str) -> Any:
-    """`name` from `module`. Raises Skip if the package, or something it needs, is missing."""
+    """Imports `name` from `module`; raises Skip if something is missing."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -132,7 +133,10 @@ def find(module: str, name: str) -> Any:
 
 
 def rivals(row: Case) -> list[str]:
-    """The contenders that every row must beat: torch.compile, and Liger up to 65536 columns."""
+    """Names the contenders that a row must beat.
+
+    Up to 65536 columns: torch.compile and Liger; above, eager.
+    """
     if row.shape[-1] > 65536:
         return ["eager"]
     return [name for name in row.contenders() if name.startswith(("compile", "liger"))]

@@ -1,9 +1,9 @@
-"""A GPU's clocks, by the names that cases use.
+"""GPU timers for benchmark cases, selected by name.
 
-`device`: device time with a cold L2 cache, between two events. For rows that move data. Two sets of
-inputs alternate (benchmarks/harness/run.py), so that no call finds what the previous one read.
-`graph`: device time in a replayed graph, which waits for no host. For few tokens. `host`: host time
-to enqueue a call, which is what a small batch costs in eager code.
+`device`: device time with a cold L2 cache, between two events, for rows that move data. Two sets of
+inputs alternate (benchmarks/harness/run.py), so that no call finds the previous call's data in a
+cache. `graph`: device time in a replayed graph, which does not wait for the host, for few tokens.
+`host`: host time to enqueue a call, which is the cost of a small batch in eager code.
 
 `python -m benchmarks.harness.cuda` prints the architecture to compile for.
 """

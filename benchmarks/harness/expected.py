@@ -1,4 +1,4 @@
-"""Expected results: exact and eager ones, to which every contender is compared."""
+"""Computes the exact and eager results that each contender is compared with."""
 
 from collections.abc import Callable, Sequence
 
@@ -40,7 +40,7 @@ class Answers:
         return fault([self.errors(run)])
 
     def errors(self, run: Run) -> Judged:
-        """The errors of each result of `run`, or what else is wrong with it."""
+        """The errors of each result of `run`, or a text if a result cannot be compared."""
         results = self._results(run, self.leaves, self.grads)
         if len(results) != len(self.exact):
             return {"outputs": f"{len(results)} results instead of {len(self.exact)}"}
@@ -78,8 +78,8 @@ def _errors(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> lis
     if exact.numel() == 0:
         return []
     three = rows(result), rows(eager), rows(exact)
-    ways = (False, True) if has_rows(three[-1]) else (False,)
-    found = [errors(*three, rows=way) for way in ways]
+    by_row = (False, True) if has_rows(three[-1]) else (False,)
+    found = [errors(*three, rows=rows) for rows in by_row]
     wrong = [one for one in found if isinstance(one, str)]
     return wrong[0] if wrong else [one for one in found if isinstance(one, Errors)]
 

@@ -1,4 +1,4 @@
-"""Performance goals of a family, compared with its measurements."""
+"""Compares a family's measurements with its performance goals."""
 
 import operator
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu norm --out DIR` times a family: DIR/<device>/norm.json.
+"""Times a family on a GPU: `python -m benchmarks gpu norm --out DIR`.
 
 The file is rewritten after each row, so that an interrupted run keeps its measurements. A later run
 of the same build adds to it: a family may be measured in parts, with `--match`.
@@ -65,7 +65,7 @@ def count_apart(families: list[str], match: str) -> Counted:
 
 
 def count(families: list[str], match: str, machine: Machine) -> Counted:
-    """The launches and memory of each call with such goals; of our calls always the memory."""
+    """Counts launches and measures memory, for the calls that have goals for these."""
     every = [ask for name in families for ask in suites.family(name).GPU_MUST_SHOW]
     asked = [ask for ask in every if match in ask.case.title]
     launching = [ask.case for ask in asked if ask.launches is not None]

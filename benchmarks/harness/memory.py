@@ -1,4 +1,4 @@
-"""Measures the peak memory that a call holds in addition to what was allocated before."""
+"""Measures a call's peak memory, without what was allocated before."""
 
 import json
 import os

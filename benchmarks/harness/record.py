@@ -1,4 +1,7 @@
-"""The result file of one family on one device; runs of the same build add rows."""
+"""Writes the result file of one family on one device.
+
+A later run of the same build adds rows to the file.
+"""
 
 import json
 from itertools import groupby
@@ -9,13 +12,13 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.goals import GpuGoal
 from benchmarks.harness.run import Result
 
-# What two runs must share for their rows to be in one file.
+# Two runs must share these for their rows to be in one file.
 SAME = ("device", "commit", "torch", "triton", "kernels")
 
 TIMED_BY = {
-    "device": "The device's time over a cold L2. Its ceiling is the copy.",
-    "graph": "The device's time in a replayed graph. No percentage: the cache is warm, and memory "
-    "that is not read bounds nothing.",
+    "device": "The device's time with a cold L2. Its ceiling is the copy.",
+    "graph": "The device's time in a replayed graph. No percentage: the cache is warm, so memory "
+    "bandwidth is not its limit.",
     "host": "The host's time to enqueue a call. No percentage: it has no ceiling.",
 }
 

@@ -1,4 +1,4 @@
-"""The machine's own limits, measured in the same run as the results."""
+"""Measures the machine's own limits in the same run as the results."""
 
 import math
 from contextlib import nullcontext

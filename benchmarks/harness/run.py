@@ -48,8 +48,8 @@ RAISED = (
 class Result:
     """seconds[contender][round]; `skipped` and `refused` give the others' reasons.
 
-    A peer that is less accurate than the yardstick demands is still what people run: it is timed,
-    and `inexact` says by how much. A kernel of ours is refused.
+    A peer that fails the yardstick is timed all the same, because people use it; `inexact` says by
+    how much it fails. A kernel of ours that fails is refused.
     """
 
     case: Case
@@ -93,8 +93,8 @@ def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -
     try:
         _measure(result, budget_s, machine, copy)
     except torch.OutOfMemoryError as error:
-        told = result.skipped | result.refused
-        left = [name for name in case.contenders() if name not in told]
+        explained = result.skipped | result.refused
+        left = [name for name in case.contenders() if name not in explained]
         result.skipped |= dict.fromkeys(left, f"too little memory for the row: {_line(error)}")
     return result
 
@@ -211,11 +211,11 @@ def _admit(
 def _fault(run: Run, answers: Answers, case: Case) -> str | None:
     """The first result of `run` with too large an error, or None.
 
-    If one draw of the inputs refuses it, the mean over DRAWS decides, and in no draw may a row's
-    error exceed LUCK times eager's. A row's largest error is luck. A float32 matmul that sums 64
-    terms in one chain has 1.36 times the RMS error of one with two chains. In the max norm of one
-    draw, 4 of 100 rows of 1024 have more than twice the error: different ones in each draw, at most
-    3.7 times. In the mean of eight draws, none does.
+    If the first inputs fail, the mean over DRAWS random inputs decides, and no row's error may
+    exceed LUCK times eager's in any of them. A row's largest error is chance. A float32 matmul that
+    sums 64 terms in one chain has 1.36 times the RMS error of one with two chains. In the max norm
+    of one draw, 4 of 100 rows of 1024 have more than twice the error: different ones in each draw,
+    at most 3.7 times. In the mean of eight draws, no row has.
     """
     judged = [answers.errors(run)]
     if fault(judged) is None:

@@ -30,8 +30,8 @@ def cases(args: Namespace) -> list[Case]:
         rows = [goal.case() for goal in goals(args.allocator)]
     else:
         rows = table(args)
-    alike = args.suite == "launch" or args.allocator == "default"
-    return [case for case in rows if args.match in case.title and (alike or large(case))]
+    any_size = args.suite == "launch" or args.allocator == "default"
+    return [case for case in rows if args.match in case.title and (any_size or large(case))]
 
 
 def large(case: Case) -> bool:
@@ -77,7 +77,7 @@ def rows_of_few_tokens(result: Tensor) -> Tensor:
     """A launch-table result in the yardstick's rows; a weight's gradient is one row.
 
     Each row of that gradient is a sum over the tokens, times numbers that are rounded once for the
-    whole row. With one token, its largest error is a single number's, which is luck.
+    whole row. With one token, its largest error is a single number's, which is chance.
     """
     rows = result.detach()
     return rows if rows.dim() < 2 or len(rows) <= max(TOKENS) else rows.flatten()

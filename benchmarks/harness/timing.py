@@ -1,4 +1,4 @@
-"""Interleaved timing: contenders alternate, so they share a machine's slow phases.
+"""Times contenders in turns, so that all share a machine's slow phases.
 
 In one round every contender runs a block of calls, in an order shuffled for each round. Ratios are
 taken within a round (`fusedops.profiling.timing.paired_ratio`), never between runs.
@@ -88,9 +88,9 @@ def _block(call: Call, scope: Callable, clock: Clock, block_s: float) -> Callabl
 
 
 def _repeats(stopwatch: Stopwatch, block_s: float) -> int:
-    """How many calls fill a block; the fewest of three tries, as noise only adds time.
+    """How many calls fill a block, from the fastest of three tries: noise only adds time.
 
-    In wall-clock time: a clock may see less than its measurement costs.
+    It uses wall-clock time, because a clock may show less time than its measurement takes.
     """
 
     def cost() -> float:

@@ -40,9 +40,9 @@ def measure(args: Namespace) -> int:
 
 
 def _weigh(result: Result, threads: int) -> None:
-    """Measures each contender's memory in its own process, where it makes its first call.
+    """Measures each contender's memory during its first call, in its own process.
 
-    torch.compile would compile there.
+    It skips torch.compile, which would compile during that call.
     """
     spawn = multiprocessing.get_context("spawn")
     for name in result.seconds:

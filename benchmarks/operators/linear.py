@@ -1,9 +1,9 @@
-"""linear against F.linear with its activation, and the same under torch.compile.
+"""linear's benchmarks against F.linear plus activation, eager and under torch.compile.
 
-Compute-bound: what matters is the ratio to eager, not the fraction of a copy. A shape is (rows,
-depth, features). The sweep covers decode to training, odd sizes, and shapes on both sides of every
-threshold in csrc/ops/linear/rule.cpp. That rule is based on the sweep, which must show no row below
-0.97.
+Compute-bound: the figure that matters is the ratio to eager, not the fraction of copy bandwidth. A
+shape is (rows, depth, features). The sweep covers decode to training, odd sizes, and shapes on both
+sides of every threshold in csrc/ops/linear/rule.cpp. That rule is based on the sweep, in which no
+row may be below 0.97.
 """
 
 from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ def launch(base: Operation, activation: str | None) -> Operation:
 LAUNCH = [launch(PLAIN, None), launch(GELU, "gelu")]
 
 F32, BF16 = torch.float32, torch.bfloat16
-# Where MKL is far below the CPU's peak, as on AMD CPUs with 512-bit units (Zen 5).
+# Goals for CPUs on which MKL is far below the peak, as on AMD CPUs with 512-bit units (Zen 5).
 MUST_SHOW = [
     Goal(GELU, TRAINING, F32, shape, "eager", {"default": 1.9, "keep": 1.9})
     for shape in ((1024, 384, 1536), (1024, 1536, 384))

@@ -1,4 +1,4 @@
-"""generate() of a small Llama, patched and unpatched: `python -m benchmarks generate`.
+"""Times a small Llama's generate(), patched and unpatched: `python -m benchmarks generate`.
 
 A prompt and new tokens, greedy, one sequence, in bfloat16, from the call to the last token. The
 weights are random and the same for every contender; contenders alternate. patch's own verify

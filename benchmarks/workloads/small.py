@@ -1,9 +1,9 @@
-"""Patched models at sizes where overhead dominates: `python -m benchmarks small`.
+"""Times patched models whose overhead dominates: `python -m benchmarks small`.
 
 One sequence of a few tokens, patched against unpatched: a forward without gradients, and a training
 step with torch.optim.AdamW(fused=True), in eager and with torch.compile, for the models of
-`python -m benchmarks step` with fewer layers. Also how long patch takes for a 7B model without
-memory.
+`python -m benchmarks step` with fewer layers. It also times patch for a 7B model on the meta
+device.
 """
 
 import resource
@@ -72,13 +72,13 @@ def _calls(
 def _call(run: nn.Module, model: nn.Module, training: bool, ids: Tensor) -> Callable[[], object]:
     if training:
         return step(run, ids, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    given = {"input_ids": ids}
+    inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
-        given["decoder_input_ids"] = ids
+        inputs["decoder_input_ids"] = ids
 
     def forward() -> object:
         with torch.no_grad():
-            return run(**given)
+            return run(**inputs)
 
     return forward
 
@@ -90,21 +90,21 @@ def _pairs(seconds: dict[str, list[float]]) -> Iterator[tuple[str, str]]:
 
 
 def _patch_time() -> dict:
-    """Patch time for a 7B Llama without memory, and the process's growth."""
+    """Times patch for a 7B Llama on the meta device, and how much peak memory grows."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig())  # its sizes are Llama 2 7B's
-    before, start = _resident(), perf_counter()
+    before, start = _peak_memory(), perf_counter()
     fusedops.patch(model)
-    ms, memory = (perf_counter() - start) * 1e3, _resident() - before
+    ms, memory = (perf_counter() - start) * 1e3, _peak_memory() - before
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     title = f"patch of llama on the meta device, {billions:.2f}B parameters"
-    print(f"{title}: {ms:.0f} ms, {memory / 2**20:.0f} MiB", flush=True)
+    print(f"{title}: {ms:.0f} ms, peak memory grew by {memory / 2**20:.0f} MiB", flush=True)
     goal = {"title": title, "what": MS, "asked": PATCH_MS, "measured": ms, "met": ms <= PATCH_MS}
     return goal | {"memory_bytes": memory}
 
 
-def _resident() -> int:
-    """The process's peak resident memory so far, in bytes."""
+def _peak_memory() -> int:
+    """Returns the process's peak resident memory so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,9 +1,9 @@
-"""A training step of small models, patched and unpatched: `python -m benchmarks step`.
+"""Times small models' training steps, patched and unpatched: `python -m benchmarks step`.
 
 Forward, loss, backward and torch.optim.AdamW(fused=True) on both sides, on words of the standard
 library's source, with the models' own dropout. patch's own verify compares outputs, loss and
-gradients before a step is timed. It also measures what each kind of site gains (all others on, that
-one off), the same with fusedops' AdamW, and torch.compile of the unpatched model.
+gradients before a step is timed. It also times a step without each kind of site, with fusedops'
+AdamW, and with torch.compile of the unpatched model.
 """
 
 import gc
@@ -55,8 +55,8 @@ def t5(layers: int) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": HIDDEN, "d_ff": 1024, "num_heads": HEADS, "vocab_size": VOCABULARY}
-    more = {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
-    config = T5Config(num_layers=layers, **more, **sizes)
+    extra = {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+    config = T5Config(num_layers=layers, **extra, **sizes)
     return T5ForConditionalGeneration(config)
 
 
@@ -126,8 +126,8 @@ def contenders(args: Namespace) -> Iterator[tuple[str, Contender]]:
         yield COMPILED, Contender(lambda model, ids: torch.compile(model))
 
 
-def _patched(model: nn.Module, **how) -> nn.Module:
-    fusedops.patch(model, **how)
+def _patched(model: nn.Module, **options) -> nn.Module:
+    fusedops.patch(model, **options)
     return model
 
 
@@ -138,7 +138,7 @@ def _batch(ids: Tensor) -> dict[str, Tensor]:
 def _steps(
     make: Callable[[int], nn.Module], dtype: torch.dtype, ids: Tensor, args: Namespace
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Each contender's step, and why some have none."""
+    """Each contender's step, and the reasons why some have no step."""
     steps, skipped = {}, {}
     for name, contender in contenders(args):
         torch.manual_seed(0)

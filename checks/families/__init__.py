@@ -1,9 +1,9 @@
-"""`python -m checks families`: patches and checks a tiny model of every family.
+"""Patches and checks a tiny model of every transformers family: `python -m checks families`.
 
 Each transformers family gets a model with random weights, from a config shrunk by its attributes'
-names. It is run, patched with everything patch has, run again, and unpatched. Outputs, loss, the
-logits of generated tokens and all gradients must meet `patch(verify=...)`'s criterion; after
-unpatch, all bits, classes and names must be as before.
+names. The check runs it, patches it with all of patch's defaults, runs it again, and unpatches it.
+Outputs, loss, the logits of generated tokens and all gradients must meet `patch(verify=...)`'s
+criterion; after unpatch, all bits, classes and names must be as before.
 """
 
 from collections.abc import Sequence

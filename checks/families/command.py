@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", help="file for the rows; families already in it are skipped")
     add("--markdown", help="file for the table")
     add("--seconds-per-family", type=float, default=families.SECONDS, help="default %(default)g")
-    add("--again", action="store_true", help="check families again that the JSON already has")
+    add("--again", action="store_true", help="also check families that the JSON already has")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""transformers' model families, by the kind of task that builds them."""
+"""Lists transformers' model families by the kind of task that builds them."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[tuple[str, str], ...]] = {
         ("AutoModelForDepthEstimation", "MODEL_FOR_DEPTH_ESTIMATION"),
     ),
     "multimodal": (("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"),),
-    "base": (("AutoModel", "MODEL"),),  # families in none of the kinds above
+    "base": (("AutoModel", "MODEL"),),  # families that are in no kind above
 }
 
 

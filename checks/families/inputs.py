@@ -75,10 +75,10 @@ def _labels(model: Any, names: set[str], text: Batch) -> Iterator[Batch]:
 
 def _words(model: Any, length: int) -> Tensor:
     table = _embedding(model)
-    most = min(VOCABULARY, table.num_embeddings if isinstance(table, nn.Embedding) else VOCABULARY)
-    first = FIRST_WORD if most > FIRST_WORD + 1 else 0
+    size = min(VOCABULARY, table.num_embeddings if isinstance(table, nn.Embedding) else VOCABULARY)
+    first = FIRST_WORD if size > FIRST_WORD + 1 else 0
     draws = torch.Generator().manual_seed(2)
-    return torch.randint(first, most, (BATCH, length), generator=draws)
+    return torch.randint(first, size, (BATCH, length), generator=draws)
 
 
 def _embedding(model: Any) -> Any:

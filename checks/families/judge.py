@@ -1,4 +1,4 @@
-"""Checks one family with a tiny model: builds, runs, patches, compares and unpatches it."""
+"""Checks one model family: builds, runs, patches, compares and unpatches a tiny model."""
 
 import re
 import time
@@ -65,7 +65,7 @@ def _judge(kind: str, family: str, row: Row) -> None:
     row |= _sites(report)
     row["slack"] = _slack(before)
     complaints = _complaints(before, run(model, batch), model)
-    for _ in range(2):  # the second precomputes the norms that the first has linked
+    for _ in range(2):  # the second run precomputes the norms that the first one linked
         found = run(model, batch, gradients=False)
         complaints += _complaints(before, found, model, gradients=False)
     if decoding:
@@ -104,17 +104,18 @@ def _build(kind: str, family: str, shrinking: Shrinking) -> nn.Module:
     """A model in eval mode with random weights everywhere, even in norms and biases."""
     from transformers import CONFIG_MAPPING
 
-    more = {"is_decoder": True} if kind == "causal" else {}
-    config = tiny(CONFIG_MAPPING[family], shrinking, **more)
-    config.architectures = config.architectures or []  # set where a family has several, else None
+    extra = {"is_decoder": True} if kind == "causal" else {}
+    config = tiny(CONFIG_MAPPING[family], shrinking, **extra)
+    config.architectures = config.architectures or []  # None unless a family has several
     auto = auto_class(kind, family)
-    how = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped: no float64
+    # Grouped experts have no float64.
+    options = {"dtype": torch.float32, "experts_implementation": "eager"}
     with torch.device("meta"):
-        size = sum(p.numel() for p in auto.from_config(config, **how).parameters())
+        size = sum(p.numel() for p in auto.from_config(config, **options).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size / 1e6:.0f} million parameters after shrinking")
     torch.manual_seed(0)
-    model = auto.from_config(config, **how).eval()
+    model = auto.from_config(config, **options).eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
@@ -226,10 +227,10 @@ def _decoding(model: Any, batch: dict, row: Row) -> Yardstick | None:
     if not getattr(model, "can_generate", bool)():
         return None
     names = batch.keys() - {"labels", "use_cache", "decoder_input_ids", "attention_mask"}
-    given = {name: batch[name] for name in names}
+    inputs = {name: batch[name] for name in names}
     try:
-        tokens = _generate(model, given).sequences
-        decoding = Yardstick(model, batch, _forced(given, tokens))
+        tokens = _generate(model, inputs).sequences
+        decoding = Yardstick(model, batch, _forced(inputs, tokens))
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
         row["generate"] = f"not run: {_said(error)}"
         return None
@@ -237,29 +238,29 @@ def _decoding(model: Any, batch: dict, row: Row) -> Yardstick | None:
     return decoding
 
 
-def _forced(given: dict, tokens: Tensor) -> Callable[[Any, Any], dict[str, Tensor]]:
+def _forced(inputs: dict, tokens: Tensor) -> Callable[[Any, Any], dict[str, Tensor]]:
     def the_next(row: int, ids: Tensor) -> list[int]:
         return [int(tokens[row, len(ids)])]
 
     def results(model: Any, batch: Any) -> dict[str, Tensor]:
         dtype = next(model.parameters()).dtype
-        same = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
+        same = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
         made = _generate(model, same, prefix_allowed_tokens_fn=the_next)
         return {f"logits of new token {i}": t for i, t in enumerate(made.logits)}
 
     return results
 
 
-def _generate(model: Any, given: dict, **how: Any) -> Any:
-    how |= {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+def _generate(model: Any, inputs: dict, **options: Any) -> Any:
+    options |= {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": False}
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
-        how["decoder_start_token_id"] = 1
-    how |= {"num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
+        options["decoder_start_token_id"] = 1
+    options |= {"num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
     with torch.random.fork_rng(devices=()), torch.no_grad():
-        return model.generate(**{name: t.clone() for name, t in given.items()}, **how)
+        return model.generate(**{name: t.clone() for name, t in inputs.items()}, **options)
 
 
 def _said(error: BaseException) -> str:
-    """The error on one line, without the folder that packages are in."""
+    """The error on one line, without the path of installed packages."""
     first = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {first}"[:200].rstrip()

@@ -1,4 +1,4 @@
-"""Random images and sounds in the formats that models accept."""
+"""Makes random images and sounds in the formats that models accept."""
 
 import inspect
 from collections.abc import Iterator
@@ -86,19 +86,19 @@ def _whole(pictures: Tensor, configs: list, names: set[str], draws: Any) -> Iter
     name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
     rows, depth, high, wide = pictures.shape
     sizes = {"image_sizes": torch.tensor([[high, wide]] * rows)}
-    more: Batch = sizes if "image_sizes" in names else {}
-    yield {name: pictures, **more}
-    if more:
+    extra: Batch = sizes if "image_sizes" in names else {}
+    yield {name: pictures, **extra}
+    if extra:
         yield {name: pictures}
     several = pictures.unsqueeze(1).repeat(1, 2, 1, 1, 1)
-    yield {name: several, **more}
-    yield {name: several[:, :1], **more}
+    yield {name: several, **extra}
+    yield {name: several[:, :1], **extra}
     frames = _first(configs, ("num_frames", "frames_per_clip"), FRAMES)
     yield {name: pictures.unsqueeze(1).repeat(1, frames, 1, 1, 1)}
     if depth != 3:
-        yield {name: torch.randn(rows, 3, high, wide, generator=draws), **more}
+        yield {name: torch.randn(rows, 3, high, wide, generator=draws), **extra}
     for side in (64, 224):
-        yield {name: torch.randn(rows, depth, side, side, generator=draws), **more}
+        yield {name: torch.randn(rows, depth, side, side, generator=draws), **extra}
 
 
 def _patches(pictures: Tensor, configs: list, names: set[str], draws: Any) -> Iterator[Batch]:
@@ -164,15 +164,15 @@ def _sounds(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Batc
 
 
 def _stand_ins(model: Any, kind: str, batch: Batch, rows: int) -> Tensor | None:
-    """As many tokens as the model computes features; None if it does not say."""
+    """One placeholder token per feature that the model computes; None if that is unknown."""
     token = _first(list(_configs(model.config)), _names_of_token(kind), None)
     features = _method(model, f"get_{kind}_features")
     if token is None or features is None:
         return None
-    given = inspect.signature(features).parameters
+    parameters = inspect.signature(features).parameters
     try:
         with torch.no_grad():
-            found = features(**{k: v for k, v in batch.items() if k in given})
+            found = features(**{k: v for k, v in batch.items() if k in parameters})
     except Exception:  # noqa: BLE001  a model's own code raises anything
         return None
     count = sum(t.shape[:-1].numel() for t in _tensors(found))

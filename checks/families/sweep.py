@@ -1,7 +1,7 @@
-"""Checks families one after another, each in its own process, and stores the rows.
+"""Checks model families one after another, each in its own process.
 
-A process that dies or takes too long is a verdict too. Rows are written after each family, so that
-an interrupted sweep continues where it stopped.
+If a process dies or takes too long, that is the family's verdict. Rows are written after each
+family, so that an interrupted sweep continues where it stopped.
 """
 
 import json
@@ -43,7 +43,8 @@ def sweep(
 ) -> Rows:
     """The rows of `pairs` plus those already in the file, which is updated.
 
-    again: check families again that the file has. seen: is called with each new row.
+    again: also check families that the file already has. seen: called with each new row, its number
+    and the number of pairs.
     """
     rows, pairs = _read(file), list(pairs)
     left = [pair for pair in pairs if again or key(*pair) not in rows]

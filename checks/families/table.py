@@ -1,4 +1,4 @@
-"""Formats a sweep's rows as text: a line, a summary, and a Markdown page."""
+"""Formats the family check's rows as text: lines, a summary, a Markdown page."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,9 +33,9 @@ def summary(rows: Sequence[Row]) -> str:
 def _counts(rows: list[Row]) -> str:
     verdicts = Counter(row["verdict"] for row in rows)
     ran = [row for row in rows if "fused" in row]
-    told = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
+    listed = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
     sites = ", ".join(f"{site} {_families_with(ran, site)}" for site in SITES)
-    return f"{rows[0]['kind']}: {len(rows)} families: {told}; fused where present: {sites}"
+    return f"{rows[0]['kind']}: {len(rows)} families: {listed}; fused where present: {sites}"
 
 
 def _families_with(rows: Iterable[Row], site: str) -> str:
@@ -68,8 +68,8 @@ def markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     """
     parts = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     parts = {kind: part for kind, part in parts.items() if part}
-    told = " and ".join(f"{name} {version}" for name, version in versions.items())
-    text = [HEAD, f"Generated with {told}.\n", _summary_table(parts)]
+    listed = " and ".join(f"{name} {version}" for name, version in versions.items())
+    text = [HEAD, f"Generated with {listed}.\n", _summary_table(parts)]
     for kind, part in parts.items():
         text += [f"\n## {kind}\n", _table(sorted(part, key=lambda row: row["family"]))]
         text += _absent(part)

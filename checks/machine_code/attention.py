@@ -1,8 +1,8 @@
-"""Calls that reach every tile of the Triton attention kernels.
+"""Launches for checking the Triton attention kernels' compiled code.
 
-They must not spill. In 16 bits, a dot with 64 or more rows must use the architecture's own tensor
-cores. Smaller tiles (few queries, or many options) use sm_80's. float32 uses none, as its products
-must be float32.
+The kernels must not spill. In 16 bits, a dot with 64 or more rows must use the architecture's own
+tensor cores. Smaller tiles (few queries, or many options) use sm_80's. float32 uses no tensor
+cores, because its products must be float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,5 +74,5 @@ def heads(dtype: torch.dtype, rows: int, count: int, width: int) -> Tensor:
 
 
 def demand(launch: Launch) -> Demand:
-    rows = launch.constants.get("M", 0)  # not the kernel that joins parts
+    rows = launch.constants.get("M", 0)  # the kernel that joins parts has no M
     return Demand(dot=rows >= 64 and launch.types["q"] != "*fp32")

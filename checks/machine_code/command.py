@@ -1,4 +1,4 @@
-"""`python -m checks machine-code`: compiles and judges all kernels, updates the table."""
+"""Compiles and checks all GPU kernels, then updates the table: `python -m checks machine-code`."""
 
 import argparse
 import os
@@ -10,15 +10,16 @@ from itertools import chain, product
 from pathlib import Path
 
 from checks.machine_code import launches, nvcc, table
+from checks.machine_code.cuda import DEMANDS
 from checks.machine_code.gates import Compiled, failures, idle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--write", type=Path, metavar="FILE", help="write the table there")
-    add("--check", type=Path, metavar="FILE", help="fail where that table has other facts")
+    add("--write", type=Path, metavar="FILE", help="file for the table")
+    add("--check", type=Path, metavar="FILE", help="fail if the table in this file differs")
     add("--triton", type=Path, metavar="FOLDER", action="append", default=[],
-        help="a folder that another triton was installed into")  # fmt: skip
+        help="a folder with another installed triton; may be repeated")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             f"{path} does not parse" for path, fine in zip(bridges, parsed, strict=True) if not fine
         ]
         kernels = sorted(chain(*compiled), key=lambda one: one.compiler)
-    wrong += [*failures(kernels), *idle(kernels, nvcc.DEMANDS)]
+    wrong += [*failures(kernels), *idle(kernels, DEMANDS)]
     if args.check:
         wrong += table.differences(kernels, args.check.read_text())
     if args.write:

@@ -1,4 +1,4 @@
-"""Calls that reach every tile of the Triton cross-entropy kernels, and their traffic.
+"""Launches and traffic limits for checking the Triton cross-entropy kernels' compiled code.
 
 Global memory is accessed 16 bytes at a time, and each byte once, except that a forward that
 computes the gradient reads a row again. Rows that are not whole vectors take as many vector
@@ -87,8 +87,8 @@ def demand(launch: Launch) -> Demand:
         return Demand()
     facts = launch.constants
     made = launch.kernel.__name__ == "forward_kernel" and launch.types["dx"] in BYTES
-    alike = "dstride" in facts or not facts["RAGGED"]  # logits and gradients, in memory
-    read = ["x"] if made or alike or launch.types["dx"] not in BYTES else []
+    same_layout = "dstride" in facts or not facts["RAGGED"]  # logits and gradients, in memory
+    read = ["x"] if made or same_layout or launch.types["dx"] not in BYTES else []
     if not facts["RAGGED"]:
         read += ["bias"] + ["weight"] * facts["SMOOTH"]
     loads = vectors(launch, read)

@@ -1,4 +1,4 @@
-"""Rules for machine code: no spills, no local memory, and each family's demands."""
+"""The rules for machine code: no spills, no local memory, and families' own."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ REGISTERS = 65536  # per multiprocessor, on every architecture
 class Demand:
     """A family's requirements on a kernel, in addition to no spills."""
 
-    loads: int | None = None  # accesses of 16 bytes of global memory: exactly as many
+    loads: int | None = None  # the exact number of 16-byte accesses to global memory
     stores: int | None = None
     wide: bool = False  # needs both
     reads: bool = False  # needs loads
@@ -99,7 +99,7 @@ def failures(kernels: Iterable[Compiled], excuses: Sequence[Excuse] = EXCUSES) -
 def idle(
     kernels: Sequence[Compiled], patterns: Iterable[str], excuses: Sequence[Excuse] = EXCUSES
 ) -> list[str]:
-    """One line per name without a kernel and per unused excuse. kernels: all of them."""
+    """One line per pattern that matches no kernel, and per unused excuse. kernels: all kernels."""
     spilling = [one for one in kernels if any(_local_memory(one, ()))]
     unused = [e for e in excuses if not any(e.covers(one) for one in spilling)]
     names = [one.kernel for one in kernels]
@@ -114,7 +114,7 @@ def _local_memory(one: Compiled, excuses: Sequence[Excuse]) -> Iterator[str]:
     if one.resources.spills:
         yield f"{one.resources.spills} loads and stores of local memory"
     if one.resources.local:
-        yield f"{one.resources.local} bytes of local memory a thread"
+        yield f"{one.resources.local} bytes of local memory per thread"
 
 
 def _too_large(one: Compiled) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Compiles what a family's Triton launchers launch, for each architecture.
+"""Compiles every kernel that a family's Triton launchers use, for each architecture.
 
-The launchers themselves run, on CPU tensors, with a driver that has an architecture but no GPU.
-Each launch stops where it would be compiled; what Triton derived from its arguments until then is
-compiled afterwards. So nothing here duplicates a signature, an alignment or a launcher's choice.
+The launchers themselves run, on CPU tensors, with a driver that has an architecture but no GPU. A
+hook stops each launch before it compiles, and records what Triton derived from the arguments; that
+is compiled afterwards. So nothing here duplicates a signature, an alignment or a launcher's choice.
 
 TRITON_INTERPRET=1 replaces triton.jit, and a process has only one triton: `compiled` starts another
 process.
@@ -29,7 +29,7 @@ ARCHITECTURES = (80, 90, 100)
 FAMILIES = tuple(
     f"checks.machine_code.{family}"
     for family in backends.FAMILIES
-    if find_spec(f"checks.machine_code.{family}")
+    if find_spec(f"fusedops.triton.{family}")
 )
 
 Call = tuple[str, str, Callable[[], object]]  # variant, case, and the launching call
@@ -48,7 +48,7 @@ class Launch:
 
 
 class NoGPU:
-    """A Triton driver that knows which architecture to compile for, and nothing else."""
+    """A Triton driver that knows only the architecture to compile for."""
 
     def __init__(self, arch: int):
         from triton.backends.compiler import GPUTarget
@@ -115,8 +115,8 @@ def compile_family(family: Any, arch: int, quick: bool) -> Iterator[Compiled]:
     version = f"triton {triton.__version__}"
     for variant, case, launch in recorded(family.calls(quick)):
         resources, name = compile_launch(launch), launch.kernel.__name__
-        told = version, name, variant, case, f"sm_{arch}"
-        yield Compiled(*told, resources, family.demand(launch), launch.num_warps)
+        row = version, name, variant, case, f"sm_{arch}"
+        yield Compiled(*row, resources, family.demand(launch), launch.num_warps)
 
 
 def compiled(

@@ -1,4 +1,4 @@
-"""Calls that reach every tile of the Triton norm kernels, and their allowed traffic.
+"""Launches and traffic limits for checking the Triton norm kernels' compiled code.
 
 Global memory is accessed 16 bytes at a time, and each byte once, except that a long row is read
 again.
@@ -18,7 +18,7 @@ from fusedops.triton.norm.tile import tile_of
 
 BYTES = {"*bf16": 2, "*fp32": 4}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Kind, dropout, dtype: what most needs registers, and what most models run.
+# Kind, dropout, dtype: the ones that need the most registers, and the one that most models run.
 CHOICES = [("layer", 0.1, "bf16"), ("layer", 0.1, "fp32"), ("rms_llama", 0.0, "bf16")]
 
 
@@ -37,8 +37,8 @@ def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
 def lengths(longest: int, quick: bool) -> list[tuple[str, int]]:
     """The longest row of each tile, with its range.
 
-    Covers rows that share a program, have their own, or are walked; of whole vectors (n % 16 == 0)
-    or ragged.
+    Covers rows that share a program, have their own program, or are read block by block, each with
+    whole vectors (n % 16 == 0) and ragged.
     """
     ranges: dict[tuple[bool, bool, bool], dict[tuple, list[int]]] = {}
     for n in range(1, longest + 17):
@@ -60,7 +60,7 @@ def run_forward(n: int, kind: str, p: float, dtype: str) -> None:
 
 
 def run_backward(n: int, few: bool, kind: str, p: float, dtype: str) -> None:
-    """Few rows are one program's work, which then writes dweight and dbias itself."""
+    """few: one program handles all rows, and writes dweight and dbias itself."""
     rows = 1 if few else 5 * tile_of(n, backward.LONGEST)["ROWS"]
     x, weight, bias, seed = tensors(rows, n, kind, p, dtype)
     stats = torch.empty(1 if bias is None else 2, rows, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda with nvcc for each architecture; needs no GPU and no CUDA torch.
+"""Compiles csrc/cuda with nvcc for each architecture, without a GPU.
 
 The flags are the build's. The bridges from tensors (*.cpp) are only parsed, against CUDA's headers.
 Results are cached under build/, by the content of everything they depend on.
@@ -18,32 +18,15 @@ import torch
 from torch.utils import cpp_extension
 
 from checks.machine_code import BUILD, ROOT
+from checks.machine_code.cuda import DEMANDS, NAMES
 from checks.machine_code.gates import Compiled, Demand
 from checks.machine_code.sass import read, write
 from fusedops import building
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
-# By pattern of kernel names.
-DEMANDS = dict.fromkeys(
-    (
-        "norm_*_held<*",
-        "norm_*_walked<*, 4>",
-        "norm_*_walked<*, 8>",
-        "gated_*<*, 4>",
-        "gated_*<*, 8>",
-        "rotary<*, 8>",
-        "adamw_step",
-        "adamw_scale",
-    ),
-    Demand(wide=True),
-)
-DEMANDS["gemv<*, true, *>"] = Demand(reads=True)  # it writes only a few numbers
 PARSE = ("-std=c++20", "-Xcompiler", "-fsyntax-only", "-c")
 SHORT = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64"}
-KINDS = ("swiglu", "swiglu limited", "geglu", "geglu tanh")  # csrc/kernels/gated_activation.h
-FORMATS = ("int8", "int4", "nf4", "fp8")  # csrc/kernels/quantized_linear.h
-SHORT |= {f"WeightFormat {i}": format for i, format in enumerate(FORMATS)}
-SHORT |= {f"GatedKind {i}": kind for i, kind in enumerate(KINDS)}
+SHORT |= NAMES
 
 
 def sources(suffix: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Reads a kernel's resources from machine code, with the disassembler in triton's package."""
+"""Reads a kernel's registers and memory use from its machine code."""
 
 import functools
 import hashlib

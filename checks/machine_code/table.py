@@ -10,9 +10,9 @@ from checks.machine_code.gates import EXCUSES, Compiled, Excuse
 
 HEAD = """# Machine code
 
-What every GPU kernel compiles to. `make cuda-check` writes this file, without a GPU. It fails if a
-kernel spills registers or uses local memory, or if it does not access global memory as its family
-requires: 16 bytes at a time, and no more often than necessary.
+This page shows the machine code of every GPU kernel. `make cuda-check` writes it, without a GPU. It
+fails if a kernel spills registers or uses local memory, or if it does not access global memory as
+its family requires: 16 bytes at a time, and no more often than necessary.
 
 A cell shows the values for {architectures}, or one value if they agree.
 Registers are per thread. Shared memory is in bytes per block, without what a CUDA launch adds.
@@ -64,7 +64,7 @@ def cell(row: Sequence[Compiled], fact: str) -> str:
 
 
 def differences(kernels: Sequence[Compiled], committed: str) -> list[str]:
-    """Lines that only one of two tables has. They must share a compiler."""
+    """Lines that only one of the two tables has. The tables must share a compiler."""
     parts = (part.partition("\n") for part in re.split(r"^## ", committed, flags=re.M))
     theirs = {compiler: set(text.strip().splitlines()) for compiler, _, text in parts}
     ours = {name: set(text.splitlines()) for name, text in sections(kernels).items()}

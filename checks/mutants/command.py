@@ -1,4 +1,4 @@
-"""`python -m checks mutants`: builds and tests each mutant; none may survive."""
+"""Builds and tests each mutant; none may survive: `python -m checks mutants`."""
 
 import argparse
 import subprocess
@@ -13,19 +13,17 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from checks.mutants.mutant import LEAST, Mutant, kernel_files, mutants
+from checks.mutants.mutant import MIN_MUTANTS, Mutant, kernel_files, mutants
 from checks.tree import ROOT, Tree
 
-LONGEST = 300  # time limit for tests: a mutant that hangs counts as caught
+TIMEOUT = 300  # seconds of tests per mutant; one that hangs counts as caught
 
-Result = tuple[Mutant, str, float]  # its fate, and the seconds that it took
+Result = tuple[Mutant, str, float]  # the mutant, its outcome, and the seconds it took
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", default="", help="only of the files whose paths contain this")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="copies of the tree that work at a time"
-    )
+    parser.add_argument("--file", default="", help="only the files whose paths contain this")
+    parser.add_argument("--jobs", type=int, default=2, help="copies of the tree to use at a time")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
         def tell(result: Result) -> None:
             mutant, what, seconds = result
-            told = f"{what:9} {seconds:4.0f} s  {mutant.file}: {mutant.why}"
-            console.print(told, soft_wrap=True, highlight=False)
+            text = f"{what:9} {seconds:4.0f} s  {mutant.file}: {mutant.why}"
+            console.print(text, soft_wrap=True, highlight=False)
             progress.advance(bar)
 
         results = list(chain(*pool.map(lambda group: tried(free, group, tell), groups)))
@@ -69,14 +67,14 @@ def must_pass(pool: Executor, trees: list[Tree], selections: set[str]) -> None:
 def tried(
     free: SimpleQueue[Tree], group: list[Mutant], tell: Callable[[Result], None]
 ) -> list[Result]:
-    """The results for one file's mutants, in a tree that nothing else uses meanwhile."""
+    """Tries one file's mutants in a tree that nothing else uses; returns their results."""
     tree, results = free.get(), []
     path = tree.folder / group[0].file
     right = path.read_text()
     try:
         for mutant in group:
             start = time.monotonic()
-            results.append((mutant, fate(tree, mutant, right), time.monotonic() - start))
+            results.append((mutant, outcome(tree, mutant, right), time.monotonic() - start))
             tell(results[-1])
     finally:
         path.write_text(right)
@@ -84,15 +82,15 @@ def tried(
     return results
 
 
-def fate(tree: Tree, mutant: Mutant, right: str) -> str:
-    """`caught` if a test fails, or if the tests crash or hang."""
+def outcome(tree: Tree, mutant: Mutant, right: str) -> str:
+    """Returns `caught` if a test fails, or if the tests crash or hang."""
     if right.count(mutant.find) != 1:
         return "misplaced"
     (tree.folder / mutant.file).write_text(right.replace(mutant.find, mutant.replace))
     try:
         if mutant.file.startswith("csrc/"):
             tree.rebuild()
-        status = tree.pytest(mutant.tests, LONGEST).returncode
+        status = tree.pytest(mutant.tests, TIMEOUT).returncode
     except subprocess.CalledProcessError:
         return "no build"
     except subprocess.TimeoutExpired:
@@ -115,7 +113,9 @@ def failures(console: Console, results: list[Result], only: str) -> int:
     wrong = [f"{m.file}: {what}: {m.why}" for m, what, _ in results if what != "caught"]
     count = Counter(mutant.file for mutant, _, _ in results)
     files = sorted(file for file in kernel_files() if only in file)
-    wrong += [f"{f}: {count[f]} mutants, not {LEAST}" for f in files if count[f] < LEAST]
-    told = "\n".join(wrong) or f"{len(results)} mutants, all caught"
-    console.print(told, soft_wrap=True, highlight=False)
+    wrong += [
+        f"{f}: {count[f]} mutants, not {MIN_MUTANTS}" for f in files if count[f] < MIN_MUTANTS
+    ]
+    text = "\n".join(wrong) or f"{len(results)} mutants, all caught"
+    console.print(text, soft_wrap=True, highlight=False)
     return len(wrong)

@@ -1,4 +1,4 @@
-"""A mutant, and the lists of all mutants."""
+"""Defines a mutant, and reads the lists of all mutants."""
 
 import tomllib
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from pathlib import Path
 from checks.tree import ROOT
 
 LISTS = Path(__file__).parent
-LEAST = 10  # for each kernel file
+MIN_MUTANTS = 10  # for each kernel file
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`file` with one line made wrong: `find` becomes `replace`. `tests` must catch it."""
+    """A bug in one line of `file`: `find` becomes `replace`. `tests` must catch it."""
 
     file: str
     tests: str
@@ -23,7 +23,7 @@ class Mutant:
 
 
 def mutants(only: str = "") -> Iterator[Mutant]:
-    """The mutants of every file whose path contains `only`, file by file."""
+    """Yields the mutants of every file whose path contains `only`, file by file."""
     for path in sorted(LISTS.rglob("*.toml")):
         file = str(path.relative_to(LISTS).with_suffix(""))
         if only not in file:
@@ -33,8 +33,8 @@ def mutants(only: str = "") -> Iterator[Mutant]:
 
 
 def kernel_files() -> set[str]:
-    """The files with computations; each must have mutants."""
+    """Returns the files with computations, each of which must have mutants."""
     patterns = ("csrc/cpu/**/*.cpp", "csrc/cuda/*/*.c*", "csrc/cuda/device.cuh")
-    patterns += ("fusedops/triton/*/*.py",)
+    patterns += ("fusedops/triton/**/*.py",)
     found = {str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p)}
     return {name for name in found if not name.endswith(("/isa.cpp", "/__init__.py"))}

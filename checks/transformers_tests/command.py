@@ -1,4 +1,4 @@
-"""`python -m checks transformers-tests`: transformers' tests, unpatched and patched.
+"""Runs transformers' tests, unpatched and patched: `python -m checks transformers-tests`.
 
 The tests are the installed transformers': its source distribution on PyPI has the methods that
 every model must pass, but not the single models' testers, which `models.py` replaces. Generation

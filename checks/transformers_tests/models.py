@@ -1,4 +1,4 @@
-"""Model testers for transformers' own tests, missing in its source distribution.
+"""Model testers that transformers' tests need but its source distribution lacks.
 
 A test of transformers is a method of its ModelTesterMixin. It takes a tiny config, a batch and
 their sizes from a model tester, which the distribution on PyPI lacks. These follow transformers'

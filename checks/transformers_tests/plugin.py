@@ -1,4 +1,4 @@
-"""A pytest plugin that records each test's outcome and patches the models it makes.
+"""A pytest plugin that records outcomes and patches the models that tests create.
 
 `--outcomes FILE` names the output file. With `--patch-models`, every transformers model is patched
 when its constructor ends or, if it has no memory yet, when `from_pretrained` has loaded it. Both
@@ -73,7 +73,7 @@ class Patching:
             return
         import fusedops
 
-        self._making.depth = 1  # models that patch itself makes stay unpatched
+        self._making.depth = 1  # models that patch itself creates stay unpatched
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-// The activation behind a product, for all families of linear layers.
+// The gradient of an activation after a product, for every family of linear layers.
 #pragma once
 
 #include <ATen/Functions.h>
@@ -7,10 +7,10 @@
 #include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/ops/linear/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::linear {
 
-// The gradient of z, contiguous where there is an activation.
-inline Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activation activation) {
+// Returns z's gradient as rows; it is contiguous if there is an activation.
+inline Tensor rows_of_dz(const Tensor& dy, const OptionalTensor& z, Activation activation) {
   if (activation == Activation::none) return as_rows(dy);
   const int64_t n = dy.size(-1);
   const Rows rows(dy, n);
@@ -19,11 +19,11 @@ inline Tensor gradient_of_z(const Tensor& dy, const OptionalTensor& z, Activatio
   const ActivateBackwardRows args{
       rows.data(), before.const_data_ptr(), dz.mutable_data_ptr(), n, rows.stride, dtype_of(dy),
       activation};
-  constexpr int64_t kGrain = 32768;  // elements of a task, about
+  constexpr int64_t kGrain = 32768;  // approximate number of elements per task
   auto* const run = activate_backward_rows_for_isa();
   at::parallel_for(0, dz.size(0), std::max<int64_t>(1, kGrain / n),
                    [&](int64_t begin, int64_t end) { run(args, begin, end); });
   return dz;
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::linear

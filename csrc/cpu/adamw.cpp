@@ -1,8 +1,8 @@
-// AdamW on CPUs: one parallel region over the blocks of all tensors, for the loops of
+// AdamW on CPUs: one parallel region over the blocks of all tensors calls the loops of
 // csrc/cpu/isa/adamw.
 //
-// Memory traffic is the minimum: a step reads and writes the parameters and their moments and reads
-// the gradients; a sum of squares reads the gradients once more.
+// Memory traffic is the minimum: a step reads and writes the parameters and their moments, and
+// reads the gradients; the sum of squares reads the gradients once more.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -14,17 +14,17 @@
 #include "csrc/cpu/isa/adamw/adamw.h"
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace {
 
-constexpr int64_t kBlocks = 64;  // blocks of a task, at least
+constexpr int64_t kBlocks = 64;  // minimum number of blocks per task
 
 void check_isa(const char* op) {
   TORCH_CHECK(isa() != Isa::none, op, ": this CPU has no AVX2, which its kernel needs");
 }
 
-// Calls body(tensor, begin, end) for the pieces of tensors that the blocks begin to end are; the
-// blocks are numbered within their tensor.
+// Splits blocks [begin, end) at the tensors' ends and calls body(tensor, begin, end) for each
+// piece, with blocks numbered within their tensor.
 template <class Body>
 void each_piece(const std::vector<AdamWTensor>& tensors, int64_t begin, int64_t end,
                 const Body& body) {
@@ -43,7 +43,7 @@ double sum_of(const Tensor& squares) {
   return std::accumulate(parts, parts + kSquareParts, 0.0);
 }
 
-// How the gradients are scaled, and whether the step is left out.
+// The gradients' factor, and whether the step is skipped.
 struct Scaling {
   float factor = 1;
   bool skip = false;
@@ -61,14 +61,14 @@ struct Scaling {
   }
 };
 
-// What a tensor's blocks share in a step.
+// The values that a tensor's blocks share in a step.
 struct Step {
   AdamWFactors factors;
   uint64_t key;
   float gradient_factor;
 };
 
-// Counts the step of every tensor. Most have taken as many, and share their factors.
+// Counts the step of every tensor. Most tensors are at the same step and share their factors.
 std::vector<Step> counted(const AdamWTable& table, uint64_t seed, float factor) {
   std::vector<Step> steps;
   steps.reserve(table.tensors.size());
@@ -104,7 +104,7 @@ void adamw_step(const AdamWArguments& a) {
   table.write_back();
 }
 
-// Calls body(grad, dtype, elements) for the gradients of the blocks begin to end.
+// Calls body(grad, dtype, elements) for the gradients of blocks [begin, end).
 template <class Body>
 void each_gradient(const GradientTable& table, int64_t begin, int64_t end, const Body& body) {
   each_piece(table.tensors, begin, end, [&](int64_t i, int64_t first, int64_t last) {
@@ -114,7 +114,7 @@ void each_gradient(const GradientTable& table, int64_t begin, int64_t end, const
   });
 }
 
-// The same parts, and so the same sum, whatever the number of threads.
+// The parts, and so the sum, do not depend on the number of threads.
 Tensor adamw_squares(at::TensorList grads) {
   check_isa("adamw_squares");
   const auto squares = adamw_squares_output(grads);
@@ -139,7 +139,7 @@ void adamw_scale(at::TensorList grads, const Tensor& squares, double max_norm) {
   check_isa("adamw_scale");
   adamw_scale_check(grads, squares, max_norm);
   const double factor = max_norm / (std::sqrt(sum_of(squares)) + 1e-6);
-  if (factor >= 1) return;  // not where it is NaN: the gradients become that, as in torch
+  if (factor >= 1) return;  // but not for NaN, which the gradients become, as in torch
   const GradientTable gradients(grads);
   auto* const scale = scale_in_place_for_isa();
   at::parallel_for(0, gradients.blocks(), kBlocks, [&](int64_t begin, int64_t end) {
@@ -157,4 +157,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("adamw_scale", adamw_scale);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

@@ -1,9 +1,7 @@
-// Gated activations on CPUs: arguments for the loops of csrc/cpu/isa/gated_activation.cpp, spread
-// over threads.
+// Gated activations on CPUs: spreads the loops of csrc/cpu/isa/gated_activation.cpp over threads.
 //
 // Memory traffic is the minimum: forward reads gate and up and writes y; backward reads dy, gate
-// and up and writes their gradients. What is contiguous goes as one long row, in pieces; the rest
-// row by row.
+// and up and writes their gradients. Contiguous tensors are split as one long row, others by rows.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -14,7 +12,7 @@
 #include "csrc/cpu/isa/gated_activation.h"
 #include "csrc/ops/gated_activation/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::gated_activation {
 namespace {
 
 bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
@@ -27,7 +25,7 @@ T* shifted(T* p, int64_t elements, Dtype dtype) {
   return p == nullptr ? nullptr : static_cast<Byte*>(p) + elements * size_of(dtype);
 }
 
-// args of the elements begin to end of a row.
+// args for elements [begin, end) of a row.
 GatedForward piece(GatedForward args, int64_t begin, int64_t end) {
   args.gate = shifted(args.gate, begin, args.dtype);
   args.up = shifted(args.up, begin, args.dtype);
@@ -85,4 +83,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("gated_activation_backward", flat<gated_activation_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::gated_activation

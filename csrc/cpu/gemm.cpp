@@ -1,3 +1,5 @@
+// Products of tiles by oneDNN's micro-kernels, or by ATen where oneDNN lacks them.
+
 #include "csrc/cpu/gemm.h"
 
 #include <ATen/native/CPUBlas.h>
@@ -9,7 +11,7 @@ namespace {
 
 using at::native::cpublas::brgemm;
 
-// Whether oneDNN has these products here.
+// Whether oneDNN has these products on this CPU.
 template <class T>
 bool has_brgemm() {
   std::vector<T> a(kEdge * kEdge), b(a);
@@ -34,7 +36,7 @@ void one_product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, 
   at::mm_out(out, matrix(a, m, k, ld_a), matrix(b, k, n, ld_b));
 }
 
-// Whether there is nothing to multiply. c is the sum of nothing then.
+// Whether there is nothing to multiply; c is then a sum of no terms.
 bool is_empty(int64_t m, int64_t n, int64_t k, float* c, int64_t ld_c, bool add) {
   for (int64_t i = 0; k == 0 && !add && i < m; ++i) std::fill_n(c + i * ld_c, n, 0.f);
   return m == 0 || n == 0 || k == 0;
@@ -44,7 +46,8 @@ bool is_empty(int64_t m, int64_t n, int64_t k, float* c, int64_t ld_c, bool add)
 
 void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
              int64_t ld_b, float* c, int64_t ld_c, bool add) {
-  // How many terms are added one after another. Of a few rows torch's products are more exact too.
+  // Terms summed in one chain. For few rows the chains are shorter, because torch's matmuls are
+  // more accurate there too.
   const int64_t chain = m <= 2 * kEdge ? kEdge / 2 : 4 * kEdge;
   thread_local std::vector<float> part;
   if (is_empty(m, n, k, c, ld_c, add)) return;

@@ -1,7 +1,7 @@
-// Products of tiles, of float32 or of bfloat16 operands. The sums are float32.
+// Products of tiles with float32 or bfloat16 operands. Sums are float32.
 //
-// A second operand [k, n] of bfloat16 lies as the processor takes it, in pairs of rows: [k / 2, n,
-// 2] ("VNNI"). Everything else lies in rows.
+// A bfloat16 second operand [k, n] has the processor's layout, in pairs of rows: [k / 2, n, 2]
+// ("VNNI"). All other operands are row-major.
 #pragma once
 
 #include <ATen/Functions.h>
@@ -19,22 +19,22 @@ inline int64_t padded(int64_t n, int64_t to = kEdge) { return (n + to - 1) / to 
 template <class T>
 constexpr Dtype kDtype = std::is_same_v<T, float> ? Dtype::float32 : Dtype::bfloat16;
 
-// c [m, n] = a b, or += where `add`. Of the widths ld_a, ld_b, ld_c. float32 adds up in pieces: one
-// chain of all terms would lose digits. k of bfloat16 is even.
+// c [m, n] = a b, or c += a b if `add`. ld_a, ld_b and ld_c are row strides. float32 is summed in
+// pieces, because one chain over all terms loses accuracy. For bfloat16, k is even.
 void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
              int64_t ld_b, float* c, int64_t ld_c, bool add);
 void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t ld_a, const BFloat16* b,
              int64_t ld_b, float* c, int64_t ld_c, bool add);
 
-// Whether tensors of this dtype are multiplied as they are; else they become float32.
+// Whether tensors of this dtype are multiplied unconverted; others are converted to float32.
 bool multiplies_bfloat16(c10::ScalarType dtype);
 
-// At its end the thread gives up what brgemm holds of the processor (the tiles of AMX).
+// Releases the AMX tiles that brgemm holds in this thread.
 struct BrgemmScope {
   ~BrgemmScope();
 };
 
-// out [padded, ld] = rows, with zeros below and beside them.
+// out [padded, ld] = rows, padded with zero rows and columns.
 inline void read_rows(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, float* out,
                       int64_t ld) {
   read_rows_for_isa()(rows, n, width, padded, out, ld);
@@ -48,7 +48,7 @@ inline void read_rows(const RowsOf& rows, int64_t n, int64_t width, int64_t padd
   std::fill(out + n * ld, out + padded * ld, BFloat16(0));
 }
 
-// The same as a second operand [padded, width].
+// The same rows as a second operand [padded, width].
 inline void read_second(const RowsOf& rows, int64_t n, int64_t width, int64_t padded, float* out) {
   read_rows(rows, n, width, padded, out, width);
 }
@@ -58,8 +58,8 @@ inline void read_second(const RowsOf& rows, int64_t n, int64_t width, int64_t pa
                       reinterpret_cast<uint16_t*>(out));
 }
 
-// out [columns, ld_out] = x [rows, ld] transposed, as a second operand. A pair of bfloat16 goes as
-// one number of 32 bits.
+// out [columns, ld_out] = x [rows, ld] transposed, as a second operand. A pair of bfloat16 moves as
+// one 32-bit number.
 inline void transpose_second(const float* x, int64_t ld, int64_t rows, int64_t columns, float* out,
                              int64_t ld_out) {
   transpose_for_isa()(x, ld, rows, columns, out, ld_out);

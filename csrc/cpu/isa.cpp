@@ -1,3 +1,5 @@
+// Detects the instruction set, once.
+
 #include "csrc/cpu/isa.h"
 
 #include <c10/util/Exception.h>

@@ -1,5 +1,5 @@
-// Which instruction set the kernels of csrc/cpu/isa run in. Every file there is compiled once for
-// each; this file and its includers are compiled for the baseline.
+// Chooses the instruction set of csrc/cpu/isa's kernels. Every file there is compiled once for each
+// set; this file and its includers are compiled for the baseline.
 #pragma once
 
 #include "csrc/kernels/dtype.h"
@@ -8,7 +8,8 @@ namespace fusedops::cpu {
 
 enum class Isa { none, avx2, avx512, avx512_bf16 };
 
-// The best that this CPU has, or the lower one that FUSEDOPS_CPU_ISA names. Fixed at first use.
+// Returns the best instruction set of this CPU, or a lower one if FUSEDOPS_CPU_ISA names it. Fixed
+// at first use.
 Isa isa();
 
 const char* isa_name(Isa isa);
@@ -25,8 +26,8 @@ Function* for_isa(Function* avx2, Function* avx512, Function* avx512_bf16) {
 
 }  // namespace fusedops::cpu
 
-// Declares a function that every file of csrc/cpu/isa defines in namespace CPU_CAPABILITY, and
-// name_for_isa(), the one to call.
+// Declares a function that a file of csrc/cpu/isa defines once per instruction set, in namespace
+// CPU_CAPABILITY, and name_for_isa(), which returns the one to call.
 #define FUSEDOPS_ISA_FUNCTION(name, ...) \
   namespace AVX2 {                       \
   void name(__VA_ARGS__);                \
@@ -39,8 +40,8 @@ Function* for_isa(Function* avx2, Function* avx512, Function* avx512_bf16) {
   }                                      \
   inline auto* name##_for_isa() { return for_isa(AVX2::name, AVX512::name, AVX512_BF16::name); }
 
-// The same for a file whose code would be the same with instructions for bfloat16: it is compiled
-// without, and WITHOUT_BF16 in fusedops/building.py names it.
+// The same for a file that does not use instructions for bfloat16. It is compiled without them, and
+// WITHOUT_BF16 in fusedops/building.py names it.
 #define FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(name, ...) \
   namespace AVX2 {                                    \
   void name(__VA_ARGS__);                             \

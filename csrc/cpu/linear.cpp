@@ -1,11 +1,11 @@
-// linear on CPUs: products in blocks that fit the caches, and the activation while its block is
-// hot.
+// linear on CPUs: products in blocks that fit the caches, each followed by its activation while it
+// is in the cache.
 //
-// The depth is cut into blocks of kDepth: the next to last cache holds kHeight rows of a, the one
-// behind it kWidth columns of b, both packed. A sum is of at most kDepth terms in one register and
-// of the blocks after that, as MKL's is; one chain over the whole depth (as oneDNN's) errs two to
-// four times as much. Blocks depend on the shape alone, and threads take whole rows, so neither
-// their number nor their order changes a bit.
+// The depth is cut into blocks of kDepth: the L2 cache holds kHeight packed rows of a, the L3 cache
+// kWidth packed columns of b. A register sums at most kDepth terms, and the blocks' sums are added
+// after that, as in MKL; one chain over the whole depth, as in oneDNN, errs two to four times as
+// much. Blocks depend only on the shape and threads take whole rows, so neither the number nor the
+// order of threads changes a bit.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -21,12 +21,12 @@
 #include "csrc/cpu/isa/linear/product.h"
 #include "csrc/ops/linear/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::linear {
 namespace {
 
 constexpr int64_t kDepth = 192, kHeight = 336, kWidth = 1024;
 
-// A thread's packed operands. Kept: fresh pages would cost more than small products do.
+// A thread's packed operands. They are never freed: fresh pages cost more than small products.
 class Packed {
  public:
   explicit Packed(int64_t elements)
@@ -49,7 +49,7 @@ float* packed_columns() {
   return packed.data();
 }
 
-// t [rows, columns], copied where neither of its strides is 1.
+// t [rows, columns], copied if neither of its strides is 1.
 struct Operand {
   Tensor held;
   Matrix matrix;
@@ -67,13 +67,13 @@ Matrix shifted(const Matrix& m, int64_t row, int64_t column) {
   return {m.data + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride};
 }
 
-// Rows that a thread takes at a time: enough for all threads, no more than kHeight.
+// Returns how many rows a thread takes at a time: an equal share, at most kHeight.
 int64_t height_for(int64_t rows) {
   const int64_t share = (rows + at::get_num_threads() - 1) / at::get_num_threads();
   return std::clamp<int64_t>(share, 1, kHeight);
 }
 
-// Columns [0, width) of b, packed by panels.
+// Packs columns [0, width) of b into panels.
 void pack(const Matrix& b, int64_t depth, int64_t width, float* packed) {
   auto* const run = pack_columns_for_isa();
   const int64_t grain = kGrain / (kPanel * depth) + 1;
@@ -82,7 +82,7 @@ void pack(const Matrix& b, int64_t depth, int64_t width, float* packed) {
   });
 }
 
-// done(row, end) follows each share of the rows.
+// Multiplies one block. Calls done(row, end) after each share of the rows.
 template <class Done>
 void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
   auto* const run = product_rows_for_isa();
@@ -96,7 +96,8 @@ void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
   });
 }
 
-// c [rows, columns] = a b. done(row, end, column, columns) follows each block of c. No size is 0.
+// c [rows, columns] = a b. Calls done(row, end, column, columns) after each block of c. No size is
+// 0.
 template <class Done>
 void multiply(const Tensor& a, const Tensor& b, const Tensor& c, const Done& done) {
   const Operand left(a), right(b);
@@ -132,7 +133,7 @@ void product(const Tensor& a, const Tensor& b, Tensor c) {
 
 bool empty(const Tensor& x, const Tensor& weight) { return x.numel() == 0 || weight.numel() == 0; }
 
-// y = activation(x weight^T + bias); z before the activation, where it is defined.
+// y = activation(x weight^T + bias). Also stores z, the value before the activation, if defined.
 void fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Activation activation,
            const Tensor& z, const Tensor& y) {
   const int64_t n = weight.size(0);
@@ -155,7 +156,7 @@ void fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Ac
   });
 }
 
-// The same with torch's product.
+// The activation of torch's product.
 void activated(const Tensor& product, Activation activation, const Tensor& y) {
   const int64_t n = product.size(-1), rows = product.numel() / n;
   const ActivateRows args{
@@ -166,19 +167,18 @@ void activated(const Tensor& product, Activation activation, const Tensor& y) {
                    [&](int64_t begin, int64_t end) { run(args, begin, end); });
 }
 
-LinearForward linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             std::string_view name, bool keep_z) {
+LinearForward linear_forward(const LinearArguments& a) {
+  const auto& [input, weight, bias, activation, keep_z] = a;
   if (isa() == Isa::none || input.scalar_type() == at::kDouble || empty(input, weight)) {
-    return linear_forward_composite(input, weight, bias, name, keep_z);
+    return linear_forward_composite(a);
   }
-  const auto activation = activation_of(name);
   const auto x = as_rows(input);
   if (own_product(x, weight.t())) {
-    auto outputs = linear_outputs(input, weight, bias, name, keep_z);
+    auto outputs = linear_outputs(a);
     fused(x, weight, bias, activation, std::get<1>(outputs), std::get<0>(outputs));
     return outputs;
   }
-  linear_check(input, weight, bias, name);
+  linear_check(a);
   const auto z = at::linear(input, weight, bias).contiguous();
   if (activation == Activation::none) return {z, Tensor()};
   const auto y = keep_z ? at::empty_like(z) : z;
@@ -186,21 +186,20 @@ LinearForward linear_forward(const Tensor& input, const Tensor& weight, const Op
   return {y, keep_z ? z : Tensor()};
 }
 
-LinearBackward linear_backward(const Tensor& dy, const OptionalTensor& input,
-                               const OptionalTensor& weight, const OptionalTensor& z,
-                               std::string_view name, std::array<bool, 3> output_mask) {
-  auto outputs = linear_backward_outputs(dy, input, weight, z, name, output_mask);
+LinearBackward linear_backward(const LinearBackwardArguments& a) {
+  const auto& [dy, input, weight, z, activation, output_mask] = a;
+  auto outputs = linear_backward_outputs(a);
   const bool nothing = dy.numel() == 0 || (output_mask[0] && weight->numel() == 0) ||
                        (output_mask[1] && input->numel() == 0);
   if (isa() == Isa::none || dy.scalar_type() == at::kDouble || nothing) {
-    return linear_backward_composite(dy, input, weight, z, name, output_mask);
+    return linear_backward_composite(a);
   }
   auto& [dinput, dweight, dbias] = outputs;
-  const auto dz = gradient_of_z(dy, z, activation_of(name));
+  const auto dz = rows_of_dz(dy, z, activation);
   if (output_mask[0]) product(dz, *weight, as_rows(dinput));
   if (output_mask[1]) {
     const auto x = as_rows(*input);
-    lies_across(weight) ? product(x.t(), dz, dweight.t()) : product(dz.t(), x, dweight);
+    is_transposed(weight) ? product(x.t(), dz, dweight.t()) : product(dz.t(), x, dweight);
   }
   if (output_mask[2]) at::sum_out(dbias, dz, at::IntArrayRef{0});
   return outputs;
@@ -209,8 +208,8 @@ LinearBackward linear_backward(const Tensor& dy, const OptionalTensor& input,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("linear_forward", linear_forward);
-  m.impl("linear_backward", linear_backward);
+  m.impl("linear_forward", flat<linear_forward>);
+  m.impl("linear_backward", flat<linear_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::linear

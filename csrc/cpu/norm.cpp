@@ -1,10 +1,9 @@
-// The norm family on CPUs: arguments for the row loops of csrc/cpu/isa/norm, spread over
-// threads.
+// The norm family on CPUs: spreads the row loops of csrc/cpu/isa/norm over threads.
 //
 // Memory traffic is the minimum: forward reads x and residual and writes h and y; backward reads
-// dy, dh and h and writes the gradient. A row that was just read or written is in cache when it is
-// read again. dweight and dbias are summed in two stages, without atomics: chunks of rows, then
-// over the chunks. The chunks depend on the shape alone, so the thread count changes no bit.
+// dy, dh and h and writes the gradient. A row that was just read or written is still in cache when
+// it is read again. dweight and dbias are summed without atomics in two stages: within chunks of
+// rows, then over the chunks. Chunks depend only on the shape, so the thread count changes no bit.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -18,10 +17,10 @@
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::norm {
 namespace {
 
-// The weight as float32, offset included; no copy where it is that already.
+// The weight as float32, offset included; copied only if needed.
 class Scale {
  public:
   Scale(const OptionalTensor& weight, double offset, int64_t n) {
@@ -48,7 +47,7 @@ bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
   return isa() != Isa::none && !any_float64(tensors);
 }
 
-// About 32k elements a task.
+// Rows per task: about 32k elements.
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1)); }
 
 NormForward norm_forward(const NormForwardArguments& a) {
@@ -69,8 +68,8 @@ NormForward norm_forward(const NormForwardArguments& a) {
   return outputs;
 }
 
-// How many chunks of rows dweight and dbias are summed in: enough for the threads of a large
-// machine, few enough that the partial sums are a small part of what is read.
+// Returns the number of row chunks for summing dweight and dbias: enough for a large machine's
+// threads, few enough that the partial sums are small compared with the input.
 int64_t chunk_count(int64_t rows, int64_t n) {
   return std::clamp<int64_t>(std::min(rows / 64, rows * n / 16384), 1, 128);
 }
@@ -132,4 +131,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("norm_backward", flat<norm_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::norm

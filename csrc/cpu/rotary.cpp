@@ -1,7 +1,7 @@
-// The rotary embedding on CPUs: positions, with all heads of q and k at each, spread over threads.
+// The rotary embedding on CPUs: threads take positions, with all heads of q and k.
 //
-// Memory traffic is the minimum: q and k are read once, in whatever strides they have, and written
-// once. cos and sin come from memory once and from the cache for the other heads.
+// Memory traffic is the minimum: q and k are read once, with any strides, and written once. cos and
+// sin are read from memory once, and from the cache for the other heads.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -11,10 +11,10 @@
 #include "csrc/cpu/isa/rotary.h"
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::rotary {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // elements of a task, about
+constexpr int64_t kGrain = 32768;  // approximate number of elements per task
 
 bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
   return isa() != Isa::none && !any_float64(tensors);
@@ -22,7 +22,7 @@ bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
 
 void spread(const RotaryArguments& args) {
   if (args.count == 0) return;
-  int64_t elements = 0;  // of a position
+  int64_t elements = 0;  // per position
   for (int i = 0; i < args.count; ++i) elements += args.tensors[i].heads * args.tensors[i].width;
   const int64_t grain = std::max<int64_t>(1, kGrain / elements);
   at::parallel_for(0, args.batch * args.seq, grain, [&](int64_t begin, int64_t end) {
@@ -53,4 +53,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("rotary_backward", flat<rotary_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::rotary

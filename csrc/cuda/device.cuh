@@ -1,4 +1,5 @@
-// The vocabulary of the CUDA kernels. nvcc compiles it for GPUs, g++ with csrc/simt for CPUs.
+// The vocabulary that all CUDA kernels are written in. nvcc compiles it for GPUs, g++ with
+// csrc/simt for CPUs.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -34,6 +35,18 @@ decltype(auto) for_dtype(Dtype dtype, const Function& f) {
   }
 }
 
+__device__ __forceinline__ float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 // Whether rows `stride` elements apart start at multiples of 16 bytes.
@@ -41,8 +54,8 @@ inline bool aligned_rows(const void* p, int64_t stride, Dtype dtype) {
   return aligned(p) && stride * size_of(dtype) % 16 == 0;
 }
 
-// Bytes as they lie in memory, moved 16 at a time. In 32-bit words: as an array of a 16-bit dtype
-// each element would take a register.
+// Raw bytes, moved 16 at a time. Stored as 32-bit words, because in an array of a 16-bit dtype each
+// element would take a register.
 template <int kBytes>
 struct Packed {
   static_assert(kBytes % 16 == 0 || kBytes == 8 || kBytes == 4 || kBytes == 2);
@@ -68,7 +81,7 @@ struct Packed {
   }
 };
 
-// N elements side by side.
+// N contiguous elements.
 template <class T, int N>
 struct Vec {
   T at[N];
@@ -97,7 +110,7 @@ __device__ __forceinline__ Vec<To, N> converted(const Vec<From, N>& v) {
   return out;
 }
 
-// N elements of a dtype that is known at run time, as float32. It is the same for all threads, so
+// N elements as float32, whose dtype is known only at run time. All threads have the same dtype, so
 // the branch costs little, and one kernel serves every dtype.
 template <int N>
 __device__ __forceinline__ Vec<float, N> load_floats(const void* p, Dtype dtype, int64_t i) {
@@ -128,9 +141,9 @@ __device__ __forceinline__ Vec<float, N> rounded(const Vec<float, N>& v, Dtype d
   }
 }
 
-// Sums over the threads of a row: blockDim.x of them, a power of two, with blockDim.y rows a block.
-// Every thread of the block takes part, and each gets its row's sums. float32 within a warp and
-// float64 beyond, so a long row loses nothing.
+// Sums over a row's threads: blockDim.x of them, a power of two, with blockDim.y rows per block.
+// Every thread of the block must call it, and each gets its row's sums. Sums are float32 within a
+// warp and float64 across warps, so that long rows stay accurate.
 template <int K>
 __device__ __forceinline__ void row_sums(const float (&parts)[K], double (&totals)[K]) {
   const int lanes = blockDim.x;
@@ -147,7 +160,7 @@ __device__ __forceinline__ void row_sums(const float (&parts)[K], double (&total
 
   FUSEDOPS_SHARED(float, of_warps, kWarp* K);  // [warps of the block, K]
   const int warps = lanes / kWarp, first = threadIdx.y * warps;
-  __syncthreads();  // the sums before these have been read
+  __syncthreads();  // until all threads have read the previous sums
   if (threadIdx.x % kWarp == 0) {
 #pragma unroll
     for (int k = 0; k < K; ++k) of_warps[(first + threadIdx.x / kWarp) * K + k] = sums[k];

@@ -1,5 +1,5 @@
-// What only a GPU has: launches, shared memory, 16-byte accesses, the device's limits. On a CPU
-// csrc/simt/simt.h gives the same names.
+// CUDA's launches, shared memory, 16-byte accesses and device limits. On a CPU csrc/simt/simt.h
+// defines the same names.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ using Stream = cudaStream_t;
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next caller is told of it again
+  cudaGetLastError();  // or the next caller gets it again
   throw std::runtime_error(std::string("fusedops: ") + what + ": " + cudaGetErrorString(status));
 }
 
@@ -27,7 +27,7 @@ inline int current_device() {
   return device;
 }
 
-// An attribute of the current device. It never changes, and asking for it takes a microsecond.
+// Returns an attribute of the current device. Cached, because each query takes a microsecond.
 template <cudaDeviceAttr attribute>
 int device_attribute() {
   static const std::vector<int> of_devices = [] {
@@ -44,9 +44,9 @@ int device_attribute() {
 
 inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
-// Bytes of dynamic shared memory that a block of this kernel may have: what its static arrays
-// leave. From then on it may: a launch that allowed just its own bytes would take from another
-// thread's what that one has asked for.
+// The bytes of dynamic shared memory that a block of this kernel can have besides its static
+// arrays. It allows them all at once: a launch that allowed only its own bytes could lower what
+// another thread has just allowed.
 template <class... Parameters>
 size_t max_shared_memory(void (*kernel)(Parameters...)) {
   static std::mutex mutex;
@@ -67,19 +67,19 @@ size_t max_shared_memory(void (*kernel)(Parameters...)) {
 template <class... Parameters, class... Args>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem, Stream stream,
             Args... args) {
-  if (smem > 32 * 1024) max_shared_memory(kernel);  // a block gets 48 KiB unasked, arrays included
+  if (smem > 32 * 1024) max_shared_memory(kernel);  // 48 KiB, static arrays included, need no call
   kernel<<<grid, block, smem, stream>>>(Parameters(args)...);
   check(cudaGetLastError(), "launch");
 }
 
-// The shared memory that the launch asked for.
+// Returns the launch's dynamic shared memory.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {
   extern __shared__ uint4 fusedops_dynamic_shared[];  // 16-byte aligned
   return reinterpret_cast<T*>(fusedops_dynamic_shared);
 }
 
-// One access of as many bytes as Word has: 16 for uint4. The address must be a multiple of them.
+// One access of sizeof(Word) bytes: 16 for uint4. The address must be a multiple of that.
 template <class Word>
 __device__ __forceinline__ Word load_word(const void* p) {
   return *static_cast<const Word*>(p);
@@ -89,15 +89,15 @@ __device__ __forceinline__ void store_word(void* p, Word word) {
   *static_cast<Word*>(p) = word;
 }
 
-// p, which was read from memory itself: the compiler then knows that it is of global memory.
+// Tells the compiler that p, itself read from memory, points to global memory.
 template <class T>
 __device__ __forceinline__ T* global_memory(T* p) {
   __builtin_assume(__isGlobal(p));
   return p;
 }
 
-// One access to global memory, whatever surrounds it: where branches end with the same stores the
-// compiler may join these and take them apart.
+// Always one access to global memory. If branches end with the same stores, the compiler might
+// otherwise merge and split them.
 __device__ __forceinline__ void store_global(void* p, uint4 word) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)),
                "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)

@@ -1,30 +1,33 @@
-// linear on GPUs: torch's products, with cuBLASLt's epilogue where that computes the activation.
-// Its GELU is the one by tanh. Nothing waits for the device.
+// linear on GPUs: torch's products, with cuBLASLt's epilogue for ReLU and the tanh GELU. Nothing
+// waits for the device.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
 #include "csrc/ops/linear/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::linear {
+
+using namespace fusedops::linear;
+
 namespace {
 
-LinearForward linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             std::string_view activation, bool keep_z) {
-  const bool fits = activation == "relu" || activation == "gelu_tanh";
+LinearForward linear_forward(const LinearArguments& a) {
+  const auto& [input, weight, bias, activation, keep_z] = a;
+  const bool by_tanh = activation == Activation::gelu_tanh,
+             fits = activation == Activation::relu || by_tanh;
   if (keep_z || !fits || !given(bias) || input.scalar_type() == at::kDouble) {
-    return linear_forward_composite(input, weight, bias, activation, keep_z);
+    return linear_forward_composite(a);
   }
-  linear_check(input, weight, bias, activation);
+  linear_check(a);
   auto shape = input.sizes().vec();
   shape.back() = weight.size(0);
-  const auto y =
-      at::_addmm_activation(*bias, as_rows(input), weight.t(), 1, 1, activation == "gelu_tanh");
+  const auto y = at::_addmm_activation(*bias, as_rows(input), weight.t(), 1, 1, by_tanh);
   return {y.view(shape), Tensor()};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusedops, CUDA, m) { m.impl("linear_forward", linear_forward); }
+TORCH_LIBRARY_IMPL(fusedops, CUDA, m) { m.impl("linear_forward", flat<linear_forward>); }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::linear

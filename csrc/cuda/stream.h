@@ -1,5 +1,5 @@
-// Where the kernels of csrc/cuda run: on a GPU, with its device guard and current stream, or in the
-// emulator of csrc/simt, on CPU tensors, under a dispatch key that has no other user here.
+// The device of csrc/cuda's kernels: a GPU, with its device guard and current stream, or the
+// emulator of csrc/simt, with CPU tensors and a dispatch key that nothing else here uses.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,11 +37,11 @@ inline bool capturing() { return false; }
 
 namespace fusedops::cuda {
 
-// Makes a tensor's device the current one while it lives.
+// Makes a tensor's device the current one during this object's lifetime.
 struct OnDeviceOf {
   explicit OnDeviceOf(const at::Tensor& t) : guard(t.device()) {}
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream(); }
-  // In the stream's order; `from` may change as soon as it returns, unless a graph is captured.
+  // Copies in stream order. `from` may change after it returns, unless a graph is being captured.
   void copy_from_host(void* to, const void* from, size_t bytes) const {
     C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream()));
   }

@@ -1,53 +1,48 @@
-// What the CPU and the CUDA kernels of AdamW share: what they are told of a tensor, the step's
-// factors, the 8-bit codes and the random numbers. Formulas: fusedops/functional/adamw.py. Plain
-// C++ for any device.
+// Shared by AdamW's CPU and CUDA kernels: the description of a tensor, the step's factors, the
+// 8-bit codes and the random numbers. Formulas: fusedops/functional/adamw.py. Plain C++ for any
+// device.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "csrc/kernels/dtype.h"
+#include "csrc/kernels/host_device.h"
 
-#if defined(__CUDACC__)
-#define FUSEDOPS_BOTH __host__ __device__ __forceinline__
-#else
-#define FUSEDOPS_BOTH inline
-#endif
+namespace fusedops::adamw {
 
-namespace fusedops {
-
-// A block of elements has one scale and one key of random numbers. It is what a kernel takes at a
-// time, whatever the format of the moments.
+// A block of elements shares one scale and one key for random numbers. Kernels process one block at
+// a time, whatever the format of the moments.
 constexpr int kAdamWBlock = 256;
 
-// A sum of squares is that of so many parts, each of neighbouring blocks, whatever the device.
+// A sum of squares is made of this many parts on every device; a part sums neighbouring blocks.
 constexpr int kSquareParts = 256;
 
 enum class Moments : uint8_t { float32, bfloat16, int8 };
 
-// How a parameter of 16 bits is written.
+// How a 16-bit parameter is rounded.
 enum class Rounding : uint8_t { nearest, stochastic, remainder };
 
-// A group's options, as torch's.
+// A parameter group's options, as in torch.
 struct AdamWGroup {
   double lr, beta1, beta2, eps, weight_decay;
-  const float* lr_at;  // on the device; null: `lr` it is
+  const float* lr_at;  // the learning rate on the device; null: use `lr`
   bool maximize, amsgrad;
 };
 
-// One parameter. Everything is contiguous, or lies in memory as the parameter does.
+// One parameter. Every tensor is contiguous or has the parameter's memory layout.
 struct AdamWTensor {
   void* param;
   const void* grad;
   void *exp_avg, *exp_avg_sq;
   float* max_exp_avg_sq;                    // null without amsgrad
-  float *exp_avg_scale, *exp_avg_sq_scale;  // int8: one a block
-  int16_t* remainder;                       // of Rounding::remainder
+  float *exp_avg_scale, *exp_avg_sq_scale;  // for int8: one per block
+  int16_t* remainder;                       // for Rounding::remainder
   float* step;                              // steps taken before this one
   int64_t numel;
-  int64_t row;          // blocks begin anew after so many elements: numel, but where it is sharded
-  int64_t first_block;  // of all blocks of all tensors before it
-  int64_t first_key;    // of all blocks of this tensor's shards before it
+  int64_t row;          // a new block starts after this many elements: numel unless it is sharded
+  int64_t first_block;  // number of blocks in all tensors before it
+  int64_t first_key;    // number of blocks in this tensor's shards before it
   int64_t index;        // among the optimizer's parameters; its random numbers depend on it
   int32_t group;
   Dtype dtype;
@@ -55,18 +50,20 @@ struct AdamWTensor {
   Rounding rounding;
 };
 
-FUSEDOPS_BOTH int64_t blocks_of_row(int64_t row) { return (row + kAdamWBlock - 1) / kAdamWBlock; }
+FUSEDOPS_HOST_DEVICE int64_t blocks_of_row(int64_t row) {
+  return (row + kAdamWBlock - 1) / kAdamWBlock;
+}
 
-FUSEDOPS_BOTH int64_t blocks_of(const AdamWTensor& t) {
+FUSEDOPS_HOST_DEVICE int64_t blocks_of(const AdamWTensor& t) {
   return t.row == t.numel ? blocks_of_row(t.row) : t.numel / t.row * blocks_of_row(t.row);
 }
 
-// Where a block of a tensor lies.
+// The position of a block in its tensor.
 struct BlockPlace {
   int64_t first, count;
 };
 
-FUSEDOPS_BOTH BlockPlace place_of(const AdamWTensor& t, int64_t block) {
+FUSEDOPS_HOST_DEVICE BlockPlace place_of(const AdamWTensor& t, int64_t block) {
   int64_t start = 0;
   if (t.row != t.numel) {
     const int64_t of_row = blocks_of_row(t.row), number = block / of_row;
@@ -77,7 +74,7 @@ FUSEDOPS_BOTH BlockPlace place_of(const AdamWTensor& t, int64_t block) {
   return {start + first, rest < kAdamWBlock ? rest : kAdamWBlock};
 }
 
-// The step in float32, from what is known in float64.
+// The step's factors in float32, computed in float64.
 //
 //   p = p decay - step_size m / (sqrt(v) denom + eps)
 struct AdamWFactors {
@@ -85,7 +82,7 @@ struct AdamWFactors {
 };
 
 // t: this step's number, from 1. 1 - beta^t loses no digits where beta^t is near 1.
-FUSEDOPS_BOTH AdamWFactors factors_of(const AdamWGroup& group, double lr, double t) {
+FUSEDOPS_HOST_DEVICE AdamWFactors factors_of(const AdamWGroup& group, double lr, double t) {
   const double correction1 = -expm1(t * log(group.beta1));
   const double correction2 = -expm1(t * log(group.beta2));
   return {static_cast<float>(1 - lr * group.weight_decay),
@@ -98,17 +95,19 @@ FUSEDOPS_BOTH AdamWFactors factors_of(const AdamWGroup& group, double lr, double
           static_cast<float>(group.eps)};
 }
 
-// The 8-bit codes. Their roots are evenly spaced: small values beside large ones keep their digits.
+// The 8-bit codes. Their roots are evenly spaced, so that small values stay accurate beside large
+// ones.
 //
-//   m = sign(c) (c / 127)^2 scale,       c in -127 .. 127, nearest,         scale = max |m|
-//   v = ((c + 1) / 256 scale)^4,         c in 0 .. 255, by chance up or down, scale = max v^(1/4)
+//   m = sign(c) (c / 127)^2 scale,       c in -127 .. 127, rounded to nearest,  scale = max |m|
+//   v = ((c + 1) / 256 scale)^4,         c in 0 .. 255, rounded stochastically, scale = max v^(1/4)
 //
-// No code of v but an empty block's is zero. v is rounded by chance because a step changes it by a
-// thousandth of itself, less than its codes are apart: rounded to nearest it would hardly decay.
+// A code of v is never zero, except in an empty block. v is rounded stochastically because a step
+// changes it by about a thousandth, less than the distance of its codes: rounded to nearest, it
+// would hardly decay.
 constexpr float kMomentCodes = 127, kSquareCodes = 256;
 
 // SplitMix64's finaliser (Steele et al., OOPSLA 2014).
-FUSEDOPS_BOTH uint64_t mixed(uint64_t x) {
+FUSEDOPS_HOST_DEVICE uint64_t mixed(uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
@@ -116,25 +115,25 @@ FUSEDOPS_BOTH uint64_t mixed(uint64_t x) {
 }
 
 // The key of a parameter in a step: the same on every device and every replica.
-FUSEDOPS_BOTH uint64_t adamw_key(uint64_t seed, uint64_t step, uint64_t parameter) {
+FUSEDOPS_HOST_DEVICE uint64_t adamw_key(uint64_t seed, uint64_t step, uint64_t parameter) {
   return mixed(mixed(mixed(seed) ^ step) ^ parameter);
 }
 
-// The random words of a block. As little-endian bytes and halves they are its elements' own:
-// element i has byte i of the words from kRandomSquare8 on, and half i from the others on.
+// Indices of a block's random words. As little-endian bytes or halves, each belongs to one element:
+// element i uses byte i of the words from kRandomSquare8, or half i of the words from the others.
 constexpr uint32_t kRandomSquare8 = 0, kRandomParam = 64, kRandomSquare16 = 192;
 
 struct BlockKey {
   uint32_t low, high;
 };
 
-FUSEDOPS_BOTH BlockKey block_key(uint64_t key, int64_t block) {
+FUSEDOPS_HOST_DEVICE BlockKey block_key(uint64_t key, int64_t block) {
   const uint64_t mix = mixed(key + static_cast<uint64_t>(block));
   return {static_cast<uint32_t>(mix), static_cast<uint32_t>(mix >> 32)};
 }
 
 // A 32-bit mix by two products (lowbias32: Wellons, "Prospecting for hash functions", 2018).
-FUSEDOPS_BOTH uint32_t random_word(BlockKey key, uint32_t word) {
+FUSEDOPS_HOST_DEVICE uint32_t random_word(BlockKey key, uint32_t word) {
   uint32_t x = word ^ key.low;
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
   x ^= key.high;
@@ -142,4 +141,4 @@ FUSEDOPS_BOTH uint32_t random_word(BlockKey key, uint32_t word) {
   return x ^ (x >> 16);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

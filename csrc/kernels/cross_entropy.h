@@ -1,4 +1,4 @@
-// What the operators and the CPU kernels of cross entropy share. Formulas and shapes:
+// Shared by cross entropy's operators and CPU kernels: formulas, options, sums of a row. Shapes:
 // fusedops/functional/cross_entropy.py. Plain C++.
 //
 // A row has C logits x_c and the class t:
@@ -15,9 +15,9 @@
 
 #include "csrc/kernels/dtype.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 
-enum class Reduction : int64_t { none, mean, sum };  // as torch counts them
+enum class Reduction : int64_t { none, mean, sum };  // torch's numbers
 
 // How a logit becomes z.
 struct LogitMap {
@@ -25,29 +25,29 @@ struct LogitMap {
   double softcap;  // 0: none
 };
 
-// Logits of a row that lie side by side: all of them, or some of many.
+// Adjacent logits of one row: all of them or a part.
 struct Logits {
   const void* x;
   int64_t n;
   Dtype dtype;
-  const float* weight;  // theirs; null: 1
-  int64_t target;       // where t is among them; outside of 0 to n - 1: elsewhere
+  const float* weight;  // the weights of these classes; null: 1
+  int64_t target;       // t's index among these logits; outside 0 to n - 1 if t is not among them
   LogitMap map;
 };
 
-// What a row's loss is made of, as far as its logits have been read.
+// The sums behind a row's loss, over the logits read so far.
 struct LogitSums {
   float base = -std::numeric_limits<float>::infinity();  // near the largest z_c
   double exponentials = 0;                               // sum of exp(z_c - base)
-  double weighted = 0;  // sum of w_c (z_c - origin), where asked for
-  double target = 0;    // z_t
+  double weighted = 0;                                   // sum of w_c (z_c - origin), if requested
+  double target = 0;                                     // z_t
   float origin = std::numeric_limits<float>::quiet_NaN();  // near the z_c: they may be far from 0
 };
 
-// What dz_c is made of: g T, g S, the sum of the w_c, and g w_t 2 z_loss lse. g P is of these.
+// The terms of dz_c: g T, g S, the sum of the w_c, and g w_t 2 z_loss lse. g P follows from them.
 struct LogitGradient {
   double lse;
   double target, smooth, all, square;
 };
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

@@ -1,4 +1,4 @@
-// c10::ScalarType without c10: what the kernels read and write.
+// The dtypes that kernels read and write: c10::ScalarType without c10.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,10 @@
-// Philox4x32-7 (Salmon et al., SC 2011): the counter-based generator behind every dropout mask.
+// Philox4x32-7, the counter-based generator behind every dropout mask (Salmon et al., SC 2011).
 // `dropout_reference` in fusedops/functional/norm.py is its definition. Plain C++ for any device.
 #pragma once
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define FUSEDOPS_DEVICE __host__ __device__ __forceinline__
-#else
-#define FUSEDOPS_DEVICE inline
-#endif
+#include "csrc/kernels/host_device.h"
 
 namespace fusedops {
 
@@ -17,7 +13,7 @@ struct Words {
 };
 
 // The random words of the elements 4 * group to 4 * group + 3 of a row.
-FUSEDOPS_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
+FUSEDOPS_HOST_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   uint32_t c0 = group, c1 = static_cast<uint32_t>(row), c2 = static_cast<uint32_t>(row >> 32);
   uint32_t c3 = 0, k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 7; ++round) {
@@ -32,9 +28,9 @@ FUSEDOPS_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   return {{c0, c1, c2, c3}};
 }
 
-// An element is kept when its random word is at least the threshold, and then scaled.
+// Dropout's arguments. An element is kept and scaled if its random word is at least the threshold.
 struct Dropout {
-  const int64_t* seed = nullptr;  // where the kernel runs; null: nothing is dropped
+  const int64_t* seed = nullptr;  // on the kernel's device; null: nothing is dropped
   uint32_t threshold = 0;
   float scale = 1;
 };

@@ -1,4 +1,4 @@
-// What the kernels of quantized_linear are told, on any device. Formats and shapes:
+// Formats and constants of quantized_linear, for the kernels of any device. Formulas and shapes:
 // fusedops/functional/quantized_linear.py. Plain C++.
 #pragma once
 
@@ -6,14 +6,14 @@
 
 #include "csrc/kernels/dtype.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 
 enum class WeightFormat : uint8_t { int8, int4, nf4, fp8 };
 
-// What a product's operands are rounded to at least. Sums are float32 or, of int8, int32.
+// The precision to which a product's operands may be rounded. Sums are float32, or int32 for int8.
 enum class Compute : uint8_t { any, exact, bf16, int8 };
 
-// What rows of x are rounded to, each by the largest of its numbers. none: to nothing.
+// The format to which rows of x are quantized, each scaled by its largest number. none: not at all.
 enum class InputFormat : uint8_t { none, int8, fp8 };
 
 constexpr int64_t kNf4Block = 64;  // elements of the flattened weight that share an absmax
@@ -41,10 +41,10 @@ constexpr float kNf4[16] = {
 
 constexpr float kLargestInt8 = 127;  // codes are symmetric: -128 is not used
 constexpr float kLargestE4m3 = 448;
-constexpr float kSmallestScale = 1e-38f;  // below it codes are 0; its inverse is finite
+constexpr float kSmallestScale = 1e-38f;  // smaller scales give codes of 0; its inverse is finite
 
-// On GPUs: rows of x for which the kernel of csrc/cuda has registers, and the depth to which
-// products of codes, of 127 * 127 at most, are summed in 32 bits.
+// On GPUs: the most rows of x that csrc/cuda's kernel keeps in registers, and the largest depth
+// whose products of codes (127 * 127 at most) are summed in 32 bits.
 constexpr int kGemvRows = 4;
 constexpr int64_t kMostIntegers = 65536;
 
@@ -52,9 +52,9 @@ constexpr float largest_code(InputFormat format) {
   return format == InputFormat::fp8 ? kLargestE4m3 : kLargestInt8;
 }
 
-// How many groups of a size cover a row. No group is of size 0, which only an empty row has.
+// Returns how many groups cover a row. group_size is 0 only if the row is empty.
 constexpr int64_t groups_of(int64_t k, int64_t group_size) {
   return k == 0 ? 0 : (k + group_size - 1) / group_size;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

@@ -1,20 +1,20 @@
-// What the CPU and the CUDA kernels of the rotary embedding share. Formulas and shapes:
+// Shared by the rotary embedding's CPU and CUDA kernels: formulas and arguments. Shapes:
 // fusedops/functional/rotary.py. Plain C++ for any device.
 //
-// A head's first `rotary` elements are pairs (a, b): of its two halves, or interleaved, neighbours.
-// Each pair has cosines and sines of its own, (c_a, s_a) and (c_b, s_b), where a and b stand:
+// A head's first `rotary` elements are pairs (a, b): one from each half, or neighbours if
+// interleaved. Each pair has its own cosines and sines, (c_a, s_a) and (c_b, s_b):
 //   forward     a' = a c_a - b s_a      b' = b c_b + a s_b
 //   transposed  a' = a c_a + b s_b      b' = b c_b - a s_a
-// What is past them is copied.
+// The elements after them are copied.
 #pragma once
 
 #include <cstdint>
 
 #include "csrc/kernels/dtype.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 
-// In elements.
+// Strides in elements.
 struct RotaryStrides {
   int64_t batch, head, seq;
 };
@@ -28,14 +28,14 @@ struct RotaryHeads {
 };
 
 struct RotaryArguments {
-  RotaryHeads tensors[2];  // q and k, or the one that there is
+  RotaryHeads tensors[2];  // q and k, or only one of them
   int count;
   int64_t batch, seq;
   const void *cos, *sin;         // [batch, seq, rotary], each row contiguous
-  RotaryStrides cos_at, sin_at;  // 0 where they are one for all; head is
+  RotaryStrides cos_at, sin_at;  // 0 in broadcast dimensions; head is always 0
   int64_t rotary;
-  Dtype from, table, to;  // of x, of cos and sin, of y. table is from, to or float32
+  Dtype from, table, to;  // from: x; table: cos and sin, one of from, to and float32; to: y
   bool interleaved, transposed;
 };
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

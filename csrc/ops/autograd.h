@@ -1,4 +1,4 @@
-// What the operators' autograd shares: the choice between kernels and ATen calls.
+// Shared by the operators' autograd: the choice between kernels and ATen calls.
 #pragma once
 
 #include <initializer_list>
@@ -13,14 +13,14 @@ inline OptionalTensor optional(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
 
-// Whether torch.jit.trace or an export to ONNX records the operators that are called.
+// Whether torch.jit.trace or an ONNX export is recording the operators that run.
 inline bool is_recorded() {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   return (keys.included_ - keys.excluded_).has(c10::DispatchKey::Tracer);
 }
 
-// functorch's transforms and forward-mode gradients see through ATen calls, not through the node;
-// so does an export to ONNX, which csrc/python/python.cpp sends here with tracing switched on.
+// functorch's transforms, forward-mode gradients and exports to ONNX need ATen calls, because they
+// cannot see through the node. csrc/python/exports.h sends an export here with tracing on.
 inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
   using c10::DispatchKey;
   const auto keys = c10::impl::tls_local_dispatch_key_set();

@@ -1,7 +1,6 @@
-// Checks of arguments that several operators share: they say what was wanted and what came.
+// Argument checks that several operators share. Errors say what was wanted and what came.
 #pragma once
 
-#include <string_view>
 #include <vector>
 
 #include "csrc/common.h"
@@ -21,13 +20,6 @@ inline void check_same_device(const char* op, const char* name, const Tensor& t,
               ", got ", t.device());
 }
 
-inline void check_activation(const char* op, std::string_view activation) {
-  TORCH_CHECK_VALUE(activation == "none" || activation == "relu" || activation == "gelu" ||
-                        activation == "gelu_tanh" || activation == "silu",
-                    op, ": activation must be 'none', 'relu', 'gelu', 'gelu_tanh' or 'silu', got '",
-                    activation, "'");
-}
-
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* like,
                        const Tensor& x) {
   check_same_device(op, name, t, like, x);
@@ -41,7 +33,7 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
               c10::SymIntArrayRef(shape), ", got ", describe(t));
 }
 
-// Whether a tensor has numbers in memory: not where a graph is traced or torch.func wraps it.
+// Whether a tensor's numbers are in memory: not if it is traced or wrapped by torch.func.
 inline bool has_numbers(const Tensor& t) {
   using c10::DispatchKey;
   const c10::DispatchKeySet wrapped({DispatchKey::Python, DispatchKey::Functionalize,
@@ -50,7 +42,7 @@ inline bool has_numbers(const Tensor& t) {
          !c10::impl::tls_is_dispatch_key_included(DispatchKey::Python);
 }
 
-// x's shape with another last dimension
+// Returns x's shape with another last dimension.
 inline std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& n) {
   auto shape = x.sym_sizes().vec();
   shape.back() = n;

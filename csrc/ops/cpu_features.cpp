@@ -1,3 +1,5 @@
+// Detects the CPU once; bfloat16_products overrides the answer.
+
 #include "csrc/ops/cpu_features.h"
 
 #include <ATen/cpu/Utils.h>
@@ -7,7 +9,7 @@
 namespace fusedops {
 namespace {
 
-std::atomic<int> asked_for{-1};  // -1: nothing
+std::atomic<int> asked_for{-1};  // -1: not set
 
 }  // namespace
 

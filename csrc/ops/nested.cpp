@@ -1,16 +1,12 @@
-// Nested tensors: operators that have no original in torch raise a TypeError with the argument's
-// name. The others hand them to torch's own functions. fusedops/functional/jagged.py runs functions
-// of rows on the values of jagged tensors, which then never come here.
+// Refuses nested tensors: operators without a counterpart in torch raise a TypeError that names the
+// argument. The others (takes_nested) pass them to torch's functions. Jagged tensors do not come
+// here: fusedops/functional/jagged.py runs functions of rows on their values.
 
-#include <ATen/core/stack.h>
-#include <torch/library.h>
-
-#include "csrc/common.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
-namespace {
 
-void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   const auto name = schema.name().substr(schema.name().find("::") + 2);
@@ -21,16 +17,6 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                      " must be a dense tensor, got a nested one");
   }
   TORCH_INTERNAL_ASSERT(false, name, " was dispatched to nested tensors without one");
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fusedops, CompositeImplicitAutogradNestedTensor, m) {
-  for (const char* name :
-       {"add_layer_norm", "add_rms_norm", "swiglu", "geglu", "quantized_linear", "rotary_embedding",
-        "attention", "cross_entropy", "linear_cross_entropy"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
-  }
 }
 
 }  // namespace fusedops

@@ -1,8 +1,8 @@
-// The autograd node of every operator: saved tensors, options, and a backward that is a function of
-// both, so that compiled autograd can put that function into its graph.
+// The autograd node of every operator: saved tensors, options, backward function. The backward is a
+// function of both, so that compiled autograd can put it into its graph.
 //
-// A Node of its own, as torch::autograd::Function costs 3 us more a step, which on small batches is
-// a tenth of it.
+// It is a torch::autograd::Node because torch::autograd::Function costs 3 us more per step, a tenth
+// of a small batch's time.
 #pragma once
 
 #include <torch/csrc/autograd/functions/utils.h>
@@ -18,13 +18,14 @@
 #include <vector>
 
 #include "csrc/common.h"
+#include "csrc/ops/operator.h"
 
 namespace fusedops {
 
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// torch 2.11 counts references to nodes in a shared_ptr, 2.13 in an intrusive_ptr.
+// torch 2.11 holds nodes in a shared_ptr, 2.13 in an intrusive_ptr.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 template <class T>
@@ -36,12 +37,20 @@ auto make_node() {
   }
 }
 
-// A tensor that its node saves, of the node's inputs or undefined.
+// Makes a node that sends its gradients to these inputs.
+template <class Node, class... Inputs>
+auto node_of(const Inputs&... inputs) {
+  const auto node = make_node<Node>();
+  node->set_next_edges(torch::autograd::collect_next_edges(value_or_undefined(inputs)...));
+  return node;
+}
+
+// Packs a tensor to save: one of the node's inputs, or undefined.
 inline SavedVariable saved(const Tensor& t) { return SavedVariable(t, false); }
 inline SavedVariable saved(const OptionalTensor& t) { return saved(value_or_undefined(t)); }
 
-// The tensors that a node has saved. Each is unpacked when it is asked for: unpacking raises where
-// the tensor was changed in place, which matters only to a backward that reads it.
+// A node's saved tensors, each unpacked on access. Unpacking raises if the tensor was changed in
+// place, which matters only to a backward that reads it.
 class Saved {
  public:
   Saved(const SavedVariable* packed, NodePointer node) : packed_(packed), node_(std::move(node)) {}
@@ -56,10 +65,10 @@ class Saved {
 };
 
 // Backward, an operator's struct, has
-//   kName                      of the node
+//   kName                      the node's name
 //   kInputs, kSaved            the number of inputs with gradients, and of saved tensors
-//   fields(self)               a tuple of references to its data members, its options
-//   run(saved, grads, wanted)  the gradients of the inputs; `wanted` says of which
+//   fields(a)                  a tuple of references to its data members, its options
+//   run(saved, grads, wanted)  returns the gradients of the inputs for which `wanted` is true
 // Compiled autograd copies the options and compiles one graph for each value of them.
 template <class Backward>
 struct FusedNode : torch::autograd::Node {
@@ -81,22 +90,22 @@ struct FusedNode : torch::autograd::Node {
   }
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
-    std::apply([&](const auto&... field) { (args.collect(field), ...); },
-               Backward::fields(backward));
+    std::apply([&](const auto&... field) { (args.collect(stored(field)), ...); },
+               flattened(backward));
     for (const auto& one : saved) args.collect(one, true);
   }
 
-  // Puts a call of `compiled` into the graph that compiled autograd makes. While the arguments are
-  // packed, `swap` replaces saved tensors and symbolic sizes by proxies.
+  // Puts a call of `compiled` into compiled autograd's graph. While the arguments are packed,
+  // `swap` replaces saved tensors and symbolic sizes by proxies.
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::autograd::SwapSavedVariables& swap) override {
     namespace compiled_autograd = torch::dynamo::autograd;
-    const auto fields = Backward::fields(backward);
-    std::apply([&](auto&... field) { (swap.before(field), ...); }, fields);
+    const auto fields = flattened(backward);
+    std::apply([&](auto&... field) { (swap.before(stored(field)), ...); }, fields);
     for (auto& one : saved) swap.before(one);
     const auto arguments = packed();
     for (auto& one : saved) swap.after(one);
-    std::apply([&](auto&... field) { (swap.after(field), ...); }, fields);
+    std::apply([&](auto&... field) { (swap.after(stored(field)), ...); }, fields);
 
     std::vector<at::TypePtr> types;
     for (const auto& argument : arguments) types.push_back(argument.type());
@@ -111,17 +120,26 @@ struct FusedNode : torch::autograd::Node {
   }
 
  private:
+  // Compiled autograd takes our enums as integers.
+  template <class T>
+  static decltype(auto) stored(T& field) {
+    if constexpr (std::is_enum_v<std::remove_const_t<T>>)
+      return static_cast<int64_t>(field);
+    else
+      return (field);
+  }
+
   Wanted wanted() const {
     Wanted result;
     for (size_t i = 0; i < result.size(); ++i) result[i] = task_should_compute_output(i);
     return result;
   }
 
-  // The options, the saved tensors, and which gradients are wanted.
+  // Packs the options, the saved tensors and `wanted`.
   std::vector<at::IValue> packed() {
     torch::dynamo::autograd::PackedArgs arguments;
-    std::apply([&](const auto&... field) { (arguments.pack(field), ...); },
-               Backward::fields(std::as_const(backward)));
+    std::apply([&](const auto&... field) { (arguments.pack(stored(field)), ...); },
+               flattened(std::as_const(backward)));
     const Saved of(saved.data(), getptr());
     variable_list tensors;
     for (size_t i = 0; i < saved.size(); ++i) tensors.push_back(of[i]);
@@ -130,15 +148,16 @@ struct FusedNode : torch::autograd::Node {
     return arguments.vec();
   }
 
-  // The backward of packed arguments. With create_graph=True gradients are on, and `run` returns
-  // what can be differentiated again.
+  // Runs the backward with packed arguments. With create_graph=True gradients are enabled, and
+  // `run` returns differentiable results.
   static variable_list compiled(const variable_list& grads, const std::vector<at::IValue>& packed) {
     torch::dynamo::autograd::PackedArgs arguments(packed);
     Backward backward;
     const auto unpack = [&](auto& field) {
-      field = arguments.unpack<std::decay_t<decltype(field)>>();
+      using Stored = std::decay_t<decltype(stored(field))>;
+      field = static_cast<std::decay_t<decltype(field)>>(arguments.unpack<Stored>());
     };
-    std::apply([&](auto&... field) { (unpack(field), ...); }, Backward::fields(backward));
+    std::apply([&](auto&... field) { (unpack(field), ...); }, flattened(backward));
     const Saved of(arguments.unpack<variable_list>());
     return backward.run(of, variable_list(grads), arguments.unpack<Wanted>());
   }

@@ -1,7 +1,7 @@
-// How an operator is declared: its schema, and what runs for it, once a family.
+// How a family declares its operators: schemas, the functions behind them, and autocast.
 //
-// A function for users is a public operator. It is the same on every device, and calls one of its
-// family's kernel operators, which have an implementation for each device and no gradients.
+// Users call public operators, which are the same on every device. A public operator calls its
+// family's kernel operators, which have an implementation per device and no gradients.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -9,7 +9,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -19,14 +22,14 @@
 
 namespace fusedops {
 
-// A string as a template's argument.
+// A string as a template argument.
 template <size_t n>
 struct Name {
   char text[n];
   consteval Name(const char (&from)[n]) { std::copy_n(from, n, text); }
 };
 
-// Calls an operator by its handle in the dispatcher, which is looked up once.
+// Calls an operator through the dispatcher. Its handle is looked up once.
 template <Name name, class Signature, class... Args>
 auto dispatch(Args&&... args) {
   static const auto op = handle<Signature>(name.text);
@@ -39,30 +42,113 @@ auto below_autograd(const Function& f) {
   return f();
 }
 
-// What a Tensor and a Tensor? of a schema are in a signature.
-using In = const Tensor&;
-using Opt = const OptionalTensor&;
+// Schemas and users name an enum's values by strings. `names_of(Enum)`, defined next to the enum,
+// returns the argument's name, the values' names in order, and whether None means the first value.
+template <size_t n>
+struct Names {
+  const char* argument;
+  std::array<std::string_view, n> values;
+  bool first_is_none = false;
+};
 
-// The dispatcher passes a kernel operator's arguments one by one, and a kernel takes them as one
-// struct. Its `Signature` is the flat list, in the order of the struct's fields.
+template <class Enum>
+concept Named = std::is_enum_v<Enum> && requires { names_of(Enum{}); };
+
+template <Named Enum>
+std::string_view to_name(Enum value) {
+  static constexpr auto names = names_of(Enum{});
+  return names.values[static_cast<size_t>(value)];
+}
+
+template <Named Enum>
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_name(const char* op, std::string_view got) {
+  const auto names = names_of(Enum{});
+  const size_t count = names.values.size();
+  std::ostringstream text;
+  for (size_t i = 0; i < count; ++i) {
+    text << (i == 0 ? "" : i + 1 < count ? ", " : " or ");
+    i == 0 && names.first_is_none ? text << "None" : text << "'" << names.values[i] << "'";
+  }
+  C10_THROW_ERROR(ValueError,
+                  c10::str(op, ": ", names.argument, " must be ", text.str(), ", got '", got, "'"));
+}
+
+template <Named Enum>
+Enum from_name(const char* op, std::string_view name) {
+  static constexpr auto names = names_of(Enum{});
+  const auto& values = names.values;
+  const auto found = std::find(values.begin(), values.end(), name);
+  if (found == values.end()) refuse_name<Enum>(op, name);
+  return static_cast<Enum>(found - values.begin());
+}
+
+// The dispatcher passes a kernel operator's arguments one by one, but a kernel takes one struct.
+// The struct's `fields` are the schema's arguments in order: tensors by reference, an enum by its
+// name. A field may itself be a struct with fields.
+template <class T>
+auto flattened(T& t) {
+  using Struct = std::remove_const_t<T>;
+  if constexpr (requires { Struct::fields(t); }) {
+    return std::apply([](auto&... field) { return std::tuple_cat(flattened(field)...); },
+                      Struct::fields(t));
+  } else {
+    return std::tie(t);
+  }
+}
+
+template <class T>
+using InSchema = std::conditional_t<std::is_same_v<T, Tensor> || std::is_same_v<T, OptionalTensor>,
+                                    const T&, std::conditional_t<Named<T>, std::string_view, T>>;
+
+template <class T>
+decltype(auto) to_schema(const T& field) {
+  if constexpr (Named<T>)
+    return to_name(field);
+  else
+    return (field);
+}
+
+// Moves arguments that are passed by value.
+template <class T>
+std::conditional_t<Named<T>, T, InSchema<T>&&> from_schema(InSchema<T>& argument) {
+  if constexpr (Named<T>)
+    return from_name<T>("fusedops", argument);
+  else
+    return static_cast<InSchema<T>&&>(argument);
+}
+
+// Adapts a kernel to the dispatcher's calling convention.
 template <auto kernel>
 struct Flat;
 
 template <class Result, class Arguments, Result (*kernel)(const Arguments&)>
 struct Flat<kernel> {
-  template <class Signature>
+  template <class Fields>
   struct Of;
-  template <class Returned, class... Args>
-  struct Of<Returned(Args...)> {
-    static Returned call(Args... args) { return kernel(Arguments{std::forward<Args>(args)...}); }
+  template <class... Field>
+  struct Of<std::tuple<const Field&...>> {
+    static Result call(InSchema<Field>... args) {
+      return kernel(Arguments{from_schema<Field>(args)...});
+    }
   };
-  static constexpr auto call = Of<typename Arguments::Signature>::call;
+  static constexpr auto call = Of<decltype(flattened(std::declval<const Arguments&>()))>::call;
 };
 
 template <auto kernel>
 constexpr auto flat = Flat<kernel>::call;
 
-// A rule for autocast: the tensors at these places of the arguments are cast, others are not.
+// Calls a kernel operator by its name.
+template <Name name, class Result, class Arguments>
+Result call(const Arguments& a) {
+  return std::apply(
+      [](const auto&... field) {
+        return dispatch<name, Result(InSchema<std::decay_t<decltype(field)>>...)>(
+            to_schema(field)...);
+      },
+      flattened(a));
+}
+
+// An autocast rule: casts the tensors at these argument positions, and no others.
 template <size_t... places>
 struct Casts {
   template <class Arguments>
@@ -72,13 +158,14 @@ struct Casts {
   }
 };
 
-// An operator under autocast: itself, with what the rule makes of the arguments.
+// An operator under autocast: calls itself with the arguments that the rule changed. A kCudaOnly
+// rule does nothing on CPUs, and a rule with `finish` also changes the result.
 template <auto f, class Rule>
 struct Autocast;
 
 template <class Result, class... Args, Result (*f)(Args...), class Rule>
 struct Autocast<f, Rule> {
-  // Made when it is asked for: what registers operators may run before a static of a template.
+  // A function's static: operators may be registered before a template's static is constructed.
   static std::string& name() {
     static std::string of;
     return of;
@@ -90,46 +177,60 @@ struct Autocast<f, Rule> {
     std::tuple<std::decay_t<Args>...> changed(std::forward<Args>(args)...);
     Rule::apply(changed, at::autocast::get_autocast_dtype(device), device);
     static const auto op = handle<Result(Args...)>(name().c_str());
-    return std::apply([](auto&&... a) { return op.call(std::forward<decltype(a)>(a)...); },
-                      std::move(changed));
+    auto result = std::apply([](const auto&... a) { return op.call(a...); }, changed);
+    if constexpr (requires { Rule::finish(result, changed); }) Rule::finish(result, changed);
+    return result;
   }
 };
 
-// The operators of a family, registered as long as this lives: a static of its autograd.cpp.
+// Raises a TypeError that names the operator's nested argument (nested.cpp).
+void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// random: the operator draws a seed. takes_nested: it calls torch's own function for nested
+// tensors; other operators refuse them.
+struct PublicOptions {
+  bool random = false, takes_nested = false;
+};
+
+// A family's operators, registered while this object lives: a static in the family's autograd.cpp.
 class Operators {
  public:
   explicit Operators(void (*declare)(Operators&)) { declare(*this); }
 
-  // Under vmap the same function: it then sees ATen calls, not an operator to loop over.
+  // vmap gets the same function, so that it sees ATen calls and not an operator to loop over.
   template <class Function>
-  void add_public(const std::string& schema, Function* f, bool random = false) {
-    const auto name = define(schema, random);
+  void add_public(const std::string& schema, Function* f, PublicOptions options = {}) {
+    const auto name = define(schema, options.random);
     implicit_.impl(name.c_str(), f);
     batched_.impl(name.c_str(), f);
+    if (options.takes_nested) return;
+    nested_.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
   }
 
   template <auto f, class Rule>
-  void add_public(const std::string& schema, bool random = false) {
+  void add_public(const std::string& schema, PublicOptions options = {}) {
     using Cast = Autocast<f, Rule>;
-    add_public(schema, f, random);
+    add_public(schema, f, options);
     const auto name = name_of(schema);
     Cast::name() = "fusedops::" + name;
     using c10::DeviceType, c10::DispatchKey;
-    autocast_cpu_.impl(name.c_str(),
-                       Cast::template call<DispatchKey::AutocastCPU, DeviceType::CPU>);
+    if constexpr (!requires { Rule::kCudaOnly; }) {
+      autocast_cpu_.impl(name.c_str(),
+                         Cast::template call<DispatchKey::AutocastCPU, DeviceType::CPU>);
+    }
     autocast_cuda_.impl(name.c_str(),
                         Cast::template call<DispatchKey::AutocastCUDA, DeviceType::CUDA>);
   }
 
-  // outputs: checks the arguments and makes the outputs. composite: the formula in ATen calls, for
-  // what no kernel takes.
+  // outputs: checks the arguments and allocates the outputs. composite: the formula in ATen calls,
+  // for arguments that no kernel takes.
   template <class Outputs, class Composite>
   void add_kernel(const std::string& schema, Outputs* outputs, Composite* composite) {
     add_kernel(schema, outputs);
     composite_.impl(name_of(schema).c_str(), composite);
   }
 
-  // Nobody may differentiate through a kernel in silence.
+  // Differentiating through a kernel is an error.
   template <class Outputs>
   void add_kernel(const std::string& schema, Outputs* outputs) {
     const auto name = define(schema, false);
@@ -156,6 +257,7 @@ class Operators {
   torch::Library definitions_{torch::Library::FRAGMENT, "fusedops", std::nullopt, __FILE__,
                               __LINE__};
   torch::Library implicit_ = library(c10::DispatchKey::CompositeImplicitAutograd);
+  torch::Library nested_ = library(c10::DispatchKey::CompositeImplicitAutogradNestedTensor);
   torch::Library batched_ = library(c10::DispatchKey::FuncTorchBatched);
   torch::Library composite_ = library(c10::DispatchKey::CompositeExplicitAutograd);
   torch::Library meta_ = library(c10::DispatchKey::Meta);

@@ -1,4 +1,4 @@
-// Dropout with probability p: its seed, and the kernels' arguments.
+// Dropout with probability p: the seed and the kernels' arguments.
 #pragma once
 
 #include <ATen/ops/randint.h>
@@ -11,14 +11,14 @@
 
 namespace fusedops {
 
-// An element whose random word is at least the threshold stays, scaled.
+// An element is kept and scaled if its random word is at least the threshold.
 inline double dropout_scale(double p) { return p == 1 ? 0 : 1 / (1 - p); }
 
 inline uint32_t dropout_threshold(double p) {
   return static_cast<uint32_t>(std::min(p * 4294967296.0, 4294967295.0));
 }
 
-// Drawn by ATen: `torch.manual_seed` reproduces it, and nothing waits for the device.
+// ATen draws the seed, so `torch.manual_seed` reproduces it and nothing waits for the device.
 inline OptionalTensor draw_seed(const Tensor& x, double p) {
   if (p == 0) return std::nullopt;
   return at::randint(std::numeric_limits<int64_t>::max(), {}, x.options().dtype(at::kLong));

@@ -1,5 +1,5 @@
-// Atomics, real ones: blocks run on several CPU threads. After each the other threads of the block
-// get their turn, so that a loop may wait for what another thread stores.
+// Real atomics, because blocks run on several CPU threads. After each one the block's other threads
+// run, so that a loop can wait for another thread's store.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace fusedops::simt {
 
-// Stores next(old) in one step; returns old.
+// Atomically replaces the old value by next(old); returns the old value.
 template <class T, class Next>
 FUSEDOPS_SIMT_CALLED T update(T* p, Next next) {
   const void* pc = __builtin_return_address(0);
@@ -26,7 +26,7 @@ FUSEDOPS_SIMT_CALLED T update(T* p, Next next) {
   return old;
 }
 
-// An inlined call of update that is never a jump, which would leave no return address.
+// Calls update, which reads its return address: the asm statement prevents a tail call.
 template <class T, class Next>
 __forceinline__ T call_update(T* p, Next next) {
   T old = update(p, next);

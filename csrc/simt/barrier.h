@@ -1,4 +1,4 @@
-// __syncthreads and its kin, and what is said when threads wait for one that never comes.
+// __syncthreads and its variants, and the error if threads wait for one that never comes.
 #pragma once
 
 #include <cstdio>
@@ -15,7 +15,7 @@ inline std::string hex(uint32_t mask) {
   return text;
 }
 
-// Where a thread is that does not run.
+// Describes where a waiting thread is.
 inline std::string whereabouts(const Thread& thread) {
   switch (thread.state) {
     case State::exited: return "it exited";
@@ -26,13 +26,13 @@ inline std::string whereabouts(const Thread& thread) {
   }
 }
 
-// Whether `other` has come to the call in which `thread` waits.
+// Whether `other` has reached the call in which `thread` waits.
 inline bool came(const Thread& thread, const Thread& other) {
   return other.state == thread.state && other.call.mask == thread.call.mask &&
          same_call(thread.call, other.call);
 }
 
-// The first thread that this one waits for in vain, or -1.
+// Returns the first thread that this one waits for forever, or -1.
 inline int missing(const Block& block, int number) {
   const Thread& thread = block.threads[number];
   const bool in_warp = thread.state == State::in_warp;
@@ -46,7 +46,7 @@ inline int missing(const Block& block, int number) {
 }
 
 inline std::string Block::stuck() const {
-  // a warp that is stuck keeps its block from a barrier: it is the one to name
+  // a stuck warp keeps its block from a barrier, so the error names the warp
   for (const State state : {State::in_warp, State::at_barrier}) {
     for (int t = 0; t < size; ++t) {
       if (threads[t].state != state) continue;
@@ -66,7 +66,7 @@ FUSEDOPS_SIMT_CALLED inline int sync_block(const char* name, bool predicate,
   return running->barrier(predicate, {name, __builtin_return_address(0), at, 0});
 }
 
-// An inlined call of sync_block that is never a jump, which would leave no return address.
+// Calls sync_block, which reads its return address: the asm statement prevents a tail call.
 __forceinline__ int call_sync_block(const char* name, bool predicate, std::source_location at) {
   int count = sync_block(name, predicate, at);
   asm volatile("" : "+r"(count));

@@ -1,7 +1,7 @@
-// One block: its threads as fibers, the order in which they run, and the barrier of all of them.
+// One block: its threads as fibers, the order in which they run, and their barrier.
 //
-// Threads run warp by warp and lane by lane, each until it waits, so that a run repeats itself
-// exactly. A warp runs until all its lanes wait before the next one does.
+// Threads run warp by warp and lane by lane, each until it waits, so every run has the same order.
+// A warp runs until all its lanes wait; then the next one runs.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace fusedops::simt {
 
-// What launch() was given. `call` runs the kernel with the arguments.
+// The arguments of launch(). `call` runs the kernel with the kernel's arguments.
 struct Launch {
   dim3 grid, block;
   size_t smem;
@@ -28,8 +28,8 @@ struct Launch {
   const void* arguments;
 };
 
-// A call that waits for other threads. `at` is the line even where addr2line is missing, and keeps
-// the compiler from merging the calls of two branches into one.
+// A call that waits for other threads. `at` gives the line even without addr2line, and keeps the
+// compiler from merging the calls of two branches.
 struct Call {
   const char* name = nullptr;
   const void* pc = nullptr;
@@ -45,14 +45,14 @@ struct Thread {
   State state = State::exited;
   Call call;
   int source = 0;                  // the lane that a shuffle reads
-  uint64_t value = 0, result = 0;  // what a shuffle or a vote gives and gets
+  uint64_t value = 0, result = 0;  // what a shuffle or vote contributes and returns
 };
 
 struct Warp {
-  uint32_t lanes = 0;    // those that exist, as a mask
-  uint32_t ready = 0;    // to be run on
-  uint32_t next = 0;     // ready when the warp's next turn comes
-  uint32_t waiting = 0;  // for other lanes
+  uint32_t lanes = 0;    // mask of the lanes that exist
+  uint32_t ready = 0;    // lanes that can run now
+  uint32_t next = 0;     // lanes that can run in the warp's next turn
+  uint32_t waiting = 0;  // lanes that wait for other lanes
   uint32_t exited = 0;
 };
 
@@ -70,17 +70,17 @@ inline uint3 unravel(int64_t i, dim3 size) {
 
 class Block {
  public:
-  // This CPU thread's, which holds the stacks and the arena from launch to launch.
+  // Returns this CPU thread's block. It keeps the stacks and the arena between launches.
   static Block& mine();
 
   Block() = default;
   Block(const Block&) = delete;
   ~Block() { std::free(cells); }
 
-  // Runs one block; returns what was wrong with it, or nothing.
+  // Runs one block; returns its error, or an empty string.
   std::string run(const Launch& launch, int64_t block);
 
-  // Ends the block from within one of its threads. The message is made on the CPU thread's stack.
+  // Ends the block from one of its threads. The message is built on the CPU thread's stack.
   [[noreturn]] FUSEDOPS_SIMT_UNSEEN void stop(std::function<std::string()> message) {
     message_ = std::move(message);
     stopped_ = true;
@@ -94,7 +94,7 @@ class Block {
     thread().fiber.switch_to(host_);
   }
 
-  // The same after an atomic, for a thread that waits for nobody.
+  // Like that, after an atomic, for a thread that does not wait.
   FUSEDOPS_SIMT_INLINE void yield(bool changed) {
     spins_ = changed ? 0 : spins_ + 1;
     if (spins_ == kSpins) stop_stuck();
@@ -118,11 +118,11 @@ class Block {
   int number = 0;  // of the running thread
   Arena arena;
   Clocks clocks;
-  Cell* cells = nullptr;     // of the arena, where the hooks are compiled in
+  Cell* cells = nullptr;     // the arena's cells, if the hooks are compiled in
   uint32_t first_epoch = 0;  // of this block
 
  private:
-  // So many atomics in a row that change nothing wait for what never comes.
+  // This many atomics in a row that change nothing are a wait that never ends.
   static constexpr int kSpins = 1 << 24;
 
   static void enter();
@@ -145,8 +145,8 @@ class Block {
 // Null while no kernel runs on this CPU thread.
 FUSEDOPS_SIMT_PER_CPU Block* running = nullptr;
 
-// Whether shared accesses are seen: __tsan_init, which instrumented files call when they are
-// loaded, says so.
+// Whether shared accesses are checked. Instrumented files call __tsan_init when they are loaded,
+// which sets it.
 inline constinit bool hooked = false;
 
 inline Block& Block::mine() {
@@ -155,7 +155,7 @@ inline Block& Block::mine() {
   return *block;
 }
 
-// Whether two threads wait in one call of the source. The compiler may have made several of it.
+// Whether two threads wait in the same call of the source. The compiler may have copied that call.
 FUSEDOPS_SIMT_UNSEEN inline bool same_call(const Call& a, const Call& b) {
   if (a.pc == b.pc) return true;
   if (a.at.line() != b.at.line() || a.at.column() != b.at.column()) return false;
@@ -187,7 +187,7 @@ inline void Block::begin(const Launch& launch, int64_t block) {
   stopped_ = false;
   blockDim = launch.block, gridDim = launch.grid, blockIdx = unravel(block, launch.grid);
   arena.begin(launch.smem);
-  // pages that no kernel touches are never made
+  // pages that no kernel touches are never allocated
   if (hooked && !cells) cells = static_cast<Cell*>(std::calloc(kArena, sizeof(Cell)));
   clocks.begin(hooked ? size : 0);
   first_epoch = clocks.epoch;
@@ -221,7 +221,7 @@ inline std::string Block::run(const Launch& launch, int64_t block) {
   return kernel_name(launch.kernel) + ": block " + to_string(blockIdx) + ", " + message;
 }
 
-// Runs the lanes until each waits or has done an atomic; false where there was none to run.
+// Runs the lanes until each waits or has done an atomic; false if no lane could run.
 inline bool Block::run_warp(int w) {
   Warp& warp = warps[w];
   warp.ready |= warp.next;
@@ -245,7 +245,7 @@ inline void Block::abandon() {
   for (int t = 0; t < size; ++t) threads[t].fiber.abandon();
 }
 
-// Returns how many threads came with a true predicate.
+// Returns the number of threads whose predicate is true.
 inline int Block::barrier(bool predicate, const Call& call) {
   thread().call = call;
   thread().state = State::at_barrier;
@@ -255,7 +255,7 @@ inline int Block::barrier(bool predicate, const Call& call) {
   return result_;
 }
 
-// All threads wait at barriers: they go on if it is one and the same.
+// Called when all threads wait at barriers. They continue if all wait at the same one.
 inline void Block::release() {
   for (int t = 1; t < size; ++t) {
     if (!same_call(threads[0].call, threads[t].call)) stop_stuck();

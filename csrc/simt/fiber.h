@@ -1,7 +1,7 @@
-// Fibers: contexts with a stack of their own, between which a CPU thread switches by hand.
+// Fibers: contexts with their own stacks, between which a CPU thread switches.
 //
-// On x86-64 a switch is a few instructions. ucontext, many times slower because it makes a system
-// call, serves other machines (and FUSEDOPS_SIMT_UCONTEXT).
+// On x86-64 a switch is a few instructions. Other machines (and FUSEDOPS_SIMT_UCONTEXT) use
+// ucontext, which is many times slower because it makes a system call.
 #pragma once
 
 #include <sys/mman.h>
@@ -40,15 +40,15 @@ struct Stack {
 class Registers {
  public:
   void prepare(Stack stack, void (*entry)()) {
-    // entry starts as if called: its (unused) return address makes the stack's top 16 n + 8
+    // entry starts as if called: its unused return address puts the top of the stack at 16 n + 8
     auto* top = reinterpret_cast<void**>(stack.low + stack.size);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(entry);
     top_ = top;
   }
 
-  // Leaves rbp and where to go on on this stack; the compiler saves what else is alive. In line and
-  // without a return instruction: a CPU, which predicts returns, would be wrong each time.
+  // Saves rbp and the address to resume at on this stack; the compiler saves all other live
+  // registers. Inline and without a return instruction, because the CPU would mispredict each.
   FUSEDOPS_SIMT_INLINE void switch_to(Registers& next) {
     void** save = &top_;
     void* load = next.top_;
@@ -97,7 +97,7 @@ class Registers {
 
 #endif
 
-// A fiber, or the CPU thread that resumes them. AddressSanitizer is told of every switch.
+// A fiber, or the CPU thread that resumes fibers. Every switch is reported to AddressSanitizer.
 class Fiber {
  public:
   void prepare(Stack stack, void (*entry)()) {
@@ -113,7 +113,7 @@ class Fiber {
 #endif
   }
 
-  // The first words of an entry; `from` is who switched to it.
+  // An entry function calls this first; `from` is the context that switched to it.
   FUSEDOPS_SIMT_UNSEEN void begin([[maybe_unused]] Fiber& from) {
 #if defined(__SANITIZE_ADDRESS__)
     const void* low;
@@ -122,14 +122,14 @@ class Fiber {
 #endif
   }
 
-  // The last words: it will not be switched to again.
+  // The last switch of a fiber, which is not resumed again.
   FUSEDOPS_SIMT_UNSEEN void end(Fiber& next) {
     leave(next, nullptr);
     registers_.switch_to(next.registers_);
     __builtin_unreachable();
   }
 
-  // What an abandoned fiber leaves on its stack must not be held against the next one.
+  // Clears an abandoned fiber's poison from its stack, so that the next fiber can use it.
   void abandon() {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(stack_.low, stack_.size);
@@ -149,7 +149,7 @@ class Fiber {
   [[maybe_unused]] void* shadow_ = nullptr;
 };
 
-// The stacks of one CPU thread, kept from launch to launch.
+// One CPU thread's stacks, kept between launches.
 class Stacks {
  public:
   Stacks() = default;
@@ -160,14 +160,14 @@ class Stacks {
 
   Stack at(size_t i) {
     while (lows_.size() <= i) lows_.push_back(map());
-    // tops at one distance from each other would all fall into the same set of the L1 cache
+    // equally spaced stack tops would all map to the same L1 cache set
     return {lows_[i] + kGuard, kSize - i % 32 * 128};
   }
 
  private:
   static constexpr size_t kGuard = 4096, kSize = 128 * 1024;
 
-  // A stack that overflows runs into its guard page, not into its neighbour.
+  // A stack that overflows hits its guard page instead of the next stack.
   static char* map() {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* low = mmap(nullptr, kGuard + kSize, PROT_READ | PROT_WRITE, flags, -1, 0);

@@ -1,6 +1,6 @@
-// What the compiler calls at each access under -fsanitize=thread. The program is not linked with
-// that sanitizer's library: these look at shared memory and at nothing else. memcpy, where it stays
-// one, is not reported: kernels fill shared memory by assignment.
+// The functions that the compiler calls at each access under -fsanitize=thread. The program is not
+// linked with that sanitizer's library: these functions check only shared memory. A memcpy that is
+// not inlined is not reported, so kernels fill shared memory by assignment.
 #pragma once
 
 #include "csrc/simt/touch.h"
@@ -49,7 +49,7 @@ FUSEDOPS_SIMT_HOOK void __tsan_func_exit(void*) {}
 FUSEDOPS_SIMT_HOOK void __tsan_vptr_read(void*) {}
 FUSEDOPS_SIMT_HOOK void __tsan_vptr_update(void*, void*) {}
 
-// Atomics of the C++ library, which come here too. Kernels use those of atomic.h.
+// The C++ library's atomics also call these hooks. Kernels use the atomics of atomic.h.
 #define FUSEDOPS_SIMT_ATOMIC_UPDATE(bits, type, what)                                         \
   FUSEDOPS_SIMT_HOOK type __tsan_atomic##bits##_fetch_##what(volatile void* p, type v, int) { \
     return __atomic_fetch_##what(static_cast<volatile type*>(p), v, __ATOMIC_SEQ_CST);        \

@@ -1,4 +1,5 @@
-// What csrc/cuda/launch.cuh gives under nvcc: launches, shared memory, 16-byte access, the device.
+// The emulator's counterpart of csrc/cuda/launch.cuh: launches, shared memory, 16-byte accesses and
+// device limits.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,7 @@ struct CUstream_st;
 
 namespace fusedops::simt {
 
-// What a GPU would refuse of a launch, or nothing.
+// Why a GPU would refuse a launch, or an empty string.
 inline std::string refused(const Launch& launch) {
   const dim3 grid = launch.grid, block = launch.block;
   const bool deep = block.x > 1024 || block.y > 1024 || block.z > 64;
@@ -39,13 +40,13 @@ inline std::string refused(const Launch& launch) {
 inline std::string run_block(const Launch& launch, int64_t block) {
   try {
     return Block::mine().run(launch, block);
-  } catch (const std::exception& error) {  // none may leave a parallel region
+  } catch (const std::exception& error) {  // must not leave a parallel region
     return error.what();
   }
 }
 
-// Of several errors that of the first block is thrown: blocks behind it are skipped, those before
-// it still run.
+// If several blocks fail, the first block's error is thrown: later blocks are skipped, earlier ones
+// still run.
 inline void run_grid(const Launch& launch) {
   if (const std::string why = refused(launch); !why.empty()) {
     throw std::runtime_error(kernel_name(launch.kernel) + ": " + why);
@@ -66,7 +67,7 @@ inline void run_grid(const Launch& launch) {
   if (!message.empty()) throw std::runtime_error(message);
 }
 
-// The running block's array of a declaration; stops the block where a GPU has no room for it.
+// The running block's array for a declaration; ends the block if a GPU has no room for it.
 FUSEDOPS_SIMT_CALLED inline char* shared_array(const void* tag, const char* name, size_t bytes) {
   Block& block = *running;
   const Array* array = block.arena.declare(tag, name, bytes);
@@ -112,7 +113,7 @@ namespace fusedops::cuda {
 
 using Stream = CUstream_st*;  // as CUDA declares cudaStream_t; always null
 
-// Runs the grid to its end. Throws what a GPU would refuse, and what was found wrong in a block.
+// Runs the whole grid. Throws if a GPU would refuse the launch or a block has an error.
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, Stream, A... args) {
   struct Bound {
@@ -157,10 +158,10 @@ __forceinline__ void store_global(void* p, Word word) {
   store_word(p, word);
 }
 
-// A small device, so that grids which fill it stay small.
+// A small device, so that grids that fill it stay small.
 inline int multiprocessors() { return 3; }
 
-// What the kernel's static arrays leave; how large they are is not known before it runs.
+// The bytes besides the kernel's static arrays, whose size is not known before it runs.
 template <class... P>
 size_t max_shared_memory(void (*)(P...)) {
   return simt::kMaxShared - 4096;

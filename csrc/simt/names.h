@@ -1,4 +1,4 @@
-// CUDA's own names for a C++ compiler: qualifiers, index types, built-in variables, arithmetic.
+// Defines CUDA's qualifiers, index types, variables and arithmetic for a C++ compiler.
 #pragma once
 
 #include <cmath>
@@ -11,13 +11,13 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 
-// A variable that every CPU thread has, found without a call.
+// A thread-local variable that is accessed without a call.
 #define FUSEDOPS_SIMT_PER_CPU \
   inline thread_local constinit __attribute__((tls_model("initial-exec")))
-// A function whose accesses the hooks of -fsanitize=thread do not see.
+// A function whose memory accesses do not call the hooks of -fsanitize=thread.
 #define FUSEDOPS_SIMT_UNSEEN __attribute__((no_sanitize("thread")))
 #define FUSEDOPS_SIMT_INLINE __attribute__((always_inline)) FUSEDOPS_SIMT_UNSEEN
-// One that finds its caller's line by its return address.
+// A function that finds its caller's line from its return address.
 #define FUSEDOPS_SIMT_CALLED __attribute__((noinline)) FUSEDOPS_SIMT_UNSEEN
 
 struct uint3 {
@@ -38,7 +38,7 @@ __forceinline__ uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
   return {x, y, z, w};
 }
 
-// Set for each thread before it runs on.
+// Set for each thread before it is resumed.
 FUSEDOPS_SIMT_PER_CPU uint3 threadIdx{}, blockIdx{};
 FUSEDOPS_SIMT_PER_CPU dim3 blockDim{}, gridDim{};
 inline constexpr int warpSize = 32;
@@ -68,7 +68,7 @@ template <std::integral T>
 __forceinline__ T max(T a, T b) {
   return a < b ? b : a;
 }
-// The other operand where one is NaN, as on a GPU.
+// If one operand is NaN, returns the other, as on a GPU.
 __forceinline__ float min(float a, float b) { return fminf(a, b); }
 __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
 __forceinline__ double min(double a, double b) { return fmin(a, b); }

@@ -1,10 +1,10 @@
-// Which access of a byte of shared memory came before which: the shadow of the arena.
+// Detects races on bytes of shared memory: the shadow of the arena.
 //
 // A barrier of the block orders everything before it against everything after it: it begins a new
 // epoch. Within an epoch, threads of different warps are unordered, and lanes of one warp are
 // ordered by __syncwarp: each lane has a vector clock of its warp's 32 lanes. Shuffles, votes and
-// atomics order no memory. Two accesses race when neither came before the other, unless both read
-// or both are atomic. Each byte keeps its last write, and the reads (or the atomics) since.
+// atomics do not order memory. Two accesses race if neither came before the other, unless both read
+// or both are atomic. Each byte keeps its last write, and the reads (or atomics) since.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@ inline constexpr int kMaxThreads = 1024, kLanes = 32;
 
 enum class Access : uint8_t { read, write, atomic };
 
-// Who did it, where and when: `time` is the lane's own entry in its clock.
+// Identifies an access: the thread, the code address and the time. `time` is the lane's own entry
+// in its clock.
 struct Stamp {
   const void* pc = nullptr;
   uint32_t epoch = 0, time = 0;
@@ -38,7 +39,7 @@ struct Clocks {
 
   FUSEDOPS_SIMT_UNSEEN uint32_t time(int thread) const { return of[thread][thread % kLanes]; }
 
-  // __syncwarp: what any of these lanes knows, all know, and their times move on.
+  // __syncwarp: the lanes' clocks are merged, and each lane's time advances.
   FUSEDOPS_SIMT_UNSEEN void join(int warp, uint32_t lanes) {
     uint32_t known[kLanes] = {};
     for (uint32_t left = lanes; left; left &= left - 1) {
@@ -53,20 +54,20 @@ struct Clocks {
     }
   }
 
-  // Whether an access came before what `thread` does now.
+  // Whether an access precedes the current access of `thread`.
   FUSEDOPS_SIMT_UNSEEN bool before(const Stamp& s, int thread) const {
     if (s.epoch != epoch || s.thread == thread) return true;
     return s.thread / kLanes == thread / kLanes && of[thread][s.thread % kLanes] >= s.time;
   }
 };
 
-// Reads, or atomics, of one byte in one epoch, none of which came before another.
+// Reads, or atomics, of one byte in one epoch, none of which precedes another.
 struct Together {
-  Stamp last;          // of the warp whose lanes are kept
-  Stamp other;         // of any other warp
-  uint32_t lanes = 0;  // of last's warp
+  Stamp last;          // an access by the warp whose lanes are kept
+  Stamp other;         // an access by any other warp
+  uint32_t lanes = 0;  // the lanes of last's warp
 
-  // One that did not come before what `thread` does now, or null.
+  // Returns an access that does not precede the current one of `thread`, or null.
   FUSEDOPS_SIMT_UNSEEN const Stamp* unordered(const Clocks& clocks, int thread) {
     if (!clocks.before(last, thread)) return &last;
     if (!clocks.before(other, thread)) return &other;
@@ -86,8 +87,8 @@ struct Together {
       other = now;
     } else {
       if (last.time != now.time) drop_ordered(clocks, now.thread);
-      // Lanes that met under partial masks may differ in time. The least of them may hide a race
-      // and never makes one up.
+      // Lanes that synchronized under partial masks may have different times. Keeping the smallest
+      // may hide a race but never reports a false one.
       const bool older = (lanes & ~lane) && last.time < now.time;
       const uint32_t time = older ? last.time : now.time;
       last = now;
@@ -105,14 +106,14 @@ struct Together {
   }
 };
 
-// A byte of the arena, or all four of a word that is only ever touched whole.
+// The shadow of one arena byte, or of a whole word if every access covers the whole word.
 struct Cell {
   Stamp write;
   Together together;
-  uint32_t written = 0;  // the block in which it last was
-  uint32_t split = 0;    // the block in which its word last was touched in part
+  uint32_t written = 0;  // the last block that wrote it
+  uint32_t split = 0;    // the last block that accessed part of its word
 
-  // Notes an access; returns the earlier one that it races with, or null.
+  // Records an access; returns the earlier access that it races with, or null.
   FUSEDOPS_SIMT_UNSEEN const Stamp* note(const Clocks& clocks, const Stamp& now) {
     if (!clocks.before(write, now.thread)) return &write;
     const bool current = together.last.epoch == now.epoch;

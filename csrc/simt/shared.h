@@ -1,4 +1,5 @@
-// Shared memory: one arena for each CPU thread, and which ranges of it the running block declared.
+// Shared memory: one arena per CPU thread, and the arrays that the running block has declared in
+// it.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +17,13 @@
 namespace fusedops::simt {
 
 inline constexpr size_t kMaxShared = 227 * 1024;  // a block's, on sm_90
-inline constexpr size_t kMaxStatic = 48 * 1024;   // of these without being asked for
-inline constexpr size_t kArena = 256 * 1024;      // with what keeps arrays apart
+inline constexpr size_t kMaxStatic = 48 * 1024;   // of these by default
+inline constexpr size_t kArena = 256 * 1024;      // with the gaps between arrays
 
-// Where the running block's arena begins; no address is within kArena bytes of 0.
+// The start of the running block's arena; no address is within kArena bytes of 0.
 FUSEDOPS_SIMT_PER_CPU uintptr_t arena_low = 0;
 
-// An array of shared memory: its declaration's tag, its name, and where it lies in the arena.
+// An array of shared memory: its declaration's tag, its name, and its place in the arena.
 struct Array {
   const void* tag = nullptr;
   const char* name = "";
@@ -48,8 +49,8 @@ class Arena {
     add({nullptr, "dynamic shared memory", 0, dynamic_bytes});
   }
 
-  // The array of a declaration, made by the first of the block's threads to reach it; null
-  // where a GPU has no room for it.
+  // A declaration's array, made by the block's first thread to reach it; null if a GPU has no room
+  // for it.
   FUSEDOPS_SIMT_UNSEEN const Array* declare(const void* tag, const char* name, size_t bytes) {
     for (int i = 1; i < arrays_; ++i) {
       if (array_[i].tag == tag) return &array_[i];
@@ -59,7 +60,7 @@ class Arena {
     return add({tag, name, end_, bytes});
   }
 
-  // The last array that begins at or before offset.
+  // Returns the last array that begins at or before offset.
   FUSEDOPS_SIMT_UNSEEN const Array& nearest(size_t offset) const {
     int i = arrays_ - 1;
     while (array_[i].offset > offset) --i;
@@ -74,9 +75,9 @@ class Arena {
 
  private:
   static constexpr int kArrays = 64;
-  static constexpr size_t kGap = 64;  // nobody's bytes between two arrays
+  static constexpr size_t kGap = 64;  // unused bytes between two arrays
 
-  // Fresh bytes are 0xFF: NaN to a float, -1 to an int.
+  // Uninitialized bytes are 0xFF: NaN as a float, -1 as an int.
   const Array* add(Array array) {
     mark(array.offset, array.bytes, true);
     std::memset(memory_ + array.offset, 0xFF, array.bytes);
@@ -91,7 +92,7 @@ class Arena {
     return sum;
   }
 
-  // Tells AddressSanitizer which bytes may be touched.
+  // Tells AddressSanitizer which bytes may be accessed.
   void mark([[maybe_unused]] size_t offset, [[maybe_unused]] size_t bytes,
             [[maybe_unused]] bool usable) {
 #if defined(__SANITIZE_ADDRESS__)

@@ -1,5 +1,5 @@
-// What is checked of an access to shared memory: it lies in one array, reads what was written, and
-// races with no other.
+// Checks an access to shared memory: it must be within one array, read only what was written, and
+// race with no other access.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ inline std::string sentence(const Block& block, const Stamp& stamp, const std::s
   });
 }
 
-// The cells of the word that holds the byte at offset, one for each byte from now on.
+// Returns the cells of the word at offset, and gives each byte its own cell from now on.
 FUSEDOPS_SIMT_UNSEEN inline void split(Block& block, size_t offset) {
   Cell* word = &block.cells[offset / 4 * 4];
   if (word->split == block.first_epoch) return;
@@ -64,7 +64,7 @@ FUSEDOPS_SIMT_UNSEEN inline void split(Block& block, size_t offset) {
   for (int i = 1; i < 4; ++i) word[i] = *word;
 }
 
-// An access to the arena of the running block.
+// Checks an access to the running block's arena.
 FUSEDOPS_SIMT_UNSEEN inline void touch(uintptr_t address, size_t bytes, Access access,
                                        const void* pc) {
   Block& block = *running;

@@ -1,8 +1,8 @@
-// What the lanes of a warp do together: shuffles, votes and __syncwarp.
+// Operations of a warp's lanes: shuffles, votes and __syncwarp.
 //
-// Each waits for the lanes of its mask. The last to come serves them all, from values that none can
-// yet have overwritten. CUDA leaves undefined what a lane reads from one outside the mask, and what
-// happens when a lane of the mask is absent: here both are errors.
+// Each lane waits for the lanes of its mask. The last one to arrive serves them all, from values
+// that no lane can have overwritten yet. Reading from a lane outside the mask and a missing lane of
+// the mask are undefined in CUDA; here both are errors.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace fusedops::simt {
 
-// Gives each lane of the mask its result; the last of them calls it.
+// Gives each lane of the mask its result. Called by the last lane to arrive.
 using Serve = void (*)(Block& block, Thread* lanes, uint32_t mask);
 
 [[noreturn]] FUSEDOPS_SIMT_UNSEEN inline void stop_in_warp(Block& block, const Thread& thread,
@@ -57,7 +57,7 @@ FUSEDOPS_SIMT_CALLED inline uint64_t meet(const char* name, uint32_t mask, uint6
   Block& block = *running;
   Thread& thread = block.thread();
   Thread* lanes = &thread - block.number % kLanes;
-  thread.call.name = name;  // one by one: a copy of a fresh struct waits for its stores
+  thread.call.name = name;  // field by field: copying a new struct would stall on its stores
   thread.call.pc = __builtin_return_address(0);
   thread.call.at = at;
   thread.call.mask = mask;
@@ -78,7 +78,7 @@ FUSEDOPS_SIMT_CALLED inline uint64_t meet(const char* name, uint32_t mask, uint6
   return thread.result;
 }
 
-// An inlined call of meet that is never a jump, which would leave no return address.
+// Calls meet, which reads its return address: the asm statement prevents a tail call.
 __forceinline__ uint64_t call_meet(const char* name, uint32_t mask, uint64_t value, int source,
                                    Serve serve, std::source_location at) {
   uint64_t result = meet(name, mask, value, source, serve, at);
@@ -111,7 +111,8 @@ FUSEDOPS_SIMT_UNSEEN inline void serve_shuffle(Block& block, Thread* lanes, uint
 
 FUSEDOPS_SIMT_UNSEEN inline int this_lane() { return running->number % kLanes; }
 
-// `source` as PTX's shfl has it: a lane that leaves its group of `width` reads itself.
+// Computes `source` like PTX's shfl: a lane whose source is outside its group of `width` reads
+// itself.
 template <class T>
 __forceinline__ T shuffle(const char* name, unsigned mask, T value, int source, bool inside,
                           std::source_location at) {

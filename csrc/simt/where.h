@@ -1,4 +1,4 @@
-// A code address as a line of source: what every error of the emulator ends in.
+// Turns a code address into a source line, for the emulator's errors.
 #pragma once
 
 #include <dlfcn.h>
@@ -48,7 +48,7 @@ inline std::string short_function(const std::string& name) {
   return bare.substr(bare.find_last_of(": ") + 1);
 }
 
-// Pairs of lines, function and place: what was inlined at the address, innermost first.
+// Pairs of lines, function and place, for the calls inlined at the address, innermost first.
 inline std::string addr2line(const void* pc) {
   Dl_info info;
   link_map* map = nullptr;
@@ -66,8 +66,8 @@ inline bool is_ours(const std::string& place) {
          place.find("/include/c++/") != std::string::npos;
 }
 
-// The calls that were inlined there, innermost first, without the emulator's own. A function that
-// the compiler split in two shows as if inlined into itself.
+// The calls inlined at the address, innermost first, without the emulator's own. A function that
+// the compiler split in two appears to be inlined into itself.
 inline std::vector<Frame> read_frames(const void* pc) {
   std::vector<Frame> frames;
   std::istringstream lines(addr2line(pc));
@@ -79,7 +79,7 @@ inline std::vector<Frame> read_frames(const void* pc) {
   return frames;
 }
 
-// `function+offset`, where there is no addr2line or no debug information.
+// `function+offset`, if addr2line or debug information is missing.
 inline std::string symbol(const void* pc) {
   Dl_info info;
   if (!dladdr(pc, &info)) return "an unknown address";
@@ -101,7 +101,7 @@ inline std::string describe_address(const void* pc) {
   return text;
 }
 
-// Of a return address. Asking takes a process, so each is asked for once.
+// The line of a return address. A lookup starts a process, so results are cached.
 inline std::string where(const void* returns_to) {
   static std::mutex mutex;
   static std::map<const void*, std::string> known;
@@ -111,7 +111,7 @@ inline std::string where(const void* returns_to) {
   return at->second;
 }
 
-// Of a kernel's first instruction: its name with its template's arguments.
+// A kernel's name with its template arguments, from its first instruction.
 inline std::string kernel_name(const void* kernel) {
   std::istringstream lines(addr2line(kernel));
   std::string name, line;

@@ -138,6 +138,6 @@ def _plot_times(axes, results: dict) -> None:
         label = f"{name}, median {middle:.1f} ms"
         axes.hist([min(s, longest) for s in steps], **shown, color=COLORS[name], label=label)
         axes.axvline(middle, color=COLORS[name], lw=1.6)
-    axes.set(xlabel="step time (ms); the last bar holds all that is slower", ylabel="steps")
+    axes.set(xlabel="step time (ms); the last bar counts all slower steps", ylabel="steps")
     axes.set_title("Step times")
     axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend

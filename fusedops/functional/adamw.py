@@ -45,7 +45,7 @@ def clip_grad_norm_(
     float32, float16 and bfloat16 gradients on one device, with sums in float32 and float64. torch's
     function handles everything else. The host never waits for a GPU unless error_if_nonfinite is
     set. Returns the norm before clipping, float32 []. Raises RuntimeError if error_if_nonfinite is
-    set and the norm is not finite.
+    set and the norm is not finite. Pascanu et al., arXiv:1211.5063.
     """
     from torch.nn.utils import clip_grad_norm_ as original
 
@@ -125,16 +125,16 @@ def adamw_step_reference(
         if lrs:
             option["lr"] = float(lrs[group])
         step += 1
-        most = next(rest[0]) if option["amsgrad"] else None
+        maximum = next(rest[0]) if option["amsgrad"] else None
         scale = [next(rest[1]), next(rest[1])] if m.dtype == torch.int8 else None
         remainder = next(rest[2]) if rounding == REMAINDER else None
         draw = Random(adamw_key(seed, int(step), index), p.numel(), row, first)
         g = g.to(torch.promote_types(g.dtype, torch.float32))
         g = g * -factor if option["maximize"] else g * factor
-        _step_one(p, g, m, v, most, scale, remainder, rounding, option, float(step), draw)
+        _step_one(p, g, m, v, maximum, scale, remainder, rounding, option, float(step), draw)
 
 
-def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
+def _step_one(p, g, m, v, maximum, scale, remainder, rounding, option, t, draw):
     wide = torch.promote_types(p.dtype, torch.float32)
     master = with_remainder(p, remainder) if rounding == REMAINDER else p.to(wide)
     old_m, old_v = (
@@ -144,13 +144,13 @@ def _step_one(p, g, m, v, most, scale, remainder, rounding, option, t, draw):
     keep = ~(g * g).isfinite()
     new_m = torch.where(keep, old_m, beta1 * old_m + (1 - beta1) * g)
     new_v = torch.where(keep, old_v, beta2 * old_v + (1 - beta2) * g * g)
-    under_root = new_v if most is None else torch.maximum(most, new_v)
+    under_root = new_v if maximum is None else torch.maximum(maximum, new_v)
     denominator = under_root.sqrt() / math.sqrt(1 - beta2**t) + option["eps"]
     updated = master * (1 - lr * option["weight_decay"])
     updated = updated - lr / (1 - beta1**t) * new_m / denominator
     updated = torch.where(keep, master, updated)
-    if most is not None:
-        most.copy_(under_root)
+    if maximum is not None:
+        maximum.copy_(under_root)
     if scale:
         for tensor, value in zip((m, v, *scale), _encoded(new_m, new_v, draw), strict=True):
             tensor.copy_(value.reshape(tensor.shape))  # scales may be [rows, blocks of a row]
@@ -220,7 +220,7 @@ def encoded(
 
 def _encoded(m: Tensor, v: Tensor, draw: "Random") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide_m, root = blocks(m, draw.row), blocks(v, draw.row).sqrt()
-    m_scale, most = wide_m.abs().amax(1), root.amax(1)
+    m_scale, max_root = wide_m.abs().amax(1), root.amax(1)
     tiny = torch.finfo(torch.float32).tiny
 
     def relative(t, largest):
@@ -228,9 +228,9 @@ def _encoded(m: Tensor, v: Tensor, draw: "Random") -> tuple[Tensor, Tensor, Tens
 
     c = (relative(wide_m.abs(), m_scale).sqrt() * 127).round() * wide_m.sign()
     chance = (draw.bytes().to(m.device, torch.float32) + 0.5) / 256 - 1
-    d = (relative(root, most).sqrt() * 256 + chance).floor().clamp(0, 255)
+    d = (relative(root, max_root).sqrt() * 256 + chance).floor().clamp(0, 255)
     m_codes, v_codes = (unblocked(t, m, draw.row) for t in (c.to(torch.int8), d.byte()))
-    return m_codes, v_codes, m_scale.float(), most.sqrt().float()
+    return m_codes, v_codes, m_scale.float(), max_root.sqrt().float()
 
 
 # 16-bit parameters.

@@ -1,4 +1,4 @@
-"""attention, torch's scaled_dot_product_attention, and their reference.
+"""attention and scaled_dot_product_attention, with their reference in plain PyTorch.
 
 One pass over the keys, with the softmax's sums corrected on the way: Dao et al., arXiv:2205.14135;
 Dao, arXiv:2307.08691. Grouped heads: Ainslie et al., arXiv:2305.13245. Sinks, one number per head
@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
     with the first key, as in torch. Nested tensors, and is_causal together with attn_mask, go to
     torch's own function. (On CPUs, torch 2.13 applies both masks in its flash kernel, and raises
     where that kernel does not run.) Raises RuntimeError if shapes do not broadcast or head counts
-    do not divide.
+    do not divide, and TypeError for arguments of another type.
     """
     if not isinstance(is_causal, bool):
         raise TypeError(
@@ -117,7 +117,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     shape: tuple[int, ...] = query.shape
-    if len(shape) != 4 or not _alike(query, key, value, enable_gqa):
+    if len(shape) != 4 or not _same_batch(query, key, value, enable_gqa):
         batch_end = -3 if enable_gqa else -2
         shape = _scores_shape(query, key, value, batch_end)
         if enable_gqa:
@@ -132,14 +132,14 @@ def scaled_dot_product_attention(
     return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
 
 
-def _not_a_tensor(**given: object) -> TypeError:
-    name, wrong = next((n, t) for n, t in given.items() if not isinstance(t, Tensor))
+def _not_a_tensor(**arguments: object) -> TypeError:
+    name, wrong = next((n, t) for n, t in arguments.items() if not isinstance(t, Tensor))
     return TypeError(
         f"scaled_dot_product_attention: {name} must be a tensor, got {type(wrong).__name__}"
     )
 
 
-def _alike(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+def _same_batch(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     """Whether no broadcasting is needed: equal batch and heads, or only query has more heads."""
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if shape == key_shape == value_shape:
@@ -149,7 +149,7 @@ def _alike(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
 
 
 def _no_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether value has no heads while another tensor has some: torch then returns zeros."""
+    """Whether value has no heads but another tensor has: torch then returns zeros."""
     tensors = query, key, value
     return (
         min(t.dim() for t in tensors) > 2
@@ -279,15 +279,15 @@ def attention_reference(
 
 
 def _logsumexp(s):
-    """logsumexp that is also right if all scores are finfo.min.
+    """logsumexp that is also correct if all scores are finfo.min.
 
-    There, torch's loses log(n) in its sum and gives gradients of 1.
+    For those, torch's function loses log(n) in its sum and gives gradients of 1.
     """
     if s.shape[-1] == 0:
         return s.sum(-1, keepdim=True) - torch.inf
-    most = s.detach().amax(-1, keepdim=True)
-    most = torch.where(most.isfinite(), most, 0)
-    return most + (s - most).logsumexp(-1, keepdim=True)
+    max_score = s.detach().amax(-1, keepdim=True)
+    max_score = torch.where(max_score.isfinite(), max_score, 0)
+    return max_score + (s - max_score).logsumexp(-1, keepdim=True)
 
 
 def _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left):

@@ -1,4 +1,4 @@
-"""torch's cross_entropy and linear_cross_entropy, and their references.
+"""cross_entropy and linear_cross_entropy, as in torch, with their references.
 
 The softmax's denominator takes one pass over the logits: Milakov and Gimelshein, arXiv:1805.02867.
 linear_cross_entropy computes the logits one tile at a time: Wijmans et al., arXiv:2411.09009.
@@ -46,12 +46,12 @@ def cross_entropy(
 
     Returns the loss in dtype, by default the input's: `cross_entropy(x, t, dtype=torch.float32)` is
     `F.cross_entropy(x.float(), t)` without the copy. Under autocast the loss is float32, as in
-    torch. Computation is in float32 (float64 for float64, whose loss is float64). The logits are
-    never written to.
+    torch. Computation is in float32; for float64 inputs, computation and loss are float64. The
+    logits are never written to.
 
-    The backward computes the gradient, by default. With grad_in_forward, the forward computes it:
-    that reads the logits once less and stores the gradient instead of them. That gradient is
-    rounded before it is scaled by the loss's own gradient, and has no double backward.
+    By default, the backward computes the gradient. With grad_in_forward, the forward computes it:
+    it reads the logits one time less and stores the gradient instead of the logits. That gradient
+    is rounded before it is scaled by the loss's own gradient, and has no double backward.
     grad_in_forward has no effect for ATen calls or for float16, which would underflow before a
     GradScaler's factor is applied.
 
@@ -62,13 +62,13 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
-    how = ignore_index, reduction, label_smoothing
+    options = ignore_index, reduction, label_smoothing
     if traced(input, target, weight):
         return torch.ops.fusedops.cross_entropy(
             input,
             target,
             weight,
-            *how,
+            *options,
             z_loss=z_loss,
             softcap=softcap,
             scale=scale,
@@ -76,7 +76,7 @@ def cross_entropy(
             dtype=dtype,
         )
     return _C.cross_entropy(
-        input, target, weight, *how, z_loss, softcap, scale, grad_in_forward, dtype
+        input, target, weight, *options, z_loss, softcap, scale, grad_in_forward, dtype
     )
 
 
@@ -100,17 +100,17 @@ def linear_cross_entropy(
 
     The logits exist only one tile at a time. input: [..., H]. linear_weight: [C, H]. target: int64
     class indices [...]. linear_bias, weight: [C]. input and linear_weight share a dtype: float32,
-    float16 or bfloat16. Three cases run ATen calls with all logits in memory: float64,
-    probabilities, and the linear_weight [C, d1, ..., H] of a K-dimensional loss. Any strides. The
-    other arguments, the formula and the result are `cross_entropy`'s.
+    float16 or bfloat16, with any strides. Three cases run ATen calls with all logits in memory:
+    float64, probabilities as targets, and the linear_weight [C, d1, ..., H] of a K-dimensional
+    loss. The other arguments, the formula and the result are `cross_entropy`'s.
 
     Tiles and sums are float32. CPUs with fast bfloat16 matmuls use bfloat16 tiles, rounded as
     eager's logits are. For 16-bit inputs, the backward recomputes the logits: this costs one matmul
     and saves the float32 sum of the weight's gradient. For float32, or bfloat16 with a frozen
     linear_weight, the forward computes the gradients of "mean" and "sum", in blocks of at least 128
-    rows; those of bfloat16 are rounded before they are scaled by the loss's own gradient. On a CPU,
-    rows with an ignored target cost nothing. `options` is torch's choice of chunks and has no
-    effect. Raises as `cross_entropy` does.
+    rows. bfloat16 gradients are rounded before they are scaled by the loss's own gradient. On a
+    CPU, rows with an ignored target cost nothing. `options` chooses torch's chunks and has no
+    effect here. Raises what `cross_entropy` raises.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     tensors = input, linear_weight, target, linear_bias, weight
@@ -177,14 +177,14 @@ def cross_entropy_reference(
 
 
 def linear_cross_entropy_reference(
-    input, linear_weight, target, *, linear_bias=None, dtype=None, **how
+    input, linear_weight, target, *, linear_bias=None, dtype=None, **options
 ):
     classes = linear_weight.shape[:-1]
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
     if len(classes) == 1 and input.dim() > 2:
         target = target.flatten(0, -2) if target.is_floating_point() else target.flatten()
-        loss = cross_entropy_reference(logits.flatten(0, -2), target, dtype=dtype, **how)
+        loss = cross_entropy_reference(logits.flatten(0, -2), target, dtype=dtype, **options)
         return loss.view(input.shape[:-1]) if loss.dim() else loss
     logits = logits.unflatten(-1, classes)
-    return cross_entropy_reference(logits, target, dtype=dtype, **how)
+    return cross_entropy_reference(logits, target, dtype=dtype, **options)

@@ -1,8 +1,8 @@
-"""swiglu and geglu, the gated activations of transformers' MLPs, and their references.
+"""swiglu and geglu, the gated activations of transformers' MLPs, with their references.
 
-An activation of the gate, times the up projection: Shazeer, arXiv:2002.05202. Each is one operator
-with one pass over memory forward and one backward. The backward recomputes the activation instead
-of storing it.
+Both multiply an activation of the gate by the up projection: Shazeer, arXiv:2002.05202. Each is one
+operator with one pass over memory forward and one backward. The backward recomputes the activation
+instead of storing it.
 """
 
 import math

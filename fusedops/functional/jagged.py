@@ -1,8 +1,8 @@
-"""Row-wise operators on jagged nested tensors: runs them on the packed values.
+"""Runs row-wise operators on jagged nested tensors, through their packed values.
 
 torch.nested stores a batch of sequences of different lengths as one tensor of values plus offsets.
 A function that computes each row independently needs only the values. So only the arguments that
-hold rows may be jagged, all must have the same sequences, and a row must not span the ragged
+contain rows may be jagged, all must have the same sequences, and a row must not span the ragged
 dimension. Anything else would silently mix sequences.
 """
 
@@ -13,25 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.extension import _C  # noqa: F401  registers the operators, whose schemas are read
+from fusedops.backends import FAMILIES
 
 __all__ = ["operator"]
 
-# The arguments that hold rows, by their names in the operators' schemas.
+# The arguments that contain rows, by their names in the operators' schemas.
 ROWS = frozenset({"input", "x", "residual", "gate", "up"})
 # Operator: the names of its arguments. Dynamo cannot read schemas inside a function.
-OPERATORS = (
-    "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "linear", "quantized_linear",
-    "swiglu", "geglu",
-)  # fmt: skip
 ARGUMENTS = {
     name: tuple(a.name for a in getattr(torch.ops.fusedops, name).default._schema.arguments)
-    for name in OPERATORS
+    for names in FAMILIES.values()
+    for name in names
 }
 
 
 def operator(name: str, *tensors: Tensor | None) -> Callable:
-    """The operator from torch.ops; for jagged tensors, the same on their values.
+    """The operator from torch.ops; for jagged tensors, a function that runs it on their values.
 
     For jagged tensors it raises TypeError if a parameter is nested or if only some of the row
     arguments are jagged, RuntimeError if their sequences differ, and ValueError if a row would span

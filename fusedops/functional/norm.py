@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm and their residual-sum variants: functions and references.
+"""layer_norm, rms_norm and their residual-sum variants, with their references.
 
 Every function is one operator: C++ on CPUs, Triton (or CUDA C++) on GPUs, differentiable ATen calls
 elsewhere. The references below define the results.
@@ -80,11 +80,11 @@ def add_layer_norm(
     x, residual: [..., n], float32, float16, bfloat16 or float64, any strides. h has the dtype that
     the two promote to, so a float32 residual stream stays float32 if x is bfloat16. weight, bias:
     [n]; without a weight, the last dimension is normalized. y has h's dtype if the weight has it
-    too, else x's. Returns (y, h), both contiguous. dropout_p drops elements of x, always: pass 0.0
-    in eval mode. No mask is stored; `torch.manual_seed` makes it reproducible. One autograd node
-    produces both outputs, so a hook or `retain_grad` on h sees only the gradient that arrives
-    through h. Raises RuntimeError if a shape, a dtype or dropout_p does not fit. Ba et al.,
-    arXiv:1607.06450.
+    too, else x's. Returns (y, h), both contiguous. dropout_p: the probability that an element of x
+    is dropped; the function has no eval mode, so pass 0.0 there. No mask is stored;
+    `torch.manual_seed` makes it reproducible. One autograd node produces both outputs, so a hook or
+    `retain_grad` on h sees only the gradient that arrives through h. Raises RuntimeError if a
+    shape, a dtype or dropout_p does not fit. Ba et al., arXiv:1607.06450.
     """
     seen = traced(x, residual, weight, bias)
     op = operator("add_layer_norm", x, residual, weight, bias) if seen else _C.add_layer_norm
@@ -184,7 +184,7 @@ def dropout_mask_reference(seed, rows, n, p):
     c1, c2 = c1 & low, c2 + (row >> 32)
     k0, k1 = seed & low, seed >> 32
     for _ in range(7):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, regardless of sign
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits; the sign does not matter
         c0, c1, c2, c3 = p1 >> 32 & low ^ c1 ^ k0, p1 & low, p0 >> 32 & low ^ c3 ^ k1, p0 & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
     word = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :n]

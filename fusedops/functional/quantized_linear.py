@@ -10,9 +10,9 @@ scale:
     fp8     float8_e4m3fn [N, K]       scales [N, 1]        q s
 
 Default groups: a row for int8, 64 elements for int4 (or 32 or 128), a row for fp8. An nf4 block is
-64 elements of the flattened weight, whatever its shape, and every byte is as in bitsandbytes. The
-first of two codes in a byte is the high half. The last group of a row may be shorter. The tensors
-have the same layout on every device.
+64 elements of the flattened weight, for any shape, and every byte equals bitsandbytes'. The first
+of two codes in a byte is the high half. The last group of a row may be shorter. The tensors have
+the same layout on every device.
 
 A group with a NaN or infinity is entirely NaN. A group whose scale would be below 1e-38 is all
 zeros.
@@ -108,7 +108,8 @@ def quantize_weight(
     squared error; it is int4's default. With nf4, "mse" is still bitsandbytes' format, with
     different codes and scales. Raises TypeError if weight is not a floating-point matrix or is a
     DTensor, and ValueError for an invalid format, group_size or scale. Has no gradient. Dettmers et
-    al., arXiv:2208.07339 and arXiv:2305.14314.
+    al., arXiv:2208.07339 (int8) and arXiv:2305.14314 (nf4); Micikevicius et al., arXiv:2209.05433
+    (fp8).
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
@@ -123,8 +124,8 @@ def quantize_weight(
 def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The dequantized weight [N, K]: products in float32, rounded once to `dtype`.
 
-    For dtype=torch.float64, products are float64. Raises TypeError if qweight is not a
-    QuantizedWeight.
+    dtype: any floating-point dtype; for torch.float64, products are float64. Raises TypeError if
+    qweight is not a QuantizedWeight, and RuntimeError for another dtype.
     """
     check_quantized("dequantize_weight", qweight)
     run = dequantize_weight_reference if exports_onnx() else torch.ops.fusedops.dequantize_weight
@@ -166,7 +167,8 @@ def quantized_linear(
     float64 is computed in float64.
 
     Raises TypeError if qweight is not a QuantizedWeight, RuntimeError if a shape, dtype or device
-    does not match it, and ValueError for an invalid activation, input_format or compute.
+    does not match it, and ValueError for an invalid activation, input_format or compute. See
+    `quantize_weight` for papers.
     """
     check_quantized("quantized_linear", qweight)
     return product(x, _operands(qweight), bias, _layout(qweight), activation, input_format, compute)
@@ -177,12 +179,12 @@ def product(
     operands: tuple[Tensor, Tensor, Tensor | None],
     bias: Tensor | None,
     layout: tuple[str, int, int, int],
-    *how: str | None,
+    *options: str | None,
 ) -> Tensor:
     """quantized_linear for a weight given as separate tensors and layout."""
     is_traced = traced(x, bias, *operands)
     op = operator("quantized_linear", x, bias) if is_traced else _C.quantized_linear
-    return op(x, *operands, bias, *layout, *how)
+    return op(x, *operands, bias, *layout, *options)
 
 
 def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -297,9 +299,9 @@ def quantized_linear_reference(
 def operands_reference(
     qweight, scales, zeros, format, out_features, in_features, group_size, dtype
 ):
-    """The weight as the matmul reads it, and the factors [N] of its sums, or None.
+    """The matmul's weight operand, and the factors [N] that scale its sums, or None.
 
-    If each row has one scale, the matmul reads the codes themselves. They are exact in bfloat16.
+    If each row has one scale, the operand is the codes themselves, which are exact in bfloat16.
     """
     layout = format, out_features, in_features, group_size, dtype
     if format not in LARGEST or scales.shape[1] != 1:
@@ -324,13 +326,13 @@ def product_reference(x, weight, factors, bias, activation, input_format, comput
 
 
 def rounded_rows(x, input_format):
-    """Rows of x rounded to codes scaled by their largest element; straight-through gradient."""
+    """Rounds x's rows to codes scaled by the row's largest element; straight-through gradient."""
     wide = x.detach().to(torch.float32)
     largest = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.sum(-1, keepdim=True)
-    most = LARGEST[input_format]
-    step = _finite_or_nan(largest) * (1 / most)
+    max_code = LARGEST[input_format]
+    step = _finite_or_nan(largest) * (1 / max_code)
     codes = wide * _inverse(step)
-    codes = (codes.round() if input_format == "int8" else codes).clamp(-most, most)
+    codes = (codes.round() if input_format == "int8" else codes).clamp(-max_code, max_code)
     codes = codes if input_format == "int8" else codes.to(CODES["fp8"])
     acc = x.to(torch.promote_types(x.dtype, torch.float32))
     return acc + (codes.to(acc.dtype) * step - acc.detach())

@@ -35,7 +35,7 @@ class NotifyingLoader(importlib.abc.Loader):
         self.loader = loader
 
     def __getattr__(self, name):  # source and path, so that inspecting the spec works
-        if name == "loader":  # copy and pickle look up attributes before they set any
+        if name == "loader":  # copy and pickle read attributes before any is set
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -51,7 +51,7 @@ class NotifyingLoader(importlib.abc.Loader):
 def install() -> None:
     """Registers with packages already imported, and installs the finder for the others.
 
-    An older finder is replaced: two finders that search through each other would recurse forever.
+    It replaces an older finder, because two finders that call each other would recurse forever.
     """
     for theirs in AFTER_IMPORT:
         if theirs in sys.modules:
@@ -63,5 +63,5 @@ def install() -> None:
 def _register_with(theirs: str) -> None:
     try:
         importlib.import_module(AFTER_IMPORT[theirs])
-    except ImportError as error:  # another version, which must work without us too
+    except ImportError as error:  # an incompatible version must still work without fusedops
         warnings.warn(f"could not register fusedops with {theirs}: {error}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Drop-in torch.nn modules: same constructor, parameters and state dict, fused passes."""
+"""Drop-in torch.nn modules: same constructors, parameters and state dicts, fused kernels."""
 
 from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss

@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention, computed by `scaled_dot_product_attention`."""
+"""A fused torch.nn.MultiheadAttention."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,14 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention that never stores the scores. Same arguments and state dict.
 
-    Some calls run torch's own code: need_weights=True (torch's default, since weights are scores),
-    devices without a kernel, nested tensors, tensor subclasses, and invalid arguments, so that
-    torch raises its own error.
+    query: [L, B, embed_dim]. key: [S, B, kdim]. value: [S, B, vdim]. With batch_first, B comes
+    first; all three may lack B. All have the parameters' dtype: float32, float16, bfloat16 or
+    float64. Returns (output, None), or torch's (output, weights) with need_weights. output has
+    query's shape and dtype.
+
+    Some calls run torch's own code: need_weights=True (torch's default; the weights are the stored
+    scores), devices without a kernel, nested tensors, tensor subclasses, and invalid arguments, so
+    that torch raises its own error. Vaswani et al., arXiv:1706.03762.
     """
 
     def forward(
@@ -64,23 +69,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> Tensor:
         """query: [B, L, embed_dim]. key, value: [B, S, kdim or vdim]. Returns [B, L, embed_dim]."""
         if is_causal and key_padding_mask is None:
-            attn_mask = None  # the hint says that it is causal
+            attn_mask = None  # is_causal promises that attn_mask is the causal mask
         else:
             is_causal = False
         q, k, v = self._projected(query, key, value)
-        more = 0  # appended keys, which every query sees
+        extra = 0  # appended keys, which every query sees
         if self.bias_k is not None and self.bias_v is not None:
             k, v = (
                 torch.cat([t, own.to(t.dtype).expand(len(t), 1, -1)], 1)
                 for t, own in ((k, self.bias_k), (v, self.bias_v))
             )
-            more += 1
+            extra += 1
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-            more += 1
+            extra += 1
         seen = self._seen(query, key_padding_mask, attn_mask)
-        if seen is not None and more:
-            seen = F.pad(seen, (0, more), value=seen.dtype == torch.bool)
+        if seen is not None and extra:
+            seen = F.pad(seen, (0, extra), value=seen.dtype == torch.bool)
         shape = self.num_heads, self.head_dim
         q, k, v = (t.unflatten(-1, shape).transpose(1, 2) for t in (q, k, v))
         dropout_p = self.dropout if self.training else 0.0
@@ -103,7 +108,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _seen(
         self, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
     ) -> Tensor | None:
-        """Both masks as one that broadcasts to [B, H, L, S]: True is visible, numbers are added."""
+        """Merges both masks into one that broadcasts to [B, H, L, S].
+
+        If it is bool, True means visible; if it is floating-point, it is added to the scores.
+        """
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         if key_padding_mask is not None:
@@ -125,8 +133,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: bool,
     ) -> bool:
         """Whether the arguments are plain tensors of the shapes that torch documents."""
-        given = [t for t in (query, key, value, key_padding_mask, attn_mask) if t is not None]
-        if overridden(*given) or any(t.is_nested for t in given):
+        tensors = [t for t in (query, key, value, key_padding_mask, attn_mask) if t is not None]
+        if overridden(*tensors) or any(t.is_nested for t in tensors):
             return False
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
             return False
@@ -153,7 +161,7 @@ def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers to add: a bool True becomes -inf."""
+    """Converts a mask to numbers that are added to the scores: a bool True becomes -inf."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)

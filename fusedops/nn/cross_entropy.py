@@ -1,4 +1,4 @@
-"""torch.nn's CrossEntropyLoss and LinearCrossEntropyLoss, fused."""
+"""Fused versions of torch.nn's CrossEntropyLoss and LinearCrossEntropyLoss."""
 
 import math
 
@@ -13,7 +13,8 @@ __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss in one pass over the logits. Same arguments and state dict.
 
-    For the arguments beyond torch's, see `fusedops.functional.cross_entropy`.
+    For the extra arguments, shapes, dtypes, errors and papers, see
+    `fusedops.functional.cross_entropy`.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class LinearCrossEntropyLoss(torch.nn.modules.loss._WeightedLoss):
     """torch.nn.LinearCrossEntropyLoss: a linear layer and the cross entropy of its output.
 
     The logits exist only one tile at a time. Arguments, parameters (`linear.weight`, `linear.bias`)
-    and state dict are those of torch's module, which exists since torch 2.13. Its `options`, which
-    choose the chunks, are accepted and have no effect. For the arguments beyond torch's, see
-    `fusedops.functional.linear_cross_entropy`. Raises RuntimeError as torch's module does.
+    and state dict are those of torch's module, which exists since torch 2.13. Its `options` choose
+    the chunks; here they have no effect. For the extra arguments, shapes, dtypes and papers, see
+    `fusedops.functional.linear_cross_entropy`. Raises RuntimeError if weight or label_smoothing
+    does not fit, and in forward what the function raises.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class LinearCrossEntropyLoss(torch.nn.modules.loss._WeightedLoss):
     ) -> None:
         if weight is not None and weight.shape != (num_classes,):
             raise RuntimeError(
-                f"LinearCrossEntropyLoss: weight must be [{num_classes}], one number a class, got "
+                f"LinearCrossEntropyLoss: weight must be [{num_classes}], one per class, got "
                 f"{list(weight.shape)}"
             )
         if not 0 <= label_smoothing <= 1:

@@ -1,4 +1,4 @@
-"""SwiGLU and GEGLU as modules without parameters."""
+"""SwiGLU and GEGLU modules, which have no parameters."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,10 @@ __all__ = ["GEGLU", "SwiGLU"]
 
 
 class SwiGLU(torch.nn.Module):
-    """`silu(gate) * up`, or of one tensor's two halves. See `fusedops.functional.swiglu`."""
+    """`silu(gate) * up`, for two tensors or for the two halves of one.
+
+    For arguments, shapes, dtypes, errors and the paper, see `fusedops.functional.swiglu`.
+    """
 
     def __init__(
         self, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
@@ -25,7 +28,10 @@ class SwiGLU(torch.nn.Module):
 
 
 class GEGLU(torch.nn.Module):
-    """`gelu(gate) * up`, or of one tensor's two halves. See `fusedops.functional.geglu`."""
+    """`gelu(gate) * up`, for two tensors or for the two halves of one.
+
+    For arguments, shapes, dtypes, errors and the paper, see `fusedops.functional.geglu`.
+    """
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()

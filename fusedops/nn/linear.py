@@ -1,4 +1,4 @@
-"""torch.nn.Linear with a fused activation."""
+"""A fused torch.nn.Linear with an optional activation."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ __all__ = ["Linear"]
 class Linear(torch.nn.Linear):
     """torch.nn.Linear with a fused activation. Same arguments, parameters and state dict.
 
-    activation: see `fusedops.functional.linear`. Raises ValueError for an unknown one.
+    input: [..., in_features]; the output is [..., out_features] in input's dtype. activation,
+    dtypes and papers: see `fusedops.functional.linear`. Raises ValueError for an unknown
+    activation.
     """
 
     def __init__(

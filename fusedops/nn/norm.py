@@ -1,4 +1,4 @@
-"""torch.nn's LayerNorm and RMSNorm, fused, and both for residual sums."""
+"""Fused versions of torch.nn's LayerNorm and RMSNorm, also for residual sums."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,17 @@ __all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"]
 
 
 def _extra_repr(text: str, module: torch.nn.Module, defaults: dict[str, object]) -> str:
-    """text, plus the arguments beyond torch's that differ from their defaults."""
-    given = {name: getattr(module, name) for name in defaults}
-    beyond = [f"{name}={given[name]!r}" for name in defaults if given[name] != defaults[name]]
-    return ", ".join([text, *beyond])
+    """Appends to text the arguments that torch lacks and that differ from their defaults."""
+    values = {name: getattr(module, name) for name in defaults}
+    changed = [f"{name}={values[name]!r}" for name in defaults if values[name] != defaults[name]]
+    return ", ".join([text, *changed])
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch.nn.LayerNorm in one pass over memory. Same arguments, parameters and state dict."""
+    """torch.nn.LayerNorm in one pass over memory. Same arguments, parameters and state dict.
+
+    For shapes, dtypes, errors and the paper, see `fusedops.functional.layer_norm`.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -27,7 +30,8 @@ class LayerNorm(torch.nn.LayerNorm):
 class RMSNorm(torch.nn.RMSNorm):
     """torch.nn.RMSNorm in one pass over memory. Same arguments, parameters and state dict.
 
-    rounding, offset: see `fusedops.functional.rms_norm`. The weight starts at 1 - offset.
+    For rounding, offset, shapes, dtypes, errors and the paper, see `fusedops.functional.rms_norm`.
+    The weight starts at 1 - offset.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class _AddNorm(torch.nn.Module):
         p = self.dropout_p if self.training else 0.0
         if self.weight is not None:
             return self._fused(x, residual, p)
-        # The operator takes the normalized dimensions from the weight; without one, the last.
+        # The operator normalizes the weight's dimensions; without a weight, only the last one.
         dims = len(self.normalized_shape)
         if x.shape[-dims:] != self.normalized_shape:
             raise RuntimeError(
@@ -96,8 +100,9 @@ class _AddNorm(torch.nn.Module):
 class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]  # two inputs, two outputs
     """torch.nn.LayerNorm of `h = residual + dropout(x)`; returns (y, h).
 
-    x, residual: [..., *normalized_shape]. Same parameters and state dict as torch.nn.LayerNorm.
-    dropout_p drops elements of x in training mode.
+    x, residual, y, h: [..., *normalized_shape]. Same parameters and state dict as
+    torch.nn.LayerNorm. dropout_p: the probability that an element of x is dropped, in training
+    mode only. For dtypes, errors and the paper, see `fusedops.functional.add_layer_norm`.
     """
 
     def _fused(self, x, residual, dropout_p):
@@ -107,10 +112,11 @@ class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]  # two i
 class AddRMSNorm(_AddNorm, RMSNorm):  # type: ignore[misc]
     """torch.nn.RMSNorm of `h = residual + dropout(x)`; returns (y, h).
 
-    x, residual: [..., *normalized_shape]. Same parameters and state dict as torch.nn.RMSNorm.
-    dropout_p drops elements of x in training mode; rounding, offset: see `RMSNorm`.
+    x, residual, y, h: [..., *normalized_shape]. Same parameters and state dict as torch.nn.RMSNorm.
+    dropout_p: the probability that an element of x is dropped, in training mode only. rounding,
+    offset: see `RMSNorm`. For dtypes, errors and the paper, see `fusedops.functional.add_rms_norm`.
     """
 
     def _fused(self, x, residual, dropout_p):
-        how = {"rounding": self.rounding, "offset": self.offset, "dropout_p": dropout_p}
-        return add_rms_norm(x, residual, self.weight, self.eps, **how)
+        options = {"rounding": self.rounding, "offset": self.offset, "dropout_p": dropout_p}
+        return add_rms_norm(x, residual, self.weight, self.eps, **options)

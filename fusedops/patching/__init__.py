@@ -2,7 +2,7 @@
 
 Sites are recognised in three ways, each a subpackage on top of `core`: by running a module
 (`modules`), by reading the lines of a forward (`lines`), and through transformers' hooks
-(`models`).
+(`models`). A fused module has one attribute of ours, `_fusedops` (`core/fused_state.py`).
 """
 
 from fusedops.patching.core.thresholds import fuse_always

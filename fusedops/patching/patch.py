@@ -1,30 +1,35 @@
-"""patch, unpatch and patched: put fused kernels into a model, and take them out."""
+"""patch, unpatch and patched: put fused kernels into a model, or remove them.
+
+Also look_again, which updates patch's report after later changes to the model.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
 
 from fusedops import notice
-from fusedops.patching.core.swap import restore_states, states, unfuse_all
+from fusedops.patching.core.instance import instead
+from fusedops.patching.core.swap import fused_modules, restore_states, states, unfuse_all
 from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.lines.activated_linear import EPILOGUE
 from fusedops.patching.lines.layer import patch_layers
 from fusedops.patching.lines.mlp import MLP
 from fusedops.patching.lines.residual.site import RESIDUAL
 from fusedops.patching.lines.rotary import ROTARY
-from fusedops.patching.models.attention.site import patch_attention
-from fusedops.patching.models.loss import KEEP, patch_losses
+from fusedops.patching.models.attention.site import patch_attention, why_off
+from fusedops.patching.models.loss.site import KEEP, LATE, LINEAR, OFF, loss_now, patch_losses
 from fusedops.patching.modules.linear import patch_linears
 from fusedops.patching.modules.norm.site import patch_norms
 from fusedops.patching.quantize import quantize as quantize_linears
-from fusedops.patching.report import PatchReport
+from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.yardstick import Yardstick
 
-__all__ = ["patch", "patched", "unpatch"]
+__all__ = ["look_again", "patch", "patched", "unpatch"]
 
 
 def patch(
@@ -175,3 +180,38 @@ def patched(model: nn.Module, **kwargs) -> Iterator[PatchReport]:
     undo = partial(restore_states, model, states(model))
     with afterwards(undo), afterwards(undo):
         yield patch(model, **kwargs)
+
+
+def look_again(model: nn.Module, report: PatchReport) -> bool:
+    """Updates patch's report where a fused function no longer runs.
+
+    After patch, trainers may replace the forward of the model or its modules; users may set another
+    attention, replace modules, or unpatch. Such a site moves from `fused` to `skipped`, with that
+    reason. Returns whether anything changed.
+    """
+    now = [_now(model, site) for site in report.fused]
+    changed = now != report.fused
+    report.fused[:] = [site for site in now if site.now]
+    report.skipped += [site for site in now if not site.now]
+    if not any(site.now == LINEAR for site in report.fused):
+        report.notes[:] = [note for note in report.notes if note != LATE]
+    return changed
+
+
+def _now(model: nn.Module, site: Site) -> Site:
+    if site.kind == "loss":
+        return loss_now(model, site)
+    try:
+        module = model.get_submodule(site.path)
+    except AttributeError:  # another library has moved the module
+        return site
+    if site.kind == "quantize":  # unpatch does not undo it
+        return site
+    reason = why_off(module) if site.kind == "attention" else _why_unfused(module)
+    reason = reason or str(instead(module) or "")
+    return replace(site, now="", reason=reason) if reason else site
+
+
+def _why_unfused(module: nn.Module) -> str:
+    """Why neither the module nor any module inside it is fused now; empty if one is."""
+    return "" if fused_modules(module) else OFF

@@ -1,4 +1,4 @@
-"""quantize: replaces a model's linears with QuantizedLinears, except those that must stay."""
+"""quantize: replaces a model's linears with QuantizedLinears."""
 
 import warnings
 from collections.abc import Collection, Iterator

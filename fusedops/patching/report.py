@@ -1,4 +1,4 @@
-"""patch's report: one `Site` per location in the model, shown as a table."""
+"""patch's report: a table with one `Site` per location in the model."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""verify: compares each fused module, and the model, with the original on a batch."""
+"""verify: compares a patched model and each fused module with the original."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,12 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fusedops.patching.core.swap import fused_modules, original, original_class
+from fusedops.patching.core.swap import active_state, fused_modules, original, original_class
 from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.lines.layer import kinds_in
 from fusedops.patching.models.attention.site import attends
-from fusedops.patching.modules.linear import form_of
-from fusedops.patching.modules.norm.site import recipe_of
 from fusedops.patching.patch import patched
 from fusedops.patching.yardstick import GRADIENT, Batch, Yardstick, fresh, run
 
@@ -159,8 +157,8 @@ def _watched(wanted: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
 
     with afterwards(remove), afterwards(remove):
         for path, module in wanted.items():
-            told = partial(_tell, seen, path)
-            hooks.append(module.register_forward_pre_hook(told, with_kwargs=True))
+            hook = partial(_tell, seen, path)
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
@@ -204,9 +202,9 @@ def _furthest(
     worst = max(names, key=lambda n: (n in off, _share(found.get(n), before, n)))
     rounding = max(_share(seen.get(worst), before, worst) for seen in before.seen)
     error = _share(found.get(worst), before, worst)
-    said = worst.replace("module.", "", 1) if isinstance(judged, _Call) else worst
+    result = worst.replace("module.", "", 1) if isinstance(judged, _Call) else worst
     was = original_class(module).__name__
-    return Deviation(path, was, kinds, said, error, rounding, off.isdisjoint(names))
+    return Deviation(path, was, kinds, result, error, rounding, off.isdisjoint(names))
 
 
 def _share(result: Tensor | None, before: Yardstick, name: str) -> float:
@@ -229,11 +227,11 @@ def _each_kind(module: nn.Module) -> Iterator[str]:
         yield "attention"
     if fused_modules(module).isdisjoint({module}):
         return
-    own = kinds_in(module)
+    own, state = kinds_in(module), active_state(module)
     yield from ("linear" if kind == "epilogue" else kind for kind in own)
-    if recipe_of(module) is not None:
+    if state.recipe:
         yield "norm"
-    elif form_of(module) is not None:
+    elif state.form or state.head:
         yield "linear"
     elif not own:
         yield "module"

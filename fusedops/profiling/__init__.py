@@ -1,1 +1,1 @@
-"""Measuring where a training step spends its time."""
+"""Measures where a training step spends its time."""

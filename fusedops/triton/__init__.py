@@ -1,1 +1,1 @@
-"""Triton kernels, one package per family; launchers have their operators' signatures."""
+"""Triton kernels, one package per family. Launchers have their operators' signatures."""

@@ -1,4 +1,4 @@
-"""Shared by several families: launch helpers, dropout, tanh and exp."""
+"""Triton helpers that several families share: launches, dropout, tanh, exp."""
 
 import functools
 from typing import Any
@@ -14,12 +14,12 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 def outputs_of(operator: Any, *arguments: Any) -> Any:
-    """The outputs from the Meta kernel, which checks the arguments, on any device."""
+    """Checks the arguments and allocates the outputs with the operator's Meta kernel."""
     return operator.redispatch(_keys(torch._C.DispatchKey.Meta), *arguments)
 
 
 def composite(operator: Any, *arguments: Any) -> Any:
-    """An operator's ATen calls, which run where there is no kernel."""
+    """Runs an operator's ATen calls, for arguments without a kernel."""
     return operator.redispatch(_keys(torch._C.DispatchKey.PrivateUse3), *arguments)
 
 
@@ -44,8 +44,8 @@ def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int
 def dropout(t, seed, threshold, scale, row, start, BLOCK: tl.constexpr):
     """A tile, [ROWS, BLOCK], after dropout; unchanged without a seed. row: [ROWS, 1] int64.
 
-    One Philox counter serves four columns. Interleaving moves nothing between threads, as one
-    thread owns all four.
+    One Philox counter serves four columns. One thread owns all four, so interleaving moves nothing
+    between threads.
     """
     if seed is not None:
         group = start // 4 + tl.arange(0, BLOCK // 4)[None, :] + tl.zeros_like(row).to(tl.int32)
@@ -96,7 +96,7 @@ def tanh(x, EXACT: tl.constexpr = False):
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """90 for sm_90. For CPU tensors, the architecture that is compiled for."""
+    """The GPU's architecture, such as 90 for sm_90; for CPU tensors, the compiler's target."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor

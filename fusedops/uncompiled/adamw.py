@@ -1,4 +1,4 @@
-"""AdamW's operators in plain PyTorch: the checks of csrc/ops/adamw/schema.cpp."""
+"""AdamW's operators in plain PyTorch, with the checks of csrc/ops/adamw."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -66,8 +66,8 @@ def _step_check(
         row = row or param.numel()
         _check_kind(param, group, groups, rounding, row)
         if options[group * OPTIONS + AMSGRAD]:
-            most = take("max_exp_avg_sqs", "one of each tensor with amsgrad")
-            _check_like("max_exp_avg_sqs", most, param, torch.float32)
+            maximum = take("max_exp_avg_sqs", "one of each tensor with amsgrad")
+            _check_like("max_exp_avg_sqs", maximum, param, torch.float32)
         if m.dtype == torch.int8:
             blocks = param.numel() // row * -(-row // BLOCK) if param.numel() else 0
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, as csrc/ops/attention; it stores all scores, like eager."""
+"""attention in plain PyTorch, as csrc/ops/attention; it stores all scores."""
 
 import functools
 import math
@@ -104,7 +104,7 @@ class _Call(NamedTuple):
 
 
 def _formula(q, k, v, bias, sinks, call):
-    """The reference on [B, H, S, D] in float32, or float64 for float64: out and lse."""
+    """Runs the reference on [B, H, S, D] in float32 (float64 for float64). Returns out and lse."""
     varlen = call.cu_seqlens_q is not None
     wide = widened(q.dtype)
     scale, softcap, dropout_p = call.how
@@ -273,7 +273,7 @@ def _check_cu_seqlens(name: str, cu: Tensor | None, q: Tensor) -> None:
 
 
 def _check_sequences(name: str, cu: Tensor, tokens: int) -> None:
-    """Checks that each sequence starts where the last one ends, the first at 0."""
+    """Checks that the first sequence starts at 0, and each other where the previous one ends."""
     if not has_numbers(cu):
         return
     before = 0

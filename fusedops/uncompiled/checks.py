@@ -42,7 +42,7 @@ def check_like(op: str, name: str, t: Tensor, like: str, x: Tensor) -> None:
 
 def check_activation(op: str, activation: str) -> None:
     if activation not in ("none", *ACTIVATIONS):
-        known = ", ".join(map(repr, ("none", *ACTIVATIONS[:-1])))
+        known = ", ".join(map(repr, (None, *ACTIVATIONS[:-1])))
         raise ValueError(
             f"{op}: activation must be {known} or {ACTIVATIONS[-1]!r}, got '{activation}'"
         )

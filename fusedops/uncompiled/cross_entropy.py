@@ -127,7 +127,7 @@ def linear_cross_entropy(
 
 
 def _formula(input, target, weight, dtype, *numbers, **options):
-    """The reference in float32, or float64 for float64, rounded once to dtype."""
+    """Runs the reference in float32 (float64 for float64), and rounds once to dtype."""
     wide = widened(input.dtype)
     run = reference("cross_entropy", "cross_entropy_reference")
     target = target.to(wide) if target.is_floating_point() else target
@@ -263,7 +263,7 @@ def _check(
     weight: Tensor | None,
     dtype: torch.dtype | None,
 ) -> None:
-    """logits: their shape, [C], [N, C] or [N, C, ...]."""
+    """Checks the arguments. logits: the logits' shape, [C], [N, C] or [N, C, ...]."""
     check_floating(op, "input", input)
     shape = list(logits)
     if not shape:
@@ -403,7 +403,7 @@ def _linear_backward_outputs(
 
 
 def _row_outputs(target: Tensor, reduction: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """loss, lse, total"""
+    """Allocates loss, lse and total."""
     shape = target.shape if REDUCTIONS[reduction] == "none" else ()
     wide = torch.float64
     return (

@@ -1,4 +1,4 @@
-"""Registers the operators in torch's dispatcher, as csrc/ops does."""
+"""Registers the operators with torch's dispatcher, as csrc/ops does."""
 
 import functools
 import importlib
@@ -16,6 +16,7 @@ LIBRARY = torch.library.Library("fusedops", "DEF")
 PURE = (torch.Tag.pt2_compliant_tag,)
 RANDOM = (torch.Tag.nondeterministic_seeded, *PURE)
 _public: dict[str, Callable] = {}  # operator -> its function
+EXPORTS: dict[str, Any] = {}  # what fusedops._C has
 
 
 def define(*schemas: str, tags: Sequence[torch.Tag] = PURE) -> None:
@@ -32,6 +33,13 @@ def implement(name: str, function: Callable, *, takes_nested: bool = False) -> N
     if not takes_nested:
         refuse = functools.partial(_refuse_nested, name)
         LIBRARY.impl(name, refuse, "CompositeImplicitAutogradNestedTensor")
+    EXPORTS[name] = _short_path(name)
+
+
+def export(value: Any, name: str | None = None) -> Any:
+    """Puts a function or a value into fusedops._C, under its own name or another."""
+    EXPORTS[name or value.__name__] = value
+    return value
 
 
 def implement_kernel(name: str, outputs: Callable, composite: Callable | None = None) -> None:
@@ -112,8 +120,8 @@ def _autocast(function: Callable, device: str, keys: Any, *args, **kwargs):
 
 def _refuse_nested(op: str, *args, **kwargs):
     names = (a.name for a in getattr(torch.ops.fusedops, op).default._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    name = next(n for n, t in given.items() if isinstance(t, Tensor) and t.is_nested)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    name = next(n for n, t in arguments.items() if isinstance(t, Tensor) and t.is_nested)
     raise TypeError(f"{op}: {name} must be a dense tensor, got a nested one")
 
 
@@ -123,8 +131,8 @@ def reference(family: str, name: str) -> Any:
     return getattr(importlib.import_module(f"fusedops.functional.{family}"), name)
 
 
-def short_path(name: str) -> Callable:
-    """The operator as a function of positional arguments, as csrc/python/python.cpp exports it.
+def _short_path(name: str) -> Callable:
+    """The operator as a function of positional arguments, as csrc/python/exports.h exports it.
 
     An ONNX export calls the operator's function, to trace its PyTorch operators.
     """

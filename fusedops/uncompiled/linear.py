@@ -1,4 +1,4 @@
-"""linear in plain PyTorch: torch's own lines. csrc/ops/linear has the kernels."""
+"""linear in plain PyTorch, as csrc/ops/linear."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,13 @@ from fusedops.uncompiled.checks import (
     check_shape,
     describe,
 )
-from fusedops.uncompiled.library import define, implement, implement_autocast, implement_kernel
+from fusedops.uncompiled.library import (
+    define,
+    export,
+    implement,
+    implement_autocast,
+    implement_kernel,
+)
 
 define(
     "linear(Tensor input, Tensor weight, Tensor? bias=None, str? activation=None) -> Tensor",
@@ -81,6 +87,17 @@ def _backward_outputs(dy, input, weight, z, activation, output_mask):
         dy.new_empty((columns, input.shape[-1])) if output_mask[1] else None,
         dy.new_empty((columns,)) if output_mask[2] else None,
     )
+
+
+@export
+def linear_always(asked: bool) -> None:
+    """Sets whether `linear` runs its kernel at any size; there is none here."""
+
+
+@export
+def own_product_pays(dtype: torch.dtype, rows: int, columns: int, depth: int, across: bool) -> bool:
+    """Whether our own matmul is faster than torch's; there is none here."""
+    return False
 
 
 implement("linear", linear, takes_nested=True)

@@ -15,6 +15,7 @@ from fusedops.uncompiled.library import (
     RANDOM,
     define,
     draw_seed,
+    export,
     has_kernel,
     implement,
     implement_autocast,
@@ -248,6 +249,7 @@ def _check_row(op: str, name: str, t: Tensor | None, like: str, x: Tensor, dims:
 # The outputs that kernels fill: csrc/ops/norm/outputs.cpp.
 
 
+@export
 def norm_outputs(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed):
     op = (
         ("layer_norm" if kind == "layer" else "rms_norm")
@@ -265,6 +267,7 @@ def norm_outputs(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, 
     return _empty(x, y), stream, stats
 
 
+@export
 def norm_backward_outputs(
     dy, dh, h, weight, bias, stats, dims, kind, offset, dropout_p, seed, output_mask
 ):

@@ -1,4 +1,4 @@
-"""The optimizer's cached state between steps, as csrc/python/optimizer.cpp."""
+"""The optimizer's cached state in plain Python, as csrc/python/adamw.cpp."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedops import notice
 from fusedops.uncompiled.adamw import AMSGRAD, KINDS, OPTIONS
+from fusedops.uncompiled.library import export
 
 STATES = (
     "step",
@@ -24,6 +25,7 @@ def local(t: Any) -> Tensor:
     return t if type(t) is Tensor else getattr(t, "_local_tensor", t)
 
 
+@export
 class AdamWBucket:
     """One device's parameters with their states, as adamw_step takes them.
 
@@ -108,9 +110,9 @@ def _takes(p: Tensor) -> bool:
     if p.grad is None:
         return True
     grad, of = local(p.grad), local(p)
-    alike = (grad.layout, grad.dtype, grad.device) == (torch.strided, of.dtype, of.device)
+    same_kind = (grad.layout, grad.dtype, grad.device) == (torch.strided, of.dtype, of.device)
     plain = type(grad) in (Tensor, torch.nn.Parameter)
-    return alike and plain and _cut_alike(p.grad, p)
+    return same_kind and plain and _cut_alike(p.grad, p)
 
 
 def _cut_alike(grad: Any, p: Any) -> bool:
@@ -121,9 +123,11 @@ def _cut_alike(grad: Any, p: Any) -> bool:
     return of_p is not None and grad.placements == p.placements
 
 
+@export
 def same_objects(a: list, b: list) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
+@export
 def any_gradient(params: list[Tensor]) -> bool:
     return any(p.grad is not None for p in params)

@@ -1,11 +1,14 @@
-"""Chooses quantized_linear's kernel by rows: csrc/ops/quantized_linear/way.cpp."""
+"""Chooses quantized_linear's kernel by rows, as csrc/ops/quantized_linear/way.cpp."""
+
+from fusedops.uncompiled.library import export
 
 GEMV_ROWS = 4
 SPLIT_ROWS = 64
 TILE_ROWS = 1024
-most_integers = 65536
+most_integers = export(65536, "most_integers")
 
 
+@export
 def quantized_linear_plan(
     format: str, n: int, k: int, group_size: int, rows: int, input_format: str, compute: str
 ) -> str:
@@ -13,6 +16,7 @@ def quantized_linear_plan(
     return ""
 
 
+@export
 def quantized_linear_way(rows: int, input_format: str, compute: str) -> str:
     if rows <= GEMV_ROWS:
         return "gemv"
@@ -22,6 +26,7 @@ def quantized_linear_way(rows: int, input_format: str, compute: str) -> str:
     return "tiles" if rows <= TILE_ROWS or not narrow or input_format != "none" else "scratch"
 
 
+@export
 def quantized_linear_gpu_plan(
     format: str, n: int, k: int, group_size: int, rows: int, input_format: str, compute: str
 ) -> str:

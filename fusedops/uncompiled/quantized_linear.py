@@ -1,4 +1,4 @@
-"""quantized_linear, its formats and formulas in plain PyTorch: csrc/ops/quantized_linear."""
+"""quantized_linear and its formats in plain PyTorch, as csrc/ops/quantized_linear."""
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from fusedops.uncompiled.checks import (
 )
 from fusedops.uncompiled.library import (
     define,
+    export,
     has_kernel,
     implement,
     implement_autocast,
@@ -53,14 +54,14 @@ def quantized_linear(
     if scales.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{OP}: scales must not require a gradient: there is none of the weight")
     weight = qweight, scales, zeros, format, out_features, in_features, group_size
-    how = activation or "none", input_format or "none", compute or "any"
-    _check(x, bias, weight, *how)
+    options = activation or "none", input_format or "none", compute or "any"
+    _check(x, bias, weight, *options)
     if not has_kernel("quantized_linear_forward", x, bias):
-        return _formula(x, bias, weight, *how)
+        return _formula(x, bias, weight, *options)
     if needs_gradient(x, bias):
-        return _QuantizedLinear.apply(x, bias, weight, *how)
+        return _QuantizedLinear.apply(x, bias, weight, *options)
     run = torch.ops.fusedops.quantized_linear_forward
-    return run(x, *weight[:3], bias, *weight[3:], *how, False)[0]
+    return run(x, *weight[:3], bias, *weight[3:], *options, False)[0]
 
 
 def _formula(x, bias, weight, activation, input_format, compute):
@@ -77,7 +78,7 @@ class _QuantizedLinear(torch.autograd.Function):
         run = torch.ops.fusedops.quantized_linear_forward
         y, z = run(x, *operands, bias, *layout, activation, input_format, compute, True)
         ctx.save_for_backward(x, bias, *operands, z)
-        ctx.layout, ctx.how = layout, (activation, input_format, compute)
+        ctx.layout, ctx.options = layout, (activation, input_format, compute)
         return y
 
     @staticmethod
@@ -87,10 +88,10 @@ class _QuantizedLinear(torch.autograd.Function):
         if torch.is_grad_enabled():  # a double backward
 
             def formula(x, bias):
-                return (_formula(x, bias, weight, *ctx.how),)
+                return (_formula(x, bias, weight, *ctx.options),)
 
             return *with_graph(formula, (x, bias), (dy,)), *(None,) * 4
-        activation, _, compute = ctx.how
+        activation, _, compute = ctx.options
         mask = list(ctx.needs_input_grad[:2])
         run = torch.ops.fusedops.quantized_linear_backward
         return *run(dy, *operands, z, *ctx.layout, activation, compute, mask), *(None,) * 4
@@ -304,6 +305,11 @@ def _groups_outputs(groups, format, shares):
 def _quantize_groups(groups, format, shares):
     _groups_outputs(groups, format, shares)
     return reference(OP, "quantize_groups_reference")(groups, format, shares)
+
+
+@export
+def nf4_table() -> list[float]:
+    return list(reference("quantized_linear", "NF4"))
 
 
 implement(OP, quantized_linear)

@@ -1,4 +1,4 @@
-"""Shared helpers for AdamW tests: steps on every backend, and the error check."""
+"""Shared helpers for AdamW tests: steps on every backend, and error checks."""
 
 import math
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Corrupted AdamW state dicts, each with the error message it must raise."""
+"""Corrupted AdamW state dicts, each with the error that it must raise."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""AdamW tests that need a GPU: launches, graphs, waiting, devices, large tensors."""
+"""AdamW tests that need a GPU: launches, graphs, devices, large tensors."""
 
 import pytest
 import torch

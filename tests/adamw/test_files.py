@@ -1,4 +1,4 @@
-"""AdamW checkpoint files: processes killed while saving, and truncated files."""
+"""AdamW checkpoints survive processes killed while saving; truncated files raise errors."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Random AdamW steps: the operator against its reference, the optimizer against torch."""
+"""Random AdamW steps match the reference, and torch's optimizer."""
 
 import math
 

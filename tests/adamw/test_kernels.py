@@ -1,4 +1,4 @@
-"""AdamW's operators on every backend: step, sum of squares, scaling."""
+"""AdamW's operators match their references on every backend."""
 
 import math
 

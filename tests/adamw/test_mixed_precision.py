@@ -1,4 +1,4 @@
-"""AdamW in mixed precision: 16-bit parameters, clipping, GradScaler."""
+"""AdamW steps correctly in mixed precision: 16-bit parameters, clipping, GradScaler."""
 
 import math
 

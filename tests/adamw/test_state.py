@@ -1,4 +1,4 @@
-"""AdamW's state dicts: torch's in both directions, its own bit for bit, and peers'."""
+"""AdamW loads and saves state dicts: torch's, its own, and peers'."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Training runs that AdamW tests compare: the same gradients for every optimizer."""
+"""Training runs that AdamW tests compare, with equal gradients for all optimizers."""
 
 import torch
 

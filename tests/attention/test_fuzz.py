@@ -1,4 +1,4 @@
-"""Random attention calls: each gives the reference's result or a clear error.
+"""Random attention calls match the reference or raise a clear error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """
@@ -260,10 +260,7 @@ def compare(call: Call, found: dict | Exception) -> None:
     if isinstance(found, Exception):
         raise found
     made, reference = call.made(), REFERENCES[call.op]
-    exactly = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in made.items()
-    }
+    exactly = call.in_float64()
     eager = results(reference, call)
     exact = results(reference, call, exactly)
     sizes = [size for name in NAMES[call.op] for size in made[name].shape]

@@ -1,4 +1,4 @@
-"""fusedops.nn.MultiheadAttention against torch.nn.MultiheadAttention."""
+"""fusedops.nn.MultiheadAttention behaves like torch.nn.MultiheadAttention."""
 
 import copy
 

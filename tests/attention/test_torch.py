@@ -1,7 +1,6 @@
-"""attention in PyTorch: operators, transforms, compilers, autocast, errors."""
+"""attention in PyTorch beyond the contract: dropout, memory, torch's arguments, errors."""
 
 import re
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,10 +10,9 @@ from growth.peaks import peaks
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
-from attention.cases import FEATURES, drawn, heads, options, orders
+from attention.cases import FEATURES, drawn, heads, options
 from fusedops.functional import attention, scaled_dot_product_attention
 from fusedops.functional.attention import attention_reference
-from fusedops.testing import yardstick
 
 F64 = torch.float64
 SHAPE = (2, 4, 2, 6, 9, 8)
@@ -29,62 +27,6 @@ def arguments(names=(), dtype=torch.float32, shape=SHAPE):
         if name in how and how[name].is_floating_point():
             how[name] = how[name].to(dtype).requires_grad_()
     return qkv, how
-
-
-ALL = [None, *FEATURES, "all"]
-
-
-def names_of(feature):
-    return [n for n in FEATURES if n not in ("mask", "dropout")] if feature == "all" else (
-        [feature] if feature else []
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("feature", ALL)
-def test_gradcheck_of_the_reference(feature):
-    qkv, how = arguments(names_of(feature), F64, (1, 2, 1, 3, 4, 2))
-    tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor) and t.requires_grad}
-
-    def run(q, k, v, *more):
-        torch.manual_seed(0)
-        return attention_reference(q, k, v, **how | dict(zip(tensors, more, strict=True)))
-
-    torch.autograd.gradcheck(run, (*qkv, *tensors.values()))
-
-
-@pytest.mark.parametrize("feature", ALL)
-def test_gradgradcheck(feature):
-    """float64 runs the composite, and so does every double backward."""
-    qkv, how = arguments(names_of(feature), F64, (1, 2, 1, 3, 4, 2))
-    tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor) and t.requires_grad}
-
-    def run(q, k, v, *more):
-        torch.manual_seed(0)
-        more = dict(zip(tensors, more, strict=True))
-        return attention(q, k, v, return_lse=True, **how | more)
-
-    leaves = (*qkv, *tensors.values())
-    torch.autograd.gradcheck(run, leaves)
-    torch.autograd.gradgradcheck(run, leaves)
-
-
-@pytest.mark.parametrize("feature", [f for f in ALL if f != "dropout"])
-@pytest.mark.parametrize("queries", [2, 20])
-def test_double_backward(feature, queries):
-    qkv, how = arguments(names_of(feature), shape=(2, 4, 2, queries, 9, 8))
-
-    def second(run, dtype, order=slice(None)):
-        leaves = [t.detach().to(dtype).requires_grad_() for t in qkv]
-        q, k, v = leaves
-        out, lse = run(q[..., order], k[..., order], v, **how)
-        first = torch.autograd.grad((out**2).sum() + lse.sin().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
-
-    found = second(partial(attention, return_lse=True), torch.float32)
-    exact = second(attention_reference, F64)
-    draws = [second(attention_reference, torch.float32, order) for order in orders(qkv[0])]
-    for i, one in enumerate(found):
-        assert None in [yardstick(one, draw[i], exact[i]) for draw in draws]
 
 
 @pytest.mark.parametrize("queries", [2, 20])
@@ -103,12 +45,6 @@ def test_the_composite_is_the_kernel(queries):
         torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("feature", [f for f in ALL if f != "dropout"])
-def test_opcheck(feature):
-    qkv, how = arguments(names_of(feature))
-    torch.library.opcheck(torch.ops.fusedops.attention.default, tuple(qkv), how)
-
-
 def test_the_operator_of_the_kernels_takes_float64():
     """Which has none: its ATen calls run."""
     q, k, v = (drawn(i, 1, 2, n, 8).double() for i, n in enumerate((5, 9, 9)))
@@ -119,46 +55,10 @@ def test_the_operator_of_the_kernels_takes_float64():
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("feature", [None, "causal", "mask", "bias", "sinks", "dropout"])
-def test_compile(feature):
-    qkv, how = arguments(names_of(feature))
-
-    def step(q, k, v):
-        return attention(q, k, v, return_lse=True, **how)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    torch.manual_seed(3)
-    expected = step(*qkv)
-    wanted = torch.autograd.grad(expected[0].sum(), qkv)
-    torch.manual_seed(3)
-    found = compiled(*qkv)
-    if feature != "dropout":  # whose seed Inductor draws in its own way
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
-        for one, other in zip(torch.autograd.grad(found[0].sum(), qkv), wanted, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-def test_export():
-    class Module(torch.nn.Module):
-        def forward(self, q, k, v):
-            return attention(q, k, v, causal=True)
-
-    qkv = [t.detach() for t in arguments()[0]]
-    program = torch.export.export(Module(), tuple(qkv))
-    torch.testing.assert_close(program.module()(*qkv), attention(*qkv, causal=True))
-
-
-def test_vmap_and_forward_mode():
-    q, k, v = (t.detach() for t in arguments()[0])
-    found = torch.func.vmap(lambda q: attention(q, k, v))(torch.stack([q, 2 * q]))
-    torch.testing.assert_close(found[1], attention(2 * q, k, v))
-    primal, tangent = torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
-    expected = torch.func.jvp(
-        lambda q: attention_reference(q, k, v)[0], (q,), (torch.ones_like(q),)
-    )
-    torch.testing.assert_close(primal, expected[0])
-    torch.testing.assert_close(tangent, expected[1], rtol=1e-4, atol=1e-5)
+def test_compile_with_dropout():
+    qkv, how = arguments(["dropout"])
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert compiled(*qkv, **how).shape == qkv[0].shape  # Inductor draws the seed in its own way
 
 
 def test_autocast_as_torchs():
@@ -168,12 +68,6 @@ def test_autocast_as_torchs():
         theirs = F.scaled_dot_product_attention(*qkv, attn_mask=drawn(3, 6, 9), enable_gqa=True)
     assert found.dtype == theirs.dtype == torch.bfloat16
     torch.testing.assert_close(found, theirs, rtol=0.02, atol=0.02)
-
-
-def test_inference_mode():
-    qkv = [t.detach() for t in arguments()[0]]
-    with torch.inference_mode():
-        torch.testing.assert_close(attention(*qkv), attention_reference(*qkv)[0])
 
 
 def test_dropout_follows_the_seed():

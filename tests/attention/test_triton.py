@@ -1,4 +1,4 @@
-"""Attention's Triton launchers choose the right tiles (`make cuda-check` compiles them)."""
+"""Attention's Triton launchers choose the right tiles."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Child script: saves an optimizer in a loop, in processes that get killed.
+"""Child script: saves an AdamW optimizer repeatedly until it is killed.
 
 Each one writes to a temporary file and replaces the last one, as a user would. Whenever it is
 killed, the last file loads, holds what the optimizer was after that step, and the training goes on

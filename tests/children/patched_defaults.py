@@ -1,4 +1,4 @@
-"""Child script: writes patched training results under each default to a folder.
+"""Child script: trains patched models under each default and saves the results.
 
 Each default has a process of its own, forked before anything was patched: `patch` keeps what it
 found out about a class, so a second probe in the same process would not run.
@@ -11,17 +11,11 @@ from pathlib import Path
 import torch
 import transformers
 from contract.default_dtype_cases import BF16, DEFAULTS, F32, default
+from patching.models.loss_cases import SIZES as TINY
 
 import fusedops
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-}
+SIZES = TINY | {"max_position_embeddings": 256}
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", "sdpa"),
     "eager llama": ("LlamaConfig", "LlamaForCausalLM", "eager"),

@@ -1,4 +1,4 @@
-"""Child script of `tests/adamw/test_sharded.py`: one process per rank.
+"""Child script of tests/adamw/test_sharded.py: one process per rank.
 
 `python -m children.sharded_adamw RANK RANKS FILE CASES FOLDER` in tests/ is one of them.
 """

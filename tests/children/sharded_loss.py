@@ -1,4 +1,4 @@
-"""Child script of `tests/patching/models/test_loss_training.py`: two ranks.
+"""Child script of tests/patching/models/test_loss_training.py: one process per rank.
 
 `python -m children.sharded_loss RANK FILE CASES` in tests/ is one of them. The unpatched, whole
 model says what loss, logits and gradients are.

@@ -1,4 +1,4 @@
-"""Tests without the compiled library; test_uncompiled.py runs them in a new process."""
+"""Tests that test_uncompiled.py runs in a process without the compiled library."""
 
 import copy
 import importlib
@@ -9,24 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from contract.family import BF16, F32, F64, FAMILIES, as_tuple, moved, over
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from fusedops import extension, functional, optim
+from fusedops import backends, extension, functional, optim
 from fusedops.backends import unavailable
-from fusedops.testing import device_of, gradients, placed, yardstick
+from fusedops.testing import gradients, yardstick
 
 pytestmark = pytest.mark.filterwarnings("ignore:fusedops has no compiled part")
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
-# Functions hide some of these modules in fusedops.functional.
-attention, cross_entropy, gated_activation, linear, norm, quantized_linear, rotary = (
-    importlib.import_module(f"fusedops.functional.{family}")
-    for family in (
-        "attention", "cross_entropy", "gated_activation", "linear", "norm", "quantized_linear",
-        "rotary",
-    )
-)  # fmt: skip
+# A function hides this module in fusedops.functional.
+quantized_linear = importlib.import_module("fusedops.functional.quantized_linear")
 
 
 def test_this_process_has_no_compiled_part():
@@ -42,133 +36,21 @@ def quantized(format):
     return *quantized_linear._operands(weight), *quantized_linear._layout(weight)
 
 
-def quantized_call(x, bias, *, format, **options):
-    q, scales, zeros, *layout = quantized(format)
-    return quantized_linear.product(x, (q, scales, zeros), bias, layout, *options.values())
-
-
-def quantized_reference(x, bias, *, format, **options):
-    tensors_and_layout = quantized(format)
-    weight = quantized_linear.dequantize_weight_reference(
-        *tensors_and_layout, torch.promote_types(x.dtype, F32)
-    )
-    return linear.linear_reference(x.to(weight.dtype), weight, bias.to(weight.dtype)).to(x.dtype)
-
-
-def attention_call(q, k, v, **options):
-    return functional.attention(q, k, v, **options)
-
-
-def attention_reference(q, k, v, **options):
-    return attention.attention_reference(q, k, v, **options)[0]
-
-
-TARGET = torch.tensor([3, 0, -1, 9, 4])
-WEIGHT = torch.arange(1.0, 11)
-LOSS = {"ignore_index": -1, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "scale": 0.5}
-CU = torch.tensor([0, 2, 2, 6])
-NORM = (drawn(3, 5, 96), [96], drawn(96))
-ADD = (drawn(3, 5, 96), drawn(5, 3, 96).transpose(0, 1), drawn(96))
-QKV = (drawn(2, 4, 6, 16), drawn(2, 2, 7, 16), drawn(2, 2, 7, 16))
-PACKED = (drawn(7, 4, 16), drawn(7, 2, 16), drawn(7, 2, 8))
-HEADS = (drawn(2, 4, 6, 32), drawn(2, 2, 6, 32), drawn(1, 6, 24), drawn(6, 24)[None])
-
-# Name: the function, its reference, arguments, options.
-CASES = {
-    "layer_norm": (norm.layer_norm, norm.layer_norm_reference, (*NORM, drawn(96), 1e-3), {}),
-    "rms_norm": (
-        norm.rms_norm,
-        norm.rms_norm_reference,
-        (*NORM, 1e-3),
-        {"rounding": "llama", "offset": 1.0},
-    ),
-    "add_layer_norm": (
-        norm.add_layer_norm,
-        norm.add_layer_norm_reference,
-        (*ADD, drawn(96), 1e-3),
-        {"dropout_p": 0.3},
-    ),
-    "add_rms_norm": (
-        norm.add_rms_norm,
-        norm.add_rms_norm_reference,
-        (*ADD, 1e-3),
-        {"rounding": "torch", "offset": 1.0, "dropout_p": 0.3},
-    ),
-    "swiglu": (
-        gated_activation.swiglu,
-        gated_activation.swiglu_reference,
-        (drawn(5, 96), drawn(96, 5).T),
-        {"limit": 1.0, "alpha": 1.7, "up_offset": 1.0},
-    ),
-    "geglu": (
-        gated_activation.geglu,
-        gated_activation.geglu_reference,
-        (drawn(5, 96),),
-        {"approximate": "tanh"},
-    ),
-    "linear": (linear.linear, linear.linear_reference, (drawn(5, 64), drawn(96, 64)), {}),
-    "linear silu": (
-        linear.linear,
-        linear.linear_reference,
-        (drawn(5, 64), drawn(96, 64), drawn(96), "silu"),
-        {},
-    ),
-    "rotary_embedding": (
-        rotary.rotary_embedding,
-        rotary.rotary_embedding_reference,
-        HEADS,
-        {"interleaved": True},
-    ),
-    "cross_entropy": (
-        cross_entropy.cross_entropy,
-        cross_entropy.cross_entropy_reference,
-        (drawn(5, 10), TARGET),
-        LOSS | {"reduction": "none", "weight": WEIGHT},
-    ),
-    "linear_cross_entropy": (
-        cross_entropy.linear_cross_entropy,
-        cross_entropy.linear_cross_entropy_reference,
-        (drawn(5, 64), drawn(10, 64), TARGET),
-        LOSS | {"weight": WEIGHT},
-    ),
-    "attention": (
-        attention_call,
-        attention_reference,
-        QKV,
-        {"causal": True, "window": (3, 0), "softcap": 5.0, "sinks": drawn(4), "bias": drawn(6, 7)},
-    ),
-    "attention dropout": (attention_call, attention_reference, QKV, {"dropout_p": 0.3}),
-    "attention packed": (
-        attention_call,
-        attention_reference,
-        PACKED,
-        {"causal": True, "scale": 0.3, "cu_seqlens_q": CU, "cu_seqlens_k": CU},
-    ),
-    **{
-        f"quantized_linear {format}": (
-            quantized_call,
-            quantized_reference,
-            (drawn(5, 64), drawn(24)),
-            {"format": format},
-        )
-        for format in ("int8", "int4", "nf4", "fp8")
-    },
+CALLS = {
+    f"{family} {name}": call
+    for family, record in FAMILIES.items()
+    for name, call in (record.calls | record.more).items()
 }
-
-
-def in_dtype(args, dtype):
-    floating = (isinstance(a, torch.Tensor) and a.is_floating_point() for a in args)
-    return tuple(a.to(dtype) if yes else a for a, yes in zip(args, floating, strict=True))
+DRAWS = {family: min(record.draws, 2) for family, record in FAMILIES.items()}
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CALLS)
 def test_forward_and_gradients_against_float64(name, dtype):
-    function, reference, args, options = CASES[name]
-    exact_args = in_dtype(in_dtype(args, dtype), F64)
-    found = gradients(function, in_dtype(args, dtype), **options)
-    eager = gradients(reference, in_dtype(args, dtype), **options)
-    exact = gradients(reference, exact_args, **options)
+    function, reference, leaves = CALLS[name].both(CALLS[name].args(6, dtype=dtype))
+    inputs = moved(leaves, DRAWS[name.split()[0]])
+    found, eager = (over(run, inputs, dtype) for run in (function, reference))
+    exact = over(reference, inputs, F64)
     assert found.keys() == exact.keys()
     if dtype == F64:
         torch.testing.assert_close(found, exact)
@@ -177,30 +59,25 @@ def test_forward_and_gradients_against_float64(name, dtype):
     assert not any(complaints.values()), complaints
 
 
-TRITON = {
-    name: case
-    for name, case in CASES.items()
-    if case[0].__name__ not in ("swiglu", "geglu", "linear", "rotary_embedding")
-}
+# Of each operator with kernels in Triton.
+TRITON = [f"norm {op}" for op in backends.FAMILIES["norm"]]
+TRITON += ["norm add_rms_norm with dropout", "attention dropout", "attention all"]
+TRITON += ["attention sequences", "cross_entropy cross_entropy all of none"]
+TRITON += ["cross_entropy linear_cross_entropy all"]
+TRITON += [f"quantized_linear {format}" for format in ("int8", "int4", "nf4", "fp8")]
 
 
 @pytest.mark.skipif(unavailable("attention", "triton") is not None, reason="needs Triton")
 @pytest.mark.parametrize("name", TRITON)
 def test_tritons_kernels_with_gradients(name):
     """On a GPU by default; here interpreted."""
-    function, reference, args, options = TRITON[name]
-    args, device = placed(args, device_of("triton")), device_of("triton")
-    options = {k: o.to(device) if torch.is_tensor(o) else o for k, o in options.items()}
+    function, reference, leaves = CALLS[name].both(CALLS[name].args(6, backend="triton"))
     with fusedops.backend("triton"):
-        found = gradients(function, args, **options)
-        leaf = args[0].detach().requires_grad_()
+        found = gradients(function, leaves)
         with kernels_counted() as calls:
-            function(leaf, *args[1:], **options)
+            function(leaves[0].detach().requires_grad_(), *leaves[1:])
         assert calls
-    eager = gradients(reference, args, **options)
-    assert found.keys() == eager.keys()
-    close = {"rtol": 2e-2, "atol": 0.1} if "format" in options else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(found, eager, **close)
+    torch.testing.assert_close(found, gradients(reference, leaves), rtol=1e-4, atol=1e-5)
 
 
 class kernels_counted(TorchDispatchMode):
@@ -223,16 +100,12 @@ class kernels_counted(TorchDispatchMode):
 )
 def test_tritons_double_backward(name):
     """By the references: a gradient's gradient is there, and right."""
-    function, reference, args, options = TRITON[name]
-    args, device = placed(args, device_of("triton")), device_of("triton")
-    options = {k: o.to(device) if torch.is_tensor(o) else o for k, o in options.items()}
+    function, reference, (x, *rest) = CALLS[name].both(CALLS[name].args(6, backend="triton"))
 
     def twice(run):
         torch.manual_seed(0)
-        leaf = args[0].detach().requires_grad_()
-        output = run(leaf, *args[1:], **options)
-        outputs = output if isinstance(output, tuple) else (output,)
-        squares = sum(o.square().sum() for o in outputs)
+        leaf = x.detach().requires_grad_()
+        squares = sum(o.square().sum() for o in as_tuple(run(leaf, *rest)))
         (grad,) = torch.autograd.grad(squares, leaf, create_graph=True)
         return torch.autograd.grad(grad.square().sum(), leaf)[0]
 
@@ -271,15 +144,19 @@ def test_they_are_torchs_functions():
     near(functional.cross_entropy(x @ head.T, target), loss)
 
 
-GRAPHS = [name for name, case in CASES.items() if not {"dropout_p", "format"} & case[3].keys()]
+GRAPHS = [name for name in TRITON if "dropout" not in name and "quantized" not in name]
+GRAPHS += ["gated_activation swiglu limited separate", "gated_activation geglu tanh packed"]
+GRAPHS += ["linear None", "linear silu", "rotary interleaved"]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_compile(name):
-    function, _, args, options = CASES[name]
+    call = CALLS[name]
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    found, eager = (gradients(f, args, **options) for f in (compiled, function))
+    compiled = torch.compile(call.function, backend="aot_eager", fullgraph=True)
+    found, eager = (
+        gradients(*call.of_leaves(run, call.args(6))) for run in (compiled, call.function)
+    )
     torch.testing.assert_close(found, eager)
 
 
@@ -291,7 +168,7 @@ def test_compile_of_a_quantized_weight():
 
 
 def test_inductor_draws_the_dropout_of_eager():
-    x, residual, weight, eps = *ADD, 1e-5
+    x, residual, weight, eps = drawn(15, 96), drawn(15, 96), drawn(96), 1e-5
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, options={"fallback_random": True})
@@ -352,42 +229,10 @@ def a_quantized(**options):
     return functional.quantized_linear(drawn(2, 64), weight, **options)
 
 
-BAD = {
-    r"layer_norm: weight must have shape \[8\].* got float32 \[7\]": lambda: functional.layer_norm(
-        drawn(3, 8), [8], drawn(7)
-    ),
-    r"rms_norm: normalized_shape must be the end of .*\[3, 8\], got \[7\]": (
-        lambda: functional.rms_norm(drawn(3, 8), [7])
-    ),
-    r"layer_norm: input must be float32, .* got int64 \[3, 8\]": lambda: functional.layer_norm(
-        torch.ones(3, 8, dtype=torch.int64), [8]
-    ),
-    r"add_rms_norm: residual must be float32 \[3, 8\] like x, got float32 \[3, 1\]": (
-        lambda: functional.add_rms_norm(drawn(3, 8), drawn(3, 1))
-    ),
-    "rounding must be 'torch' or 'llama', got 'x'": lambda: functional.rms_norm(
-        drawn(3, 8), [8], rounding="x"
-    ),
-    r"swiglu: up must have shape \[3, 8\] like gate": lambda: functional.swiglu(
-        drawn(3, 8), drawn(1, 8)
-    ),
-    "geglu: without up, gate must be packed": lambda: functional.geglu(drawn(3, 7)),
-    "linear: activation must be None, .* got 'tanh'": lambda: functional.linear(
-        drawn(3, 8), drawn(4, 8), activation="tanh"
-    ),
-    r"rotary_embedding: q must broadcast with cos": lambda: functional.rotary_embedding(
-        drawn(2, 4, 5, 8), drawn(2, 4, 6, 8), drawn(1, 6, 8), drawn(1, 6, 8)
-    ),
-    r"cross_entropy: target must be int64 \[3\]": lambda: functional.cross_entropy(
-        drawn(3, 8), torch.zeros(4, dtype=torch.int64)
-    ),
+BAD = {message: call for record in FAMILIES.values() for message, call in record.errors.items()}
+BAD |= {
     "cross_entropy: target must be a class from 0 to 7 .* got 9 in row 1": (
         lambda: functional.cross_entropy(drawn(2, 8), torch.tensor([0, 9]))
-    ),
-    "linear_cross_entropy: linear_weight must have input's dtype and last dimension": (
-        lambda: functional.linear_cross_entropy(
-            drawn(2, 8), drawn(5, 9), torch.zeros(2, dtype=torch.int64)
-        )
     ),
     "attention: k's heads must divide q's, 4, got 3": lambda: functional.attention(
         drawn(1, 4, 5, 8), drawn(1, 3, 5, 8), drawn(1, 3, 5, 8)

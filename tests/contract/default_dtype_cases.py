@@ -2,26 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from attention import cases as attention_cases
 from cross_entropy import cases as cross_entropy_cases
-from gated_activation import cases as gated_cases
-from linear import cases as linear_cases
 from norm import cases as norm_cases
 from quantized_linear import cases as quantized_cases
-from rotary import cases as rotary_cases
 from torch import Tensor
 
 import fusedops
-from fusedops.functional import attention, rotary_embedding, scaled_dot_product_attention
-from fusedops.functional.attention import attention_reference
-from fusedops.functional.rotary import rotary_embedding_reference
-
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+from contract.family import BF16, F16, F32, F64, FAMILIES, Call
 
 
 @contextmanager
@@ -42,122 +35,27 @@ DEFAULTS |= {"meta": {"device": "meta"}, "cpu": {"device": "cpu"}}
 
 
 @dataclass(frozen=True)
-class Call:
-    """An operator's function, its reference, and the arguments of both."""
+class Bound:
+    """A call's function and reference, and the arguments with gradients of both."""
 
-    operator: str  # whose backends run it
+    operator: str
     function: Callable
     reference: Callable
-    args: tuple
-    options: dict[str, Any] = field(default_factory=dict)
+    args: tuple[Tensor, ...]
     draws: tuple[Callable, ...] = ()  # references that add in another order
 
-    def to(self, dtype: torch.dtype) -> "Call":
-        args = (a.to(dtype) if _floating(a) else a for a in self.args)
-        return replace(self, args=tuple(args))
+
+def bound(call: Call, dtype: torch.dtype = F32) -> Bound:
+    args = call.args(6, dtype=dtype)
+    references = (call.of_leaves(run, args)[0] for run in call.draws())
+    return Bound(call.operator, *call.both(args), tuple(references))
 
 
-def _floating(a: Any) -> bool:
-    return isinstance(a, Tensor) and a.is_floating_point()
-
-
-def _norms() -> Iterator[tuple[str, Call]]:
-    for op, functions in norm_cases.FUNCTIONS.items():
-        args = norm_cases.inputs(op, (3, 33), F32)
-        yield op, Call(op, *functions, args)
-        if op.startswith("add"):
-            yield f"{op} with dropout", Call(op, *functions, args, {"dropout_p": 0.3})
-
-
-def _gated_activations() -> Iterator[tuple[str, Call]]:
-    for kind, (function, reference, options) in gated_cases.KINDS.items():
-        args = gated_cases.inputs((3, 33), F32)
-        yield kind, Call(kind.split()[0], function, reference, args, options)
-
-
-def _linears() -> Iterator[tuple[str, Call]]:
-    functions = linear_cases.linear, linear_cases.linear_reference
-    args = linear_cases.inputs((3, 16), 24, F32)
-    for kind in linear_cases.KINDS:
-        yield f"linear {kind}", Call("linear", *functions, args, {"activation": kind})
-
-
-def _quantized_linears() -> Iterator[tuple[str, Call]]:
-    args = quantized_cases.inputs((3, 64), 24, F32)
-    for kind in quantized_cases.FORMATS:
-        weight = quantized_cases.quantized(kind, quantized_cases.random_weight(24, 64))
-        for input_format, compute in quantized_cases.PRECISIONS:
-            options = {"input_format": input_format, "compute": compute}
-            functions = quantized_cases.functions(weight, **options)
-            name = f"quantized_linear {kind}, {input_format}, {compute}"
-            yield name, Call("quantized_linear", *functions, args)
-
-
-def _rotaries() -> Iterator[tuple[str, Call]]:
-    q, k, *table = rotary_cases.inputs((4, 2), 5, 16)
-    for interleaved in rotary_cases.LAYOUTS:
-        functions = [
-            rotary_cases.with_table(run, *table, interleaved=interleaved)
-            for run in (rotary_embedding, rotary_embedding_reference)
-        ]
-        name = "rotary_embedding" + " interleaved" * interleaved
-        yield name, Call("rotary_embedding", *functions, (q, k))
-
-
-def _cross_entropies() -> Iterator[tuple[str, Call]]:
-    args = cross_entropy_cases.logits(9, 17), cross_entropy_cases.targets(9, 17)
-    weight = cross_entropy_cases.class_weight(17)
-    functions = cross_entropy_cases.cross_entropy, cross_entropy_cases.cross_entropy_reference
-    for kind, options in cross_entropy_cases.OPTIONS.items():
-        yield f"cross_entropy {kind}", Call("cross_entropy", *functions, args, options)
-        weighted = [_with_class_weight(run, weight) for run in functions]
-        yield f"cross_entropy {kind}, weighted", Call("cross_entropy", *weighted, args, options)
-
-
-def _linear_cross_entropies() -> Iterator[tuple[str, Call]]:
-    functions = (
-        cross_entropy_cases.linear_cross_entropy,
-        cross_entropy_cases.linear_cross_entropy_reference,
-    )
-    x, weight, _ = cross_entropy_cases.head(9, 12, 17)
-    args = x, weight, cross_entropy_cases.targets(9, 17)
-    for kind, options in cross_entropy_cases.OPTIONS.items():
-        name = f"linear_cross_entropy {kind}"
-        yield name, Call("linear_cross_entropy", *functions, args, options)
-
-
-def _with_class_weight(run: Callable, weight: Tensor) -> Callable:
-    return lambda x, t, **options: run(x, t, cross_entropy_cases.in_dtype_of(x, weight), **options)
-
-
-def _attentions() -> Iterator[tuple[str, Call]]:
-    qkv = attention_cases.heads(2, 4, 2, 6, 7, 8)
-    with_lse = partial(attention, return_lse=True)
-    for name in attention_cases.FEATURES:
-        options = attention_cases.options([name], 2, 4, 6, 7)
-        references = _in_other_orders(attention_reference, qkv[0])
-        call = Call("attention", with_lse, attention_reference, qkv, options, references)
-        yield f"attention {name}", call
-    sdpa = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    references = _in_other_orders(_causal_reference, qkv[0])
-    call = Call("attention", sdpa, _causal_reference, qkv, draws=references)
-    yield "scaled_dot_product_attention", call
-
-
-def _causal_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention_reference(q, k, v, causal=True, top_left=True)[0]
-
-
-def _in_other_orders(run: Callable, q: Tensor) -> tuple[Callable, ...]:
-    return tuple(
-        lambda q, k, v, order=order, **options: run(q[..., order], k[..., order], v, **options)
-        for order in attention_cases.orders(q)
-    )
-
-
-FAMILIES = (_norms, _gated_activations, _linears, _quantized_linears, _rotaries)
-FAMILIES += (_cross_entropies, _linear_cross_entropies, _attentions)
-CALLS = {name: call for family in FAMILIES for name, call in family()}
+CALLS = {
+    f"{family} {name}": call
+    for family, record in FAMILIES.items()
+    for name, call in (record.calls | record.more | record.further).items()
+}
 
 
 def _modules() -> Iterator[tuple[str, Callable, tuple]]:
@@ -193,7 +91,7 @@ class _WithoutWeights(fusedops.nn.MultiheadAttention):
 MODULES = {name: (make, inputs) for name, make, inputs in _modules()}
 
 
-def of_module(name: str) -> Call:
+def of_module(name: str) -> Bound:
     """A new module's forward as a function of its parameters and inputs; by the references too."""
     make, inputs = MODULES[name]
     torch.manual_seed(0)
@@ -208,7 +106,7 @@ def of_module(name: str) -> Call:
         with fusedops.backend("reference"):
             return function(*args)
 
-    return Call("linear", function, reference, (*parameters, *inputs))
+    return Bound("linear", function, reference, (*parameters, *inputs))
 
 
 def _has(module: torch.nn.Module) -> bool:

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -129,6 +129,19 @@ class Call:
         """The same call where the backend runs."""
         return replace(self, device=device_of(backend))
 
+    def in_float64(self) -> dict[str, Any]:
+        """The arguments, those that are floating in float64."""
+
+        def wide(v: Any) -> Any:
+            return v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+
+        return {name: wide(v) for name, v in self.made().items()}
+
+    def accumulator(self) -> torch.dtype:
+        """The dtype of sums: float32, or float64 where a tensor has it."""
+        dtypes = (v.dtype for v in self.arguments.values() if isinstance(v, Drawn))
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
     def made(self) -> dict[str, Any]:
         drawn = {name: v for name, v in self.arguments.items() if isinstance(v, Drawn)}
         tensors = placed(tuple(v.tensor() for v in drawn.values()), self.device)
@@ -156,6 +169,28 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> st.SearchStrategy[Drawn
         st.sampled_from(["normal"] * 8 + [v for v in VALUES if (v, dtype) != FLUSHED]),
         st.integers(0, 2**16),
     )
+
+
+@st.composite
+def broken(
+    draw: st.DrawFn, calls: st.SearchStrategy[Call], wrong_values: Callable, *fixed: str
+) -> Call:
+    """A call with one argument that is wrong, or that at least is not what is documented.
+
+    wrong_values: those of an argument, by its name and all arguments. fixed: names that stay right.
+    """
+    call = draw(calls)
+    name = draw(st.sampled_from(sorted(call.arguments.keys() - {*fixed})))
+    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
+    return Call(call.op, call.arguments | {name: wrong})
+
+
+def wrong_tensors(like: Drawn, dtypes: Sequence[torch.dtype] = tuple(NOT_FLOATS)) -> list[Any]:
+    """Of other shapes and dtypes than one has."""
+    shape = like.shape
+    others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
+    wrong: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
+    return wrong + [Drawn(shape, dtype) for dtype in dtypes if dtype != like.dtype]
 
 
 def results(function: Callable, call: Call, made: dict[str, Any] | None = None):

@@ -24,9 +24,11 @@ from contract.default_dtype_cases import (
     F32,
     F64,
     MODULES,
+    bound,
     default,
     of_module,
 )
+from contract.family import as_tuple
 from fusedops.functional import quantize_weight
 from fusedops.functional.quantized_linear import quantize_weight_reference
 from fusedops.nn import attention as attention_module
@@ -54,11 +56,11 @@ def _bytes(t):
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 @pytest.mark.parametrize("of", CALLS)
 def test_a_function_and_its_reference_keep_their_bits(of, dtype, name):
-    call = CALLS[of].to(dtype)
+    call = bound(CALLS[of], dtype)
     for run in (call.function, call.reference):
-        wanted = gradients(run, call.args, **call.options)
+        wanted = gradients(run, call.args)
         with default(**DEFAULTS[name]):
-            assert_equal(gradients(run, call.args, **call.options), wanted)
+            assert_equal(gradients(run, call.args), wanted)
 
 
 # The interpreter takes its time, so one default has to do. On simt the backward of quantized_linear
@@ -74,10 +76,9 @@ BY_BACKEND = [
 
 @pytest.mark.parametrize("of,backend,name", BY_BACKEND)
 def test_every_backend_passes_the_yardstick(of, backend, name):
-    call = CALLS[of]
+    call = bound(CALLS[of])
     with default(**DEFAULTS[name]):
-        functions = call.function, call.reference
-        check(*functions, call.args, backend, call.draws, **call.options)
+        check(call.function, call.reference, call.args, backend, call.draws)
 
 
 @ON
@@ -103,7 +104,7 @@ def test_a_module_of_no_dtype_has_the_default(name):
 @ON
 @pytest.mark.parametrize("of", CALLS)
 def test_a_double_backward_keeps_its_bits(of, name):
-    call = CALLS[of]
+    call = bound(CALLS[of])
     wanted = _second_gradients(call)
     with default(**DEFAULTS[name]):
         assert_equal(_second_gradients(call), wanted)
@@ -111,13 +112,8 @@ def test_a_double_backward_keeps_its_bits(of, name):
 
 def _second_gradients(call):
     torch.manual_seed(0)
-    leaves = [
-        a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-        for a in call.args
-    ]
-    inputs = [a for a in leaves if isinstance(a, torch.Tensor) and a.requires_grad]
-    outputs = call.function(*leaves, **call.options)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    inputs = [a.detach().requires_grad_() for a in call.args]
+    outputs = as_tuple(call.function(*inputs))
     total = sum(o.square().sum() for o in outputs)
     first = torch.autograd.grad(total, inputs, create_graph=True)
     second = torch.autograd.grad(sum(g.square().sum() for g in first), inputs)

@@ -1,4 +1,4 @@
-"""Random cross-entropy calls: each gives the reference's result or a clear error.
+"""Random cross-entropy calls match the reference or raise a clear error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """
@@ -12,7 +12,6 @@ import pytest
 import torch
 from contract.fuzzing import (
     FLOATS,
-    NOT_FLOATS,
     NOT_OURS,
     SIZES,
     Call,
@@ -20,10 +19,12 @@ from contract.fuzzing import (
     Redrawn,
     Rounded,
     assert_as_good,
+    broken,
     drawn,
     ours,
     results,
     says_what_is_wrong,
+    wrong_tensors,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,15 +122,7 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
     return Call(op, arguments, wanted)
 
 
-@st.composite
-def broken(draw: st.DrawFn, op: str) -> Call:
-    """A call with one argument that is wrong, or that at least is not what is documented."""
-    call = draw(calls(op, 512))
-    name = draw(st.sampled_from(sorted(call.arguments)))
-    return Call(op, call.arguments | {name: draw(st.sampled_from(wrong_values(name, call)))})
-
-
-def wrong_values(name: str, call: Call) -> list[Any]:
+def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     """Invalid values to try in place of a valid one."""
     wrong = {
         "reduction": ["avg", "", "MEAN", None],
@@ -142,22 +135,12 @@ def wrong_values(name: str, call: Call) -> list[Any]:
     }
     if name in wrong:
         return wrong[name]
-    like = call.arguments[name] or Drawn((3,), torch.float32)
-    shape = like.shape
-    others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
-    made: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
-    made += [Drawn(shape, dtype) for dtype in NOT_FLOATS if dtype != like.dtype]
+    like = arguments[name] or Drawn((3,), torch.float32)
+    made = wrong_tensors(like)
     if name == "target":
-        classes = torch.full(shape, call.arguments["target"].classes)
+        classes = torch.full(like.shape, like.classes)
         made += [classes, -1 - classes]
     return made
-
-
-def in_float64(call: Call) -> dict[str, Any]:
-    return {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in call.made().items()
-    }
 
 
 def product_of_terms(input, linear_weight, target, linear_bias=None, **how):
@@ -207,7 +190,7 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
     """
     if isinstance(found, Exception):
         raise found
-    exactly = in_float64(call)
+    exactly = call.in_float64()
     eager, exact = (results(REFERENCES[call.op], call, made) for made in (None, exactly))
     narrow = call.arguments["input"].dtype in (torch.float16, torch.bfloat16)
 
@@ -271,7 +254,7 @@ def test_example(why, backend):
 @pytest.mark.parametrize("op,backend", KERNELS)
 @given(data=st.data())
 def test_mistakes_are_named(op, backend, data):
-    call = data.draw(broken(op)).on(backend)
+    call = data.draw(broken(calls(op, 512), wrong_values)).on(backend)
     try:
         found = ours(call, backend)
     except IndexError as error:

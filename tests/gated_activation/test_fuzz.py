@@ -1,4 +1,4 @@
-"""Random swiglu and geglu calls: the reference's result or a clear error.
+"""Random swiglu and geglu calls match the reference or raise an error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """
@@ -10,18 +10,19 @@ import pytest
 import torch
 from contract.fuzzing import (
     FLOATS,
-    NOT_FLOATS,
     NOT_OURS,
     RECEIVED,
     Call,
     Drawn,
     Rounded,
     assert_as_good,
+    broken,
     drawn,
     ours,
     results,
     says_what_is_wrong,
     shapes,
+    wrong_tensors,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,41 +69,19 @@ def keywords(op: str) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-@st.composite
-def broken(draw: st.DrawFn, op: str) -> Call:
-    """A call with one argument that is wrong, or that at least is not what is documented."""
-    call = draw(calls(op, 512))
-    name = draw(st.sampled_from(sorted(call.arguments)))
-    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
-    return Call(op, call.arguments | {name: wrong})
-
-
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     """Invalid values to try in place of a valid one."""
     if name in ("gate", "up"):
         like = arguments[name] or arguments["gate"]
-        shape = like.shape
-        others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
-        wrong: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
-        wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS]
+        wrong = wrong_tensors(like)
         alone = name == "gate"  # alone on another device it is right
-        return [*wrong, 1] if alone else [*wrong, 1, torch.zeros(shape, device="meta")]
+        return [*wrong, 1] if alone else [*wrong, 1, torch.zeros(like.shape, device="meta")]
     return {
         "limit": [-1.0, -1e-30, math.nan, -math.inf, "7", 1j],
         "alpha": ["1", None, 1j],
         "up_offset": ["1", None, 1j],
         "approximate": ["erf", "", "TANH", None, 1],
     }[name]
-
-
-def in_float64(call: Call) -> dict[str, Any]:
-    made = call.made()
-    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
-
-
-def accumulator(call: Call) -> torch.dtype:
-    dtypes = (v.dtype for v in call.arguments.values() if isinstance(v, Drawn))
-    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def compare(call: Call, found: dict | Exception, backend: str) -> None:
@@ -113,12 +92,12 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
     """
     if isinstance(found, Exception):
         raise found
-    exactly = in_float64(call)
+    exactly = call.in_float64()
     eager, exact = (results(reference(call.op), call, made) for made in (None, exactly))
 
     def rounded(key):
         for seed in range(4):
-            with Rounded(accumulator(call), seed):
+            with Rounded(call.accumulator(), seed):
                 yield results(reference(call.op), call, exactly)[key]
 
     for key in [key for key in found if "gradient" in key]:
@@ -166,7 +145,7 @@ def test_example(why, backend):
 @pytest.mark.parametrize("op,backend", KERNELS)
 @given(data=st.data())
 def test_mistakes_are_named(op, backend, data):
-    call = data.draw(broken(op)).on(backend)
+    call = data.draw(broken(calls(op, 512), wrong_values)).on(backend)
     found = ours(call, backend)
     if not isinstance(found, Exception):
         return compare(call, found, backend)

@@ -1,1 +1,1 @@
-"""Measures growth: over repeated calls (measure.py), and within one call (peaks.py)."""
+"""Tests that memory does not grow over repeated calls or within one."""

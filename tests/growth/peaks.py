@@ -1,4 +1,4 @@
-"""Measures a process's growth within a call; torch does not see kernels' memory."""
+"""Measures how much a process's memory grows within a call."""
 
 import os
 import subprocess

@@ -1,6 +1,10 @@
-"""Subjects: differentiable functions and modules that growth tests call repeatedly."""
+"""Defines a growth subject: a function or module that tests call repeatedly.
+
+Functions are called with fresh inputs each time; modules are created once.
+"""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 F32, BF16 = torch.float32, torch.bfloat16
+ROWS, N = 16, 64
 
 
 @dataclass
@@ -62,6 +67,24 @@ def numbers(*shape: int, below: int) -> Tensor:
 def of_module(module: nn.Module, inputs: Callable[[], list[Tensor]], **how: Any) -> Subject:
     run = how.get("bind", Subject.bind)(module)
     return Subject(run, inputs, module, **how)
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> Callable[[], list[Tensor]]:
+    return lambda: [leaf(*shape, dtype=dtype) for shape in shapes]
+
+
+def rows() -> list[Tensor]:
+    return [leaf(ROWS, N)]
+
+
+def two() -> list[Tensor]:
+    return [leaf(ROWS, N), leaf(ROWS, N)]
+
+
+def of(
+    function: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = F32, **how: Any
+) -> Subject:
+    return Subject(functools.partial(function, **how), drawn(*shapes, dtype=dtype))
 
 
 class Turns:

@@ -1,4 +1,4 @@
-"""Nothing grows: memory and live tensors are constant from call 100 to call 300.
+"""Memory and live tensors stay constant from call 100 to call 300.
 
 `make test` calls in the first four of WAYS, `make growth` in all of them.
 """
@@ -15,10 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops import backends, functional, nn, optim
+from growth.families import MODULES, OPERATORS
 from growth.measure import Watch, complaints, growth, mallinfo2, only_new_objects
 from growth.models import LIVES, LONG_LIVES, STEPS
-from growth.modules import MODULES
-from growth.operators import OPERATORS
 from growth.optimizers import KINDS, OPTIMIZERS
 from growth.subject import Subject, leaf, of_module
 from growth.ways import WAYS, training

@@ -1,4 +1,4 @@
-"""Ways of calling a subject; each returns the function to call repeatedly."""
+"""Ways of calling a growth subject, for example under autocast."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""QuantizationConfig: floats are quantized on load; codes are saved and reloaded."""
+"""QuantizationConfig quantizes floats on load; codes are saved and reloaded."""
 
 import copy
 import json
@@ -175,19 +175,26 @@ def test_routers_and_what_stays_float32(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name,router",
+    "name,router,how",
     [
-        ("SwitchTransformersForConditionalGeneration", "router.classifier"),
-        ("NllbMoeForConditionalGeneration", "router.classifier"),
-        ("JetMoeForCausalLM", "router.layer"),
-        ("LongcatFlashForCausalLM", "router.classifier"),
+        ("SwitchTransformersForConditionalGeneration", "router.classifier", {"num_layers": 2}),
+        (
+            "NllbMoeForConditionalGeneration",
+            "router.classifier",
+            {"encoder_layers": 4, "decoder_layers": 4, "num_experts": 4},
+        ),
+        ("JetMoeForCausalLM", "router.layer", {}),
+        (
+            "LongcatFlashForCausalLM",
+            "router.classifier",
+            {"num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2},
+        ),
     ],
 )
-def test_linears_of_routers_stay(name, router):
+def test_linears_of_routers_stay(name, router, how):
     """Routers are the linears inside a module of this name."""
     kind = getattr(transformers, name)
-    depth = {"num_layers": 2} if "Longcat" in name or "Switch" in name else {}
-    config = kind.config_class(num_hidden_layers=2, **depth)
+    config = kind.config_class(num_hidden_layers=2, **how)
     with torch.device("meta"):
         model = kind(config)
     report = fusedops.quantize(model, "int8")

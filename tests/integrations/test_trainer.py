@@ -1,4 +1,4 @@
-"""Patched models in transformers' Trainer, accelerate and a plain training loop."""
+"""Patched models train in transformers' Trainer, accelerate and a plain loop."""
 
 import inspect
 import logging

@@ -1,4 +1,4 @@
-"""FusedOpsCallback in TRL's trainers: correct reports, equal losses."""
+"""FusedOpsCallback works in TRL's trainers: correct reports, equal losses."""
 
 import inspect
 import logging

@@ -1,4 +1,4 @@
-"""Random linear calls: they return or raise what F.linear and the activation do.
+"""Random linear calls return or raise what F.linear plus the activation does.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """
@@ -19,10 +19,12 @@ from contract.fuzzing import (
     Rounded,
     assert_as_good,
     attempt,
+    broken,
     drawn,
     ours,
     results,
     shapes,
+    wrong_tensors,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,25 +56,12 @@ def calls(draw: st.DrawFn, most: int = MOST) -> Call:
     return Call("linear", arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
 
 
-@st.composite
-def broken(draw: st.DrawFn) -> Call:
-    """A call with one argument that is wrong, or that at least is not what is documented."""
-    call = draw(calls(512))
-    name = draw(st.sampled_from(sorted(call.arguments)))
-    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
-    return Call("linear", call.arguments | {name: wrong})
-
-
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     """Invalid values to try in place of a valid one."""
     if name == "activation":
         return ["mish", "", "GELU", 1]
     like = arguments[name] or Drawn(arguments["weight"].shape[:1], arguments["weight"].dtype)
-    shape = like.shape
-    others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
-    wrong: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
-    wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS + FLOATS if dtype != like.dtype]
-    return [*wrong, 1]
+    return [*wrong_tensors(like, NOT_FLOATS + FLOATS), 1]
 
 
 class Stored(torch.autograd.Function):
@@ -147,10 +136,9 @@ def compare(call: Call, found: dict | Exception) -> None:
     """Assert that what we give is as good as what torch gives in the inputs' dtype."""
     if isinstance(found, Exception):
         raise found
-    made = call.made()
-    exactly = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+    exactly = call.in_float64()
     eager, exact = results(torchs, call), results(linear_reference, call, exactly)
-    dtype = made["input"].dtype
+    dtype = call.arguments["input"].dtype
 
     def rounded(key):
         for seed in range(4):
@@ -178,7 +166,7 @@ def test_as_torch(backend, data):
 @pytest.mark.parametrize("backend", ["cpu", "default"])
 @given(data=st.data())
 def test_what_torch_takes_is_taken(backend, data):
-    call = data.draw(broken()).on("cpu")
+    call = data.draw(broken(calls(512), wrong_values)).on("cpu")
     found = on(call, backend)
     if call.arguments["activation"] not in ACTIVATIONS:
         assert "activation" in str(found)

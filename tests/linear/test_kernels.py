@@ -1,4 +1,4 @@
-"""linear on every backend."""
+"""linear matches its reference on every backend."""
 
 import pytest
 import torch
@@ -159,25 +159,6 @@ def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
         assert torch.equal(value, again[key])
         if dtype == torch.float32:  # 16-bit products are torch's
             assert torch.equal(value, threaded[key])
-
-
-@pytest.mark.parametrize("kind,backend", CASES)
-def test_gradients_are_never_written_to(kind, backend):
-    leaves = [
-        a.requires_grad_() for a in placed(inputs((6, 40), 30, torch.float32), device_of(backend))
-    ]
-    with fusedops.backend(backend):
-        y = linear(*leaves, kind)
-        dy = torch.randn_like(y)
-        kept = dy.clone()
-        y.backward(dy)
-    assert torch.equal(dy, kept)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reference_gradcheck(kind):
-    args = [a.requires_grad_() for a in inputs((3, 6), 4, torch.float64)]
-    assert torch.autograd.gradcheck(lambda *a: linear_reference(*a, kind), args)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-// A kernel for each thing that the gates on machine code look for.
+// Toy CUDA kernels, one for each fault that the machine-code gates detect.
 
 #include <cuda_bf16.h>
 #include <mma.h>

@@ -5,7 +5,6 @@ import torch
 from contract.cuda_graphs import capture, no_synchronisation
 
 import fusedops
-from benchmarks.harness import cuda
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fusedops.testing import backends, gradients
 
@@ -14,7 +13,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 FUNCTIONS = {f.__name__: f for f in (layer_norm, rms_norm, add_layer_norm, add_rms_norm)}
 CASES = [(op, name) for op in FUNCTIONS for name in backends(op) if name in ("cuda", "triton")]
 BACKENDS = [name for name in backends("layer_norm") if name in ("cuda", "triton")]
-SHAPES = [(3, 70), (64, 4096)]
 LONG = [(3, 70001), (2, 262144)]  # walked: in shared memory past 48 KiB, and in global memory
 
 
@@ -35,22 +33,6 @@ def step(op, args, cotangent, **kwargs):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = torch.autograd.grad(outputs, tensors(args), [cotangent] * len(outputs))
     return (*(o.detach() for o in outputs), *grads)
-
-
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("shape", SHAPES + LONG, ids=str)
-def test_graph_replays_what_eager_gives(op, backend, shape):
-    args = inputs(op, shape)
-    leaves = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
-    cotangent = torch.randn_like(args[0])
-    with fusedops.backend(backend):
-        graph, captured = capture(lambda: step(op, leaves, cotangent))
-        with torch.no_grad():
-            for tensor in (*tensors(leaves), cotangent):
-                tensor.normal_()
-        graph.replay()
-        expected = step(op, leaves, cotangent)
-    assert all(map(torch.equal, captured, expected))
 
 
 @pytest.mark.parametrize("op,backend", [c for c in CASES if "add" in c[0]])
@@ -90,27 +72,15 @@ def test_runs_on_the_current_stream(op, backend):
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_nothing_synchronises_in_eager_code(op, backend, p):
-    """As far as torch sees it. What it does not see fails the capture in the tests of graphs."""
-    if p and "add" not in op:
-        pytest.skip("no dropout")
+@pytest.mark.parametrize("op,backend", [c for c in CASES if "add" in c[0]])
+def test_a_dropout_synchronises_nothing(op, backend):
     args = inputs(op, (64, 1024))
     leaves = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
-    kwargs, cotangent = {"dropout_p": p} if p else {}, torch.randn_like(args[0])
+    cotangent = torch.randn_like(args[0])
     with fusedops.backend(backend):
-        step(op, leaves, cotangent, **kwargs)
+        step(op, leaves, cotangent, dropout_p=0.5)
         with no_synchronisation():
-            step(op, leaves, cotangent, **kwargs)
-
-
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("shape", [*SHAPES, (16384, 1024), (16, 16384)], ids=str)
-def test_forward_is_one_launch(op, backend, shape):
-    args = inputs(op, shape)
-    with fusedops.backend(backend), torch.no_grad():
-        assert cuda.launches(lambda: FUNCTIONS[op](*args)) == 1
+            step(op, leaves, cotangent, dropout_p=0.5)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,8 +1,8 @@
-"""Random norm calls: each gives the original's result or a clear error.
+"""Random norm calls match torch's result or raise a clear error.
 
-The original is torch's own function, or the two lines that an add_* function stands for. Where it
-has no such thing (llama's rounding, an offset, dropout, more mixtures of dtypes) the reference
-takes its place. A failure prints its `Call`, which joins EXAMPLES.
+"torch's result" is that of torch's function, or of `h = x + residual` and torch's norm for an add_*
+function. Where torch has no such function (llama's rounding, an offset, dropout, more mixtures of
+dtypes), our reference is used instead. A failure prints its `Call`: add that to EXAMPLES.
 """
 
 import math
@@ -15,7 +15,6 @@ import pytest
 import torch
 from contract.fuzzing import (
     FLOATS,
-    NOT_FLOATS,
     NOT_OURS,
     RECEIVED,
     Call,
@@ -24,11 +23,13 @@ from contract.fuzzing import (
     Rounded,
     assert_as_good,
     attempt,
+    broken,
     drawn,
     ours,
     results,
     says_what_is_wrong,
     shapes,
+    wrong_tensors,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,18 +53,19 @@ def reference(op: str):
 
 
 def original(call: Call):
-    """torch's function with the same arguments; None where torch has none.
+    """Returns torch's function for a call, or None if torch has none.
 
-    Also None where torch takes what our docstrings do not: parameters of integers, and of the
-    add_* functions a residual of another shape.
+    Also None for what torch accepts but our docstrings exclude: integer parameters, and a
+    residual whose shape differs from x's.
     """
-    given = call.arguments
-    beyond = {"rounding": "torch", "offset": 0.0, "dropout_p": 0.0}
-    if any(given.get(name, usual) != usual for name, usual in beyond.items()):
+    arguments = call.arguments
+    extras = {"rounding": "torch", "offset": 0.0, "dropout_p": 0.0}
+    if any(arguments.get(name, default) != default for name, default in extras.items()):
         return None
-    if any(isinstance(given.get(k), Drawn) and given[k].dtype not in FLOATS for k in PARAMETERS):
+    parameters = [arguments[name] for name in PARAMETERS if isinstance(arguments.get(name), Drawn)]
+    if any(parameter.dtype not in FLOATS for parameter in parameters):
         return None
-    if "add" in call.op and not alike(given["x"], given["residual"]):
+    if "add" in call.op and not alike(arguments["x"], arguments["residual"]):
         return None
     plain = nn.functional.layer_norm if "layer" in call.op else nn.functional.rms_norm
 
@@ -79,18 +81,18 @@ def original(call: Call):
 
 
 def alike(x: Any, residual: Any) -> bool:
-    """Whether an add_* function does what `x + residual` and torch's norm do.
+    """Whether an add_* function computes the same as `x + residual` and torch's norm.
 
-    It asks for one shape; of two dtypes, h has the wider and y may keep x's.
+    It requires equal shapes. If the dtypes differ, h has the wider one and y may keep x's.
     """
     both = isinstance(x, Drawn) and isinstance(residual, Drawn)
     return both and (x.shape, x.dtype) == (residual.shape, residual.dtype) and x.dtype in FLOATS
 
 
 @st.composite
-def calls(draw: st.DrawFn, op: str, most: int = 32768, floats: tuple = tuple(FLOATS)) -> Call:
-    """A call that the function's docstring allows."""
-    shape = draw(shapes(most).filter(len))
+def calls(draw: st.DrawFn, op: str, max_size: int = 32768, floats: tuple = tuple(FLOATS)) -> Call:
+    """Draws a call that the function's docstring allows."""
+    shape = draw(shapes(max_size).filter(len))
     row = shape[-draw(st.integers(1, min(len(shape), 2))) :]
     usual = draw(st.sampled_from(floats))
     dtypes = st.just(usual) if draw(st.integers(0, 2)) else st.sampled_from(floats)
@@ -106,7 +108,7 @@ def calls(draw: st.DrawFn, op: str, most: int = 32768, floats: tuple = tuple(FLO
         arguments = {"input": tensor(shape), "normalized_shape": row}
     arguments["weight"] = parameter()
     if "layer" in op:
-        # add_layer_norm reads off the weight how many dimensions are a row
+        # add_layer_norm normalizes over as many dimensions as the weight has
         one_axis = len(row) == 1 or arguments["weight"] is not None
         arguments["bias"] = parameter() if one_axis or "add" not in op else None
     arguments["eps"] = draw(st.sampled_from(EPS[:3]) | st.sampled_from(EPS))
@@ -118,7 +120,7 @@ def calls(draw: st.DrawFn, op: str, most: int = 32768, floats: tuple = tuple(FLO
 
 @st.composite
 def keywords(draw: st.DrawFn, op: str) -> dict[str, Any]:
-    """The functions' arguments beyond torch's."""
+    """Draws the arguments that torch's functions do not have."""
     found: dict[str, Any] = {}
     if "rms" in op:
         found["rounding"] = draw(st.sampled_from(["torch", "llama"]))
@@ -130,28 +132,16 @@ def keywords(draw: st.DrawFn, op: str) -> dict[str, Any]:
     return found
 
 
-@st.composite
-def broken(draw: st.DrawFn, op: str) -> Call:
-    """A call with one argument that is wrong, or that at least is not what is documented."""
-    call = draw(calls(op, 512))
-    name = draw(st.sampled_from(sorted(call.arguments)))
-    value = call.arguments[name]
-    wrong = draw(st.sampled_from(wrong_values(name, value, call.arguments)))
-    return Call(op, call.arguments | {name: wrong})
-
-
-def wrong_values(name: str, value: Any, arguments: dict[str, Any]) -> list[Any]:
-    """Invalid values to try in place of a valid one."""
+def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
+    """Returns invalid values to try in place of a valid one."""
+    value = arguments[name]
     if name == "normalized_shape":
         return [(), (*value, 1), (1, *value), (-1,), (*value[:-1], value[-1] + 1), (2**40,), 3, "8"]
     if name in ("weight", "bias", "x", "residual", "input"):
         like = value or arguments.get("x") or arguments.get("input")
-        shape = like.shape
-        others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
-        wrong = [Drawn(s, like.dtype) for s in others if s != shape]
-        wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS]
-        first = name in ("x", "input")  # alone on another device it is right
-        return [*wrong, 1] if first else [*wrong, 1, torch.zeros(shape, device="meta")]
+        wrong = wrong_tensors(like)
+        first = name in ("x", "input")  # on another device it is valid: the others may follow
+        return [*wrong, 1] if first else [*wrong, 1, torch.zeros(like.shape, device="meta")]
     return {
         "eps": ["1e-5", 1j, torch.zeros(2)],
         "rounding": ["gemma", "", None, 1],
@@ -161,7 +151,7 @@ def wrong_values(name: str, value: Any, arguments: dict[str, Any]) -> list[Any]:
 
 
 def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Assert that what we give is as good as what the original gives, or else the reference."""
+    """Asserts that `found` is as accurate as torch's result, or as the reference's."""
     if isinstance(found, Exception):
         raise found
     eager = attempt(original(call) or reference(call.op), call)
@@ -184,19 +174,18 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
 
 
 def in_float64(call: Call) -> dict[str, Any]:
-    """The arguments in float64, with the eps that the narrower dtype would have."""
-    made = call.made()
-    exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+    """Returns the arguments in float64, with the original dtype's default eps."""
+    exact = call.in_float64()
     if exact.get("eps", 0) is None:
         exact["eps"] = torch.finfo(accumulator(call)).eps
     return exact
 
 
 def of_stored_sums(call: Call, exactly: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments in float64, with a residual that makes the sum an h that may be stored.
+    """Yields float64 arguments whose x + residual is an h that a kernel may store.
 
-    That h is rounded to its dtype, which no kernel can help, and norm and gradient are of it. It is
-    rounded once, or after the dropped x was, as in the line that the function stands for.
+    Every kernel rounds h to its dtype, and norm and gradients are those of the rounded h. A kernel
+    may round once, or a second time after the dropout, as torch's lines do.
     """
     alone = replace(call, wanted=frozenset(), received="contiguous")
     stored, exact = (
@@ -207,7 +196,7 @@ def of_stored_sums(call: Call, exactly: dict[str, Any]) -> Iterator[dict[str, An
 
 
 def accumulator(call: Call) -> torch.dtype:
-    """The dtype of the statistics: float32, or float64 where the row is."""
+    """Returns the statistics' dtype: float32, or float64 for float64 rows."""
     rows = [call.arguments.get(name) for name in ("input", "x", "residual")]
     wide = any(t is not None and t.dtype == torch.float64 for t in rows)
     return torch.float64 if wide else torch.float32
@@ -220,24 +209,24 @@ def test_as_the_original(op, backend, data):
     compare(call, ours(call, backend), backend)
 
 
-# What the fuzz has found, and what it draws too rarely.
+# Calls that the fuzz found to fail once, and calls that it draws too rarely.
 EXAMPLES = {
-    "the variance of equal elements is not negative": Call(
+    "equal elements do not have a negative variance": Call(
         "layer_norm",
         {"input": Drawn((3,), values="large constant"), "normalized_shape": (3,), "eps": 1e-5},
     ),
-    "squares that overflow make the variance infinite, not NaN": Call(
+    "overflowing squares make the variance infinite, not NaN": Call(
         "add_layer_norm", {"x": Drawn((15,)), "residual": Drawn((15,), values="huge"), "eps": 1e-5}
     ),
-    "so they do in rows of several tiles": Call(
+    "overflowing squares in rows of several tiles do the same": Call(
         "layer_norm",
         {"input": Drawn((2, 20011), values="huge"), "normalized_shape": (20011,), "eps": 1e-5},
     ),
-    "a dropped NaN is NaN, as in torch": Call(
+    "a dropped NaN stays NaN, as in torch": Call(
         "add_rms_norm",
         {"x": Drawn((8, 5), values="one NaN"), "residual": Drawn((8, 5)), "dropout_p": 0.999},
     ),
-    "roundings that decide which infinity a gradient is": Call(
+    "rounding decides a gradient's sign of infinity": Call(
         "add_layer_norm",
         {
             "x": Drawn((15, 1, 2), torch.float16),
@@ -247,7 +236,7 @@ EXAMPLES = {
         },
         frozenset({"residual"}),
     ),
-    "a bfloat16 below the normal numbers may be 0": Call(
+    "a denormal bfloat16 may become 0": Call(
         "rms_norm",
         {
             "input": Drawn((1,), torch.bfloat16),
@@ -256,7 +245,7 @@ EXAMPLES = {
             "eps": 1e-5,
         },
     ),
-    "roundings of terms stay where their sum is nothing": Call(
+    "the terms' rounding errors remain where their sum is 0": Call(
         "rms_norm",
         {
             "input": Drawn((4, 1), torch.float16, seed=4283),
@@ -266,7 +255,7 @@ EXAMPLES = {
         },
         received="one row expanded",
     ),
-    "a sum with a dropped x is rounded once": Call(
+    "the sum with a dropped x is rounded once": Call(
         "add_layer_norm",
         {
             "x": Drawn((1000, 15), torch.float16),
@@ -277,7 +266,7 @@ EXAMPLES = {
         },
         frozenset({"residual"}),
     ),
-    "a formula that rounds what is between its terms": Call(
+    "a formula rounds its intermediate terms": Call(
         "add_rms_norm",
         {
             "x": Drawn((3, 1, 3), torch.float16),
@@ -289,7 +278,7 @@ EXAMPLES = {
         },
         frozenset({"residual"}),
     ),
-    "the sign of a sum that cancels decides between infinity and NaN": Call(
+    "a cancelling sum's sign decides between infinity and NaN": Call(
         "add_layer_norm",
         {
             "x": Drawn((9,)),
@@ -299,7 +288,7 @@ EXAMPLES = {
             "eps": 1e-5,
         },
     ),
-    "an infinite gradient has one sign, in both words of rstd": Call(
+    "an infinite gradient has one sign, in both parts of rstd": Call(
         "rms_norm",
         {
             "input": Drawn((16,)),
@@ -309,12 +298,12 @@ EXAMPLES = {
         },
         frozenset({"input"}),
     ),
-    "rows of whole vectors that do not start at one": Call(
+    "rows have whole vectors but start misaligned": Call(
         "layer_norm",
         {"input": Drawn((5, 64), layout="start of rows"), "normalized_shape": (64,), "eps": 1e-5},
         frozenset({"input"}),
     ),
-    "a dropout of whole vectors": Call(
+    "dropout runs on whole vectors": Call(
         "add_layer_norm",
         {
             "x": Drawn((5, 64), torch.float16),
@@ -345,7 +334,7 @@ def test_interpreted(op, data):
 @pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] not in NOT_OURS])
 @given(data=st.data())
 def test_mistakes_are_named(op, backend, data):
-    call = data.draw(broken(op)).on(backend)
+    call = data.draw(broken(calls(op, 512), wrong_values)).on(backend)
     found = ours(call, backend)
     if not isinstance(found, Exception):
         return compare(call, found, backend)
@@ -362,10 +351,10 @@ def test_modules_are_their_functions(name, data):
     shape = data.draw(shapes(2048).filter(len))
     row = shape[-data.draw(st.integers(1, len(shape))) :]
     x = data.draw(drawn(shape, data.draw(st.sampled_from(FLOATS[:3])))).tensor()
-    how = {"eps": data.draw(st.sampled_from(EPS)), "dtype": x.dtype}
-    how["elementwise_affine"] = data.draw(st.booleans())
-    theirs = getattr(nn, name)(row, **how)
-    module, added = (getattr(fusedops.nn, kind)(row, **how) for kind in (name, f"Add{name}"))
+    options = {"eps": data.draw(st.sampled_from(EPS)), "dtype": x.dtype}
+    options["elementwise_affine"] = data.draw(st.booleans())
+    theirs = getattr(nn, name)(row, **options)
+    module, added = (getattr(fusedops.nn, kind)(row, **options) for kind in (name, f"Add{name}"))
     for parameter in theirs.parameters():
         nn.init.normal_(parameter)
     for twin in (module, added):

@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm, add_layer_norm and add_rms_norm on every backend."""
+"""The norm functions match their references on every backend."""
 
 import pytest
 import torch
@@ -136,13 +136,6 @@ def test_float64_is_exact(op, backend):
         torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("op", FUNCTIONS)
-def test_reference_gradcheck(op):
-    args = inputs(op, (3, 6), torch.float64)
-    args = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
-    assert torch.autograd.gradcheck(FUNCTIONS[op][1], args)
-
-
 LAYOUTS = {
     "transposed": lambda make: make(64, 12).t(),
     "slice of rows": lambda make: make(12, 96)[:, 3:67],
@@ -274,19 +267,6 @@ def test_same_bits_each_time_and_whatever_the_rows(op, backend, dtype, n):
         assert torch.equal(value, again[key]) and torch.equal(value, threaded[key])
         if key.startswith("output"):
             assert torch.equal(few[key], value[:7])
-
-
-@pytest.mark.parametrize("op,backend", CASES)
-def test_gradients_are_never_written_to(op, backend):
-    args = placed(inputs(op, (6, 40), torch.float32), device_of(backend))
-    leaves = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
-    with fusedops.backend(backend):
-        outputs = FUNCTIONS[op][0](*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        cotangents = [torch.randn_like(o) for o in outputs]
-        kept = [c.clone() for c in cotangents]
-        torch.autograd.backward(outputs, cotangents)
-    assert all(map(torch.equal, cotangents, kept))
 
 
 @pytest.mark.parametrize("op,backend", ADDS)

@@ -1,4 +1,4 @@
-"""fusedops.nn's norms: torch's constructor, parameters and state dict, and extras."""
+"""fusedops.nn's norms have torch's constructor, parameters and state dict."""
 
 import pytest
 import torch

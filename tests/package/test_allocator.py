@@ -1,4 +1,4 @@
-"""keep_freed_memory: page faults and resident pages of a fresh process."""
+"""keep_freed_memory reduces page faults and keeps pages in a fresh process."""
 
 import ctypes
 import subprocess

@@ -1,4 +1,4 @@
-"""Forcing a backend, the environment report, and the command line."""
+"""Tests forcing a backend, the environment report, and the command line."""
 
 import contextlib
 import inspect
@@ -39,7 +39,7 @@ def test_a_backend_that_cannot_run_says_why():
         fusedops.backend("cuda").__enter__()
     code = "import fusedops; fusedops.backend('triton').__enter__()"
     said, succeeded = run("-c", code, TRITON_INTERPRET="0")
-    assert not succeeded and "set TRITON_INTERPRET=1 to interpret" in said
+    assert not succeeded and "set TRITON_INTERPRET=1 to run the interpreter" in said
 
 
 def test_the_cuda_kernels_are_tested_somewhere():

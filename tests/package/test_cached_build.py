@@ -1,4 +1,4 @@
-"""`fusedops build` in a copy of the package with tiny sources, and the import that follows.
+"""`fusedops build` compiles into the cache, and the import finds it.
 
 The compiled module is real, and its functions are those that run without a compiled part.
 """
@@ -161,7 +161,7 @@ def test_the_newer_of_two_libraries_is_loaded(package, built, inside):
 def test_a_library_of_another_version_is_refused(package, tmp_path, built, inside):
     copied(built[1], inside.parent, fusedops="0.1.9")
     _, printed, _ = run(package, tmp_path, "-c", INFO)
-    assert "compiled from fusedops 0.1.9, this is fusedops " in printed
+    assert "compiled from fusedops 0.1.9, but this is fusedops " in printed
     cache, library = built
     assert run(package, cache, "-c", INFO)[1] == f"{library} compiled\n"
 

@@ -1,4 +1,4 @@
-"""The demo end to end on a tiny model, and what it reports."""
+"""The demo runs end to end on a tiny model and reports correctly."""
 
 import json
 import subprocess

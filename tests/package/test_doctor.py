@@ -1,4 +1,4 @@
-"""`fusedops doctor`: each check, with the files and settings of other machines."""
+"""`fusedops doctor` finds each problem, with other machines' files and settings."""
 
 import os
 import re
@@ -66,7 +66,7 @@ def test_a_compiler_that_is_no_command(program):
     environment = program("g++", "12.2.0")
     assert doctor.compiler(environment | {"CXX": " "}, needed=True).level == OK
     found = doctor.compiler(environment | {"CXX": '"'}, needed=True)
-    assert found.level == PROBLEM and "CXX is not a command" in found.text and found.fix
+    assert found.level == PROBLEM and "CXX must be a command" in found.text and found.fix
 
 
 def test_headers_ninja_and_torch(tmp_path):
@@ -88,7 +88,7 @@ def test_headers_ninja_and_torch(tmp_path):
         ("", {"torch": "2.13.0+cpu"}, OK, "compiled for torch 2.13.0+cpu"),
         ("", {"torch": "2.13.1", "cxx11_abi": True}, OK, "compiled for torch 2.13.1"),
         ("", {"torch": "2.12.1"}, PROBLEM, "for torch 2.12.1, and torch 2.13.0+cpu is installed"),
-        ("", {"torch": "2.13.0", "cxx11_abi": False}, PROBLEM, "another C++ ABI"),
+        ("", {"torch": "2.13.0", "cxx11_abi": False}, PROBLEM, "different C++ ABIs"),
         ("", {}, PROBLEM, "an unknown version"),
         ("there is none for torch 2.13", {}, PROBLEM, "as plain PyTorch: there is none for"),
     ],
@@ -102,7 +102,7 @@ def test_compiled_part(reason, record, level, words):
 def test_a_hidden_compiled_part_is_not_compiled_again():
     hidden = "FUSEDOPS_COMPILED=0 hides it", {}, "2.13.0", True, "Load it: unset FUSEDOPS_COMPILED"
     assert doctor.compiled_part(*hidden).fix == "unset FUSEDOPS_COMPILED"
-    elsewhere = "kernels are for Linux on x86-64", {}, "2.13.0", True, ""
+    elsewhere = "kernels need Linux on x86-64", {}, "2.13.0", True, ""
     assert doctor.compiled_part(*elsewhere).level == WARNING
     assert doctor.compiled_part(*elsewhere).fix == ""
 
@@ -263,8 +263,8 @@ def test_openmp(environment, cpus, named):
         (None, "13.0", 0, OK, "built without CUDA"),
         ("13.0", "13.0", 0, OK, "nvcc 13.0 can compile for torch's CUDA 13.0; 0 GPUs"),
         ("13.0", "13.1", 1, OK, "1 GPU."),
-        ("13.0", None, 0, OK, "no nvcc"),
-        ("13.0", None, 1, WARNING, "no nvcc"),
+        ("13.0", None, 0, OK, "nvcc is missing"),
+        ("13.0", None, 1, WARNING, "nvcc is missing"),
         (
             "13.0",
             "12.8",

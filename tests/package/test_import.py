@@ -1,4 +1,4 @@
-"""`import fusedops`: which modules it loads in addition to torch, and its silence."""
+"""`import fusedops` loads few modules in addition to torch, and prints nothing."""
 
 import json
 import subprocess

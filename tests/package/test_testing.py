@@ -1,4 +1,4 @@
-"""The error yardstick itself: what it accepts and what it rejects."""
+"""Tests which errors the yardstick in fusedops.testing accepts and rejects."""
 
 import pytest
 import torch

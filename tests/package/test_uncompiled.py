@@ -1,4 +1,4 @@
-"""The package without its compiled library: detection, reasons, and that all works.
+"""The package works without its compiled library, and says why it is missing.
 
 The checks of what runs are in uncompiled_checks.py, in a process that has no compiled part.
 """
@@ -136,8 +136,8 @@ def test_patch_releases_and_local_versions_of_torch_are_the_same(package):
 @pytest.mark.parametrize(
     "changes,wanted",
     [
-        ({"torch": "2.99.0"}, f"compiled for torch 2.99, this is torch {MINOR}"),
-        ({"cxx11_abi": not RECORD["cxx11_abi"]}, r"compiled for another C\+\+ ABI"),
+        ({"torch": "2.99.0"}, f"compiled for torch 2.99, but this is torch {MINOR}"),
+        ({"cxx11_abi": not RECORD["cxx11_abi"]}, r"compiled for a different C\+\+ ABI"),
         ({"record": "{"}, "its record .* cannot be read"),
         ({"record": "{}"}, "its record .* cannot be read"),
     ],
@@ -165,7 +165,7 @@ def test_a_broken_library_gives_the_loaders_error(package):
 def test_libraries_for_others_are_named(package):
     (package / f"_C_torch2_98{EXTENSION_SUFFIXES[0]}").touch()
     (package / f"_C_torch2_101{EXTENSION_SUFFIXES[0]}").touch()
-    assert reason(use(package)) == f"compiled for torch 2.98, 2.101, this is torch {MINOR}"
+    assert reason(use(package)) == f"compiled for torch 2.98, 2.101, but this is torch {MINOR}"
     for path in package.glob("*.so"):
         path.unlink()
     (package / "_C_torch2_98.cpython-399-x86_64-linux-gnu.so").touch()

@@ -1,4 +1,4 @@
-"""The wheel: one library per torch, shared kernels, and its platform tag."""
+"""The wheel has one library per torch, shared kernels and its platform tag."""
 
 import re
 import subprocess
@@ -55,7 +55,7 @@ def test_each_torch_gets_a_library_of_the_same_kernels(torches, tmp_path):
 
 def test_a_folder_without_a_torch_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEDOPS_TORCHES", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"FUSEDOPS_TORCHES: .* holds no folder \*/torch"):
+    with pytest.raises(RuntimeError, match=r"FUSEDOPS_TORCHES: .* must contain folders \*/torch"):
         building.build(tmp_path, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The package without triton and numpy, as after `pip install --no-deps`."""
+"""The package works without triton and numpy, as after `pip install --no-deps`."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Re-checking a report: which forward runs now, and what is still fused."""
+"""Re-checking a report shows which forward runs now and what stays fused."""
 
 import functools
 import types
@@ -12,10 +12,10 @@ from torch import nn
 
 import fusedops
 from fusedops.functional import cross_entropy, linear_cross_entropy
-from fusedops.patching.again import look_again
 from fusedops.patching.core.instance import instead
 from fusedops.patching.models.loss import function as losses
 from fusedops.patching.models.loss import head as heads
+from fusedops.patching.patch import look_again
 from patching.models.loss_cases import IDS, LABELS, llama
 
 

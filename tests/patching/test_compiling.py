@@ -1,4 +1,4 @@
-"""patch under torch.compile: for small tensors, Inductor gets the original lines."""
+"""Under torch.compile, small tensors of patched models run the original lines."""
 
 import copy
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Ctrl-C while patching or restoring: the model stays whole, the interrupt is raised."""
+"""Ctrl-C while patching or restoring leaves the model whole and is raised."""
 
 import subprocess
 import sys
@@ -22,9 +22,8 @@ from patching.models.attention_models import build  # noqa: E402
 
 HOME = Path(swap.__file__).parents[1]
 EVERY = {str(path) for path in HOME.rglob("*.py")}
-RESTORING = {
-    str(HOME / f"{name}.py") for name in ("core/swap", "core/undo", "core/config", "patch")
-}
+RESTORE = "core/swap", "core/fused_state", "core/undo", "core/config", "patch"
+RESTORING = {str(HOME / f"{name}.py") for name in RESTORE}
 POINTS = 130
 DEVICES = ("cpu", "cuda")
 

@@ -1,4 +1,4 @@
-"""patch on whole models: what must keep working, and what unpatch restores."""
+"""Whole patched models keep working, and unpatch restores everything."""
 
 import copy
 import inspect
@@ -12,24 +12,9 @@ from torch import nn
 
 from fusedops.patching import PatchReport, Site, patch, patched, unpatch
 from fusedops.patching.lines.residual import site as residual
+from patching.models.loss_cases import IDS, SIZES, llama
 
 transformers = pytest.importorskip("transformers")
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-IDS = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-
-
-def llama():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
 def bert():
@@ -144,7 +129,7 @@ def test_a_module_made_by_a_patched_modules_class_is_unfused(model):
     patch(model)
     norm, act = model.model.norm, model.model.layers[0].mlp.act_fn
     for one in (type(norm)(32, eps=0.5), type(act)(), type(model)(model.config)):
-        assert not any("_fusedops_original" in vars(type(m)) for m in one.modules())
+        assert not any("_fusedops" in vars(type(m)) for m in one.modules())
         assert type(one).forward is not type(norm).forward
     assert type(norm)(32, eps=0.5).variance_epsilon == 0.5
     signature = inspect.signature(transformers.models.llama.modeling_llama.LlamaRMSNorm)
@@ -453,7 +438,7 @@ def test_a_kind_that_is_switched_on_later_joins_the_others(model):
     assert report.coverage == of_llama(2)
     torch.testing.assert_close(model(IDS).logits, out)
     layer, mlp = model.model.layers[0], model.model.layers[0].mlp
-    assert layer._fusedops_lines >= {"residual"} and mlp._fusedops_lines >= {"mlp"}
+    assert layer._fusedops.lines >= {"residual"} and mlp._fusedops.lines >= {"mlp"}
     unpatch(model)
     assert torch.equal(model(IDS).logits, out)
 

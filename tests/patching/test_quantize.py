@@ -1,4 +1,4 @@
-"""fusedops.quantize and patch(quantize=...): which linears are replaced or skipped."""
+"""fusedops.quantize and patch(quantize=...) replace or skip the right linears."""
 
 import copy
 import weakref

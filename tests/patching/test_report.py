@@ -1,4 +1,4 @@
-"""The report's table: repeated layers fold into one row, and nothing else does."""
+"""The report's table folds repeated layers into one row, and nothing else."""
 
 import pytest
 

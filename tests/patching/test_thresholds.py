@@ -1,4 +1,4 @@
-"""Sizes below which a fused site leaves work to torch; fuse_always overrides them."""
+"""Fused sites leave small sizes to torch; fuse_always overrides the thresholds."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""fusedops.verify: compares every fused module with the original and locates errors."""
+"""fusedops.verify compares every fused module with the original and locates errors."""
 
 import warnings
 

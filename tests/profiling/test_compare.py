@@ -6,9 +6,8 @@ from random import Random
 import pytest
 
 import fusedops
-from fusedops.profiling.advice.experiment import saving
+from fusedops.profiling.advice.experiment import ratio_of, saving
 from fusedops.profiling.report import Profile
-from fusedops.profiling.timing import paired_ratio
 from profiling.synthetic import MS, matmul, run, step
 
 
@@ -59,7 +58,7 @@ def test_the_intervals_of_equal_steps_contain_1():
     for _ in range(200):
         drift = [1 + 0.2 * random.random() for _ in range(20)]
         blocks = [[d * random.gauss(1, 0.03) for d in drift] for _ in range(2)]
-        ratio = paired_ratio(*blocks)
+        ratio = ratio_of(*blocks)
         kept += ratio.low <= 1 <= ratio.high
         found = saving(*blocks)
         assert (found.interval[0] <= 0 <= found.interval[1]) == (ratio.low <= 1 <= ratio.high)

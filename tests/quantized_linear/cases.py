@@ -71,7 +71,8 @@ def functions(weight, **how):
     parts = {device: weight.to(device) for device in ("cpu", *_accelerators())}
 
     def function(x, bias):
-        return quantized_linear(x, parts[x.device.type], bias, **how)
+        weight = parts.get(x.device.type) or parts["cpu"].to(x.device)
+        return quantized_linear(x, weight, bias, **how)
 
     def reference(x, bias):
         q = parts[x.device.type]

@@ -1,4 +1,4 @@
-"""Random quantized_linear and quantize_weight calls: the references' results or errors.
+"""Random quantized_linear and quantize_weight calls match the references or raise clear errors.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """
@@ -18,6 +18,7 @@ from contract.fuzzing import (
     Drawn,
     Rounded,
     assert_as_good,
+    broken,
     drawn,
     ours,
     results,
@@ -59,15 +60,6 @@ def calls(draw: st.DrawFn, most: int = MOST) -> Call:
     tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
     wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
     return Call("quantized_linear", arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
-
-
-@st.composite
-def broken(draw: st.DrawFn) -> Call:
-    """A call with one argument that is wrong."""
-    call = draw(calls(512))
-    name = draw(st.sampled_from(["x", "bias", "activation", "input_format", "compute"]))
-    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
-    return Call("quantized_linear", call.arguments | {name: wrong})
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -119,8 +111,7 @@ def compare(call: Call, found: dict | Exception) -> None:
     """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
     if isinstance(found, Exception):
         raise found
-    made = call.made()
-    exactly = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+    made, exactly = call.made(), call.in_float64()
     eager, exact = results(reference, call), results(reference, call, exactly)
 
     dtype = torch.promote_types(made["x"].dtype, torch.float32)
@@ -149,7 +140,7 @@ def test_as_the_reference(backend, data):
 @pytest.mark.parametrize("backend", ["cpu"])
 @given(data=st.data())
 def test_errors_name_the_argument(backend, data):
-    call = data.draw(broken()).on(backend)
+    call = data.draw(broken(calls(512), wrong_values, "qweight")).on(backend)
     found = ours(call, backend)
     assert isinstance(found, Exception) and says_what_is_wrong(call, str(found))
 

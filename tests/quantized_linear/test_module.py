@@ -1,4 +1,4 @@
-"""nn.QuantizedLinear: checkpoints, moves, casts, copies, and its descriptions."""
+"""Tests nn.QuantizedLinear: checkpoints, moves, casts, copies and descriptions."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""nn.QuantizedLinear.weight: reading dequantizes, writing re-quantizes."""
+"""nn.QuantizedLinear.weight dequantizes when read and re-quantizes when written."""
 
 import copy
 import pickle

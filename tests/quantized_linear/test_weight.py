@@ -1,4 +1,4 @@
-"""quantize_weight and dequantize_weight: the bytes of each format."""
+"""quantize_weight and dequantize_weight use the specified bytes of each format."""
 
 import importlib
 import math

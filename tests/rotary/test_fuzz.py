@@ -1,4 +1,4 @@
-"""Random rotary_embedding calls: each gives the reference's result or a clear error.
+"""Random rotary_embedding calls match the reference or raise a clear error.
 
 A failure prints its `Call`, which joins EXAMPLES.
 """
@@ -9,7 +9,6 @@ import pytest
 import torch
 from contract.fuzzing import (
     FLOATS,
-    NOT_FLOATS,
     NOT_OURS,
     RECEIVED,
     SIZES,
@@ -17,10 +16,12 @@ from contract.fuzzing import (
     Drawn,
     Rounded,
     assert_as_good,
+    broken,
     drawn,
     ours,
     results,
     says_what_is_wrong,
+    wrong_tensors,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,15 +64,6 @@ def calls(draw: st.DrawFn, most: int = 4096) -> Call:
     return Call(OP, arguments, frozenset(wanted), draw(st.sampled_from(list(RECEIVED))))
 
 
-@st.composite
-def broken(draw: st.DrawFn) -> Call:
-    """A call with one argument that is wrong, or that at least is not what is documented."""
-    call = draw(calls(512))
-    name = draw(st.sampled_from(sorted(call.arguments)))
-    wrong = draw(st.sampled_from(wrong_values(name, call.arguments)))
-    return Call(OP, call.arguments | {name: wrong})
-
-
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     """Invalid values to try in place of a valid one."""
     if name == "interleaved":
@@ -79,33 +71,19 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     if name == "unsqueeze_dim":
         return [-1, 5, -6, 100, -100, 1.5, None]
     like = arguments[name]
-    shape = like.shape
-    others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
-    wrong: list[Any] = [Drawn(s, like.dtype) for s in others if s != shape]
-    wrong += [Drawn(shape, dtype) for dtype in NOT_FLOATS]
-    return [*wrong, 1, None, torch.zeros(shape, device="meta")]
-
-
-def in_float64(call: Call) -> dict[str, Any]:
-    made = call.made()
-    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
-
-
-def accumulator(call: Call) -> torch.dtype:
-    dtypes = (v.dtype for v in call.arguments.values() if isinstance(v, Drawn))
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+    return [*wrong_tensors(like), 1, None, torch.zeros(like.shape, device="meta")]
 
 
 def compare(call: Call, found: dict | Exception) -> None:
     """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
     if isinstance(found, Exception):
         raise found
-    exactly = in_float64(call)
+    exactly = call.in_float64()
     eager, exact = (results(rotary_embedding_reference, call, made) for made in (None, exactly))
 
     def rounded(key):
         for seed in range(4):
-            with Rounded(accumulator(call), seed):
+            with Rounded(call.accumulator(), seed):
                 yield results(rotary_embedding_reference, call, exactly)[key]
 
     assert_as_good(found, eager, exact, rounded)
@@ -155,7 +133,7 @@ def test_example(why, backend):
 @pytest.mark.parametrize("backend", KERNELS)
 @given(data=st.data())
 def test_mistakes_are_named(backend, data):
-    call = data.draw(broken()).on(backend)
+    call = data.draw(broken(calls(512), wrong_values)).on(backend)
     found = ours(call, backend)
     if not isinstance(found, Exception):
         return compare(call, found)

@@ -1,4 +1,4 @@
-"""rotary_embedding on every backend."""
+"""rotary_embedding matches its reference on every backend."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-// One kernel for each bug that the emulator names. A comment marks the line that is to be named:
-// `bug:` what is wrong, `with:` the other of two places. tests/tools/test_simt.py has the messages.
+// Test kernels for the emulator, one for each bug that it names. Comments mark the lines that the
+// error must name: `bug:` what is wrong, `with:` the second place. tests/tools/test_simt.py has
+// the messages.
 #include "tests/simt/toys.h"
 
 using namespace fusedops::cuda;

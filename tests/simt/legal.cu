@@ -1,5 +1,5 @@
-// Kernels that are right, each with a pattern that a checker could take for a bug, or with results
-// that an emulator could get wrong.
+// Correct kernels that the emulator must accept and run right. Each has a pattern that a checker
+// could take for a bug, or results that an emulator could get wrong.
 #include <cmath>
 #include <cstdint>
 #include <numeric>

@@ -1,4 +1,5 @@
-// Runs the toy that the command line names. A toy returns whether its kernel's results are right.
+// Runs one test kernel of the emulator, named on the command line. The kernel's function returns
+// whether its results are right.
 #pragma once
 
 #include <cstdio>

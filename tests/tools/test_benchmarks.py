@@ -1,4 +1,4 @@
-"""The benchmark harness on toy kernels: wrong ones are refused, ties tie, JSON is right."""
+"""The benchmark harness refuses wrong kernels and reports correctly, on toy kernels."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The cross_entropy benchmark rows, small: they run, with their goals and memory.
+"""The cross_entropy benchmark's rows run at small sizes, with goals and memory.
 
 The clocks of the GPU are the CPU's here.
 """

@@ -1,4 +1,4 @@
-"""The quantized_linear benchmarks: weights alternate, wrong results are refused."""
+"""The quantized_linear benchmarks alternate weights and refuse wrong results."""
 
 from dataclasses import replace
 from functools import partial

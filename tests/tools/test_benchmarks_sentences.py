@@ -1,4 +1,4 @@
-"""The sentence-encoder benchmark: its sentences, cosines and goals."""
+"""Tests the sentence-encoder benchmark: its sentences, cosines and goals."""
 
 import json
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The build: what it refuses and records, and which symbols its ISAs share."""
+"""Tests the build: its errors and records, and symbols shared between ISAs."""
 
 import json
 import os

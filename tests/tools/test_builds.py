@@ -1,4 +1,4 @@
-"""`python -m checks builds`: compares rows by each tree's fastest process."""
+"""`python -m checks builds` compares rows by each tree's fastest process."""
 
 import json
 from pathlib import Path

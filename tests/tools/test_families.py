@@ -1,4 +1,4 @@
-"""`make coverage`: a selection of families is right, and faults are detected."""
+"""`make coverage` checks the right model families and detects faults."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`make gpu` as far as a CPU can test it, with CPU clocks in place of the GPU's.
+"""Tests `make gpu` on a CPU, with CPU timers instead of the GPU's.
 
 Nothing below is a figure of a GPU, and nothing is written where the README would take it for one.
 """

@@ -1,4 +1,4 @@
-"""The architecture as a test: a family's files, and imports that only point down."""
+"""Each family has its files, and imports only point down the floors."""
 
 import ast
 import collections
@@ -15,20 +15,24 @@ from fusedops.backends import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
-# Floor: how a family's file is called there. A folder of the family's name may stand for the file.
+# Floor: a family's file there, if it is not the folder of the family's name.
 FLOORS = {
-    "csrc/ops": "{}.cpp",
-    "csrc/cpu": "{}.cpp",
-    "csrc/cpu/isa": "{}.cpp",
-    "csrc/cuda": "{}.cu",
-    "fusedops/triton": "{}.py",
-    "fusedops/functional": "{}.py",
-    "fusedops/uncompiled": "{}.py",
-    "fusedops/nn": "{}.py",
-    "fusedops/optim": "{}.py",
-    "tests": "{}.py",
-    "benchmarks/operators": "{}.py",
+    "csrc/ops": (),  # the Makefile lists the folders
+    "csrc/python": ("{}.cpp",),
+    "csrc/cpu": ("{}.cpp",),
+    "csrc/cpu/isa": ("{}.cpp",),
+    "csrc/cuda": ("{}.cpp",),
+    "fusedops/triton": ("{}.py",),
+    "fusedops/functional": ("{}.py",),
+    "fusedops/uncompiled": ("{}.py",),
+    "fusedops/nn": ("{}.py",),
+    "fusedops/optim": ("{}.py",),
+    "tests": (),
+    "benchmarks/operators": ("{}.py",),
 }
+
+# What a family's folder in tests/ has.
+TESTS = ("cases.py", "growth.py", "test_kernels.py", "test_torch.py", "test_fuzz.py")
 
 # Floors that not every family is on. Each has kernels for GPUs on one of the first two.
 ON_GPUS = {"csrc/cuda", "fusedops/triton"}
@@ -46,6 +50,7 @@ SHARED = {
         "operator.h",
         "seed.h",
     },
+    "csrc/python": {"exports.h", "python.cpp"},
     "csrc/cpu": {"activation.h", "gemm.cpp", "gemm.h", "grain.h", "isa", "isa.cpp", "isa.h"},
     "csrc/cpu/isa": {
         "dropout.h",
@@ -100,7 +105,11 @@ PYTHON = [
     {"fusedops.profiling.timing"},
     {"fusedops.functional"},
     {"fusedops.nn", "fusedops.optim"},
-    {"fusedops.patching"},
+    {"fusedops.patching.core", "fusedops.patching.report"},
+    {"fusedops.patching.modules", "fusedops.patching.quantize", "fusedops.patching.yardstick"},
+    {"fusedops.patching.lines", "fusedops.patching.models"},
+    {"fusedops.patching.patch"},
+    {"fusedops.patching", "fusedops.patching.verify"},
     {"fusedops.profiling"},
     {"fusedops.integrations"},
     {"fusedops", "fusedops.testing"},
@@ -118,10 +127,10 @@ INCLUDES = {
     "csrc/common.h": ["csrc/kernels/dtype.h"],
     "csrc/kernels/": ["csrc/kernels/"],
     "csrc/python/": ["csrc/python/", "csrc/ops/"],
-    "csrc/python/python.cpp": [
+    "csrc/python/python.cpp": ["csrc/python/", "csrc/ops/", "csrc/cpu/isa.h"],
+    "csrc/python/quantized_linear.cpp": [
         "csrc/python/",
         "csrc/ops/",
-        "csrc/cpu/isa.h",
         "csrc/cpu/quantized_linear/plan.h",
     ],
     "csrc/ops/": ["csrc/ops/", "csrc/common.h", "csrc/kernels/"],
@@ -134,6 +143,7 @@ INCLUDES = {
     "csrc/cuda/stream.h": [],
     "csrc/simt/": ["csrc/simt/"],
     "tests/": ["csrc/cuda/device.cuh", "csrc/simt/simt.h", "tests/"],
+    "tests/tools/toy_family/": ["csrc/"],  # its copy in a tree is checked as a family's
 }
 
 # What nvcc and the emulator compile: two seconds a file with these two headers, seven with ATen.
@@ -142,6 +152,10 @@ KERNEL_HEADERS = {"c10/util/BFloat16.h", "c10/util/Half.h"}
 # Compiled once for each instruction set: an inline function of torch would leak from there.
 # So would one of a header that the kernels of every device include.
 PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
+
+# Pairs of files in patching/ where one imports from the other, and of its folders and files. A
+# reader of one has to know the other.
+MOST_IMPORTS = {"files": 106, "rooms": 30}
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450
@@ -162,17 +176,24 @@ def text(path):
     return (ROOT / path).read_text()
 
 
-def floor_file(floor, family):
-    """The family's file on a floor, or the folder that it grew into; None when neither is there."""
-    name = Path(FLOORS[floor].format(family))
-    both = [ROOT / floor / name, ROOT / floor / name.stem, ROOT / floor / f"{family}.cpp"]
-    return next((path for path in both if path.exists()), None)
+def is_on(family, floor):
+    files = (name.format(family) for name in FLOORS[floor])
+    return any((ROOT / floor / name).exists() for name in (family, *files))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_on_its_floors(family):
-    lacks = {floor for floor in FLOORS if not floor_file(floor, family)}
-    assert lacks <= OPTIONAL and not lacks >= ON_GPUS
+    lacks = {floor for floor in FLOORS if not is_on(family, floor)}
+    assert not lacks - OPTIONAL, f"{family} has no file there"
+    assert not lacks >= ON_GPUS, f"{family} has kernels for GPUs on neither of {ON_GPUS}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_its_tests_and_checks(family):
+    wanted = [f"tests/{family}/{name}" for name in TESTS]
+    if is_on(family, "fusedops/triton"):
+        wanted.append(f"checks/machine_code/{family}.py")
+    assert not [path for path in wanted if not (ROOT / path).exists()]
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -216,6 +237,21 @@ def test_python_imports_point_down(path):
     assert not wrong
 
 
+def test_imports_inside_patching_stay_few():
+    home = "fusedops/patching/"
+    paths = [path for path in files(".py") if path.startswith(home)]
+    modules = {p.removesuffix(".py").removesuffix("/__init__").replace("/", "."): p for p in paths}
+    pairs = set()
+    for path in paths:
+        for name, _ in imported(path):
+            theirs = modules.get(name) or modules.get(name.rpartition(".")[0])
+            pairs |= {(path, theirs)} if theirs not in (None, path) else set()
+    rooms = {tuple(p.removeprefix(home).partition("/")[0] for p in pair) for pair in pairs}
+    found = {"files": len(pairs), "rooms": sum(one != other for one, other in rooms)}
+    assert 0 < found["rooms"] <= MOST_IMPORTS["rooms"]
+    assert found["rooms"] < found["files"] <= MOST_IMPORTS["files"]
+
+
 @pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))
 def test_includes_point_down(path):
     allowed = tuple(INCLUDES[max((p for p in INCLUDES if path.startswith(p)), key=len)])
@@ -232,6 +268,22 @@ def test_no_two_files_of_cpp_share_a_name_but_those_of_a_family():
         if path.parts[0] == "csrc" and not {*path.parts, path.stem} & {*FAMILIES}:
             named[path.name].append(str(path))
     assert not {name: paths for name, paths in named.items() if len(paths) > 1}
+
+
+def test_the_cpp_of_a_family_is_in_its_namespace():
+    """fusedops::norm has norm's operators, fusedops::cpu::norm and fusedops::cuda::norm kernels."""
+    outside, families = {}, set()
+    for path in map(Path, files(".cpp", ".h", ".cu", ".cuh")):
+        family = next((name for name in (*path.parts, path.stem) if name in FAMILIES), None)
+        if path.parts[0] != "csrc" or not family:
+            continue
+        families.add(family)
+        floor = path.parts[1] if path.parts[1] in ("cpu", "cuda") else ""
+        own = rf"fusedops::{floor and floor + '::'}{family}(::CPU_CAPABILITY)?"
+        named = re.findall(r"^namespace (fusedops\S*) \{", text(path), re.M)
+        if not named or not all(re.fullmatch(own, name) for name in named):
+            outside[str(path)] = named
+    assert (outside, families) == ({}, {*FAMILIES})
 
 
 @pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))

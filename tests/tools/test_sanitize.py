@@ -1,4 +1,4 @@
-"""`make asan`: planted bugs match the sources, options are on, suppressions are narrow."""
+"""Tests `make asan`: its options, planted bugs and suppressions."""
 
 import pytest
 

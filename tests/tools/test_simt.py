@@ -1,4 +1,4 @@
-"""The emulator in csrc/simt reports every bug in tests/simt/bugs.cu, and runs correct code."""
+"""The emulator in csrc/simt reports every planted bug and runs correct code."""
 
 import fcntl
 import os

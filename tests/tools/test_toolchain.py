@@ -1,4 +1,4 @@
-"""What a build finds on other machines: compilers, CUDA, and what depends on torch's headers."""
+"""The build finds compilers and CUDA on other machines."""
 
 import os
 import subprocess
@@ -30,8 +30,8 @@ def gpu_build(monkeypatch):
     ("release", "cuda", "words"),
     [
         ("13.2", "13.0", ""),
-        ("12.8", None, "torch has CUDA 13.0, and nvcc is from CUDA 12.8"),
-        (None, None, "torch has CUDA 13.0, and there is no nvcc"),
+        ("12.8", None, "torch has CUDA 13.0, but nvcc is from CUDA 12.8"),
+        (None, None, "torch has CUDA 13.0, but nvcc is missing"),
     ],
 )
 def test_without_a_fitting_nvcc_the_cpu_part_is_compiled(
@@ -63,7 +63,7 @@ def test_gpus_to_compile_for_where_none_is_visible(monkeypatch, devices):
 
 def test_another_machine_is_named(monkeypatch):
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine="aarch64"))
-    words = "kernels are for Linux on x86-64, this is linux on aarch64"
+    words = "kernels need Linux on x86-64, but this is linux on aarch64"
     assert toolchain.unsupported() == toolchain.unbuildable() == words
 
 
@@ -82,8 +82,8 @@ def test_a_machine_without_kernels_is_not_told_to_compile():
     command = [sys.executable, "-c", ELSEWHERE]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "kernels are for Linux on x86-64, this is linux on aarch64" in run.stdout
-    assert "fusedops has no compiled part (kernels are for Linux on x86-64" in run.stderr
+    assert "kernels need Linux on x86-64, but this is linux on aarch64" in run.stdout
+    assert "fusedops has no compiled part (kernels need Linux on x86-64" in run.stderr
     assert "fusedops build" not in run.stdout + run.stderr
 
 
@@ -91,8 +91,8 @@ def test_a_machine_without_kernels_is_not_told_to_compile():
     ("changed", "words"),
     [
         ({"CXX": "no-such-compiler -x"}, "no-such-compiler is not on PATH"),
-        ({"CXX": "'"}, "CXX is not a command"),
-        ({"FUSEDOPS_TORCHES": "no-such-folder"}, "holds no folder */torch"),
+        ({"CXX": "'"}, "CXX must be a command"),
+        ({"FUSEDOPS_TORCHES": "no-such-folder"}, "must contain folders */torch"),
         ({"CXX": " "}, ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""`make torch-check`: which sources it compiles, with which headers, and its report."""
+"""`make torch-check` compiles the right sources with the right headers, and reports."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`make transformers-tests`: what it unpacks, patches and reports."""
+"""`make transformers-tests` unpacks, patches and reports correctly."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""AdamW benchmarks: a step's time, and the loss that each state format trains to."""
+"""AdamW benchmarks: a step's time, and each state format's training loss."""
 
 from benchmarks.operators.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS
 

@@ -1,7 +1,7 @@
-"""AdamW's contenders: torch, bitsandbytes, torchao and fusedops.
+"""AdamW's benchmark contenders: torch, bitsandbytes, torchao and fusedops.
 
 Each takes parameters that have gradients and returns the call to time. The first call creates the
-state and compiles what needs compiling.
+state, and compiles the step if the contender needs that.
 """
 
 import os
@@ -21,7 +21,7 @@ Make = Callable[[list[Tensor]], Step]
 
 MAX_NORM = 1.0
 
-# What a reader must know about a peer to judge its figures.
+# Notes on peers that a reader needs to judge their figures.
 PEERS = {
     "bitsandbytes": "uint8 codes of its dynamic map, a float32 scale for 256 elements; float32 for "
     "tensors of fewer than 4096; eager calls, on as many threads as ours; 16-bit parameters are "

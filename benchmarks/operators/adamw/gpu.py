@@ -1,9 +1,9 @@
-"""AdamW's rows and goals on a GPU: `python -m benchmarks gpu adamw`.
+"""AdamW's benchmark rows and goals on a GPU: `python -m benchmarks gpu adamw`.
 
 To the harness, a step is a forward: it takes parameters and gradients, and returns the parameters.
 The harness checks each contender's first step, on its own parameters, and times later ones. Large
-steps use the device's clock, next to a copy of what a step with our state must move. Steps over
-many small tensors cost the host's launches, so those are timed on the host and counted.
+steps use the device's clock, next to a copy of the bytes that a step with our state must move. The
+host's launches dominate steps over many small tensors, so these are timed on the host and counted.
 """
 
 import gc
@@ -138,7 +138,7 @@ SMALL = {
     for launches, steps in ((1, PLAIN), (2, CLIPPED))
 }
 
-# The most important rows come first, as an interrupted run keeps its rows.
+# The most important rows come first, because an interrupted run keeps its rows.
 GPU_ROWS = BILLION + SMALL[1] + SMALL[2]
 
 

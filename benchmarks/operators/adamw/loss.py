@@ -1,8 +1,8 @@
-"""How AdamW's state formats affect the loss: `python -m benchmarks adamw-loss`.
+"""Measures how AdamW's state formats affect the loss: `python -m benchmarks adamw-loss`.
 
 Trains a small Llama on the bytes of the standard library's source: same initial weights, same
 batches for every contender, a learning rate that warms up and decays to zero. Measures the loss on
-held-out batches after the last step. Three seeds give other weights and batches.
+held-out batches after the last step. Each of three seeds gives other weights and batches.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Attention against torch's scaled_dot_product_attention and torch.compile.
+"""Attention benchmarks against torch's scaled_dot_product_attention and torch.compile.
 
 Compute-bound: the figures that matter are the ratio, and FLOP/s over the visible pairs of query and
 key. A decode step is memory-bound: its figure is the fraction of copy bandwidth. A shape is batch,

@@ -1,4 +1,4 @@
-"""Attention's operations and contenders: torch, torch.compile, ours."""
+"""Attention's benchmarked operations and contenders: torch, torch.compile, ours."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""Cross entropies against torch, Hugging Face code, torch.compile and, on GPUs, Liger.
+"""Cross-entropy benchmarks against torch, Hugging Face code, torch.compile and Liger (GPUs).
 
 Cross entropy of logits is memory-bound: the figure that matters is the fraction of copy bandwidth.
-With the head's matmul it is compute-bound, and what it saves is memory: the logits, about four
-times over. Shapes are (rows, classes), and (rows, hidden, classes).
+With the head's matmul it is compute-bound, and it saves memory: about four times the logits. Shapes
+are (rows, classes), and (rows, hidden, classes).
 """
 
 import torch

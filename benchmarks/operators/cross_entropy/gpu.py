@@ -1,8 +1,8 @@
-"""Cross entropy's rows and goals on a GPU.
+"""Cross entropy's benchmark rows and goals on a GPU.
 
-Large rows use the device's clock. Few tokens and classes cost the host's launches, so they use the
-host's clock, and forward a graph. The graph excludes Liger, which asks the device how many targets
-count.
+Large rows use the device's clock. The host's launches dominate rows with few tokens and classes, so
+these use the host's clock, and forward also a graph. The graph excludes Liger, which waits for the
+device to count the targets.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ FEW = [
 CALLED = [case(op, mode, shape, "host") for mode in (FORWARD, TRAINING) for op, shape in FEW]
 REPLAYED = [case(op, FORWARD, shape, "graph") for op, shape in FEW]
 
-# Rows with goals come first, as an interrupted run keeps its rows.
+# Rows with goals come first, because an interrupted run keeps its rows.
 GPU_ROWS = [SEPARATE, TOGETHER, FUSED, *CALLED, *FURTHER, *REPLAYED]
 
 GPU_MUST_SHOW = [

@@ -1,4 +1,4 @@
-"""linear_cross_entropy's contenders: torch, Hugging Face, torch.compile, ours.
+"""linear_cross_entropy's benchmark contenders: torch, Hugging Face, torch.compile, ours.
 
 Compute-bound: three matmuls. torch has had the function since 2.13, and splits the batch into
 chunks if it gets options.
@@ -65,8 +65,8 @@ def torchs_own(chunked: bool) -> Contender:
 
     def prepare(x: Tensor, weight: Tensor, target: Tensor) -> Run:
         function = find("torch.nn.functional", "linear_cross_entropy")
-        how = {"options": find("torch.nn", "LinearCrossEntropyOptions")()} if chunked else {}
-        return partial(function, x, weight, target, **how)
+        arguments = {"options": find("torch.nn", "LinearCrossEntropyOptions")()} if chunked else {}
+        return partial(function, x, weight, target, **arguments)
 
     return Contender(prepare)
 

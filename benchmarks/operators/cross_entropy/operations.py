@@ -1,4 +1,4 @@
-"""cross_entropy's contenders on logits: torch, Hugging Face, torch.compile, ours.
+"""cross_entropy's benchmark contenders: torch, Hugging Face, torch.compile, ours.
 
 Hugging Face first copies the logits to float32 (`ForCausalLMLoss`); ours computes the same float32
 loss without the copy. Plain eager gives a loss in the logits' dtype.
@@ -66,12 +66,12 @@ def operation(
 
     With grad_in_forward, the forward writes it, and backward moves nothing.
     """
-    how = {"label_smoothing": smoothing, "softcap": softcap, "dtype": torch.float32}
-    fused = partial(ours.cross_entropy, **how, grad_in_forward=grad_in_forward)
+    options = {"label_smoothing": smoothing, "softcap": softcap, "dtype": torch.float32}
+    fused = partial(ours.cross_entropy, **options, grad_in_forward=grad_in_forward)
     return Operation(
         name,
         inputs,
-        partial(cross_entropy_reference, **how),
+        partial(cross_entropy_reference, **options),
         traffic(1, 1 if grad_in_forward else 2),
         contenders(*lines(smoothing, softcap), fused),
     )

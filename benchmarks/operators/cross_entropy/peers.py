@@ -1,9 +1,9 @@
-"""Other GPU cross entropies (Liger); those not installed are skipped, with the reason.
+"""Liger's cross entropies as GPU benchmark contenders; skipped if Liger is missing.
 
-Liger computes the gradient in the forward and writes it over the logits. It gets a copy of them,
-made once outside the timing: from the second call on it works on its own output, so its results are
-not checked. Its linear version only reads its inputs, and computes gradients whenever x requires
-them, which evaluation does not.
+Liger computes the gradient in the forward and writes it over the logits. It gets one copy of them,
+made outside the timing. From the second call on it works on its own output, so its results are not
+checked. Its linear version only reads its inputs, and computes gradients whenever x requires them,
+which evaluation does not.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""The gated activations' rows and goals on a GPU.
+"""The gated activations' benchmark rows and goals on a GPU.
 
-Large rows are timed forward, backward and both, with the device's clock. Few tokens cost the host's
-launches, so they use the host's clock and a graph.
+Large rows are timed forward, backward and both, with the device's clock. The host's launches
+dominate rows with few tokens, so these use the host's clock and a graph.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ CALLED = [case(op, FORWARD, (tokens, WIDTH), "host") for op in EVERY for tokens 
 TRAINED = [case(op, TRAINING, (tokens, WIDTH), "host") for op in OPERATIONS for tokens in TOKENS]
 REPLAYED = [case(op, FORWARD, (tokens, WIDTH), "graph") for op in EVERY for tokens in TOKENS]
 
-# Rows with goals come first, as an interrupted run keeps its rows.
+# Rows with goals come first, because an interrupted run keeps its rows.
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
 
 OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}

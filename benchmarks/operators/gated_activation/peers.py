@@ -1,4 +1,4 @@
-"""Other GPU gated activations (Liger); those not installed are skipped, with the reason.
+"""Liger's gated activations as GPU benchmark contenders; skipped if Liger is missing.
 
 Liger writes the gradients over gate and up. For a backward it gets copies, made before the timing.
 A whole step would count the copies, so it has no such row.

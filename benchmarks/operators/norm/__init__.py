@@ -1,4 +1,4 @@
-"""The norms against eager, Hugging Face code, torch.compile and, on GPUs, other kernels.
+"""Norm benchmarks against eager, Hugging Face code, torch.compile and GPU peers.
 
 Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
 must move. On a CPU, page faults of fresh memory dominate large outputs (a [4096, 4096] float32 add

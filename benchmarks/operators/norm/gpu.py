@@ -1,8 +1,8 @@
-"""The norms' rows and goals on a GPU.
+"""The norms' benchmark rows and goals on a GPU.
 
-Large rows are timed forward, backward and both, with the device's clock. Few tokens cost the host's
-launches, so they use the host's clock and a graph. Other dtypes, and rows too long for registers,
-are timed without torch.compile, which takes long to start.
+Large rows are timed forward, backward and both, with the device's clock. The host's launches
+dominate rows with few tokens, so these use the host's clock and a graph. Other dtypes, and rows too
+long for registers, are timed without torch.compile, which takes long to start.
 """
 
 from dataclasses import replace
@@ -61,7 +61,7 @@ FURTHER = [
 ]
 REPLAYED = [case(op, FORWARD, (tokens, HIDDEN), "graph") for op in EVERY for tokens in TOKENS]
 
-# The most important rows come first, as an interrupted run keeps its rows.
+# The most important rows come first, because an interrupted run keeps its rows.
 SMALL = CALLED + REPLAYED + TRAINED
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
 

@@ -1,4 +1,4 @@
-"""Every way to call a norm on a small batch, where host time dominates."""
+"""Times every way to call a norm on small batches."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Other fused norms for GPUs; a peer that is not installed is skipped, with the reason.
+"""Other libraries' fused norms as GPU benchmark contenders; missing ones are skipped.
 
-None of them may write into the gradient that it gets: the next call gets the same one.
+A peer must not write into its output gradient: the next call gets the same one.
 """
 
 from collections.abc import Callable

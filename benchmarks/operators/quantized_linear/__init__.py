@@ -1,9 +1,9 @@
-"""quantized_linear against F.linear, torch.compile, oneDNN's packed weights and peers.
+"""quantized_linear's benchmarks against F.linear, torch.compile, oneDNN and peers.
 
 Few rows are bound by the weight's bytes, many by arithmetic. The figure that matters is the ratio
 to eager in the same dtype; many CPUs run eager's float32 far below their peak, so bfloat16 is
-shown too. A shape is (rows, depth, features). Training computes x's gradient only, as next to an
-adapter: the weight has no gradient, in eager neither.
+shown too. A shape is (rows, depth, features). Training computes only x's gradient, as with an
+adapter: the weight has no gradient, not in eager either.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""quantized_linear's operations, by format and by where the weights are, and calls.
+"""quantized_linear's benchmarked operations, by format and by where the weights are.
 
-A matmul has one right answer: every contender gets the dequantized weight, and for int8 inputs
-finds x's rows already rounded (in float32; bfloat16 leaves that grid again). The reference knows
-the codes and rounds operands as compute=None may. Ours is refused beyond twice that error; a peer
-beyond it is timed and marked.
+A matmul has one right answer: every contender gets the dequantized weight. For int8 inputs, it also
+gets x's rows already rounded (in float32; bfloat16 would round them again). The reference uses the
+codes and rounds operands as compute=None may. If our error is more than twice the reference's, ours
+is refused; a peer with such an error is timed and marked.
 """
 
 import copy
@@ -65,8 +65,8 @@ class Kind:
 
     def reference(self, x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Tensor:
         operands, layout = _operands(*codes), self.layout(weight)
-        how = None, self.input_format, None
-        return quantized_linear_reference(x, *operands, bias, *layout, *how)
+        options = None, self.input_format, None
+        return quantized_linear_reference(x, *operands, bias, *layout, *options)
 
 
 def _operands(qweight: Tensor, scales: Tensor, zeros: Tensor | None = None):
@@ -135,8 +135,8 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:
 
 def fused(kind: Kind) -> Contender:
     def prepare(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:
-        layout, how = kind.layout(weight), (None, kind.input_format, None)
-        return partial(product, x, _operands(*codes), bias, layout, *how)
+        layout, options = kind.layout(weight), (None, kind.input_format, None)
+        return partial(product, x, _operands(*codes), bias, layout, *options)
 
     return Contender(prepare)
 

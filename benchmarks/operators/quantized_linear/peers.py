@@ -1,8 +1,8 @@
-"""Other quantized linears; those not installed are skipped, with the reason.
+"""Other libraries' quantized linears as benchmark contenders; missing ones are skipped.
 
-bitsandbytes has nf4 with our bytes: a Linear4bit in eval mode, which packs itself in its first call
-without gradients. torchao has int8 with its own codes, and its code is compiled as in its
-documentation.
+bitsandbytes has nf4 with the same bytes as ours: a Linear4bit in eval mode, which packs itself in
+its first call without gradients. torchao has int8 with its own codes; its code is compiled, as its
+documentation recommends.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""quantize_weight against its reference, and against bitsandbytes with the same bytes."""
+"""Times quantize_weight against its reference and against bitsandbytes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

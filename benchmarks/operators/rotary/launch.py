@@ -1,4 +1,4 @@
-"""Every way to call the rotary embedding on a small batch, where host time dominates."""
+"""Times every way to call rotary_embedding on small batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The rotary embedding's contenders: Hugging Face, torch.compile, ours."""
+"""The rotary embedding's benchmark contenders: Hugging Face, torch.compile, ours."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -56,12 +56,12 @@ def huggingface(model: str) -> Contender:
 
 def operation(name: str, model: str, interleaved: bool = False, **inputs) -> Operation:
     """A model's function, the same compiled, then ours."""
-    lines, how = huggingface(model), {"interleaved": interleaved}
-    fused = Contender(lambda *tensors: partial(ours.rotary_embedding, *tensors, **how))
+    lines, options = huggingface(model), {"interleaved": interleaved}
+    fused = Contender(lambda *tensors: partial(ours.rotary_embedding, *tensors, **options))
     return Operation(
         name,
-        tensors(**inputs, **how),
-        partial(rotary_embedding_reference, **how),
+        tensors(**inputs, **options),
+        partial(rotary_embedding_reference, **options),
         traffic,
         {"huggingface": lines, "compile(huggingface)": compiled(lines), "fusedops": fused},
     )

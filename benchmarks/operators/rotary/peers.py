@@ -1,7 +1,7 @@
-"""Other GPU rotary embeddings (Liger); those not installed are skipped.
+"""Liger's rotary embedding as a GPU benchmark contender; skipped if Liger is missing.
 
-Liger rotates in place, and needs heads inside the sequence: for the other layout it makes copies,
-which count in its time.
+Liger rotates in place, and needs heads inside the sequence. For the other layout it makes copies,
+which are part of its time.
 """
 
 from functools import partial

@@ -1,11 +1,11 @@
-// attention on CPUs, backward: a head of k and v at a time, with the query heads that have it.
+// attention on CPUs, backward: a head of k and v at a time, with the query heads that use it.
 //
-// A block of queries goes over the tiles of keys that it sees twice: for the products q k^T and
-// do v^T, which stay, and the sums of their rows; then for the gradients, three products more. dk
-// and dv of a head add up transposed, so that a tile of probabilities is a second operand as it
-// lies, in float32, in one order whatever the number of threads. Memory beside the results: packed
-// k, its transpose and v's; and a thread's sums of dk and dv of a head, and the products of a block
-// of queries with all keys.
+// A block of queries visits the tiles of keys that it sees twice: first for the products q k^T and
+// do v^T, which are kept, and their rows' sums; then for the gradients, with three more products.
+// dk and dv of a head are summed transposed, so that a tile of probabilities is a second operand
+// without a copy; the sums are float32, in an order that does not depend on the number of threads.
+// Memory: packed k, its transpose and v's; and for each thread the sums of a head's dk and dv, and
+// the products of a block of queries with all keys.
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -13,18 +13,18 @@
 
 #include "csrc/cpu/attention/packed.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The gradients that are wanted; the others are undefined. scores: dbias before it is summed to
-// bias's shape, float32 [B, Hq, Sq, Sk].
+// The requested gradients; the others are undefined. scores: dbias before it is summed to bias's
+// shape, float32 [B, Hq, Sq, Sk].
 struct Gradients {
   Tensor q, k, v, scores;
 };
 
-// Rows `begin` and on of a head, [n, width], from x [n, ld].
+// Writes n rows of a head, from row `begin`, from x [n, ld].
 void write_rows(const std::vector<float>& x, int64_t ld, int64_t n, int64_t width, const Tensor& to,
                 int64_t batch, int64_t head, int64_t begin) {
   const Heads rows(to);
@@ -57,7 +57,7 @@ class Turned {
   std::vector<T> out_;
 };
 
-// The gradients of one head of k and v. T: of the operands.
+// The gradients of one head of k and v. T: the operands' type.
 template <class T>
 class KeyHead {
  public:
@@ -102,7 +102,7 @@ class KeyHead {
   }
 
  private:
-  // A tile of a block's products, [kQueries, kKeys].
+  // Returns one tile [kQueries, kKeys] of a block's q k^T or do v^T.
   static float* tile(std::vector<float>& products, int64_t key) {
     return products.data() + key * kQueries;
   }
@@ -122,7 +122,7 @@ class KeyHead {
     }
   }
 
-  // Queries [from, end).
+  // Adds the gradients from queries [from, end).
   void add(const Sequence& at, int64_t head, int64_t from, int64_t end) {
     const int64_t rows = end - from;
     const auto of_q = problem_.q.rows(at.batch, head, at.q_begin + from);
@@ -157,10 +157,10 @@ class KeyHead {
     }
   }
 
-  // q k^T, do v^T, and what a row's softmax and delta add up. The softmax again, and delta's
-  // products, from the probabilities and not from out: dp - delta has to be 0 where one key has all
-  // of them, and out is rounded. An lse of the least float32, as of a row whose keys all have that
-  // bias, would not hold the logarithm of their number.
+  // q k^T, do v^T, and the sums of each row's softmax and delta. The softmax is recomputed, and
+  // delta comes from the probabilities, not from out: dp - delta must be 0 if one key has all the
+  // probability, and out is rounded. lse is not used either: near the smallest float32 it loses the
+  // logarithm of the number of keys.
   void add_products(const Sequence& at, int64_t head, int64_t from, int64_t rows, int64_t key,
                     int64_t n) {
     auto *const s = tile(products_, key), *const dp = tile(grad_products_, key);
@@ -207,7 +207,7 @@ class KeyHead {
     }
   }
 
-  // A tile's first rows as a second operand.
+  // A tile's first rows, as a second operand.
   const T* second(const std::vector<T>& tile, int64_t rows) {
     if constexpr (std::is_same_v<T, float>) {
       return tile.data();
@@ -219,7 +219,7 @@ class KeyHead {
 
   const Problem& problem_;
   const Heads& of_out_;
-  double* delta_;  // of each row; begins as -dlse
+  double* delta_;  // of each row; initialised to -dlse
   const Gradients& gradients_;
   int64_t width_, v_width_, ld_, v_ld_, padded_keys_ = 0;
   std::vector<T> q_, grad_;
@@ -227,9 +227,9 @@ class KeyHead {
   Turned<T> q_turner_, grad_turner_;
   const T *q_turned_ = nullptr, *grad_turned_ = nullptr;
   std::vector<float> dq_, dk_, dv_;              // dk, dv: [width, padded_keys_]
-  std::vector<float> products_, grad_products_;  // of a block of queries, tile by tile
+  std::vector<float> products_, grad_products_;  // a query block's q k^T and do v^T, by tile
   std::vector<T> p_, da_, pairs_;
-  std::vector<Softmax> softmax_;  // of a block's rows, as what follows
+  std::vector<Softmax> softmax_;  // per row of a block, like the next vector
   std::vector<double> products_of_rows_;
   std::vector<GradientRow> rows_;
 };
@@ -261,7 +261,7 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
         at::zeros({problem.batches, problem.q.heads(), problem.queries, problem.keys},
                   lse.options().dtype(at::kFloat));
   }
-  if (given(a.in.cu_seqlens_q)) {  // tokens of no sequence
+  if (given(a.in.cu_seqlens_q)) {  // for tokens outside every sequence
     for (const auto& t : {dq, dk, dv}) {
       if (t.defined()) t.zero_();
     }
@@ -283,4 +283,4 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_backward", flat<attention_backward>); }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -1,21 +1,21 @@
-// attention on CPUs for a few queries over many keys: generation.
+// Attention on CPUs for a few queries over many keys, as in generation.
 //
-// The queries of all heads that share k and v are the rows of one tile, so that k and v are read
-// once, in their own dtype, which is what the time goes to. The keys are read in parts, whatever
-// the number of threads, and the parts put together in their order.
+// The queries of all heads that share k and v are the rows of one tile, so k and v are read once,
+// in their own dtype; reading them takes most of the time. The keys are split into parts that do
+// not depend on the number of threads, and the parts are combined in order.
 
 #include <ATen/Parallel.h>
 
 #include "csrc/cpu/attention/heads.h"
 #include "csrc/cpu/isa/attention/decode.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 namespace {
 
-constexpr int64_t kRows = 64;    // of a tile, at most
-constexpr int64_t kPart = 1024;  // keys
+constexpr int64_t kRows = 64;    // maximum rows per tile
+constexpr int64_t kPart = 1024;  // keys per part
 
-// A tile's rows over some of the keys.
+// A tile's softmax and sums over one part of the keys.
 struct Part {
   std::vector<Softmax> softmax;
   std::vector<float> sums;
@@ -25,7 +25,7 @@ void scale(Part& part, int64_t row, int64_t width, float factor) {
   if (factor != 1) scale_row_for_isa()(part.sums.data() + row * width, width, factor);
 }
 
-// Keys [first, last) of a head.
+// Computes the part for keys [first, last) of a head.
 Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t first, int64_t last) {
   const int64_t group = problem.group(), rows = group * at.queries;
   const int64_t width = problem.q.width(), v_width = problem.v.width(),
@@ -54,7 +54,7 @@ Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t firs
   return part;
 }
 
-// whole, and then all that is in `more`.
+// Adds `more`, the next part, to `whole`.
 void join(Part& whole, Part& more, int64_t width) {
   for (size_t r = 0; r < whole.softmax.size(); ++r) {
     auto &a = whole.softmax[r], &b = more.softmax[r];
@@ -105,4 +105,4 @@ void decode(const Problem& problem, const Heads& out, double* lse) {
   }
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

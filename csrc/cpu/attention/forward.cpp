@@ -1,10 +1,10 @@
-// attention on CPUs, forward: a block of queries of a head at a time.
+// attention on CPUs, forward: one block of a head's queries at a time.
 //
-// K and V are packed once a head, K transposed, in tiles of kKeys keys. A block of kQueries
-// queries goes over the tiles that one of them sees: a product, the softmax's row loops in
-// the cache, and a product into the block's sums. 4 S^2 D operations of a head and S^2
-// exponentials, half of both with `causal`; memory beside the results: packed K and V of a
-// head and a tile of scores, a thread.
+// K and V are packed once per head, K transposed, in tiles of kKeys keys. A block of kQueries
+// queries visits each tile that one of them sees: a product, the softmax's row loops in the
+// cache, and a product into the block's sums. A head takes 4 S^2 D operations and S^2
+// exponentials, half of both with `causal`. Each thread needs memory for the packed K and V of
+// a head and for a tile of scores.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -12,7 +12,7 @@
 #include "csrc/cpu/attention/heads.h"
 #include "csrc/cpu/attention/packed.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
 void finish_row(const Problem& problem, const Sequence& at, int64_t head, int64_t query,
                 const Softmax& softmax, const float* sums, const Heads& out, double* lse) {
@@ -24,7 +24,7 @@ void finish_row(const Problem& problem, const Sequence& at, int64_t head, int64_
 
 namespace {
 
-// Queries [from, end) of a head, and their sums. T: of the operands.
+// Queries [from, end) of a head and their sums. T: the operands' type.
 template <class T>
 class Block {
  public:
@@ -78,7 +78,7 @@ class Block {
   std::vector<Softmax> softmax_;
 };
 
-// Keys and values of one head.
+// The packed keys and values of one head.
 template <class T>
 struct PackedPair {
   Packed<T> k, v;
@@ -92,8 +92,8 @@ struct PackedPair {
   }
 };
 
-// A head of k and v with the blocks of the queries that have it: all in a thread, where there are
-// heads enough; else the heads are packed first, and the blocks shared out.
+// A head of k and v with the query blocks that use it. If there are enough heads, a thread takes a
+// head with its blocks; else the heads are packed first and threads take blocks.
 template <class T>
 void forward(const Problem& problem, const Heads& out, double* lse) {
   const int64_t heads = problem.k.heads(), group = problem.group(),
@@ -149,7 +149,7 @@ OutAndLse attention_forward(const AttentionArguments& a) {
   const auto outputs = attention_outputs(a);
   const auto& [out, lse] = outputs;
   const Problem problem(a.in, a.numbers.options());
-  if (given(a.in.cu_seqlens_q)) {  // tokens of no sequence
+  if (given(a.in.cu_seqlens_q)) {  // for tokens outside every sequence
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
   }
@@ -168,4 +168,4 @@ OutAndLse attention_forward(const AttentionArguments& a) {
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_forward", flat<attention_forward>); }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -1,4 +1,4 @@
-// What the loops of attention are told of a call: sequences, and where the rows of a head are.
+// How attention's loops see a call: its sequences, and the rows of each head.
 #pragma once
 
 #include <ATen/Functions.h>
@@ -10,15 +10,15 @@
 #include "csrc/ops/attention/operators.h"
 #include "csrc/ops/seed.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
-// Queries and keys that see each other: of a batch, or one of many in a row of tokens.
+// Queries and keys that see each other: a batch entry, or one of several concatenated sequences.
 struct Sequence {
   int64_t batch, q_begin, queries, k_begin, keys;
   Window window;
 };
 
-// [B, H, S, D] whose rows D lie side by side. Copies only where they do not.
+// [B, H, S, D] whose rows D are contiguous; copied if they are not.
 class Heads {
  public:
   explicit Heads(const Tensor& t) : t_(t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous()) {}
@@ -27,7 +27,7 @@ class Heads {
   int64_t width() const { return t_.size(3); }
   Dtype dtype() const { return dtype_of(t_); }
 
-  // From row i of a head on.
+  // Returns a head's rows from row i.
   RowsOf rows(int64_t batch, int64_t head, int64_t i) const {
     return {static_cast<const char*>(t_.const_data_ptr()) + bytes_to(batch, head, i), t_.stride(2),
             dtype()};
@@ -48,11 +48,11 @@ class Heads {
 struct Problem {
   AttentionOptions options;
   Heads q, k, v;
-  Tensor bias;   // expanded to the scores, or undefined
+  Tensor bias;   // expanded to the scores' shape, or undefined
   Tensor sinks;  // float32, or undefined
   Dropout dropout;
   std::vector<Sequence> sequences;
-  int64_t batches, queries, keys;  // queries: of a row of lse
+  int64_t batches, queries, keys;  // queries: the row length of lse
 
   Problem(const AttentionInputs& in, const AttentionOptions& options_)
       : options(options_),
@@ -81,12 +81,12 @@ struct Problem {
   }
   float sink(int64_t head) const { return sinks.const_data_ptr<float>()[head]; }
 
-  // Of lse and what goes with it.
+  // Returns a query's index in lse and in other per-query arrays.
   int64_t row(const Sequence& s, int64_t head, int64_t query) const {
     return (s.batch * q.heads() + head) * queries + s.q_begin + query;
   }
 
-  // The scores of a query and n of its sequence's keys, from `key` on.
+  // The scores of a query with n of its sequence's keys, from `key` on.
   ScoreRow scores(const Sequence& at, int64_t head, int64_t query, int64_t key, int64_t n,
                   float* s) const {
     ScoreRow row{s, n};
@@ -108,7 +108,7 @@ struct Problem {
     return row;
   }
 
-  // The keys that queries [from, end) see, all together.
+  // The union of the keys that queries [from, end) see.
   std::pair<int64_t, int64_t> seen(const Sequence& at, int64_t from, int64_t end) const {
     const int64_t first = at.window.first(from), last = at.window.end(end - 1, at.keys);
     return {std::min(first, at.keys), std::max(first, last)};
@@ -129,12 +129,12 @@ inline bool has_kernel(const Tensor& q) {
   return isa() != Isa::none && q.scalar_type() != at::kDouble;
 }
 
-// The forward of a call whose every head has a few queries: forward.cpp asks for it.
+// decode.cpp: the forward for a few queries per head, called by forward.cpp.
 void decode(const Problem& problem, const Heads& out, double* lse);
 bool decodes(const Problem& problem);
 
-// A row's sum of exponentials, with the sink: whole times e to the base. share: what exp(score -
-// most) is multiplied by to be a probability.
+// A row's sum of exponentials with the sink, which is whole times e to the base. share: the factor
+// that makes exp(score - most) a probability.
 struct Denominator {
   double base, whole, share;
 
@@ -149,8 +149,8 @@ struct Denominator {
   }
 };
 
-// A head's sum over its keys, finished: writes out's row and lse.
+// Finishes a row's sum over its keys: writes out's row and lse.
 void finish_row(const Problem& problem, const Sequence& at, int64_t head, int64_t query,
                 const Softmax& softmax, const float* sums, const Heads& out, double* lse);
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

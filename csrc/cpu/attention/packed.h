@@ -1,25 +1,25 @@
-// Keys or values of all heads as the products take them.
+// Keys or values of all heads, packed as operands of products.
 #pragma once
 
 #include "csrc/cpu/attention/heads.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
-constexpr int64_t kQueries = 64;  // of a block
+constexpr int64_t kQueries = 64;  // per block
 
-// A transposed operand's columns are padded to it.
+// The multiple to which a transposed operand's columns are padded.
 template <class T>
 constexpr int64_t kColumns = kEdge * sizeof(float) / sizeof(T);
 
-// How many terms a product over `width` adds, with the zeros of the padding.
+// How many terms a product over `width` adds, padding included.
 template <class T>
 int64_t terms(int64_t width) {
   return padded(width, sizeof(float) / sizeof(T));
 }
 
-enum class Layout { rows, transposed };  // a tile is [kKeys, width], [width, kKeys]
+enum class Layout { rows, transposed };  // a tile is [kKeys, width] or [width, kKeys]
 
-// The keys or values of a head as second operands, in tiles of kKeys rows, with zeros past the end.
+// A head's keys or values as second operands, in tiles of kKeys rows, padded with zeros.
 template <class T>
 class Packed {
  public:
@@ -29,7 +29,7 @@ class Packed {
         width_(heads.width()),
         ld_(layout == Layout::rows ? width_ : padded(width_, kColumns<T>)) {}
 
-  // Of one sequence.
+  // Packs one sequence.
   void pack(const Sequence& at, int64_t head) {
     const size_t size = padded(at.keys, kKeys) * ld_;
     if (data_.size() < size) data_.resize(size);
@@ -47,7 +47,7 @@ class Packed {
     }
   }
 
-  // From `key` on, a multiple of kKeys.
+  // Returns the tile that starts at `key`, a multiple of kKeys.
   const T* tile(int64_t key) const { return data_.data() + key * ld_; }
 
  private:
@@ -57,4 +57,4 @@ class Packed {
   std::vector<T> data_, rows_;
 };
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

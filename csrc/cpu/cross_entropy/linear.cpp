@@ -1,14 +1,14 @@
-// linear_cross_entropy on CPUs: products of the library's, and between them the loops over logits,
-// a tile [rows, classes] at a time. Rows whose target is ignored are left out.
+// linear_cross_entropy on CPUs: torch's products with loops over the logits between them, a tile
+// [rows, classes] at a time. Rows with an ignored target are skipped.
 //
-// The forward alone takes the tiles of a stripe of classes one after another, so that its weights
-// are read and converted once, and each row's sums go on from tile to tile. So does the backward,
-// which makes the logits again: the weight's gradient is complete when the stripe is. A forward
-// that makes the gradients needs a row's sum before any of its gradient, so it takes a few whole
-// rows at a time and adds up the weight's gradient, in float32, where it is to be.
+// The forward visits all tiles of a stripe of classes in turn, so that the stripe's weights are
+// read and converted once; each row's sums continue from tile to tile. The backward does the same
+// and recomputes the logits: the weight's gradient is complete when the stripe is. A forward that
+// computes gradients needs a row's sum before its gradient, so it takes a few whole rows at a time
+// and adds to the weight's gradient in place, in float32.
 //
-// The gradient of a target's logit is far larger than the others of its row. In the input's
-// gradient it is added last, or each sum on the way would be rounded at its size.
+// The gradient of a target's logit is far larger than the row's others. The input's gradient adds
+// it last; otherwise each partial sum would be rounded at its size.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -20,15 +20,15 @@
 #include "csrc/cpu/cross_entropy/products.h"
 #include "csrc/cpu/cross_entropy/rows.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 namespace {
 
-constexpr int64_t kRows = 1024, kClasses = 1024;  // of a tile, 4 MiB
+constexpr int64_t kRows = 1024, kClasses = 1024;  // per tile, 4 MiB
 
-// The rows that count, and what the call is told of them.
+// The rows whose target is not ignored, and their part of the call.
 struct Problem {
   CrossEntropyOptions options;
-  Tensor live;  // the numbers of the rows; undefined: all
+  Tensor live;  // the rows' indices; undefined: all rows
   Tensor input, target, linear_weight, linear_bias;
   int64_t rows, classes, features;
   Targets targets;
@@ -51,7 +51,7 @@ struct Problem {
     return live.defined() && t.dim() > 0 ? t.index_select(0, live) : t;
   }
 
-  // Of all rows, with zeros for those that do not count.
+  // Scatters to all rows, with zeros for ignored ones.
 
   void put(const Tensor& of, const Tensor& all) const {
     if (!live.defined()) {
@@ -107,7 +107,7 @@ struct Tile {
     });
   }
 
-  // Over the logits.
+  // Overwrites the logits with their gradients.
   void make_gradients(const Problem& problem, const double* lse,
                       const RowGradients& gradients) const {
     each_row([&](int64_t i) {
@@ -118,7 +118,7 @@ struct Tile {
     });
   }
 
-  // Moves the gradients of the targets' logits from the tile to `taken`, but for a 4096th: 0 times
+  // Moves the gradients of the targets' logits from the tile to `taken`, except a 4096th: 0 times
   // an infinite weight would be NaN.
   void take_targets(const Problem& problem, std::vector<float>& taken) const {
     AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, logits.scalar_type(), "take_targets", [&] {
@@ -147,13 +147,13 @@ void add_row(float* into, float a, const Tensor& rows, int64_t row, int64_t begi
   });
 }
 
-// The float32 sums of the gradients that were asked for; the others are undefined. linear_weight is
-// that of all classes, or of the tile's.
+// The float32 sums of the requested gradients; the others are undefined. linear_weight covers all
+// classes or the tile's.
 struct Gradients {
   Tensor input, linear_weight, linear_bias;
-  std::vector<float> targets;  // of each row's target's logit
+  std::vector<float> targets;  // the gradient of each row's target's logit
 
-  // All but what the targets' logits give to the input and the weight.
+  // Everything but the targets' logits' share of the input's and the weight's gradient.
   void add(const LogitProducts& products, const Problem& problem, const Tile& tile,
            const Tensor& weight) {
     const auto& g = tile.logits;
@@ -181,7 +181,7 @@ struct Gradients {
     });
   }
 
-  // Of rows [from, end), where the targets are among linear_weight's classes, `first` and on.
+  // Takes rows [from, end) whose target is among linear_weight's classes, which start at `first`.
   void add_targets_to_weight(const Problem& problem, int64_t from, int64_t end,
                              int64_t first) const {
     if (!linear_weight.defined()) return;
@@ -196,13 +196,13 @@ struct Gradients {
   }
 };
 
-// A sum for each gradient that was asked for; undefined for the others.
+// A sum for each requested gradient; undefined for the others.
 Tensor float_zeros(const Tensor& gradient, at::IntArrayRef sizes) {
   if (!gradient.defined()) return gradient;
   return at::zeros(sizes, gradient.options().dtype(at::kFloat));
 }
 
-// Calls f for the tiles, stripe of classes by stripe, and of_stripe after each.
+// Calls f for every tile, one stripe of classes after another, and of_stripe after each stripe.
 template <class Function, class OfStripe>
 void each_tile(const Problem& problem, const LogitProducts& products, const Function& f,
                const OfStripe& of_stripe) {
@@ -224,7 +224,7 @@ void each_tile(const Problem& problem, const LogitProducts& products, const Func
   }
 }
 
-// The losses of the rows from `from` on.
+// Computes the losses and lse of rows [from, end).
 void finish(const Problem& problem, const std::vector<LogitSums>& sums, int64_t from, int64_t end,
             std::vector<double>& losses, double* lse) {
   for (int64_t row = from; row < end; ++row) {
@@ -233,15 +233,15 @@ void finish(const Problem& problem, const std::vector<LogitSums>& sums, int64_t 
   }
 }
 
-// How many rows at a time: an eighth of the logits in memory, but 128 at least, so that a pass over
-// the weight's gradient costs less than its product, and no more logits than that has numbers.
+// How many rows at a time: an eighth of the logits, but at least 128, so that a pass over the
+// weight's gradient costs less than its product, and no more logits than the weight has elements.
 int64_t whole_rows(const Problem& problem) {
   constexpr int64_t kLeast = 128;
   const int64_t rows = std::clamp(problem.rows / 8, kLeast, std::max(problem.features, kLeast));
   return std::clamp<int64_t>(rows, 1, std::max<int64_t>(problem.rows, 1));
 }
 
-// Losses, lse and gradients, a few whole rows at a time.
+// Computes losses, lse and gradients, a few whole rows at a time.
 void make_whole_rows(const Problem& problem, const LogitProducts& products, Gradients gradients,
                      std::vector<double>& losses, double* lse) {
   const RowGradients ones(problem.options, problem.targets.total());
@@ -349,4 +349,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("linear_cross_entropy_backward", flat<linear_cross_entropy_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

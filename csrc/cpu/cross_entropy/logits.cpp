@@ -1,8 +1,8 @@
 // cross_entropy on CPUs: rows spread over threads.
 //
-// Memory traffic is the minimum. Forward the logits are read once; backward they are read and the
-// gradient written once, or with the gradient in the forward pass a row is read from memory once
-// and for the second time from the cache.
+// Memory traffic is the minimum. The forward reads the logits once. The backward reads them once
+// and writes the gradient once. A forward with gradients reads a row from memory once, and a second
+// time from cache.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -12,12 +12,12 @@
 
 #include "csrc/cpu/cross_entropy/rows.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // logits of a task, about
+constexpr int64_t kGrain = 16384;  // approximate number of logits per task
 
-// Rows of logits, and of the gradient.
+// The rows of the logits, and of their gradient.
 class LogitRows {
  public:
   LogitRows(const Tensor& input, const Targets& targets, const LogitMap& map)
@@ -116,4 +116,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("cross_entropy_backward", flat<cross_entropy_backward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

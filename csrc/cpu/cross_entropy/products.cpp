@@ -1,3 +1,5 @@
+// The products around the logits, by ATen.
+
 #include "csrc/cpu/cross_entropy/products.h"
 
 #include <ATen/Functions.h>
@@ -5,7 +7,7 @@
 #include "csrc/ops/cpu_features.h"
 #include "csrc/ops/cross_entropy/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 namespace {
 
 c10::ScalarType product_dtype(c10::ScalarType dtype) {
@@ -47,4 +49,4 @@ void LogitProducts::add(const Tensor& into, const Tensor& a, const Tensor& b) {
   }
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

@@ -1,12 +1,12 @@
-// The products around the logits, by torch's own: bfloat16 where csrc/ops/cpu_features.h says so,
-// else of tiles that are converted to float32.
+// The products around the logits, computed by torch: in bfloat16 if csrc/ops/cpu_features.h says
+// that is faster, else of tiles converted to float32.
 #pragma once
 
 #include "csrc/common.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 
-// Entries [from, from + n) of the first dimension.
+// Returns entries [from, from + n) of the first dimension.
 inline Tensor part_of(const Tensor& t, int64_t from, int64_t n) {
   return n == t.size(0) ? t : t.narrow(0, from, n);
 }
@@ -16,12 +16,12 @@ class LogitProducts {
   // input [rows, features], linear_weight [classes, features], linear_bias [classes] or undefined.
   LogitProducts(const Tensor& input, const Tensor& linear_weight, const Tensor& linear_bias);
 
-  Tensor input;  // in the products' dtype
+  Tensor input;  // in the matmuls' dtype
 
-  // Classes [first, first + n) of the weight, in that dtype.
+  // Returns classes [first, first + n) of the weight, in that dtype.
   Tensor weight(int64_t first, int64_t n) const;
 
-  // logits [rows, classes] of the rows from `from` on and the classes from `first` on.
+  // Fills logits [rows, classes], whose first row is `from` and first class is `first`.
   void make(const Tensor& logits, int64_t from, int64_t first, const Tensor& weight) const;
 
   // into += a b, in float32
@@ -31,4 +31,4 @@ class LogitProducts {
   Tensor linear_weight_, linear_bias_;
 };
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

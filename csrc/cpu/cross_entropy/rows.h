@@ -1,4 +1,4 @@
-// What a row of logits adds to the loss, and what its gradient is made of. Formulas:
+// A row's loss and the factors of its gradient, from its sums over the logits. Formulas:
 // csrc/kernels/cross_entropy.h.
 #pragma once
 
@@ -14,17 +14,17 @@
 #include "csrc/cpu/isa/cross_entropy.h"
 #include "csrc/ops/cross_entropy/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 
 inline bool has_kernel(const Tensor& input) {
   return isa() != Isa::none && input.scalar_type() != at::kDouble;
 }
 
-// The targets of rows, and the weights of the classes.
+// The rows' targets and the classes' weights.
 class Targets {
  public:
-  // Raises IndexError for a target that is no class. live: the numbers of the rows for it, if they
-  // are not all.
+  // Raises IndexError for a target that is not a class. live: the rows' numbers for that error, if
+  // some rows are left out.
   Targets(const char* op, const Tensor& target, const OptionalTensor& weight, int64_t classes,
           int64_t ignore_index, const Tensor& live = {})
       : target_(target.contiguous()),
@@ -51,8 +51,8 @@ class Targets {
   bool ignored(int64_t row) const { return data_[row] == ignore_index_; }
   double weight_of(int64_t row) const { return weights_ == nullptr ? 1 : weights_[data_[row]]; }
   const float* weights() const { return weights_; }
-  double all() const { return all_; }      // sum of the w_c
-  double total() const { return total_; }  // sum of the w_t
+  double all() const { return all_; }      // sum of w_c over the classes
+  double total() const { return total_; }  // sum of w_t over the rows
 
  private:
   Tensor target_, weight_;
@@ -62,7 +62,7 @@ class Targets {
   double all_, total_ = 0;
 };
 
-// The formulas of one call: what is the same for all rows, and then for one.
+// The formulas of one call: factors that all rows share, then those of one row.
 class RowFormula {
  public:
   RowFormula(const CrossEntropyOptions& options, const Targets& targets, int64_t classes)
@@ -95,10 +95,10 @@ class RowFormula {
   double share_;
 };
 
-// The gradient of each row's loss, from that of the whole.
+// The gradient of each row's loss, from the whole loss's gradient.
 class RowGradients {
  public:
-  // Of a whole whose gradient is 1.
+  // For a whole loss whose gradient is 1.
   RowGradients(const CrossEntropyOptions& options, double total) {
     if (options.is(Reduction::mean)) factor_ = 1 / total;
   }
@@ -121,7 +121,7 @@ class RowGradients {
   double factor_ = 1;
 };
 
-// Fills loss and total. row_losses: of all rows, 0 where the target is ignored.
+// Fills loss and total. row_losses: one per row, 0 if the target is ignored.
 inline void reduce(const std::vector<double>& row_losses, const CrossEntropyOptions& options,
                    double total_of, const Tensor& loss, const Tensor& total) {
   *total.mutable_data_ptr<double>() = total_of;
@@ -137,4 +137,4 @@ inline void reduce(const std::vector<double>& row_losses, const CrossEntropyOpti
   });
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

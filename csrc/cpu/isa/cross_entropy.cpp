@@ -1,6 +1,6 @@
-// The sums are made in one pass. Exponentials are taken over a base near the largest z: that of the
-// first block, until a block has one so much larger that float32 would not hold its exponential.
-// Then the sum is scaled to the new base, and the block taken once more.
+// The loops of cross entropy, which sum in one pass. Exponentials are relative to a base near the
+// largest z: the first block's largest, until a block has one so much larger that float32 cannot
+// hold its exponential. Then the sum is rescaled to the new base and the block is repeated.
 
 #include "csrc/cpu/isa/cross_entropy.h"
 
@@ -9,15 +9,18 @@
 
 #include "csrc/cpu/isa/exp.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::cross_entropy::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 constexpr int64_t kBlock = 1024;
-constexpr float kRoom = 32;  // how much larger than the base a z may be
+constexpr float kRoom = 32;  // maximum of z - base
 
 enum class MapKind { none, scaled, capped };
 
-// z, and its slope over x.
+// z, and its derivative by x.
 template <MapKind kMap>
 class Map {
  public:
@@ -26,7 +29,7 @@ class Map {
         inner_(static_cast<float>(kMap == MapKind::capped ? map.scale / map.softcap : map.scale)),
         softcap_(static_cast<float>(map.softcap)) {}
 
-  inline __attribute__((always_inline)) Vec value(Vec x) const {
+  FUSEDOPS_INLINE Vec value(Vec x) const {
     if constexpr (kMap == MapKind::none) return x;
     if constexpr (kMap == MapKind::scaled) return as_rounded(x * inner_);
     return as_rounded(exact_tanh(x * inner_) * softcap_);
@@ -35,7 +38,7 @@ class Map {
   struct Point {
     Vec value, slope;
   };
-  inline __attribute__((always_inline)) Point at(Vec x) const {
+  FUSEDOPS_INLINE Point at(Vec x) const {
     if constexpr (kMap != MapKind::capped) return {value(x), rate_};
     const Vec t = exact_tanh(x * inner_);
     return {as_rounded(t * softcap_), rate_ * (Vec(1.f) - t * t)};
@@ -45,10 +48,9 @@ class Map {
   Vec rate_, inner_, softcap_;
 };
 
-// Calls f with each step's z of n logits.
+// Calls f with z for each step of n logits.
 template <class T, MapKind kMap, class Function>
-inline __attribute__((always_inline)) void each_z(const T* x, int64_t n, const Map<kMap>& map,
-                                                  const Function& f) {
+FUSEDOPS_INLINE void each_z(const T* x, int64_t n, const Map<kMap>& map, const Function& f) {
   each_step(n, [&](int64_t i, auto part) {
     const auto v = load(x + i, part);
     f(i, padded({map.value(v.lo), map.value(v.hi)}, part), part);
@@ -66,7 +68,7 @@ struct Block {
   float most, exponentials;
 };
 
-// The largest z, and the sum of exp(z - base).
+// Computes the largest z, and the sum of exp(z - base).
 template <class T, MapKind kMap>
 Block sums_of(const T* x, int64_t n, const Map<kMap>& map, float base) {
   Floats most = all(-kInfinity), total;
@@ -136,7 +138,7 @@ void write(const Logits& logits, const LogitGradient& of, T* dx) {
     if constexpr (kSmooth) d = at::vec::fnmadd(smooth, weight, d);
     return kMap == MapKind::none ? d : d * at.slope;
   };
-  // The target's logit, before it is written over.
+  // Read the target's logit before it is overwritten.
   const bool here = 0 <= logits.target && logits.target < logits.n;
   const float t = here ? static_cast<float>(x[logits.target]) : 0;
   each_step(logits.n, [&](int64_t i, auto part) {
@@ -185,4 +187,4 @@ void logit_gradients(const Logits& logits, const LogitGradient& of, void* dx) {
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::cross_entropy::CPU_CAPABILITY

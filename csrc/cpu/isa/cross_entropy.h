@@ -1,16 +1,18 @@
-// The loops of cross entropy over logits that lie side by side. Formulas:
+// Declares cross entropy's CPU loops over contiguous logits. Formulas:
 // csrc/kernels/cross_entropy.h.
 #pragma once
 
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/cross_entropy.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::cross_entropy {
 
-// Adds these logits to the row's sums; weighted: to `weighted` too.
+using namespace fusedops::cross_entropy;
+
+// Adds these logits to the row's sums; if `weighted`, also to sums.weighted.
 FUSEDOPS_ISA_FUNCTION(add_logits, const Logits& logits, bool weighted, LogitSums& sums)
 
-// Writes dx in the logits' dtype; it may be where they are.
+// Writes dx in the logits' dtype; it may overwrite the logits.
 FUSEDOPS_ISA_FUNCTION(logit_gradients, const Logits& logits, const LogitGradient& of, void* dx)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::cross_entropy

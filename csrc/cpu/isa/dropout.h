@@ -1,4 +1,4 @@
-// The random numbers of a dropout, for every kernel that has one.
+// Dropout's random numbers on CPUs, in vectors, for every family.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
 
-// scales[k] = what element begin + k of the row is multiplied by: 0 or the dropout's scale.
-// Fills whole groups of four.
+// scales[k] = the factor of the row's element begin + k: 0 or the dropout's scale. Fills whole
+// groups of four.
 inline void dropout_scales(const Dropout& dropout, int64_t row, int64_t begin, int64_t count,
                            float* scales) {
-  const auto [at, threshold, scale] = dropout;  // as locals, or GCC does not vectorise
+  const auto [at, threshold, scale] = dropout;  // GCC vectorises only with local copies
   const auto seed = static_cast<uint64_t>(*at);
   const auto first = static_cast<uint32_t>(begin / 4),
              groups = static_cast<uint32_t>(count + 3) / 4;

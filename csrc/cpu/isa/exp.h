@@ -1,5 +1,5 @@
-// Polynomials and exponentials, for every kernel that has some. Vectors go by value: of one whose
-// address is taken GCC stores a copy that nobody reads.
+// Polynomials and exponentials for all kernels. Vectors are passed by value: GCC stores an unused
+// copy of a vector whose address is taken.
 #pragma once
 
 #include "csrc/cpu/isa/vec.h"
@@ -12,12 +12,12 @@ struct Horner {
   Vec operator()(Vec, float a) const { return Vec(a); }
 
   template <class... Rest>
-  inline __attribute__((always_inline)) Vec operator()(Vec x, float a, Rest... rest) const {
+  FUSEDOPS_INLINE Vec operator()(Vec x, float a, Rest... rest) const {
     return at::vec::fmadd(x, (*this)(x, rest...), Vec(a));
   }
 };
 
-// Whether T's 8 or 11 bits leave room for quicker instructions, which AVX2 lacks.
+// Whether faster, less exact instructions are accurate enough for T. AVX2 lacks them.
 #if defined(CPU_CAPABILITY_AVX512)
 template <class T>
 constexpr bool kQuick = !std::is_same_v<T, float>;
@@ -26,11 +26,12 @@ template <class T>
 constexpr bool kQuick = false;
 #endif
 
-// exp(x) within 1.3 * 2^-24 of itself; 0 where it is denormal, infinite above 88.4. A NaN stays.
+// exp(x), with relative error 1.3 * 2^-24. Denormal results are 0, x above 88.4 gives infinity, and
+// NaN stays NaN.
 //
 // x = m ln 2 + r, |r| <= ln 2 / 2. The sum with 1.5 * 2^23 rounds x / ln 2 to m, and leaves m + 127
 // in its low bits: shifted up they are 2^m, or 0 at m = -127, or infinity at m = 128.
-inline __attribute__((always_inline)) Vec exact_exp(Vec x) {
+FUSEDOPS_INLINE Vec exact_exp(Vec x) {
   const Vec magic(12582912.f + 127), y = at::vec::clamp(x, Vec(-88.f), Vec(89.f));
   const Vec bits = at::vec::fmadd(y, Vec(1.44269504f), magic), m = bits - magic;
   const Vec high = at::vec::fmadd(m, Vec(-0.693359375f), y);
@@ -41,11 +42,11 @@ inline __attribute__((always_inline)) Vec exact_exp(Vec x) {
   return p * at::vec::cast<float>(at::vec::cast<int32_t>(bits) << Ints(23));
 }
 
-// exp(rate x). A quick one is within 2^-22 of itself, as sums of many have all of their error where
-// they are equal: 2^y is 2^floor(y) times 2 to what is left, and the instructions for both go to 0
-// and to infinity by themselves.
+// exp(rate x). The quick one is within 2^-22 of itself, because a sum of many equal terms has each
+// term's error: 2^y is 2^floor(y) times 2^(y - floor(y)), and both instructions reach 0 and
+// infinity by themselves.
 template <class T>
-inline __attribute__((always_inline)) Vec exp_of(Vec x, Vec rate) {
+FUSEDOPS_INLINE Vec exp_of(Vec x, Vec rate) {
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (kQuick<T>) {
     const Vec y = x * (rate * Vec(1.44269504f)), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF);
@@ -57,17 +58,17 @@ inline __attribute__((always_inline)) Vec exp_of(Vec x, Vec rate) {
   return exact_exp(x * rate);
 }
 
-// A product as it is rounded. The compiler would contract it with the sum that it goes into, in one
-// place and not in another, and z - lse would be off by all of a large z's rounding.
-inline __attribute__((always_inline)) Vec as_rounded(Vec product) {
+// A rounded product. The compiler would contract it into a fused multiply-add in one place and not
+// in another, and z - lse would be off by a large z's whole rounding error.
+FUSEDOPS_INLINE Vec as_rounded(Vec product) {
   Register bits = product;
   asm("" : "+v"(bits));
   return bits;
 }
 
-// exp(x) for a sum of such, of which the largest is near 1: within 2^-24 there, and as far from a
-// small one as x log2 e is rounded.
-inline __attribute__((always_inline)) Vec exp_of_many(Vec x) {
+// exp(x) for sums whose largest term is near 1: within 2^-24 there; for small terms the error is
+// that of rounding x log2 e.
+FUSEDOPS_INLINE Vec exp_of_many(Vec x) {
 #if defined(CPU_CAPABILITY_AVX512)
   const Vec y = x * Vec(1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEAREST_INT);
   const Vec p = Horner()(r, 1.f, 0.69314718f, 0.24022646f, 0.05550329f, 0.0096185198f, 0.001339986f,
@@ -79,7 +80,7 @@ inline __attribute__((always_inline)) Vec exp_of_many(Vec x) {
 }
 
 // tanh within 3 * 2^-24 of itself: a polynomial near 0, where 1 - 2 / (1 + exp(2 x)) cancels.
-inline __attribute__((always_inline)) Vec exact_tanh(Vec x) {
+FUSEDOPS_INLINE Vec exact_tanh(Vec x) {
   const Vec size = x.abs(), square = x * x, one(1.f);
   const Vec p =
       Horner()(square, -0.33333332f, 0.13333118f, -0.05391007f, 0.02131275f, -0.00661576f);

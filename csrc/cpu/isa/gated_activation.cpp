@@ -1,21 +1,24 @@
-// One pass over a row, with nothing stored on the way.
+// The loops of gated activations: one pass over a row, without intermediate stores.
 
 #include "csrc/cpu/isa/gated_activation.h"
 
 #include "csrc/cpu/isa/gates.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::gated_activation::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 template <class T, GatedKind kKind>
-inline __attribute__((always_inline)) Gate gate_of(Vec g, const GatedInput& args) {
+FUSEDOPS_INLINE Gate gate_of(Vec g, const GatedInput& args) {
   if constexpr (kKind == GatedKind::geglu) return normal<T>(g);
   if constexpr (kKind == GatedKind::geglu_tanh) return tanh_gate<T>(g);
   const auto s = sigmoid_of_minus<T>(g, Vec(-args.alpha));
   return {s.value, s.slope * Vec(args.alpha)};
 }
 
-// gate and up as they enter the product: g, and u + offset.
+// gate and up after the limit and the offset: g and u + offset.
 template <GatedKind kKind>
 struct Operands {
   static constexpr bool kLimited = kKind == GatedKind::swiglu_limited;
@@ -31,7 +34,7 @@ struct Operands {
   }
 };
 
-// d where the value is not past the limit, else 0: as torch's clamp, also of a NaN.
+// d if the value is within the limit, else 0; 0 for a NaN too, as in torch's clamp.
 inline Vec within(Vec d, Vec value, float limit) {
   return Vec::blendv(Vec(0.f), d, value <= Vec(limit));
 }
@@ -129,4 +132,4 @@ void gated_backward_rows(const GatedBackward& args, int64_t begin, int64_t end) 
   with_types(args, [&]<class T, GatedKind kKind>() { backward_rows<T, kKind>(args, begin, end); });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::gated_activation::CPU_CAPABILITY

@@ -1,5 +1,5 @@
-// What multiplies x in SiLU and in both GELUs, for every kernel that has an activation. Vectors go
-// by value: of one whose address is taken GCC stores a copy that nobody reads.
+// The factors of x in SiLU and both GELUs, for all kernels with an activation. Vectors are passed
+// by value: GCC stores an unused copy of a vector whose address is taken.
 #pragma once
 
 #include "csrc/cpu/isa/exp.h"
@@ -8,16 +8,19 @@
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
 
-// S and S' of csrc/kernels/gated_activation.h: an activation is x S(x), its slope S(x) + x S'(x).
+using namespace fusedops::gated_activation;
+
+// S and S' of csrc/kernels/gated_activation.h. An activation is x S(x), its derivative is
+// S(x) + x S'(x).
 struct Gate {
   Vec value, slope;
 };
 
-// sigmoid(-rate x), and its slope over -rate. 1 - S is e S, which keeps its digits where S is
-// nearly 1; at an infinite e it is S = 0 that counts. Where it is not quick, a step of Newton's
-// takes back what the sum and the quotient have rounded away.
+// sigmoid(-rate x), and its slope over -rate. 1 - S is e S, which keeps its digits if S is nearly
+// 1; at an infinite e, S = 0 makes the slope 0. Unless it is quick, a Newton step corrects the
+// rounding of the sum and the quotient.
 template <class T>
-inline __attribute__((always_inline)) Gate sigmoid_of_minus(Vec x, Vec rate) {
+FUSEDOPS_INLINE Gate sigmoid_of_minus(Vec x, Vec rate) {
   const Vec one(1.f), e = exp_of<T>(x, rate), finite = at::vec::clamp_max(e, Vec(1.7e38f));
   Vec s = one / (one + e);
   if constexpr (!kQuick<T>) s = at::vec::fmadd(s, at::vec::fnmadd(s, finite, one - s), s);
@@ -25,7 +28,7 @@ inline __attribute__((always_inline)) Gate sigmoid_of_minus(Vec x, Vec rate) {
 }
 
 template <class T>
-inline __attribute__((always_inline)) Gate normal(Vec g) {
+FUSEDOPS_INLINE Gate normal(Vec g) {
   const Vec x = at::vec::clamp_max(g.abs() * Vec(kTailScale), Vec(kTailEnd));
   const Vec s = x / (Vec(1.f) + x);
   const Vec density = exp_of<T>(g * g, Vec(-0.5f));
@@ -34,7 +37,7 @@ inline __attribute__((always_inline)) Gate normal(Vec g) {
 }
 
 template <class T>
-inline __attribute__((always_inline)) Gate tanh_gate(Vec g) {
+FUSEDOPS_INLINE Gate tanh_gate(Vec g) {
   constexpr float slope = kTanhSlope, cubic = kTanhCubic;
   const Vec x = at::vec::clamp(g, Vec(-kTanhEnd), Vec(kTanhEnd)), xx = x * x;
   const auto s = sigmoid_of_minus<T>(x, at::vec::fmadd(xx, Vec(-slope * cubic), Vec(-slope)));

@@ -1,4 +1,4 @@
-// Sums over the lanes of many registers at a time.
+// Sums the lanes of many vector registers at once, on CPUs.
 #pragma once
 
 #include "csrc/cpu/isa/vec.h"
@@ -8,9 +8,9 @@ namespace CPU_CAPABILITY {
 
 #if defined(CPU_CAPABILITY_AVX512)
 
-// The sums of the lanes of 16 registers, of numbers of 32 bits that `add` adds.
+// Returns the lane sums of 16 registers of 32-bit numbers, which `add` adds.
 template <class Add>
-inline __attribute__((always_inline)) __m512 sums_of_lanes(const __m512 (&x)[16], const Add& add) {
+FUSEDOPS_INLINE __m512 sums_of_lanes(const __m512 (&x)[16], const Add& add) {
   __m512 by_2[8], by_4[4], by_8[2];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {

@@ -1,3 +1,5 @@
+// Reads, transposes and writes the operands of products.
+
 #include "csrc/cpu/isa/operands.h"
 
 #include <algorithm>

@@ -1,13 +1,13 @@
-// How the operands of products are read, turned and written.
+// Reads, transposes and writes the operands of products.
 #pragma once
 
 #include "csrc/cpu/isa.h"
 
 namespace fusedops::cpu {
 
-constexpr int64_t kEdge = 16;  // tiles are padded to a multiple of it
+constexpr int64_t kEdge = 16;  // tile sizes are padded to a multiple of this
 
-// Rows of numbers of a dtype; those of a row lie side by side.
+// Rows of a dtype, each contiguous.
 struct RowsOf {
   const void* data;
   int64_t stride;
@@ -18,7 +18,7 @@ struct RowsOf {
 FUSEDOPS_ISA_FUNCTION(read_rows, const RowsOf& rows, int64_t n, int64_t width, int64_t padded,
                       float* out, int64_t ld)
 
-// out = factor x, rounded to its dtype
+// out = factor x, rounded to out's dtype
 FUSEDOPS_ISA_FUNCTION(write_row, const float* x, int64_t width, float factor, void* out,
                       Dtype dtype)
 
@@ -32,8 +32,7 @@ FUSEDOPS_ISA_FUNCTION(add_tile, const float* x, int64_t rows, int64_t columns, f
 FUSEDOPS_ISA_FUNCTION(transpose, const float* x, int64_t ld, int64_t rows, int64_t columns,
                       float* out, int64_t ld_out)
 
-// Rows [n, columns] of numbers of 16 bits as pairs, out [padded / 2, columns, 2], with zeros past
-// them.
+// Pairs up rows [n, columns] of 16-bit numbers: out [padded / 2, columns, 2], padded with zeros.
 FUSEDOPS_ISA_FUNCTION(pair_rows, const uint16_t* x, int64_t ld, int64_t n, int64_t padded,
                       int64_t columns, uint16_t* out)
 

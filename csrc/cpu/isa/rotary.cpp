@@ -1,6 +1,6 @@
-// A head at a time, in one pass. Where the heads of a position lie together, positions follow one
-// another; else a head's rows do, for kBlock positions, whose cos and sin stay in the cache until
-// the last head.
+// The loops of the rotary embedding: one pass over a head at a time. If a position's heads are
+// adjacent, positions are the outer loop. Otherwise heads are, for kBlock positions whose cos and
+// sin stay in the cache.
 
 #include "csrc/cpu/isa/rotary.h"
 
@@ -9,13 +9,16 @@
 
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::rotary::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 constexpr int64_t kBlock = 16;
-constexpr int64_t kAhead = 4096;  // bytes: a row so far on in memory is needed soon, mostly
+constexpr int64_t kPrefetchDistance = 4096;  // bytes
 
-// (a, b) of each pair of neighbours -> (b, a)
+// Swaps a and b in each pair of neighbours (a, b).
 inline Vec neighbours(Vec v) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_permute_ps(v, 0b10110001);
@@ -24,7 +27,7 @@ inline Vec neighbours(Vec v) {
 #endif
 }
 
-// x c - s in a, x c + s in b of each pair
+// For each pair (a, b): x c - s in a's lane, x c + s in b's lane.
 inline Vec minus_plus(Vec x, Vec c, Vec s) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_fmaddsub_ps(x, c, s);
@@ -33,7 +36,7 @@ inline Vec minus_plus(Vec x, Vec c, Vec s) {
 #endif
 }
 
-// x c + s in a, x c - s in b of each pair
+// For each pair (a, b): x c + s in a's lane, x c - s in b's lane.
 inline Vec plus_minus(Vec x, Vec c, Vec s) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_fmsubadd_ps(x, c, s);
@@ -52,7 +55,7 @@ struct Pair {
   Vec a, b;
 };
 
-// c and s of a and of b
+// Rotates a and b. c and s hold the factors for a and for b.
 template <bool kTransposed>
 inline Pair rotated(Vec a, Vec b, Pair c, Pair s) {
   if constexpr (kTransposed) {
@@ -107,7 +110,7 @@ inline void copied_row(const From* x, To* y, int64_t n) {
 template <class From, class Table, class To, bool kInterleaved, bool kTransposed>
 inline void row(const From* x, const Table* cos, const Table* sin, To* y, int64_t n,
                 int64_t width) {
-  for (int64_t i = 0; i < width; i += kStep) prefetch(x + kAhead / sizeof(From) + i);
+  for (int64_t i = 0; i < width; i += kStep) prefetch(x + kPrefetchDistance / sizeof(From) + i);
   if constexpr (kInterleaved) {
     interleaved_row<From, Table, To, kTransposed>(x, cos, sin, y, n);
   } else {
@@ -150,7 +153,7 @@ void with_layout(const RotaryArguments& args, int64_t begin, int64_t end) {
   blocks<From, Table, To, false, kTransposed>(args, begin, end);
 }
 
-// Beside a float32 table a forward has float32 results, and a backward came from some.
+// With a float32 table, a forward's outputs and a backward's inputs are float32.
 template <class T>
 void with_types(const RotaryArguments& args, int64_t begin, int64_t end) {
   if (args.from == args.to) {
@@ -171,4 +174,4 @@ void rotary_positions(const RotaryArguments& args, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::rotary::CPU_CAPABILITY

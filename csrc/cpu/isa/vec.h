@@ -1,4 +1,4 @@
-// What the files of csrc/cpu/isa share: vectors of float32 loaded from and stored to any dtype.
+// Shared by csrc/cpu/isa: vectors of float32, loaded from and stored to any dtype.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -9,6 +9,9 @@
 #include <type_traits>
 
 #include "csrc/cpu/isa.h"
+
+// Also where GCC would call: a call stores the vectors that are in registers.
+#define FUSEDOPS_INLINE inline __attribute__((always_inline))
 
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
@@ -28,14 +31,14 @@ constexpr Dtype dtype_of = std::is_same_v<T, float>      ? Dtype::float32
                            : std::is_same_v<T, BFloat16> ? Dtype::bfloat16
                                                          : Dtype::float16;
 
-// One vector of a 16-bit dtype is two of float32, so every loop goes by two.
+// A vector of a 16-bit dtype holds as many elements as two of float32, so every loop step has two.
 constexpr int kStep = 2 * Vec::size();
 
 struct Floats {
   Vec lo{0.f}, hi{0.f};
 };
 
-// How many elements a step covers: all kStep, known when compiling, or the last few of a row.
+// A step's number of elements: kStep, a compile-time constant, or the rest of a row.
 struct Full {
   static constexpr int count = kStep;
 };
@@ -44,7 +47,7 @@ struct Tail {
 };
 
 template <class Body>
-inline __attribute__((always_inline)) void each_step(int64_t n, const Body& body) {
+FUSEDOPS_INLINE void each_step(int64_t n, const Body& body) {
   int64_t i = 0;
   for (; i + kStep <= n; i += kStep) body(i, Full{});
   if (i < n) body(i, Tail{static_cast<int>(n - i)});
@@ -57,11 +60,11 @@ inline Floats load(const float* p, Full) { return {Vec::loadu(p), Vec::loadu(p +
 inline Floats load(const float* p, Tail tail) {
   return {Vec::loadu(p, low(tail)), Vec::loadu(p + low(tail), high(tail))};
 }
-// The two vectors as one of T, rounded to nearest even.
+// Converts the two vectors to one of T, rounded to nearest even.
 template <class T>
 inline at::vec::Vectorized<T> narrow(const Floats& v) {
 #if defined(__AVX512BF16__)
-  // One instruction for what takes twenty; it also takes float32's denormals (< 1.2e-38) for 0.
+  // One instruction instead of twenty; it also flushes float32's denormals (< 1.2e-38) to 0.
   if constexpr (std::is_same_v<T, BFloat16>) {
     return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v.hi, v.lo));
   }
@@ -70,13 +73,13 @@ inline at::vec::Vectorized<T> narrow(const Floats& v) {
 }
 template <class T>
 inline Floats widen(const at::vec::Vectorized<T>& v) {
-  Register lo, hi;  // not convert_to_float: its tuple goes through memory
+  Register lo, hi;  // convert_to_float's tuple would go through memory
   at::vec::cvt_to_fp32<T>(v, lo, hi);
   return {lo, hi};
 }
 template <class T>
 inline Floats load(const T* p, Full) {
-  Floats v;  // by halves: one wide load would have to be taken apart
+  Floats v;  // two loads: one wide load would have to be split
   at::vec::load_to_float(p, v.lo);
   at::vec::load_to_float(p + Vec::size(), v.hi);
   return v;
@@ -86,7 +89,7 @@ inline Floats load(const T* p, Tail tail) {
   return widen<T>(at::vec::Vectorized<T>::loadu(p, tail.count));
 }
 
-// Stores and returns what was stored: rounded to T.
+// Stores v and returns what was stored: v rounded to T.
 inline Floats store(float* p, const Floats& v, Full) {
   v.lo.store(p);
   v.hi.store(p + Vec::size());
@@ -119,13 +122,13 @@ inline Floats rounded(const Floats& v) {
   }
 }
 
-// Zeroes what lies past the end of the row.
+// Replaces the elements past the end of the row by 0.
 inline Floats live(const Floats& v, Full) { return v; }
 inline Floats live(const Floats& v, Tail tail) {
   return {Vec::set(Vec(0.f), v.lo, low(tail)), Vec::set(Vec(0.f), v.hi, high(tail))};
 }
 
-// Asks for a step of p, which may lie past the end of its tensor, before it is needed.
+// Prefetches a step of p, which may be past the end of its tensor.
 template <class T>
 inline void prefetch(const T* p) {
   for (size_t byte = 0; byte < kStep * sizeof(T); byte += 64) {
@@ -147,14 +150,15 @@ inline float sum(const Floats& v) {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// -infinity past the end of the row: it is not the largest, and its exponential is 0.
+// Replaces the elements past the end of the row by -infinity, which is never the maximum and whose
+// exponential is 0.
 inline Floats padded(const Floats& v, Full) { return v; }
 inline Floats padded(const Floats& v, Tail tail) {
   const Vec none(-kInfinity);
   return {Vec::set(none, v.lo, low(tail)), Vec::set(none, v.hi, high(tail))};
 }
 
-inline Floats largest(const Floats& a, const Floats& b) {  // a NaN is
+inline Floats largest(const Floats& a, const Floats& b) {  // NaN counts as the largest
   return {at::vec::maximum(a.lo, b.lo), at::vec::maximum(a.hi, b.hi)};
 }
 

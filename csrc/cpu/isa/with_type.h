@@ -1,4 +1,4 @@
-// From a dtype to the C++ type of its numbers.
+// Calls a function with the C++ type of a dtype.
 #pragma once
 
 #include "csrc/cpu/isa/vec.h"
@@ -6,7 +6,7 @@
 namespace fusedops::cpu {
 namespace CPU_CAPABILITY {
 
-// f with a value of it.
+// Calls f with a value of that type.
 template <class Function>
 inline void with_type(Dtype dtype, const Function& f) {
   switch (dtype) {

@@ -1,8 +1,8 @@
-// quantized_linear on CPUs, backward: dx = dz w from the codes, and the weight as numbers.
+// quantized_linear on CPUs, backward: dx = dz w from the codes, and the dequantized weight.
 //
-// A task is kWidth columns of dx. It goes over the rows of the weight, kTile at a time, whose codes
-// become numbers in a cache and are multiplied there: the sums are of tiles, in one order whatever
-// the number of rows or threads. Where a row of codes has one scale, dz has it.
+// A task is kWidth columns of dx. It decodes kTile rows of the weight at a time into the cache and
+// multiplies them there: sums are over tiles, in an order that does not depend on the number of
+// rows or threads. If a row of codes has one scale, dz is multiplied by it.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -16,7 +16,7 @@
 #include "csrc/cpu/gemm.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace {
 
 constexpr int64_t kRows = 128, kWidth = 512, kTile = 64;
@@ -24,7 +24,7 @@ constexpr int64_t kRows = 128, kWidth = 512, kTile = 64;
 template <class T>
 constexpr Operand kOperand = std::is_same_v<T, float> ? Operand::float32 : Operand::bfloat16;
 
-// dz [rows, n] as a first operand, in rows of ld, with zeros beside and below.
+// dz [rows, n] as a first operand, in rows of ld, padded with zeros on the right and below.
 template <class T>
 struct Gradient {
   int64_t ld;
@@ -43,7 +43,7 @@ struct Gradient {
   }
 };
 
-// Rows [row, row + rows) of columns [begin, end) of dx. The scratch is a thread's.
+// Computes blocks of dx. The scratch belongs to one thread.
 template <class T>
 class Block {
  public:
@@ -73,7 +73,7 @@ class Block {
   }
 
  private:
-  // The tile's first rows, and zeros to a multiple of kEdge, as a second operand.
+  // Returns the tile's first rows, zero-padded to a multiple of kEdge, as a second operand.
   const T* second(int64_t rows, int64_t width) {
     if constexpr (std::is_same_v<T, float>) {
       std::fill(tile_.begin() + rows * width, tile_.begin() + padded(rows) * width, 0.f);
@@ -112,12 +112,11 @@ QuantizedBackward quantized_linear_backward(const QuantizedBackwardArguments& a)
     return quantized_linear_backward_composite(a);
   }
   const auto& [dx, dbias] = outputs;
-  const auto dz = gradient_of_z(a.dy, a.z, activation_of(a.activation)).contiguous();
+  const auto dz = linear::rows_of_dz(a.dy, a.z, a.activation).contiguous();
   if (dbias.defined()) dbias.copy_(dz.sum(0));
   if (!dx.defined() || dx.numel() == 0) return outputs;
   const auto weight = a.weight();
-  const auto compute = compute_of(a.compute);
-  const auto asked = compute == Compute::int8 ? Compute::any : compute;
+  const auto asked = a.compute == Compute::int8 ? Compute::any : a.compute;
   if (floating_operand(asked) == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16)) {
     multiply<BFloat16>(dz, codes_of(weight), as_rows(dx));
   } else {
@@ -126,7 +125,7 @@ QuantizedBackward quantized_linear_backward(const QuantizedBackwardArguments& a)
   return outputs;
 }
 
-// A row of the weight at a time.
+// Dequantizes a row of the weight at a time.
 Tensor dequantize_weight(const DequantizeArguments& a) {
   if (!has_kernel(a.dtype) || a.dtype == at::kHalf) return dequantize_weight_composite(a);
   const auto out = dequantize_weight_outputs(a);
@@ -148,4 +147,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("dequantize_weight", flat<dequantize_weight>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

@@ -1,11 +1,11 @@
-// quantized_linear on CPUs, forward: codes become numbers next to where they are multiplied, and no
+// quantized_linear on CPUs, forward: codes are decoded next to where they are multiplied, and no
 // weight is packed or kept.
 //
-// x is rounded once, to what is multiplied. A task is kColumns columns of y for kMostRows rows of
-// x. A few rows take the codes straight from registers. Up to kMany take them from a cache, in rows
-// as they lie: of up to kFew rows of x a row of codes goes from end to end, of more a piece of the
-// depth goes through all columns. More rows take tiles that are turned, by oneDNN. Reads the codes
-// once for each kMostRows rows. Sums are in one order, whatever the number of threads.
+// x is rounded once, to the operand's format. A task is kColumns columns of y for kMostRows rows of
+// x. For a few rows codes are decoded in registers. Up to kMany rows of x read decoded rows from
+// the cache: with up to kFew rows of x a row of codes is read from end to end, with more a piece of
+// the depth is read for all columns. More rows use transposed tiles, by oneDNN. Codes are read once
+// for each kMostRows rows. The order of sums does not depend on the number of threads.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -22,29 +22,29 @@
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace {
 
-constexpr int64_t kMostRows = 256;      // of x, in a block
-constexpr int64_t kColumns = 128;       // of y, whose sums wait for the end of the rows
-constexpr int64_t kFew = 16;            // rows that stay in a cache with all their depth
-constexpr int64_t kMany = 32;           // rows from which on tiles are turned for a product
-constexpr int64_t kDepth = 2048;        // bytes of a row
-constexpr int64_t kTileDepth = 256;     // numbers of a row of a tile
-constexpr int64_t kProducts = 1 << 18;  // products of a task, about
+constexpr int64_t kMostRows = 256;      // rows of x per block
+constexpr int64_t kColumns = 128;       // columns of y per task; their sums stay in scratch memory
+constexpr int64_t kFew = 16;            // up to this many rows of x fit the cache in full depth
+constexpr int64_t kMany = 32;           // above this many rows, tiles are transposed for a matmul
+constexpr int64_t kDepth = 2048;        // bytes of a row per piece of the depth
+constexpr int64_t kTileDepth = 256;     // elements of a tile's row
+constexpr int64_t kProducts = 1 << 18;  // approximate number of multiplications per task
 
-// Where sums of products of 8 bits fit 32 bits, 255 * 127 each.
+// Whether integer products run: their sums, of at most 255 * 127 each, must fit 32 bits.
 bool multiplies_integers(const Codes& w) {
   return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
          w.k <= kMostIntegers;
 }
 
-// x [rows, k] as a product takes it, its rows padded with zeros.
+// x [rows, k] in a product's operand format, its rows padded with zeros.
 struct Input {
   Operand operand;
   int64_t rows, ld;
   Tensor numbers;
-  std::vector<float> steps;  // of codes; empty where x is multiplied as it is
+  std::vector<float> steps;  // the scale of each row's codes; empty if x is not quantized
   std::vector<int32_t> sums;
 
   Input(const Tensor& x, Operand operand, InputFormat rounds)
@@ -70,7 +70,7 @@ struct Input {
   }
 };
 
-// Where codes are multiplied: in registers, as they lie, in rows or in tiles in a cache.
+// Where codes are decoded: in registers, in place, row-wise in cache, or in cached tiles.
 enum class Way { registers, as_they_lie, rows, tiles };
 
 struct Plan {
@@ -100,11 +100,11 @@ struct Plan {
   }
 };
 
-// A few rows as codes in registers are multiplied: those of 4 bits in the order of such codes, of 8
-// bits as float32.
+// A few rows of x for codes that are decoded in registers: in the order of 4-bit codes, or as
+// float32 for 8-bit codes.
 struct Turned {
   std::vector<uint16_t> halves;
-  std::vector<float> numbers;  // or the sums of lanes
+  std::vector<float> numbers;  // for 4-bit codes, the sums of lanes
 
   Turned() = default;
   Turned(const Codes& w, const Input& x) : numbers(x.rows * x.ld) {
@@ -129,7 +129,7 @@ struct Outputs {
   const Tensor& first() const { return z.defined() ? z : y; }
 };
 
-// Blocks of y. The scratch is a thread's.
+// Computes blocks of y. The scratch belongs to one thread.
 class OutputBlock {
  public:
   OutputBlock(const Codes& w, const Input& x, Way way, const FewRows& few, const Outputs& out)
@@ -143,13 +143,13 @@ class OutputBlock {
         turned_(way == Way::tiles ? kColumns * kTileDepth : 0),
         sums_(padded(std::min(x.rows, kMostRows)) * kColumns) {}
 
-  // Rows [row, row + rows) of columns [begin, begin + columns).
+  // Computes rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     switch (way_) {
       case Way::registers:
         few_.sums = sums_.data();
         add_few_rows_for_isa()(w_, few_, begin, begin + columns);
-        // There a zero's share is subtracted from sums: of x past float32's range it leaves NaN.
+        // add_few_rows subtracts the zeros' share from sums: if x overflows float32, NaN is left.
         if (w_.zeros != nullptr && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
         break;
       case Way::tiles: add_tiles(row, rows, begin, columns); break;
@@ -184,7 +184,7 @@ class OutputBlock {
   void add_pieces(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     const int64_t at_once = columns_for(rows), depth = kDepth / size_of(x_.operand),
                   pieces = std::max<int64_t>(at::divup(w_.k, depth), 1);
-    // Few rows stay in a cache, and the codes of a row are read from end to end.
+    // A few rows of x stay in the cache, so a row of codes is read from end to end.
     const int64_t some = rows <= kFew ? at_once : columns;
     for (int64_t first = 0; first < columns; first += some) {
       for (int64_t piece = 0; piece < pieces; ++piece) {
@@ -196,14 +196,14 @@ class OutputBlock {
     }
   }
 
-  // A piece of the depth, from k on, of `columns` columns.
+  // Adds a piece of the depth, from k on, for `columns` columns.
   void add(int64_t row, int64_t rows, int64_t begin, int64_t columns, int64_t k, float* sums) {
     const int64_t piece = kDepth / size_of(x_.operand), end = std::min(k + piece, w_.k),
                   padded = std::min(piece, x_.ld - k);
     prefetch(begin + columns, columns, k, end);
     Dots dots{x_.at(row, k), codes_.data(), x_.ld,    padded, rows,
               padded,        sums,          kColumns, k > 0,  x_.operand};
-    // The last rows would be read past their end.
+    // In place, the last rows would be read past their end.
     if (way_ == Way::as_they_lie && begin + columns_for(rows) <= w_.n) {
       dots.w = w_.at(begin, k);
       dots.ld_w = w_.k;
@@ -214,7 +214,7 @@ class OutputBlock {
     dot_rows_for_isa()(dots);
   }
 
-  // Asks for codes that come next: the processor does not see it from so few of a row.
+  // Prefetches the next codes: a row's piece is too short for the processor's own prefetching.
   void prefetch(int64_t begin, int64_t columns, int64_t k, int64_t end) const {
     for (int64_t row = begin; row < std::min(begin + columns, w_.n); ++row) {
       const auto *const from = w_.at(row, k), *const to = w_.at(row, end);
@@ -232,10 +232,10 @@ class OutputBlock {
 
   void activate(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
     const int64_t n = w_.n;
-    activate_rows_for_isa()({place(out_.first(), row, begin), nullptr, nullptr,
-                             place(out_.y, row, begin), columns, n, n, dtype_of(out_.y),
-                             out_.activation},
-                            0, rows);
+    linear::activate_rows_for_isa()({place(out_.first(), row, begin), nullptr, nullptr,
+                                     place(out_.y, row, begin), columns, n, n, dtype_of(out_.y),
+                                     out_.activation},
+                                    0, rows);
   }
 
   void* place(const Tensor& t, int64_t row, int64_t column) const {
@@ -250,7 +250,7 @@ class OutputBlock {
   bool scaled_;
   std::vector<char> codes_;
   std::vector<BFloat16> turned_;
-  std::vector<float> sums_;  // int32 where the operands are integers
+  std::vector<float> sums_;  // int32 if the operands are integers
 };
 
 void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
@@ -278,12 +278,11 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   if (y.numel() == 0) return outputs;
   const auto weight = a.weight();
   const auto w = codes_of(weight);
-  const auto rounds = input_format_of(a.input_format);
   const auto rows = as_rows(a.x).contiguous();
-  const Plan plan(w, rows.size(0), rounds, compute_of(a.compute));
-  const Input input(rows, plan.operand, rounds);
+  const Plan plan(w, rows.size(0), a.input_format, a.compute);
+  const Input input(rows, plan.operand, a.input_format);
   multiply(w, input, plan.way,
-           {as_rows(y), z.defined() ? as_rows(z) : z, activation_of(a.activation),
+           {as_rows(y), z.defined() ? as_rows(z) : z, a.activation,
             given(a.bias) ? a.bias->contiguous() : Tensor()});
   return outputs;
 }
@@ -294,8 +293,10 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
                                   int64_t rows, std::string_view input_format,
                                   std::string_view compute) {
   if (isa() == Isa::none) return "";
-  const Codes w{nullptr, nullptr, nullptr, weight_format(format), n, k, group_size};
-  const Plan plan(w, rows, input_format_of(input_format), compute_of(compute));
+  constexpr const char* op = kQuantizedLinear;
+  const Codes w{nullptr, nullptr, nullptr, from_name<WeightFormat>(op, format), n, k, group_size};
+  const Plan plan(w, rows, from_name<InputFormat>(op, input_format),
+                  from_name<Compute>(op, compute));
   const std::string operand = plan.operand == Operand::integer    ? "int8"
                               : plan.operand == Operand::bfloat16 ? "bfloat16"
                                                                   : "float32";
@@ -315,4 +316,4 @@ TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("quantized_linear_forward", flat<quantized_linear_forward>);
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

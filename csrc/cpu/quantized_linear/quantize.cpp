@@ -1,5 +1,5 @@
-// Weights to codes on CPUs: threads take groups, which know nothing of each other. Of 8 bits a
-// group is rounded as a row of inputs is.
+// Quantizes weights on CPUs: threads take independent groups. 8-bit groups are rounded like rows of
+// inputs.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -9,7 +9,7 @@
 #include "csrc/cpu/isa/quantized_linear/quantize.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace {
 
 void quantize_bytes(const Tensor& w, const Tensor& codes, const Tensor& scales,
@@ -34,7 +34,7 @@ QuantizedGroups quantize_groups(const Tensor& groups, std::string_view format,
   TORCH_CHECK(run != nullptr, "quantize_groups: this CPU has no AVX2");
   const auto& [codes, scales, zeros] = outputs;
   const auto w = groups.contiguous();
-  const auto kind = weight_format(format);
+  const auto kind = from_name<WeightFormat>("quantize_groups", format);
   if (kind == WeightFormat::int8 || kind == WeightFormat::fp8) {
     quantize_bytes(w, codes, scales,
                    kind == WeightFormat::int8 ? InputFormat::int8 : InputFormat::fp8);
@@ -57,4 +57,4 @@ QuantizedGroups quantize_groups(const Tensor& groups, std::string_view format,
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("quantize_groups", quantize_groups); }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

@@ -1,10 +1,10 @@
-// A weight's tensors as the loops read them, and what its products are made of.
+// How the loops read a weight's tensors, and the operands of its products.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 
 inline Codes codes_of(const QuantizedTensors& w) {
   return {static_cast<const uint8_t*>(w.qweight.const_data_ptr()),
@@ -18,11 +18,10 @@ inline Codes codes_of(const QuantizedTensors& w) {
 
 inline bool has_kernel(c10::ScalarType dtype) { return isa() != Isa::none && dtype != at::kDouble; }
 
-// What numbers are multiplied as where they may be rounded to bfloat16. Without instructions for
-// that they are not rounded.
+// The operand for products that may round to bfloat16. Without bfloat16 instructions they do not.
 inline Operand floating_operand(Compute compute) {
   const bool rounds = compute == Compute::any || compute == Compute::bf16;
   return rounds && isa() == Isa::avx512_bf16 ? Operand::bfloat16 : Operand::float32;
 }
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

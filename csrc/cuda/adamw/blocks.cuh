@@ -1,26 +1,26 @@
-// How AdamW's kernels go over the blocks of 256 elements of many tensors.
+// How AdamW's kernels visit the blocks of 256 elements of many tensors.
 //
-// A warp takes a block at a time, 8 elements of each lane in its registers. A block of threads has
-// a run of neighbouring blocks, and its warps look for their tensor only where one ends.
+// A warp takes a block at a time, with 8 elements per lane in registers. A block of threads has a
+// run of adjacent blocks, and its warps search for their tensor only where one ends.
 #pragma once
 
 #include "csrc/cuda/adamw/launch.h"
 #include "csrc/cuda/device.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 4;                  // of a multiprocessor
-constexpr int kEach = kAdamWBlock / kWarp;  // elements of a lane
+constexpr int kBlocks = 4;                  // blocks of threads per multiprocessor
+constexpr int kEach = kAdamWBlock / kWarp;  // elements per lane
 
 using Lane = Vec<float, kEach>;
 
-// Which elements of a block are a lane's: eight neighbours where every access can be of 16 bytes,
-// else every 32nd.
+// A lane's elements of a block: eight adjacent ones if every access can be 16 bytes, else every
+// 32nd.
 template <bool kWide>
 struct Elements {
-  int count;  // of the block
+  int count;  // the block's number of elements
 
   __device__ __forceinline__ int at(int k) const {
     const int lane = threadIdx.x % kWarp;
@@ -83,7 +83,7 @@ struct Elements {
   }
 };
 
-// The tensor that a block of all blocks belongs to: the last that does not begin after it.
+// Returns a block's tensor: the last one that does not begin after the block.
 __device__ __forceinline__ int tensor_of(const AdamWRows& rows, int64_t block) {
   int low = 0, high = rows.count;
   while (high - low > 1) {
@@ -93,14 +93,14 @@ __device__ __forceinline__ int tensor_of(const AdamWRows& rows, int64_t block) {
   return low;
 }
 
-// Calls body(tensor, begins, block) for every block of the warp's, `block` within its tensor;
-// begins: it is the first of this tensor's.
+// Calls body(tensor, begins, block) for each of the warp's blocks. block: its index in the tensor;
+// begins: whether it is the warp's first block of that tensor.
 template <class Body>
 __device__ __forceinline__ void each_block(const AdamWRows& rows, const Body& body) {
   const int64_t run = (rows.blocks + gridDim.x - 1) / gridDim.x, first = blockIdx.x * run;
   const int64_t end = first + run < rows.blocks ? first + run : rows.blocks;
   int at = -1;
-  int64_t last = -1;  // of the tensor
+  int64_t last = -1;  // the tensor's last block
   for (int64_t block = first + threadIdx.x / kWarp; block < end; block += kWarps) {
     const bool begins = block > last;
     if (begins) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void each_block(const AdamWRows& rows, const Body& bo
   }
 }
 
-// The sum of the parts, the same in every warp.
+// Returns the sum of the parts, with the same bits in every warp.
 __device__ __forceinline__ double sum_of_parts(const double* squares) {
   double sum = 0;
   for (int i = threadIdx.x % kWarp; i < kSquareParts; i += kWarp) sum += squares[i];
@@ -126,4 +126,4 @@ inline dim3 grid_of(const AdamWRows& rows) {
   return dim3(wanted < 1 ? 1 : wanted < most ? wanted : most);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

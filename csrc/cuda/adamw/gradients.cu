@@ -1,12 +1,11 @@
-// What clipping does to gradients: the sum of their squares, and their scaling. The split:
-// blocks.cuh.
+// Gradient clipping: the sum of squares, and the scaling. blocks.cuh splits the work.
 
 #include "csrc/cuda/adamw/blocks.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 namespace {
 
-// Of the elements of a block of gradients.
+// Calls body for the elements of a block of gradients.
 template <class Body>
 __device__ __forceinline__ void with_gradients(const AdamWTensor& t, int64_t block,
                                                const Body& body) {
@@ -43,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) adamw_squares(const AdamWRows rows, 
 __global__ void __launch_bounds__(kThreads)
     adamw_scale(const AdamWRows rows, const double* squares, double max_norm) {
   const double factor = max_norm / (sqrt(sum_of_parts(squares)) + 1e-6);
-  if (factor >= 1) return;  // not where it is NaN: the gradients become that, as in torch
+  if (factor >= 1) return;  // but not for NaN, which the gradients become, as in torch
   const float by = static_cast<float>(factor);
   each_block(rows, [&](int at, bool, int64_t block) {
     const auto& t = rows.tensors[at];
@@ -67,4 +66,4 @@ void launch_adamw_scale(const AdamWRows& rows, const double* squares, double max
   launch(adamw_scale, grid_of(rows), dim3(kThreads), 0, stream, rows, squares, max_norm);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

@@ -1,16 +1,18 @@
-// AdamW on GPUs: what step.cu and gradients.cu give to operators.cpp.
+// AdamW on GPUs: the launchers of step.cu and gradients.cu.
 #pragma once
 
 #include "csrc/kernels/adamw.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 
-// The groups that one launch knows. They go with the launch, as learning rates change at each step.
+using namespace fusedops::adamw;
+
+// Parameter groups per launch. They are kernel arguments, because learning rates change every step.
 constexpr int kGroups = 32;
 
-// Tensors on the device, and the number of all their blocks.
+// The table of tensors on the device, and the total number of blocks.
 struct AdamWRows {
   const AdamWTensor* tensors;
   int count;
@@ -19,12 +21,12 @@ struct AdamWRows {
 
 struct AdamWLaunch : AdamWRows {
   AdamWGroup groups[kGroups];
-  int first_group;  // the number of groups[0]; tensors of groups that are not here are left alone
+  int first_group;  // the index of groups[0]; tensors of other groups are skipped
   uint64_t seed;
-  const double* squares;  // kSquareParts; or null
+  const double* squares;  // [kSquareParts] or null
   double max_grad_norm;
   const float *grad_scale, *found_inf;  // or null
-  unsigned* finished;                   // 0; how many blocks of threads are done
+  unsigned* finished;                   // starts at 0; counts finished blocks of threads
 };
 
 void launch_adamw_step(const AdamWLaunch& args, CUstream_st* stream);
@@ -35,4 +37,4 @@ void launch_adamw_squares(const AdamWRows& rows, double* squares, CUstream_st* s
 void launch_adamw_scale(const AdamWRows& rows, const double* squares, double max_norm,
                         CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

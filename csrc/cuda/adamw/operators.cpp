@@ -1,4 +1,4 @@
-// AdamW on GPUs: from tensors to the kernels of step.cu and gradients.cu.
+// AdamW on GPUs: calls the kernels of step.cu and gradients.cu with tensors.
 
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -11,14 +11,14 @@
 #include "csrc/cuda/stream.h"
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 namespace {
 
 size_t bytes_of(const std::vector<AdamWTensor>& tensors) {
   return tensors.size() * sizeof(AdamWTensor);
 }
 
-// The table on the device, where `table` is, copied there if it is not what `host` has.
+// Returns the table on the device. Copies it there if it differs from `host`.
 AdamWRows uploaded(const std::vector<AdamWTensor>& tensors, int64_t blocks, const Tensor& host,
                    const Tensor& table, const OnDeviceOf& device) {
   const auto bytes = bytes_of(tensors);
@@ -30,8 +30,8 @@ AdamWRows uploaded(const std::vector<AdamWTensor>& tensors, int64_t blocks, cons
           blocks};
 }
 
-// A table for one call. A CUDA graph copies it again from the host at each replay, so that what a
-// graph has captured stays for good.
+// A table for one call. A CUDA graph copies it again from the host at each replay, so a captured
+// table is never freed.
 struct Table {
   Tensor host, device;
 
@@ -115,4 +115,4 @@ TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("adamw_scale", adamw_scale);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

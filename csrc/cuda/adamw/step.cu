@@ -1,30 +1,18 @@
-// A step of AdamW of many tensors in one launch. Formulas: csrc/kernels/adamw.h and
+// One launch steps AdamW for many tensors. Formulas: csrc/kernels/adamw.h and
 // fusedops/functional/adamw.py; the split: blocks.cuh.
 //
 // An 8-bit scale is a maximum over the warp that has its block in registers. Global traffic is the
 // minimum: the parameters and their moments are read and written once, the gradients read. The last
-// block of threads to be done counts the steps.
+// block of threads to finish counts the steps.
 
 #include <cmath>
 
 #include "csrc/cuda/adamw/blocks.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::adamw {
 namespace {
 
 constexpr float kLeastNormal = 1.17549435e-38f;
-
-__device__ __forceinline__ uint32_t bits(float x) {
-  uint32_t found;
-  std::memcpy(&found, &x, sizeof(x));
-  return found;
-}
-
-__device__ __forceinline__ float float_of(uint32_t x) {
-  float found;
-  std::memcpy(&found, &x, sizeof(x));
-  return found;
-}
 
 // 16 and 8 random bits of an element.
 __device__ __forceinline__ uint32_t random_half(BlockKey key, uint32_t first, int element) {
@@ -34,18 +22,18 @@ __device__ __forceinline__ uint32_t random_byte(BlockKey key, uint32_t first, in
   return random_word(key, first + element / 4) >> (8 * (element % 4)) & 0xff;
 }
 
-// The bits of a bfloat16, `offset` added to those that are cut off. A NaN stays one.
+// Returns the bits of a bfloat16 after adding `offset` to the bits that are cut off. Keeps NaN.
 __device__ __forceinline__ uint16_t bfloat16_bits(float x, uint32_t offset) {
-  return x == x ? static_cast<uint16_t>((bits(x) + offset) >> 16) : 0x7fc0;
+  return x == x ? static_cast<uint16_t>((bits_of(x) + offset) >> 16) : 0x7fc0;
 }
 
 __device__ __forceinline__ uint16_t nearest_bfloat16(float x) {
-  return bfloat16_bits(x, 0x7fff + (bits(x) >> 16 & 1));
+  return bfloat16_bits(x, 0x7fff + (bits_of(x) >> 16 & 1));
 }
 
-// The bits of a float16, up or down by chance.
+// Returns the bits of a stochastically rounded float16.
 __device__ __forceinline__ uint16_t float16_bits(float x, uint32_t random) {
-  const uint32_t size = bits(x) & 0x7fffffff, sign = bits(x) >> 16 & 0x8000;
+  const uint32_t size = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 16 & 0x8000;
   if (size > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
   if (size < 0x38800000) {  // in units of the smallest denormal
     return static_cast<uint16_t>(
@@ -63,7 +51,7 @@ __device__ __forceinline__ Lane load_param(const AdamWTensor& t, int64_t first,
     const auto rest = elements.load(t.remainder + first);
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      p.at[k] = float_of(bits(p.at[k]) + static_cast<uint32_t>(int32_t{rest.at[k]}));
+      p.at[k] = float_of(bits_of(p.at[k]) + static_cast<uint32_t>(int32_t{rest.at[k]}));
     }
   }
   return p;
@@ -78,7 +66,7 @@ __device__ __forceinline__ void store_param(const AdamWTensor& t, int64_t first,
     Vec<int16_t, kEach> rest;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      const uint32_t x = p.at[k] == p.at[k] ? bits(p.at[k]) : 0x7fc00000;  // its sum might be -0
+      const uint32_t x = p.at[k] == p.at[k] ? bits_of(p.at[k]) : 0x7fc00000;  // its sum might be -0
       found.at[k] = static_cast<uint16_t>((x + 0x8000) >> 16);
       rest.at[k] = static_cast<int16_t>(x);
     }
@@ -184,7 +172,7 @@ __device__ __forceinline__ void store_moments(const AdamWTensor& t, int64_t bloc
   }
 }
 
-// What a tensor's blocks share in a step.
+// The values that a tensor's blocks share in a step.
 struct Step {
   AdamWFactors factors;
   float gradient_factor;
@@ -205,7 +193,7 @@ __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& ste
   for (int k = 0; k < kEach; ++k) {
     const float x = g.at[k] * step.gradient_factor, square = x * x;
     float &m = moments.m.at[k], &v = moments.v.at[k];
-    const bool finite = square < INFINITY;  // another element keeps what it has
+    const bool finite = square < INFINITY;  // otherwise the element keeps its moments and value
     if (finite) {
       m = fmaf(f.rate1, x, m * f.beta1);
       v = fmaf(f.rate2, square, v * f.beta2);
@@ -219,7 +207,7 @@ __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& ste
   store_moments(t, block, key, first, moments, elements);
 }
 
-// Whether every access to a whole block can be of 16 bytes, or of 8 where it is of 8-bit codes.
+// Whether every access to a whole block can have 16 bytes, or 8 for 8-bit codes.
 __device__ __forceinline__ bool wide(const AdamWTensor& t) {
   const auto all =
       reinterpret_cast<uintptr_t>(t.param) | reinterpret_cast<uintptr_t>(t.grad) |
@@ -228,7 +216,7 @@ __device__ __forceinline__ bool wide(const AdamWTensor& t) {
   return all % 16 == 0 && (t.row == t.numel || t.row % 16 == 0);
 }
 
-// How the gradients are scaled, and whether the step is left out.
+// The gradients' factor, and whether the step is skipped.
 struct Scaling {
   double factor = 1;
   bool skip = false;
@@ -272,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) adamw_step(const AdamWLaunch a) {
       }
     });
   }
-  FUSEDOPS_SHARED(unsigned, before, 1);  // how many were done before this one
+  FUSEDOPS_SHARED(unsigned, before, 1);  // number of blocks that finished before this one
   __syncthreads();
   if (threadIdx.x == 0) before[0] = atomicAdd(a.finished, 1u);
   __syncthreads();
@@ -289,4 +277,4 @@ void launch_adamw_step(const AdamWLaunch& a, CUstream_st* stream) {
   launch(adamw_step, grid_of(a), dim3(kThreads), 0, stream, a);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::adamw

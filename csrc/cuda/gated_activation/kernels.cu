@@ -1,21 +1,22 @@
-// y = g S(g) (u + up_offset) and its gradients. Formulas: csrc/kernels/gated_activation.h.
+// Gated activations on GPUs: y = g S(g) (u + up_offset) and its gradients. Formulas:
+// csrc/kernels/gated_activation.h.
 //
-// A thread takes kVectors vectors of 16 bytes at a time, all of whose loads are under way before
-// the first is used, and the grid strides over the tensors. Global traffic is the minimum: forward
-// reads gate and up and writes y, backward reads dy, gate and up and writes their gradients. Where
-// rows do not start at multiples of 16 bytes, a vector is one element.
+// A thread takes kVectors vectors of 16 bytes at a time and starts all their loads before it uses
+// the first. The grid strides over the tensors. Global traffic is the minimum: forward reads gate
+// and up and writes y, backward reads dy, gate and up and writes their gradients. If rows do not
+// start at multiples of 16 bytes, a vector is one element.
 
 #include <cmath>
 
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/gated_activation/launch.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::gated_activation {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 2;  // of each tensor, that a thread has under way
-constexpr int kBlocks = 8;   // of a multiprocessor, that stride over the rest
+constexpr int kVectors = 2;  // vectors per tensor that a thread loads at a time
+constexpr int kBlocks = 8;   // blocks per multiprocessor
 
 // a + x (b + x (c + ...))
 struct Horner {
@@ -32,7 +33,7 @@ struct Gate {
   float value, slope;
 };
 
-// Whether T's 8 or 11 bits leave room for quicker instructions, about 2^-20 off.
+// Whether faster instructions, with a relative error of about 2^-20, are accurate enough for T.
 template <class T>
 constexpr bool kQuick = sizeof(T) == 2;
 
@@ -46,9 +47,9 @@ __device__ __forceinline__ float quotient(float a, float b) {
   return kQuick<T> ? __fdividef(a, b) : a / b;
 }
 
-// By e = exp(-z). 1 - S is e S, which keeps its digits where S is nearly 1; at an infinite e it is
-// S = 0 that counts. Where it is not quick, a step of Newton's takes back what the sum and the
-// quotient have rounded away.
+// From e = exp(-z). 1 - S is e S, which keeps its digits if S is nearly 1; at an infinite e, S = 0
+// makes the slope 0. Unless it is quick, a Newton step corrects the rounding of the sum and the
+// quotient.
 template <class T>
 __device__ __forceinline__ Gate sigmoid(float z) {
   const float e = exp_of<T>(-z), finite = fminf(e, 1.7e38f);
@@ -85,7 +86,7 @@ __device__ __forceinline__ Gate gate_of(float g, float alpha) {
   }
 }
 
-// gate and up as they enter the product: g, and u + offset. A NaN stays.
+// gate and up after the limit and the offset: g and u + offset. A NaN stays.
 template <GatedKind kKind>
 struct Operands {
   static constexpr bool kLimited = kKind == GatedKind::swiglu_limited;
@@ -112,7 +113,7 @@ struct Gradients {
   float gate, up;
 };
 
-// What is past the limit gets 0, and so does a NaN: as from torch's clamp.
+// Values past the limit get 0, and so does a NaN, as from torch's clamp.
 template <class T, GatedKind kKind>
 __device__ __forceinline__ Gradients gradients(float dy, float gate, float up,
                                                const GatedInput& a) {
@@ -126,14 +127,14 @@ __device__ __forceinline__ Gradients gradients(float dy, float gate, float up,
   return d;
 }
 
-// Where a vector lies.
+// The position of a vector.
 struct Place {
   int64_t row, col;
 
   __device__ __forceinline__ int64_t at(int64_t stride) const { return row * stride + col; }
 };
 
-// Divisions of 64 bits take a hundred instructions.
+// Returns a vector's position. Avoids 64-bit divisions, which take a hundred instructions.
 __device__ __forceinline__ Place place_of(int64_t vector, const GatedInput& a, int size) {
   if (a.rows == 1) return {0, vector * size};
   const int64_t of_row = a.n / size;
@@ -143,7 +144,7 @@ __device__ __forceinline__ Place place_of(int64_t vector, const GatedInput& a, i
   return {row, (vector - row * of_row) * size};
 }
 
-// Calls body(i, place) for the vectors that a thread takes from `first` on.
+// Calls body(i, place) for a thread's vectors, which start at `first`.
 template <int N, class Body>
 __device__ __forceinline__ void each_vector(int64_t first, const GatedInput& a, const Body& body) {
   const int64_t count = a.rows * (a.n / N);
@@ -154,7 +155,7 @@ __device__ __forceinline__ void each_vector(int64_t first, const GatedInput& a, 
   }
 }
 
-// Calls body(first) until the grid has been through all vectors.
+// Calls body(first) until the grid has covered all vectors.
 template <int N, class Body>
 __device__ __forceinline__ void each_tile(const GatedInput& a, const Body& body) {
   constexpr int64_t tile = kThreads * kVectors;
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const GatedBackward a
   });
 }
 
-// Whether every access can be of 16 bytes.
+// Whether every access can have 16 bytes.
 bool whole_vectors(const GatedInput& a) {
   return a.n * size_of(a.dtype) % 16 == 0 && aligned_rows(a.gate, a.gate_stride, a.dtype) &&
          aligned_rows(a.up, a.up_stride, a.dtype);
@@ -274,4 +275,4 @@ void launch_gated_backward(const GatedBackward& a, CUstream_st* stream) {
   });
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::gated_activation

@@ -1,14 +1,16 @@
-// Gated activations on GPUs: what kernels.cu gives to operators.cpp.
+// Gated activations on GPUs: the launchers of kernels.cu.
 #pragma once
 
 #include "csrc/kernels/gated_activation.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::gated_activation {
+
+using namespace fusedops::gated_activation;
 
 void launch_gated_forward(const GatedForward& args, CUstream_st* stream);
 
 void launch_gated_backward(const GatedBackward& args, CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::gated_activation

@@ -1,4 +1,4 @@
-// Gated activations on GPUs: from tensors to the kernels of kernels.cu.
+// Gated activations on GPUs: calls the kernels of kernels.cu with tensors.
 
 #include <torch/library.h>
 
@@ -6,7 +6,7 @@
 #include "csrc/cuda/stream.h"
 #include "csrc/ops/gated_activation/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::gated_activation {
 namespace {
 
 Tensor gated_activation_forward(const GatedArguments& a) {
@@ -39,4 +39,4 @@ TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("gated_activation_backward", flat<gated_activation_backward>);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::gated_activation

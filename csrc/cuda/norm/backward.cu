@@ -1,10 +1,11 @@
-// The gradient of h = residual + dropout(x), y = norm(h). v: the normalised h, g: dy weight.
+// The norm family's backward on GPUs. Forward: h = residual + dropout(x), y = norm(h).
+// v: the normalised h, g: dy weight.
 //   dresidual = (g - mean(g) - v mean(g v)) rstd + dh      RMSNorm: without mean(g)
 //   dx = dropout(dresidual), dweight = sum of dy v, dbias = sum of dy over the rows.
 //
-// As many blocks as the device holds at a time walk over the rows, or a multiple of them: none adds
-// up more than kAdded rows in float32. blockDim.x threads share a row, as in forward.cu.
-// The next row is on its way while one is computed. A thread keeps its columns of dweight and dbias
+// The blocks that the device holds at a time, or a multiple of them, walk over the rows: no block
+// sums more than kAdded rows in float32. blockDim.x threads share a row, as in forward.cu.
+// The next row is loaded while one is computed. A thread keeps its columns of dweight and dbias
 // in registers; each block writes its sums once, in float32, and sum_chunks adds these up in
 // a fixed order. Rows of over 16 KiB, without 16-byte alignment, with a dropout or of two dtypes
 // are read twice, and their sums wait in shared memory, or in the block's part of `partials` where
@@ -14,14 +15,14 @@
 
 #include "csrc/cuda/norm/row.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
 namespace {
 
-constexpr int kThreads = 256;  // the fewest of a block
-constexpr int kVectors = 2;    // of 16 bytes, that a thread keeps of a row
-constexpr int kAdded = 64;     // rows that are added up in float32
+constexpr int kThreads = 256;  // minimum threads per block
+constexpr int kVectors = 2;    // 16-byte vectors of a row that a thread keeps
+constexpr int kAdded = 64;     // rows summed in float32
 
-// The statistics of a row as its elements need them.
+// A row's statistics, in the form that its elements need.
 struct Statistics {
   double mean, rstd;
 
@@ -51,14 +52,14 @@ __device__ __forceinline__ Packed<sizeof(H) * N> load_dh(const NormBackwardArgs&
   return Packed<sizeof(H) * N>::load(static_cast<const H*>(a.dh) + row * a.dh_stride + col);
 }
 
-// A row's gradient: `add` over its columns, then `sum`, then `at` over its columns.
+// Computes a row's gradient: call `add` for its columns, then `sum`, then `at` for its columns.
 template <class H, bool kLayer, int N>
 class RowGradient {
  public:
   __device__ __forceinline__ RowGradient(const NormBackwardArgs& a, const Statistics& statistics)
       : a_(a), mean_(statistics.mean), rstd_(statistics.rstd), mean_g_(0) {}
 
-  // Adds what N columns give to the row's sums, and to dweight and dbias.
+  // Adds N columns to the row's sums, and to dweight and dbias.
   __device__ __forceinline__ void add(int col, const Vec<float, N>& dy, const Vec<H, N>& h,
                                       Vec<float, N>& dweight, Vec<float, N>& dbias) {
     const auto g = weighted(a_, dy, col);
@@ -77,13 +78,13 @@ class RowGradient {
     row_sums(sums_, totals);
     slope_ = static_cast<float>(-totals[0] * a_.per_n) * rstd_.high;
     if constexpr (kLayer) mean_g_ = Split(totals[1] * a_.per_n);
-    // an infinite gradient times a second word must be infinite with the same sign
+    // an infinite gradient times rstd's second part must not change its sign
     if (fabs(totals[0]) == INFINITY || fabs(totals[kSums - 1]) == INFINITY) {
       rstd_.low = rstd_.high;
     }
   }
 
-  // dresidual of N columns
+  // Returns dresidual for N columns.
   __device__ __forceinline__ Vec<float, N> at(int col, const Vec<float, N>& dy, const Vec<H, N>& h,
                                               const Vec<float, N>& dh) const {
     auto d = weighted(a_, dy, col);
@@ -103,11 +104,11 @@ class RowGradient {
   const Split mean_;
   Split rstd_;
   float sums_[kSums] = {};
-  float slope_ = 0;  // of h - mean
+  float slope_ = 0;  // multiplies h - mean
   Split mean_g_;
 };
 
-// A row's vectors as they were loaded.
+// A row's vectors, as loaded.
 template <class H, bool kLayer, int N>
 struct Loaded {
   Statistics statistics;
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_held(const NormBack
   for (; row - threadIdx.y < a.rows; row += step) {  // the same for the whole block
     const auto now = next;
     const int n = row < a.rows ? a.n : 0;
-    Packed<16> dh[kVectors] = {};  // not before: two rows of it would take too many registers
+    Packed<16> dh[kVectors] = {};  // loaded late: two rows of dh would take too many registers
     if (a.dh != nullptr) {
       each_held<N, kVectors>(n, [&](int i, int col) { dh[i] = load_dh<H, N>(a, row, col); });
     }
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_held(const NormBack
   if (blockDim.y != 1) write_partials(a, dynamic_shared<float>());
 }
 
-// Adds v to p[0..N), where there is a p.
+// Adds v to p[0..N), unless p is null.
 template <int N>
 __device__ __forceinline__ void accumulate(float* p, const Vec<float, N>& v) {
   if (p == nullptr) return;
@@ -259,14 +260,14 @@ __global__ void __launch_bounds__(kWarp* kParts)
                sum == 0 ? totals.dtype[0] : totals.dtype[1], col, v);
 }
 
-// Whether every access can be of 16 bytes.
+// Whether every access can have 16 bytes.
 bool whole_vectors(const NormBackwardArgs& a) {
   return int64_t{a.n} * size_of(a.h_dtype) % 16 == 0 &&
          aligned_rows(a.dy, a.dy_stride, a.dy_dtype) && aligned_rows(a.h, a.h_stride, a.h_dtype) &&
          (a.dh == nullptr || aligned_rows(a.dh, a.dh_stride, a.h_dtype)) && aligned(a.weight);
 }
 
-// How the rows are split: which kernel, and its block.
+// The rows' split: which kernel runs, and its block.
 struct Layout {
   bool whole, held;
   dim3 block;
@@ -280,7 +281,7 @@ Layout layout_of(const NormBackwardArgs& a) {
   return {whole, held, block_of(lanes_of(a.n, (held ? kVectors : 4) * vector), kThreads)};
 }
 
-// Bytes of the sums of all the rows that a block has at a time.
+// Returns the size in bytes of the sums of a block's concurrent rows.
 size_t bytes_of_sums(const NormBackwardArgs& a, dim3 block) {
   return sizeof(float) * (a.wants_dweight + a.wants_dbias) * size_t(a.n) * block.y;
 }
@@ -328,4 +329,4 @@ void launch_norm_sums(const float* partials, int64_t chunks, int n, const NormTo
   launch(sum_chunks, grid, dim3(kWarp, kParts), 0, stream, partials, chunks, n, totals);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

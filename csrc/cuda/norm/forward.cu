@@ -1,21 +1,21 @@
-// h = residual + dropout(x), y = norm(h).
+// The norm family's forward on GPUs: h = residual + dropout(x), y = norm(h).
 //
 // A row belongs to blockDim.x threads, a power of two, and blockDim.y short rows share a block.
-// Rows of up to 32 KiB whose addresses allow 16-byte accesses wait in registers between the sums
-// and the result: read x and residual once, write h and y once. Other rows, and those with a
-// dropout or of two dtypes, are walked. They wait in shared memory where they fit; beyond that h
-// (or x) is read again from global memory. A thread touches the same columns in every pass, so that
-// only the sums need a barrier.
+// Rows of up to 32 KiB whose addresses allow 16-byte accesses stay in registers between the sums
+// and the result: x and residual are read once, h and y written once. Other rows, and rows with
+// dropout or two dtypes, are walked: they stay in shared memory if they fit; otherwise h (or x) is
+// read again from global memory. A thread touches the same columns in every pass, so only the sums
+// need a barrier.
 
 #include <cmath>
 
 #include "csrc/cuda/norm/row.cuh"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
 namespace {
 
-constexpr int kThreads = 128;  // the fewest of a block
-constexpr int kVectors = 4;    // of 16 bytes, that a thread keeps of a row
+constexpr int kThreads = 128;  // minimum threads per block
+constexpr int kVectors = 4;    // 16-byte vectors of a row that a thread keeps
 
 template <class H, int N>
 __device__ __forceinline__ Packed<sizeof(H) * N> load_residual(const NormForwardArgs& a,
@@ -24,7 +24,7 @@ __device__ __forceinline__ Packed<sizeof(H) * N> load_residual(const NormForward
   return Packed<sizeof(H) * N>::load(residual + col);
 }
 
-// h of N columns as H rounds it, stored.
+// Stores and returns h for N columns, rounded to H.
 template <class H, int N>
 __device__ __forceinline__ Vec<H, N> add(const NormForwardArgs& a, int64_t row, int col,
                                          Vec<float, N> x, const Vec<H, N>& residual) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void finish(const NormForwardArgs& a, int64_t row, in
   store_floats(a.y, a.y_dtype, row * a.n + col, v);
 }
 
-// The row as its threads see it: kept in registers. Every load is under way before the first sum.
+// A row that its threads keep in registers. All loads are issued before the first sum.
 template <class H, int N>
 class HeldRow {
  public:
@@ -83,7 +83,7 @@ class HeldRow {
   Packed<16> held_[kVectors];
 };
 
-// The row read again at each pass: from shared memory, or from h (x without a residual).
+// A row that is read again at each pass: from shared memory, or from h (x without a residual).
 template <class H, int N>
 class WalkedRow {
  public:
@@ -115,8 +115,8 @@ class WalkedRow {
   const H* source_;
 };
 
-// The mean, and the variance about it. In float32 the mean of what is left after subtracting a
-// first mean corrects both: that one is only as exact as a float32 sum.
+// The mean, and the variance about it. The first mean is only as exact as a float32 sum; in float32
+// the mean of the differences from it corrects both.
 template <class H, int N, class Row>
 __device__ __forceinline__ void layer_moments(const Row& held, double per_n, double& mean,
                                               double& variance) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void layer_moments(const Row& held, double per_n, dou
   row_sums(sum, total);
   const Split first(total[0] * per_n);
 
-  float sums[2] = {0, 0};  // of h - first and its square
+  float sums[2] = {0, 0};  // sums of h - first and its square
   held.each([&](int, const Vec<float, N>& h) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void layer_moments(const Row& held, double per_n, dou
   const double rest = totals[0] * per_n;
   mean = static_cast<double>(first.high) + (std::is_same_v<H, float> ? first.low : 0.f) + rest;
   variance = totals[1] * per_n - rest * rest;
-  if (variance < 0) variance = 0;  // equal elements; a NaN stays
+  if (variance < 0) variance = 0;  // for equal elements; keeps NaN
 }
 
 template <int N, class Row>
@@ -174,7 +174,7 @@ __device__ __forceinline__ void normalise(const NormForwardArgs& a, int64_t row,
   a.rstd[row] = rstd;
 }
 
-// Two blocks of the longest rows a multiprocessor: one loads while the other computes.
+// A multiprocessor holds two blocks of the longest rows: one loads while the other computes.
 template <class H, bool kLayer>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_held(const NormForwardArgs a) {
   constexpr int N = 16 / sizeof(H);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   normalise<H, kLayer, N>(a, row, WalkedRow<H, N>(a, row, in_shared));
 }
 
-// Whether every access can be of 16 bytes.
+// Whether every access can have 16 bytes.
 bool whole_vectors(const NormForwardArgs& a) {
   return int64_t{a.n} * size_of(a.h_dtype) % 16 == 0 && aligned_rows(a.x, a.x_stride, a.x_dtype) &&
          (a.residual == nullptr || aligned_rows(a.residual, a.residual_stride, a.h_dtype)) &&
@@ -230,4 +230,4 @@ void launch_norm_forward(const NormForwardArgs& args, CUstream_st* stream) {
   });
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

@@ -1,4 +1,4 @@
-// The norm family on GPUs: arguments of the kernels in forward.cu and backward.cu. Formulas:
+// Launchers and kernel arguments for the norm family on GPUs. Formulas:
 // fusedops/functional/norm.py.
 #pragma once
 
@@ -9,12 +9,14 @@
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
+
+using namespace fusedops::norm;
 
 struct NormForwardArgs : NormForwardRows {
   const void *weight, *bias;  // [n] or null
   int n;
-  double per_n;  // 1 / n: a division of float64 is a call
+  double per_n;  // 1 / n, because a float64 division is a function call
   float offset;  // added to the weight
   Dtype weight_dtype, bias_dtype;
 };
@@ -26,10 +28,10 @@ struct NormBackwardArgs : NormBackwardRows {
   float offset;
   Dtype weight_dtype;
   bool wants_dweight, wants_dbias;
-  float* partials;  // [norm_chunks, wants_dweight + wants_dbias, n]; null when neither is wanted
+  float* partials;  // [norm_chunks, wants_dweight + wants_dbias, n]; null if neither is requested
 };
 
-// dweight and dbias, those of them that are wanted.
+// The requested ones of dweight and dbias.
 struct NormTotals {
   int count;
   void* out[2];  // [n]
@@ -38,7 +40,7 @@ struct NormTotals {
 
 void launch_norm_forward(const NormForwardArgs& args, CUstream_st* stream);
 
-// In how many chunks of rows launch_norm_backward sums dweight and dbias.
+// Returns the number of row chunks in which launch_norm_backward sums dweight and dbias.
 int64_t norm_chunks(const NormBackwardArgs& args);
 
 void launch_norm_backward(const NormBackwardArgs& args, CUstream_st* stream);
@@ -47,4 +49,4 @@ void launch_norm_backward(const NormBackwardArgs& args, CUstream_st* stream);
 void launch_norm_sums(const float* partials, int64_t chunks, int n, const NormTotals& totals,
                       CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

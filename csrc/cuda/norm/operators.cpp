@@ -1,5 +1,5 @@
-// The norm family on GPUs: from tensors to the kernels of forward.cu and backward.cu. Nothing here
-// waits for the device: the dropout's seed is read by the kernels.
+// The norm family on GPUs: calls the kernels of forward.cu and backward.cu with tensors. Nothing
+// here waits for the device: the kernels read the dropout's seed.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>
@@ -10,7 +10,7 @@
 #include "csrc/cuda/stream.h"
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
 namespace {
 
 // Blocks and columns are counted in 32 bits.
@@ -46,7 +46,7 @@ NormForward norm_forward(const NormForwardArguments& a) {
   return outputs;
 }
 
-// Sums what the blocks left of dweight and dbias.
+// Sums the blocks' parts of dweight and dbias.
 void sum_partials(const NormBackwardArgs& args, int64_t chunks, const Tensor& dweight,
                   const Tensor& dbias, const OnDeviceOf& device) {
   NormTotals totals{};
@@ -100,4 +100,4 @@ TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("norm_backward", flat<norm_backward>);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

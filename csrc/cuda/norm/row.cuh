@@ -1,4 +1,4 @@
-// What forward and backward share: how a row is split over threads, and a row's arithmetic.
+// Shared by forward.cu and backward.cu: a row's split over threads, and its arithmetic.
 #pragma once
 
 #include <type_traits>
@@ -7,19 +7,19 @@
 #include "csrc/cuda/norm/launch.h"
 #include "csrc/kernels/philox.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::norm {
 
-constexpr int kMaxThreads = 512;  // of a row
+constexpr int kMaxThreads = 512;  // per row
 
-// Threads of a row of n elements, a power of two that leaves each about `each` of them.
+// Returns the threads for a row of n elements: a power of two, with about `each` elements each.
 inline int lanes_of(int n, int each) {
   int lanes = 1;
   while (lanes < kMaxThreads && int64_t{lanes} * each < n) lanes *= 2;
   return lanes;
 }
 
-// Threads (x) of a row, and rows (y): short rows share a block of `threads`, a power of two up to
-// kMaxThreads, for which the kernels are compiled.
+// Returns a block: x threads per row and y rows. Short rows share a block of `threads`, a power of
+// two up to kMaxThreads, for which the kernels are compiled.
 inline dim3 block_of(int lanes, int threads) {
   return dim3(lanes, lanes < threads ? threads / lanes : 1);
 }
@@ -34,8 +34,8 @@ __device__ __forceinline__ void each_held(int n, const Body& body) {
   }
 }
 
-// A float64 as two float32. Where rows are float32, a statistic keeps its second word: its
-// rounding alone would move the whole row by up to half an ulp.
+// A float64 as two float32. If rows are float32, a statistic keeps its second word: its rounding
+// alone would shift the whole row by up to half an ulp.
 struct Split {
   float high, low;
 
@@ -59,14 +59,14 @@ __device__ __forceinline__ float scaled(float c, const Split& rstd) {
   return c * rstd.high;
 }
 
-// words.at[k] without an array in local memory
+// Returns words.at[k] without an array in local memory.
 __device__ __forceinline__ uint32_t pick(const Words& words, int k) {
   const uint32_t low = k == 0 ? words.at[0] : words.at[1];
   const uint32_t high = k == 2 ? words.at[2] : words.at[3];
   return k < 2 ? low : high;
 }
 
-// v times what the dropout makes of the elements from `col` of a row: 0 or its scale.
+// v times the dropout's factors for a row's elements from `col` on: 0 or its scale.
 template <int N>
 __device__ __forceinline__ void drop(Vec<float, N>& v, const Dropout& dropout, int64_t row,
                                      int col) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void drop(Vec<float, N>& v, const Dropout& dropout, i
   }
 }
 
-// The weight's elements from `col`, offset included; ones without a weight.
+// Returns the weight's elements from `col`, plus the offset; ones without a weight.
 template <int N>
 __device__ __forceinline__ void multiply_by_weight(Vec<float, N>& v, const void* weight,
                                                    Dtype dtype, float offset, int col) {
@@ -93,4 +93,4 @@ __device__ __forceinline__ void multiply_by_weight(Vec<float, N>& v, const void*
   for (int k = 0; k < N; ++k) v.at[k] *= w.at[k] + offset;
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::norm

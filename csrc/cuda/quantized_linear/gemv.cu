@@ -1,12 +1,12 @@
-// y = activation(x w^T + bias) of at most four rows of x. Formats: fusedops/functional/
+// quantized_linear on GPUs for at most four rows of x. Formats: fusedops/functional/
 // quantized_linear.py.
 //
 // A block of kWarps warps has kColumns rows of the weight, and walks over their depth: a thread
-// takes 16 bytes of each of them at a time, whose codes become float32 in registers, and multiplies
-// them by the same stretch of every row of x, which comes from a cache. So the weight is read once,
-// in whole vectors, and everything is a product and a sum in float32. Where the weight has few rows
-// the depth is split among blocks, whose sums gemv_join adds in order. Where vectors do not fit
-// (odd depths, groups that end within one, misaligned rows) a thread takes one code at a time.
+// takes 16 bytes of each row at a time, decodes them to float32 in registers, and multiplies them
+// by the same stretch of every row of x, which is in the cache. So the weight is read once, in
+// whole vectors, and all products and sums are float32. If the weight has few rows, the depth is
+// split among blocks, whose sums gemv_join adds in order. If vectors do not fit (odd depths, groups
+// that end within a vector, misaligned rows), a thread takes one code at a time.
 
 #include <algorithm>
 #include <cmath>
@@ -14,37 +14,25 @@
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/quantized_linear/gemv.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::quantized_linear {
 namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kColumns = 4;  // of y, a block's
-constexpr int kBlocks = 4;   // of a multiprocessor, that the depth is split for
-
-__device__ __forceinline__ float float_of(uint32_t bits) {
-  float f;
-  std::memcpy(&f, &bits, sizeof(f));
-  return f;
-}
-
-__device__ __forceinline__ uint32_t bits_of(float f) {
-  uint32_t bits;
-  std::memcpy(&bits, &f, sizeof(bits));
-  return bits;
-}
+constexpr int kColumns = 4;  // columns of y per block
+constexpr int kBlocks = 4;   // blocks per multiprocessor that splitting the depth aims for
 
 constexpr bool two_a_byte(WeightFormat format) {
   return format == WeightFormat::int4 || format == WeightFormat::nf4;
 }
 
-// Codes that are numbers at a time. ptxas spills some of nf4's to stay at 128 registers otherwise.
+// How many codes are decoded at once. With more, ptxas spills nf4's to stay at 128 registers.
 constexpr int stretch_of(WeightFormat format, int rows) {
   return format == WeightFormat::nf4 && rows == 1 ? 8 : 16;
 }
 
-// What a code stands for before its scale. Integers become floats by their bits, in which 2^23
-// makes the last one count ones: a conversion takes four times as long.
+// Returns a code's value before scaling. Integers become floats by writing them into the low bits
+// of 2^23: a conversion instruction takes four times as long.
 template <WeightFormat kFormat>
 __device__ __forceinline__ float number(uint32_t q, float zero, const float* nf4) {
   if constexpr (kFormat == WeightFormat::int8) {
@@ -59,7 +47,7 @@ __device__ __forceinline__ float number(uint32_t q, float zero, const float* nf4
   }
 }
 
-// Code i of words that lie one after another; the first of two in a byte is the high half.
+// Returns code i of consecutive words. The first of two codes in a byte is the high half.
 template <WeightFormat kFormat>
 __device__ __forceinline__ uint32_t code_of(const uint32_t* words, int i) {
   if constexpr (two_a_byte(kFormat)) {
@@ -69,18 +57,18 @@ __device__ __forceinline__ uint32_t code_of(const uint32_t* words, int i) {
   }
 }
 
-// Where the codes of column k of a row of the weight are scaled.
+// Returns the index of the scale for column k of a weight row.
 template <WeightFormat kFormat>
 __device__ __forceinline__ int64_t group_of(const GemvArgs& a, int64_t row, int64_t k) {
   if constexpr (kFormat == WeightFormat::nf4) return (row * a.k + k) / kNf4Block;
-  // Divisions of 64 bits take a hundred instructions.
+  // 64-bit divisions take a hundred instructions.
   const int64_t group = a.k <= 0x7fffffff && a.group_size <= 0x7fffffff
                             ? static_cast<uint32_t>(k) / static_cast<uint32_t>(a.group_size)
                             : k / a.group_size;
   return row * a.groups + group;
 }
 
-// Whether the scales of rows wait for the sums.
+// Whether a row's scale multiplies its sum.
 template <WeightFormat kFormat>
 __device__ __forceinline__ bool a_scale_a_row(const GemvArgs& a) {
   return (kFormat == WeightFormat::int8 || kFormat == WeightFormat::fp8) && a.groups == 1;
@@ -88,7 +76,7 @@ __device__ __forceinline__ bool a_scale_a_row(const GemvArgs& a) {
 
 __device__ __forceinline__ float activated(float z, Activation activation) {
   switch (activation) {
-    case Activation::relu: return z < 0 ? 0 : z;  // a NaN stays
+    case Activation::relu: return z < 0 ? 0 : z;  // keeps NaN
     case Activation::gelu: return 0.5f * z * erfcf(z * -0.70710678f);
     case Activation::gelu_tanh: return z / (1 + expf(-1.5957691f * (z + 0.044715f * z * z * z)));
     case Activation::silu: return z / (1 + expf(-z));
@@ -96,7 +84,7 @@ __device__ __forceinline__ float activated(float z, Activation activation) {
   }
 }
 
-// Writes element [row, column] of y, and of z, of its sum.
+// Writes element [row, column] of y and z, given its sum.
 __device__ __forceinline__ void finish(const GemvArgs& a, float sum, int row, int64_t column) {
   const bool scaled = (a.format == WeightFormat::int8 || a.format == WeightFormat::fp8);
   if (a.steps != nullptr) sum *= a.steps[row];
@@ -113,7 +101,7 @@ template <WeightFormat kFormat, int M>
 struct Sums {
   float of[kColumns][M] = {};
 
-  // Adds the products of N codes of each of the rows from `row` on, which begin at column k.
+  // Adds the products of N codes from column k, for each of the rows from `row`.
   template <int N>
   __device__ __forceinline__ void add(const GemvArgs& a, const float* nf4, int64_t row, int64_t k,
                                       const uint32_t (&words)[kColumns][4], int first) {
@@ -146,12 +134,12 @@ struct Sums {
   }
 };
 
-// 16 bytes of a row at a time.
+// Loops over 16 bytes of a row at a time.
 template <WeightFormat kFormat, int M>
 __device__ __forceinline__ void add_vectors(const GemvArgs& a, const float* nf4, int64_t row,
                                             Sums<kFormat, M>& sums) {
   constexpr int codes = two_a_byte(kFormat) ? 32 : 16, stretch = stretch_of(kFormat, M);
-  const int64_t bytes = a.k * 16 / codes;  // of a row
+  const int64_t bytes = a.k * 16 / codes;  // per row
   for (int64_t at = int64_t{blockIdx.y} * kThreads + threadIdx.x; at * 16 < bytes;
        at += int64_t{gridDim.y} * kThreads) {
     uint32_t words[kColumns][4];
@@ -167,7 +155,7 @@ __device__ __forceinline__ void add_vectors(const GemvArgs& a, const float* nf4,
   }
 }
 
-// A code at a time.
+// Loops over one code at a time.
 template <WeightFormat kFormat, int M>
 __device__ __forceinline__ void add_codes(const GemvArgs& a, const float* nf4, int64_t row,
                                           Sums<kFormat, M>& sums) {
@@ -232,15 +220,16 @@ __global__ void __launch_bounds__(kThreads) gemv_join(const GemvArgs a) {
   finish(a, sum, static_cast<int>(at / a.n), at % a.n);
 }
 
-// The nearest number of float8_e4m3fn, by bits, where no product becomes part of a sum: multiples
-// of 2^-9 below 2^-6, else 3 bits behind the first. v is not past the largest.
+// Rounds v to the nearest number of float8_e4m3fn with bit operations, so that the compiler fuses
+// no product with a sum. Below 2^-6 the numbers are multiples of 2^-9, above they have 3 fraction
+// bits. v is within the format's range.
 __device__ __forceinline__ float nearest_e4m3(float v) {
   if (fabsf(v) < 0x1p-6f) return rintf(v * 0x1p9f) * 0x1p-9f;
   const uint32_t bits = bits_of(v);
   return float_of((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
 }
 
-// One block a row. A maximum does not see a NaN, which is looked for beside it.
+// One block per row. A maximum ignores NaN, so NaN is checked separately.
 __global__ void __launch_bounds__(kThreads) quantize_rows(const QuantizeRows a) {
   FUSEDOPS_SHARED(float, of_warps, kWarps);
   const int64_t row = blockIdx.x;
@@ -271,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(const QuantizeRows a) 
   if (threadIdx.x == 0) a.steps[row] = step;
 }
 
-// Whether every thread can take 16 bytes of codes, whose stretches have one scale each.
+// Whether every thread can take 16 bytes of codes, each stretch of which has one scale.
 bool whole_vectors(const GemvArgs& a) {
   if (!aligned(a.codes) || !aligned_rows(a.x, a.x_stride, a.x_dtype)) return false;
   switch (a.format) {
@@ -300,7 +289,7 @@ void launch_format(const GemvArgs& a, CUstream_st* stream) {
 
 int gemv_parts(const GemvArgs& a) {
   const int64_t codes = !whole_vectors(a) ? 1 : two_a_byte(a.format) ? 32 : 16;
-  const int64_t most = a.k / (codes * kThreads);  // so that each thread has something to do
+  const int64_t most = a.k / (codes * kThreads);  // so that each thread has work
   const int64_t wanted = int64_t{kBlocks} * multiprocessors() / blocks_of(a);
   return static_cast<int>(std::max<int64_t>(1, std::min(wanted, most)));
 }
@@ -321,4 +310,4 @@ void launch_quantize_rows(const QuantizeRows& a, CUstream_st* stream) {
   launch(quantize_rows, dim3(static_cast<unsigned>(a.rows)), dim3(kThreads), 0, stream, a);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::quantized_linear

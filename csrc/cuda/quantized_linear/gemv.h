@@ -1,4 +1,4 @@
-// quantized_linear of a few rows on GPUs: what gemv.cu gives to operators.cpp.
+// quantized_linear of a few rows on GPUs: the launchers of gemv.cu.
 #pragma once
 
 #include <cstdint>
@@ -8,35 +8,38 @@
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::quantized_linear {
+
+using namespace fusedops::quantized_linear;
+using fusedops::linear::Activation;
 
 struct GemvArgs {
-  const void* x;  // [rows, k], the rows x_stride elements apart
+  const void* x;  // [rows, k], row stride x_stride
   int64_t x_stride;
   Dtype x_dtype;
-  int rows;            // kGemvRows at most
-  const float* steps;  // [rows], of an x of codes; or null
+  int rows;            // at most kGemvRows
+  const float* steps;  // [rows]: the scales of a quantized x; or null
   const uint8_t* codes;
   const float* scales;
-  const uint8_t* zeros;  // of int4
+  const uint8_t* zeros;  // for int4
   WeightFormat format;
   int64_t n, k, group_size, groups;
   float nf4[16];
   const void* bias;  // [n] or null
   void *y, *z;       // [rows, n]; z or null
-  Dtype dtype;       // of bias, y and z
+  Dtype dtype;       // bias, y and z
   Activation activation;
-  int parts;        // among how many blocks a row's depth is split
-  float* partials;  // [parts, rows, n] where they are several
+  int parts;        // number of blocks that share a row's depth
+  float* partials;  // [parts, rows, n] if parts > 1
 };
 
-// In how many parts launch_gemv would split the depth.
+// The number of parts into which launch_gemv splits the depth.
 int gemv_parts(const GemvArgs& args);
 
 void launch_gemv(const GemvArgs& args, CUstream_st* stream);
 
-// Rows of x as codes, in float32 [rows, k], and their steps, by which a row's largest number has
-// the largest code.
+// Quantizes rows of x to codes, stored as float32 [rows, k], and their steps: a row's largest
+// number gets the largest code.
 struct QuantizeRows {
   const void* x;
   int64_t x_stride;
@@ -48,4 +51,4 @@ struct QuantizeRows {
 
 void launch_quantize_rows(const QuantizeRows& args, CUstream_st* stream);
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::quantized_linear

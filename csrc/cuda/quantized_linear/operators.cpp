@@ -1,5 +1,6 @@
-// quantized_linear on GPUs: a few rows of x go to the kernels of gemv.cu, more to the operator that
-// fusedops/triton has, or to ATen calls where there is no Triton. Backward is Triton's.
+// quantized_linear's operators on GPUs: choose CUDA, Triton or ATen by rows. A few rows of x go to
+// the kernels of gemv.cu, more to fusedops/triton's operator, or to ATen calls if Triton is
+// missing. The backward is always Triton's.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>
@@ -9,14 +10,14 @@
 #include "csrc/ops/linear/operators.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::quantized_linear {
 namespace {
 
 int64_t rows_of(const Tensor& x) {
   return x.dim() == 0 ? 0 : c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
 }
 
-// x [rows, k] as codes in float32, and their steps.
+// Returns x [rows, k] as codes in float32, and their steps.
 std::pair<Tensor, Tensor> quantized(const Rows& x, int64_t rows, int64_t k, InputFormat format,
                                     CUstream_st* stream) {
   const auto options = x.tensor.options().dtype(at::kFloat);
@@ -72,8 +73,7 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   }
   const auto outputs = quantized_linear_outputs(a);
   if (std::get<0>(outputs).numel() == 0) return outputs;
-  multiply(a.x, a.weight(), a.bias, input_format_of(a.input_format), activation_of(a.activation),
-           outputs);
+  multiply(a.x, a.weight(), a.bias, a.input_format, a.activation, outputs);
   return outputs;
 }
 
@@ -83,4 +83,4 @@ TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("quantized_linear_forward", flat<quantized_linear_forward>);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::quantized_linear

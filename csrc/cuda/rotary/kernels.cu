@@ -1,27 +1,27 @@
-// Rotates the heads of q and k by the cosines and sines of their positions. Formulas:
+// The rotary embedding on GPUs: rotates q's and k's heads by position. Formulas:
 // csrc/kernels/rotary.h.
 //
 // A thread has a lane of a position: two vectors of N elements of a head, which are N pairs, or one
-// vector of what is copied. It loads their cosines and sines once and goes through kHeads heads of
-// q or k, whose loads are all under way before the first is used. Lanes are threadIdx.x and
-// blockIdx.x, groups of heads blockIdx.y. Global traffic is the minimum: q and k are read and
-// written once, and cos and sin are read once for each group, from the cache. Where heads do not
-// start at multiples of 16 bytes, a vector is one element.
+// vector of copied elements. It loads their cosines and sines once and processes kHeads heads of q
+// or k, whose loads are all issued before the first is used. Lanes are threadIdx.x and blockIdx.x,
+// groups of heads blockIdx.y. Global traffic is the minimum: q and k are read and written once, and
+// cos and sin are read once per group, from the cache. If heads do not start at multiples of 16
+// bytes, a vector is one element.
 
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/rotary/launch.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::rotary {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostGroups = 65535;  // of a grid in y
+constexpr int kMostGroups = 65535;  // a grid's maximum size in y
 
-// Heads that a thread has under way: 32 registers of them.
+// Heads that a thread loads at a time: 32 registers.
 template <class T>
 constexpr int kHeads = sizeof(T) == 2 ? 4 : 2;
 
-// Which elements of the 2 N of a lane are pair i, and where in the head its vectors lie.
+// Maps pair i to its elements among a lane's 2 N, and a lane to its vectors' positions in the head.
 template <bool kInterleaved, int N>
 struct Layout {
   static constexpr int a(int i) { return kInterleaved ? 2 * i : i; }
@@ -34,7 +34,7 @@ struct Layout {
            kInterleaved ? 2 * N * lane + N : rotary / 2 + N * lane} {}
 };
 
-// The two vectors of a lane in one.
+// A lane's two vectors.
 template <int N>
 __device__ __forceinline__ Vec<float, 2 * N> joined(const Vec<float, N>& lo,
                                                     const Vec<float, N>& hi) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ Vec<float, N> half_of(const Vec<float, 2 * N>& v, int
   return half;
 }
 
-// The cosines and sines of a lane's pairs. A transposed rotation is one by other sines.
+// The cosines and sines of a lane's pairs. A transposed rotation has other sines.
 template <bool kInterleaved, int N>
 struct Angles {
   using Pairs = Layout<kInterleaved, N>;
@@ -93,7 +93,7 @@ struct Angles {
   }
 };
 
-// Which heads of which tensor a group is.
+// A group of heads of q or k.
 struct Group {
   RotaryHeads tensor;
   int64_t first;
@@ -109,7 +109,7 @@ __device__ __forceinline__ Group group_of(const RotaryArguments& a, int64_t grou
   return {a.tensors[1], (group - of_first) * heads};
 }
 
-// Calls body(i, x, y) for the group's heads, with their first elements' places.
+// Calls body(i, x, y) for each head of the group. x, y: the addresses of its first elements.
 template <int kCount, class Body>
 __device__ __forceinline__ void each_head(const Group& group, int64_t batch, int64_t seq,
                                           const Body& body) {
@@ -168,14 +168,14 @@ __device__ __forceinline__ void copy(const RotaryArguments& a, const Group& grou
   });
 }
 
-// Lanes of a position: as many as the wider of q and k has.
+// Returns the number of lanes per position: that of the wider of q and k.
 __host__ __device__ __forceinline__ int64_t lanes_of(const RotaryArguments& a, int N) {
   const int64_t other = a.count > 1 ? a.tensors[1].width : 0;
   const int64_t width = a.tensors[0].width > other ? a.tensors[0].width : other;
   return a.rotary / 2 / N + (width - a.rotary) / N;
 }
 
-// Divisions of 64 bits take a hundred instructions.
+// Returns a / b. Avoids 64-bit division, which takes a hundred instructions.
 __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
   return a <= 0xffffffff && b <= 0xffffffff ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b)
                                             : a / b;
@@ -203,7 +203,7 @@ bool aligned_strides(const void* p, const RotaryStrides& at, Dtype dtype) {
          aligned_rows(p, at.seq, dtype);
 }
 
-// Whether every access can be of whole vectors of N elements, 16 bytes or more.
+// Whether every access can be a whole vector of N elements, 16 bytes or more.
 bool whole_vectors(const RotaryArguments& a, int N) {
   bool whole = a.rotary / 2 % N == 0 && aligned_strides(a.cos, a.cos_at, a.table) &&
                aligned_strides(a.sin, a.sin_at, a.table);
@@ -243,4 +243,4 @@ void launch_rotary(const RotaryArguments& a, CUstream_st* stream) {
   });
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::rotary

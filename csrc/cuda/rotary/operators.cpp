@@ -1,4 +1,4 @@
-// The rotary embedding on GPUs: from tensors to the kernel of kernels.cu.
+// The rotary embedding on GPUs: calls the kernel of kernels.cu with tensors.
 
 #include <torch/library.h>
 
@@ -6,7 +6,7 @@
 #include "csrc/cuda/stream.h"
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops::cuda {
+namespace fusedops::cuda::rotary {
 namespace {
 
 RotaryPair rotary_forward(const RotaryForward& a) {
@@ -34,4 +34,4 @@ TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("rotary_backward", flat<rotary_backward>);
 }
 
-}  // namespace fusedops::cuda
+}  // namespace fusedops::cuda::rotary

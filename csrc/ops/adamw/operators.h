@@ -1,5 +1,5 @@
-// AdamW: a step of many tensors at once, and the sum of squares that clipping needs. Formulas:
-// fusedops/functional/adamw.py. They write in place, and nothing is differentiated through them.
+// AdamW: a step of many tensors at once, and the sum of squares for clipping. Formulas:
+// fusedops/functional/adamw.py. The operators write in place and have no gradients.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -11,15 +11,11 @@
 #include "csrc/ops/operator.h"
 #include "csrc/common.h"
 
-namespace fusedops {
+namespace fusedops::adamw {
 
-// The arguments of adamw_step, whose schema is in schema.cpp. A list is of all tensors, or of those
-// that have such a thing, in order.
+// The arguments of adamw_step; schema.cpp has the schema. A list has an entry for each tensor, or
+// for each tensor that has such a state, in order.
 struct AdamWArguments {
-  using Signature = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                         at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                         at::IntArrayRef, at::ArrayRef<double>, at::TensorList, int64_t, Opt,
-                         double, Opt, Opt, Opt, Opt);
   at::TensorList params, grads, exp_avgs, exp_avg_sqs, steps;
   at::TensorList max_exp_avg_sqs;  // of tensors in groups with amsgrad, float32
   at::TensorList scales;           // of int8 moments: exp_avg's and exp_avg_sq's, float32 [blocks]
@@ -32,6 +28,12 @@ struct AdamWArguments {
   double max_grad_norm;
   const OptionalTensor &grad_scale, &found_inf;  // GradScaler's
   const OptionalTensor &host_table, &table;      // uint8: a device's table, kept between steps
+
+  static auto fields(auto& a) {
+    return std::tie(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, a.steps, a.max_exp_avg_sqs,
+                    a.scales, a.remainders, a.kinds, a.options, a.lrs, a.seed, a.squares,
+                    a.max_grad_norm, a.grad_scale, a.found_inf, a.host_table, a.table);
+  }
 };
 
 // Numbers of a tensor: its group, its Rounding, and AdamWTensor's index, row (0: the tensor) and
@@ -45,7 +47,7 @@ struct AdamWOption {
   enum : int64_t { lr, beta1, beta2, eps, weight_decay, maximize, amsgrad, count };
 };
 
-// A device's table: the AdamWTensors, and behind them as many bytes, for what a kernel counts.
+// A device's table is the AdamWTensors followed by this many bytes, in which a kernel counts.
 constexpr int64_t kTableTail = 16;
 
 // schema.cpp: also the Meta kernels.
@@ -54,9 +56,9 @@ void adamw_check(const AdamWArguments& a);
 Tensor adamw_squares_output(at::TensorList grads);  // float64 [kSquareParts]
 void adamw_scale_check(at::TensorList grads, const Tensor& squares, double max_norm);
 
-// tensors.cpp: the kernels' arguments.
+// tensors.cpp: builds the kernels' arguments.
 
-// Tensors that do not lie in memory alike are copied, and copied back by write_back().
+// Copies tensors whose memory layouts differ; write_back() copies the results back.
 class AdamWTable {
  public:
   explicit AdamWTable(const AdamWArguments& a);
@@ -83,4 +85,4 @@ struct GradientTable {
   int64_t blocks() const;
 };
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

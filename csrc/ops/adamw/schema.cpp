@@ -1,10 +1,10 @@
-// The operators' schemas and the checks of their arguments.
+// AdamW's operators: their schemas and argument checks.
 
 #include <torch/library.h>
 
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops {
+namespace fusedops::adamw {
 namespace {
 
 constexpr const char* kOp = "adamw_step";
@@ -28,7 +28,7 @@ void check_state(const char* name, const Tensor& t, const Tensor& param, c10::Sc
               ", got ", describe(t), " on ", t.device());
 }
 
-// What moments lie as: float32, bfloat16, or int8 and uint8.
+// exp_avg_sq's dtype for an exp_avg: float32, bfloat16, or uint8 beside int8.
 c10::ScalarType square_dtype(const Tensor& exp_avg) {
   const auto dtype = exp_avg.scalar_type();
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar, kOp,
@@ -159,4 +159,4 @@ TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
   m.impl("adamw_scale", adamw_scale_check);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

@@ -1,10 +1,10 @@
-// From the arguments of AdamW to what its kernels are told: pointers, formats, blocks.
+// Builds AdamW's kernel arguments from tensors: pointers, formats, blocks.
 
 #include <ATen/Functions.h>
 
 #include "csrc/ops/adamw/operators.h"
 
-namespace fusedops {
+namespace fusedops::adamw {
 namespace {
 
 int64_t all_blocks(const std::vector<AdamWTensor>& tensors) {
@@ -19,8 +19,8 @@ Moments moments_of(const Tensor& exp_avg) {
   }
 }
 
-// Whether all that is kept of a parameter lies in memory as it does, so that elements can be taken
-// in memory's order. Those that share a scale, and random numbers, go by the order of the indices.
+// Whether a parameter's states have its memory layout, so that elements can be processed in memory
+// order. Elements that share a scale, and random numbers, need the indices' order (`ordered`).
 bool alike(const Tensor& param, std::initializer_list<const Tensor*> others, bool ordered) {
   bool contiguous = param.is_contiguous(), same = param.is_non_overlapping_and_dense();
   for (const auto* t : others) {
@@ -32,7 +32,7 @@ bool alike(const Tensor& param, std::initializer_list<const Tensor*> others, boo
 
 }  // namespace
 
-// t as a kernel may take it: itself, or a contiguous copy.
+// t itself if a kernel can take it, or a contiguous copy.
 Tensor AdamWTable::laid_out(const Tensor& t, bool as_is, bool written) {
   if (as_is || t.is_contiguous()) return t;
   kept_.push_back(t.contiguous());
@@ -117,4 +117,4 @@ GradientTable::GradientTable(at::TensorList grads) {
 
 int64_t GradientTable::blocks() const { return all_blocks(tensors); }
 
-}  // namespace fusedops
+}  // namespace fusedops::adamw

@@ -1,4 +1,4 @@
-// attention: the schemas, autograd, autocast, and the choice between kernels and ATen calls.
+// Attention's public operators: schemas, autograd, autocast, and the choice of kernel.
 
 #include <ATen/Functions.h>
 
@@ -8,34 +8,35 @@
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/seed.h"
 
-namespace fusedops {
+namespace fusedops::attention {
 namespace {
 
-// The sizes of a call beside its options.
+// The longest sequences of a call.
 struct Longest {
   c10::SymInt q, k;
 };
 
 OutAndLse forward(const AttentionInputs& in, const Longest& longest,
                   const AttentionOptions& options) {
-  return dispatch<"fusedops::attention_forward", AttentionArguments::Signature>(
-      in.q, in.k, in.v, in.bias, in.sinks, in.cu_seqlens_q, in.cu_seqlens_k, in.seed, longest.q,
-      longest.k, options.how(), options.window(), options.bottom_right);
+  return below_autograd([&] {
+    return call<"fusedops::attention_forward", OutAndLse>(AttentionArguments{
+        in, {longest.q, longest.k, options.how(), options.window(), options.bottom_right}});
+  });
 }
 
-// Keeps no scores: the backward computes them again.
+// Saves no scores: the backward recomputes them.
 struct AttentionNode {
   static constexpr const char* kName = "FusedAttentionBackward";
-  static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks, which are the first of the saved
+  static constexpr size_t kInputs = 5;  // q, k, v, bias, sinks: the first saved tensors
   enum : size_t { kOut = kInputs, kLse, kCuSeqlensQ, kCuSeqlensK, kSeed, kSaved };
 
   Longest longest;
   AttentionOptions options;
 
-  static auto fields(auto& self) {
-    auto& o = self.options;
-    return std::tie(self.longest.q, self.longest.k, o.scale, o.softcap, o.dropout_p, o.left,
-                    o.right, o.bottom_right);
+  static auto fields(auto& a) {
+    auto& o = a.options;
+    return std::tie(a.longest.q, a.longest.k, o.scale, o.softcap, o.dropout_p, o.left, o.right,
+                    o.bottom_right);
   }
 
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 5> wanted) const {
@@ -46,16 +47,20 @@ struct AttentionNode {
                cu_seqlens_k = optional(saved[kCuSeqlensK]);
     const auto seed = optional(saved[kSeed]), grad_lse = optional(grads[1]);
     const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(saved[kOut]);
+    const AttentionInputs in{q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed};
     const auto [dq, dk, dv, dbias, dsinks] = [&] {
-      if (at::GradMode::is_enabled()) {  // in ATen calls, which have gradients themselves
-        return attention_gradients(grad, grad_lse,
-                                   {q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed},
-                                   options, wanted);
+      if (at::GradMode::is_enabled()) {  // double backward: differentiable ATen calls
+        return attention_gradients(grad, grad_lse, in, options, wanted);
       }
-      return dispatch<"fusedops::attention_backward", AttentionBackwardArguments::Signature>(
-          grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed, saved[kOut],
-          saved[kLse], longest.q, longest.k, options.how(), options.window(), options.bottom_right,
-          wanted);
+      return call<"fusedops::attention_backward", AttentionGradients>(
+          AttentionBackwardArguments{grad,
+                                     grad_lse,
+                                     in,
+                                     saved[kOut],
+                                     saved[kLse],
+                                     {longest.q, longest.k, options.how(), options.window(),
+                                      options.bottom_right},
+                                     wanted});
     }();
     return {dq, dk, dv, dbias, dsinks};
   }
@@ -63,11 +68,8 @@ struct AttentionNode {
 
 OutAndLse with_gradient(const AttentionInputs& in, const Longest& longest,
                         const AttentionOptions& options) {
-  const auto node = make_node<FusedNode<AttentionNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(in.q, in.k, in.v,
-                                                           value_or_undefined(in.bias),
-                                                           value_or_undefined(in.sinks)));
-  const auto outputs = below_autograd([&] { return forward(in, longest, options); });
+  const auto node = node_of<FusedNode<AttentionNode>>(in.q, in.k, in.v, in.bias, in.sinks);
+  const auto outputs = forward(in, longest, options);
   const auto& [out, lse] = outputs;
   torch::autograd::set_history(variable_list{out, lse}, node);
   node->backward = {longest, options};
@@ -94,7 +96,7 @@ OutAndLse run(const AttentionInputs& in, const Longest& longest, const Attention
     return attention_formula(in, options);
   }
   if (needs_gradient({q, k, v, bias, sinks})) return with_gradient(in, longest, options);
-  return below_autograd([&] { return forward(in, longest, options); });
+  return forward(in, longest, options);
 }
 
 }  // namespace
@@ -142,7 +144,7 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
   return {out.squeeze(0).transpose(0, 1), lse.squeeze(0)};
 }
 
-// Autocast casts q, k, v and a bias of numbers.
+// Autocast casts q, k, v and a floating-point bias.
 const Operators operators([](Operators& o) {
   o.add_public<attention, Casts<0, 1, 2, 7>>(
       "attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, int[]? window=None,"
@@ -150,7 +152,7 @@ const Operators operators([](Operators& o) {
       " float dropout_p=0.0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
       " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool top_left=False)"
       " -> (Tensor out, Tensor lse)",
-      true);
+      {.random = true});
   o.add_kernel("attention_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks,"
                " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, SymInt max_q,"
                " SymInt max_k, float[] how, int[] window, bool bottom_right)"
@@ -164,4 +166,4 @@ const Operators operators([](Operators& o) {
                flat<attention_backward_outputs>, flat<attention_backward_composite>);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::attention

@@ -1,4 +1,4 @@
-// Attention in ATen calls: what runs where no kernel does, and the double backward.
+// Attention in ATen calls: runs if no kernel does, and in a double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -8,19 +8,18 @@
 #include "csrc/ops/attention/operators.h"
 #include "csrc/ops/seed.h"
 
-namespace fusedops {
+namespace fusedops::attention {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// [B, Hkv, S, D] with every head once for each of q's.
+// Repeats the heads of [B, Hkv, S, D] to match q's.
 Tensor repeated(const Tensor& t, const c10::SymInt& heads) {
   if (t.sym_size(1) == heads) return t;
   return t.repeat_interleave_symint(heads / t.sym_size(1), 1);
 }
 
-// Of tokens that lie one after another: their sequence, past the last one -1, and their place in
-// it.
+// For concatenated tokens: each token's sequence (-1 past the last one) and its place in it.
 std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& tokens) {
   const auto cu = cu_seqlens.to(at::kLong);
   const auto token = at::arange(c10::Scalar(tokens), cu.options());
@@ -30,7 +29,7 @@ std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& to
   return {at::where(inside, sequence, -1), token - cu.index({sequence})};
 }
 
-// Which key which query sees, [Sq, Sk]; undefined: all.
+// The mask [Sq, Sk] of the keys that each query sees; undefined if it sees all.
 Tensor visible(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlens_q,
                const OptionalTensor& cu_seqlens_k, const AttentionOptions& options) {
   const bool varlen = given(cu_seqlens_q);
@@ -43,7 +42,7 @@ Tensor visible(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlen
     const auto [q_of, q_place] = places(*cu_seqlens_q, queries);
     const auto [k_of, k_place] = places(*cu_seqlens_k, keys);
     const auto lengths = cu_seqlens_k->diff() - cu_seqlens_q->diff();
-    const auto none = lengths.new_zeros({1});  // for the tokens past the last sequence
+    const auto none = lengths.new_zeros({1});  // for tokens past the last sequence
     offset = at::cat({lengths, none}).index({q_of}).to(at::kLong).unsqueeze(1);
     seen = q_of.unsqueeze(1).eq(k_of) & q_of.ge(0).unsqueeze(1);
     i = q_place, j = k_place;
@@ -64,8 +63,8 @@ Tensor dropped(const Tensor& p, const OptionalTensor& seed, double dropout_p) {
   return p * keep.view_symint(p.sym_sizes()) * dropout_scale(dropout_p);
 }
 
-// All scores of a call, as csrc/kernels/attention.h names them; slope: ds over da, undefined
-// without a softcap. A row that sees nothing is dead: it has scores of 0, which do not count.
+// All scores of a call, with the names of csrc/kernels/attention.h; slope: ds over da, undefined
+// without a softcap. A row that sees no key is dead: its scores are 0 and do not count.
 struct Scores {
   Tensor s, slope, dead;
 
@@ -95,7 +94,7 @@ struct Scores {
     return at::logaddexp(seen, sinks->to(s.scalar_type()).view({-1, 1, 1}));
   }
 
-  // Not from lse: that of scores near the least number does not hold the logarithm of their number.
+  // Not from lse: near the smallest float32, lse loses the logarithm of the number of keys.
   Tensor p(const OptionalTensor& sinks) const {
     if (!given(sinks)) return at::where(dead, 0, at::softmax(s, -1));
     auto shape = s.sym_sizes().vec();
@@ -106,7 +105,7 @@ struct Scores {
   }
 
  private:
-  // at::logsumexp, whose own gradients are exp(s - lse).
+  // Like at::logsumexp, whose gradients are exp(s - lse).
   Tensor logsumexp() const {
     const auto largest = s.detach().amax(-1, true);
     const auto most = at::where(largest.isfinite(), largest, 0);
@@ -150,7 +149,7 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
   if (given(grad_lse)) delta = delta - grad_lse->to(wide).unsqueeze(-1);
   const auto ds = at::where(scores.dead, 0, p * (dp - delta));  // grad_lse may be NaN there
   const auto da = (scores.slope.defined() ? ds * scores.slope : ds) * options.scale;
-  // Of k's and v's heads, from those of q's.
+  // Sums q's heads to k's and v's.
   const auto of_heads = [](const Tensor& t, const Tensor& like) {
     const auto heads = like.sym_size(1);
     const bool grouped = heads != t.sym_size(1);
@@ -179,4 +178,4 @@ AttentionGradients attention_backward_composite(const AttentionBackwardArguments
   return outputs;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::attention

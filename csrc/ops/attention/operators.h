@@ -1,9 +1,10 @@
-// Attention. Shapes and formulas: fusedops/functional/attention.py and csrc/kernels/attention.h.
+// Declares attention's operators. Shapes and formulas: fusedops/functional/attention.py and
+// csrc/kernels/attention.h.
 //
 // In the kernel operators q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], of any
-// strides; with cu_seqlens B is 1 and the sequences lie one after another. `how` has the options
-// that are numbers, window is (left, right), -1 open. Kept for the backward are out and lse
-// [B, Hq, Sq], float64 (a rounding of it would be one of all of a row's gradients), with the sink.
+// strides; with cu_seqlens B is 1 and the sequences are concatenated. `how` holds the options that
+// are numbers, window is (left, right), -1 open. The backward needs out and lse [B, Hq, Sq], which
+// includes the sink and is float64: rounding it would scale all of a row's gradients.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 #include "csrc/ops/operator.h"
 #include "csrc/common.h"
 
-namespace fusedops {
+namespace fusedops::attention {
 
 using Numbers = c10::ArrayRef<double>;
 using OutAndLse = std::tuple<Tensor, Tensor>;
@@ -44,19 +45,26 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
                     std::optional<c10::SymInt> max_seqlen_q,
                     std::optional<c10::SymInt> max_seqlen_k, bool top_left);
 
-// The tensors of a call but for its outputs.
+// A call's input tensors.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
   const OptionalTensor &bias, &sinks, &cu_seqlens_q, &cu_seqlens_k, &seed;
+
+  static auto fields(auto& a) {
+    return std::tie(a.q, a.k, a.v, a.bias, a.sinks, a.cu_seqlens_q, a.cu_seqlens_k, a.seed);
+  }
 };
 
-// The options as the schemas have them.
+// The options in the schemas' form.
 struct AttentionNumbers {
   c10::SymInt max_q, max_k;
   Numbers how;
   at::IntArrayRef window;
   bool bottom_right;
 
+  static auto fields(auto& a) {
+    return std::tie(a.max_q, a.max_k, a.how, a.window, a.bottom_right);
+  }
   AttentionOptions options() const {
     return {how.at(0),
             how.at(1),
@@ -67,29 +75,29 @@ struct AttentionNumbers {
   }
 };
 
-// out [B, Hq, Sq, Dv], which lies in memory as [B, Sq, Hq, Dv], and lse [B, Hq, Sq].
+// out [B, Hq, Sq, Dv], in memory [B, Sq, Hq, Dv], and lse [B, Hq, Sq].
 struct AttentionArguments {
-  using Signature = OutAndLse(In, In, In, Opt, Opt, Opt, Opt, Opt, c10::SymInt, c10::SymInt,
-                              Numbers, at::IntArrayRef, bool);
   AttentionInputs in;
   AttentionNumbers numbers;
+
+  static auto fields(auto& a) { return std::tie(a.in, a.numbers); }
 };
 
-// The gradients that were asked for; the others are undefined. Those of q, k and v lie in memory as
-// out does.
+// The gradients in output_mask; the others are undefined. dq, dk and dv have out's memory layout.
 struct AttentionBackwardArguments {
-  using Signature = AttentionGradients(In, Opt, In, In, In, Opt, Opt, Opt, Opt, Opt, In, In,
-                                       c10::SymInt, c10::SymInt, Numbers, at::IntArrayRef, bool,
-                                       std::array<bool, 5>);
   const Tensor& grad;
   const OptionalTensor& grad_lse;
   AttentionInputs in;
   const Tensor &out, &lse;
   AttentionNumbers numbers;
   std::array<bool, 5> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.grad, a.grad_lse, a.in, a.out, a.lse, a.numbers, a.output_mask);
+  }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void attention_check(const AttentionInputs& in);
 OutAndLse attention_outputs(const AttentionArguments& a);
@@ -103,8 +111,8 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
                                        const AttentionInputs& in, const AttentionOptions& options,
                                        std::array<bool, 5> output_mask);
 
-// As the kernel operators.
+// The kernel operators by these formulas.
 OutAndLse attention_composite(const AttentionArguments& a);
 AttentionGradients attention_backward_composite(const AttentionBackwardArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::attention

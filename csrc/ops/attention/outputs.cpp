@@ -1,16 +1,16 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the arguments and allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 
 #include "csrc/ops/attention/operators.h"
 #include "csrc/ops/checks.h"
 
-namespace fusedops {
+namespace fusedops::attention {
 namespace {
 
 constexpr const char* kOp = "attention";
 
-// [B, H, S, D] that lies in memory as [B, S, H, D], as projections and what follows have it.
+// [B, H, S, D] with memory [B, S, H, D], the layout of the projections before and after.
 Tensor empty_heads(const Tensor& like, c10::SymInt heads, c10::SymInt width) {
   const std::array<c10::SymInt, 4> shape{like.sym_size(0), like.sym_size(2), std::move(heads),
                                          std::move(width)};
@@ -53,8 +53,8 @@ void check_cu_seqlens(const char* name, const OptionalTensor& cu, const Tensor& 
               kOp, ": ", name, " must be int32 or int64 [sequences + 1], got ", describe(*cu));
 }
 
-// Each sequence starts where the last one ends, the first at 0. Checked on CPUs only: on a GPU the
-// check would wait for the device.
+// Sequences must be adjacent, the first at 0. Checked on CPUs only: a GPU would have to be waited
+// for.
 void check_sequences(const char* name, const Tensor& cu_seqlens, const c10::SymInt& tokens) {
   if (!cu_seqlens.is_cpu() || !has_numbers(cu_seqlens)) return;
   const auto cu = cu_seqlens.to(at::kLong).contiguous();
@@ -123,4 +123,4 @@ AttentionGradients attention_backward_outputs(const AttentionBackwardArguments& 
           gradient_of(wanted[2], a.in.v), like(wanted[3], a.in.bias), like(wanted[4], a.in.sinks)};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::attention

@@ -1,5 +1,5 @@
-// cross_entropy: autograd, autocast, and the choice between kernels and ATen calls. The schemas of
-// both operators.
+// cross_entropy's public operator: autograd, autocast, and the choice of kernel. Also has
+// linear_cross_entropy's schema.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -10,28 +10,27 @@
 #include "csrc/ops/cross_entropy/operators.h"
 #include "csrc/ops/cross_entropy/scaled.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 namespace {
 
 Loss forward(const LossInputs& in, const CrossEntropyOptions& options, c10::ScalarType dtype,
              bool with_gradient) {
-  return dispatch<"fusedops::cross_entropy_forward", LossArguments::Signature>(
-      in.input, in.target, in.weight, options.ignore_index, options.reduction, options.how(), dtype,
-      with_gradient);
+  return below_autograd([&] {
+    return call<"fusedops::cross_entropy_forward", Loss>(LossArguments{
+        in, {options.ignore_index, options.reduction, options.how()}, dtype, with_gradient});
+  });
 }
 
-// Keeps the logits, or the gradient that the forward has made.
+// Saves the logits, or the gradient that the forward has computed.
 struct CrossEntropyNode {
   static constexpr const char* kName = "FusedCrossEntropyBackward";
   static constexpr size_t kInputs = 1;
   enum : size_t { kInput, kTarget, kWeight, kLse, kTotal, kSaved };
 
   CrossEntropyOptions options;
-  bool made;  // the saved input is its gradient
+  bool made;  // whether the saved input is the gradient
 
-  static auto fields(auto& self) {
-    return std::tuple_cat(CrossEntropyOptions::fields(self.options), std::tie(self.made));
-  }
+  static auto fields(auto& a) { return std::tie(a.options, a.made); }
 
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 1>) const {
     if (!grads[0].defined()) return variable_list(1);
@@ -47,22 +46,24 @@ struct CrossEntropyNode {
     }
     const auto input = saved[kInput], target = saved[kTarget];
     const auto weight = optional(saved[kWeight]);
+    const LossInputs in{input, target, weight};
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      return cross_entropy_gradient(grad, {input, target, weight}, options);
+      return cross_entropy_gradient(grad, in, options);
     }
-    return dispatch<"fusedops::cross_entropy_backward", LossBackwardArguments::Signature>(
-        grad, input, target, weight, saved[kLse], saved[kTotal], options.ignore_index,
-        options.reduction, options.how());
+    return call<"fusedops::cross_entropy_backward", Tensor>(
+        LossBackwardArguments{grad,
+                              in,
+                              saved[kLse],
+                              saved[kTotal],
+                              {options.ignore_index, options.reduction, options.how()}});
   }
 };
 
 Tensor with_gradient(const LossInputs& in, const CrossEntropyOptions& options,
                      c10::ScalarType dtype, bool grad_in_forward) {
   const bool made = grad_in_forward && may_make_gradient(in.input.scalar_type());
-  const auto node = make_node<FusedNode<CrossEntropyNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(in.input));
-  const auto [loss, lse, total, dinput] =
-      below_autograd([&] { return forward(in, options, dtype, made); });
+  const auto node = node_of<FusedNode<CrossEntropyNode>>(in.input);
+  const auto [loss, lse, total, dinput] = forward(in, options, dtype, made);
   torch::autograd::set_history(loss, node);
   node->backward = {options, made};
   if (made) {
@@ -73,14 +74,14 @@ Tensor with_gradient(const LossInputs& in, const CrossEntropyOptions& options,
   return loss;
 }
 
-// Whether the kernels take it: rows of logits, and classes to find among them.
+// Whether the kernels take the call: rows of logits and class indices.
 bool has_kernel(const Tensor& input, const Tensor& target, const OptionalTensor& weight) {
   return input.dim() == 2 && (input.sym_stride(1) == 1 || input.sym_size(1) == 1) &&
          target.scalar_type() == at::kLong && !needs_composite({input, weight}) &&
          !needs_gradient({weight});
 }
 
-// [N, C, ...] as rows, where the classes lie side by side.
+// [N, C, ...] as rows, if a row's classes are adjacent in memory.
 Tensor classes_last(const Tensor& input) {
   if (input.dim() == 1) return input.unsqueeze(0);
   if (input.dim() == 2) return input;
@@ -89,7 +90,7 @@ Tensor classes_last(const Tensor& input) {
   return last.flatten(0, -2);
 }
 
-// The loss is float32 or more.
+// Autocast rule: the loss is at least float32.
 struct WideLoss {
   template <class Arguments>
   static void apply(Arguments& args, c10::ScalarType, c10::DeviceType) {
@@ -98,7 +99,7 @@ struct WideLoss {
   }
 };
 
-// As F.linear's product, and a loss of that.
+// Casts as for F.linear, and makes the loss float32 or more.
 struct WideLossOfProduct {
   template <class Arguments>
   static void apply(Arguments& args, c10::ScalarType to, c10::DeviceType device) {
@@ -114,14 +115,10 @@ CrossEntropyOptions::CrossEntropyOptions(const char* op, int64_t ignore_index,
                                          double z_loss, std::optional<double> softcap,
                                          std::optional<double> scale)
     : ignore_index(ignore_index),
-      reduction(static_cast<int64_t>(reduction == "none"  ? Reduction::none
-                                     : reduction == "sum" ? Reduction::sum
-                                                          : Reduction::mean)),
+      reduction(static_cast<int64_t>(from_name<Reduction>(op, reduction))),
       label_smoothing(label_smoothing),
       z_loss(z_loss),
       map{scale.value_or(1), softcap.value_or(0)} {
-  TORCH_CHECK_VALUE(reduction == "none" || reduction == "sum" || reduction == "mean", op,
-                    ": reduction must be 'none', 'mean' or 'sum', got '", reduction, "'");
   TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op,
               ": label_smoothing must be from 0 to 1, got ", label_smoothing);
   TORCH_CHECK_VALUE(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op,
@@ -144,10 +141,8 @@ Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTe
   const auto targets = as_vector(target);
   const LossInputs of_rows{rows, targets, weight};
   const auto to = dtype.value_or(input.scalar_type());
-  const auto loss =
-      needs_gradient({rows})
-          ? with_gradient(of_rows, options, to, grad_in_forward)
-          : std::get<0>(below_autograd([&] { return forward(of_rows, options, to, false); }));
+  const auto loss = needs_gradient({rows}) ? with_gradient(of_rows, options, to, grad_in_forward)
+                                           : std::get<0>(forward(of_rows, options, to, false));
   return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
 }
 
@@ -182,4 +177,4 @@ const Operators operators([](Operators& o) {
                flat<linear_cross_entropy_backward_composite>);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

@@ -1,11 +1,11 @@
-// Cross entropy in ATen calls: what runs where no kernel does, and the double backward.
+// Cross entropy in ATen calls: runs if no kernel does, and in a double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
 #include "csrc/ops/cross_entropy/operators.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 namespace {
 
 Tensor mapped(const Tensor& x, const LogitMap& map) {
@@ -17,7 +17,7 @@ OptionalTensor as(const OptionalTensor& t, c10::ScalarType dtype) {
   return given(t) ? OptionalTensor(t->to(dtype)) : std::nullopt;
 }
 
-// w_t of each target, 0 where it is ignored.
+// w_t of each target, 0 for an ignored one.
 Tensor target_weight(const Tensor& target, const OptionalTensor& weight, int64_t ignore_index,
                      c10::ScalarType dtype) {
   const auto live = target != ignore_index;
@@ -39,7 +39,7 @@ Tensor z_term(const Tensor& z, const Tensor& target, const OptionalTensor& weigh
   return options.is(Reduction::mean) ? terms.sum() / w.sum() : terms.sum();
 }
 
-// The gradient of each row's loss, [rows, 1]. Where no row is live it is 0.
+// The gradient of each row's loss, [rows, 1]; 0 if every target is ignored.
 Tensor row_gradient(const Tensor& grad, const Tensor& live, const Tensor& w,
                     const CrossEntropyOptions& options) {
   const auto g = grad.to(w.scalar_type());
@@ -48,7 +48,7 @@ Tensor row_gradient(const Tensor& grad, const Tensor& live, const Tensor& w,
   return at::where(live.any(), g / w.sum(), 0);
 }
 
-// What a kernel keeps.
+// lse and total, which a kernel saves for the backward.
 std::tuple<Tensor, Tensor> kept(const Tensor& z, const Tensor& target, const OptionalTensor& weight,
                                 const CrossEntropyOptions& options) {
   const auto w = target_weight(target, weight, options.ignore_index, at::kDouble);
@@ -141,4 +141,4 @@ LinearGradients linear_cross_entropy_backward_composite(const LinearLossBackward
       linear_cross_entropy_gradients(a.grad, a.in, CrossEntropyOptions(a.numbers), a.output_mask));
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

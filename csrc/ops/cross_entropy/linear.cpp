@@ -1,4 +1,4 @@
-// linear_cross_entropy: autograd, autocast, and the choice between kernels and ATen calls.
+// linear_cross_entropy's public operator: autograd, autocast, and the choice of kernel.
 
 #include <ATen/Functions.h>
 
@@ -6,30 +6,29 @@
 #include "csrc/ops/cross_entropy/operators.h"
 #include "csrc/ops/cross_entropy/scaled.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 namespace {
 
 LinearLoss forward(const LinearLossInputs& in, const CrossEntropyOptions& options,
                    c10::ScalarType dtype, std::array<bool, 3> gradients) {
-  return dispatch<"fusedops::linear_cross_entropy_forward", LinearLossArguments::Signature>(
-      in.input, in.linear_weight, in.target, in.linear_bias, in.weight, options.ignore_index,
-      options.reduction, options.how(), dtype, gradients);
+  return below_autograd([&] {
+    return call<"fusedops::linear_cross_entropy_forward", LinearLoss>(LinearLossArguments{
+        in, {options.ignore_index, options.reduction, options.how()}, dtype, gradients});
+  });
 }
 
-// Keeps no logits: either the forward has made the gradients, or the backward computes the logits
-// again.
+// Saves no logits: either the forward has computed the gradients, or the backward recomputes the
+// logits.
 struct LinearCrossEntropyNode {
   static constexpr const char* kName = "FusedLinearCrossEntropyBackward";
   static constexpr size_t kInputs = 3;  // input, linear_weight, linear_bias
   enum : size_t { kInput, kLinearWeight, kLinearBias, kTarget, kWeight, kLse, kTotal, kMade };
-  static constexpr size_t kSaved = kMade + kInputs;  // from kMade on: the inputs' gradients
+  static constexpr size_t kSaved = kMade + kInputs;  // from kMade: the inputs' gradients
 
   CrossEntropyOptions options;
   bool made;
 
-  static auto fields(auto& self) {
-    return std::tuple_cat(CrossEntropyOptions::fields(self.options), std::tie(self.made));
-  }
+  static auto fields(auto& a) { return std::tie(a.options, a.made); }
 
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> wanted) const {
     variable_list found(kInputs);
@@ -49,23 +48,23 @@ struct LinearCrossEntropyNode {
     const auto input = saved[kInput], linear_weight = saved[kLinearWeight];
     const auto target = saved[kTarget];
     const auto linear_bias = optional(saved[kLinearBias]), weight = optional(saved[kWeight]);
+    const LinearLossInputs in{input, linear_weight, target, linear_bias, weight};
     if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-      return linear_cross_entropy_gradients(grad,
-                                            {input, linear_weight, target, linear_bias, weight},
-                                            options, wanted);
+      return linear_cross_entropy_gradients(grad, in, options, wanted);
     }
-    return dispatch<"fusedops::linear_cross_entropy_backward",
-                    LinearLossBackwardArguments::Signature>(grad, input, linear_weight, target,
-                                                            linear_bias, weight, saved[kLse],
-                                                            saved[kTotal], options.ignore_index,
-                                                            options.reduction, options.how(),
-                                                            wanted);
+    return call<"fusedops::linear_cross_entropy_backward", LinearGradients>(
+        LinearLossBackwardArguments{grad,
+                                    in,
+                                    saved[kLse],
+                                    saved[kTotal],
+                                    {options.ignore_index, options.reduction, options.how()},
+                                    wanted});
   }
 };
 
-// Whether the forward makes the gradients. It sums a weight's over pieces of the rows, in float32,
-// for which the gradient itself is the place where the weight is float32; and of "none" each row's
-// gradient of the loss would have to be known.
+// Whether the forward computes the gradients. It sums the weight's over pieces of the rows in
+// float32, in the gradient itself if the weight is float32. With "none" it would have to know each
+// row's loss gradient.
 bool makes_gradients(const Tensor& linear_weight, const CrossEntropyOptions& options) {
   const auto dtype = linear_weight.scalar_type();
   const bool in_place = dtype == at::kFloat;
@@ -76,14 +75,13 @@ bool makes_gradients(const Tensor& linear_weight, const CrossEntropyOptions& opt
 Tensor with_gradient(const LinearLossInputs& in, const CrossEntropyOptions& options,
                      c10::ScalarType dtype) {
   const auto bias = value_or_undefined(in.linear_bias);
-  const auto node = make_node<FusedNode<LinearCrossEntropyNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(in.input, in.linear_weight, bias));
+  const auto node = node_of<FusedNode<LinearCrossEntropyNode>>(in.input, in.linear_weight, bias);
   const bool made = makes_gradients(in.linear_weight, options);
   node->backward = {options, made};
   const auto wanted = [&](const Tensor& t) { return made && needs_gradient({t}); };
   const std::array<bool, 3> gradients{wanted(in.input), wanted(in.linear_weight), wanted(bias)};
   const auto [loss, lse, total, dinput, dlinear_weight, dlinear_bias] =
-      below_autograd([&] { return forward(in, options, dtype, gradients); });
+      forward(in, options, dtype, gradients);
   torch::autograd::set_history(loss, node);
   node->saved = {saved(in.input),    saved(in.linear_weight), saved(bias),
                  saved(in.target),   saved(in.weight),        saved(lse),
@@ -98,13 +96,13 @@ bool has_kernel(const LinearLossInputs& in) {
          !needs_gradient({in.weight});
 }
 
-// [..., H] as rows.
+// Returns [..., H] as a matrix of rows.
 Tensor as_matrix(const Tensor& input) {
   if (input.dim() == 2) return input;
   return input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
 }
 
-// The formula with all logits.
+// The formula with all logits in memory.
 Tensor plain(const LinearLossInputs& in, const CrossEntropyOptions& options,
              std::optional<c10::ScalarType> dtype) {
   const auto& [input, linear_weight, target, linear_bias, weight] = in;
@@ -141,11 +139,10 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
   const auto targets = as_vector(target);
   const auto to = dtype.value_or(input.scalar_type());
   const LinearLossInputs of_rows{rows, linear_weight, targets, linear_bias, weight};
-  const auto loss =
-      needs_gradient({rows, linear_weight, linear_bias})
-          ? with_gradient(of_rows, options, to)
-          : std::get<0>(below_autograd([&] { return forward(of_rows, options, to, {}); }));
+  const auto loss = needs_gradient({rows, linear_weight, linear_bias})
+                        ? with_gradient(of_rows, options, to)
+                        : std::get<0>(forward(of_rows, options, to, {}));
   return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

@@ -1,10 +1,10 @@
-// Cross entropy, of logits and of a product. Formulas and shapes:
+// Cross entropy of logits, and of a linear layer's logits. Formulas and shapes:
 // fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
 //
-// In the kernel operators the logits are rows [rows, C], the targets int64 [rows], reduction is
-// torch's number, and `how` has the options that are numbers. Kept for the backward are lse, [rows]
-// float64 (the rest of a float32 counts where z_t is near it), and total, [] float64: the sum of
-// the w_t, which "mean" divides by. What a kernel operator was not asked for is undefined.
+// In the kernel operators the logits are [rows, C], the targets int64 [rows], reduction is torch's
+// number, and `how` holds the options that are numbers. The backward needs lse, [rows] float64
+// (float32 loses digits if z_t is near lse), and total, [] float64: the sum of the w_t, by which
+// "mean" divides. Outputs that were not requested are undefined.
 #pragma once
 
 #include <array>
@@ -15,20 +15,24 @@
 #include "csrc/kernels/cross_entropy.h"
 #include "csrc/ops/operator.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 
 using Numbers = c10::ArrayRef<double>;
 using Loss = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, lse, total, dinput
 using LinearGradients = std::tuple<Tensor, Tensor, Tensor>;
 using LinearLoss = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The options as the schemas have them.
+// The options in the schemas' form.
 struct LossNumbers {
   int64_t ignore_index, reduction;
   Numbers how;
+
+  static auto fields(auto& a) { return std::tie(a.ignore_index, a.reduction, a.how); }
 };
 
-// The options beside tensors.
+constexpr Names<3> names_of(Reduction) { return {"reduction", {"none", "mean", "sum"}}; }
+
+// The options of a loss.
 struct CrossEntropyOptions {
   int64_t ignore_index, reduction;
   double label_smoothing, z_loss;
@@ -39,7 +43,7 @@ struct CrossEntropyOptions {
   CrossEntropyOptions(const char* op, int64_t ignore_index, std::string_view reduction,
                       double label_smoothing, double z_loss, std::optional<double> softcap,
                       std::optional<double> scale);
-  // Those of a kernel operator.
+  // A kernel operator's options.
   explicit CrossEntropyOptions(const LossNumbers& numbers)
       : ignore_index(numbers.ignore_index),
         reduction(numbers.reduction),
@@ -47,15 +51,15 @@ struct CrossEntropyOptions {
         z_loss(numbers.how.at(1)),
         map{numbers.how.at(2), numbers.how.at(3)} {}
 
-  static auto fields(auto& self) {
-    return std::tie(self.ignore_index, self.reduction, self.label_smoothing, self.z_loss,
-                    self.map.scale, self.map.softcap);
+  static auto fields(auto& a) {
+    return std::tie(a.ignore_index, a.reduction, a.label_smoothing, a.z_loss, a.map.scale,
+                    a.map.softcap);
   }
   bool is(Reduction r) const { return reduction == static_cast<int64_t>(r); }
   std::array<double, 4> how() const { return {label_smoothing, z_loss, map.scale, map.softcap}; }
 };
 
-// Targets of any shape, one after another.
+// Targets of any shape, flattened.
 inline Tensor as_vector(const Tensor& target) {
   return target.dim() == 1 ? target : target.reshape({-1});
 }
@@ -73,59 +77,68 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                             double label_smoothing, double z_loss, std::optional<double> softcap,
                             std::optional<double> scale, std::optional<c10::ScalarType> dtype);
 
-// The tensors of a call but for its outputs.
+// A call's input tensors.
 struct LossInputs {
   const Tensor &input, &target;
   const OptionalTensor& weight;
+
+  static auto fields(auto& a) { return std::tie(a.input, a.target, a.weight); }
 };
 struct LinearLossInputs {
   const Tensor &input, &linear_weight, &target;
   const OptionalTensor &linear_bias, &weight;
+
+  static auto fields(auto& a) {
+    return std::tie(a.input, a.linear_weight, a.target, a.linear_bias, a.weight);
+  }
 };
 
-// loss [] or [rows] in dtype, lse, total, and with_gradient dinput [rows, C] over the gradient of
-// the loss.
+// loss [] or [rows] in dtype, lse, total, and with_gradient dinput [rows, C] for a loss gradient
+// of 1.
 struct LossArguments {
-  using Signature = Loss(In, In, Opt, int64_t, int64_t, Numbers, c10::ScalarType, bool);
   LossInputs in;
   LossNumbers numbers;
   c10::ScalarType dtype;
   bool with_gradient;
+
+  static auto fields(auto& a) { return std::tie(a.in, a.numbers, a.dtype, a.with_gradient); }
 };
 
-// dinput [rows, C]. grad is the loss's.
+// dinput [rows, C]. grad: the loss's gradient.
 struct LossBackwardArguments {
-  using Signature = Tensor(In, In, In, Opt, In, In, int64_t, int64_t, Numbers);
   const Tensor& grad;
   LossInputs in;
   const Tensor &lse, &total;
   LossNumbers numbers;
+
+  static auto fields(auto& a) { return std::tie(a.grad, a.in, a.lse, a.total, a.numbers); }
 };
 
-// loss, lse, total, and over the gradient of the loss those of input [rows, H], linear_weight
-// [C, H] and linear_bias [C] that were asked for.
+// loss, lse, total, and for a loss gradient of 1 the requested gradients of input [rows, H],
+// linear_weight [C, H] and linear_bias [C].
 struct LinearLossArguments {
-  using Signature = LinearLoss(In, In, In, Opt, Opt, int64_t, int64_t, Numbers, c10::ScalarType,
-                               std::array<bool, 3>);
   LinearLossInputs in;
   LossNumbers numbers;
   c10::ScalarType dtype;
   std::array<bool, 3> gradients;
+
+  static auto fields(auto& a) { return std::tie(a.in, a.numbers, a.dtype, a.gradients); }
 };
 struct LinearLossBackwardArguments {
-  using Signature = LinearGradients(In, In, In, In, Opt, Opt, In, In, int64_t, int64_t, Numbers,
-                                    std::array<bool, 3>);
   const Tensor& grad;
   LinearLossInputs in;
   const Tensor &lse, &total;
   LossNumbers numbers;
   std::array<bool, 3> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.grad, a.in, a.lse, a.total, a.numbers, a.output_mask);
+  }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
-// Raises where target and weight do not go with logits of this shape, or there is no loss of this
-// dtype.
+// Raises if target or weight does not fit logits of this shape, or if dtype cannot be the loss's.
 void cross_entropy_check(const char* op, const LossInputs& in, c10::SymIntArrayRef logits,
                          std::optional<c10::ScalarType> dtype);
 void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::ScalarType> dtype);
@@ -137,11 +150,11 @@ LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardAr
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
 
-// Of logits [C], [N, C] or [N, C, ...], and of probabilities.
+// Takes logits [C], [N, C] or [N, C, ...], and class indices or probabilities.
 Tensor cross_entropy_formula(const LossInputs& in, const CrossEntropyOptions& options,
                              std::optional<c10::ScalarType> dtype);
 
-// dinput of rows, in input's dtype.
+// dinput for rows of logits, in input's dtype.
 Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
                               const CrossEntropyOptions& options);
 
@@ -149,10 +162,10 @@ LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearL
                                                const CrossEntropyOptions& options,
                                                std::array<bool, 3> output_mask);
 
-// As the kernel operators.
+// The kernel operators by these formulas.
 Loss cross_entropy_composite(const LossArguments& a);
 Tensor cross_entropy_backward_composite(const LossBackwardArguments& a);
 LinearLoss linear_cross_entropy_composite(const LinearLossArguments& a);
 LinearGradients linear_cross_entropy_backward_composite(const LinearLossBackwardArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

@@ -1,14 +1,14 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the arguments and allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 
 #include "csrc/ops/checks.h"
 #include "csrc/ops/cross_entropy/operators.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 namespace {
 
-// Targets have the shape of the logits without their classes: [], [N] or [N, ...].
+// Returns the targets' shape, that of the logits without the classes: [], [N] or [N, ...].
 std::vector<c10::SymInt> without_classes(c10::SymIntArrayRef logits) {
   auto shape = logits.vec();
   shape.erase(shape.begin() + (logits.size() > 1));
@@ -157,4 +157,4 @@ LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardAr
   return empty_gradients(a.in, a.output_mask);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

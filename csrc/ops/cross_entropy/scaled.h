@@ -1,4 +1,4 @@
-// A gradient that the forward pass has made, times that of the loss.
+// Scales a gradient that the forward has computed by the loss's gradient.
 #pragma once
 
 #include <ATen/Functions.h>
@@ -7,22 +7,22 @@
 
 #include "csrc/ops/checks.h"
 
-namespace fusedops {
+namespace fusedops::cross_entropy {
 
-// Whether the forward may make gradients of this dtype. In float16 those of a mean are zeros before
-// a GradScaler's factor comes.
+// Whether the forward may compute gradients of this dtype. In float16 a mean's gradients underflow
+// to 0 before GradScaler's factor is applied.
 inline bool may_make_gradient(c10::ScalarType dtype) { return dtype != at::kHalf; }
 
-// made: [rows, ...], which is given away unless the graph is kept. grad: [] or [rows].
+// made: [rows, ...], overwritten unless the graph is kept. grad: [] or [rows].
 inline Tensor scaled_gradient(const Tensor& made, const Tensor& grad) {
   if (!made.defined()) return made;
   const bool one = grad.dim() == 0,
              given_away =
                  has_numbers(grad) && !torch::autograd::get_current_graph_task_keep_graph();
   if (given_away && one && grad.is_cpu() && grad.item<double>() == 1) return made;
-  // A GPU's kernels round a tensor of no dimensions to the other's dtype.
+  // On a GPU a 0-dimensional tensor would be rounded to the other operand's dtype.
   const auto g = !one ? grad.unsqueeze(-1) : grad.is_cpu() ? grad : grad.unsqueeze(0);
   return given_away ? made.mul_(g) : at::mul(made, g).to(made.scalar_type());
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::cross_entropy

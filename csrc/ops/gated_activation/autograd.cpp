@@ -1,57 +1,44 @@
-// The public operators: schema, autograd, and the choice between kernels and ATen calls. Autocast
-// has no rule for them, as it has none for F.silu, F.gelu and the product.
-
-#include <string>
+// The gated activations' public operators: schemas, autograd, and the choice of kernel. Autocast
+// has no rule for them, because it has none for F.silu, F.gelu and multiplication.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/gated_activation/operators.h"
 
-namespace fusedops {
+namespace fusedops::gated_activation {
 namespace {
 
 Tensor gated_activation_forward(const GatedArguments& a) {
-  return dispatch<"fusedops::gated_activation_forward", GatedArguments::Signature>(a.gate, a.up,
-                                                                                   a.name, a.limit,
-                                                                                   a.alpha,
-                                                                                   a.up_offset);
+  return below_autograd([&] { return call<"fusedops::gated_activation_forward", Tensor>(a); });
 }
 
-// Keeps gate and up alone: the backward computes the rest again.
+// Saves only gate and up: the backward recomputes the rest.
 struct GatedActivationNode {
   static constexpr const char* kName = "FusedGatedActivationBackward";
   static constexpr size_t kInputs = 2;  // gate, up
   enum : size_t { kGate, kUp, kSaved };
 
-  std::string name;
-  std::optional<double> limit;
-  double alpha, up_offset;
+  GatedOptions options;
 
-  static auto fields(auto& self) {
-    return std::tie(self.name, self.limit, self.alpha, self.up_offset);
-  }
+  static auto fields(auto& a) { return std::tie(a.options); }
 
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
     if (!grads[0].defined()) return variable_list(2);
     const auto gate = saved[kGate];
     const auto up = optional(saved[kUp]);
-    const auto [dgate, dup] = [&] {
-      if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-        return gated_activation_backward_composite(
-            {grads[0], {gate, up, name, limit, alpha, up_offset}, wanted});
-      }
-      return dispatch<"fusedops::gated_activation_backward", GatedBackwardArguments::Signature>(
-          grads[0], gate, up, name, limit, alpha, up_offset, wanted);
-    }();
+    const GatedBackwardArguments a{grads[0], {gate, up, options}, wanted};
+    const auto [dgate, dup] =
+        at::GradMode::is_enabled()  // double backward: the formula, differentiable
+            ? gated_activation_backward_composite(a)
+            : call<"fusedops::gated_activation_backward", GatedGradients>(a);
     return {dgate, dup};
   }
 };
 
 Tensor with_gradient(const GatedArguments& a) {
-  const auto node = make_node<FusedNode<GatedActivationNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(a.gate, value_or_undefined(a.up)));
-  const auto y = below_autograd([&] { return gated_activation_forward(a); });
+  const auto node = node_of<FusedNode<GatedActivationNode>>(a.gate, a.up);
+  const auto y = gated_activation_forward(a);
   torch::autograd::set_history(y, node);
-  node->backward = {std::string(a.name), a.limit, a.alpha, a.up_offset};
+  node->backward = {a.options};
   node->saved = {saved(a.gate), saved(a.up)};
   return y;
 }
@@ -60,24 +47,25 @@ Tensor run(const GatedArguments& a) {
   if (given(a.up) && a.up->scalar_type() != a.gate.scalar_type()) {
     gated_check(a);
     const auto common = c10::promoteTypes(a.gate.scalar_type(), a.up->scalar_type());
-    return run({a.gate.to(common), a.up->to(common), a.name, a.limit, a.alpha, a.up_offset});
+    return run({a.gate.to(common), a.up->to(common), a.options});
   }
   if (needs_composite({a.gate, a.up})) return gated_activation_composite(a);
   if (needs_gradient({a.gate, a.up})) return with_gradient(a);
-  return below_autograd([&] { return gated_activation_forward(a); });
+  return gated_activation_forward(a);
 }
 
 }  // namespace
 
 Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double> limit,
               double alpha, double up_offset) {
-  return run({gate, up, "swiglu", limit, alpha, up_offset});
+  return run({gate, up, {GatedKind::swiglu, limit, alpha, up_offset}});
 }
 
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate) {
   TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh",
                     "geglu: approximate must be 'none' or 'tanh', got '", approximate, "'");
-  return run({gate, up, approximate == "tanh" ? "geglu_tanh" : "geglu", std::nullopt, 1, 0});
+  const auto kind = approximate == "tanh" ? GatedKind::geglu_tanh : GatedKind::geglu;
+  return run({gate, up, {kind, std::nullopt, 1, 0}});
 }
 
 const Operators operators([](Operators& o) {
@@ -94,4 +82,4 @@ const Operators operators([](Operators& o) {
                flat<gated_activation_backward_outputs>, flat<gated_activation_backward_composite>);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::gated_activation

@@ -1,4 +1,4 @@
-// Gated activations in ATen calls: what runs where no kernel does, and the double backward.
+// Gated activations in ATen calls: runs if no kernel does, and in a double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -8,16 +8,16 @@
 
 #include "csrc/ops/gated_activation/operators.h"
 
-namespace fusedops {
+namespace fusedops::gated_activation {
 namespace {
 
-// gate and up as they are, in the dtype of the formulas.
+// gate and up, unpacked, in the dtype of the formulas.
 struct Halves {
   Tensor gate, up;
 
   Halves(const Tensor& gate_, const OptionalTensor& up_) {
     const auto wide = accumulation_dtype(gate_.scalar_type());
-    gate = gate_.to(wide);  // once, or the backward would round its parts apart
+    gate = gate_.to(wide);  // only once: otherwise the backward would round its parts separately
     if (given(up_)) {
       up = up_->to(wide);
     } else {
@@ -27,7 +27,7 @@ struct Halves {
   }
 };
 
-// Both as they enter the product, g and u + offset.
+// gate and up after the limit and the offset: the product's g and u + offset.
 Halves limited(const Halves& raw, std::optional<double> limit, double up_offset) {
   auto found = raw;
   if (limit.has_value()) {
@@ -43,7 +43,7 @@ struct Gate {
   Tensor value, slope;
 };
 
-// How much of the normal distribution is below g. ONNX, for which torch traces, has no erfc.
+// The normal distribution's share below g. ONNX has no erfc, so a trace uses erf.
 Tensor normal_below(const Tensor& g) {
   if (at::tracer::impl::is_dispatch_enabled()) return (at::erf(g * std::sqrt(0.5)) + 1) * 0.5;
   return at::erfc(g * -std::sqrt(0.5)) * 0.5;
@@ -69,14 +69,15 @@ Tensor slope_of(const Tensor& g, const Tensor& value, GatedKind kind, double alp
 
 Tensor gated_activation_composite(const GatedArguments& a) {
   gated_check(a);
-  const auto [g, u] = limited(Halves(a.gate, a.up), a.limit, a.up_offset);
-  const auto y = g * value_of(g, a.kind(), a.alpha) * u;
+  const auto& [kind, limit, alpha, up_offset] = a.options;
+  const auto [g, u] = limited(Halves(a.gate, a.up), limit, up_offset);
+  const auto y = g * value_of(g, kind, alpha) * u;
   return y.to(a.gate.scalar_type()).contiguous();
 }
 
 GatedGradients gated_activation_backward_composite(const GatedBackwardArguments& a) {
-  const auto& [gate, up, name, limit, alpha, up_offset] = a.forward;
-  const auto kind = a.forward.kind();
+  const auto& [gate, up, options] = a.forward;
+  const auto& [kind, limit, alpha, up_offset] = options;
   const auto& output_mask = a.output_mask;
   const Halves raw(gate, up);
   const auto [g, u] = limited(raw, limit, up_offset);
@@ -99,4 +100,4 @@ GatedGradients gated_activation_backward_composite(const GatedBackwardArguments&
           output_mask[1] ? dup.to(up->scalar_type()).contiguous() : Tensor()};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::gated_activation

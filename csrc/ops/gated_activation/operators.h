@@ -1,8 +1,9 @@
-// Gated activations: swiglu and geglu. Formulas and shapes:
+// Declares the gated activations' operators: swiglu and geglu. Formulas and shapes:
 // fusedops/functional/gated_activation.py.
 //
-// Both share one pair of kernel operators, whose `kind` is "swiglu", "geglu" or "geglu_tanh".
-// Without up, gate is packed: gate and up lie side by side in its last dimension.
+// Both share one pair of kernel operators, whose `kind` is "swiglu", "geglu" or "geglu_tanh". With
+// a limit the kernels take a swiglu as swiglu_limited.
+// Without up, gate is packed: its last dimension holds gate and up side by side.
 #pragma once
 
 #include <array>
@@ -13,7 +14,7 @@
 #include "csrc/kernels/gated_activation.h"
 #include "csrc/ops/operator.h"
 
-namespace fusedops {
+namespace fusedops::gated_activation {
 
 // autograd.cpp: the public operators.
 
@@ -21,37 +22,46 @@ Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double
               double alpha, double up_offset);
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate);
 
-// y [up's shape], contiguous. The kernels take tensors of one dtype: the public operators have
-// converted them.
-struct GatedArguments {
-  using Signature = Tensor(In, Opt, std::string_view, std::optional<double>, double, double);
-  const Tensor& gate;
-  const OptionalTensor& up;
-  std::string_view name;
+constexpr Names<4> names_of(GatedKind) {
+  return {"kind", {"swiglu", "swiglu", "geglu", "geglu_tanh"}};
+}
+
+struct GatedOptions {
+  GatedKind kind;
   std::optional<double> limit;
   double alpha, up_offset;
 
-  GatedKind kind() const;
+  static auto fields(auto& a) { return std::tie(a.kind, a.limit, a.alpha, a.up_offset); }
 };
 
-// dgate [gate's shape, packed as gate is]; dup [up's shape]. What output_mask leaves out, and the
-// dup of a packed gate, is undefined.
+// y [up's shape], contiguous. The kernels take tensors of one dtype: the public operators have
+// converted them.
+struct GatedArguments {
+  const Tensor& gate;
+  const OptionalTensor& up;
+  GatedOptions options;
+
+  static auto fields(auto& a) { return std::tie(a.gate, a.up, a.options); }
+};
+
+// dgate [gate's shape, packed as gate is]; dup [up's shape]. Outputs not in output_mask are
+// undefined, and so is dup for a packed gate.
 using GatedGradients = std::tuple<Tensor, Tensor>;
 struct GatedBackwardArguments {
-  using Signature = GatedGradients(In, In, Opt, std::string_view, std::optional<double>, double,
-                                   double, std::array<bool, 2>);
   const Tensor& dy;
   GatedArguments forward;
   std::array<bool, 2> output_mask;
+
+  static auto fields(auto& a) { return std::tie(a.dy, a.forward, a.output_mask); }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void gated_check(const GatedArguments& a);
 Tensor gated_activation_outputs(const GatedArguments& a);
 GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a);
 
-// rows.cpp: the kernels' arguments.
+// rows.cpp: builds the kernels' arguments.
 
 // gate and up as rows of n elements; neither is empty.
 struct GatedRows {
@@ -75,4 +85,4 @@ struct GatedRows {
 Tensor gated_activation_composite(const GatedArguments& a);
 GatedGradients gated_activation_backward_composite(const GatedBackwardArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::gated_activation

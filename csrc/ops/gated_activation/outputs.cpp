@@ -1,11 +1,11 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the arguments and allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 
 #include "csrc/ops/checks.h"
 #include "csrc/ops/gated_activation/operators.h"
 
-namespace fusedops {
+namespace fusedops::gated_activation {
 namespace {
 
 void check_packed(const char* op, const Tensor& gate) {
@@ -27,7 +27,7 @@ void check_dtype(const char* name, const Tensor& t, const Tensor& gate) {
               gate.scalar_type(), " like gate, got ", describe(t));
 }
 
-// The shape of one of gate and up.
+// The shape of gate, or of its half if it is packed.
 std::vector<c10::SymInt> shape_of(const Tensor& gate, const OptionalTensor& up) {
   auto shape = gate.sym_sizes().vec();
   if (!given(up)) shape.back() = shape.back() / 2;
@@ -36,19 +36,12 @@ std::vector<c10::SymInt> shape_of(const Tensor& gate, const OptionalTensor& up) 
 
 }  // namespace
 
-GatedKind GatedArguments::kind() const {
-  if (name == "swiglu") return limit.has_value() ? GatedKind::swiglu_limited : GatedKind::swiglu;
-  if (name == "geglu") return GatedKind::geglu;
-  TORCH_INTERNAL_ASSERT(name == "geglu_tanh", "gated activation ", name);
-  return GatedKind::geglu_tanh;
-}
-
 void gated_check(const GatedArguments& a) {
-  const char* const op = a.name == "swiglu" ? "swiglu" : "geglu";
+  const auto& limit = a.options.limit;
+  const char* const op = a.options.kind == GatedKind::swiglu ? "swiglu" : "geglu";
   check_floating(op, "gate", a.gate);
   given(a.up) ? check_up(op, a.gate, *a.up) : check_packed(op, a.gate);
-  TORCH_CHECK_VALUE(!a.limit.has_value() || *a.limit >= 0, op, ": limit must be at least 0, got ",
-                    *a.limit);
+  TORCH_CHECK_VALUE(!limit || *limit >= 0, op, ": limit must be at least 0, got ", *limit);
 }
 
 Tensor gated_activation_outputs(const GatedArguments& a) {
@@ -58,7 +51,7 @@ Tensor gated_activation_outputs(const GatedArguments& a) {
 }
 
 GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a) {
-  const auto& [gate, up, name, limit, alpha, up_offset] = a.forward;
+  const auto& [gate, up, options] = a.forward;
   gated_check(a.forward);
   if (given(up)) check_dtype("up", *up, gate);
   check_dtype("dy", a.dy, gate);
@@ -69,4 +62,4 @@ GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a
           a.output_mask[1] && given(up) ? empty_contiguous(*up) : Tensor()};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::gated_activation

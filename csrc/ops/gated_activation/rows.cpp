@@ -1,11 +1,11 @@
-// Turns tensors into the kernels' arguments.
+// Builds the kernels' arguments from tensors.
 
 #include "csrc/ops/gated_activation/operators.h"
 
-namespace fusedops {
+namespace fusedops::gated_activation {
 namespace {
 
-// Elements of a row: the last dimension, or its half.
+// Returns a row's number of elements: the last dimension, or half of it if packed.
 int64_t row_size(const Tensor& gate, bool packed) {
   const int64_t n = gate.dim() == 0 ? 1 : gate.size(-1);
   return packed ? n / 2 : n;
@@ -29,10 +29,11 @@ void GatedRows::describe(GatedInput& input) const {
   input.up_stride = up.stride;
   input.rows = rows;
   input.n = n;
-  input.kind = a.kind();
-  input.limit = static_cast<float>(a.limit.value_or(0));
-  input.alpha = static_cast<float>(a.alpha);
-  input.up_offset = static_cast<float>(a.up_offset);
+  const auto& [kind, limit, alpha, up_offset] = a.options;
+  input.kind = kind == GatedKind::swiglu && limit ? GatedKind::swiglu_limited : kind;
+  input.limit = static_cast<float>(limit.value_or(0));
+  input.alpha = static_cast<float>(alpha);
+  input.up_offset = static_cast<float>(up_offset);
 }
 
 GatedForward GatedRows::forward(const Tensor& y) const {
@@ -65,4 +66,4 @@ GatedBackward GatedRows::backward(const Rows& dy, const GatedGradients& gradient
   return args;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::gated_activation

@@ -1,8 +1,7 @@
-// linear: a product with its bias and activation. Formulas and shapes:
+// Declares linear's operators: a matmul with its bias and activation. Formulas and shapes:
 // fusedops/functional/linear.py.
 //
-// z = input weight^T + bias, y = activation(z). In the kernel operators the activation is "none"
-// where there is none, and the tensors have one dtype.
+// z = input weight^T + bias, y = activation(z). The kernel operators' tensors have one dtype.
 #pragma once
 
 #include <array>
@@ -13,75 +12,84 @@
 #include "csrc/kernels/linear.h"
 #include "csrc/ops/operator.h"
 
-namespace fusedops {
+namespace fusedops::linear {
 
-// Of an activation that the checks have seen.
-inline Activation activation_of(std::string_view name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  return name == "silu" ? Activation::silu : Activation::none;
+constexpr Names<5> names_of(Activation) {
+  return {"activation", {"none", "relu", "gelu", "gelu_tanh", "silu"}, true};
 }
 
 // autograd.cpp: the public operator.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               std::optional<std::string_view> activation);
 
-// The same by the dispatcher, unless torch's lines run in any case: these go there by themselves.
+// The same through the dispatcher; if torch's own functions run anyway, it calls them directly.
 Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     std::optional<std::string_view> activation);
 
-// rule.cpp: where kernels are worth it.
+// rule.cpp: when kernels are faster.
 
 // Whether csrc/cpu's product of [rows, depth] and [depth, columns] is faster than torch's.
-// across: the second lies with its columns apart, and is transposed while it is packed.
+// across: the second operand is column-major, and is transposed while it is packed.
 bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int64_t depth,
                       bool across);
 
-// Whether the kernel operators are faster than torch's lines, by themselves or with their backward.
+// Whether the kernel operators are faster than torch's functions, alone or with their backward.
 bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool trains);
 
-// Whatever the size: a backend that was asked for by name is taken.
+// Use the kernels for every size: for a backend that a user chose by name.
 void linear_always(bool always);
-
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
-
-void linear_check(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                  std::string_view activation);
 
 // y [input's shape but the last, N], z [the same; undefined without an activation or keep_z]
 using LinearForward = std::tuple<Tensor, Tensor>;
-LinearForward linear_outputs(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             std::string_view activation, bool keep_z);
+struct LinearArguments {
+  const Tensor &input, &weight;
+  const OptionalTensor& bias;
+  Activation activation;
+  bool keep_z;
 
-// Whether a weight lies transposed in memory, as Conv1D's does: a gradient that lies likewise is
-// accumulated without a copy.
-bool lies_across(const OptionalTensor& weight);
+  static auto fields(auto& a) {
+    return std::tie(a.input, a.weight, a.bias, a.activation, a.keep_z);
+  }
+  bool keeps_z() const { return keep_z && activation != Activation::none; }
+};
 
-// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]; dweight lies in memory as a
-// weight that is given. What output_mask leaves out is undefined; dinput needs weight, dweight
-// needs input, an activation needs z.
+// dinput [dy's shape but the last, K], dweight [N, K], dbias [N]. dweight has the weight's memory
+// layout, if the weight is given. Outputs that output_mask excludes are undefined. dinput needs
+// weight, dweight needs input, an activation needs z.
 using LinearBackward = std::tuple<Tensor, Tensor, Tensor>;
-LinearBackward linear_backward_outputs(const Tensor& dy, const OptionalTensor& input,
-                                       const OptionalTensor& weight, const OptionalTensor& z,
-                                       std::string_view activation,
-                                       std::array<bool, 3> output_mask);
+struct LinearBackwardArguments {
+  const Tensor& dy;
+  const OptionalTensor &input, &weight, &z;
+  Activation activation;
+  std::array<bool, 3> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.dy, a.input, a.weight, a.z, a.activation, a.output_mask);
+  }
+};
+
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
+
+void linear_check(const LinearArguments& a);
+LinearForward linear_outputs(const LinearArguments& a);
+LinearBackward linear_backward_outputs(const LinearBackwardArguments& a);
+
+// Whether a weight is transposed in memory, as Conv1D's is: a gradient with the same layout is
+// accumulated without a copy.
+bool is_transposed(const OptionalTensor& weight);
 
 // composite.cpp: the same in ATen calls, differentiable to any order.
 
 Tensor as_rows(const Tensor& t);  // [rows, t's last dimension]
 
-Tensor activate(const Tensor& z, std::string_view activation);
-LinearForward linear_forward_composite(const Tensor& input, const Tensor& weight,
-                                       const OptionalTensor& bias, std::string_view activation,
-                                       bool keep_z);
-LinearBackward linear_backward_composite(const Tensor& dy, const OptionalTensor& input,
-                                         const OptionalTensor& weight, const OptionalTensor& z,
-                                         std::string_view activation,
-                                         std::array<bool, 3> output_mask);
-// activation'(z) dy, which is the gradient of z; and what follows from that
-Tensor activate_backward(const Tensor& dy, const OptionalTensor& z, std::string_view activation);
+Tensor activate(const Tensor& z, Activation activation);
+// Returns z's gradient: activation'(z) dy, plus dz, z's own gradient in a double backward. dy or dz
+// may be undefined.
+Tensor gradient_of_z(const Tensor& dy, const Tensor& dz, const OptionalTensor& z,
+                     Activation activation);
+LinearForward linear_forward_composite(const LinearArguments& a);
+LinearBackward linear_backward_composite(const LinearBackwardArguments& a);
 LinearBackward linear_gradients(const Tensor& dz, const OptionalTensor& input,
                                 const OptionalTensor& weight, std::array<bool, 3> output_mask);
 
-}  // namespace fusedops
+}  // namespace fusedops::linear

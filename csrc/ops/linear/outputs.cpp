@@ -1,11 +1,11 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the arguments and allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 
 #include "csrc/ops/checks.h"
 #include "csrc/ops/linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::linear {
 namespace {
 
 constexpr const char* kForward = "linear_forward";
@@ -13,43 +13,38 @@ constexpr const char* kBackward = "linear_backward";
 
 }  // namespace
 
-bool lies_across(const OptionalTensor& weight) {
+bool is_transposed(const OptionalTensor& weight) {
   return given(weight) && weight->dim() == 2 && !weight->is_contiguous() &&
          weight->t().is_contiguous();
 }
 
-void linear_check(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                  std::string_view activation) {
-  check_activation(kForward, activation);
+void linear_check(const LinearArguments& a) {
+  const auto &input = a.input, &weight = a.weight;
   check_floating(kForward, "input", input);
   TORCH_CHECK(input.dim() > 0, kForward, ": input must have a dimension, got ", describe(input));
   check_like(kForward, "weight", weight, "input", input);
   TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == input.sym_size(-1), kForward,
               ": weight must have shape [N, ", input.sym_size(-1), "] for input ",
               input.sym_sizes(), ", got ", describe(weight));
-  if (given(bias)) {
-    check_like(kForward, "bias", *bias, "input", input);
-    check_shape(kForward, "bias", *bias, {weight.sym_size(0)});
+  if (given(a.bias)) {
+    check_like(kForward, "bias", *a.bias, "input", input);
+    check_shape(kForward, "bias", *a.bias, {weight.sym_size(0)});
   }
 }
 
-LinearForward linear_outputs(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             std::string_view activation, bool keep_z) {
-  linear_check(input, weight, bias, activation);
-  const auto shape = with_last(input, weight.sym_size(0));
-  const auto make = [&] { return at::empty_symint(shape, input.options()); };
-  return {make(), keep_z && activation != "none" ? make() : Tensor()};
+LinearForward linear_outputs(const LinearArguments& a) {
+  linear_check(a);
+  const auto shape = with_last(a.input, a.weight.sym_size(0));
+  const auto make = [&] { return at::empty_symint(shape, a.input.options()); };
+  return {make(), a.keeps_z() ? make() : Tensor()};
 }
 
-LinearBackward linear_backward_outputs(const Tensor& dy, const OptionalTensor& input,
-                                       const OptionalTensor& weight, const OptionalTensor& z,
-                                       std::string_view activation,
-                                       std::array<bool, 3> output_mask) {
-  check_activation(kBackward, activation);
+LinearBackward linear_backward_outputs(const LinearBackwardArguments& a) {
+  const auto& [dy, input, weight, z, activation, output_mask] = a;
   check_floating(kBackward, "dy", dy);
   TORCH_CHECK(dy.dim() > 0, kBackward, ": dy must have a dimension, got ", describe(dy));
   TORCH_CHECK((!output_mask[0] || given(weight)) && (!output_mask[1] || given(input)) &&
-                  (activation == "none" || given(z)),
+                  (activation == Activation::none || given(z)),
               kBackward, ": dinput needs weight, dweight needs input, an activation needs z");
   const auto columns = dy.sym_size(-1);
   if (given(z)) {
@@ -67,11 +62,11 @@ LinearBackward linear_backward_outputs(const Tensor& dy, const OptionalTensor& i
     check_like(kBackward, "input", *input, "dy", dy);
     const auto depth = input->sym_size(-1);
     check_shape(kBackward, "input", *input, with_last(dy, depth));
-    dweight = lies_across(weight) ? at::empty_symint({depth, columns}, dy.options()).t()
-                                  : at::empty_symint({columns, depth}, dy.options());
+    dweight = is_transposed(weight) ? at::empty_symint({depth, columns}, dy.options()).t()
+                                    : at::empty_symint({columns, depth}, dy.options());
   }
   if (output_mask[2]) dbias = at::empty_symint({columns}, dy.options());
   return {dinput, dweight, dbias};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::linear

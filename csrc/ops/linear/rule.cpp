@@ -1,10 +1,10 @@
-// Where the kernels are faster than torch's lines, by benchmarks/operators/linear.py.
+// Decides when the kernels are faster than torch's functions, from benchmarks/operators/linear.py.
 //
-// One node for product, bias and activation costs the host less than torch's three, and one pass
-// over the product less than two: with a gradient or an activation they always win. A bare product
-// wins where csrc/cpu's is better than torch's. MKL, which has torch's in float32, is at home on
-// Intel CPUs; on AMD's we are ahead (Zen 4: by 0 to 30 %) once packing is a small part of the work.
-// In 16 bits torch's are oneDNN's.
+// One node for product, bias and activation costs the host less than torch's three nodes, and one
+// pass over the product costs less than two: with a gradient or an activation the kernels always
+// win. A bare product wins if csrc/cpu's is faster than torch's. torch uses MKL in float32, which
+// is best on Intel CPUs; on AMD CPUs ours is faster (Zen 4: by 0 to 30 %) once packing is a small
+// part of the work. In 16 bits torch uses oneDNN.
 
 #include <algorithm>
 #include <atomic>
@@ -12,7 +12,7 @@
 #include "csrc/ops/cpu_features.h"
 #include "csrc/ops/linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::linear {
 namespace {
 
 constexpr int64_t kWork = int64_t{1} << 22;  // multiply-adds
@@ -33,7 +33,7 @@ bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int6
 
 bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool trains) {
   if (always) return true;
-  if (!input.is_cpu()) return activates && !trains;  // an epilogue of cuBLASLt
+  if (!input.is_cpu()) return activates && !trains;  // cuBLASLt's epilogue
   if (activates || trains) return true;
   if (input.scalar_type() != at::kFloat || weight.dim() != 2) return false;
   if (weight.layout() != at::kStrided) return false;
@@ -44,4 +44,4 @@ bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool
   return own_product_pays(at::kFloat, rows, columns, depth, weight.stride(0) != 1);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::linear

@@ -1,4 +1,4 @@
-// The public operators: schema, autograd, and the choice between kernels and ATen calls.
+// The norm family's public operators: schemas, autograd, and the choice of kernel.
 
 #include <ATen/Functions.h>
 
@@ -7,19 +7,11 @@
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 namespace {
 
 NormForward norm_forward(const NormForwardArguments& a) {
-  return dispatch<"fusedops::norm_forward", NormForwardArguments::Signature>(
-      a.x, a.residual, a.weight, a.bias, a.dims, a.eps, a.kind.name(), a.offset, a.dropout_p,
-      a.seed);
-}
-
-NormBackward norm_backward(const NormBackwardArguments& a) {
-  return dispatch<"fusedops::norm_backward", NormBackwardArguments::Signature>(
-      a.dy, a.dh, a.h, a.weight, a.bias, a.stats, a.dims, a.kind.name(), a.offset, a.dropout_p,
-      a.seed, a.output_mask);
+  return below_autograd([&] { return call<"fusedops::norm_forward", NormForward>(a); });
 }
 
 struct NormNode {
@@ -33,11 +25,11 @@ struct NormNode {
   double offset, dropout_p;
   bool add;
 
-  static auto fields(auto& self) {
-    return std::tie(self.dims, self.eps, self.kind.value, self.offset, self.dropout_p, self.add);
+  static auto fields(auto& a) {
+    return std::tie(a.dims, a.eps, a.kind, a.offset, a.dropout_p, a.add);
   }
 
-  // grads: of y and, with a residual, of h.
+  // grads: the gradients of y and, with a residual, of h.
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 4> wanted) const {
     const auto dh = add ? optional(grads[1]) : std::nullopt;
     const bool drops = dropout_p > 0, through = grads[0].defined();
@@ -62,7 +54,7 @@ struct NormNode {
                                   {(add && wanted[1]) || (!drops && wanted[0]), drops && wanted[0],
                                    through && wanted[2], through && wanted[3]}};
     const auto [dresidual, dx, dweight, dbias] = [&] {
-      if (!at::GradMode::is_enabled()) return norm_backward(a);
+      if (!at::GradMode::is_enabled()) return call<"fusedops::norm_backward", NormBackward>(a);
       const auto acc = norm_accumulator(h);  // double backward: the formula, differentiable
       const auto [mean, rstd] = norm_statistics(acc, dims, eps, kind);
       return norm_gradients(a, acc, mean, rstd);
@@ -73,11 +65,8 @@ struct NormNode {
 };
 
 std::tuple<Tensor, Tensor> with_gradient(const NormForwardArguments& a) {
-  const auto node = make_node<FusedNode<NormNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(a.x, value_or_undefined(a.residual),
-                                                           value_or_undefined(a.weight),
-                                                           value_or_undefined(a.bias)));
-  const auto [y, h, stats] = below_autograd([&] { return norm_forward(a); });
+  const auto node = node_of<FusedNode<NormNode>>(a.x, a.residual, a.weight, a.bias);
+  const auto [y, h, stats] = norm_forward(a);
   torch::autograd::set_history(y, node);
   const bool add = given(a.residual);
   const bool through_h = add && (a.x.requires_grad() || a.residual->requires_grad());
@@ -95,7 +84,7 @@ std::tuple<Tensor, Tensor> run(const NormForwardArguments& a) {
     return {result.y.contiguous(), given(a.residual) ? result.h.contiguous() : result.h};
   }
   if (needs_gradient({a.x, a.residual, a.weight, a.bias})) return with_gradient(a);
-  auto [y, h, stats] = below_autograd([&] { return norm_forward(a); });
+  const auto [y, h, stats] = norm_forward(a);
   return {y, h};
 }
 
@@ -112,7 +101,7 @@ NormKind rms_kind(const char* op, std::string_view rounding) {
   return NormKind::rms_llama;
 }
 
-// The number of axes that normalised_shape names, which must be the last of input.
+// The number of dimensions in normalized_shape, which must be the end of input's shape.
 int64_t normalized_dims(const char* op, const Tensor& input, c10::SymIntArrayRef shape) {
   const auto dims = static_cast<int64_t>(shape.size());
   TORCH_CHECK(dims > 0, op, ": normalized_shape must name at least one dimension, got []");
@@ -122,13 +111,64 @@ int64_t normalized_dims(const char* op, const Tensor& input, c10::SymIntArrayRef
   return dims;
 }
 
-// add_* read the dimensions to normalise off the weight; without one it is the last.
+// add_* normalise as many dimensions as the weight has, or the last one without a weight.
 int64_t row_dims(const char* op, const OptionalTensor& weight) {
   if (!given(weight)) return 1;
   TORCH_CHECK(weight->dim() > 0, op, ": weight must have at least one dimension, got ",
               describe(*weight));
   return weight->dim();
 }
+
+bool is_narrow(const Tensor& t) {
+  return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
+}
+
+// Under CUDA autocast a norm runs in float32, like torch's layer_norm and rms_norm. RMSNorms that
+// torch lacks (llama's rounding, Gemma's offset) are not cast; the model's own code does that. CPU
+// autocast has no rule for norms, in torch or here.
+struct InFloat32 {
+  static constexpr bool kCudaOnly = true;
+
+  template <class Arguments>
+  static constexpr bool kAdds = std::is_same_v<std::tuple_element_t<1, Arguments>, Tensor>;
+  template <class Arguments>
+  static constexpr bool kLayer = std::is_same_v<std::tuple_element_t<3, Arguments>, OptionalTensor>;
+
+  template <class Arguments>
+  static bool torch_has(const Arguments& args) {
+    if constexpr (kLayer<Arguments>)
+      return true;
+    else
+      return std::get<std::string_view>(args) == "torch" && std::get<5>(args) == 0;  // offset
+  }
+
+  template <class Arguments>
+  static void apply(Arguments& args, c10::ScalarType, c10::DeviceType) {
+    if (!torch_has(args)) return;
+    const auto widen = [](OptionalTensor& t) {
+      if (given(t) && is_narrow(*t)) t = t->to(at::kFloat);
+    };
+    widen(std::get<2>(args));
+    if constexpr (kLayer<Arguments>) widen(std::get<3>(args));
+    auto& input = std::get<0>(args);
+    if (!kAdds<Arguments> && is_narrow(input)) input = input.to(at::kFloat);
+  }
+
+  // Normalizes a 16-bit sum again, in float32.
+  template <class Arguments>
+  static void finish(std::tuple<Tensor, Tensor>& outputs, const Arguments& args) {
+    auto& [y, h] = outputs;
+    if (!torch_has(args) || !is_narrow(y)) return;
+    const auto& weight = std::get<2>(args);
+    const auto shape = given(weight) ? weight->sym_sizes() : h.sym_sizes().slice(h.dim() - 1);
+    const auto wide = h.to(at::kFloat);
+    if constexpr (kLayer<Arguments>) {
+      y = layer_norm(wide, shape, weight, std::get<3>(args), std::get<4>(args));
+    } else {
+      y = rms_norm(wide, shape, weight, std::get<3>(args), "torch", 0);
+    }
+  }
+};
 
 }  // namespace
 
@@ -171,19 +211,22 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
 }
 
 const Operators operators([](Operators& o) {
-  o.add_public("layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None,"
-               " Tensor? bias=None, float eps=1e-05) -> Tensor",
-               layer_norm);
-  o.add_public("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None,"
-               " float? eps=None, *, str rounding='torch', float offset=0.0) -> Tensor",
-               rms_norm);
-  o.add_public("add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None,"
-               " float eps=1e-05, *, float dropout_p=0.0) -> (Tensor y, Tensor h)",
-               add_layer_norm, true);
-  o.add_public("add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=1e-06, *,"
-               " str rounding='llama', float offset=0.0, float dropout_p=0.0)"
-               " -> (Tensor y, Tensor h)",
-               add_rms_norm, true);
+  o.add_public<layer_norm, InFloat32>(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None,"
+      " Tensor? bias=None, float eps=1e-05) -> Tensor",
+      {.takes_nested = true});
+  o.add_public<rms_norm, InFloat32>(
+      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *,"
+      " str rounding='torch', float offset=0.0) -> Tensor",
+      {.takes_nested = true});
+  o.add_public<add_layer_norm, InFloat32>(
+      "add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None,"
+      " float eps=1e-05, *, float dropout_p=0.0) -> (Tensor y, Tensor h)",
+      {.random = true});
+  o.add_public<add_rms_norm, InFloat32>(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=1e-06, *,"
+      " str rounding='llama', float offset=0.0, float dropout_p=0.0) -> (Tensor y, Tensor h)",
+      {.random = true});
   o.add_kernel("norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims,"
                " float eps, str kind, float offset, float dropout_p, Tensor? seed)"
                " -> (Tensor y, Tensor h, Tensor stats)",
@@ -195,4 +238,4 @@ const Operators operators([](Operators& o) {
                flat<norm_backward_outputs>, flat<norm_backward_composite>);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

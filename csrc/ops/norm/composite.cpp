@@ -1,4 +1,4 @@
-// The norm family in ATen calls: what runs where no kernel does, and the double backward.
+// The norm family in ATen calls: runs if no kernel does, and in a double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -9,7 +9,7 @@
 
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 namespace {
 
 std::vector<int64_t> last_axes(int64_t dims) {
@@ -23,7 +23,7 @@ Tensor scale_of(const Tensor& weight, double offset, c10::ScalarType accumulatio
   return offset == 0 ? w : w + offset;
 }
 
-// [rows, n]: which elements stay. The definition is `dropout_reference`.
+// [rows, n], true for the elements that are kept. `dropout_reference` is the definition.
 Tensor dropout_mask(const Tensor& seed, c10::SymInt rows, c10::SymInt n, double p) {
   constexpr int64_t low = 0xFFFFFFFF;
   const auto options = seed.options();
@@ -50,7 +50,7 @@ Tensor dropout_mask_outputs(const Tensor& seed, c10::SymInt rows, c10::SymInt n,
   return at::empty_symint({std::move(rows), std::move(n)}, seed.options().dtype(at::kBool));
 }
 
-// x with a share p of its elements dropped, by the mask of `dropout_reference`.
+// x with dropout of probability p, by the mask of `dropout_reference`.
 Tensor norm_dropout(const Tensor& x, double p, const OptionalTensor& seed, int64_t dims) {
   if (p == 0) return x;
   c10::SymInt rows = 1, n = 1;
@@ -78,7 +78,7 @@ NormComposite norm_composite(const NormForwardArguments& a) {
   const auto h =
       given(a.residual) ? *a.residual + norm_dropout(a.x, a.dropout_p, a.seed, a.dims) : a.x;
   const auto base = norm_base_dtype(a.x, h.scalar_type(), a.weight);
-  const auto acc = norm_accumulator(h);  // once, or the backward would round its parts apart
+  const auto acc = norm_accumulator(h);  // only once: the backward would round its parts separately
   const auto accumulation = acc.scalar_type();
   const auto [mean, rstd] = norm_statistics(acc, a.dims, a.eps, a.kind);
   auto y = (mean.defined() ? acc - mean : acc) * rstd;
@@ -135,7 +135,7 @@ NormBackward norm_backward_composite(const NormBackwardArguments& a) {
   return contiguous(norm_gradients(a, norm_accumulator(a.h), mean, rstd));
 }
 
-// An operator of its own: inductor miscompiles the wrapping int64 products when it sees them.
+// The mask is an operator because inductor miscompiles the wrapping int64 products inside it.
 TORCH_LIBRARY_FRAGMENT(fusedops, m) {
   m.def("dropout_mask(Tensor seed, SymInt rows, SymInt n, float p) -> Tensor",
         {at::Tag::pt2_compliant_tag});
@@ -143,4 +143,4 @@ TORCH_LIBRARY_FRAGMENT(fusedops, m) {
 TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) { m.impl("dropout_mask", dropout_mask); }
 TORCH_LIBRARY_IMPL(fusedops, Meta, m) { m.impl("dropout_mask", dropout_mask_outputs); }
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

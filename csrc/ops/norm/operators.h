@@ -1,5 +1,5 @@
-// The norm family: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and shapes:
-// fusedops/functional/norm.py.
+// Declares the norm operators: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and
+// shapes: fusedops/functional/norm.py.
 //
 // The four share one pair of kernel operators, norm_forward and norm_backward, in which the
 // residual, the weight, the bias and the dropout are optional: a backend implements two functions.
@@ -14,19 +14,11 @@
 #include "csrc/ops/operator.h"
 #include "csrc/ops/seed.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 
-// rms_llama rounds before it multiplies. The schemas have the names.
-struct NormKind {
-  enum Value : int64_t { layer, rms, rms_llama };
-  int64_t value;
-
-  NormKind() = default;
-  NormKind(Value value) : value(value) {}
-  NormKind(std::string_view name);
-  bool operator==(Value other) const { return value == other; }
-  const char* name() const;
-};
+// rms_llama rounds before it multiplies.
+enum class NormKind : uint8_t { layer, rms, rms_llama };
+constexpr Names<3> names_of(NormKind) { return {"kind", {"layer", "rms", "rms_llama"}}; }
 
 // autograd.cpp: the public operators.
 
@@ -46,23 +38,24 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
 // stats are float64: rounded to float32, they would shift their row by up to half an ulp.
 using NormForward = std::tuple<Tensor, Tensor, Tensor>;
 struct NormForwardArguments {
-  using Signature = NormForward(In, Opt, Opt, Opt, int64_t, double, std::string_view, double,
-                                double, Opt);
   const Tensor& x;
   const OptionalTensor &residual, &weight, &bias;
-  int64_t dims;  // that are normalised, the last
+  int64_t dims;  // the last `dims` dimensions are normalised
   double eps;
   NormKind kind;
   double offset, dropout_p;
   const OptionalTensor& seed;
+
+  static auto fields(auto& a) {
+    return std::tie(a.x, a.residual, a.weight, a.bias, a.dims, a.eps, a.kind, a.offset, a.dropout_p,
+                    a.seed);
+  }
 };
 
 // dresidual [h's shape], the gradient of h: of residual, and of x without dropout;
-// dx [h's shape], of x with dropout; dweight; dbias. What output_mask leaves out is undefined.
+// dx [h's shape], of x with dropout; dweight; dbias. Outputs not in output_mask are undefined.
 using NormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 struct NormBackwardArguments {
-  using Signature = NormBackward(In, Opt, In, Opt, Opt, In, int64_t, std::string_view, double,
-                                 double, Opt, std::array<bool, 4>);
   const Tensor& dy;
   const OptionalTensor& dh;
   const Tensor& h;
@@ -73,32 +66,37 @@ struct NormBackwardArguments {
   double offset, dropout_p;
   const OptionalTensor& seed;
   std::array<bool, 4> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.dy, a.dh, a.h, a.weight, a.bias, a.stats, a.dims, a.kind, a.offset,
+                    a.dropout_p, a.seed, a.output_mask);
+  }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void norm_check(const NormForwardArguments& a);
 NormForward norm_outputs(const NormForwardArguments& a);
 NormBackward norm_backward_outputs(const NormBackwardArguments& a);
 
-// The dtype to which y is rounded, before rms_llama's product may promote it.
+// Returns the dtype to which y is rounded, before rms_llama's multiplication may promote it.
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight);
 
-// rows.cpp: the kernels' arguments.
+// rows.cpp: builds the kernels' arguments.
 
-// The tensors of a forward as rows of n elements; not empty.
+// A forward's tensors as rows of n elements; not empty.
 struct NormForwardTensors {
   NormForwardTensors(const NormForwardArguments& a, const NormForward& outputs);
 
   const NormForwardArguments& a;
   const NormForward& outputs;
   int64_t rows, n;
-  Rows x, residual;  // residual in h's dtype; x again without one
+  Rows x, residual;  // residual in h's dtype; equal to x if there is none
 
   void describe(NormForwardRows& args) const;
 };
 
-// The same of a backward. dy: a's, perhaps in another dtype.
+// A backward's tensors as rows. dy: a.dy, possibly in another dtype.
 struct NormBackwardTensors {
   NormBackwardTensors(const NormBackwardArguments& a, const Tensor& dy,
                       const NormBackward& outputs);
@@ -106,7 +104,7 @@ struct NormBackwardTensors {
   const NormBackwardArguments& a;
   const NormBackward& outputs;
   int64_t rows, n;
-  Rows dy, dh, h;  // dh in h's dtype; h again without one
+  Rows dy, dh, h;  // dh in h's dtype; equal to h if there is none
 
   void describe(NormBackwardRows& args) const;
 };
@@ -118,7 +116,7 @@ struct NormComposite {
 };
 NormComposite norm_composite(const NormForwardArguments& a);
 
-// h as what sums are made of: float32, or float64 for a float64 h
+// h in the dtype of sums: float32, or float64 for a float64 h
 Tensor norm_accumulator(const Tensor& h);
 
 // mean (undefined for RMSNorm) and rstd, with their axes kept
@@ -129,8 +127,8 @@ std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, doubl
 NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, const Tensor& mean,
                             const Tensor& rstd);
 
-// norm_forward and norm_backward by these formulas, for dtypes and devices without a kernel.
+// The kernel operators by these formulas, for dtypes and devices without a kernel.
 NormForward norm_forward_composite(const NormForwardArguments& a);
 NormBackward norm_backward_composite(const NormBackwardArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

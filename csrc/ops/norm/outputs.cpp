@@ -1,11 +1,11 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the arguments and allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 
 #include "csrc/ops/checks.h"
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 namespace {
 
 const char* operator_name(NormKind kind, bool add) {
@@ -49,7 +49,7 @@ void check_like_h(const char* name, const Tensor& t, const Tensor& h) {
               h.sym_sizes(), " like h, got ", describe(t));
 }
 
-// [rows] of a tensor whose last `dims` axes are normalised
+// Returns the number of rows of a tensor whose last `dims` axes are normalized.
 c10::SymInt row_count(const Tensor& x, int64_t dims) {
   c10::SymInt rows = 1;
   for (int64_t i = 0; i < x.dim() - dims; ++i) rows = rows * x.sym_size(i);
@@ -57,17 +57,6 @@ c10::SymInt row_count(const Tensor& x, int64_t dims) {
 }
 
 }  // namespace
-
-NormKind::NormKind(std::string_view name)
-    : value(name == "layer" ? layer
-            : name == "rms" ? rms
-                            : rms_llama) {
-  TORCH_INTERNAL_ASSERT(value != rms_llama || name == "rms_llama", "norm kind ", name);
-}
-
-const char* NormKind::name() const {
-  return value == layer ? "layer" : value == rms ? "rms" : "rms_llama";
-}
 
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight) {
   return given(weight) && weight->scalar_type() == h ? h : x.scalar_type();
@@ -122,4 +111,4 @@ NormBackward norm_backward_outputs(const NormBackwardArguments& a) {
           like(a.output_mask[3], a.bias)};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

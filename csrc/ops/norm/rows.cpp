@@ -1,8 +1,8 @@
-// Turns tensors into the kernels' arguments.
+// Builds the kernels' arguments from tensors.
 
 #include "csrc/ops/norm/operators.h"
 
-namespace fusedops {
+namespace fusedops::norm {
 
 NormForwardTensors::NormForwardTensors(const NormForwardArguments& a_, const NormForward& outputs_)
     : a(a_),
@@ -63,4 +63,4 @@ void NormBackwardTensors::describe(NormBackwardRows& args) const {
   args.dropout = dropout_of(a.dropout_p, a.seed);
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::norm

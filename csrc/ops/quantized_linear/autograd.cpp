@@ -1,76 +1,58 @@
-// The public operator: schema, autograd and autocast.
+// quantized_linear's public operator: schema, autograd and autocast.
 
 #include <ATen/Functions.h>
 
 #include <string>
 
 #include "csrc/ops/autograd.h"
-#include "csrc/ops/checks.h"
-#include "csrc/ops/linear/operators.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 namespace {
 
-template <Name name>
-QuantizedForward call(const QuantizedArguments& a, bool keep_z) {
-  const auto& [qweight, scales, zeros] = a.codes;
-  const auto& [format, n, k, group_size] = a.layout;
-  return dispatch<name, QuantizedArguments::Signature>(a.x, qweight, scales, zeros, a.bias, format,
-                                                       n, k, group_size, a.activation,
-                                                       a.input_format, a.compute, keep_z);
+QuantizedForward forward(const QuantizedArguments& a) {
+  return below_autograd(
+      [&] { return call<"fusedops::quantized_linear_forward", QuantizedForward>(a); });
 }
 
-QuantizedForward forward(const QuantizedArguments& a, bool keep_z) {
-  return call<"fusedops::quantized_linear_forward">(a, keep_z);
-}
-
-// Keeps the codes and, for the activation, z, which is an output of the node that nobody sees but
-// its own double backward. x is not kept: codes have no gradient.
+// Saves the codes and, for the activation, z, an output that only the node's own double backward
+// sees. x is not saved, because codes have no gradient.
 struct QuantizedLinearNode {
   static constexpr const char* kName = "FusedQuantizedLinearBackward";
   static constexpr size_t kInputs = 2;  // x, bias
   enum : size_t { kCodes, kScales, kZeros, kZ, kSaved };
 
-  std::string format, activation, compute;
-  c10::SymInt n, k;
-  int64_t group_size = 0;
+  QuantizedLayout layout;
+  Activation activation;
+  Compute compute;
 
-  static auto fields(auto& self) {
-    return std::tie(self.format, self.activation, self.compute, self.n, self.k, self.group_size);
-  }
+  static auto fields(auto& a) { return std::tie(a.layout, a.activation, a.compute); }
 
-  // grads: of y and, in a double backward, of z.
+  // grads: the gradients of y and, in a double backward, of z.
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(2);
-    const auto codes = saved[kCodes], scales = saved[kScales];
+    const auto qweight = saved[kCodes], scales = saved[kScales];
     const auto zeros = optional(saved[kZeros]), z = optional(saved[kZ]);
+    const QuantizedCodes codes{qweight, scales, zeros};
     const auto [dx, dbias] = [&] {
       if (!through_z && !at::GradMode::is_enabled()) {
-        return dispatch<"fusedops::quantized_linear_backward",
-                        QuantizedBackwardArguments::Signature>(grads[0], codes, scales, zeros, z,
-                                                               format, n, k, group_size, activation,
-                                                               compute, wanted);
+        return call<"fusedops::quantized_linear_backward", QuantizedBackward>(
+            QuantizedBackwardArguments{grads[0], codes, z, layout, activation, compute, wanted});
       }
-      auto dz = grads[0].defined() ? activate_backward(grads[0], z, activation) : grads[1];
-      if (grads[0].defined() && through_z) dz = dz + grads[1];
-      return quantized_gradients(dz, {{codes, scales, zeros}, {format, n, k, group_size}},
-                                 compute_of(compute), wanted);
+      const auto dz = gradient_of_z(grads[0], through_z ? grads[1] : Tensor(), z, activation);
+      return quantized_gradients(dz, {codes, layout}, compute, wanted);
     }();
     return {dx, dbias};
   }
 };
 
 Tensor with_gradient(const QuantizedArguments& a) {
-  const auto node = make_node<FusedNode<QuantizedLinearNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(a.x, value_or_undefined(a.bias)));
-  const auto [y, z] = below_autograd([&] { return forward(a, true); });
+  const auto node = node_of<FusedNode<QuantizedLinearNode>>(a.x, a.bias);
+  const auto [y, z] = forward(a);
   torch::autograd::set_history(y, node);
   if (z.defined()) torch::autograd::set_history(z, node);
-  const auto& [format, n, k, group_size] = a.layout;
-  node->backward = {std::string(format), std::string(a.activation), std::string(a.compute), n, k,
-                    group_size};
+  node->backward = {a.layout, a.activation, a.compute};
   node->saved = {saved(a.codes.qweight), saved(a.codes.scales), saved(a.codes.zeros),
                  SavedVariable(z, true)};
   return y;
@@ -86,24 +68,26 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                         std::optional<std::string_view> compute) {
   TORCH_CHECK(!needs_gradient({scales}),
               "quantized_linear: scales must not require a gradient: there is none of the weight");
+  const bool trains = needs_gradient({x, bias});
   const QuantizedArguments a{x,
                              {qweight, scales, zeros},
                              bias,
-                             {format, std::move(out_features), std::move(in_features), group_size},
-                             activation.value_or("none"),
-                             input_format.value_or("none"),
-                             compute.value_or("any"),
-                             false};
+                             {from_name<WeightFormat>(kQuantizedLinear, format),
+                              std::move(out_features), std::move(in_features), group_size},
+                             from_name<Activation>(kQuantizedLinear, activation.value_or("none")),
+                             from_name<InputFormat>(kQuantizedLinear,
+                                                    input_format.value_or("none")),
+                             from_name<Compute>(kQuantizedLinear, compute.value_or("any")),
+                             trains};
   if (needs_composite({x, bias})) return std::get<0>(quantized_linear_forward_composite(a));
-  if (needs_gradient({x, bias})) return with_gradient(a);
-  return std::get<0>(below_autograd([&] { return forward(a, false); }));
+  return trains ? with_gradient(a) : std::get<0>(forward(a));
 }
 
 QuantizedForward quantized_linear_tiles(const QuantizedArguments& a) {
-  return call<"fusedops::quantized_linear_tiles">(a, a.keep_z);
+  return call<"fusedops::quantized_linear_tiles", QuantizedForward>(a);
 }
 
-// Autocast as F.linear's. Scales stay float32.
+// Autocast casts as for F.linear. Scales stay float32.
 const Operators operators([](Operators& o) {
   const std::string weight = "Tensor qweight, Tensor scales, Tensor? zeros, ";
   const std::string layout =
@@ -129,4 +113,4 @@ const Operators operators([](Operators& o) {
                quantize_groups_outputs);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

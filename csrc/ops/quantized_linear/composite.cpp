@@ -1,5 +1,5 @@
-// quantized_linear in ATen calls: what runs where no kernel does, and the double backward. Makes
-// the dequantized weight.
+// quantized_linear in ATen calls: runs if no kernel does, and in a double backward. It dequantizes
+// the whole weight.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -7,13 +7,12 @@
 #include <cmath>
 #include <vector>
 
-#include "csrc/ops/linear/operators.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 namespace {
 
-// The codes of bytes [..., b], each of which has two: [..., 2 b]
+// The two codes of each byte: [..., b] -> [..., 2 b]
 Tensor halves(const Tensor& bytes) {
   return at::stack({at::bitwise_right_shift(bytes, 4), at::bitwise_and(bytes, 15)}, -1)
       .flatten(-2, -1);
@@ -28,7 +27,7 @@ Tensor spread(const Tensor& t, int64_t size, const c10::SymInt& n) {
       .narrow_symint(1, 0, n);
 }
 
-// Made of full tensors: data of ours behind a tensor no transform and no fake tensor takes.
+// Built with at::full, because transforms and fake tensors do not take a tensor over our own data.
 Tensor nf4_table(const at::TensorOptions& options) {
   std::vector<Tensor> values;
   for (const float value : kNf4) values.push_back(at::full({1}, value, options));
@@ -56,8 +55,8 @@ Tensor wide_weight(const QuantizedTensors& w, c10::ScalarType dtype) {
   return codes * spread(scales, w.group_size, w.k);
 }
 
-// t in the accumulation dtype, with the numbers of another one. The gradient passes through as if
-// nothing were rounded: a cast would round it as well.
+// t rounded to a dtype, in the accumulation dtype. The gradient passes through unrounded; a cast
+// would round it as well.
 Tensor rounded_to(const Tensor& t, c10::ScalarType dtype) {
   const auto wide = t.to(accumulation_dtype(t.scalar_type()));
   if (wide.scalar_type() == at::kDouble || dtype == at::kFloat) return wide;
@@ -65,14 +64,14 @@ Tensor rounded_to(const Tensor& t, c10::ScalarType dtype) {
   return wide + change.nan_to_num(0, 0, 0);  // of infinities
 }
 
-// What the operands of a product are rounded to; sums are float32 in any case.
+// The dtype to which a product's operands are rounded. Sums are always float32.
 c10::ScalarType operand_dtype(c10::ScalarType dtype, Compute compute) {
   if (compute == Compute::bf16) return at::kBFloat16;
   return compute == Compute::any ? dtype : at::kFloat;
 }
 
-// Each row of x as codes, of which the largest is its largest number's, times a step, in float32.
-// What is not finite makes its row NaN. The gradient passes through as if nothing were rounded.
+// Each row of x quantized and dequantized: its largest number gets the largest code. A row with a
+// number that is not finite becomes NaN. The gradient passes through unrounded.
 Tensor rounded_rows(const Tensor& x, InputFormat format) {
   const float most = largest_code(format);
   const auto wide = x.detach().to(at::kFloat);
@@ -98,21 +97,19 @@ Tensor dequantize_weight_composite(const DequantizeArguments& a) {
 }
 
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
-                         const OptionalTensor& bias, std::string_view input_format,
-                         Compute compute) {
+                         const OptionalTensor& bias, InputFormat input_format, Compute compute) {
   const auto dtype = x.scalar_type(), wide = accumulation_dtype(dtype);
   const auto operand = operand_dtype(dtype, compute);
-  if (operand == dtype && input_format == "none") {
+  if (operand == dtype && input_format == InputFormat::none) {
     return at::linear(x, dequantized(weight, dtype), bias);
   }
-  // Codes are bfloat16 numbers themselves: nothing rounds them, and a row's scale waits for its
-  // sum.
+  // 8-bit codes are exact in bfloat16. A scale per row multiplies the row's sum.
   const bool bytes = weight.format == WeightFormat::int8 || weight.format == WeightFormat::fp8;
   const bool a_scale_a_row = bytes && weight.scales.sym_size(1) == 1;
   const auto w =
       a_scale_a_row ? weight.qweight.to(wide) : rounded_to(wide_weight(weight, wide), operand);
-  const auto a = input_format == "none" ? rounded_to(x, operand)
-                                        : rounded_rows(x, input_format_of(input_format));
+  const auto a =
+      input_format == InputFormat::none ? rounded_to(x, operand) : rounded_rows(x, input_format);
   auto z = at::linear(a, w);
   if (a_scale_a_row) z = z * weight.scales.flatten().to(wide);
   if (given(bias)) z = z + bias->to(wide);
@@ -135,17 +132,14 @@ QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& 
 
 QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a) {
   quantized_linear_outputs(a);
-  const auto z = quantized_product(a.x, a.weight(), a.bias, a.input_format, compute_of(a.compute))
-                     .contiguous();
-  return {activate(z, a.activation), a.keep_z && a.activation != "none" ? z : Tensor()};
+  const auto z = quantized_product(a.x, a.weight(), a.bias, a.input_format, a.compute).contiguous();
+  return {activate(z, a.activation), a.keeps_z() ? z : Tensor()};
 }
 
 QuantizedBackward quantized_linear_backward_composite(const QuantizedBackwardArguments& a) {
   quantized_linear_backward_outputs(a);
-  const auto dz = activate_backward(a.dy, a.z, a.activation);
-  const auto [dx, dbias] =
-      quantized_gradients(dz, a.weight(), compute_of(a.compute), a.output_mask);
-  return {dx.defined() ? dx.contiguous() : dx, dbias};
+  const auto dz = gradient_of_z(a.dy, {}, a.z, a.activation);
+  return contiguous(quantized_gradients(dz, a.weight(), a.compute, a.output_mask));
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

@@ -1,9 +1,8 @@
-// quantized_linear: a product with a weight of codes, its bias and activation. Formats, formulas
+// quantized_linear: a product with a quantized weight, its bias and activation. Formats, formulas
 // and shapes: fusedops/functional/quantized_linear.py.
 //
-// z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. In the kernel
-// operators activation and input_format are "none" where there is none, and compute is "any" where
-// the backend chooses: operands rounded to bfloat16 or to less, sums in float32.
+// z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. With Compute::any
+// the backend chooses the operands' dtype: bfloat16 or more accurate. Sums are float32.
 #pragma once
 
 #include <array>
@@ -13,28 +12,40 @@
 
 #include "csrc/common.h"
 #include "csrc/kernels/quantized_linear.h"
-#include "csrc/ops/operator.h"
+#include "csrc/ops/linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 
-// A weight as the schemas have it.
+using linear::activate, linear::Activation, linear::as_rows, linear::gradient_of_z;
+
+inline constexpr const char* kQuantizedLinear = "quantized_linear";  // in errors
+
+constexpr Names<4> names_of(WeightFormat) { return {"format", {"int8", "int4", "nf4", "fp8"}}; }
+constexpr Names<4> names_of(Compute) { return {"compute", {"any", "exact", "bf16", "int8"}, true}; }
+constexpr Names<3> names_of(InputFormat) { return {"input_format", {"none", "int8", "fp8"}, true}; }
+
+// A weight's arguments in the schemas.
 struct QuantizedCodes {
   const Tensor &qweight, &scales;
   const OptionalTensor& zeros;
+
+  static auto fields(auto& a) { return std::tie(a.qweight, a.scales, a.zeros); }
 };
 struct QuantizedLayout {
-  std::string_view format;
+  WeightFormat format;
   c10::SymInt n, k;  // out_features, in_features
   int64_t group_size;
+
+  static auto fields(auto& a) { return std::tie(a.format, a.n, a.k, a.group_size); }
 };
 
-// A weight [n, k] as its tensors, and how to read them. Those that are checked are contiguous.
+// A weight [n, k]: checked, contiguous tensors and how to read them.
 //   int8  qweight int8 [n, k]                 scales [n, groups]    w = q s
 //   int4  qweight uint8 [n, (k + 1) / 2]      scales, zeros uint8   w = (q - z) s
 //   nf4   qweight uint8 [(n k + 1) / 2, 1]    scales [blocks]       w = kNf4[q] s
 //   fp8   qweight float8_e4m3fn [n, k]        scales [n, 1]         w = q s
-// Scales are float32; nf4's blocks are of the flat weight. Of two codes in a byte the first is the
-// high half.
+// Scales are float32; nf4's blocks are blocks of the flattened weight. The high half of a byte is
+// the first of its two codes.
 struct QuantizedTensors {
   Tensor qweight, scales;
   OptionalTensor zeros;
@@ -45,8 +56,8 @@ struct QuantizedTensors {
   QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout);
 };
 
-// autograd.cpp: the public operator. There are gradients of x and bias alone; that of an x which
-// input_format rounds is the gradient of the rounded one.
+// autograd.cpp: the public operator. Only x and bias get gradients. If input_format quantizes x,
+// its gradient is that of the quantized x.
 Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                         const OptionalTensor& zeros, const OptionalTensor& bias,
                         std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
@@ -57,80 +68,78 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
 // y [x's shape but the last, n], z [the same; undefined without an activation or keep_z]
 using QuantizedForward = std::tuple<Tensor, Tensor>;
 struct QuantizedArguments {
-  using Signature = QuantizedForward(In, In, In, Opt, Opt, std::string_view, c10::SymInt,
-                                     c10::SymInt, int64_t, std::string_view, std::string_view,
-                                     std::string_view, bool);
   const Tensor& x;
   QuantizedCodes codes;
   const OptionalTensor& bias;
   QuantizedLayout layout;
-  std::string_view activation, input_format, compute;
+  Activation activation;
+  InputFormat input_format;
+  Compute compute;
   bool keep_z;
 
+  static auto fields(auto& a) {
+    return std::tie(a.x, a.codes, a.bias, a.layout, a.activation, a.input_format, a.compute,
+                    a.keep_z);
+  }
+  bool keeps_z() const { return keep_z && activation != Activation::none; }
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
-// dx [dy's shape but the last, k], dbias [n]. What output_mask leaves out is undefined; an
-// activation needs z. compute "int8" is "any" here: dy is never quantized.
+// dx [dy's shape but the last, k], dbias [n]. Outputs not in output_mask are undefined; an
+// activation needs z. compute "int8" means "any" here: dy is never quantized.
 using QuantizedBackward = std::tuple<Tensor, Tensor>;
 struct QuantizedBackwardArguments {
-  using Signature = QuantizedBackward(In, In, In, Opt, Opt, std::string_view, c10::SymInt,
-                                      c10::SymInt, int64_t, std::string_view, std::string_view,
-                                      std::array<bool, 2>);
   const Tensor& dy;
   QuantizedCodes codes;
   const OptionalTensor& z;
   QuantizedLayout layout;
-  std::string_view activation, compute;
+  Activation activation;
+  Compute compute;
   std::array<bool, 2> output_mask;
 
+  static auto fields(auto& a) {
+    return std::tie(a.dy, a.codes, a.z, a.layout, a.activation, a.compute, a.output_mask);
+  }
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
-// The weight, [n, k] of a floating dtype.
+// The dequantized weight, [n, k] of a floating dtype.
 struct DequantizeArguments {
-  using Signature = Tensor(In, In, Opt, std::string_view, c10::SymInt, c10::SymInt, int64_t,
-                           c10::ScalarType);
   QuantizedCodes codes;
   QuantizedLayout layout;
   c10::ScalarType dtype;
 
+  static auto fields(auto& a) { return std::tie(a.codes, a.layout, a.dtype); }
   QuantizedTensors weight() const { return {codes, layout}; }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
-WeightFormat weight_format(std::string_view name, const char* op = "quantized_linear");
-Compute compute_of(std::string_view name);
-InputFormat input_format_of(std::string_view name);
-
-// Integer products need integers on both sides.
-void check_quantized_input(const QuantizedTensors& weight, std::string_view input_format,
-                           Compute compute);
-
-// quantized_linear_tiles is the same operator once more: what the forward of csrc/cuda calls for
-// more rows than it multiplies itself.
+// quantized_linear_tiles has the same arguments: csrc/cuda's forward calls it for more rows than it
+// multiplies itself.
 QuantizedForward quantized_linear_tiles(const QuantizedArguments& a);
 QuantizedForward quantized_linear_outputs(const QuantizedArguments& a);
 QuantizedBackward quantized_linear_backward_outputs(const QuantizedBackwardArguments& a);
 Tensor dequantize_weight_outputs(const DequantizeArguments& a);
 
-// Codes, scales [groups] and, of int4, zeros uint8 [groups] of float32 groups [groups, size]. Codes
-// are int8 or float8_e4m3fn [groups, size], of 4 bits uint8 [groups, size / 2]. shares: of the
-// scale that covers a group, those that are tried in 4 bits. Has a kernel on CPUs alone: elsewhere
-// the reference makes the same bytes.
+// Quantizes float32 groups [groups, size] to codes, scales [groups] and, for int4, zeros uint8
+// [groups]. Codes are int8 or float8_e4m3fn [groups, size], 4-bit codes uint8 [groups, size / 2].
+// shares: the fractions of a group's largest scale that are tried in 4 bits. Only CPUs have a
+// kernel; elsewhere the reference makes the same bytes.
 using QuantizedGroups = std::tuple<Tensor, Tensor, Tensor>;
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares);
 
-// way.cpp: which kernel of a GPU has so many rows, and that in words.
+// way.cpp: which GPU kernel runs for a number of rows, as an enum and in words.
 //
-//   gemv     csrc/cuda: codes become float32 in registers
-//   split    fusedops/triton: tiles of a few rows, whose depth several programs share
+//   gemv     csrc/cuda: codes are decoded to float32 in registers
+//   split    fusedops/triton: tiles of a few rows; several programs share the depth
 //   tiles    fusedops/triton: tiles of many rows
-//   scratch  the weight becomes bfloat16 in memory for one call, and torch multiplies
+//   scratch  the weight is dequantized to bfloat16 for one call, and torch multiplies it
 enum class GpuWay : uint8_t { gemv, split, tiles, scratch };
-GpuWay gpu_way(int64_t rows, std::string_view input_format, std::string_view compute);
+constexpr Names<4> names_of(GpuWay) { return {"kernel", {"gemv", "split", "tiles", "scratch"}}; }
+
+GpuWay gpu_way(int64_t rows, InputFormat input_format, Compute compute);
 std::string quantized_linear_way(int64_t rows, std::string_view input_format,
                                  std::string_view compute);
 std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
@@ -143,9 +152,8 @@ Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype);
 
 // z, in x's dtype
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
-                         const OptionalTensor& bias, std::string_view input_format,
-                         Compute compute);
-// The gradients of x and bias that follow from z's.
+                         const OptionalTensor& bias, InputFormat input_format, Compute compute);
+// Returns the gradients of x and bias, from z's.
 QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
                                       Compute compute, std::array<bool, 2> output_mask);
 
@@ -153,4 +161,4 @@ QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a)
 QuantizedBackward quantized_linear_backward_composite(const QuantizedBackwardArguments& a);
 Tensor dequantize_weight_composite(const DequantizeArguments& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

@@ -1,4 +1,4 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the arguments and allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 
@@ -7,16 +7,14 @@
 #include "csrc/ops/checks.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 namespace {
-
-constexpr const char* kOp = "quantized_linear";
 
 void check_part(const Tensor& t, const char* name, c10::ScalarType dtype,
                 const std::vector<c10::SymInt>& shape, const Tensor& qweight) {
-  check_same_device(kOp, name, t, "qweight", qweight);
-  TORCH_CHECK(t.scalar_type() == dtype && t.sym_sizes().equals(shape), kOp, ": ", name, " must be ",
-              describe(dtype, shape), ", got ", describe(t));
+  check_same_device(kQuantizedLinear, name, t, "qweight", qweight);
+  TORCH_CHECK(t.scalar_type() == dtype && t.sym_sizes().equals(shape), kQuantizedLinear, ": ", name,
+              " must be ", describe(dtype, shape), ", got ", describe(t));
 }
 
 c10::ScalarType code_dtype(WeightFormat format) {
@@ -41,105 +39,75 @@ std::vector<c10::SymInt> scale_shape(const QuantizedTensors& w) {
 }
 
 void check_weight(const QuantizedTensors& w) {
-  TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.group_size > 0, kOp,
+  TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.group_size > 0, kQuantizedLinear,
               ": out_features and in_features must not be negative and group_size not below 1, "
               "got ",
               w.n, ", ", w.k, " and ", w.group_size);
-  TORCH_CHECK(w.format != WeightFormat::nf4 || w.group_size == kNf4Block, kOp,
+  TORCH_CHECK(w.format != WeightFormat::nf4 || w.group_size == kNf4Block, kQuantizedLinear,
               ": group_size of nf4 must be ", kNf4Block, ", got ", w.group_size);
-  TORCH_CHECK(w.format != WeightFormat::int4 || w.group_size % 2 == 0, kOp,
+  TORCH_CHECK(w.format != WeightFormat::int4 || w.group_size % 2 == 0, kQuantizedLinear,
               ": group_size of int4 must be even, as two codes of a group are a byte, got ",
               w.group_size);
   check_part(w.qweight, "qweight", code_dtype(w.format), code_shape(w), w.qweight);
   check_part(w.scales, "scales", at::kFloat, scale_shape(w), w.qweight);
-  TORCH_CHECK(given(w.zeros) == (w.format == WeightFormat::int4), kOp,
+  TORCH_CHECK(given(w.zeros) == (w.format == WeightFormat::int4), kQuantizedLinear,
               ": int4 has zeros, and no other format");
   if (given(w.zeros)) check_part(*w.zeros, "zeros", at::kByte, scale_shape(w), w.qweight);
 }
 
 void check_features(const char* name, const Tensor& t, const c10::SymInt& n,
                     const QuantizedTensors& w) {
-  check_floating(kOp, name, t);
-  check_same_device(kOp, name, t, "qweight", w.qweight);
-  TORCH_CHECK(t.dim() > 0 && t.sym_size(-1) == n, kOp, ": ", name, " must have shape [..., ", n,
-              "], got ", describe(t));
+  check_floating(kQuantizedLinear, name, t);
+  check_same_device(kQuantizedLinear, name, t, "qweight", w.qweight);
+  TORCH_CHECK(t.dim() > 0 && t.sym_size(-1) == n, kQuantizedLinear, ": ", name,
+              " must have shape [..., ", n, "], got ", describe(t));
 }
 
 Tensor empty_rows(const Tensor& like, const c10::SymInt& n) {
   return at::empty_symint(with_last(like, n), like.options());
 }
 
+// Integer products need integers on both sides.
+void check_operands(const QuantizedTensors& weight, InputFormat input_format, Compute compute) {
+  if (compute != Compute::int8) return;
+  TORCH_CHECK_VALUE(input_format == InputFormat::int8, kQuantizedLinear,
+                    ": compute='int8' multiplies codes: it needs input_format='int8'");
+  TORCH_CHECK_VALUE(weight.format == WeightFormat::int8 || weight.format == WeightFormat::int4,
+                    kQuantizedLinear, ": compute='int8' needs a weight of integers, int8 or int4");
+}
+
 }  // namespace
-
-WeightFormat weight_format(std::string_view name, const char* op) {
-  if (name == "int8") return WeightFormat::int8;
-  if (name == "int4") return WeightFormat::int4;
-  if (name == "nf4") return WeightFormat::nf4;
-  TORCH_CHECK_VALUE(name == "fp8", op, ": format must be 'int8', 'int4', 'nf4' or 'fp8', got '",
-                    name, "'");
-  return WeightFormat::fp8;
-}
-
-Compute compute_of(std::string_view name) {
-  if (name == "any") return Compute::any;
-  if (name == "exact") return Compute::exact;
-  if (name == "bf16") return Compute::bf16;
-  TORCH_CHECK_VALUE(name == "int8", kOp, ": compute must be None, 'exact', 'bf16' or 'int8', got '",
-                    name, "'");
-  return Compute::int8;
-}
-
-InputFormat input_format_of(std::string_view name) {
-  if (name == "none") return InputFormat::none;
-  if (name == "int8") return InputFormat::int8;
-  TORCH_CHECK_VALUE(name == "fp8", kOp, ": input_format must be None, 'int8' or 'fp8', got '", name,
-                    "'");
-  return InputFormat::fp8;
-}
 
 QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout)
     : qweight(codes.qweight.contiguous()),
       scales(codes.scales.contiguous()),
       zeros(given(codes.zeros) ? OptionalTensor(codes.zeros->contiguous()) : std::nullopt),
-      format(weight_format(layout.format)),
+      format(layout.format),
       n(layout.n),
       k(layout.k),
       group_size(layout.group_size) {
   check_weight(*this);
 }
 
-void check_quantized_input(const QuantizedTensors& weight, std::string_view input_format,
-                           Compute compute) {
-  const auto rounds = input_format_of(input_format);
-  if (compute != Compute::int8) return;
-  TORCH_CHECK_VALUE(rounds == InputFormat::int8, kOp,
-                    ": compute='int8' multiplies codes: it needs input_format='int8'");
-  TORCH_CHECK_VALUE(weight.format == WeightFormat::int8 || weight.format == WeightFormat::int4, kOp,
-                    ": compute='int8' needs a weight of integers, int8 or int4");
-}
-
 QuantizedForward quantized_linear_outputs(const QuantizedArguments& a) {
   const auto weight = a.weight();
-  check_activation(kOp, a.activation);
-  check_quantized_input(weight, a.input_format, compute_of(a.compute));
+  check_operands(weight, a.input_format, a.compute);
   check_features("x", a.x, weight.k, weight);
   if (given(a.bias)) {
-    check_like(kOp, "bias", *a.bias, "x", a.x);
-    check_shape(kOp, "bias", *a.bias, {weight.n});
+    check_like(kQuantizedLinear, "bias", *a.bias, "x", a.x);
+    check_shape(kQuantizedLinear, "bias", *a.bias, {weight.n});
   }
-  return {empty_rows(a.x, weight.n),
-          a.keep_z && a.activation != "none" ? empty_rows(a.x, weight.n) : Tensor()};
+  return {empty_rows(a.x, weight.n), a.keeps_z() ? empty_rows(a.x, weight.n) : Tensor()};
 }
 
 QuantizedBackward quantized_linear_backward_outputs(const QuantizedBackwardArguments& a) {
   const auto weight = a.weight();
-  check_activation(kOp, a.activation);
-  compute_of(a.compute);
   check_features("dy", a.dy, weight.n, weight);
-  TORCH_CHECK(a.activation == "none" || given(a.z), kOp, ": the gradient of an activation needs z");
+  TORCH_CHECK(a.activation == Activation::none || given(a.z), kQuantizedLinear,
+              ": the gradient of an activation needs z");
   if (given(a.z)) {
-    check_like(kOp, "z", *a.z, "dy", a.dy);
-    check_shape(kOp, "z", *a.z, a.dy.sym_sizes().vec());
+    check_like(kQuantizedLinear, "z", *a.z, "dy", a.dy);
+    check_shape(kQuantizedLinear, "z", *a.z, a.dy.sym_sizes().vec());
   }
   return {a.output_mask[0] ? empty_rows(a.dy, weight.k) : Tensor(),
           a.output_mask[1] ? at::empty_symint({weight.n}, a.dy.options()) : Tensor()};
@@ -155,7 +123,7 @@ Tensor dequantize_weight_outputs(const DequantizeArguments& a) {
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares) {
   constexpr const char* op = "quantize_groups";
-  const auto kind = weight_format(format, op);
+  const auto kind = from_name<WeightFormat>(op, format);
   const bool four_bits = kind == WeightFormat::int4 || kind == WeightFormat::nf4;
   TORCH_CHECK(groups.scalar_type() == at::kFloat && groups.dim() == 2, op,
               ": groups must be float32 [groups, size], got ", describe(groups));
@@ -172,4 +140,4 @@ QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view f
           kind == WeightFormat::int4 ? at::empty_symint({count}, bytes) : Tensor()};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

@@ -1,45 +1,46 @@
-// Which kernel of a GPU multiplies how many rows: the one place that says so.
+// Chooses a GPU's kernel by the number of rows; nothing else chooses it.
 //
 // The limits are reasoned, not measured: nothing here has run on a GPU. Each must be measured, for
-// every format, as the number of rows from which the next way is faster, at n and k of 4096 and
+// every format, as the number of rows from which the next kernel is faster, at n and k of 4096 and
 // more. `python -m benchmarks quantized_linear` has rows on both sides of each.
 
 #include "csrc/ops/quantized_linear/operators.h"
 
-namespace fusedops {
+namespace fusedops::quantized_linear {
 namespace {
 
-// Beyond kGemvRows, multiplications by rows in float32 take longer than the codes from memory: gemv
-// against split at 1, 2, 4 and 8 rows.
-// Beyond, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and 128 rows.
+// Beyond kGemvRows, float32 multiplications take longer than loading the codes: gemv against split
+// at 1, 2, 4 and 8 rows.
+// Beyond this, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and 128
+// rows.
 constexpr int64_t kSplitRows = 64;
-// Beyond, codes become numbers so often that once is cheaper, with a write and a read of 2 bytes an
-// element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
+// Beyond this, codes are decoded so often that decoding once is cheaper, at a write and a read of 2
+// bytes per element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
 constexpr int64_t kTileRows = 1024;
 
 }  // namespace
 
-GpuWay gpu_way(int64_t rows, std::string_view input_format, std::string_view compute) {
+GpuWay gpu_way(int64_t rows, InputFormat input_format, Compute compute) {
   if (rows <= kGemvRows) return GpuWay::gemv;
   if (rows <= kSplitRows) return GpuWay::split;
-  // Scratch is bfloat16, of which "exact" knows nothing; codes by codes need none.
-  const bool narrow = compute == "any" || compute == "bf16";
-  return rows <= kTileRows || !narrow || input_format != "none" ? GpuWay::tiles : GpuWay::scratch;
+  // Scratch is bfloat16, which "exact" does not allow; products of two codes need no scratch.
+  const bool narrow = compute == Compute::any || compute == Compute::bf16;
+  const bool tiles = rows <= kTileRows || !narrow || input_format != InputFormat::none;
+  return tiles ? GpuWay::tiles : GpuWay::scratch;
 }
 
 std::string quantized_linear_way(int64_t rows, std::string_view input_format,
                                  std::string_view compute) {
-  switch (gpu_way(rows, input_format, compute)) {
-    case GpuWay::gemv: return "gemv";
-    case GpuWay::split: return "split";
-    case GpuWay::tiles: return "tiles";
-    default: return "scratch";
-  }
+  return std::string(to_name(gpu_way(rows, from_name<InputFormat>(kQuantizedLinear, input_format),
+                                     from_name<Compute>(kQuantizedLinear, compute))));
 }
 
 std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
-                                      int64_t group_size, int64_t rows,
-                                      std::string_view input_format, std::string_view compute) {
+                                      int64_t group_size, int64_t rows, std::string_view input_name,
+                                      std::string_view compute_name) {
+  const auto kind = from_name<WeightFormat>(kQuantizedLinear, format);
+  const auto input_format = from_name<InputFormat>(kQuantizedLinear, input_name);
+  const auto compute = from_name<Compute>(kQuantizedLinear, compute_name);
   const auto way = gpu_way(rows, input_format, compute);
   if (way == GpuWay::gemv) {
     return "a CUDA C++ kernel, whose codes become float32 in registers, of at most " +
@@ -50,13 +51,15 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
            std::to_string(n * k * 2 >> 20) + " MiB, and torch multiplies it, from " +
            std::to_string(kTileRows + 1) + " rows of input on";
   }
-  const bool integers =
-      input_format == "int8" && format == "int8" && group_size >= k && k <= kMostIntegers;
-  const bool e4m3 = input_format == "fp8" && format == "fp8" && compute != "exact";
+  const bool integers = input_format == InputFormat::int8 && kind == WeightFormat::int8 &&
+                        group_size >= k && k <= kMostIntegers;
+  const bool e4m3 =
+      input_format == InputFormat::fp8 && kind == WeightFormat::fp8 && compute != Compute::exact;
+  const bool wide = compute == Compute::exact || compute == Compute::int8;
   const std::string operand = integers ? "int8"
                               : e4m3   ? "float8_e4m3fn (before sm_89 bfloat16)"
-                              : compute == "exact" || compute == "int8" ? "float32"
-                                                                        : "bfloat16";
+                              : wide   ? "float32"
+                                       : "bfloat16";
   const std::string how = "a Triton kernel, whose tiles multiply " + operand;
   if (way == GpuWay::split) {
     return how + " and share their depth where there are few, of at most " +
@@ -65,4 +68,4 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
   return how + ", from " + std::to_string(kSplitRows + 1) + " rows of input on";
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::quantized_linear

@@ -1,20 +1,17 @@
-// The public operator: schema, autograd, and the choice between kernels and ATen calls. Autocast
-// has no rule for it, as it has none for the products and the sum.
+// The public operator: schema, autograd, and the choice between kernels and ATen calls. It has no
+// autocast rule, because its products and sum have none in torch.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 namespace {
 
 RotaryPair rotary_forward(const RotaryForward& a) {
-  return dispatch<"fusedops::rotary_forward", RotaryForward::Signature>(a.q, a.k, a.table.cos,
-                                                                        a.table.sin,
-                                                                        a.table.unsqueeze_dim,
-                                                                        a.table.interleaved);
+  return below_autograd([&] { return call<"fusedops::rotary_forward", RotaryPair>(a); });
 }
 
-// Keeps cos and sin alone: the rotation is linear in q and k.
+// Saves only cos and sin: the rotation is linear in q and k.
 struct RotaryNode {
   static constexpr const char* kName = "FusedRotaryBackward";
   static constexpr size_t kInputs = 2;  // q, k
@@ -24,31 +21,24 @@ struct RotaryNode {
   bool interleaved;
   c10::ScalarType dtype;  // of q and k
 
-  static auto fields(auto& self) {
-    return std::tie(self.unsqueeze_dim, self.interleaved, self.dtype);
-  }
+  static auto fields(auto& a) { return std::tie(a.unsqueeze_dim, a.interleaved, a.dtype); }
 
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
     const auto dq = wanted[0] ? optional(grads[0]) : std::nullopt;
     const auto dk = wanted[1] ? optional(grads[1]) : std::nullopt;
     if (!dq && !dk) return variable_list(2);
     const auto cos = saved[kCos], sin = saved[kSin];
-    const auto [q, k] = [&] {
-      if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
-        return rotary_backward_formula({dq, dk, {cos, sin, unsqueeze_dim, interleaved}, dtype});
-      }
-      return dispatch<"fusedops::rotary_backward", RotaryBackward::Signature>(dq, dk, cos, sin,
-                                                                              unsqueeze_dim,
-                                                                              interleaved, dtype);
-    }();
+    const RotaryBackward a{dq, dk, {cos, sin, unsqueeze_dim, interleaved}, dtype};
+    const auto [q, k] = at::GradMode::is_enabled()  // double backward: the formula, differentiable
+                            ? rotary_backward_formula(a)
+                            : call<"fusedops::rotary_backward", RotaryPair>(a);
     return {q, k};
   }
 };
 
 RotaryPair with_gradient(const RotaryForward& a) {
-  const auto node = make_node<FusedNode<RotaryNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(a.q, a.k));
-  const auto [q, k] = below_autograd([&] { return rotary_forward(a); });
+  const auto node = node_of<FusedNode<RotaryNode>>(a.q, a.k);
+  const auto [q, k] = rotary_forward(a);
   const variable_list outputs{a.q.requires_grad() ? q : Tensor(),
                               a.k.requires_grad() ? k : Tensor()};
   torch::autograd::set_history(outputs, node);
@@ -68,7 +58,7 @@ RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos,
     return rotary_formula(a);
   }
   if (needs_gradient({q, k})) return with_gradient(a);
-  return below_autograd([&] { return rotary_forward(a); });
+  return rotary_forward(a);
 }
 
 const Operators operators([](Operators& o) {
@@ -85,4 +75,4 @@ const Operators operators([](Operators& o) {
                flat<rotary_backward_outputs>, flat<rotary_backward_composite>);
 });
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

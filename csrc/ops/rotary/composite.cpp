@@ -1,11 +1,11 @@
-// The rotary embedding in ATen calls: what runs where no kernel does, and the double backward.
+// The rotary embedding in ATen calls: runs if no kernel does, and in a double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 namespace {
 
 // (a, b) -> (-b, a)
@@ -18,7 +18,7 @@ Tensor quarter_turn(const Tensor& x, bool interleaved) {
   return at::stack({-pairs[1], pairs[0]}, -1).flatten(-2);
 }
 
-// cos and sin as they are broadcast, in the dtype of the formulas.
+// cos and sin, unsqueezed to broadcast, in the dtype of the formulas.
 struct Table {
   Tensor cos, sin;
   bool interleaved;
@@ -34,7 +34,7 @@ struct Table {
   }
 };
 
-// The first elements of each head by f, the others as they are.
+// f of each head's rotated elements; the other elements are copied.
 template <class Function>
 Tensor of_heads(const Tensor& x, const Table& table, c10::ScalarType dtype, const Function& f) {
   const auto n = table.cos.sym_size(-1), past = x.sym_size(-1) - n;
@@ -83,4 +83,4 @@ RotaryPair rotary_backward_composite(const RotaryBackward& a) {
   return outputs;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

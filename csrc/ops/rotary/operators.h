@@ -1,6 +1,7 @@
-// The rotary embedding of q and k. Formulas and shapes: fusedops/functional/rotary.py.
+// Declares the rotary embedding's operators, for q and k together. Formulas and shapes:
+// fusedops/functional/rotary.py.
 //
-// The backward is the transposed rotation of the gradients, and so the same kernel.
+// The backward is the transposed rotation of the gradients, so it uses the same kernel.
 #pragma once
 
 #include <tuple>
@@ -9,7 +10,7 @@
 #include "csrc/kernels/rotary.h"
 #include "csrc/ops/operator.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 
 using RotaryPair = std::tuple<Tensor, Tensor>;  // of q and of k
 
@@ -18,47 +19,51 @@ using RotaryPair = std::tuple<Tensor, Tensor>;  // of q and of k
 RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                             int64_t unsqueeze_dim, bool interleaved);
 
-// What q and k are rotated by, and how they go with it.
+// The rotation of q and k: its cosines and sines, and how they are broadcast.
 struct RotaryTable {
   const Tensor &cos, &sin;
   int64_t unsqueeze_dim;
   bool interleaved;
+
+  static auto fields(auto& a) { return std::tie(a.cos, a.sin, a.unsqueeze_dim, a.interleaved); }
 };
 
-// Both [their shape], with heads inside the sequence or the sequence inside heads, as they have it.
+// The rotated q and k [their shapes], with their memory order of heads and sequence.
 struct RotaryForward {
-  using Signature = RotaryPair(In, In, In, In, int64_t, bool);
   const Tensor &q, &k;
   RotaryTable table;
+
+  static auto fields(auto& a) { return std::tie(a.q, a.k, a.table); }
 };
 
-// dq and dk in q's dtype, laid out as what came in. What did not come in is undefined.
+// dq and dk in q's dtype and the gradients' memory layout; undefined if the gradient is.
 struct RotaryBackward {
-  using Signature = RotaryPair(Opt, Opt, In, In, int64_t, bool, c10::ScalarType);
   const OptionalTensor &dq, &dk;
   RotaryTable table;
   c10::ScalarType dtype;
+
+  static auto fields(auto& a) { return std::tie(a.dq, a.dk, a.table, a.dtype); }
 };
 
-// outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
+// outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
-// Raises where q and k cannot be rotated.
+// Raises if q and k cannot be rotated.
 void rotary_check(const RotaryForward& a);
 RotaryPair rotary_outputs(const RotaryForward& a);
 RotaryPair rotary_backward_outputs(const RotaryBackward& a);
 
-// Whether the kernels take them: cos is broadcast over q and k, not these over cos.
+// Whether the kernels take q and k: they broadcast cos over q and k, but not q and k over cos.
 bool rotary_has_kernel(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table);
 
-// The dtype of a rotated x.
+// Returns the dtype of x after rotation.
 c10::ScalarType rotary_dtype(c10::ScalarType x, const RotaryTable& table);
 
-// The dimension of x that cos, unsqueezed, is broadcast over.
+// Returns the dimension of x over which cos is broadcast after unsqueezing.
 int64_t rotary_head_dim(const Tensor& x, const RotaryTable& table);
 
-// rows.cpp: the kernels' arguments.
+// rows.cpp: builds the kernels' arguments.
 
-// Tensors that the kernels can read, as arguments; these point into them. None is empty.
+// The kernels' arguments, and the tensors that they point into. No tensor is empty.
 class RotaryRows {
  public:
   RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table,
@@ -72,12 +77,12 @@ class RotaryRows {
 
 // composite.cpp: the formulas in ATen calls.
 
-// Differentiable to any order, of any shapes that broadcast.
+// Differentiable to any order, for any shapes that broadcast.
 RotaryPair rotary_formula(const RotaryForward& a);
 RotaryPair rotary_backward_formula(const RotaryBackward& a);
 
-// The same, laid out as the kernels' outputs are.
+// The same, with the memory layout of the kernels' outputs.
 RotaryPair rotary_composite(const RotaryForward& a);
 RotaryPair rotary_backward_composite(const RotaryBackward& a);
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

@@ -1,4 +1,4 @@
-// Checks of the arguments, and the outputs that the kernels fill.
+// Checks the arguments and allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 
@@ -7,17 +7,17 @@
 #include "csrc/ops/checks.h"
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 namespace {
 
 constexpr const char* kOp = "rotary_embedding";
 
-// How far from its end the unsqueezed cos has the dimension of heads: 2 or more.
+// The heads' dimension of the unsqueezed cos, counted from its end: 2 or more.
 int64_t from_end(const Tensor& cos, int64_t unsqueeze_dim) {
   return unsqueeze_dim < 0 ? -unsqueeze_dim : cos.dim() + 1 - unsqueeze_dim;
 }
 
-// Whether the size of cos unsqueezed in dimension `-end` goes with x's.
+// Whether `goes` holds for each size of x and of the unsqueezed cos, except the heads'.
 template <class Compare>
 bool all_sizes(const Tensor& x, const Tensor& cos, int64_t heads, const Compare& goes) {
   for (int64_t end = 2; end <= std::min(x.dim(), cos.dim() + 1); ++end) {
@@ -64,7 +64,7 @@ bool has_kernel(const Tensor& x, const Tensor& cos, int64_t unsqueeze_dim) {
              [](const c10::SymInt& a, const c10::SymInt& b) { return b == a || b == 1; });
 }
 
-// Whether q and k differ in heads and in their width alone.
+// Whether q and k differ only in heads and width.
 bool like(const Tensor& q, const Tensor& k, int64_t heads) {
   if (k.dim() != q.dim() || k.scalar_type() != q.scalar_type()) return false;
   for (int64_t d = 0; d < q.dim() - 1; ++d) {
@@ -73,8 +73,7 @@ bool like(const Tensor& q, const Tensor& k, int64_t heads) {
   return true;
 }
 
-// [x's shape], contiguous, or with heads and sequence changing places in memory where x has them
-// so.
+// [x's shape], contiguous, or with heads and sequence swapped in memory if x has them swapped.
 Tensor empty_like(const Tensor& x, int64_t heads, c10::ScalarType dtype) {
   const int64_t seq = heads == x.dim() - 2 ? heads - 1 : x.dim() - 2;
   if (seq < 0 || (x.sym_stride(heads) < x.sym_stride(seq)) == (heads > seq)) {
@@ -140,4 +139,4 @@ RotaryPair rotary_backward_outputs(const RotaryBackward& a) {
   return {of(a.dq), of(a.dk)};
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

@@ -1,11 +1,11 @@
-// Turns tensors into the kernels' arguments.
+// Builds the kernels' arguments from tensors.
 
 #include "csrc/ops/rotary/operators.h"
 
-namespace fusedops {
+namespace fusedops::rotary {
 namespace {
 
-// Where x's dimensions are; -1 where it has none of the kind.
+// The indices of x's dimensions; -1 for a dimension that x lacks.
 struct Dimensions {
   int64_t batch, head, seq;
 
@@ -28,7 +28,7 @@ Tensor with_contiguous_rows(const Tensor& x) {
   return x.size(-1) == 1 || x.stride(-1) == 1 ? x : x.contiguous();
 }
 
-// Strides of what is broadcast over x.
+// The strides of a table that is broadcast over x.
 RotaryStrides table_strides(const Tensor& table) {
   const auto stride = [&](int64_t end) {
     return table.dim() < end || table.size(-end) == 1 ? 0 : table.stride(-end);
@@ -75,4 +75,4 @@ RotaryRows::RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const R
   a.transposed = transposed;
 }
 
-}  // namespace fusedops
+}  // namespace fusedops::rotary

@@ -1,6 +1,6 @@
 """Integration with transformers: quantized weights, and a callback for its Trainer.
 
-Each is imported on first use, because the Trainer's modules take seconds to import.
+Both are imported on first use, because the Trainer's modules take seconds to import.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 from_pretrained creates a model without memory, lets the quantizer change it, and reads the
 checkpoint. Each float weight is quantized when it is read, so only one layer's floats are in memory
-at a time. Codes are loaded as they are.
+at a time. Codes are loaded unchanged.
 """
 
 import copy
@@ -34,9 +34,9 @@ class QuantizationConfig(QuantizationConfigMixin):
     """Makes from_pretrained quantize a model as `fusedops.quantize` does.
 
     The arguments are those of `fusedops.quantize`. They are stored in the model's config and in
-    what save_pretrained writes. After loading, skip also lists other modules that stay in floats: a
-    head that the checkpoint lacked, or had in another shape. Raises ValueError for an invalid
-    format or option, and TypeError for a skip that is not a list.
+    what save_pretrained writes. After loading, skip also lists other modules that were not
+    quantized: a head that the checkpoint lacked or that had another shape there. Raises ValueError
+    for an invalid format or option, and TypeError if skip is not a list.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class Quantize(ConversionOps):
 
 
 def _put(model: nn.Module, path: str, layer: Any) -> None:
-    """A layer in place of the linear at a path, whose bias may have been loaded before."""
+    """Replaces the linear at a path with a layer, and keeps its bias, which may be loaded."""
     linear: Any = model.get_submodule(path)
     if linear is not layer:
         layer.bias = linear.bias
-    setattr(layer, INITIALIZED, True)  # a model would draw its weight, which are codes
+    setattr(layer, INITIALIZED, True)  # else the model would draw random values for its weight
     model.set_submodule(path, layer)
 
 
@@ -176,8 +176,9 @@ def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]
 
 def _check_loaded(path: str, layer: QuantizedLinear) -> None:
     """Raises ValueError if codes are missing. A missing bias becomes zeros."""
-    here = [(name, t) for name, t in layer.named_buffers() if not t.is_meta]  # or offloaded to disk
-    missing = [name for name, t in here if not hasattr(t, INITIALIZED)]
+    # Buffers on meta are offloaded to disk.
+    in_memory = [(name, t) for name, t in layer.named_buffers() if not t.is_meta]
+    missing = [name for name, t in in_memory if not hasattr(t, INITIALIZED)]
     if missing:
         names = " and ".join(f"{path}.{name}" for name in missing)
         raise ValueError(

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from fusedops.patching import PatchReport, patch
-from fusedops.patching.again import look_again
+from fusedops.patching.patch import look_again
 
 if TYPE_CHECKING:
     from fusedops.profiling.recording import Recording
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class FusedOpsCallback(TrainerCallback):
-    """`fusedops.patch` for a Trainer's model: `Trainer(..., callbacks=[FusedOpsCallback()])`.
+    """Patches a Trainer's model: `Trainer(..., callbacks=[FusedOpsCallback()])`.
 
     The other arguments are those of `fusedops.patch`. The model is patched when the Trainer is
     created, before anything wraps it. A model that `model_init` creates later is patched when
@@ -39,7 +39,7 @@ class FusedOpsCallback(TrainerCallback):
     report, which this module's logger writes too.
 
     Raises what `fusedops.patch` raises, and ValueError for `quantize` with a `model_init`, because
-    the optimizer would hold the weights that are quantized.
+    the optimizer would still step the float weights.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FusedOpsCallback(TrainerCallback):
             return
         if self.options.get("quantize") is not None:
             raise ValueError(
-                "FusedOpsCallback: quantize must be None when model_init makes the model, got "
+                "FusedOpsCallback: quantize must be None when model_init creates the model, got "
                 f"{self.options['quantize']!r}: quantize the model in model_init"
             )
         self._patch(model, state)

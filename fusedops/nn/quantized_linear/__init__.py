@@ -1,4 +1,4 @@
-"""QuantizedLinear: torch.nn.Linear with a 4- or 8-bit weight."""
+"""The QuantizedLinear module: torch.nn.Linear with a 4- or 8-bit weight."""
 
 from fusedops.nn.quantized_linear.module import QuantizedLinear
 

@@ -1,4 +1,4 @@
-"""QuantizedLinear: torch.nn.Linear with a 4- or 8-bit weight."""
+"""Defines QuantizedLinear: torch.nn.Linear with a 4- or 8-bit weight."""
 
 import copy
 import json
@@ -35,24 +35,25 @@ log = logging.getLogger(__name__)
 class QuantizedLinear(torch.nn.Linear):
     """torch.nn.Linear with a quantized weight; see `fusedops.functional.quantized_linear`.
 
-    The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear. The
-    input and the bias get gradients in train and eval mode; the weight gets none.
+    The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear. input:
+    [..., in_features]; the output is [..., out_features] in input's dtype. The input and the bias
+    get gradients in train and eval mode; the weight gets none.
 
     The state dict stores plain tensors: qweight, scales (nf4: absmax), zeros (int4 only) and bias.
     Loading a checkpoint with a float `weight` quantizes it. nf4 layers also load bitsandbytes'
-    Linear4bit unchanged, unless its absmax are quantized too. Loading warns of scales that are not
-    finite. Moving the module moves the codes. Casting it leaves them: only `dtype`, the bias and
-    the dtype of `weight` change.
+    Linear4bit unchanged, unless its absmax are quantized too. Loading warns if scales are not
+    finite. Moving the module moves the codes. Casting it does not change the codes: it changes only
+    `dtype`, the bias and the dtype of `weight`.
 
-    Writes to `weight.data`, as in peft's merge, re-quantize the weight and log the error. The
-    previous codes are kept: subtracting exactly what was added to `weight.data` restores them bit
-    for bit. `forget()` drops them, and so do load_state_dict and `weight = ...`, which quantizes
-    too.
+    Writes to `weight.data`, as in peft's merge, re-quantize the weight and log the error. The layer
+    keeps the previous codes: subtracting exactly what was added to `weight.data` restores them bit
+    for bit. `forget()`, load_state_dict and assignments to `weight` drop them. Such an assignment
+    also quantizes. Raises ValueError for an invalid option.
     """
 
     dtype: torch.dtype
     qweight: Tensor
-    path: str = ""  # its name in the model, for messages
+    path: str = ""  # the layer's name in its model, for messages
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class QuantizedLinear(torch.nn.Linear):
                 f"QuantizedLinear: activation must be one of {known}, got {activation!r}"
             )
         self.activation, self.input_format, self.compute = activation, input_format, compute
-        self._before: list[QuantizedWeight] = []  # the last entry is what the last write replaced
+        self._before: list[QuantizedWeight] = []  # the codes that writes replaced, newest last
         empty = torch.empty(out_features, in_features, dtype=torch.float32, device="meta")
         # Only shapes matter here; "mse" has the same ones and is much slower.
         made = quantize_weight(empty, format, group_size=group_size, scale="absmax")
@@ -149,11 +150,12 @@ class QuantizedLinear(torch.nn.Linear):
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, input: Tensor) -> Tensor:
-        how = self.activation, self.input_format, self.compute
-        return product(input, self._operands(), self.bias, self._layout(), *how)
+        options = self.activation, self.input_format, self.compute
+        return product(input, self._operands(), self.bias, self._layout(), *options)
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
+        """The layer's codes and scales, without a copy."""
         return QuantizedWeight(*self._layout(), *self._operands())
 
     @property
@@ -162,7 +164,7 @@ class QuantizedLinear(torch.nn.Linear):
 
         An operation on it dequantizes the weight. Reading dtype, shape or device costs nothing.
         """
-        if torch.compiler.is_compiling():  # which removes unused dequantization
+        if torch.compiler.is_compiling():  # the compiler removes an unused dequantization
             return dequantize_weight(self.quantized_weight, self.dtype)
         return DequantizedWeight(self)
 
@@ -182,7 +184,7 @@ class QuantizedLinear(torch.nn.Linear):
             super().__setattr__(name, value)
 
     def forget(self) -> None:
-        """Frees the codes kept from before writes to `weight.data`. Unmerging is then inexact."""
+        """Frees the codes that `weight.data` had before writes. Unmerging is then inexact."""
         self._before.clear()
 
     def explain(self, rows: int) -> str:
@@ -202,37 +204,37 @@ class QuantizedLinear(torch.nn.Linear):
         if asked:
             what += f", where backend {asked!r} is forced"
             if not takes(asked, device):
-                return f"{what}: an error, as that backend takes no {device} tensors"
+                return f"{what}: an error, because that backend takes no {device} tensors"
         if dtype != torch.float64 and (plan := self._plan(asked or device, rows)):
             return f"{what}: {plan}"
         wide = torch.promote_types(dtype, torch.float32)
-        given = dtype if self.compute is None and self.input_format is None else wide
-        operands = torch.bfloat16 if self.compute == "bf16" and wide == torch.float32 else given
+        plain = dtype if self.compute is None and self.input_format is None else wide
+        operands = torch.bfloat16 if self.compute == "bf16" and wide == torch.float32 else plain
         return (
-            f"{what}: ATen calls, as no kernel takes these options. Each call dequantizes the "
+            f"{what}: ATen calls, because no kernel takes these options. Each call dequantizes the "
             f"weight to {_short(wide)} ({n * k * wide.itemsize >> 20} MiB), and torch multiplies "
             f"in {_short(operands)}"
         )
 
     def _plan(self, runner: str, rows: int) -> str:
         """Describes a device's or backend's kernel; empty if it has none."""
-        how = self.input_format or "none", self.compute or "any"
+        options = self.input_format or "none", self.compute or "any"
         if runner == "cpu":
-            return _C.quantized_linear_plan(*self._layout(), rows, *how)
+            return _C.quantized_linear_plan(*self._layout(), rows, *options)
         if runner not in ("cuda", "triton", "simt"):
             return ""
         has_gemv = runner != "triton" and not unavailable("quantized_linear", runner)
-        while _C.quantized_linear_way(rows, *how) == "gemv" and not has_gemv:
+        while _C.quantized_linear_way(rows, *options) == "gemv" and not has_gemv:
             rows += 1  # the next kernel takes these rows too
-        gemv = _C.quantized_linear_way(rows, *how) == "gemv"
+        gemv = _C.quantized_linear_way(rows, *options) == "gemv"
         runs = gemv or (runner != "simt" and not unavailable("quantized_linear", "triton"))
-        return _C.quantized_linear_gpu_plan(*self._layout(), rows, *how) if runs else ""
+        return _C.quantized_linear_gpu_plan(*self._layout(), rows, *options) if runs else ""
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"
         options = ("scale", "activation", "input_format", "compute")
-        given = ((name, getattr(self, name)) for name in options[self.format not in SHARES :])
-        return text + "".join(f", {name}={value!r}" for name, value in given if value is not None)
+        values = ((name, getattr(self, name)) for name in options[self.format not in SHARES :])
+        return text + "".join(f", {name}={value!r}" for name, value in values if value is not None)
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         held: dict[str, Any] = self._buffers
@@ -329,7 +331,7 @@ class QuantizedLinear(torch.nn.Linear):
         if codes.dtype != own.qweight.dtype:
             wanted, got = _short(own.qweight.dtype), _short(codes.dtype)
             error_msgs.append(f"QuantizedLinear: {prefix}qweight must be {wanted}, got {got}")
-            problem = "is of another format"
+            problem = "has another format"
         if problem:
             state_dict.update({f"{prefix}{name}": t for name, t in own.tensors().items()})
         place = prefix or (self.path and f"{self.path}.")

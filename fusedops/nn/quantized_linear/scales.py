@@ -1,4 +1,4 @@
-"""A warning for loaded scales that are not finite."""
+"""Warns if QuantizedLinear loads scales that are not finite."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The view that `QuantizedLinear.weight` returns: reads dequantize, writes re-quantize."""
+"""`QuantizedLinear.weight`, a view: reading dequantizes, writing re-quantizes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +52,9 @@ class DequantizedWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        views = [given[name] for name in changed if isinstance(given.get(name), cls)]
+        views = [arguments[name] for name in changed if isinstance(arguments.get(name), cls)]
         if views:
             return views[0]._changed(func, args, kwargs)
         if func is torch.ops.aten.detach.default:

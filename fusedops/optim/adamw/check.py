@@ -1,4 +1,4 @@
-"""Checks a loaded state's entries; the error for an entry that does not fit."""
+"""Checks the entries of an AdamW state that is loaded."""
 
 import math
 from numbers import Real
@@ -78,7 +78,7 @@ def _is_dense(value: Any, on_meta: bool) -> bool:
 
 
 def _shape(value: Tensor, p: Tensor) -> torch.Size | None:
-    """Its shape; None for a DTensor sharded unlike p, as loading does not redistribute."""
+    """Its shape; None for a DTensor sharded unlike p, because loading does not redistribute."""
     if is_dtensor(value) and value.to_local().shape != local(p).shape:
         return None
     return value.shape

@@ -1,7 +1,8 @@
-"""Checks and converts all loaded states before `load_state_dict` changes anything.
+"""AdamW's load_state_dict: checks and converts all states before it changes any.
 
-torch's `load_state_dict` would cast every state to its parameter's dtype. `prepare` is its last
-pre-hook: it gives torch finished states that torch does not look into, and commits all at once.
+torch's `load_state_dict` would cast every state to its parameter's dtype. `prepare` runs as its
+last pre-hook and wraps finished states in `Prepared`, which torch's loading does not change. So an
+optimizer's states change all at once, after every check.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ OPERATOR = "AdamW: load_state_dict"
 
 
 class Prepared:
-    """A parameter's finished state. torch's loading leaves objects of unknown classes alone."""
+    """A parameter's finished state. torch's loading does not change objects of unknown classes."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -74,7 +75,7 @@ def _separate(states: list[State], own: list[Group]) -> None:
 
 
 def _parameters(groups: list[Group], own: list[Group]) -> Iterator[tuple[Any, Tensor, Group, str]]:
-    """(key in the state dict, parameter, group, its name where there is one)"""
+    """Yields the key in the state dict, the parameter, its group, and its name or an empty text."""
     for group, mine in zip(groups, own, strict=True):
         names = mine.get("param_names", [""] * len(mine["params"]))
         for key, p, name in zip(group["params"], mine["params"], names, strict=True):

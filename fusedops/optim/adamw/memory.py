@@ -1,4 +1,4 @@
-"""Makes loaded tensors safe to update in place.
+"""Makes AdamW's loaded tensors safe to update in place.
 
 State dicts can hold expanded tensors, tensors with the negative bit, and the same tensor twice.
 In-place operators refuse the first two, and would apply two updates to the third.

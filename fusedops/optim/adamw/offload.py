@@ -1,4 +1,4 @@
-"""Offloading: keeps GPU parameters' states on the host and steps them on the CPU.
+"""AdamW's offloading: GPU parameters' states stay and step on the CPU.
 
 A side stream copies a chunk's parameters and gradients to the host. The CPU steps the chunk, and
 another stream copies the parameters back, so that both directions of the bus and the CPU work at
@@ -8,8 +8,8 @@ once:
     the CPU        0   1   2   3   4   5
     sending          0   1   2   3   4   5
 
-Between steps the host keeps only the states. The device's parameter is the truth, whoever wrote it
-last: a host copy with a version counter would miss writes through `p.data`.
+Between steps the host keeps only the states, not the parameters: a host copy with a version counter
+would miss writes through `p.data`.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError while a CUDA graph is being captured."""
     if capturing(device):
         raise RuntimeError(
-            "AdamW: offload must be None while a CUDA graph is captured, as it would lack the "
-            f"CPU's part of a step; got 'cpu' for parameters on {device}"
+            "AdamW: offload must be None while a CUDA graph is captured, because the graph would "
+            f"lack the CPU's part of a step; got 'cpu' for parameters on {device}"
         )
 
 
@@ -90,8 +90,8 @@ def capturing(device: torch.device) -> bool:
 class Offloaded:
     """One device's parameters with states on the host; has AdamWBucket's interface.
 
-    params: on a device, or DTensors whose local part is. states: what `hosted` returns for each.
-    kinds: as in AdamWBucket.
+    params: tensors on a device, or DTensors with local parts there. states: what `hosted` returns
+    for each. kinds: as in AdamWBucket.
     """
 
     def __init__(self, params: list[Tensor], states: list[State], kinds: list[int]) -> None:
@@ -173,12 +173,12 @@ class Streams:
         self.fetching.wait_stream(self.sending)
 
     def numbers(self, tensors: list[Tensor | None]) -> list[Any]:
-        """Copies on the host, which have arrived once the next fetch has."""
-        there = [t for t in tensors if t is not None]
+        """Queues copies to the host; they are complete when the next fetch is."""
+        on_device = [t for t in tensors if t is not None]
         pinned = pins(self.device)
-        here = [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in there]
-        self.fetch(list(zip(here, there, strict=True)))
-        copies = iter(here)
+        on_host = [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in on_device]
+        self.fetch(list(zip(on_host, on_device, strict=True)))
+        copies = iter(on_host)
         return [None if t is None else next(copies) for t in tensors]
 
     def fetch(self, copies: Copies) -> Any:
@@ -228,7 +228,7 @@ class Piece:
 def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
     """Cuts a parameter into chunk-sized pieces of whole slices, at block boundaries.
 
-    A piece has the random numbers and scales that its elements have in the whole parameter.
+    A piece uses the same random numbers and scales as its elements do in the whole parameter.
     """
     part = local(p)
     count = -(-2 * part.nbytes // CHUNK)
@@ -249,7 +249,7 @@ def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
 
 
 def _state_of_part(state: State, part: slice, blocks: slice, first: bool) -> State:
-    """Views of the state; only the first piece has the real step, as each piece counts it up."""
+    """Views of the state. Each piece counts up its step, so only the first has the real one."""
     own = {name: local(state[name])[part] for name in (*MOMENTS, MAXIMUM, REST) if name in state}
     own |= {name: local(state[name]).view(-1)[blocks] for name in SCALES if name in state}
     return own | {STEP: state[STEP] if first else state[STEP].clone()}
@@ -268,7 +268,7 @@ class Chunk:
         self.bucket = _C.AdamWBucket(self.params, [piece.state for piece in pieces], kinds)
 
     def begin(self) -> Copies:
-        """The copies that a step reads: the pieces that have a gradient now."""
+        """The copies that a step needs, for the pieces that have a gradient now."""
         copies = []
         for piece, param, grad in zip(self.pieces, self.params, self.grads, strict=True):
             found = piece.owner.grad
@@ -278,7 +278,7 @@ class Chunk:
         return copies
 
     def results(self) -> Copies:
-        """The copies back of what the step has written."""
+        """The copies that send the stepped parameters back."""
         return [
             (piece.of(piece.owner), param)
             for piece, param in zip(self.pieces, self.params, strict=True)

@@ -26,16 +26,16 @@ class AdamW(torch.optim.AdamW):
     The arguments before state_dtype are torch's, in torch's order. float32, float16 and bfloat16
     parameters have kernels, with any strides. torch's own code steps all others (sparse, complex,
     float64, differentiable, tensor betas, tensor subclasses, the negative bit). `foreach` and
-    `fused` are accepted and have no effect where a kernel runs.
+    `fused` are accepted and have no effect if a kernel runs.
 
     state_dtype: "float32", "bfloat16" or "int8" (one byte per moment, plus two float32 scales per
         256 elements). Tensors with fewer than min_8bit_size elements keep float32. The state always
-        has the constructor's format, whatever was loaded.
+        has the constructor's format, even after loading another one.
     stochastic_rounding: for 16-bit parameters, on by default: with rounding to nearest, most
         updates are too small to change a bfloat16. The random bits are a hash of the seed, the
-        step, the parameter's index and the element, so every device and replica has the same ones.
+        step, the parameter's index and the element, so they are equal on every device and replica.
     master_weights: "remainder" stores the 16 bits that a bfloat16 parameter lacks, so that it
-        trains like float32. No stochastic rounding is then used.
+        trains like float32. The step then does not round stochastically.
     max_grad_norm: clips the norm of all gradients within the step, as `clip_grad_norm_` does, but
         leaves p.grad unchanged. If the norm is not finite, the step is skipped.
     offload: "cpu" keeps the state of GPU parameters in the host's pinned memory, in state dicts
@@ -145,9 +145,9 @@ class AdamW(torch.optim.AdamW):
         """Loads a state dict of fusedops or torch.optim.AdamW, or bitsandbytes' or torchao's
         states.
 
-        Moments are converted to the constructor's format; those that already have it keep their
-        bits. Moments that are not finite become zeros when they are converted to 8-bit codes, and
-        so do blocks of codes whose scale is not finite. Like torch's, it keeps the dict's tensors
+        Moments are converted to the constructor's format; moments that already have it keep their
+        bits. A conversion to 8-bit codes replaces moments that are not finite with zeros. Blocks of
+        codes whose scale is not finite become zeros too. Like torch's, it keeps the dict's tensors
         where it can. It copies tensors that share memory with one another or with a parameter.
 
         Raises ValueError with the parameter or group, the entry, the requirement and the value;
@@ -174,7 +174,10 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamW8bit(AdamW):
-    """`AdamW` with state_dtype="int8": 2.03 bytes of state per parameter instead of 8."""
+    """`AdamW` with state_dtype="int8": 2.03 bytes of state per parameter instead of 8.
+
+    See `AdamW` for arguments, dtypes and errors. Dettmers et al., arXiv:2110.02861.
+    """
 
     def __init__(self, params: ParamsT, *args: Any, state_dtype: str = "int8", **kwargs: Any):
         super().__init__(params, *args, state_dtype=state_dtype, **kwargs)
@@ -182,7 +185,7 @@ class AdamW8bit(AdamW):
 
 @_disable_dynamo  # torch.compiler.disable would import Dynamo, which takes a second
 def _graph_break(optimizer: AdamW) -> None:
-    """A step that Dynamo does not trace, so that torch.compile keeps it one launch."""
+    """Runs a step that Dynamo does not trace, so that it stays one launch under torch.compile."""
     optimizer._update()
 
 

@@ -1,4 +1,4 @@
-"""Checks AdamW's options: ours on construction and load, torch's on load."""
+"""Checks AdamW's options, on construction and on load."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from fusedops.optim.adamw.state import DTYPES
 
 __all__ = ["OURS", "check_options", "check_torchs_options"]
 
-# Options that decide a state's format; a load keeps the constructor's values.
+# Options that decide a state's format. Loading keeps the constructor's values.
 FORMAT = ("state_dtype", "block_size", "min_8bit_size", "stochastic_rounding", "master_weights")
 SAME = ("max_grad_norm", "offload", "seed")  # must be equal in all groups
 OURS = (*FORMAT, *SAME)
@@ -69,7 +69,7 @@ def check_torchs_options(group: Options, on_meta: bool, operator: str) -> None:
         _require(fits, group, name, f"{'None, ' * optional}True or False", operator)
     tensors = any(isinstance(number, Tensor) for number in (group["lr"], *group["betas"]))
     fits = not (tensors and group.get("foreach") and not group.get("capturable"))
-    what = "None or False, as lr or betas are tensors and capturable is off"
+    what = "None or False, because lr or betas are tensors and capturable is off"
     _require(fits, group, "foreach", what, operator)
 
 
@@ -83,7 +83,7 @@ def _require(fits: bool, options: Options, name: str, what: str, operator: str) 
 
 
 def _is_flag(value: Any) -> bool:
-    """Whether a value is True or False or equals one, like 0, 1 and NumPy's."""
+    """Whether a value is True or False, or equals one, as 0, 1 and NumPy's bools do."""
     scalar = not isinstance(value, Tensor) and getattr(value, "ndim", 0) == 0
     return scalar and value in (True, False)
 

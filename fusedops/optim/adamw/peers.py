@@ -1,4 +1,4 @@
-"""Converts bitsandbytes' and torchao's states to torch's names and float32 moments."""
+"""Converts bitsandbytes' and torchao's AdamW states to torch's names and float32."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,15 +28,15 @@ def flat(state: Mapping[str, Any]) -> State:
 def decoded_peers(state: State, p: Tensor) -> State:
     """Renames entries to torch's names and dequantizes bitsandbytes' and torchao's codes.
 
-    Both moments become zeros where a scale is not finite. Raises Misfit.
+    Both moments become zeros in blocks whose scale is not finite. Raises Misfit.
     """
     if "state1" in state:
         found = {NAMES[name]: _of_bitsandbytes(state, name, p) for name in NAMES}
         found |= {"step": state["step"]} if "step" in state else {}
     else:
         found = {name: _dequantized(value) for name, value in state.items()}
-    given = [id(value) for value in state.values()]
-    decoded = [t for name, t in found.items() if name in NAMES.values() and id(t) not in given]
+    loaded = [id(value) for value in state.values()]
+    decoded = [t for name, t in found.items() if name in NAMES.values() and id(t) not in loaded]
     if len(decoded) == 2:
         _zero_unless_finite(*map(local, decoded))
     return found
@@ -51,7 +51,7 @@ def _zero_unless_finite(m: Tensor, v: Tensor) -> None:
 
 
 def _dequantized(value: Any) -> Any:
-    """Dequantizes torchao's codes to float32; a DTensor's on each rank."""
+    """Dequantizes torchao's codes to float32; for a DTensor, each rank dequantizes its part."""
     if is_dtensor(value) and hasattr(value.to_local(), "codes"):
         from torch.distributed.tensor import DTensor
 
@@ -67,9 +67,9 @@ def _dequantized(value: Any) -> Any:
 
 
 def _of_bitsandbytes(state: State, name: str, p: Tensor) -> Tensor:
-    """Dequantizes state1 or state2 with its map and block maxima; returns floats as they are."""
+    """Dequantizes state1 or state2 with its map and block maxima; returns floats unchanged."""
     number = name.removeprefix("state")
-    codes, most, numbers = (
+    codes, absmax, numbers = (
         state.get(f"{part}{number}", MISSING) for part in ("state", "absmax", "qmap")
     )
     check_entry(name, codes, p, "floating-point", "uint8")
@@ -77,10 +77,10 @@ def _of_bitsandbytes(state: State, name: str, p: Tensor) -> Tensor:
         return codes
     check_numbers(f"qmap{number}", numbers, p, MAP, "floating-point")
     count = codes.numel()
-    block = _block(count, most.numel() if isinstance(most, Tensor) else 0)
-    check_numbers(f"absmax{number}", most, p, -(-count // block), "floating-point")
+    block = _block(count, absmax.numel() if isinstance(absmax, Tensor) else 0)
+    check_numbers(f"absmax{number}", absmax, p, -(-count // block), "floating-point")
     values = numbers.float()[codes.reshape(-1).long()]
-    scales = most.float().reshape(-1).repeat_interleave(block)[:count]
+    scales = absmax.float().reshape(-1).repeat_interleave(block)[:count]
     return (values * scales).view(codes.shape)
 
 

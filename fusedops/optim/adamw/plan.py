@@ -1,4 +1,4 @@
-"""The step's plan: which kernel steps each parameter, cached while nothing changes."""
+"""AdamW's step plan: which kernel steps each parameter, cached between steps."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ class Plan:
             for p in ps
             if p.grad is not None
         ]
-        there = [squares for squares in found if squares is not None]
-        if len(there) < 2:
-            return there[0] if there else None
-        return torch.stack([squares.to(there[0].device) for squares in there]).sum(0)
+        parts = [squares for squares in found if squares is not None]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return torch.stack([squares.to(parts[0].device) for squares in parts]).sum(0)
 
     def _run_others(self, optimizer: AdamW, squares, limit, grad_scale, found_inf) -> None:
         """torch's own step for parameters without a kernel."""
@@ -147,7 +147,7 @@ class Plan:
             factor *= min(1.0, limit / (norm + 1e-6))
         for group, params in self.others:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
-            with_grad, grads, exp_avgs, exp_avg_sqs, most, steps = lists
+            with_grad, grads, exp_avgs, exp_avg_sqs, maxima, steps = lists
             chosen = group | {"params": params, "fused": None}
             if any(local(p).is_neg() for p in params):
                 chosen["foreach"] = False  # torch's foreach functions cannot write to these
@@ -157,7 +157,7 @@ class Plan:
                 [_scaled(grad.resolve_conj(), factor) for grad in grads],
                 exp_avgs,
                 exp_avg_sqs,
-                most,
+                maxima,
                 steps,
                 has_complex=has_complex,
                 beta1=group["betas"][0],
@@ -186,7 +186,7 @@ def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
 
 
 def _fits(state: State, like: Tensor, group: Group) -> bool:
-    """False if torch's step had the state before, or it was on another device."""
+    """False if torch's step created the state, or if it is on another device."""
     wanted = {"exp_avg": moments_dtype(like, group), STEP: torch.float32}
     found = {name: state.get(name) for name in wanted}
     return all(
@@ -196,7 +196,7 @@ def _fits(state: State, like: Tensor, group: Group) -> bool:
 
 
 def _rows(p: Tensor, group: Group) -> tuple[int, int]:
-    """Where blocks start over; this matters only with scales or random numbers."""
+    """`rows_of`, or (0, 0) without scales and random numbers, where blocks do not matter."""
     plain = moments_dtype(p, group) == torch.float32 and rounding_of(p, group) != STOCHASTIC
     return (0, 0) if plain else rows_of(p)
 
@@ -258,8 +258,8 @@ def covered(p: Tensor, group: Group) -> bool:
 
 def _plain(grad: Tensor, p: Tensor) -> bool:
     if is_dtensor(p) and is_dtensor(grad):
-        alike = (grad.placements, grad.device_mesh) == (p.placements, p.device_mesh)
-        return alike and grad.dtype == p.dtype
+        same_layout = (grad.placements, grad.device_mesh) == (p.placements, p.device_mesh)
+        return same_layout and grad.dtype == p.dtype
     return (
         type(grad) in (Tensor, torch.nn.Parameter)
         and not is_dtensor(p)

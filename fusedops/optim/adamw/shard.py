@@ -1,4 +1,4 @@
-"""DTensor helpers: a parameter's part on this rank, and its blocks of 256.
+"""AdamW's DTensor helpers: a parameter's local part, and its blocks of 256.
 
 A sharded tensor's blocks restart with each slice of its first dimension. Any cut between two slices
 is then a cut between two blocks, so states saved on any number of ranks load on any other.

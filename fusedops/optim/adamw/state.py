@@ -1,4 +1,4 @@
-"""One parameter's optimizer state: creates it and converts its format.
+"""Creates and converts one parameter's AdamW state.
 
 `step` float32 []; `exp_avg` and `exp_avg_sq` in the parameter's shape, as float32, bfloat16, or
 int8 and uint8 codes with `exp_avg_scale` and `exp_avg_sq_scale` (float32, one per 256 elements);
@@ -102,7 +102,7 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
     kept = {k: found[k].to(wanted[k].dtype) for k in (MAXIMUM, REST) if k in wanted and k in found}
     names = [*MOMENTS, *SCALES] if "exp_avg_scale" in wanted else [*MOMENTS]
-    if all(_alike(found.get(name), wanted[name]) for name in names):
+    if all(_same_format(found.get(name), wanted[name]) for name in names):
         moments = {name: found[name] for name in names}
     else:
         key = adamw_key(group["seed"], int(step), index)
@@ -137,10 +137,10 @@ def _checked(found: State, p: Tensor, wanted: State) -> State:
 
 
 def _without_bad_blocks(found: State, p: Tensor) -> State:
-    """The 8-bit moments' entries, zeroed in blocks whose scale no step would write.
+    """The 8-bit moments' entries, with zeros in blocks whose scale a step would never write.
 
-    The fourth power of exp_avg_sq's scale bounds its moments. Empty if every scale is valid, or if
-    the moments are not codes.
+    exp_avg_sq's moments are at most the fourth power of its scale. Empty if every scale is valid,
+    or if the moments are not codes.
     """
     if found["exp_avg"].dtype != torch.int8 or found["exp_avg"].is_meta:
         return {}
@@ -160,7 +160,7 @@ def _without_bad_blocks(found: State, p: Tensor) -> State:
 
 
 def as_torchs(state: State | None, p: Tensor) -> None:
-    """Converts a state, if any, to what torch's own step has: the parameter's dtype."""
+    """Converts a state, if any, to the format of torch's own step: the parameter's dtype."""
     if not state or STEP not in state:
         return
     if state["exp_avg"].dtype == torch.int8:
@@ -206,5 +206,5 @@ def _placed(value: Any, p: Tensor, like: Any) -> Any:
     return value
 
 
-def _alike(found: Tensor | None, wanted: Tensor) -> bool:
+def _same_format(found: Tensor | None, wanted: Tensor) -> bool:
     return found is not None and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)

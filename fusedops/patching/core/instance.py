@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedops.patching.core.introspection import closure_values, names_of
+from fusedops.patching.core.probing import closure_values, names_of
 from fusedops.patching.core.swap import fused_class
 
 __all__ = ["Other", "instead"]
@@ -100,7 +100,7 @@ def _parts(value: Any, module: nn.Module, own: Any) -> Iterable[Any]:
     if isinstance(value, FunctionType):
         return _called(value, module, own)
     if isinstance(value, MethodType):
-        return value.__func__, *_attributes(value.__self__)
+        return value.__func__, *_attribute_values(value.__self__)
     if isinstance(value, functools.partial):
         return value.func, *value.args, *value.keywords.values()
     if isinstance(value, weakref.ref):
@@ -108,10 +108,10 @@ def _parts(value: Any, module: nn.Module, own: Any) -> Iterable[Any]:
     if isinstance(value, list | tuple | dict):
         held = value.values() if isinstance(value, dict) else value
         return held if len(held) <= HELD else ()
-    return _attributes(value)
+    return _attribute_values(value)
 
 
-def _attributes(value: Any) -> Iterable[Any]:
+def _attribute_values(value: Any) -> Iterable[Any]:
     return () if isinstance(value, nn.Module) else list(getattr(value, "__dict__", {}).values())
 
 

@@ -16,11 +16,12 @@ from weakref import WeakValueDictionary, ref
 from torch import nn
 
 from fusedops.patching.core.config import set_view, view_of
+from fusedops.patching.core.fused_state import ATTRIBUTE, FusedState
 from fusedops.patching.core.undo import afterwards
 
 __all__ = [
     "Unswappable",
-    "active_attribute",
+    "active_state",
     "fused_class",
     "fused_modules",
     "has_hooks",
@@ -39,11 +40,11 @@ __all__ = [
     "version",
 ]
 
-OWN = "_fusedops_"
-NOT_HANDED_ON = "_fusedops_original", "_fusedops_forward"
-
 # (original class, its fused class) -> a class over both
 Over = Callable[[type[nn.Module], "type[Any] | None"], type]
+
+# () -> (the fused class's methods, with `forward`; FusedState's fields)
+Build = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
 
 # (original class, its version, key) -> subclass, while a module uses it.
 _subclasses: "WeakValueDictionary[tuple[type, Hashable, Hashable], type]" = WeakValueDictionary()
@@ -53,32 +54,35 @@ class Unswappable(Exception):
     """Why a module cannot be given another class."""
 
 
-def subclass(original: type[nn.Module], key: Hashable, namespace: Callable[[], dict]) -> type:
-    """The subclass of `original` for `key`; built from `namespace()` on first use.
+def subclass(original: type[nn.Module], key: Hashable, build: Build) -> type:
+    """The subclass of `original` for `key`; built from `build()` on first use.
 
-    The namespace must contain `forward`: a class that wraps forwards does so when a subclass is
-    created (transformers' GradientCheckpointingLayer). `_fusedops_aside` names the instance
-    attributes that switch the fused code off.
+    The methods must contain `forward`: a class that wraps forwards does so when a subclass is
+    created (transformers' GradientCheckpointingLayer).
     """
     place = original, version(original), key
     made: Any = _subclasses.get(place)
     if made is None:
+        methods, fields = build()
+        state = FusedState(original, **fields)
         named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-        own = {"_fusedops_original": original, **_copying(original), **_construction(original)}
-        made = new_class(original, {**named, **own, **namespace()})
-        made._fusedops_forward = made.forward  # its metaclass or base may have wrapped it
+        own = {ATTRIBUTE: state, **_copying(original), **_construction(original)}
+        made = new_class(original, {**named, **own, **methods})
+        state.forward = made.forward  # its metaclass or base may have wrapped it
         _subclasses[place] = made
     return made
 
 
-def active_attribute(module: nn.Module, name: str) -> Any:
-    """The value that patch stored on the module's class under a name.
+NOTHING = FusedState(nn.Module)
 
-    None if it is switched off, or if a class on top of it has another forward.
-    """
+
+def active_state(module: nn.Module) -> FusedState:
+    """The module's state; an empty one if it has none or if a class on top replaced its forward."""
     cls: Any = type(module)
-    found = None if name in vars(module) else getattr(cls, name, None)
-    return None if found is None or cls.forward is not cls._fusedops_forward else found
+    state = vars(module).get(ATTRIBUTE)
+    if state is None:
+        state = getattr(cls, ATTRIBUTE, None)
+    return NOTHING if state is None or cls.forward is not state.forward else state
 
 
 def version(cls: type) -> Hashable:
@@ -112,62 +116,64 @@ def fused_class(module: nn.Module) -> type[Any] | None:
 
 
 def _fused_in(cls: type) -> type[Any] | None:
-    return next((base for base in cls.__mro__ if "_fusedops_original" in vars(base)), None)
+    return next((base for base in cls.__mro__ if ATTRIBUTE in vars(base)), None)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The module's class before patch."""
     fused = fused_class(module)
-    return type(module) if fused is None else fused._fusedops_original
+    return type(module) if fused is None else fused._fusedops.original
 
 
 def fused_modules(model: nn.Module) -> set[nn.Module]:
     """The modules that run their fused forward now."""
-    known = ((module, fused_class(module)) for module in model.modules())
-    return {m for m, fused in known if fused and not fused._fusedops_aside.keys() & vars(m).keys()}
+    fused: dict[Any, Any] = {module: fused_class(module) for module in model.modules()}
+    return {m for m in fused if fused[m] and (vars(m).get(ATTRIBUTE) or fused[m]._fusedops).is_on}
 
 
 def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
     """Gives the module the class `fused(its class)`, or re-enables it below another's class."""
     known = fused_class(module)
     if known is None or type(module) is known:
-        made: Any = fused(original_class(module))
-        over: Any = getattr(known, "_fusedops_over", None)
-        stays = over and not hasattr(made, "_fusedops_over")
-        module.__class__ = _covered(over, original_class(module), made) if stays else made
-    if known is not None:
-        _switch_on(module, known)
+        original = original_class(module)
+        made: Any = fused(original)
+        if (over := _over(known)) and not _over(made):
+            made = _covered(over, original, made)
+        module.__class__ = made
+    _switch_on(module)
 
 
 def overlay(module: nn.Module, over: Over) -> None:
     """Puts `over(original class, fused class or None)` on the module, kept by later swaps."""
     known = fused_class(module)
-    below = getattr(known, "_fusedops_below", known)
+    below = known._fusedops.below if known and _over(known) else known
     swap(module, lambda original: _covered(over, original, below))
+
+
+def _over(fused: type[Any] | None) -> Over | None:
+    return None if fused is None else fused._fusedops.over
 
 
 def _covered(over: Over, original: type[nn.Module], below: type[Any] | None) -> type:
     made: Any = over(original, below)
-    made._fusedops_over = staticmethod(over)
+    made._fusedops.over = over
     return made
 
 
 def stacked(
-    original: type[nn.Module], below: type[Any] | None, key: Hashable, more: dict[str, Any]
+    original: type[nn.Module],
+    below: type[Any] | None,
+    key: Hashable,
+    methods: dict[str, Any],
+    **fields: Any,
 ) -> type:
-    """A subclass of `original` with what patch put on `below`, plus `more`.
+    """A subclass of `original` with the sites of `below`, plus these methods and fields."""
 
-    Patch's own entries in `more` are None while they are switched off.
-    """
+    def build() -> tuple[dict, dict]:
+        sites = {} if below is None else below._fusedops.sites()
+        return methods, {**sites, **fields, "below": below}
 
-    def namespace() -> dict:
-        held = {} if below is None else vars(below)
-        own = {k: v for k, v in held.items() if k.startswith(OWN) and k not in NOT_HANDED_ON}
-        off = {name: None for name in more if name.startswith(OWN)}
-        aside = {**own.get("_fusedops_aside", {}), **off}
-        return {**own, **more, "_fusedops_aside": aside, "_fusedops_below": below}
-
-    return subclass(original, (key, below), namespace)
+    return subclass(original, (key, below), build)
 
 
 def unfuse(module: nn.Module) -> None:
@@ -180,10 +186,10 @@ def unfuse(module: nn.Module) -> None:
     if fused is None:
         return
     if type(module) is fused:
-        _switch_on(module, fused)
+        _switch_on(module)
         module.__class__ = original_class(module)
     else:
-        vars(module).update(fused._fusedops_aside)
+        vars(module)[ATTRIBUTE] = fused._fusedops.off
 
 
 def unfuse_all(model: nn.Module) -> None:
@@ -213,43 +219,38 @@ def original(model: nn.Module) -> Iterator[None]:
         yield
 
 
-State = tuple[type, dict[str, Any], Any]
+# A module's class, its own FusedState (None if the class's holds) and its config view
+State = tuple[type, FusedState | None, Any]
 
 
 def states(model: nn.Module) -> dict[nn.Module, State]:
-    """Each module's class, its switched-off entries and its config view, for `restore_states`."""
-    return {module: (type(module), _own(module), view_of(module)) for module in model.modules()}
+    """Each module's state, for `restore_states`."""
+    return {m: (type(m), vars(m).get(ATTRIBUTE), view_of(m)) for m in model.modules()}
 
 
 def restore_states(model: nn.Module, before: dict[nn.Module, State]) -> None:
     """Restore each module to its state in `before`; unfuse modules added since. Idempotent."""
     for module in set(model.modules()):
-        was, own, view = before.get(module, (original_class(module), {}, None))
+        was, own, view = before.get(module, (original_class(module), None, None))
         set_view(module, view)
         _restore_state(module, was, own)
 
 
-def _restore_state(module: nn.Module, was: type, own: dict[str, Any]) -> None:
+def _restore_state(module: nn.Module, was: type, own: FusedState | None) -> None:
     now, fused, before = type(module), fused_class(module), _fused_in(was)
-    refuses = before is was and now is before._fusedops_original
+    refuses = before is was and now is before._fusedops.original
     if now is not was and (now is fused or refuses):
         module.__class__ = was
     elif now is not was and (fused is None or before is None):  # another library's class
         unfuse(module)
         return
-    for name in _own(module):
-        del vars(module)[name]
-    vars(module).update(own)
+    _switch_on(module)
+    if own is not None:
+        vars(module)[ATTRIBUTE] = own
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    """The entries that patch put into the instance."""
-    return {name: value for name, value in vars(module).items() if name.startswith(OWN)}
-
-
-def _switch_on(module: nn.Module, fused: type[Any]) -> None:
-    for name in fused._fusedops_aside:
-        vars(module).pop(name, None)
+def _switch_on(module: nn.Module) -> None:
+    vars(module).pop(ATTRIBUTE, None)
 
 
 def _construction(original: type[nn.Module]) -> dict:
@@ -261,7 +262,7 @@ def _construction(original: type[nn.Module]) -> dict:
 
     @functools.wraps(original.__init__)
     def __init__(self, *args, **kwargs):
-        if "_fusedops_original" in vars(type(self)):  # else a user's subclass
+        if ATTRIBUTE in vars(type(self)):  # else a user's subclass
             object.__setattr__(self, "__class__", original)
         original.__init__(self, *args, **kwargs)
 

@@ -114,11 +114,11 @@ def attention_pays(query: Tensor, key: Tensor) -> bool:
     queries, keys = query.shape[2], key.shape[2]
     if query.device.type == "cuda":
         return False
-    if _known(queries > FEW_QUERIES):
-        return not _known(queries * keys < (WIDE_SCORES if query.dtype == F32 else SCORES))
+    if _certain(queries > FEW_QUERIES):
+        return not _certain(queries * keys < (WIDE_SCORES if query.dtype == F32 else SCORES))
     if torch.is_grad_enabled() and query.requires_grad:
-        return not _known(keys < KEYS_IN_TRAINING)
-    return _known(queries == 1) or not _known(keys < KEYS)
+        return not _certain(keys < KEYS_IN_TRAINING)
+    return _certain(queries == 1) or not _certain(keys < KEYS)
 
 
 def logits_pay(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -146,12 +146,12 @@ def linear_loses(weight: Tensor, transposed: bool) -> str:
 
 def inductor_fuses(x: Any) -> bool:
     """Whether to leave a loop over x to Inductor; also for symbolic sizes."""
-    return _may_compile(x) and not _known(x.numel() >= LOOP)
+    return _may_compile(x) and not _certain(x.numel() >= LOOP)
 
 
 def inductor_multiplies(x: Any) -> bool:
     """Whether to leave the matmul of x to the one that Inductor calls."""
-    return _may_compile(x) and _known(x.numel() < PRODUCT)
+    return _may_compile(x) and _certain(x.numel() < PRODUCT)
 
 
 def _may_compile(x: Any) -> bool:
@@ -159,7 +159,7 @@ def _may_compile(x: Any) -> bool:
     return compiles and forced() is None and not _always
 
 
-def _known(condition: Any) -> bool:
+def _certain(condition: Any) -> bool:
     """Whether a condition on sizes holds for all sizes that a graph serves.
 
     Evaluating a symbol would add a guard, which causes recompilation or makes an export fail.

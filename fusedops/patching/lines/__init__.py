@@ -1,1 +1,1 @@
-"""Sites recognised by reading the lines of a module's forward."""
+"""Finds sites by reading the lines of a module's forward."""

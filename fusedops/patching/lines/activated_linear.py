@@ -18,13 +18,19 @@ from torch import Tensor, nn
 
 from fusedops.functional import linear
 from fusedops.patching.core.swap import has_hooks, original_class
-from fusedops.patching.core.thresholds import inductor_multiplies
-from fusedops.patching.lines import syntax
-from fusedops.patching.lines.layer import Kind, lines_of
-from fusedops.patching.lines.reader import Names, Reader
+from fusedops.patching.lines.layer import Kind, Outcome, lines_of
+from fusedops.patching.lines.reader import (
+    Names,
+    Reader,
+    blocks,
+    dotted,
+    expressions,
+    first_call,
+    is_simple,
+    replaced,
+)
 from fusedops.patching.modules.activation import ActivationRef, activation_of, patch_activation
 from fusedops.patching.modules.linear import operands_of, patch_linear
-from fusedops.patching.report import Site
 
 __all__ = ["EPILOGUE"]
 
@@ -42,7 +48,7 @@ class Activated:
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Activated]:
     """Rewrites `tree` in place. Returns the activated linears."""
     rewriter = _Rewriter(tree, names)
-    for block in syntax.blocks(tree):
+    for block in blocks(tree):
         for at in range(len(block)):
             rewriter.inline(block, at)
             rewriter.following(block, at)
@@ -57,12 +63,12 @@ class _Rewriter:
 
     def inline(self, block: list[ast.stmt], at: int) -> None:
         """act(fc(x)), anywhere in a simple statement."""
-        if not syntax.is_simple(block[at]):
+        if not is_simple(block[at]):
             return
-        for act in [n for n in syntax.expressions(block[at]) if self.read.activation(n)]:
+        for act in [n for n in expressions(block[at]) if self.read.activation(n)]:
             fc: Any = act.args[0]  # type: ignore[attr-defined]
             if self.read.called("linear", fc):
-                block[at] = syntax.replaced(block[at], act, self._call(act, fc))
+                block[at] = replaced(block[at], act, self._call(act, fc))
 
     def following(self, block: list[ast.stmt], at: int) -> None:
         """`h = fc(x)`, if act(h) comes first in the next statement, the only reader of h."""
@@ -71,10 +77,10 @@ class _Rewriter:
                 user = block[at + 1] if at + 1 < len(block) else ast.Pass()
             case _:
                 return
-        act: Any = syntax.first_call(user) if syntax.is_simple(user) else None
-        of_h = act and self.read.activation(act) and syntax.dotted(act.args[0]) == h
+        act: Any = first_call(user) if is_simple(user) else None
+        of_h = act and self.read.activation(act) and dotted(act.args[0]) == h
         if of_h and self.read.dies(h, user):
-            block[at + 1] = syntax.replaced(user, act, self._call(act, fc))
+            block[at + 1] = replaced(user, act, self._call(act, fc))
             block[at] = ast.copy_location(ast.Pass(), block[at])
 
     def _call(self, act: Any, fc: Any) -> ast.Call:
@@ -83,36 +89,33 @@ class _Rewriter:
         return self.read.helper(HELPER, [copy.deepcopy(act.func), fc.func, fc.args[0]])
 
 
-def sites(path: str, module: nn.Module, found: list[Activated]) -> tuple[list[Site], list[str]]:
-    """The fused sites; other linears are sites of their own."""
-    sites = (_site(path, module, activated) for activated in found)
-    return [site for site in sites if site], []
-
-
-def _site(path: str, module: nn.Module, found: Activated) -> Site | None:
+def judge(module: nn.Module, found: Activated) -> Outcome | None:
+    """None if only the linear can be fused, which is a site of its own."""
     known, fc = patch_activation(found.act.of(module)), getattr(module, found.fc)
     if "forward" in vars(module) or isinstance(known, str) or not known.of_linear:
         return None
-    if has_hooks(fc):
+    if has_hooks(fc) or patch_linear(fc):
         return None
-    if patch_linear(fc):
-        return None
-    where = f"{path}.{found.fc}" if path else found.fc
     now = f"linear(activation={known.of_linear!r})"
-    return Site(where, "linear", original_class(fc).__name__, now)
-
-
-def unread(path: str, module: nn.Module, reason: str) -> None:
-    """Reports nothing: the linears are sites of their own."""
+    return Outcome(original_class(fc).__name__, now, child=found.fc)
 
 
 def activated(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> Tensor:
     """act(fc(x)), called by a rewritten forward."""
-    on = not inductor_multiplies(x) and "epilogue" in lines_of(layer)
-    known = activation_of(act, x) if on else None
-    if known and known.of_linear and not has_hooks(fc) and (found := operands_of(fc, x)):
+    found = operands_of(fc, x)  # first, as torch.compile guards every attribute that is read
+    known = activation_of(act, x) if found and "epilogue" in lines_of(layer) else None
+    if found and known and known.of_linear and not has_hooks(fc):
         return linear(x, *found, known.of_linear)
     return act(fc(x))
 
 
-EPILOGUE = Kind("epilogue", 2, "linear", rewrite, {HELPER: activated}, sites, unread)
+EPILOGUE = Kind(
+    "epilogue",
+    rank=2,
+    needs="linear",
+    rewrite=rewrite,
+    helpers={HELPER: activated},
+    judge=judge,
+    unread=lambda roles, original: False,  # a linear is a site of its own
+    reported="linear",
+)

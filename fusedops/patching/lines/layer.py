@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fusedops.nn import QuantizedLinear
+from fusedops.patching.core.source import Unreadable, innermost, parse, rebuild
 from fusedops.patching.core.swap import (
     Unswappable,
     fused_class,
@@ -23,14 +24,14 @@ from fusedops.patching.core.swap import (
     swap,
     version,
 )
+from fusedops.patching.core.thresholds import inductor_fuses
 from fusedops.patching.lines.reader import Names
-from fusedops.patching.lines.source import Unreadable, innermost, parse, rebuild
 from fusedops.patching.modules.activation import function_of, looks_like_an_activation
 from fusedops.patching.modules.linear import is_linear
 from fusedops.patching.modules.norm.site import looks_like_a_norm
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["Kind", "kinds_in", "lines_of", "patch_layers"]
+__all__ = ["Kind", "Outcome", "fuses", "kinds_in", "lines_of", "patch_layers"]
 
 CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
 
@@ -39,24 +40,41 @@ Roles = frozenset[tuple[str, str]]
 Lines = dict[str, list[Any]]  # each kind's finds, by the kind's name
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of one find in a module.
+
+    was: its source, or a class. now: the fused function, empty if the lines stay. reason: why they
+    stay, or a remark. child: the name of the submodule that the site is named after, if of one.
+    """
+
+    was: str
+    now: str = ""
+    reason: str = ""
+    child: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of site in the lines of a forward.
 
-    rank: the order in which kinds rewrite the same lines. asks: the role of a child that a layer
+    rank: the order in which kinds rewrite the same lines. needs: the role of a child that a layer
     with such a site must have. rewrite: changes a forward's tree and returns its finds. helpers:
-    the functions that the new lines call, by name; each gets the layer first. sites: turns the
-    finds into sites of one module, and notes. unread: the site to report if the source cannot be
-    read.
+    the functions that the new lines call, by name; each gets the layer first. judge: fuses one find
+    in a module if possible; None if it is a site of another kind. unread: whether to report a
+    module whose source cannot be read, given its children's roles and its class. reported: the
+    kind's name in the report. without: the note on a class without a find, if it is worth one.
     """
 
     name: str
     rank: int
-    asks: str
+    needs: str
     rewrite: Callable[[Any, Names], list[Any]]
     helpers: Mapping[str, Callable]
-    sites: Callable[[str, nn.Module, list[Any]], tuple[list[Site], list[str]]]
-    unread: Callable[[str, nn.Module, str], Site | None]
+    judge: Callable[[nn.Module, Any], Outcome | None]
+    unread: Callable[[list[str], type[nn.Module]], bool]
+    reported: str
+    without: str = ""
 
 
 def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -> None:
@@ -65,8 +83,8 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
         if isinstance(module, torch.jit.ScriptModule):
             continue
         roles, original = _roles(module), original_class(module)
-        asked = {role for _, role in roles}
-        own = [kind for kind in kinds if kind.asks in asked]
+        present = {role for _, role in roles}
+        own = [kind for kind in kinds if kind.needs in present]
         if own and original.forward not in CONTAINERS:
             _patch_layer(path, module, own, roles, report)
 
@@ -74,22 +92,29 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
 def _patch_layer(
     path: str, module: nn.Module, kinds: list[Kind], roles: Roles, report: PatchReport
 ) -> None:
-    original, before = original_class(module), getattr(fused_class(module), "_fusedops_made_of", ())
-    both = sorted({*kinds, *before}, key=lambda kind: kind.rank)
+    original = original_class(module)
+    both = sorted({*kinds, *_known_kinds(module)}, key=lambda kind: kind.rank)
     lines = _find(original, roles, both)
     if isinstance(lines, str):
-        unread = (kind.unread(path, module, lines) for kind in kinds)
-        report.skipped += [site for site in unread if site]
+        of_children = [role for _, role in roles]
+        unread = (kind.reported for kind in kinds if kind.unread(of_children, original))
+        report.skipped += [Site(path, kind, original.__name__, reason=lines) for kind in unread]
         return
-    found = [kind.sites(path, module, lines[kind.name]) for kind in kinds]
-    sites = [site for some, _ in found for site in some]
+    found = [(kind, kind.judge(module, find)) for kind in kinds for find in lines[kind.name]]
+    sites = [_site(path, kind, outcome) for kind, outcome in found if outcome]
     if any(site.now for site in sites):
         reason = _swap(module, kinds, both, roles)
         sites = [replace(site, now="", reason=reason) if reason else site for site in sites]
     report.fused += [site for site in sites if site.now]
     report.skipped += [site for site in sites if not site.now]
-    notes = dict.fromkeys(note for _, some in found for note in some)
+    without = (kind.without for kind in kinds if kind.without and not lines[kind.name])
+    notes = [note.format(original.__name__) for note in without]
     report.notes += [note for note in notes if note not in report.notes]
+
+
+def _site(path: str, kind: Kind, outcome: Outcome) -> Site:
+    where = ".".join(filter(None, (path, outcome.child)))
+    return Site(where, kind.reported, outcome.was, outcome.now, outcome.reason)
 
 
 def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles: Roles) -> str:
@@ -103,22 +128,37 @@ def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles:
     if type(module) is fused:
         return ""
     asked = {kind.name for kind in kinds}
-    vars(module)["_fusedops_lines"] = on | asked
-    known = {kind.name for kind in fused._fusedops_made_of}
+    vars(module)["_fusedops"] = replace(fused._fusedops, lines=on | asked)
+    known = {kind.name for kind in fused._fusedops.kinds}
     return "" if asked <= known else "another library has wrapped its class"
+
+
+def _known_kinds(module: nn.Module) -> tuple[Kind, ...]:
+    """The kinds that the module's forward was rewritten for, even if they are switched off."""
+    fused = fused_class(module)
+    return () if fused is None else fused._fusedops.kinds
+
+
+def fuses(layer: nn.Module, kind: str, x: Any) -> bool:
+    """Whether a rewritten forward may run this kind's fused function for x now."""
+    if inductor_fuses(x):  # first, as torch.compile guards every attribute that is read
+        return False
+    state = getattr(layer, "_fusedops", None)
+    return state is not None and kind in state.lines
 
 
 def lines_of(layer: nn.Module) -> frozenset[str]:
     """The kinds that a rewritten forward currently runs fused."""
-    return getattr(layer, "_fusedops_lines", frozenset())
+    state = getattr(layer, "_fusedops", None)
+    return frozenset() if state is None else state.lines
 
 
 def kinds_in(module: nn.Module) -> list[str]:
     """The kinds of sites in a rewritten forward that are switched on."""
-    made_of = getattr(fused_class(module), "_fusedops_made_of", ())
-    lines = _find(original_class(module), _roles(module), made_of)
+    kinds = _known_kinds(module)
+    lines = _find(original_class(module), _roles(module), kinds)
     found = {} if isinstance(lines, str) else lines
-    return [kind.name for kind in made_of if kind.name in lines_of(module) and found.get(kind.name)]
+    return [kind.name for kind in kinds if kind.name in lines_of(module) and found.get(kind.name)]
 
 
 def _roles(module: nn.Module) -> Roles:
@@ -150,12 +190,12 @@ def _wraps_norms(module: nn.Module) -> bool:
 
 
 # class -> (its version, kinds, its children's roles) -> the finds, or why it cannot be read
-_known: "WeakKeyDictionary[type, dict[Hashable, Lines | str]]" = WeakKeyDictionary()
+_finds: "WeakKeyDictionary[type, dict[Hashable, Lines | str]]" = WeakKeyDictionary()
 
 
 def _find(original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]) -> Lines | str:
     names = tuple(kind.name for kind in kinds)
-    known, key = _known.setdefault(original, {}), (version(original), names, roles)
+    known, key = _finds.setdefault(original, {}), (version(original), names, roles)
     if key not in known:
         try:
             known[key] = _rewrite(original, roles, kinds)[1]
@@ -188,13 +228,10 @@ def _global(function: Any, dotted: str) -> object:
 
 
 def _fused(original: type[nn.Module], kinds: Sequence[Kind], roles: Roles) -> type:
-    def namespace() -> dict:
-        names = frozenset(kind.name for kind in kinds)
-        return {
-            "forward": _rewrite(original, roles, kinds)[0],
-            "_fusedops_made_of": tuple(kinds),
-            "_fusedops_lines": names,
-            "_fusedops_aside": {"_fusedops_lines": frozenset()},
-        }
+    names = tuple(kind.name for kind in kinds)
 
-    return subclass(original, (tuple(kind.name for kind in kinds), roles), namespace)
+    def build() -> tuple[dict, dict]:
+        forward = _rewrite(original, roles, kinds)[0]
+        return {"forward": forward}, {"kinds": tuple(kinds), "lines": frozenset(names)}
+
+    return subclass(original, (names, roles), build)

@@ -1,4 +1,4 @@
-"""MLP sites: an activation of one tensor times another, in one pass over both.
+"""Fuses gated MLPs: an activation of one tensor times another.
 
     self.act(self.gate(x)) * self.up(x)        _fusedops_gated(self, self.act, gate=self.gate(x),
                                                                up=self.up(x))
@@ -23,20 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.core.swap import original_class
-from fusedops.patching.core.thresholds import inductor_fuses
-from fusedops.patching.lines import syntax
-from fusedops.patching.lines.layer import Kind, lines_of
-from fusedops.patching.lines.reader import Names, Reader
+from fusedops.patching.lines.layer import Kind, Outcome, fuses
+from fusedops.patching.lines.reader import (
+    Names,
+    Reader,
+    blocks,
+    dotted,
+    expressions,
+    is_simple,
+    loads,
+    replaced,
+    stores,
+)
 from fusedops.patching.modules.activation import (
     ActivationRef,
     activation_of,
-    looks_like_an_activation,
     patch_activation,
 )
-from fusedops.patching.modules.linear import is_linear
 from fusedops.patching.modules.norm.site import row_major
-from fusedops.patching.report import Site
 
 __all__ = ["MLP"]
 
@@ -55,7 +59,7 @@ class Product:
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Product]:
     """Rewrites `tree` in place. Returns the gated products in source order."""
     rewriter = _Rewriter(tree, names)
-    for block in syntax.blocks(tree):
+    for block in blocks(tree):
         for at in range(len(block)):
             rewriter.statement(block, at)
     ast.fix_missing_locations(tree)
@@ -69,12 +73,12 @@ class _Rewriter:
 
     def statement(self, block: list[ast.stmt], at: int) -> None:
         """Rewrites the products of a simple statement, but not those of a test or iterator."""
-        if not syntax.is_simple(block[at]):
+        if not is_simple(block[at]):
             return
-        for product in [n for n in syntax.expressions(block[at]) if _is_product(n)]:
+        for product in [n for n in expressions(block[at]) if _is_product(n)]:
             call = self._inline(block, at, product) or self._earlier(block, at, product)
             if call is not None:
-                block[at] = syntax.replaced(block[at], product, call)
+                block[at] = replaced(block[at], product, call)
 
     def _inline(self, block: list[ast.stmt], at: int, product: Any) -> ast.Call | None:
         """act(gate) * up or up * act(gate). Keeps the evaluation order of gate and up."""
@@ -84,7 +88,7 @@ class _Rewriter:
                 if self.read.changes_tensors(up):  # perhaps the gate, before its activation
                     return None
                 if at and self._unpacks(block[at - 1], gate, up, block[at]):
-                    block[at - 1] = _whole(block[at - 1])
+                    block[at - 1] = _unsplit(block[at - 1])
                     return self._call(
                         PACKED, product, act, [ast.keyword("gate_up", gate)], act is product.left
                     )
@@ -97,7 +101,7 @@ class _Rewriter:
             case ast.Assign(
                 targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],
                 value=ast.Call(func=ast.Attribute(attr="chunk"), args=args, keywords=keywords),
-            ) if (first, second) == (syntax.dotted(gate), syntax.dotted(up)):
+            ) if (first, second) == (dotted(gate), dotted(up)):
                 given = [ast.unparse(a) for a in args], [ast.unparse(k) for k in keywords]
                 halves = given in ((["2"], ["dim=-1"]), (["2", "-1"], []))
                 return halves and self.read.dies(first, user) and self.read.dies(second, user)
@@ -108,8 +112,8 @@ class _Rewriter:
         if self.read.changes_tensors(block[at]):
             return None
         for side, other in (product.left, product.right), (product.right, product.left):
-            made = self._made(block, at, syntax.dotted(side))
-            apart = syntax.dotted(other) != syntax.dotted(side) and self.read.made_by_call(other)
+            made = self._made(block, at, dotted(side))
+            apart = dotted(other) != dotted(side) and self.read.made_by_call(other)
             if made is not None and apart:
                 act: Any = copy.copy(made.value)
                 made.value = act.args[0]
@@ -126,7 +130,7 @@ class _Rewriter:
                 case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
                     of_call = self.read.activation(value) and isinstance(value.args[0], ast.Call)  # type: ignore[attr-defined]
                     return statement if of_call and self.read.dies(name, block[at]) else None
-            used = name in syntax.loads(statement) or name in syntax.stores(statement)
+            used = name in loads(statement) or name in stores(statement)
             if used or self.read.changes_tensors(statement):
                 return None
         return None
@@ -146,35 +150,27 @@ def _is_product(node: ast.AST) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 
-def _whole(unpacks: Any) -> ast.Assign:
+def _unsplit(unpacks: Any) -> ast.Assign:
     """Turns `gate, up = packed.chunk(2, dim=-1)` into `gate = packed`."""
     whole = ast.Assign([unpacks.targets[0].elts[0]], unpacks.value.func.value)
     return ast.copy_location(whole, unpacks)
 
 
-def sites(path: str, module: nn.Module, found: list[Product]) -> tuple[list[Site], list[str]]:
-    return [_site(path, module, product) for product in found], []
-
-
-def _site(path: str, module: nn.Module, product: Product) -> Site:
+def judge(module: nn.Module, product: Product) -> Outcome:
     known = patch_activation(product.act.of(module))
     if "forward" in vars(module):
         known = "the instance has its own forward"
     if isinstance(known, str):
-        return Site(path, "mlp", product.source, reason=known)
+        return Outcome(product.source, reason=known)
     if known.gated is None:
-        return Site(
-            path, "mlp", product.source, reason=f"there is no fused gated function for {known.name}"
-        )
-    return Site(path, "mlp", product.source, known.gated_name)
+        reason = f"there is no fused gated function for {known.name}"
+        return Outcome(product.source, reason=reason)
+    return Outcome(product.source, known.gated_name)
 
 
-def unread(path: str, module: nn.Module, reason: str) -> Site | None:
-    """Reports a module with an activation and two linears, which may be an MLP."""
-    linears = sum(is_linear(child) for child in module.children())
-    acts = any(looks_like_an_activation(*child) for child in module.named_children())
-    name = original_class(module).__name__
-    return Site(path, "mlp", name, reason=reason) if linears > 1 and acts else None
+def may_be_mlp(roles: list[str], original: type[nn.Module]) -> bool:
+    """Whether a module has an activation and two linears."""
+    return "activation" in roles and roles.count("linear") > 1
 
 
 def gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, swapped: bool = False) -> Tensor:
@@ -185,7 +181,7 @@ def gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, swapped: bool = 
 
 def packed(layer: nn.Module, act: Any, gate_up: Tensor, swapped: bool = False) -> Tensor:
     """Like `gated`, for a tensor with gate and up side by side in its last dimension."""
-    whole = type(gate_up) is Tensor and _is_plain(gate_up) and gate_up.shape[-1] % 2 == 0
+    whole = type(gate_up) is Tensor and _has_plain_rows(gate_up) and gate_up.shape[-1] % 2 == 0
     fused = _function(layer, act, gate_up) if whole else None
     if fused:
         return fused(gate_up, None)
@@ -199,7 +195,7 @@ def _lines(act: Any, gate: Tensor, up: Tensor, swapped: bool) -> Tensor:
 
 def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor] | None:
     """The activation's fused function; None if the original lines must run."""
-    if inductor_fuses(gate) or "mlp" not in lines_of(layer):
+    if not fuses(layer, "mlp", gate):
         return None
     known = activation_of(act, gate)
     return known.gated if known else None
@@ -208,18 +204,27 @@ def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor]
 def _fusable(gate: Tensor, up: Tensor) -> bool:
     return (
         type(gate) is type(up) is Tensor
-        and _is_plain(gate)
-        and _is_plain(up)
+        and _has_plain_rows(gate)
+        and _has_plain_rows(up)
         and gate.dtype == up.dtype
         and gate.shape == up.shape
         and gate.device == up.device
     )
 
 
-def _is_plain(t: Tensor) -> bool:
+def _has_plain_rows(t: Tensor) -> bool:
     """Whether the result's contiguous rows match t's: a later view may depend on them."""
     strided = t.layout is torch.strided and not t.is_nested
     return strided and t.dtype in FLOATS and t.dim() > 0 and row_major(t)
 
 
-MLP = Kind("mlp", 1, "linear", rewrite, {GATED: gated, PACKED: packed}, sites, unread)
+MLP = Kind(
+    "mlp",
+    rank=1,
+    needs="linear",
+    rewrite=rewrite,
+    helpers={GATED: gated, PACKED: packed},
+    judge=judge,
+    unread=may_be_mlp,
+    reported="mlp",
+)

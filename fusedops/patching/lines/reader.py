@@ -1,4 +1,4 @@
-"""Reads a forward's tree: which submodule or torch function each call runs."""
+"""Reads a forward's syntax tree: its statements, and what each call runs."""
 
 import ast
 import copy
@@ -8,10 +8,31 @@ from typing import Any
 
 from torch.nn import functional as F
 
-from fusedops.patching.lines import syntax
 from fusedops.patching.modules.activation import ActivationRef, function_of
 
-__all__ = ["Names", "Reader", "place"]
+__all__ = [
+    "CONDITIONAL",
+    "SIMPLE",
+    "Names",
+    "Reader",
+    "blocks",
+    "calls",
+    "dotted",
+    "expressions",
+    "first_call",
+    "is_simple",
+    "is_sum",
+    "loads",
+    "place",
+    "replaced",
+    "stores",
+]
+
+SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
+CONDITIONAL = (ast.BoolOp, ast.IfExp, ast.Lambda, *COMPREHENSIONS)
+NO_TENSOR = ast.Constant, ast.Tuple, ast.List, ast.JoinedStr
+RUNS = ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, *CONDITIONAL
 
 
 @dataclass(frozen=True)
@@ -74,23 +95,23 @@ class Reader:
                         yield call, name, made
 
     def _sum_in(self, value: ast.expr, line: int) -> ast.expr | ast.stmt | None:
-        if syntax.holds_sum(value):
+        if holds_sum(value):
             return value
-        name = syntax.dotted(value)
-        made: Any = syntax.last_assignment(self.tree, name, line) if name else None
+        name = dotted(value)
+        made: Any = last_assignment(self.tree, name, line) if name else None
         if isinstance(made, ast.AugAssign):
             return made if isinstance(made.op, ast.Add) else None
-        return made.value if made and syntax.holds_sum(made.value) else None
+        return made.value if made and holds_sum(made.value) else None
 
     def own_names(self) -> set[str]:
         """The names that only the function itself can assign."""
         nodes = list(ast.walk(self.tree))
         shared = [n for n in nodes if isinstance(n, ast.Global | ast.Nonlocal)]
         arguments = {n.arg for n in nodes if isinstance(n, ast.arg)}
-        return (arguments | syntax.stores(self.tree)).difference(*(n.names for n in shared))
+        return (arguments | stores(self.tree)).difference(*(n.names for n in shared))
 
     def submodule(self, func: ast.expr) -> str:
-        head, _, name = syntax.dotted(func).partition(".")
+        head, _, name = dotted(func).partition(".")
         return name if head == self.self_name else ""
 
     def helper(self, name: str, operands: list[Any], keywords: Sequence = ()) -> ast.Call:
@@ -100,22 +121,20 @@ class Reader:
 
     def meaning(self, func: ast.expr) -> object:
         """The value of a name from outside the function."""
-        name = syntax.dotted(func)
+        name = dotted(func)
         return None if name.partition(".")[0] in self.own else self.names.meaning(name)
 
     def changes_tensors(self, node: ast.AST) -> bool:
         """Whether the node mutates an object or runs a submodule that works in place."""
-        inplace = any(self.names.is_a("inplace", self.submodule(c.func)) for c in _calls(node))
-        return inplace or syntax.changes_tensors(node)
+        inplace = any(self.names.is_a("inplace", self.submodule(c.func)) for c in _all_calls(node))
+        return inplace or changes_tensors(node)
 
     def made_by_call(self, node: ast.expr) -> bool:
         """Whether the value is a call's result, or one of several results."""
         if isinstance(node, ast.Call):
             return True
         given = (n for n in ast.walk(self.tree) if isinstance(n, ast.Assign))
-        made = [
-            n for n in given if isinstance(node, ast.Name) and node.id in syntax.stores(*n.targets)
-        ]
+        made = [n for n in given if isinstance(node, ast.Name) and node.id in stores(*n.targets)]
         return any(isinstance(n.value, ast.Call) for n in made)
 
     def is_dropout(self, statement: ast.stmt, name: str = "") -> bool:
@@ -126,9 +145,9 @@ class Reader:
 
     def dies(self, name: str, statement: ast.stmt) -> bool:
         """Whether a name's value is read once in the statement and never afterwards."""
-        once = syntax.loads(statement).count(name) == 1
-        gone = name in syntax.stores(statement) or isinstance(statement, ast.Return)
-        return once and (gone or syntax.loads(self.tree).count(name) == 1)
+        once = loads(statement).count(name) == 1
+        gone = name in stores(statement) or isinstance(statement, ast.Return)
+        return once and (gone or loads(self.tree).count(name) == 1)
 
     def dropout(self, node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
         """(x, dropout) of a dropout call: the module, or (p, training) of F.dropout."""
@@ -146,11 +165,11 @@ class Reader:
     def norm_after(self, line: int, h: str = "") -> str:
         """The first norm of h (of anything, if h is empty) after a source line."""
         nodes = (n for n in ast.walk(self.tree) if isinstance(n, ast.Call))
-        calls = [n for n in nodes if self.norm(n) and n.lineno > line]
+        norms = [n for n in nodes if self.norm(n) and n.lineno > line]
         if h:
-            calls = [c for c in calls if syntax.dotted(c.args[0]) == h]
-            calls = [c for c in calls if not self._replaced(h, line, c)]
-        return self.norm(min(calls, key=lambda c: c.lineno)) if calls else ""
+            norms = [n for n in norms if dotted(n.args[0]) == h]
+            norms = [n for n in norms if not self._replaced(h, line, n)]
+        return self.norm(min(norms, key=lambda n: n.lineno)) if norms else ""
 
     def _replaced(self, h: str, line: int, norm: ast.Call) -> bool:
         """Whether h certainly gets another value, not `h.method(...)`, before the norm."""
@@ -159,12 +178,12 @@ class Reader:
                 continue
             for statement in ast.iter_child_nodes(owner):
                 between = line < getattr(statement, "lineno", 0) < norm.lineno
-                if between and syntax.assigns(statement, h):
+                if between and assigns(statement, h):
                     return True
         return False
 
 
-def _calls(node: ast.AST) -> Iterator[ast.Call]:
+def _all_calls(node: ast.AST) -> Iterator[ast.Call]:
     return (n for n in ast.walk(node) if isinstance(n, ast.Call))
 
 
@@ -180,3 +199,149 @@ def _functional_dropout(args: list, keywords: list) -> tuple[ast.expr, ast.expr]
         return None
     p, training = given.get("p", ast.Constant(0.5)), given.get("training", ast.Constant(True))
     return given["input"], ast.Tuple([p, training], ast.Load())
+
+
+# Statements and expressions
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` as text, empty for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (head := dotted(node.value)):
+        return f"{head}.{node.attr}"
+    return ""
+
+
+def is_sum(node: ast.expr) -> bool:
+    """Whether the node may be a sum of two tensors."""
+    match node:
+        case ast.BinOp(left, ast.Add(), right):
+            return not any(isinstance(side, NO_TENSOR) for side in (left, right))
+    return False
+
+
+def holds_sum(node: ast.AST | None) -> bool:
+    """Whether a value is a sum of two tensors, or made from one by casts and other operations."""
+    match node:
+        case ast.BinOp() if is_sum(node):
+            return True
+        case ast.BinOp(left, _, right):
+            return holds_sum(left) or holds_sum(right)
+        case ast.IfExp(_, body, orelse):
+            return holds_sum(body) or holds_sum(orelse)
+        case ast.Call(func=ast.Attribute(value=value, attr=attr)):
+            return attr in ("add", "add_") or holds_sum(value)
+        case ast.NamedExpr(value=value) | ast.Subscript(value=value) | ast.Attribute(value=value):
+            return holds_sum(value)
+    return False
+
+
+def last_assignment(tree: ast.AST, name: str, line: int) -> ast.stmt | None:
+    """The last statement before a line that assigns a dotted name."""
+    found: list[Any] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets) if name in map(dotted, targets):
+                found.append(node)
+            case ast.AnnAssign(target=target) | ast.AugAssign(target=target) if (
+                dotted(target) == name
+            ):
+                found.append(node)
+    return max((n for n in found if n.lineno < line), key=lambda n: n.lineno, default=None)
+
+
+def is_simple(statement: ast.stmt) -> bool:
+    return isinstance(statement, SIMPLE)
+
+
+def changes_tensors(node: ast.AST) -> bool:
+    """Whether the node mutates an object: `x += y`, `x[0] = y`, `x.add_(y)`, `inplace=`."""
+    match node:
+        case ast.AugAssign():
+            return True
+        case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+            return True
+        case ast.Call(func=ast.Attribute(attr=name)) if name.endswith("_"):
+            return True
+        case ast.keyword(arg="inplace" | "out"):
+            return True
+    return any(changes_tensors(child) for child in ast.iter_child_nodes(node))
+
+
+def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yields every block of statements in a tree.
+
+    Skips blocks of inner functions and of a `try`, whose handlers may see a half-done statement.
+    """
+    for name in ("body", "orelse"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            yield block
+            for statement in block:
+                if not isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Try):
+                    yield from blocks(statement)
+
+
+def expressions(node: ast.AST) -> Iterator[ast.AST]:
+    """A statement's nodes, without inner scopes, where names mean other things."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.Lambda, *COMPREHENSIONS)):
+            yield from expressions(child)
+
+
+def replaced(tree: Any, old: ast.AST, new: ast.expr) -> Any:
+    """The tree with `new` in place of `old`."""
+
+    class Replace(ast.NodeTransformer):
+        def visit(self, node):
+            return ast.copy_location(new, node) if node is old else super().generic_visit(node)
+
+    return Replace().visit(tree)
+
+
+def calls(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls that certainly happen when a statement runs."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, CONDITIONAL):
+            if isinstance(child, ast.Call):
+                yield child
+            yield from calls(child)
+
+
+def first_call(statement: ast.stmt) -> ast.Call | None:
+    """The call that certainly happens, if only sums run before it."""
+    ran = next((n for n in _in_order(statement) if isinstance(n, RUNS)), None)
+    return ran if isinstance(ran, ast.Call) and ran in calls(statement) else None
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes in evaluation order; for an assignment, its value first."""
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Assign):
+        children = [node.value, *node.targets]
+    for child in children:
+        yield from _in_order(child)
+    yield node
+
+
+def assigns(statement: ast.AST, name: str) -> bool:
+    """Whether the name gets a value other than its own view or cast, `name.method(...)`."""
+    if not isinstance(statement, ast.Assign) or name not in stores(*statement.targets):
+        return False
+    method = statement.value.func if isinstance(statement.value, ast.Call) else statement.value
+    return dotted(method).partition(".")[0] != name
+
+
+def loads(node: ast.AST) -> list[str]:
+    """The names that are read, including those of `x += y`."""
+    names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+    read = [n.id for n in names if isinstance(n.ctx, ast.Load)]
+    changed = (n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign))
+    return read + [n.id for n in changed if isinstance(n, ast.Name)]
+
+
+def stores(*nodes: ast.AST) -> set[str]:
+    names = (n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name))
+    return {n.id for n in names if not isinstance(n.ctx, ast.Load)}

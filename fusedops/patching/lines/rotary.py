@@ -1,4 +1,4 @@
-"""Rotary embeddings: replaces a model's own function of q, k, cos and sin.
+"""Replaces a model's own rotary function of q, k, cos and sin.
 
     q, k = apply_rotary_pos_emb(q, k, cos, sin)
     q, k = _fusedops_rotary(self, apply_rotary_pos_emb, q, k, cos, sin)
@@ -25,14 +25,29 @@ from torch import Tensor, nn
 
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
-from fusedops.patching.core.introspection import closure_values, reachable_functions
-from fusedops.patching.core.sandbox import BF16, F16, F32, F64, drawn, quiet, undisturbed
-from fusedops.patching.core.swap import original_class
-from fusedops.patching.core.thresholds import inductor_fuses
-from fusedops.patching.lines import syntax
-from fusedops.patching.lines.layer import Kind, lines_of
-from fusedops.patching.lines.reader import Names, Reader
-from fusedops.patching.report import Site
+from fusedops.patching.core.probing import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    closure_values,
+    drawn,
+    quiet,
+    reachable_functions,
+    undisturbed,
+    within,
+)
+from fusedops.patching.lines.layer import Kind, Outcome, fuses
+from fusedops.patching.lines.reader import (
+    Names,
+    Reader,
+    blocks,
+    calls,
+    dotted,
+    is_simple,
+    replaced,
+    stores,
+)
 
 __all__ = ["ROTARY"]
 
@@ -46,7 +61,7 @@ VIEWED = "its output is reshaped with .view, which needs a contiguous result"
 FIXED = FunctionType, BuiltinFunctionType, ModuleType, type  # values assumed not to change
 
 
-def _whole(table: Tensor) -> Tensor:
+def _full(table: Tensor) -> Tensor:
     return table
 
 
@@ -74,7 +89,7 @@ class Rotation:
     """
 
     interleaved: bool
-    table: Callable[[Tensor], Tensor] = _whole
+    table: Callable[[Tensor], Tensor] = _full
     dim: int = 1
     back: bool = False
     partial: bool = False
@@ -121,9 +136,9 @@ class Call:
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Call]:
     """Rewrites `tree` in place. Returns the calls to rotary functions."""
     read, found = Reader(tree, names), []
-    for block in syntax.blocks(tree):
+    for block in blocks(tree):
         for at, statement in enumerate(block):
-            for call in syntax.calls(statement) if syntax.is_simple(statement) else ():
+            for call in calls(statement) if is_simple(statement) else ():
                 if not _is_rotary(read.meaning(call.func)):
                     continue
                 fits, source = _is_plain_call(call), ast.unparse(call)
@@ -131,7 +146,7 @@ def rewrite(tree: ast.FunctionDef, names: Names) -> list[Call]:
                 found.append(Call(source, meaning, fits, _viewed(read.tree, statement)))
                 if fits:
                     new = read.helper(HELPER, [call.func, *call.args], call.keywords)
-                    block[at] = statement = syntax.replaced(statement, call, new)
+                    block[at] = statement = replaced(statement, call, new)
     ast.fix_missing_locations(tree)
     return found
 
@@ -149,26 +164,22 @@ def _is_plain_call(call: ast.Call) -> bool:
 
 def _viewed(tree: ast.FunctionDef, statement: ast.stmt) -> bool:
     """Whether `view` is called on the statement's results."""
-    names = syntax.stores(statement)
+    names = stores(statement)
     viewed = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "view")
-    return any(syntax.dotted(n.value) in names and n.lineno > statement.lineno for n in viewed)
+    return any(dotted(n.value) in names and n.lineno > statement.lineno for n in viewed)
 
 
-def sites(path: str, module: nn.Module, found: list[Call]) -> tuple[list[Site], list[str]]:
-    return [_site(path, module, call) for call in found], []
-
-
-def _site(path: str, module: nn.Module, call: Call) -> Site:
+def judge(module: nn.Module, call: Call) -> Outcome:
     known = rotation_of(call.function())
     if isinstance(known, str):
-        return Site(path, "rotary", call.source, reason=known)
-    if reason := _obstacle(module, call, known):
-        return Site(path, "rotary", call.source, reason=reason)
+        return Outcome(call.source, reason=known)
+    if reason := _why_not_fused(module, call, known):
+        return Outcome(call.source, reason=reason)
     how = "(interleaved=True)" if known.interleaved else ""
-    return Site(path, "rotary", call.source, f"rotary_embedding{how}")
+    return Outcome(call.source, f"rotary_embedding{how}")
 
 
-def _obstacle(module: nn.Module, call: Call, known: Rotation) -> str:
+def _why_not_fused(module: nn.Module, call: Call, known: Rotation) -> str:
     """Why a call to a known function is skipped; empty if it is not."""
     if "forward" in vars(module):
         return "the instance has its own forward"
@@ -177,20 +188,17 @@ def _obstacle(module: nn.Module, call: Call, known: Rotation) -> str:
     return "" if call.read else FORM
 
 
-def unread(path: str, module: nn.Module, reason: str) -> Site | None:
-    """Reports a module whose forward names a rotary function."""
-    cls = original_class(module)
-    names = getattr(inspect.unwrap(cls.forward), "__code__", rotated.__code__).co_names
-    named = any("rotary" in name for name in names)
-    return Site(path, "rotary", cls.__name__, reason=reason) if named else None
+def may_rotate(roles: list[str], original: type[nn.Module]) -> bool:
+    """Whether the forward names a rotary function."""
+    code = getattr(inspect.unwrap(original.forward), "__code__", None)
+    return code is not None and any("rotary" in name for name in code.co_names)
 
 
 def rotated(
     layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
 ) -> tuple[Tensor, Tensor]:
     """function(q, k, cos, sin), called by a rewritten forward."""
-    on = not inductor_fuses(q) and "rotary" in lines_of(layer)
-    known = _rotations.get(function) if on else None
+    known = _rotations.get(function) if fuses(layer, "rotary", q) else None
     if known and _fusable(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
         return known(q, k, cos, sin, **how)
     return function(q, k, cos, sin, **how)
@@ -239,7 +247,7 @@ def rotation_of(function: Any) -> Rotation | str:
     uses = list(reachable_functions(object, [function]))
     codes = tuple(f.__code__ for f in uses)
     if _probed.get(function, ((), ""))[0] != codes:
-        known = _probe(function)
+        known = _identify_by_running(function)
         _probed[function] = codes, known if isinstance(known, str) else _unproven(uses) or known
         _rotations.pop(function, None)
     known = _probed[function][1]
@@ -278,7 +286,7 @@ def _branches(i: dis.Instruction) -> bool:
     return i.opname == "COMPARE_OP" or ("_IF_" in i.opname and not i.opname.endswith("NONE"))
 
 
-def _probe(function: FunctionType) -> Rotation | str:
+def _identify_by_running(function: FunctionType) -> Rotation | str:
     parameters = inspect.signature(function).parameters
     first, rest = list(parameters)[:4], list(parameters.values())[4:]
     if first[2:] != ["cos", "sin"] or any(p.default is p.empty for p in rest):
@@ -291,7 +299,7 @@ def _probe(function: FunctionType) -> Rotation | str:
     try:
         with undisturbed(), quiet("cpu"), torch.device("cpu"), no_autocast:
             candidates = (replace(c, dim=dims[0]) for c in CANDIDATES)
-            known = next((c for c in candidates if _same(function, c, dims, 8, F64, F64)), None)
+            known = next((c for c in candidates if _agree(function, c, dims, 8, F64, F64)), None)
             return UNKNOWN if known is None else _proven(function, known, dims)
     except _Unrunnable as error:
         return f"running it raised {error}"
@@ -313,18 +321,18 @@ def _theirs() -> Iterator[None]:
 def _proven(function: FunctionType, known: Rotation, dims: tuple[int, ...]) -> Rotation | str:
     """`known`, completed with what else holds for the function; or why it does not match."""
     example = _arguments(known, 8, known.dim, BF16, F32)
-    turned = example[0].transpose(-3, -2).contiguous().transpose(-3, -2)
+    transposed = example[0].transpose(-3, -2).contiguous().transpose(-3, -2)
     with torch.no_grad(), _theirs():
-        results, view = function(*example), function(turned, *example[1:])
+        results, view = function(*example), function(transposed, *example[1:])
         with torch.autocast("cpu", BF16):
             cast = [y.dtype for y in function(*example)] != [y.dtype for y in results]
     back = results[0].dtype == BF16
     known = replace(known, back=back, cast=cast, keeps=not view[0].is_contiguous())
     for table, of in product(FLOATS, FLOATS):
-        if not _same(function, known, dims, 8, of, table):
+        if not _agree(function, known, dims, 8, of, table):
             return UNKNOWN
     part = replace(known, partial=True)
-    return part if _same(function, part, dims, 14, F32, F32) else known
+    return part if _agree(function, part, dims, 14, F32, F32) else known
 
 
 def _arguments(
@@ -340,7 +348,7 @@ def _arguments(
     return *(x.to(dtype) for x in heads), *(t.to(table) for t in tables)
 
 
-def _same(
+def _agree(
     function: Callable,
     known: Rotation,
     dims: tuple[int, ...],
@@ -349,10 +357,10 @@ def _same(
     table: torch.dtype,
 ) -> bool:
     """Whether function and rotation agree up to rounding, in values and gradients."""
-    return all(_same_at(function, known, dim, width, dtype, table) for dim in dims)
+    return all(_agree_at(function, known, dim, width, dtype, table) for dim in dims)
 
 
-def _same_at(
+def _agree_at(
     function: Callable,
     known: Rotation,
     dim: int,
@@ -375,8 +383,8 @@ def _same_at(
     return len(theirs) == len(ours) and all(
         one.shape == other.shape
         and (one.dtype == other.dtype or dtype == F64)
-        and _near(one, to, coarse)
-        and _near(other, to, coarse)
+        and within(one, to, 8 * coarse)
+        and within(other, to, 8 * coarse)
         for one, other, to in zip(theirs, ours, exact, strict=True)
     )
 
@@ -392,8 +400,13 @@ def _results(run: Callable, args: Any) -> Iterator[Tensor]:
     yield from torch.autograd.grad(outputs, leaves, cotangents)
 
 
-def _near(got: Tensor, exact: Tensor, eps: float) -> bool:
-    return bool((got.double() - exact).abs().max() <= 8 * eps * exact.abs().max())
-
-
-ROTARY = Kind("rotary", 3, "linear", rewrite, {HELPER: rotated}, sites, unread)
+ROTARY = Kind(
+    "rotary",
+    rank=3,
+    needs="linear",
+    rewrite=rewrite,
+    helpers={HELPER: rotated},
+    judge=judge,
+    unread=may_rotate,
+    reported="rotary",
+)

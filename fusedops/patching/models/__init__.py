@@ -1,1 +1,1 @@
-"""Sites entered through transformers' hooks: attention and the loss."""
+"""Fuses attention and losses through transformers' own interfaces."""

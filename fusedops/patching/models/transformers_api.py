@@ -1,4 +1,4 @@
-"""The transformers APIs that patch relies on, and whether they still exist.
+"""Checks that the transformers APIs that patch relies on still exist.
 
 No version is pinned: a newer transformers works as long as these names exist and take these
 arguments. If one is missing, the sites of its kind are skipped, and the report names it.
@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from fusedops.patching.core.introspection import MISSING
 
 __all__ = ["RELIANCES", "Reliance", "missing_api"]
 
@@ -82,7 +80,7 @@ def missing_api(kind: str) -> str:
 def _missing(reliance: Reliance) -> Iterator[str]:
     """Yields the missing parts of a reliance."""
     value = _found(reliance.name)
-    if value is MISSING:
+    if value is None:
         yield reliance.name
         return
     value = value() if reliance.made else value
@@ -95,6 +93,6 @@ def _missing(reliance: Reliance) -> Iterator[str]:
 def _found(name: str) -> Any:
     place, _, last = f"transformers.{name}".rpartition(".")
     try:
-        return getattr(importlib.import_module(place), last, MISSING)
+        return getattr(importlib.import_module(place), last, None)
     except ImportError:
-        return MISSING
+        return None

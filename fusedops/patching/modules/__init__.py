@@ -1,1 +1,1 @@
-"""Sites recognised by running a module: norms, activations, linears."""
+"""Finds sites by running a module: norms, activations, linears."""

@@ -11,11 +11,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.functional import geglu, swiglu
-from fusedops.patching.core.introspection import MISSING, attributes_read, changes_state, plain
-from fusedops.patching.core.sandbox import BF16, F16, F32, F64, bare, device_of, quiet, undisturbed
+from fusedops.patching.core.probing import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    MISSING,
+    attributes_read,
+    bare,
+    changes_state,
+    device_of,
+    plain_attributes,
+    quiet,
+    undisturbed,
+)
 from fusedops.patching.core.swap import (
     Unswappable,
-    active_attribute,
+    active_state,
     has_hooks,
     original_class,
     subclass,
@@ -97,13 +109,13 @@ FUNCTIONS: dict[Any, Activation] = {
 
 def looks_like_an_activation(name: str, module: nn.Module) -> bool:
     """Whether the module is a stateless leaf with an activation's name, or class name."""
-    if any(next(of, None) is not None for of in _state(module)):
+    if any(next(of, None) is not None for of in _contents(module)):
         return False
     words = name.lower(), original_class(module).__name__.lower()
     return any(known in word for word in words for known in NAMES)
 
 
-def _state(module: nn.Module) -> Iterator[Iterator]:
+def _contents(module: nn.Module) -> Iterator[Iterator]:
     yield from (module.parameters(), module.buffers(), module.children())
 
 
@@ -117,8 +129,8 @@ def patch_activation(act: Any) -> Activation | str:
         return function_of(act) or UNKNOWN
     if has_hooks(act):
         return "its activation has hooks"
-    known = active_attribute(act, "_fusedops_activation")
-    found = known if known and _unchanged(act, known) else _probe(act)
+    known = active_state(act).activation
+    found = known if known and _unchanged(act, known) else _identify(act)
     if isinstance(found, Activation):
         try:
             swap(act, functools.partial(_with, activation=found))
@@ -128,14 +140,8 @@ def patch_activation(act: Any) -> Activation | str:
 
 
 def _with(original: type[nn.Module], activation: Activation) -> type:
-    def namespace() -> dict:
-        return {
-            "forward": original.forward,
-            "_fusedops_activation": activation,
-            "_fusedops_aside": {"_fusedops_activation": None},
-        }
-
-    return subclass(original, activation, namespace)
+    build = {"forward": original.forward}, {"activation": activation}
+    return subclass(original, activation, lambda: build)
 
 
 def function_of(value: object) -> Activation | None:
@@ -147,7 +153,7 @@ def activation_of(act: Any, x: Tensor) -> Activation | None:
     """The activation that a known module or torch function computes for x now, or None."""
     if not isinstance(act, nn.Module):
         return function_of(act)
-    found = active_attribute(act, "_fusedops_activation")
+    found = active_state(act).activation
     if found is None or has_hooks(act) or not _unchanged(act, found):
         return None
     return None if found.cast and torch.is_autocast_enabled(x.device.type) else found
@@ -158,7 +164,7 @@ def _unchanged(act: nn.Module, known: Activation) -> bool:
     return all(own.get(name, MISSING) == value for name, value in known.fixed)
 
 
-def _probe(module: nn.Module) -> Activation | str:
+def _identify(module: nn.Module) -> Activation | str:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module"
     if changes_state(type(module)):
@@ -166,10 +172,10 @@ def _probe(module: nn.Module) -> Activation | str:
     read = attributes_read(module, set(), _is_torchs)
     if isinstance(read, str):
         return read
-    known = next((a for a, f in CANDIDATES.items() if _equal(module, f)), None)
+    known = next((a for a, f in CANDIDATES.items() if _computes(module, f)), None)
     if known is None:
         return UNKNOWN
-    attributes = tuple(dict([*read, *plain(module)]).items())
+    attributes = tuple(dict([*read, *plain_attributes(module)]).items())
     return Activation(known.name, known.alpha, _is_cast(module), attributes)
 
 
@@ -181,7 +187,7 @@ def _is_torchs(value: object) -> bool:
     return callable(value) and home.partition(".")[0] == "torch"
 
 
-def _equal(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+def _computes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
     """Whether the module equals the function: values, gradients, dtypes, both modes."""
     device, module = device_of(module), bare(module)
     try:

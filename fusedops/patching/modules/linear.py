@@ -1,4 +1,4 @@
-"""Linear sites: nn.Linear, and modules that compute the same, like transformers' Conv1D."""
+"""Finds linear sites: nn.Linear, and modules that compute the same."""
 
 import functools
 from collections import Counter
@@ -13,11 +13,18 @@ from torch.nn.parameter import UninitializedParameter
 
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
-from fusedops.patching.core.introspection import MISSING, attributes_read, changes_state
-from fusedops.patching.core.sandbox import F64, bare, quiet, undisturbed
+from fusedops.patching.core.probing import (
+    F64,
+    MISSING,
+    attributes_read,
+    bare,
+    changes_state,
+    quiet,
+    undisturbed,
+)
 from fusedops.patching.core.swap import (
     Unswappable,
-    active_attribute,
+    active_state,
     original_class,
     subclass,
     swap,
@@ -58,7 +65,7 @@ class LinearForm:
 
 
 # class -> (its version, its attributes) -> its form
-_known: "WeakKeyDictionary[type, dict[Hashable, LinearForm | None]]" = WeakKeyDictionary()
+_forms: "WeakKeyDictionary[type, dict[Hashable, LinearForm | None]]" = WeakKeyDictionary()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -94,18 +101,14 @@ def patch_linear(module: nn.Module) -> str:
         swap(module, functools.partial(_fused, form=form))
     except Unswappable as why:
         return str(why)
-    return (
-        ""
-        if active_attribute(module, "_fusedops_form")
-        else "another library has wrapped its class"
-    )
+    return "" if active_state(module).form else "another library has wrapped its class"
 
 
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """The operands of `linear` for the module now; None if its own code has to run."""
     if inductor_multiplies(x):  # first, as torch.compile guards what is read
         return None
-    form = active_attribute(module, "_fusedops_form")
+    form = active_state(module).form
     return form and form.operands(module, x)
 
 
@@ -115,14 +118,7 @@ def _fused(original: type[nn.Module], form: LinearForm) -> type:
         found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
         return linear(args[0], *found) if found else original.forward(self, *args, **kwargs)
 
-    def namespace() -> dict:
-        return {
-            "forward": forward,
-            "_fusedops_form": form,
-            "_fusedops_aside": {"_fusedops_form": None},
-        }
-
-    return subclass(original, form, namespace)
+    return subclass(original, form, lambda: ({"forward": forward}, {"form": form}))
 
 
 def form_of(module: nn.Module) -> LinearForm | None:
@@ -130,21 +126,21 @@ def form_of(module: nn.Module) -> LinearForm | None:
     if isinstance(module, torch.jit.ScriptModule) or not _is_matrix_and_row(module):
         return None
     original = original_class(module)
-    if original.forward is FORWARD and _is_plain(original):
+    if original.forward is FORWARD and _keeps_code_of_linear(original):
         return LinearForm()
     module = bare(module)
     module.__class__ = original
     attributes = attributes_read(module, {"weight", "bias"})
     if isinstance(attributes, str) or changes_state(original):
         return None
-    known, key = _known.setdefault(original, {}), (version(original), attributes)
+    known, key = _forms.setdefault(original, {}), (version(original), attributes)
     if key not in known:
-        turns = (transposed for transposed in (False, True) if _equal(module, transposed))
-        known[key] = next((LinearForm(transposed, attributes) for transposed in turns), None)
+        tried = (transposed for transposed in (False, True) if _is_product(module, transposed))
+        known[key] = next((LinearForm(transposed, attributes) for transposed in tried), None)
     return known[key]
 
 
-def _is_plain(original: type) -> bool:
+def _keeps_code_of_linear(original: type) -> bool:
     """Whether no subclass of nn.Linear redefines the parameters or the call."""
     bases = original.__mro__
     if nn.Linear not in bases or nn.Linear.forward is not FORWARD:
@@ -165,17 +161,19 @@ def _is_matrix_and_row(module: nn.Module) -> bool:
     return bool(sides) and (bias is None or (bias.dim() == 1 and len(bias) in sides))
 
 
-def _equal(module: Any, transposed: bool) -> bool:
+def _is_product(module: Any, transposed: bool) -> bool:
     """Whether the module computes x @ weight.T + bias (transposed: x @ weight + bias).
 
     Tested on random parameters: small ones, unless its code needs the real size.
     """
     shape = tuple(module.weight.shape)
     small = (min(shape[0], 24), min(shape[1], 24 if shape[0] == shape[1] else 40))
-    return any(_computes(bare(module), size, transposed) for size in dict.fromkeys((small, shape)))
+    return any(
+        _is_product_of(bare(module), size, transposed) for size in dict.fromkeys((small, shape))
+    )
 
 
-def _computes(module: Any, shape: tuple[int, ...], transposed: bool) -> bool:
+def _is_product_of(module: Any, shape: tuple[int, ...], transposed: bool) -> bool:
     depth, width = shape if transposed else shape[::-1]
     draw = functools.partial(torch.randn, dtype=F64, device="cpu", requires_grad=True)
     try:
@@ -186,12 +184,12 @@ def _computes(module: Any, shape: tuple[int, ...], transposed: bool) -> bool:
             vars(module)["_parameters"] = own
             wanted = x @ (weight if transposed else weight.T)
             wanted = wanted if own["bias"] is None else wanted + bias
-            return _same(module(x), wanted, [t for t in (x, *own.values()) if t is not None])
+            return _agree(module(x), wanted, [t for t in (x, *own.values()) if t is not None])
     except Exception:  # noqa: BLE001  a model's own code raises anything
         return False
 
 
-def _same(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> bool:
+def _agree(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> bool:
     """Whether two results and their gradients are equal."""
     if got.shape != wanted.shape:
         return False

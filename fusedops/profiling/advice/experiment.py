@@ -7,12 +7,12 @@ from time import perf_counter
 
 from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.collect.clock import preempted_seconds
-from fusedops.profiling.timing import paired_ratio
+from fusedops.profiling.timing import Ratio, paired_ratio
 
-__all__ = ["compare_blocks", "saving"]
+__all__ = ["compare_blocks", "ratio_of", "saving"]
 
 BLOCK = 3  # steps of a block that are timed, after one that is not
-FEWEST, MOST = 6, 40  # pairs of blocks
+FEWEST, MOST = 12, 60  # pairs of blocks
 
 Change = Callable[[], AbstractContextManager[object]]
 
@@ -28,7 +28,7 @@ def compare_blocks(
     without: list[float] = []
     changed: list[float] = []
     deadline = perf_counter() + budget_s
-    while len(without) < MOST and (len(without) < FEWEST or perf_counter() < deadline):
+    while len(without) < FEWEST or (len(without) < MOST and perf_counter() < deadline):
         if len(without) % 2 == 0:
             without.append(_block(call))
         with change():
@@ -50,9 +50,19 @@ def _running(call: Callable[[], object]) -> float:
     return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))
 
 
+def ratio_of(without: list[float], changed: list[float]) -> Ratio:
+    """The paired ratio of the blocks, two rounds (AB and BA) together.
+
+    The second block of a round runs on warmer caches, and that cancels out in two rounds.
+    """
+    pairs = len(without) // 2 * 2
+    base, other = ([v[i] + v[i + 1] for i in range(0, pairs, 2)] for v in (without, changed))
+    return paired_ratio(base, other)
+
+
 def saving(without: list[float], changed: list[float], bytes_saved: int | None = None) -> Saving:
     """What a change saves of a step, with the 95 % interval of the paired ratio."""
     base = median(without)
-    ratio = paired_ratio(without, changed)
+    ratio = ratio_of(without, changed)
     low, middle, high = (base * (1 - 1 / r) for r in (ratio.low, ratio.median, ratio.high))
     return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high))

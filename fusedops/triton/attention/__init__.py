@@ -1,4 +1,4 @@
-"""Triton attention kernels, which never store the scores. See functional/attention.py.
+"""Triton attention kernels, which never store the scores.
 
 A program owns a block of queries (or keys) and loops over tiles of the other: Dao,
 arXiv:2307.08691. Gradients are summed in a fixed order, without atomics.

@@ -1,8 +1,8 @@
-"""attention_backward: gradients of queries, then of keys and values, in two kernels.
+"""Triton attention's backward: gradients of queries, then of keys and values.
 
-Both kernels recompute the scores: seven matmuls, to the forward's two. With atomics, five would do.
-A bias's gradient is that of all scores, summed to its shape. A sink's is a sum over rows of what
-the first kernel finds.
+Both kernels recompute the scores, so the backward has seven matmuls and the forward two. With
+atomics, five would be enough. A bias's gradient is the scores' gradient, summed to the bias's
+shape. A sink's gradient is a sum over rows, from the first kernel's delta.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def attention_backward(
     bottom_right: bool,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """The operator fusedops::attention_backward; see csrc/ops/attention/attention.h.
+    """The operator fusedops::attention_backward; see csrc/ops/attention/operators.h.
 
     Returns (dq, dk, dv, dbias, dsinks), None where output_mask is False.
     """
@@ -110,7 +110,7 @@ def gradient_arguments(grad: Tensor) -> dict[str, Any]:
 
 
 def in_order(out: Tensor) -> Tensor:
-    """In attention_forward's memory order: heads inside the sequence."""
+    """Puts out into attention_forward's memory order: heads inside the sequence."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Shared by an attention call's launches: arguments, tile sizes and compile options.
+"""Triton attention's launch settings: arguments, tile sizes, compile options.
 
 Loads use plain pointers, which work with any strides and any alignment. Descriptors need 16-byte
 alignment and certain strides, and would require a second code path.
@@ -31,8 +31,8 @@ class Tiles(NamedTuple):
     # Plain calls on sm_90: its fast dots read shared memory and need 64 rows for 4 warps. sm_80's
     # dots keep their operands in registers.
     hopper: dict[int, tuple]
-    # All calls in float32: what multiplies it has all operands of a product in registers. Left to
-    # itself ptxas spills some to keep to 128 or 80; small tiles spill where it may have all.
+    # All calls in float32, whose dots keep all operands in registers. With maxnreg None, ptxas
+    # limits itself to 128 or 80 registers and spills some; small tiles spill with all 255.
     float32: dict[int, tuple]
 
 
@@ -42,7 +42,7 @@ FORWARD = Tiles(
     hopper={64: (128, 128, 8, 2), 128: (128, 64, 8, 2)},
     float32={128: (32, 16, 8, 1, None), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 )
-# The backward's of float32, but for the widest.
+# The backward's float32 tiles, except for the widest rows.
 SMALL: dict[int, tuple] = {64: (16, 16, 8, 1, None), 128: (16, 16, 4, 1), 256: (16, 16, 8, 1)}
 QUERIES = Tiles(
     plain={64: (128, 32, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
@@ -56,12 +56,13 @@ KEYS = Tiles(
     hopper={64: (128, 64, 8, 1), 128: (128, 16, 8, 1)},
     float32=SMALL | {512: (16, 8, 8, 1)},
 )
-# In the interpreter a tile's cost is independent of its size; numpy's rounding depends on shapes.
+# The interpreter's one tile: a tile's cost there does not depend on its size, and numpy's rounding
+# depends on shapes.
 INTERPRETED = (64, 64, 4, 1)
 WHOLE = 64  # the widest rows for which one program sums both dk and dv
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default; 3.9 warns about it
-# Arguments on whose values no kernel is specialised.
+# Arguments whose values must not specialise a kernel.
 NOT_SPECIALIZED = (
     *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
 )
@@ -201,7 +202,7 @@ class Call:
 
 
 def forward_tile(call: Call, rows: int) -> dict[str, Any]:
-    """rows: of a packed block, at least 16 as a matmul needs; 0 otherwise."""
+    """The forward's tile. rows: the number of rows in a packed block; 0 without packing."""
     tile = chosen(call, FORWARD)
     if not rows:
         return tile
@@ -250,7 +251,7 @@ def padded(width: int) -> int:
 
 
 def side_by_side(t: Tensor) -> Tensor:
-    """The tensor with contiguous rows, in which a block of 128 rows spans less than 2^31 elements.
+    """t, or a copy: rows are contiguous, and a block of 128 rows spans less than 2^31 elements.
 
     Kernels use 32-bit offsets within a block, and 64-bit offsets to it.
     """

@@ -1,4 +1,4 @@
-"""Generation: few queries over many keys; the kernel that joins partial results.
+"""Triton attention for few queries over many keys, as in generation.
 
 A block's rows are the queries of all heads that share k and v, which are then read once. If that
 gives too few programs to fill a GPU, the keys are split among several programs, and a second kernel
@@ -79,19 +79,22 @@ def join_kernel(
     h, i = row // queries % heads, row % queries
     d = tl.arange(0, DV)
     acc = tl.zeros([DV], tl.float32)
-    most = tl.full([], LOWEST, tl.float32)
+    max_score = tl.full([], LOWEST, tl.float32)
     total = tl.full([], 0.0, tl.float32)
     exact: tl.constexpr = out.dtype.element_ty == tl.float32
     for part in range(0, parts):
         at = part * rows.to(tl.int64) + row
         largest = tl.load(softmax + 2 * at)
-        new = tl.maximum(most, largest)
-        before, now = exponential(most - new, MAP, exact), exponential(largest - new, MAP, exact)
+        new = tl.maximum(max_score, largest)
+        before, now = (
+            exponential(max_score - new, MAP, exact),
+            exponential(largest - new, MAP, exact),
+        )
         acc = acc * before + tl.load(sums + at * V_WIDTH + d, d < V_WIDTH, 0) * now
         total = total * before + tl.load(softmax + 2 * at + 1) * now
-        most = new
+        max_score = new
     sink = None if sinks is None else tl.load(sinks + h)
-    share, row_lse = denominator(most, total, sink, MAP)
+    share, row_lse = denominator(max_score, total, sink, MAP)
     tl.store(lse + row, row_lse)
     to = out + ((row // (heads * queries) * queries + i) * heads + h) * V_WIDTH
     tl.store(to + d, (acc * share).to(out.dtype.element_ty), d < V_WIDTH)

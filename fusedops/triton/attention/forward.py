@@ -1,6 +1,7 @@
-"""attention_forward: one program per block of M queries loops over tiles of N keys.
+"""Triton attention's forward: one program per block of M queries.
 
-Tiles at the edges of what is visible come first, with masks; tiles that all queries see need none.
+Tiles at the edges of the visible keys come first, with masks. Tiles that all queries see need no
+mask.
 A head's blocks run from last to first: with `causal`, those with most keys start first. With few
 queries, a block's rows are those of all heads that share k and v, and the keys are split among
 programs (decode.py). Global traffic: q and out once, k and v once per block, mostly from the L2
@@ -54,7 +55,7 @@ def attention_forward(
     window: Sequence[int],
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
-    """fusedops::attention_forward; see csrc/ops/attention/attention.h. Returns (out, lse)."""
+    """fusedops::attention_forward; see csrc/ops/attention/operators.h. Returns (out, lse)."""
     operator = torch.ops.fusedops.attention_forward.default
     tensors = q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed
     arguments = *tensors, max_q, max_k, how, window, bottom_right
@@ -141,8 +142,8 @@ def forward_kernel(
 ):
     """A row of the block is query i of head h.
 
-    PACKED: the rows of one head group follow each other. SPLIT: processes the tiles of part
-    program_id(1), and leaves sums and softmax terms for the join.
+    PACKED: a block's rows are the queries of all heads in one group. SPLIT: processes the tiles of
+    part program_id(1), and stores sums and softmax terms for the join.
     """
     rows = queries * group if PACKED else queries
     x = blocks - 1 - tl.program_id(0) % blocks
@@ -174,7 +175,7 @@ def forward_kernel(
     if bias is not None:
         bias += batch * bias_batch + h * bias_head + i.to(tl.int64) * bias_row
 
-    ahead = k_begin % 4  # aligns the dropout's groups of keys with tiles
+    lead = k_begin % 4  # aligns the dropout's groups of keys with tiles
     offset = n_k - (queries if PACKED else n_q) if BOTTOM_RIGHT else 0
     window = left, right, offset
     curve = inner, softcap, None
@@ -183,20 +184,21 @@ def forward_kernel(
     operands = at, live, k, k_row, v, v_row, bias, bias_key
     place = row, i, k_begin, n_k
     options = window, curve, (seed, threshold, kept_scale)
-    begin, end, whole_begin, whole_end = key_tiles(first, last, window, n_k, ahead, N)
+    begin, end, whole_begin, whole_end = key_tiles(first, last, window, n_k, lead, N)
     if SPLIT:
         begin, end, whole_begin, whole_end = part_of(begin, end, whole_begin, whole_end)
     sums = tl.zeros([M, DV], tl.float32)
-    most = tl.full([M, 1], LOWEST, tl.float32)
+    max_score = tl.full([M, 1], LOWEST, tl.float32)
     total = tl.zeros([M, 1], tl.float32)
     for n in tl.range(0, end - begin - (whole_end - whole_begin), num_stages=1):
-        start = edge(n, begin, whole_begin, whole_end) * N - ahead
-        sums, most, total = add_tile(
-            sums, most, total, block, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, True,
+        start = edge(n, begin, whole_begin, whole_end) * N - lead
+        sums, max_score, total = add_tile(
+            sums, max_score, total, block, operands, place, start, options,
+            MAP, WIDTH, V_WIDTH, N, True,
         )  # fmt: skip
     for t in range(whole_begin, whole_end):
-        sums, most, total = add_tile(
-            sums, most, total, block, operands, place, t * N - ahead, options,
+        sums, max_score, total = add_tile(
+            sums, max_score, total, block, operands, place, t * N - lead, options,
             MAP, WIDTH, V_WIDTH, N, False,
         )  # fmt: skip
 
@@ -204,11 +206,11 @@ def forward_kernel(
     if SPLIT:
         row += tl.program_id(1) * (tl.num_programs(0).to(tl.int64) // blocks) * rows
         tl.store(out + row * V_WIDTH + d, sums, live & (d < V_WIDTH))
-        tl.store(lse + 2 * row, most, live)
+        tl.store(lse + 2 * row, max_score, live)
         tl.store(lse + 2 * row + 1, total, live)
     else:
         sink = None if sinks is None else tl.load(sinks + h)
-        share, row_lse = denominator(most, total, sink, MAP)
+        share, row_lse = denominator(max_score, total, sink, MAP)
         tl.store(lse + row, row_lse, live)
         to = out + ((batch * queries + from_q + i) * heads + h) * V_WIDTH
         tl.store(to + d, (sums * share).to(out.dtype.element_ty), live & (d < V_WIDTH))
@@ -228,7 +230,7 @@ def part_of(begin, end, whole_begin, whole_end):
 @triton.jit
 def add_tile(
     sums,
-    most,
+    max_score,
     total,
     block,
     operands,
@@ -249,10 +251,10 @@ def add_tile(
     keys = load_rows(k, k_row, start, n_k, N, WIDTH, block.shape[1], EDGE)
     x = row_products(block, (at, live), keys, rows_at(k, k_row, start, n_k, N), WIDTH)
     x = masked(curved(x, curve, MAP), bias, bias_key, i, j, window, n_k, EDGE)
-    most, factor = move(most, x, curve, MAP)
-    p = exponentials(x, most, curve, MAP)
+    max_score, factor = move(max_score, x, curve, MAP)
+    p = exponentials(x, max_score, curve, MAP)
     total = total * factor + tl.sum(p, 1, keep_dims=True)
     if drop[0] is not None:
         p *= kept(drop, row, k_begin + start, block.shape[0], N)
     values = load_rows(v, v_row, start, n_k, N, V_WIDTH, sums.shape[1], EDGE)
-    return sums * factor + product(p.to(v.dtype.element_ty), values), most, total
+    return sums * factor + product(p.to(v.dtype.element_ty), values), max_score, total

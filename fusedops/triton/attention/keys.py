@@ -1,4 +1,4 @@
-"""The backward's second kernel: gradients of keys and values.
+"""Triton attention's second backward kernel: gradients of keys and values.
 
 A program owns a block of N keys of one head. It loops over the tiles of M queries that see them,
 for all heads that share it, one after another: sums have a fixed order, and there are no atomics.

@@ -1,4 +1,4 @@
-"""The backward's first kernel: per-row values of the scores, and the queries' gradient.
+"""Triton attention's first backward kernel: per-row values and queries' gradient.
 
 A program owns a block of M queries of one head and loops over the tiles of N keys that they see, as
 in the forward. It stores base, share and delta of each row for the keys' gradients: a probability
@@ -112,19 +112,19 @@ def query_kernel(
 
     block = load_rows(q, q_row, first, n_q, M, WIDTH, D, True)
     do = load_rows(grad, grad_row, first, n_q, M, V_WIDTH, DV, True)
-    ahead = k_begin % 4  # aligns the dropout's groups of keys with tiles
+    lead = k_begin % 4  # aligns the dropout's groups of keys with tiles
     offset = n_k - n_q if BOTTOM_RIGHT else 0
     window = left, right, offset
     curve = inner, softcap, None
     if q.dtype.element_ty == tl.float32:
         curve = inner, softcap, 1  # type: ignore[assignment]
     place = row, i, k_begin, n_k
-    at_q, there = rows_at(q, q_row, first, n_q, M)
+    at_q, exists = rows_at(q, q_row, first, n_q, M)
     at_grad, _ = rows_at(grad, grad_row, first, n_q, M)
-    operands = at_q, at_grad, there, k, k_row, v, v_row, bias, bias_key
+    operands = at_q, at_grad, exists, k, k_row, v, v_row, bias, bias_key
     options = window, curve, (seed, threshold, kept_scale)
     begin, end, whole_begin, whole_end = key_tiles(
-        first, tl.minimum(first + M, n_q) - 1, window, n_k, ahead, N
+        first, tl.minimum(first + M, n_q) - 1, window, n_k, lead, N
     )
     edges = end - begin - (whole_end - whole_begin)
 
@@ -133,14 +133,14 @@ def query_kernel(
         total = tl.zeros([M, 1], tl.float32)
         weighted = tl.zeros([M, 1], tl.float32)
         for n in tl.range(0, edges, num_stages=1):
-            start = edge(n, begin, whole_begin, whole_end) * N - ahead
+            start = edge(n, begin, whole_begin, whole_end) * N - lead
             base, total, weighted = add_products(
                 base, total, weighted, block, do, operands, place, start, options,
                 MAP, WIDTH, V_WIDTH, N, True,
             )  # fmt: skip
         for t in range(whole_begin, whole_end):
             base, total, weighted = add_products(
-                base, total, weighted, block, do, operands, place, t * N - ahead, options,
+                base, total, weighted, block, do, operands, place, t * N - lead, options,
                 MAP, WIDTH, V_WIDTH, N, False,
             )  # fmt: skip
         sink = None if sinks is None else tl.load(sinks + h)
@@ -162,7 +162,7 @@ def query_kernel(
         if ds is not None:
             ds += row * keys + k_begin
         for n in tl.range(0, edges, num_stages=1):
-            start = edge(n, begin, whole_begin, whole_end) * N - ahead
+            start = edge(n, begin, whole_begin, whole_end) * N - lead
             sums = add_gradient(
                 sums, base, share, delta, of_lse, block, do, ds, live, operands, place, start,
                 options, MAP, WIDTH, V_WIDTH, N, True,
@@ -170,7 +170,7 @@ def query_kernel(
         for t in range(whole_begin, whole_end):
             sums = add_gradient(
                 sums, base, share, delta, of_lse, block, do, ds, live, operands, place,
-                t * N - ahead, options, MAP, WIDTH, V_WIDTH, N, False,
+                t * N - lead, options, MAP, WIDTH, V_WIDTH, N, False,
             )  # fmt: skip
         if dq is not None:
             d = tl.arange(0, D)[None, :]
@@ -208,14 +208,14 @@ def products(
 
     dp is the gradient of the probabilities, from out's gradient.
     """
-    at_q, at_grad, there, k, k_row, v, v_row, bias, bias_key = operands
+    at_q, at_grad, exists, k, k_row, v, v_row, bias, bias_key = operands
     row, i, k_begin, n_k = place
     window, curve, drop = options
     keys = load_rows(k, k_row, start, n_k, N, WIDTH, block.shape[1], EDGE)
     values = load_rows(v, v_row, start, n_k, N, V_WIDTH, do.shape[1], EDGE)
     at_k, at_v = rows_at(k, k_row, start, n_k, N), rows_at(v, v_row, start, n_k, N)
-    x = row_products(block, (at_q, there), keys, at_k, WIDTH)
-    dp = row_products(do, (at_grad, there), values, at_v, V_WIDTH)
+    x = row_products(block, (at_q, exists), keys, at_k, WIDTH)
+    dp = row_products(do, (at_grad, exists), values, at_v, V_WIDTH)
     j = start + tl.arange(0, N)[None, :]
     plain = curved(x, curve, MAP)
     s = masked(plain, bias, bias_key, i, j, window, n_k, EDGE)
@@ -226,7 +226,7 @@ def products(
 
 @triton.jit
 def add_products(
-    most,
+    max_score,
     total,
     weighted,
     block,
@@ -247,14 +247,14 @@ def add_products(
     bias's gradient.
     """
     _, _, s, dp = products(block, do, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, EDGE)
-    most, factor = move(most, s, options[1], MAP)
-    p = exponentials(s, most, options[1], MAP)
+    max_score, factor = move(max_score, s, options[1], MAP)
+    p = exponentials(s, max_score, options[1], MAP)
     total = total * factor + tl.sum(p, 1, keep_dims=True)
     if options[1][2] is not None:  # exact
         part = tl.sum(p.to(tl.float64) * dp.to(tl.float64), 1, keep_dims=True)
     else:
         part = tl.sum(p * dp, 1, keep_dims=True)
-    return most, total, (weighted * factor.to(part.dtype) + part).to(tl.float32)
+    return max_score, total, (weighted * factor.to(part.dtype) + part).to(tl.float32)
 
 
 @triton.jit

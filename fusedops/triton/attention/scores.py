@@ -1,4 +1,4 @@
-"""Shared by the attention kernels: block positions, visible keys, scores to probabilities.
+"""Triton attention's helpers: block positions, visible keys, scores to probabilities.
 
 Formulas: csrc/kernels/attention.h. Scores are [M, N], queries by keys. i, [M, 1], and j, [1, N],
 are the positions of both in their sequence.
@@ -38,11 +38,11 @@ def block_of(
     else:
         n = tl.arange(0, SEQUENCES)
         begin, count = _span(cu_rows, n, sequences, rows)
-        ahead = begin % 4 if ALIGNED else begin * 0
-        blocks = tl.where(count > 0, (count + ahead + R - 1) // R, 0)
+        lead = begin % 4 if ALIGNED else begin * 0
+        blocks = tl.where(count > 0, (count + lead + R - 1) // R, 0)
         before = tl.cumsum(blocks, 0) - blocks
         mine = (before <= x) & (x < before + blocks)
-        first = (x - _only(before, mine)) * R - _only(ahead, mine)
+        first = (x - _only(before, mine)) * R - _only(lead, mine)
         other_begin, other_count = _span(cu_others, n, sequences, others)
         return (
             first,
@@ -80,10 +80,10 @@ def sees(i, j, window, n_k):
 
 
 @triton.jit
-def key_tiles(first, last, window, n_k, ahead, N: tl.constexpr):
+def key_tiles(first, last, window, n_k, lead, N: tl.constexpr):
     """The tiles of N keys that queries first to last see: [begin, end).
 
-    All queries see all of tiles [whole_begin, whole_end). Tile t starts at key t N - ahead.
+    All queries see all of tiles [whole_begin, whole_end). Tile t starts at key t N - lead.
     """
     left, right, offset = window
     low, high, whole_low, whole_high = 0, n_k, 0, n_k
@@ -93,7 +93,7 @@ def key_tiles(first, last, window, n_k, ahead, N: tl.constexpr):
     if right is not None:
         high = tl.minimum(last + offset + right + 1, n_k)
         whole_high = tl.minimum(first + offset + right + 1, n_k)
-    return _tiles(low, high, whole_low, whole_high, ahead, N)
+    return _tiles(low, high, whole_low, whole_high, lead, N)
 
 
 @triton.jit
@@ -111,23 +111,23 @@ def query_tiles(first, last, window, n_q, M: tl.constexpr):
 
 
 @triton.jit
-def _tiles(low, high, whole_low, whole_high, ahead, SIZE: tl.constexpr):
-    begin = (low + ahead) // SIZE
-    end = tl.maximum((tl.maximum(high + ahead, 0) + SIZE - 1) // SIZE, begin)
-    whole_begin = tl.minimum((whole_low + ahead + SIZE - 1) // SIZE, end)
-    whole_end = tl.maximum(tl.maximum(whole_high + ahead, 0) // SIZE, whole_begin)
+def _tiles(low, high, whole_low, whole_high, lead, SIZE: tl.constexpr):
+    begin = (low + lead) // SIZE
+    end = tl.maximum((tl.maximum(high + lead, 0) + SIZE - 1) // SIZE, begin)
+    whole_begin = tl.minimum((whole_low + lead + SIZE - 1) // SIZE, end)
+    whole_end = tl.maximum(tl.maximum(whole_high + lead, 0) // SIZE, whole_begin)
     return begin, end, whole_begin, tl.minimum(whole_end, end)
 
 
 @triton.jit
 def edge(n, begin, whole_begin, whole_end):
-    """The n-th partial tile: those before the whole ones, then those after."""
+    """The n-th partial tile: first the tiles before the whole ones, then the tiles after them."""
     return tl.where(n < whole_begin - begin, begin + n, whole_end + n - (whole_begin - begin))
 
 
 @triton.jit
 def rows_at(t, stride, first, count, R: tl.constexpr):
-    """Pointers [R, 1] to rows [first, first + R) of t, and a mask of those that exist."""
+    """Pointers [R, 1] to rows [first, first + R) of t, and a mask of existing rows."""
     r = first + tl.arange(0, R)[:, None]
     return t + r.to(tl.int64) * stride, (r >= 0) & (r < count)
 
@@ -184,9 +184,9 @@ def curved(x, curve, MAP: tl.constexpr):
     """The scores of products x, before a bias.
 
     curve: (scale / softcap, softcap), (scale, 0), or (scale log2 e, 0) for MAP "folded", which
-    leaves products for `exponentials` to scale; the other maps apply the formula. Last comes None,
-    or 1 in float32, whose functions must be as accurate as eager's; a bool would become an `if` in
-    the machine code.
+    leaves products for `exponentials` to scale; the other maps apply the formula. The third element
+    is None, or 1 in float32, whose functions must be as accurate as eager's. A bool would become an
+    `if` in the machine code.
     """
     inner, softcap, exact = curve
     if MAP == "capped":
@@ -207,31 +207,31 @@ def masked(s, bias, bias_key, i, j, window, n_k, EDGE: tl.constexpr):
         seen = sees(i, j, window, n_k)
     if bias is not None:
         at = bias + j.to(tl.int64) * bias_key
-        more = tl.load(at, seen, 0) if EDGE else tl.load(at)
+        added = tl.load(at, seen, 0) if EDGE else tl.load(at)
         if bias.dtype.element_ty == tl.int1:
-            s = tl.where(more, s, float("-inf"))
+            s = tl.where(added, s, float("-inf"))
         else:
-            s += more.to(tl.float32)
+            s += added.to(tl.float32)
     if EDGE:
         s = tl.where(seen, s, float("-inf"))
     return s
 
 
 @triton.jit
-def exponentials(x, most, curve, MAP: tl.constexpr):
-    """exp(score - most).
+def exponentials(x, max_score, curve, MAP: tl.constexpr):
+    """exp(score - max_score).
 
-    A folded `most` is in powers of 2, which makes this one operation before exp2. A score near the
-    least float32 would overflow there; only a bias can produce one.
+    A folded `max_score` is in powers of 2, which makes this one operation before exp2. A score near
+    the least float32 would overflow there; only a bias can produce one.
     """
     if MAP == "folded":
-        return tl.exp2(x * (curve[0]) - most)
+        return tl.exp2(x * (curve[0]) - max_score)
     else:
-        return exponential(x - most, MAP, curve[2] is not None)
+        return exponential(x - max_score, MAP, curve[2] is not None)
 
 
 @triton.jit
-def move(most, x, curve, MAP: tl.constexpr):
+def move(max_score, x, curve, MAP: tl.constexpr):
     """Extends the softmax to scores x, [M, N].
 
     Returns the largest score so far, [M, 1], and the factor for the sums so far. A NaN shows up in
@@ -240,13 +240,13 @@ def move(most, x, curve, MAP: tl.constexpr):
     found = tl.max(x, 1, keep_dims=True)
     if MAP == "folded":
         found *= curve[0]
-    new = tl.maximum(most, found)
-    return new, exponential(most - new, MAP, curve[2] is not None)
+    new = tl.maximum(max_score, found)
+    return new, exponential(max_score - new, MAP, curve[2] is not None)
 
 
 @triton.jit
 def exponential(difference, MAP: tl.constexpr, EXACT: tl.constexpr):
-    """exp of a difference of two `most`, or of a score and one."""
+    """exp of the difference between two `max_score`, or between a score and one."""
     if MAP == "folded":
         return tl.exp2(difference)
     elif EXACT:
@@ -256,13 +256,13 @@ def exponential(difference, MAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def denominator(most, total, sink, MAP: tl.constexpr):
-    """The factor that turns exp(score - most) into a probability, and lse in two parts.
+def denominator(max_score, total, sink, MAP: tl.constexpr):
+    """The factor that turns exp(score - max_score) into a probability, and lse in two parts.
 
     The parts are a base and a logarithm, float64. A row that sees nothing has a factor of 0 and,
     without a sink, an lse of -infinity.
     """
-    base, whole = most.to(tl.float64), total.to(tl.float64)
+    base, whole = max_score.to(tl.float64), total.to(tl.float64)
     if MAP == "folded":
         base /= LOG2E
     share = tl.where(total == 0, 0.0, 1 / tl.where(total == 0, 1.0, total))

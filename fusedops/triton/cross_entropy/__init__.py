@@ -1,4 +1,4 @@
-"""Triton cross_entropy and linear_cross_entropy. See functional/cross_entropy.py.
+"""Triton cross_entropy and linear_cross_entropy.
 
 A program owns a row of logits and walks over it in 16-byte loads. linear_cross_entropy lets torch
 do the matmuls, and calls the same kernels on tiles of the logits.

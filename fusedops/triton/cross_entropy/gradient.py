@@ -1,6 +1,7 @@
-"""The gradient of a row's logits; the target's in float64, as p_t may be near 1.
+"""Triton cross entropy: computes the gradient of a row's logits.
 
-All other columns need only the row's lse and factors.
+The target's gradient is computed in float64, because p_t may be near 1. All other columns need only
+the row's lse and factors.
 """
 
 import triton

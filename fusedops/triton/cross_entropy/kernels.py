@@ -1,4 +1,4 @@
-"""The cross-entropy kernels: one program per row, or per row of a stripe (linear.py).
+"""Triton cross-entropy kernels: one program per row of logits.
 
 Global traffic is the minimum: the forward reads the logits once; the backward reads them and writes
 the gradient once. A forward that computes the gradient walks over the row, then back, starting with
@@ -49,7 +49,7 @@ def forward_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Row program_id(0), classes [first, first + n): sums, then loss and lse so far.
+    """Sums row program_id(0) over classes [first, first + n); stores its loss and lse so far.
 
     With dx, the row is whole, and its gradient for a loss gradient of 1 is written too. state:
     [5, rows] float64, the sums over earlier classes; None if the row is whole.
@@ -134,7 +134,7 @@ def backward_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Row program_id(0): the gradient of its logits for classes [first, first + n)."""
+    """Writes the gradient of row program_id(0)'s logits for classes [first, first + n)."""
     row = tl.program_id(0).to(tl.int64)
     at = row * stride
     to = at if dstride is None else row * dstride
@@ -172,7 +172,7 @@ def reduce_kernel(
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: total (the sum of all rows' w_t), and the loss if there are row losses."""
+    """Stores total, the sum of all rows' w_t, and the loss if there are row losses; one program."""
     weights = tl.zeros([BLOCK], tl.float64)
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, rows, BLOCK):
@@ -216,7 +216,7 @@ def _target_logit(x, bias, t, n):
 
 @triton.jit
 def _per_row(g, total, MEAN: tl.constexpr):
-    """A row's loss gradient, from the loss's. Zero for a mean of rows with weight 0."""
+    """A row's loss gradient, from the loss's. NaN for a mean of rows with weight 0."""
     if MEAN:
         of_all = tl.load(total)
         g = tl.where(of_all == 0, float("nan"), g / of_all)

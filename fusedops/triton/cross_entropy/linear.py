@@ -1,7 +1,7 @@
-"""linear_cross_entropy_forward and _backward: torch's matmuls, row kernels in between.
+"""Triton linear_cross_entropy: torch's matmuls with row kernels in between.
 
-The logits exist one tile at a time, in float32. Their gradients have input's dtype, as a 16-bit
-matmul needs. Matmuls sum in float32.
+The logits exist one tile at a time, in float32. Their gradients have input's dtype, because 16-bit
+matmuls need 16-bit operands. Matmuls sum in float32.
 
 - In a forward without gradients, and in a backward, a tile is all rows of a stripe of classes. Row
   sums continue from stripe to stripe. A stripe's weight gradient is complete after one matmul,
@@ -10,10 +10,10 @@ matmul needs. Matmuls sum in float32.
   all classes of some rows. Their input gradient is complete after one matmul. The weight's gradient
   accumulates in float32 [C, H], in place if the weight is float32.
 
-A row whose target is ignored is processed as zeros: to leave it out, the host would have to wait
-for the number of remaining rows.
+A row whose target is ignored is processed as zeros: to skip it, the host would have to wait for the
+number of remaining rows.
 
-The cost for M rows and V classes in 16 bits: 8 M H V operations in four matmuls, three of which are
+The cost for M rows and V classes in 16 bits: 8 M H V operations in four matmuls. Three of them are
 unavoidable. The row kernels read 4 bytes per logit forward; backward they read 4 and write 2. With
 M = 8192, H = 4096, V = 131072 that is 35.2 TFLOP and 10.7 GB. At 780 TFLOP/s and 4.3 TB/s they take
 45 and 2.5 ms: 555 TFLOP/s, if three matmuls are counted. The matmuls' own traffic, 17 GB of logits
@@ -49,7 +49,7 @@ def linear_cross_entropy_forward(
     dtype: torch.dtype,
     gradients: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """fusedops::linear_cross_entropy_forward; see csrc/ops/cross_entropy/cross_entropy.h.
+    """fusedops::linear_cross_entropy_forward; see csrc/ops/cross_entropy/operators.h.
 
     Returns (loss, lse, total, dinput, dlinear_weight, dlinear_bias), None for gradients that were
     not requested.
@@ -207,7 +207,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
 
 
 def float32_like(t: Tensor | None) -> Tensor | None:
-    """Where a gradient accumulates: in itself if it is float32."""
+    """The float32 memory in which a gradient accumulates: t itself if it is float32."""
     return t if t is None or t.dtype == torch.float32 else t.new_empty(t.shape, dtype=torch.float32)
 
 

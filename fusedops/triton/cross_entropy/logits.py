@@ -1,4 +1,4 @@
-"""cross_entropy_forward and _backward, and the launches that linear.py shares.
+"""Triton cross_entropy's launchers, and the launches that linear.py shares.
 
 One program per row. Two launches forward, one backward. A forward that computes the gradients of
 "mean" must know the total of all targets first, in a third launch. Nothing is read back to the
@@ -32,7 +32,7 @@ def cross_entropy_forward(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """fusedops::cross_entropy_forward; see csrc/ops/cross_entropy/cross_entropy.h.
+    """fusedops::cross_entropy_forward; see csrc/ops/cross_entropy/operators.h.
 
     Returns (loss, lse, total, dinput); dinput is None without with_gradient.
     """
@@ -96,7 +96,7 @@ class Call:
         return cls(target.contiguous(), weight, whole, classes, ignore_index, reduction, how)
 
     def outputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """loss, lse, total"""
+        """Allocates loss, lse and total."""
         empty = functools.partial(torch.empty, device=self.target.device)
         loss = empty(self.target.shape if self.reduction == NONE else (), dtype=dtype)
         lse = empty(self.target.shape, dtype=torch.float64)
@@ -140,7 +140,7 @@ class Call:
         dx: Tensor | None,
         total: Tensor,
     ) -> None:
-        """Processes logits x [rows, n], which are the classes starting at `first`."""
+        """Processes logits x [rows, n], which are the classes from `first` on."""
         if x.shape[0] == 0:
             return
         forward_kernel[(x.shape[0],)](
@@ -177,7 +177,7 @@ class Call:
         total: Tensor,
         dx: Tensor,
     ) -> None:
-        """dx [rows, n] of logits x, which are the classes starting at `first`."""
+        """Writes the gradient dx [rows, n] of logits x, which are the classes from `first` on."""
         if x.numel() == 0:
             return
         backward_kernel[(x.shape[0],)](
@@ -236,7 +236,7 @@ class Call:
 
 
 def _tile(x: Tensor, dx: Tensor | None, threads: int) -> dict[str, int]:
-    """In vectors of the smaller dtype; each is two vectors of the larger one."""
+    """The tile in vectors of the smaller dtype; each is two vectors of a larger one."""
     size = x.element_size() if dx is None else min(x.element_size(), dx.element_size())
     return tile_of(x.shape[1], size, threads)
 

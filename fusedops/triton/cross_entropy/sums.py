@@ -1,4 +1,4 @@
-"""The sums that a row's loss consists of: the largest z, and sums over its columns.
+"""Triton cross entropy: a row's largest z, and its loss's sums.
 
 Each thread keeps the largest z of its own columns and the sum of exp(z - largest), so threads
 synchronise once per row, not once per tile.
@@ -15,8 +15,8 @@ from fusedops.triton.tile import LOG2E, LOWEST
 def origin_of(x, bias, n, tile, curve, MAP: tl.constexpr):
     """A typical z, float32, to subtract: plain sums of w_c z_c would lose their differences."""
     col = tl.arange(0, tile.shape[1])
-    most = tl.max(load_z(x, bias, col, col < n, curve, MAP, "evict_last"), 0)
-    return tl.where(most > LOWEST / 2, most, 0)
+    max_z = tl.max(load_z(x, bias, col, col < n, curve, MAP, "evict_last"), 0)
+    return tl.where(max_z > LOWEST / 2, max_z, 0)
 
 
 @triton.jit
@@ -57,18 +57,18 @@ def sums_of(
         base = under
         if SMOOTH:
             weighted += tl.sum(tl.sum(_weighted(z, weight, col, live, origin), 2), 0)
-    most = tl.max(base, 0)
+    max_z = tl.max(base, 0)
     if RAGGED:
         col, live = edges(head, body, n, tile)
         z = load_z(x, bias, col, live, curve, MAP, POLICY)
-        most = tl.maximum(most, tl.max(z, 0))
-    sum_of = tl.sum(exponentials * tl.exp2((base - most) * LOG2E), 0)
+        max_z = tl.maximum(max_z, tl.max(z, 0))
+    sum_of = tl.sum(exponentials * tl.exp2((base - max_z) * LOG2E), 0)
     weighted_sum = tl.sum(weighted, 0)
     if RAGGED:
-        sum_of += tl.sum(tl.exp2((z - most) * LOG2E), 0)
+        sum_of += tl.sum(tl.exp2((z - max_z) * LOG2E), 0)
         if SMOOTH:
             weighted_sum += tl.sum(_weighted(z, weight, col, live, origin), 0)
-    return most.to(tl.float64), sum_of.to(tl.float64), weighted_sum.to(tl.float64)
+    return max_z.to(tl.float64), sum_of.to(tl.float64), weighted_sum.to(tl.float64)
 
 
 @triton.jit
@@ -85,15 +85,15 @@ def carry(state, rows, first, base, exponentials, weighted, origin, z_t, here):
     """Merges these classes' sums into `state`. here: whether z_t is among them."""
     before = first > 0
     old = tl.load(state, before, LOWEST)
-    most = tl.maximum(base, old)
-    exponentials *= tl.exp(base - most)
-    exponentials += tl.load(state + rows, before, 0) * tl.exp(old - most)
+    max_z = tl.maximum(base, old)
+    exponentials *= tl.exp(base - max_z)
+    exponentials += tl.load(state + rows, before, 0) * tl.exp(old - max_z)
     weighted += tl.load(state + 2 * rows, before, 0)
     z_t = tl.where(here, z_t, tl.load(state + 4 * rows, before, 0))
     tl.debug_barrier()  # all threads have read before one writes
-    tl.store(state, most)
+    tl.store(state, max_z)
     tl.store(state + rows, exponentials)
     tl.store(state + 2 * rows, weighted)
     tl.store(state + 3 * rows, origin.to(tl.float64))
     tl.store(state + 4 * rows, z_t)
-    return most, exponentials, weighted, z_t
+    return max_z, exponentials, weighted, z_t

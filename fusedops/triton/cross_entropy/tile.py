@@ -1,4 +1,4 @@
-"""Shared pieces: a program's tile, the parts of a row, and how a logit becomes z.
+"""Triton cross-entropy helpers: tiles, parts of a row, logits to z.
 
 A tile is [UNROLL, LANES, VECTOR] columns of one row. Each thread has VECTOR columns (16 bytes of
 logits or gradient) at a time; LANES is the number of threads. So a maximum or sum over the first
@@ -19,7 +19,7 @@ UNROLL = 4  # vectors in flight per thread
 def tile_of(n: int, size: int, threads: int) -> dict[str, int]:
     """The tile for rows of n elements of `size` bytes.
 
-    A warp, or as many as cover the row, up to `threads`.
+    It has one warp, or as many threads as cover the row, up to `threads`.
     """
     vector = 16 // size
     cover = triton.next_power_of_2(-(-n // (vector * UNROLL)))
@@ -39,9 +39,9 @@ def columns(UNROLL: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
 def split(at, n, tile, RAGGED: tl.constexpr):
     """Splits a row at offset `at` in three: up to the first whole vector, vectors, the rest.
 
-    Returns where the vectors begin, and the numbers of columns before and in them. Rows that are
-    not RAGGED consist of vectors only. Columns are counted from the first vector: those before it
-    are negative.
+    Returns the offset at which the vectors begin, and the numbers of columns before and in them.
+    Rows that are not RAGGED consist of vectors only. Columns are counted from the first vector:
+    earlier ones are negative.
     """
     VECTOR: tl.constexpr = tile.shape[2]
     if RAGGED:
@@ -54,7 +54,7 @@ def split(at, n, tile, RAGGED: tl.constexpr):
 
 @triton.jit
 def edges(head, body, n, tile):
-    """The columns of the first and last part, [2 * VECTOR], and a mask of those that exist."""
+    """The columns of the first and last part, [2 * VECTOR], and a mask of existing columns."""
     VECTOR: tl.constexpr = tile.shape[2]
     e = tl.arange(0, 2 * VECTOR)
     col = tl.where(e < VECTOR, e - head, body + e - VECTOR)
@@ -63,7 +63,7 @@ def edges(head, body, n, tile):
 
 @triton.jit
 def z_of(x, curve, MAP: tl.constexpr):
-    """curve: (scale / softcap, softcap), or (scale, 0)."""
+    """z of a logit. curve: (scale / softcap, softcap), or (scale, 0)."""
     inner, softcap = curve
     if MAP == "capped":
         x = tanh(x * inner) * softcap
@@ -74,7 +74,7 @@ def z_of(x, curve, MAP: tl.constexpr):
 
 @triton.jit
 def load_logits(x, bias, col, live, POLICY: tl.constexpr):
-    """float32, 0 where not live."""
+    """The logits in float32, with their bias; 0 where not live."""
     v = tl.load(x + col, live, 0, eviction_policy=POLICY).to(tl.float32)
     if bias is not None:
         v += tl.load(bias + col, live, 0).to(tl.float32)
@@ -83,7 +83,7 @@ def load_logits(x, bias, col, live, POLICY: tl.constexpr):
 
 @triton.jit
 def load_z(x, bias, col, live, curve, MAP: tl.constexpr, POLICY: tl.constexpr):
-    """float32, -inf where not live: never the largest, and its exponential is 0."""
+    """z in float32; -inf where not live, which is never the largest and whose exponential is 0."""
     z = load_logits(x, bias, col, live, POLICY)
     if MAP != "none":
         z = z_of(z, curve, MAP)

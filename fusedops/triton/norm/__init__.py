@@ -2,8 +2,8 @@
 
 Formulas: functional/norm.py. A program holds a tile of ROWS rows by BLOCK columns. Rows that fit in
 BLOCK stay in registers between their statistics and their output, so global traffic is the minimum.
-A longer row (LOOP) is walked twice, block by block. A row's result does not depend on the number of
-rows.
+A program reads a longer row (LOOP) twice, block by block. A row's result does not depend on the
+number of rows.
 """
 
 from fusedops.triton.norm.backward import norm_backward

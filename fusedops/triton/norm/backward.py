@@ -1,8 +1,9 @@
-"""norm_backward: reads dy, h and dh once, writes dresidual (and dx under dropout) once.
+"""Triton norm_backward: reads dy, h and dh once, writes gradients once.
 
 A persistent grid: each program takes every programs-th tile of rows and sums dweight and dbias over
-them in float32. A second kernel adds these partial rows in a fixed order: no atomics, the same bits
-every time. A few rows are one program's work and need no second kernel.
+them in float32. A second kernel adds these partial rows in a fixed order, without atomics, so every
+run gives the same bits. If there are only a few rows, one program handles them all and the second
+kernel is not needed.
 """
 
 import functools
@@ -23,7 +24,7 @@ from fusedops.triton.norm.tile import (
 )
 from fusedops.triton.tile import dropout, dropout_arguments
 
-LONGEST = 8192  # 16 elements per thread of each of dy, h, dweight and dbias
+LONGEST = 8192  # per thread, 16 elements each of dy, h, dweight and dbias
 REDUCE_ROWS, REDUCE_COLS = 64, 32
 
 
@@ -41,7 +42,7 @@ def norm_backward(
     seed: Tensor | None,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The operator fusedops::norm_backward; see csrc/ops/norm/norm.h.
+    """The operator fusedops::norm_backward; see csrc/ops/norm/operators.h.
 
     Returns (dresidual, dx, dweight, dbias), None where output_mask is False.
     """
@@ -83,7 +84,7 @@ def norm_backward(
 
 
 def _programs(device: torch.device, rows: int, tile: dict) -> int:
-    """As many as run at once (16 warps per multiprocessor); one if a second launch costs more."""
+    """As many as run at once, with 16 warps per multiprocessor; 1 if a second launch costs more."""
     steps = -(-rows // tile["ROWS"])
     if steps <= (1 if tile["LOOP"] else 4):
         return 1

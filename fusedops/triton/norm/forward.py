@@ -1,6 +1,7 @@
-"""norm_forward: reads x and residual once, writes h and y once. ROWS rows per program.
+"""Triton norm_forward: reads x and residual once, writes h and y once.
 
-A row longer than the tile is read again after the first walk: from h, or from x.
+A program has ROWS rows. It reads a row longer than the tile twice, the second time from h, or from
+x without a residual.
 """
 
 import torch
@@ -33,7 +34,7 @@ def norm_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The operator fusedops::norm_forward; see csrc/ops/norm/norm.h.
+    """The operator fusedops::norm_forward; see csrc/ops/norm/operators.h.
 
     Returns (y, h, stats); h is None without a residual.
     """
@@ -127,7 +128,7 @@ def _stream(x, residual, h, seed, threshold, scale, row, start, live, n, BLOCK: 
 def _moments(s, live, count, KIND: tl.constexpr):
     """[ROWS, 1]: the mean (float64) and the sum of squares around it (around 0 for RMS).
 
-    The mean of the differences from a first mean corrects both, as a float32 sum is not exact.
+    A float32 sum is not exact, so the mean of the differences from a first mean corrects both.
     """
     mean = tl.zeros([s.shape[0], 1], tl.float64)
     m2 = tl.sum(s * s, 1, keep_dims=True)
@@ -167,7 +168,7 @@ def _long_moments(
         share = count / (start + count)
         mean += delta * share
         m2 += block_m2 + (delta * delta * start * share).to(tl.float32)
-    tl.debug_barrier()  # in the second walk, other threads may read h than wrote it
+    tl.debug_barrier()  # the second pass may read an element of h in another thread than wrote it
     return mean, m2
 
 
@@ -187,7 +188,7 @@ def _store_statistics(stats, row, rows, mean, var, eps, KIND: tl.constexpr):
 
 @triton.jit
 def _round(out, x, h, weight):
-    """The llama rounding: to x's dtype, or to h's where the weight has it (float32 stream)."""
+    """The llama rounding: to x's dtype, or to h's if the weight has it too (float32 stream)."""
     if h is not None and weight is not None and weight.dtype.element_ty == h.dtype.element_ty:
         rounded = out.to(h.dtype.element_ty)
     else:

@@ -1,4 +1,4 @@
-"""Shared by both norm directions: a program's tile, the weight and the bias."""
+"""Triton norm helpers: a program's tile, weight and bias loads, normalization."""
 
 import functools
 
@@ -15,8 +15,8 @@ OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
 def tile_of(n: int, longest: int) -> dict[str, int | bool]:
     """The tile for rows of n, and compile options: 8 to 32 elements per thread.
 
-    A quarter of that, and of the longest row, if a row is not whole vectors: then each element
-    needs its own address.
+    If a row is not whole vectors, each element needs its own address; then both this number and the
+    longest row are a quarter.
     """
     parts = 1 if n % 16 == 0 else 4
     fits = n * parts <= longest
@@ -34,7 +34,7 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 def load_row(t, col, live, OFFSET: tl.constexpr = 0):
     """OFFSET + t for a tile's columns, [ROWS, BLOCK] float32.
 
-    Each thread loads what it needs: a [1, BLOCK] load would go through shared memory.
+    Each thread loads its own columns: a [1, BLOCK] load would go through shared memory.
     """
     return OFFSET + tl.load(t + tl.broadcast_to(col, live.shape), live, 0).to(tl.float32)
 

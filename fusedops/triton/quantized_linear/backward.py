@@ -1,9 +1,9 @@
-"""quantized_linear_backward: dx = dz w from the codes, M rows by K columns per program.
+"""Triton quantized_linear's backward: dx = dz w from the codes.
 
-A program loops over the weight's rows, N at a time. If a weight row has one scale, dz is multiplied
-by it. With two codes per byte, the even and the odd columns have separate sums, which are
-interleaved once, on writing. If there are too few programs for a GPU, the weight's rows are split
-among several.
+A program computes M rows by K columns of dx. It loops over the weight's rows, N at a time. If a
+weight row has one scale, dz is multiplied by it. With two codes per byte, the even and the odd
+columns have separate sums, which are interleaved once, before the store. If there are too few
+programs to fill a GPU, several programs share the weight's rows.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Shared by the launches: the weight's tensors, operand dtypes and tile sizes."""
+"""Triton quantized_linear's launch settings: weight tensors, operand dtypes, tile sizes."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from fusedops.triton.tile import architecture, multiprocessors
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NF4_BLOCK = 64
-LEAST_COLUMNS = 32  # of a tile with one scale per row: half of fewer is no valid operand
+LEAST_COLUMNS = 32  # in a tile with one scale per row: half of fewer is not a valid operand
 LEAST_TILES = 4  # per part
 MOST_PARTS = 32
 # By operand dtype: bfloat16, 8-bit integers, float8_e4m3fn, or float32. Rows of the weight N,
@@ -81,23 +81,23 @@ class Weight:
             return "halves"
         return "flat" if self.format == "nf4" else "whole"
 
-    def columns(self, most: int) -> tuple[str, int]:
+    def columns(self, limit: int) -> tuple[str, int]:
         """SCALE, and the number of columns per tile, at most the given one."""
         if self.a_scale_a_row:
-            return "row", most
+            return "row", limit
         group = self.group_size
         if self.format == "nf4":
             group = NF4_BLOCK if self.k % NF4_BLOCK == 0 else 1
         elif self.scales.shape[1] <= 1:
-            group = most
-        within = min(group & -group, most)
+            group = limit
+        within = min(group & -group, limit)
         if within >= LEAST_COLUMNS:
             return "tile", within
-        return "each", most if INTERPRETING else LEAST_COLUMNS  # as many scales as numbers
+        return "each", limit if INTERPRETING else LEAST_COLUMNS  # as many scales as numbers
 
-    def stages(self, most: int) -> int:
+    def stages(self, limit: int) -> int:
         """Pipeline stages. nf4's table loads would be pipelined too, one per element."""
-        return 1 if self.format == "nf4" else most
+        return 1 if self.format == "nf4" else limit
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that all kernels take."""
@@ -142,7 +142,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
 
 
 def way_of(rows: int, input_format: str, compute: str) -> str:
-    """csrc/ops/quantized_linear/way.cpp."""
+    """The name of the kernel for this many rows; csrc/ops/quantized_linear/way.cpp decides."""
     return _C.quantized_linear_way(rows, input_format, compute)
 
 
@@ -179,7 +179,7 @@ def as_rows(t: Tensor) -> Tensor:
 
 
 def registers(rows: int) -> int | None:
-    """Registers per thread: all for large tiles, as ptxas spills some to keep to 128."""
+    """Registers per thread: all for large tiles, where ptxas would spill to stay at 128."""
     return None if few(rows) else 255
 
 

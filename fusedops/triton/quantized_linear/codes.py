@@ -1,4 +1,4 @@
-"""Loads a tile's codes and dequantizes them.
+"""Triton quantized_linear: loads a tile's codes and dequantizes them.
 
 A tile is N rows of the weight by K columns. FORM says how its codes are stored:
 

@@ -1,4 +1,4 @@
-"""dequantize_weight: the dequantized weight, N rows by K columns per program."""
+"""Triton dequantize_weight: each program writes N rows by K columns."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""After the matmul: joins parts, applies row scales, bias and activation."""
+"""Triton quantized_linear: applies row scales, bias and activation after the matmul."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def finish(
 ):
     """Writes y, and z if it is needed, from sums v at [row, col]; row is int64.
 
-    steps: of x's rows that were rounded to codes. factors: of the weight's rows.
+    steps: the scales of x's rows, if these were rounded to codes. factors: the weight's row scales.
     """
     v = v.to(tl.float32)
     if steps is not None:
@@ -70,7 +70,7 @@ def join_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """M rows by N columns: adds the parts in order."""
+    """Adds the parts of M rows by N columns in order, and finishes them."""
     row = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)[:, None]
     col = tl.program_id(1) * N + tl.arange(0, N)[None, :]
     v = tl.zeros([M, N], sums.dtype.element_ty)

@@ -1,13 +1,14 @@
-"""quantized_linear_forward: N columns of y by M rows of x per program, looping over K.
+"""Triton quantized_linear's forward: y from x and the weight's codes.
 
-The columns of y are the weight's rows. The weight is the first operand of the dot, so that its
-values stay in the registers where they were dequantized; sums are [N, M]. With two codes per byte,
-the even columns multiply x's even columns and the odd ones x's odd columns: two dots of half the
-depth. If few rows give too few programs for a GPU, the depth is split among several (`parts_of`),
-whose sums `join` adds in order.
+A program computes N columns of y for M rows of x, and loops over K. The columns of y are the
+weight's rows. The weight is the first operand of the dot, so that its values stay in the registers
+where they were dequantized; sums are [N, M]. With two codes per byte, the even columns multiply x's
+even columns and the odd ones x's odd columns: two dots of half the depth. If few rows give too few
+programs to fill a GPU, several programs share the depth (`parts_of`), and `join` adds their sums in
+order.
 
-Global traffic: the codes once per M rows, and x once per N columns, mostly from the L2 cache, as
-the programs of GROUP row blocks run together.
+Global traffic: the codes once per M rows, and x once per N columns, mostly from the L2 cache,
+because the programs of GROUP row blocks run together.
 """
 
 from typing import Any
@@ -92,7 +93,7 @@ def quantized_linear_forward(
     return y, z
 
 
-# csrc/cuda's operator calls this for more rows than it takes itself.
+# csrc/cuda's operator calls this if there are more rows than its own kernel handles.
 quantized_linear_tiles = quantized_linear_forward
 
 
@@ -107,8 +108,7 @@ def run(
     compute: str,
 ) -> None:
     """x: [rows, k]."""
-    way = way_of(x.shape[0], input_format, compute)
-    if way == "scratch":
+    if way_of(x.shape[0], input_format, compute) == "scratch":
         multiply_scratch(x, w, bias, y, z, activation)
         return
     steps = None

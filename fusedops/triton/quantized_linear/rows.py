@@ -1,7 +1,8 @@
-"""Prepares rows of x for the matmul: as bfloat16, or as 8-bit codes.
+"""Triton quantized_linear: prepares rows of x as bfloat16 or 8-bit codes.
 
 Rows start at whole vectors. A row's codes are scaled so that its largest element has the largest
-code. One program per row of codes, which it reads twice, the second time mostly from a cache.
+code. One program handles a row of codes. It reads the row twice, the second time mostly from a
+cache.
 """
 
 import torch
@@ -14,7 +15,7 @@ VECTOR = 16  # codes per load, or elements of two
 
 
 def narrow_rows(x: Tensor) -> Tensor:
-    """x [rows, k] in bfloat16.
+    """Rounds x [rows, k] to bfloat16 once.
 
     Otherwise every tile that shares these rows would round them again, and need registers for it.
     """
@@ -57,21 +58,21 @@ def rows_kernel(x, codes, steps, k, x_row, code_row, INTEGERS: tl.constexpr, COL
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
     codes += row * code_row
-    most = tl.zeros([COLUMNS], tl.float32)
+    max_value = tl.zeros([COLUMNS], tl.float32)
     astray = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, k, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         v = tl.abs(tl.load(x + col, col < k, 0).to(tl.float32))
         astray = tl.where(v < float("inf"), astray, 1.0)  # a maximum ignores NaN
-        most = tl.maximum(most, tl.where(v < float("inf"), v, 0.0))
-    step = tl.max(most, 0) * (0.007874015748031496 if INTEGERS else 0.002232142857142857)
+        max_value = tl.maximum(max_value, tl.where(v < float("inf"), v, 0.0))
+    step = tl.max(max_value, 0) * (0.007874015748031496 if INTEGERS else 0.002232142857142857)
     inverse = tl.div_rn(1.0, tl.where(step < 1e-38, 1.0, step))  # tiny elements get code 0
     for start in range(0, k, COLUMNS):
         col = start + tl.arange(0, COLUMNS)
         v = tl.load(x + col, col < k, 0).to(tl.float32) * inverse
         v = tl.where(tl.abs(v) < 500, v, 0.0)  # for a row that is not finite
-        # Beside 1.5 2^23 integers are left of v, halves at even ones. Beside 1.5 2^20 times v's
-        # power of two, 3 bits behind the first are: of e4m3, whose steps are 2^-9 below 2^-6.
+        # Adding and subtracting 1.5 2^23 rounds v to integers, half to even. With 1.5 2^20 times
+        # v's power of two it rounds to e4m3: 3 bits after the first, or steps of 2^-9 below 2^-6.
         large = tl.full([COLUMNS], 12582912.0, tl.float32)
         if not INTEGERS:
             exponent = tl.maximum(v.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)

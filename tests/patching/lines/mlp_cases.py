@@ -1,4 +1,4 @@
-"""Modules with a gated product: some are fused, some are skipped."""
+"""Modules with a gated product, some of which patch must skip."""
 
 import types
 

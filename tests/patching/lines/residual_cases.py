@@ -1,4 +1,4 @@
-"""Layers that norm a sum: some are fused, some are skipped, with the reason."""
+"""Layers that norm a sum, some of which patch must skip."""
 
 import torch
 from torch import nn

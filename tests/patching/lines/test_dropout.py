@@ -1,4 +1,4 @@
-"""patch and a dropout right before a sum: fused into the sum, or left in place."""
+"""patch fuses a dropout before a sum, or leaves it in place."""
 
 import copy
 

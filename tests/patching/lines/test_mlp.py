@@ -1,4 +1,4 @@
-"""patch on gated MLPs: the rewritten forward equals the original."""
+"""patch rewrites gated MLPs; the new forward equals the original."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""patch on layers that norm a sum: the rewritten forward equals the original."""
+"""patch rewrites layers that norm a sum; results equal the original's."""
 
 import copy
 import functools

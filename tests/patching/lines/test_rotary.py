@@ -1,4 +1,4 @@
-"""patch on rotary embeddings: recognised functions, rejected ones, and their calls."""
+"""patch recognises rotary functions, rejects look-alikes, and keeps their calls working."""
 
 import importlib
 import types
@@ -439,11 +439,11 @@ def test_generation_with_a_cache(kind):
 
 # What transformers' own functions are seen to be: interleaved, partial, back, the table.
 KNOWN = {
-    "llama": (False, False, False, "_whole"),
-    "gpt_neox": (False, True, False, "_whole"),
-    "olmo2": (False, False, True, "_whole"),
-    "modernbert": (False, False, True, "_whole"),
-    "cohere": (True, False, True, "_whole"),
+    "llama": (False, False, False, "_full"),
+    "gpt_neox": (False, True, False, "_full"),
+    "olmo2": (False, False, True, "_full"),
+    "modernbert": (False, False, True, "_full"),
+    "cohere": (True, False, True, "_full"),
     "glm4": (True, True, False, "_first_half"),
     "ernie4_5": (True, False, True, "_first_half"),
     "gpt_oss": (False, False, False, "_twice"),

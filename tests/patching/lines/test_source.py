@@ -1,7 +1,9 @@
-"""Rewriting a forward's source: what is preserved, and what is refused."""
+"""Rewriting a forward's source keeps what it must and refuses the rest."""
 
 import functools
+import importlib.util
 import inspect
+import os
 import traceback
 
 import pytest
@@ -99,3 +101,63 @@ def test_source_that_is_not_what_runs():
     model = build(namespace["Made"])
     (site,) = residual_sites(patch(model).skipped)
     assert "source" in site.reason
+
+
+MADE = """
+from patching.lines.residual_cases import Layer
+
+class Made(Layer):
+    def forward(self, hidden):
+        return self.norm(hidden - self.mix(hidden))
+"""
+
+
+def test_a_file_that_was_edited_after_its_import(tmp_path):
+    """Its forward has the same names, so only the instructions differ from what runs."""
+    file = tmp_path / "made.py"
+    file.write_text(MADE)
+    spec = importlib.util.spec_from_file_location("made", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    file.write_text(MADE.replace("hidden - ", "hidden + "))
+    os.utime(file, ns=(0, 0))  # the old time may be too near to tell them apart
+    model = build(module.Made)
+    x = torch.randn(2, N)
+    wanted = model(x)
+    (site,) = residual_sites(patch(model).skipped)
+    assert site.reason == "the source of its forward differs from the code that runs"
+    close([model(x)], [wanted])
+
+
+class Counting(Layer):
+    """Wraps each subclass's forward, as transformers' GradientCheckpointingLayer does."""
+
+    calls = 0
+
+    def __init_subclass__(cls, **_):
+        if "forward" in vars(cls):
+            cls.forward = counted(cls.forward)
+
+
+def counted(function):
+    @functools.wraps(function)
+    def wrapper(self, hidden):
+        Counting.calls += 1
+        return function(self, hidden)
+
+    return wrapper
+
+
+class Counted(Counting):
+    def forward(self, hidden):
+        return self.norm(self.mix(hidden) + hidden)
+
+
+def test_a_wrapper_that_every_subclass_gets_runs_once(sums):
+    model = build(Counted).eval()
+    x = torch.randn(2, N)
+    wanted = model(x)
+    patch(model)
+    before = Counting.calls
+    close([model(x)], [wanted])
+    assert (sums.call_count, Counting.calls - before) == (1, 1)

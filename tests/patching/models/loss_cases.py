@@ -1,4 +1,4 @@
-"""Small causal models, their results, and whether their logits were computed."""
+"""Small causal models for loss tests, with their results."""
 
 import contextlib
 import copy

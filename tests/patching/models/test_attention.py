@@ -1,4 +1,4 @@
-"""patch(attention=True): transformers models whose attention runs `attention`."""
+"""patch(attention=True) makes transformers models run `attention`, with equal results."""
 
 import copy
 import io
@@ -103,7 +103,7 @@ def test_verify_sees(bug, monkeypatch):
     name, side, wrong = BUGS[bug]
     model = build(name, **({"attn_logit_softcapping": 2.0} if bug == "softcap" else {}))
     config = model.config
-    monkeypatch.setattr(attention, "_same", lambda *_: True)
+    monkeypatch.setattr(attention, "_agree", lambda *_: True)
     run = interface.attention
     monkeypatch.setattr(interface, "attention", lambda *a, **k: run(*a, **{**k, **wrong}))
     with pytest.raises(RuntimeError, match="verify found differences"):

@@ -1,4 +1,4 @@
-"""attention_forward, which transformers calls; and which models are skipped and why."""
+"""Tests attention_forward, which transformers calls, and which models are skipped."""
 
 import importlib
 import logging
@@ -390,8 +390,8 @@ def test_one_eager_attention_is_fused_beside_another_that_is_left(side, monkeypa
     """All get the masks of numbers that the model makes."""
     model, given = build("gemma2"), batch("gemma2", side)
     second = model.model.layers[1].self_attn
-    same = attention._same
-    monkeypatch.setattr(attention, "_same", lambda m, run: m is not second and same(m, run))
+    same = attention._agree
+    monkeypatch.setattr(attention, "_agree", lambda m, run: m is not second and same(m, run))
     shown = given.get("attention_mask", torch.ones(2, 9)).bool()
     want = model(**given).logits[shown]
     report = patch(model, **ALONE)

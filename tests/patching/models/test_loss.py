@@ -1,4 +1,4 @@
-"""patch's loss: options it honours, when logits are computed, and unpatch."""
+"""patch's fused loss honours its options; logits are computed when read."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""patch(model, loss="keep_logits"): a loss without logits, and logits that stay valid."""
+"""patch(model, loss="keep_logits") keeps logits valid and computes the loss without them."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Which losses patch fuses, judged by function and results, and what it reports."""
+"""Tests which losses patch fuses, and what it reports."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""Converting eager code's numeric masks to the form that `attention` takes."""
+"""Eager code's numeric masks are converted to the form that `attention` takes."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -118,7 +118,7 @@ def test_where_values_may_not_be_read(transform):
 
 @pytest.fixture
 def reads():
-    with mock.patch.object(masks, "_read", side_effect=masks._read) as counted:
+    with mock.patch.object(masks, "_meaning", side_effect=masks._meaning) as counted:
         yield counted
 
 

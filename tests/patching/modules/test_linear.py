@@ -1,4 +1,4 @@
-"""patch on linears, and on activations that follow them in a forward."""
+"""patch fuses linears, and activations that follow them in a forward."""
 
 import copy
 import warnings

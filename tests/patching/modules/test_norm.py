@@ -1,6 +1,7 @@
-"""patch on norms: what is recognised, and when the fused or the original forward runs."""
+"""patch recognises norms, and runs the fused or the original forward."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from fusedops.functional import norm as family
 from fusedops.patching import patch, unpatch
-from fusedops.patching.modules.norm.formula import same
+from fusedops.patching.modules.norm.samples import same
 
 N = 48
 
@@ -195,7 +196,7 @@ def test_offset_and_rounding_are_told_apart():
     """A formula that is right in float32 and wrong in bfloat16 is not used in bfloat16."""
     model = holder(Sloppy())
     patch(model)
-    regimes = model[0]._fusedops_regimes
+    regimes = model[0]._fusedops.regimes
     assert (torch.float32, torch.float32, False) in regimes
     assert not any(x == torch.bfloat16 for x, *_ in regimes)
 
@@ -250,7 +251,9 @@ def test_autocast_gives_what_the_module_gives(of):
 def test_autocast_that_was_not_proven_runs_the_original(calls):
     model = holder(LlamaLike())
     patch(model)
-    model[0]._fusedops_regimes = {r for r in model[0]._fusedops_regimes if not r[2]}
+    state = model[0]._fusedops
+    proven = frozenset(regime for regime in state.regimes if not regime[2])
+    model[0]._fusedops = dataclasses.replace(state, regimes=proven)
     calls.clear()
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(4, N))

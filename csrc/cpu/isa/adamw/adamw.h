@@ -1,14 +1,16 @@
-// The loops of AdamW. Formulas: csrc/kernels/adamw.h and fusedops/functional/adamw.py; split and
-// memory traffic: csrc/cpu/adamw.cpp.
+// Declares AdamW's CPU loops. Formulas: csrc/kernels/adamw.h and fusedops/functional/adamw.py;
+// split and memory traffic: csrc/cpu/adamw.cpp.
 #pragma once
 
 #include "csrc/kernels/adamw.h"
 #include "csrc/cpu/isa.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 
-// A step of the blocks begin to end of a tensor. key: adamw_key; gradient_factor: what the
-// gradients are multiplied by, -1 in it where their sum grows.
+using namespace fusedops::adamw;
+
+// Steps a tensor's blocks [begin, end). key: adamw_key; gradient_factor: multiplies the gradients;
+// negative for `maximize`.
 FUSEDOPS_ISA_FUNCTION_WITHOUT_BF16(adamw_blocks, const AdamWTensor& tensor, uint64_t key,
                                    const AdamWFactors& factors, float gradient_factor,
                                    int64_t begin, int64_t end)
@@ -19,4 +21,4 @@ FUSEDOPS_ISA_FUNCTION(sum_of_squares, const void* grad, Dtype dtype, int64_t n, 
 // Multiplies n elements by a factor.
 FUSEDOPS_ISA_FUNCTION(scale_in_place, void* grad, Dtype dtype, int64_t n, float factor)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

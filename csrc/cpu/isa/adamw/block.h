@@ -1,21 +1,21 @@
-// A block of a tensor, where it lies or in a copy.
+// A block of a tensor, in place or in a copy.
 #pragma once
 
 #include <cstring>
 
 #include "csrc/cpu/isa/adamw/lanes.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
 
-constexpr int kTurn = 4 * kLanes;  // what a turn of the loops covers: a vector of bytes
+constexpr int kTurn = 4 * kLanes;  // elements per loop turn: a vector of bytes
 
 template <Moments kMoments>
 constexpr int kMomentBytes = kMoments == Moments::float32    ? 4
                              : kMoments == Moments::bfloat16 ? 2
                                                              : 1;
 
-// Where a block lies.
+// A block's addresses and size.
 template <class T>
 struct Block {
   T* param;
@@ -25,11 +25,11 @@ struct Block {
   float *exp_avg_scale, *exp_avg_sq_scale;
   int16_t* remainder;
   BlockKey key;
-  int64_t count;  // a multiple of kTurn; at most kAdamWBlock where there are codes or keys
-  int64_t ahead;  // of an element lies what is needed soon; 0: no more comes
+  int64_t count;  // a multiple of kTurn; at most kAdamWBlock with codes or keys
+  int64_t ahead;  // prefetch distance in elements; 0: none
 };
 
-// A block in a copy, with zeros up to whole turns.
+// A copy of a block, padded with zeros to whole turns.
 template <class T, Moments kMoments>
 struct Staged {
   static constexpr int kBytes = kMomentBytes<kMoments>;
@@ -71,4 +71,4 @@ struct Staged {
 };
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

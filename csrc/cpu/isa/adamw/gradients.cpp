@@ -1,18 +1,21 @@
-// What clipping does to gradients: the sum of their squares, and their scaling.
+// Gradient clipping: the sum of squares, and the scaling.
 
 #include "csrc/cpu/isa/adamw/adamw.h"
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
-constexpr int64_t kPiece = 64 * kStep;  // that is summed in float32
+constexpr int64_t kPiece = 64 * kStep;  // elements summed in float32, before float64
 
 template <class T>
 void squares(const T* g, int64_t n, double* total) {
   for (int64_t first = 0; first < n; first += kPiece) {
-    Floats sums[2];  // two chains of sums, so that one need not wait for the other
+    Floats sums[2];  // two independent chains, so that additions overlap
     int turn = 0;
     each_step(n - first < kPiece ? n - first : kPiece, [&](int64_t i, auto part) {
       const auto v = live(load(g + first + i, part), part);
@@ -48,4 +51,4 @@ void scale_in_place(void* grad, Dtype dtype, int64_t n, float factor) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

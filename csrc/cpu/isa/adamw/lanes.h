@@ -1,4 +1,4 @@
-// Vectors of AdamW: as many lanes as a Vec has, of bytes and halves in memory, of random words.
+// AdamW's vectors, with as many lanes as a Vec: bytes and halves in memory, and random words.
 #pragma once
 
 #include <immintrin.h>
@@ -6,10 +6,13 @@
 #include "csrc/kernels/adamw.h"
 #include "csrc/cpu/isa/vec.h"
 
-#define FUSEDOPS_INLINE inline __attribute__((always_inline))
+namespace fusedops::cpu::adamw {
 
-namespace fusedops::cpu {
+using namespace fusedops::adamw;
+
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
 
 constexpr int kLanes = Vec::size();
 
@@ -33,7 +36,7 @@ template <int kBits>
 FUSEDOPS_INLINE Ints left(Ints a) {
   return _mm512_slli_epi32(a, kBits);
 }
-// where a > b, else otherwise
+// Returns `where` in lanes with a > b, `otherwise` in the other lanes.
 FUSEDOPS_INLINE Ints if_greater(Ints a, Ints b, Ints where, Ints otherwise) {
   return _mm512_mask_mov_epi32(otherwise, _mm512_cmpgt_epi32_mask(a, b), where);
 }
@@ -58,14 +61,14 @@ FUSEDOPS_INLINE Ints load_signed_halves(const void* p) {
   return _mm512_cvtepi16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
 }
 
-// Two vectors of words as one of halves, two of halves as one of bytes, limited to what they hold.
-// They are interleaved: four lanes of the first, four of the second, the next four of the first.
+// Packs two vectors of 32-bit words to one of 16-bit halves, or two of halves to one of bytes, with
+// saturation. The result interleaves four lanes of the first, four of the second, and so on.
 FUSEDOPS_INLINE Ints signed_halves(Ints a, Ints b) { return _mm512_packs_epi32(a, b); }
 FUSEDOPS_INLINE Ints halves(Ints a, Ints b) { return _mm512_packus_epi32(a, b); }
 FUSEDOPS_INLINE Ints signed_bytes(Ints a, Ints b) { return _mm512_packs_epi16(a, b); }
 FUSEDOPS_INLINE Ints bytes(Ints a, Ints b) { return _mm512_packus_epi16(a, b); }
-// The way back, with zeros above: of interleaved halves, or bytes, those of the first, and of the
-// second.
+// Undoes that with zero extension: returns the first vector, or the second, of interleaved halves
+// or bytes.
 FUSEDOPS_INLINE Ints first_words(Ints i) { return _mm512_unpacklo_epi16(i, Ints{}); }
 FUSEDOPS_INLINE Ints second_words(Ints i) { return _mm512_unpackhi_epi16(i, Ints{}); }
 FUSEDOPS_INLINE Ints first_halves(Ints i) { return _mm512_unpacklo_epi8(i, Ints{}); }
@@ -76,14 +79,14 @@ FUSEDOPS_INLINE bool all_halves_up_to(Ints a, uint16_t most) {
   return _mm512_cmpgt_epu16_mask(a, _mm512_set1_epi16(static_cast<int16_t>(most))) == 0;
 }
 FUSEDOPS_INLINE Ints high_bytes(Ints halves) { return _mm512_srli_epi16(halves, 8); }
-// Which of neighbouring words have the bytes, or the halves, of each lane.
+// The permutations of words that put interleaved bytes, or halves, in order.
 FUSEDOPS_INLINE Ints words_of_bytes() {
   return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
 }
 FUSEDOPS_INLINE Ints words_of_halves() {
   return _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
 }
-// Stores them in order.
+// Stores interleaved bytes in order.
 FUSEDOPS_INLINE void store_bytes(void* p, Ints i) {
   _mm512_storeu_si512(p, _mm512_permutexvar_epi32(words_of_bytes(), i));
 }
@@ -102,12 +105,13 @@ FUSEDOPS_INLINE Vec choose(Lanes lanes, const Vec& where, const Vec& otherwise) 
   return _mm512_mask_mov_ps(otherwise, lanes, where);
 }
 FUSEDOPS_INLINE Vec larger(const Vec& a, const Vec& b) { return _mm512_max_ps(a, b); }
-// The larger of a, which is not negative, and |b|.
+// Returns max(a, |b|) for a >= 0.
 FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return _mm512_range_ps(a, b, 0xb); }
 
-// 1 / sqrt(x), 2^-14 of itself off.
+// 1 / sqrt(x), with relative error 2^-14.
 FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) { return _mm512_rsqrt14_ps(x); }
-// 1 / x, half an ulp off or a little more; x is of normal size, or infinite where not kFinite.
+// 1 / x, with an error of slightly over half an ulp. x is a normal number, or infinite if not
+// kFinite.
 template <bool kFinite>
 FUSEDOPS_INLINE Vec inverse(const Vec& x) {
   const __m512 y = _mm512_rcp14_ps(x), rest = _mm512_fnmadd_ps(x, y, _mm512_set1_ps(1));
@@ -204,13 +208,13 @@ FUSEDOPS_INLINE Vec inverse(const Vec& x) {
   return Vec(1.f) / x;
 }
 FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) {
-  const Vec y = _mm256_rsqrt_ps(x);  // 2^-11, and a step of Newton's
+  const Vec y = _mm256_rsqrt_ps(x);  // relative error 2^-11, before a Newton step
   return y * at::vec::fmadd(x * y, y * Vec(-0.5f), Vec(1.5f));
 }
 
 #endif
 
-// The random words of csrc/kernels/adamw.h with these numbers.
+// Returns the random words of csrc/kernels/adamw.h with these indices.
 FUSEDOPS_INLINE Ints random_words(BlockKey key, Ints numbers) {
   Ints x = one_of(numbers, ints(key.low));
   x = multiply(one_of(x, right<16>(x)), ints(0x7FEB352D));
@@ -219,7 +223,8 @@ FUSEDOPS_INLINE Ints random_words(BlockKey key, Ints numbers) {
   return one_of(x, right<16>(x));
 }
 
-// The random bytes of elements i to i + 4 kLanes, and the halves of i to i + 2 kLanes, interleaved.
+// Returns random bytes for elements i to i + 4 kLanes, or random halves for i to i + 2 kLanes,
+// interleaved.
 FUSEDOPS_INLINE Ints random_bytes(BlockKey key, uint32_t first, int64_t i) {
   return random_words(key, add(words_of_bytes(), ints(first + static_cast<uint32_t>(i) / 4)));
 }
@@ -228,4 +233,4 @@ FUSEDOPS_INLINE Ints random_halves(BlockKey key, uint32_t first, int64_t i) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

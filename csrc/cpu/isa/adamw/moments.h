@@ -1,4 +1,4 @@
-// The moments of a block in all formats. Codes: csrc/kernels/adamw.h.
+// Reads and writes a block's AdamW moments on CPUs, in every format. Codes: csrc/kernels/adamw.h.
 #pragma once
 
 #include <cmath>
@@ -7,14 +7,14 @@
 
 #include "csrc/cpu/isa/adamw/rounding.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
 
 struct Pair {
   Vec m, v;
 };
 
-// The moments of the lanes from i on, times factors: those of codes are within their scales.
+// Loads the moments from i, times factors. Codes are decoded relative to their scales.
 template <Moments kMoments, class T>
 FUSEDOPS_INLINE Pair load_moments(const Block<T>& block, int64_t i, const Pair& factors) {
   if constexpr (kMoments == Moments::int8) {
@@ -29,7 +29,8 @@ FUSEDOPS_INLINE Pair load_moments(const Block<T>& block, int64_t i, const Pair& 
   }
 }
 
-// The factors that give the moments times `times`: of codes, times the first and its fourth power.
+// Returns load_moments' factors for m * times.m and v * times.v. For codes they include the scales,
+// and v is multiplied by times.v^4.
 template <Moments kMoments, class T>
 FUSEDOPS_INLINE Pair moment_factors(const Block<T>& block, const Pair& times) {
   if constexpr (kMoments == Moments::int8) {
@@ -40,7 +41,7 @@ FUSEDOPS_INLINE Pair moment_factors(const Block<T>& block, const Pair& times) {
   }
 }
 
-// Stores two vectors of moments, or keeps them until they can be encoded.
+// Stores two vectors of moments as float32 or bfloat16. 8-bit moments go through `Waiting`.
 template <Moments kMoments, class T>
 FUSEDOPS_INLINE void store_moments(const Block<T>& block, int64_t i, const Floats& m,
                                    const Floats& v) {
@@ -54,13 +55,13 @@ FUSEDOPS_INLINE void store_moments(const Block<T>& block, int64_t i, const Float
   }
 }
 
-// The new moments of a block, until they are encoded.
+// A block's new moments that are not yet encoded.
 struct Waiting {
   alignas(64) float m[kAdamWBlock], root[kAdamWBlock];  // root = sqrt(v)
   float most_m = 0, most_root = 0;                      // the largest |m| and root
 };
 
-// The moments of a block that wait, on their way to codes and scales.
+// Encodes a block's waiting moments into codes and scales.
 template <class T>
 class Encoding {
  public:
@@ -73,7 +74,7 @@ class Encoding {
     }
   }
 
-  // The codes of the elements from i on, if there are any.
+  // Writes the codes of one turn from element i, if the block has any left.
   FUSEDOPS_INLINE void turn(int64_t i) const {
     if (i < 0 || i >= block_.count) return;
     store_bytes(static_cast<int8_t*>(block_.exp_avg) + i,
@@ -87,7 +88,7 @@ class Encoding {
                       high_bytes(add_limited_halves(high, second_halves(random)))));
   }
 
-  // The turns from i on, and the scales.
+  // Writes the codes of all turns from element i, and the scales.
   FUSEDOPS_INLINE void rest(int64_t i) const {
     for (; i < block_.count; i += kTurn) turn(i);
     if (block_.count == 0) return;
@@ -98,13 +99,14 @@ class Encoding {
  private:
   static constexpr float kLeastNormal = 1.17549435e-38f;
 
-  // sqrt(|m|), with m's sign
+  // The code of m: sqrt(|m|), with m's sign.
   FUSEDOPS_INLINE Ints m_code(int64_t i) const {
     const Vec m = Vec::loadu(waiting_.m + i);
     return nearest(m * quick_rsqrt(larger_size(Vec(kLeastNormal), m)) * m_factor_);
   }
-  // sqrt(root), 1 less, in 256ths: a random byte is added before these are dropped. Of 0 it is NaN,
-  // which is the least of all ints and packed to 0.
+  // The code of root: sqrt(root) - 1, in units of 1 / 256. A random byte is added before the low 8
+  // bits are dropped. For root = 0 the value is NaN, which converts to the smallest int and packs
+  // to 0.
   FUSEDOPS_INLINE Ints root_code(int64_t i) const {
     const Vec root = Vec::loadu(waiting_.root + i);
     return nearest(at::vec::fmadd(root * quick_rsqrt(root), root_factor_, Vec(-256.f)));
@@ -116,4 +118,4 @@ class Encoding {
 };
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

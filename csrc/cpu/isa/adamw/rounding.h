@@ -1,11 +1,11 @@
-// Parameters and moments of 16 bits: read, and written as near as can be or by chance.
+// Reads 16-bit parameters and moments, and writes them rounded to nearest or stochastically.
 #pragma once
 
 #include <type_traits>
 
 #include "csrc/cpu/isa/adamw/block.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
 
 FUSEDOPS_INLINE Vec load_floats(const float* p) { return Vec::loadu(p); }
@@ -16,8 +16,8 @@ FUSEDOPS_INLINE Vec load_floats(const T* p) {
   return v;
 }
 
-// The bits of a bfloat16, `offset` added to those that are cut off. A NaN stays one where kAnyNaN;
-// otherwise one whose lower half is zero does.
+// Returns the bits of a bfloat16 after adding `offset` to the bits that are cut off. With kAnyNaN
+// every NaN stays NaN, otherwise only a NaN whose lower half is zero.
 template <bool kAnyNaN = true>
 FUSEDOPS_INLINE Ints bfloat16_bits(const Vec& v, Ints offset) {
   const Ints x = bits(v), rounded = right<16>(add(x, offset));
@@ -29,19 +29,19 @@ FUSEDOPS_INLINE Ints nearest_even_offset(const Vec& v) {
   return add(ints(0x7fff), both(right<16>(bits(v)), ints(1)));
 }
 
-// The bits of a float16, up or down by chance; random: 16 bits.
+// Returns the bits of a stochastically rounded float16; random: 16 bits.
 FUSEDOPS_INLINE Ints float16_bits(const Vec& v, Ints random) {
   const Ints x = bits(v), size = both(x, ints(0x7fffffff));
   const Ints sign = right<16>(both(x, ints(0x80000000)));
   const Ints normal = subtract(right<13>(add(size, right<3>(random))), ints(112 << 10));
-  const Vec units = floats(size) * Vec(0x1p24f);  // of the smallest denormal
+  const Vec units = floats(size) * Vec(0x1p24f);  // multiples of the smallest denormal
   const Ints denormal = truncated(units + converted(random) * Vec(0x1p-16f));
   Ints found = if_greater(ints(0x38800000), size, denormal, least(normal, ints(0x7c00)));
   found = if_greater(size, ints(0x7f800000), ints(0x7e00), found);
   return either(found, sign);
 }
 
-// Two vectors of a dtype that are as near as can be.
+// Stores two vectors, rounded to nearest.
 FUSEDOPS_INLINE void store_nearest(float* p, const Floats& v) { store(p, v, Full{}); }
 FUSEDOPS_INLINE void store_nearest(BFloat16* p, const Floats& v) {
   store_halves(p, halves(bfloat16_bits(v.lo, nearest_even_offset(v.lo)),
@@ -49,7 +49,7 @@ FUSEDOPS_INLINE void store_nearest(BFloat16* p, const Floats& v) {
 }
 FUSEDOPS_INLINE void store_nearest(Half* p, const Floats& v) { store(p, v, Full{}); }
 
-// Two vectors up or down by chance.
+// Stores two vectors, rounded stochastically.
 template <bool kAnyNaN = true>
 FUSEDOPS_INLINE void store_by_chance(BFloat16* p, const Floats& v, Ints random) {
   store_halves(p, halves(bfloat16_bits<kAnyNaN>(v.lo, first_words(random)),
@@ -79,7 +79,7 @@ FUSEDOPS_INLINE void store_param(const Block<T>& block, int64_t i, const Floats&
   } else if constexpr (kRounding == Rounding::stochastic) {
     store_by_chance<kAnyNaN>(p, v, random_halves(block.key, kRandomParam, i));
   } else {
-    const auto number_or_nan = [](const Vec& x) {  // another NaN's sum might be -0
+    const auto number_or_nan = [](const Vec& x) {  // adding to another NaN's bits might give -0
       const Ints size = both(bits(x), ints(0x7fffffff));
       return if_greater(size, ints(0x7f800000), ints(0x7fc00000), bits(x));
     };
@@ -92,4 +92,4 @@ FUSEDOPS_INLINE void store_param(const Block<T>& block, int64_t i, const Floats&
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

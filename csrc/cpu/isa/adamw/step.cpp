@@ -1,14 +1,13 @@
-// A step of AdamW over blocks of 256 elements, which is what an 8-bit scale belongs to.
+// A step of AdamW over blocks of 256 elements, each with one 8-bit scale.
 //
-// A block of 8-bit moments is read once: the new moments wait in 2 KiB of stack until the largest
-// of them, and so the new scale, is known, and are encoded while the next block is updated, so that
-// the CPU need not wait for a maximum. Other moments are written as they come. A block that is no
-// whole number of turns of the loop is worked on in a copy.
+// A block of 8-bit moments is read once: the new moments stay in 2 KiB of stack until the largest,
+// and so the new scale, is known. They are encoded while the next block is updated, so that the CPU
+// does not wait for a maximum. Other moments are written immediately. A block that is not a whole
+// number of the loop's turns is updated in a copy.
 //
-// A block whose gradients are all finite, as nearly every one is, is not asked again for each
-// element. What is needed two blocks later is asked for early and arrives while this one is
-// computed: the CPU's own prefetching stops at every page, and a loop of so much arithmetic holds
-// few loads.
+// Almost every block has only finite gradients. That is checked once per block, and then not per
+// element. Data is prefetched two blocks ahead, because the CPU's own prefetching stops at every
+// page, and a loop with so much arithmetic keeps few loads in flight.
 
 #include <algorithm>
 #include <cmath>
@@ -18,21 +17,22 @@
 #include "csrc/cpu/isa/adamw/adamw.h"
 #include "csrc/cpu/isa/adamw/moments.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kBlocksAhead = 2;
-constexpr int64_t kLag = 2 * kTurn;  // of encoding behind updating: a block's scale is known late
+constexpr int64_t kLag = 2 * kTurn;  // how far encoding is behind updating: scales are known late
 
-// A step's factors as the loops take them.
+// A step's factors, in vectors.
 struct Factors {
   float gradient_factor, decay, rate1, rate2, step_size;
-  Pair betas, in_scales;  // what the moments, and what the scales of codes are multiplied by
-  // step_size / (root denom + eps) is 1 / (root denom + eps) where both are divided by step_size.
+  Pair betas, in_scales;  // the factors of the moments, and of the codes' scales
+  // If true, denom and eps are already divided by step_size, so that 1 / (root denom + eps) is the
+  // step.
   bool divided;
   float denom, eps;
-  float limit;  // of the gradients of a regular block; 0: none is
+  float limit;  // of a regular block's gradients; 0: no block is regular
 
   Factors(const AdamWFactors& f, float gradient_factor)
       : gradient_factor(gradient_factor),
@@ -51,7 +51,7 @@ struct Factors {
   }
 };
 
-// Whether the squares of the gradients are below limit^2. It may say no where they are just so.
+// Whether all gradients are within the limit. May return false if they are only just within.
 FUSEDOPS_INLINE bool all_within(const Block<float>& block, float limit) {
   Vec sums[4] = {Vec(0.f), Vec(0.f), Vec(0.f), Vec(0.f)};
   for (int64_t i = 0; i < block.count; i += kTurn) {
@@ -64,7 +64,7 @@ FUSEDOPS_INLINE bool all_within(const Block<float>& block, float limit) {
 }
 template <class T>
 FUSEDOPS_INLINE bool all_within(const Block<T>& block, float limit) {
-  Ints most{};  // the bits of a larger number are more, and a NaN's are most
+  Ints most{};  // larger numbers have larger bits, and a NaN's are the largest
   for (int64_t i = 0; i < block.count; i += 2 * kLanes) {
     most = larger_halves(most, both(load_words(block.grad + i), ints(0x7fff7fff)));
   }
@@ -89,10 +89,10 @@ FUSEDOPS_INLINE void ask_ahead(const Block<T>& block, int64_t i) {
   if constexpr (kRounding == Rounding::remainder) ask_for(block.remainder + i, kTurn);
 }
 
-// A step of a block, and beside it what waits for being encoded: each has much that depends on
-// what it has just computed, and the other to do meanwhile.
-// kRegular: as Run::is_regular says. In another block, an element whose g^2 is not finite keeps
-// what it has.
+// Updates a block and encodes the previous one in the same loop. Each has long dependency chains,
+// so the CPU overlaps the two.
+// kRegular: whether Run::is_regular. In other blocks, an element whose g^2 is not finite keeps its
+// moments and its value.
 template <class T, Moments kMoments, Rounding kRounding, bool kRegular>
 FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f, Waiting& waiting,
                             const Encoding<T>& encoding) {
@@ -171,13 +171,13 @@ T* shifted(T* p, int64_t elements) {
 template <class T, Moments kMoments, Rounding kRounding>
 struct Run {
   static constexpr bool kCodes = kMoments == Moments::int8;
-  // What needs neither a scale nor a key is one long block.
+  // Without scales and random keys, the whole range is one long block.
   static constexpr bool kOneByOne =
       kMoments != Moments::float32 || kRounding == Rounding::stochastic;
 
   const Factors factors;
   Waiting waiting[2];
-  Block<T> last = {};  // updated, not encoded; of no elements: there is none
+  Block<T> last = {};  // updated but not yet encoded; empty if there is none
   int turn = 0;
 
   explicit Run(const Factors& factors) : factors(factors) {}
@@ -195,7 +195,7 @@ struct Run {
     }
   }
 
-  // Whether all is finite, and far from where it would not be, and there is no maximum to keep.
+  // Whether all values are finite and stay finite in the step, so no element needs a check.
   FUSEDOPS_INLINE bool is_regular(const Block<T>& block) const {
     if constexpr (!kCodes) return false;
     return factors.limit > 0 && block.max_exp_avg_sq == nullptr &&
@@ -286,4 +286,4 @@ void adamw_blocks(const AdamWTensor& t, uint64_t key, const AdamWFactors& factor
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::adamw

@@ -1,3 +1,5 @@
+// Products of a few queries with unpacked keys and values.
+
 #include "csrc/cpu/isa/attention/decode.h"
 
 #include <algorithm>
@@ -6,13 +8,16 @@
 #include "csrc/cpu/isa/lanes.h"
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::attention::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
-// How many queries a loop over keys or values takes at a time.
+// The number of queries per loop over keys or values.
 constexpr int kRows = 4;
 
-// A sum of products of 16 bits with sums of float32, two of a lane at a time.
+// Whether bfloat16 is multiplied directly: each lane adds two products to a float32 sum.
 #if defined(__AVX512BF16__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, BFloat16>;
@@ -21,7 +26,7 @@ template <class T>
 constexpr bool kPairs = false;
 #endif
 
-// Adds the dot product of a step of a query and of a key.
+// Accumulates the dot product of a query and a key, step by step.
 struct Dot {
   Vec sum{0.f};
 
@@ -40,8 +45,7 @@ struct Dot {
 constexpr int kDots = 16;
 
 // The sums of the lanes of each.
-inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kDots],
-                                                      float (&sums)[kDots]) {
+FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kDots], float (&sums)[kDots]) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512 x[kDots];
 #pragma GCC unroll 16
@@ -61,7 +65,7 @@ inline auto key_step(const T* key, Part part) {
   }
 }
 
-// Of so many queries with `count` keys: as many as there are sums for where kAll.
+// Computes kCount queries' dot products with `count` keys; with kAll, count is the maximum.
 template <int kCount, bool kAll, class Q, class T>
 void some_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int count, int64_t width,
                    float* s, int64_t ld) {
@@ -82,7 +86,7 @@ void some_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int cou
   }
 }
 
-// s [kCount, n] = dot products of so many queries with all keys. Q: as the keys are multiplied.
+// s [kCount, n] = dot products of kCount queries with n keys. Q: the dtype of the multiplication.
 template <int kCount, class Q, class T>
 void dot_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int64_t n, int64_t width,
                   float* s, int64_t ld) {
@@ -99,7 +103,7 @@ void dot_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int64_t 
 
 constexpr int64_t kChain = 64;
 
-// A step of the sums of so many rows over a few keys.
+// Adds a few keys' values to one step of kCount rows' sums.
 template <int kCount, class T, class Part>
 inline void add_step(const float* p, int64_t ld, const T* v, int64_t stride, int64_t n, float* out,
                      int64_t width, Part part) {
@@ -115,12 +119,12 @@ inline void add_step(const float* p, int64_t ld, const T* v, int64_t stride, int
 }
 
 #if defined(__AVX512BF16__)
-// The same of an even number of keys, p as pairs of them.
+// Like that, for an even number of keys, with p in pairs of keys.
 template <int kCount, class Part>
 inline void add_step(const BFloat16* p, int64_t ld, const BFloat16* v, int64_t stride, int64_t n,
                      float* out, int64_t width, Part part) {
   using Values = at::vec::Vectorized<BFloat16>;
-  __m512 even[kCount] = {}, odd[kCount] = {};  // fours of values, in turn
+  __m512 even[kCount] = {}, odd[kCount] = {};  // alternate groups of four values
   for (int64_t j = 0; j < n; j += 2) {
     const __m512i a = Values::loadu(v + j * stride, part.count),
                   b = Values::loadu(v + (j + 1) * stride, part.count);
@@ -146,8 +150,8 @@ inline void add_step(const BFloat16* p, int64_t ld, const BFloat16* v, int64_t s
 }
 #endif
 
-// Of all rows. A few keys at a time: their values stay in the cache for the next step, and a long
-// chain of sums would lose digits.
+// Adds all rows, a few keys at a time: their values stay in cache for the next step, and a longer
+// chain of sums would lose accuracy.
 template <class P, class T>
 void add_all(const P* p, int64_t ld, int64_t rows, const T* v, int64_t stride, int64_t n,
              int64_t width, float* out) {
@@ -212,4 +216,4 @@ void add_values(const float* p, int64_t ld, int64_t rows, const RowsOf& v, int64
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::attention::CPU_CAPABILITY

@@ -1,19 +1,19 @@
-// The products of a few queries with keys and values as they lie in a cache.
+// The products of a few queries with keys and values in a cache's own layout and dtype.
 #pragma once
 
 #include "csrc/cpu/isa.h"
 #include "csrc/cpu/isa/operands.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
-// scratch: as much memory as q takes, or p; n is at most kKeys.
+// scratch: the size of q, or of p. n is at most kKeys.
 
-// s [rows, ld] = q k^T of n keys. q: [rows, width], in rows of ld_q, a multiple of 2 kEdge.
+// s [rows, ld] = q k^T for n keys. q: [rows, width], row stride ld_q, a multiple of 2 kEdge.
 FUSEDOPS_ISA_FUNCTION(query_products, const float* q, int64_t ld_q, int64_t rows, const RowsOf& k,
                       int64_t n, int64_t width, float* s, int64_t ld, float* scratch)
 
-// out [rows, width] += p [rows, ld] v of n keys.
+// out [rows, width] += p [rows, ld] v for n keys.
 FUSEDOPS_ISA_FUNCTION(add_values, const float* p, int64_t ld, int64_t rows, const RowsOf& v,
                       int64_t n, int64_t width, float* out, float* scratch)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -1,3 +1,5 @@
+// The loops over a row of scores: masks, softmax and its gradient.
+
 #include "csrc/cpu/isa/attention/scores.h"
 
 #include <algorithm>
@@ -7,10 +9,13 @@
 #include "csrc/cpu/isa/exp.h"
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::attention::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
-// What is added to scores [begin, end) of a row, at the same places of `to`.
+// The bias of scores [begin, end) of a row, at the same places of `to`.
 void read_bias(const ScoreRow& row, float* to) {
   const auto& [data, stride, dtype] = row.bias;
   if (row.kind == BiasKind::boolean) {
@@ -30,16 +35,15 @@ void read_bias(const ScoreRow& row, float* to) {
   });
 }
 
-// Scores with a bias. What a boolean one hides is hidden even if it is NaN.
-inline __attribute__((always_inline)) Floats biased_by(const Floats& bias, BiasKind kind,
-                                                       const Floats& x) {
+// Scores with a bias. A boolean bias hides a score even if it is NaN.
+FUSEDOPS_INLINE Floats biased_by(const Floats& bias, BiasKind kind, const Floats& x) {
   if (kind != BiasKind::boolean) return x + bias;
   const Vec hidden(-kInfinity);
   return {Vec::blendv(x.lo, hidden, bias.lo == hidden),
           Vec::blendv(x.hi, hidden, bias.hi == hidden)};
 }
 
-// What probabilities [begin, end) of a row are multiplied by. They begin at to + begin.
+// The dropout factors of probabilities [begin, end) of a row, from to + begin on.
 const float* dropout_of(const ScoreRow& row, float* to) {
   const int64_t first = row.key + row.begin, ahead = first % 4;
   dropout_scales(row.dropout, row.row, first - ahead, row.end - row.begin + ahead, to);
@@ -47,11 +51,11 @@ const float* dropout_of(const ScoreRow& row, float* to) {
 }
 
 struct Score {
-  Floats score, slope;  // slope: over scale q k
+  Floats score, slope;  // slope: the derivative by scale q k
 };
 
 template <bool kCapped>
-inline __attribute__((always_inline)) Score score_of(const Floats& product, const ScoreMap& map) {
+FUSEDOPS_INLINE Score score_of(const Floats& product, const ScoreMap& map) {
   const Vec scale(map.scale);
   if constexpr (!kCapped)
     return {{as_rounded(product.lo * scale), as_rounded(product.hi * scale)}, all(1)};
@@ -60,7 +64,7 @@ inline __attribute__((always_inline)) Score score_of(const Floats& product, cons
   return {{as_rounded(lo * cap), as_rounded(hi * cap)}, {one - lo * lo, one - hi * hi}};
 }
 
-// Zeros beside [begin, end), to the end of the padding.
+// Writes zeros outside [begin, end), to the end of the padding.
 template <class T>
 inline void clear_unseen(const ScoreRow& row, T* x) {
   const int64_t padded = (row.n + kEdge - 1) / kEdge * kEdge;
@@ -68,22 +72,22 @@ inline void clear_unseen(const ScoreRow& row, T* x) {
   std::fill(x + row.end, x + padded, T(0));
 }
 
-// A row's scores: x times a factor, which are the products and the scale, or made scores and 1.
+// A row's scores, as x times a factor: q k and the scale, or finished scores and 1.
 struct Scores {
   const float* x;
   float factor, most;
 };
 
-// exp(score - most), within what T resolves.
+// exp(score - most), as accurate as T needs.
 template <class T>
-inline __attribute__((always_inline)) Floats exp_under(const Floats& x, float factor, float most) {
+FUSEDOPS_INLINE Floats exp_under(const Floats& x, float factor, float most) {
   const Vec times(factor), under(most);
   const Vec lo = as_rounded(x.lo * times) - under, hi = as_rounded(x.hi * times) - under;
   if constexpr (kQuick<T>) return {exp_of<T>(lo, Vec(1.f)), exp_of<T>(hi, Vec(1.f))};
   return {exp_of_many(lo), exp_of_many(hi)};
 }
 
-// The largest of x [0, n). A NaN is passed over: it comes back in the sum.
+// The largest of x [0, n). It skips NaN, which then appears in the sum.
 inline float largest_number(const float* x, int64_t n) {
   Floats most = all(-kInfinity);
   each_step(n, [&](int64_t j, auto part) {
@@ -101,7 +105,7 @@ inline float largest_number(const float* x, int64_t n) {
 #endif
 }
 
-// The scores of [begin, end), written to `made` where they are more than scaled products.
+// Returns scores [begin, end). Written to `made` if they are more than q k times the scale.
 template <bool kCapped>
 Scores make_scores(const ScoreRow& row, const ScoreMap& map, float* made) {
   const bool biased = row.kind != BiasKind::none, makes = kCapped || biased;
@@ -121,24 +125,24 @@ Scores make_scores(const ScoreRow& row, const ScoreMap& map, float* made) {
   return {makes ? made : row.s, makes ? 1 : map.scale, largest(most)};
 }
 
-// Moves the softmax to the largest score so far. False: it has seen none.
+// Rescales the softmax to the largest score so far. False if there is none yet.
 bool move_to_largest(const Scores& scores, Softmax& softmax) {
   const float before = softmax.most;
-  softmax.most = scores.most <= before ? before : scores.most;  // a NaN stays
+  softmax.most = scores.most <= before ? before : scores.most;  // keeps NaN
   softmax.factor = 1;
   if (softmax.most == -kInfinity) return false;
   if (before != softmax.most) softmax.factor = std::exp(before - softmax.most);
   return true;
 }
 
-// One row of a tile, which sees [begin, end).
+// One row of a tile, whose query sees keys [begin, end).
 struct Row {
   explicit Row(const ScoreRow& row, const ScoreMap& map)
       : scores(map.softcap != 0 ? make_scores<true>(row, map, made)
                                 : make_scores<false>(row, map, made)),
         kept(row.dropout.seed != nullptr ? dropout_of(row, scales) : nullptr) {}
 
-  // x, dropped
+  // Returns x after dropout.
   template <class Part>
   Floats dropped(const Floats& x, int64_t j, Part part) const {
     return kept == nullptr ? x : x * load(kept + j, part);
@@ -196,7 +200,7 @@ void add_gradients(const ScoreRow& of, const ScoreMap& map, const GradientRow& t
     const int64_t j = of.begin + i;
     const auto one =
         exp_under<T>(load(row.scores.x + j, part), row.scores.factor, to.most) * all(to.share);
-    // By two steps: where one key has all of p, dp less their sum is 0 and not its rounding.
+    // Two steps: if one key has probability 1, dp minus the sum is exactly 0.
     auto d = row.dropped(load(to.dp + j, part), j, part) - all(to.weighted);
     d = one * (d + all(to.grad_lse));
     if (to.ds != nullptr) store(to.ds + j, d, part);
@@ -224,7 +228,7 @@ void score_gradients(const ScoreRow& row, const ScoreMap& map, const GradientRow
     auto *const p = static_cast<T*>(to.p), *const da = static_cast<T*>(to.da);
     clear_unseen(row, p);
     clear_unseen(row, da);
-    if (to.share == 0) {  // no key is seen, or a sink has all
+    if (to.share == 0) {  // no key is seen, or the sink has probability 1
       std::fill(p + row.begin, p + row.end, T(0));
       std::fill(da + row.begin, da + row.end, T(0));
       return;
@@ -235,4 +239,4 @@ void score_gradients(const ScoreRow& row, const ScoreMap& map, const GradientRow
   to.dtype == Dtype::bfloat16 ? add(BFloat16()) : add(float());
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::attention::CPU_CAPABILITY

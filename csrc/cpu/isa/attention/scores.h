@@ -1,4 +1,4 @@
-// The loops over a row of scores. Formulas: csrc/kernels/attention.h.
+// Attention's loops over a row of scores, on CPUs. Formulas: csrc/kernels/attention.h.
 #pragma once
 
 #include <limits>
@@ -8,52 +8,54 @@
 #include "csrc/cpu/isa/operands.h"
 #include "csrc/kernels/philox.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::attention {
 
-constexpr int64_t kKeys = 512;  // of a tile of scores, at most
+using namespace fusedops::attention;
 
-// How a product q k becomes a score.
+constexpr int64_t kKeys = 512;  // maximum keys per tile of scores
+
+// How q k becomes a score.
 struct ScoreMap {
   float scale, softcap;  // softcap 0: none
 };
 
 enum class BiasKind { none, boolean, number };
 
-// The scores of a query and n keys that lie side by side, n up to kKeys: their products, float32.
+// A query's scores with n adjacent keys, n up to kKeys: their products, float32.
 struct ScoreRow {
   float* s;
-  int64_t n, begin, end;  // it sees keys [begin, end) of them
+  int64_t n, begin, end;  // the query sees keys [begin, end) of these
   BiasKind kind;
   RowsOf bias;  // stride: from key to key
   Dropout dropout;
-  int64_t row, key;  // of the dropout's counter; the first key's
+  int64_t row, key;  // for dropout's counter: the query's row and the first key
 };
 
-// A softmax as far as its keys have been read.
+// A softmax over the keys read so far.
 struct Softmax {
   float most = -std::numeric_limits<float>::infinity(), sum = 0;
-  float factor = 1;  // what the last keys multiplied all before them by
+  float factor = 1;  // the factor that the last keys applied to all earlier sums
 };
 
-// p [kKeys], of float32 or bfloat16, becomes exp(score - most), dropped, and 0 where no key is
-// seen, to the end of the padding. It may be s.
+// p [kKeys], float32 or bfloat16, becomes exp(score - most) after dropout, and 0 for unseen keys,
+// to the end of the padding. p may be s.
 FUSEDOPS_ISA_FUNCTION(add_scores, const ScoreRow& row, const ScoreMap& map, Softmax& softmax,
                       void* p, Dtype of_p)
 
-// Adds to the softmax, and to `products` that of exp(score - most) and dp, dropped. of_p: as in
-// score_gradients.
+// Adds to the softmax, and adds the sum of exp(score - most) * dp, after dropout, to `products`.
+// of_p: as in score_gradients.
 FUSEDOPS_ISA_FUNCTION(add_products, const ScoreRow& row, const ScoreMap& map, const float* dp,
                       Softmax& softmax, double& products, Dtype of_p)
 
-// A row's gradients, of dp, the products do v, and of p = share exp(score - most).
+// A row's gradients, computed from dp = do v and p = share exp(score - most).
 struct GradientRow {
-  float most, share, weighted, grad_lse;  // weighted: sum_j p dp, dropped. delta is the difference
+  float most, share, weighted, grad_lse;  // weighted: sum_j p dp after dropout
   const float* dp;
-  float* ds;     // of keys [begin, end), or null
-  void *p, *da;  // p dropped, and da times the scale; they may be s and dp
-  Dtype dtype;   // of both, float32 or bfloat16
+  float* ds;     // for keys [begin, end), or null
+  void *p, *da;  // p after dropout, and da times the scale; they may overwrite s and dp
+  Dtype dtype;   // of p and da: float32 or bfloat16
 };
 FUSEDOPS_ISA_FUNCTION(score_gradients, const ScoreRow& row, const ScoreMap& map,
                       const GradientRow& to)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::attention

@@ -1,30 +1,33 @@
-// One pass over a row, with nothing stored on the way but what was asked for.
+// Bias and activation after a product: one pass over a row, without intermediate stores.
 
 #include "csrc/cpu/isa/linear/activation.h"
 
 #include "csrc/cpu/isa/gates.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
-// Every activation but ReLU is z S(z).
+// Every activation except ReLU is z S(z).
 template <class T, Activation kKind>
-inline __attribute__((always_inline)) Gate gate_of(Vec z) {
+FUSEDOPS_INLINE Gate gate_of(Vec z) {
   if constexpr (kKind == Activation::gelu) return normal<T>(z);
   if constexpr (kKind == Activation::gelu_tanh) return tanh_gate<T>(z);
   return sigmoid_of_minus<T>(z, Vec(-1.f));
 }
 
 template <class T, Activation kKind>
-inline __attribute__((always_inline)) Vec activated(Vec z) {
+FUSEDOPS_INLINE Vec activated(Vec z) {
   if constexpr (kKind == Activation::none) return z;
   if constexpr (kKind == Activation::relu) return at::vec::maximum(z, Vec(0.f));  // keeps a NaN
   return z * gate_of<T, kKind>(z).value;
 }
 
-// As torch has it, the slope of ReLU is 0 at 0 and 1 at a NaN.
+// Like in torch, ReLU's derivative is 0 at 0 and 1 at NaN.
 template <class T, Activation kKind>
-inline __attribute__((always_inline)) Vec gradient(Vec dy, Vec z) {
+FUSEDOPS_INLINE Vec gradient(Vec dy, Vec z) {
   if constexpr (kKind == Activation::none) return dy;
   if constexpr (kKind == Activation::relu) return Vec::blendv(dy, Vec(0.f), z <= Vec(0.f));
   const auto [value, slope] = gate_of<T, kKind>(z);
@@ -36,7 +39,7 @@ T* row_or_null(void* p, int64_t offset) {
   return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
 }
 
-// z is rounded to T before the activation, as where it is a tensor.
+// Rounds z to T before the activation, as if z were stored in a tensor.
 template <class T, Activation kKind>
 void forward_rows(const ActivateRows& args, int64_t begin, int64_t end) {
   const T* const bias = static_cast<const T*>(args.bias);
@@ -97,4 +100,4 @@ void activate_backward_rows(const ActivateBackwardRows& args, int64_t begin, int
   with_types(args, [&]<class T, Activation kKind>() { backward_rows<T, kKind>(args, begin, end); });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::linear::CPU_CAPABILITY

@@ -1,15 +1,18 @@
-// What follows a linear layer's product, row by row. Formulas: fusedops/functional/linear.py.
+// Bias and activation after a linear layer's product, by rows. Formulas:
+// fusedops/functional/linear.py.
 #pragma once
 
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/linear.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::linear {
+
+using namespace fusedops::linear;
 
 struct ActivateRows {
-  const void *product, *bias;         // [rows, n]; [n] or null
-  void *z, *y;                        // product + bias, or null; activation(product + bias)
-  int64_t n, product_stride, stride;  // stride: of z and y, which may be the product itself
+  const void *product, *bias;         // product: the matmul, [rows, n]; bias: [n] or null
+  void *z, *y;                        // z: product + bias, or null; y: activation(product + bias)
+  int64_t n, product_stride, stride;  // stride: of z and y, which may overwrite the product
   Dtype dtype;                        // of every tensor
   Activation activation;
 };
@@ -27,4 +30,4 @@ FUSEDOPS_ISA_FUNCTION(activate_rows, const ActivateRows& args, int64_t begin, in
 FUSEDOPS_ISA_FUNCTION(activate_backward_rows, const ActivateBackwardRows& args, int64_t begin,
                       int64_t end)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::linear

@@ -1,6 +1,6 @@
-// A tile of c, kRows by two vectors, stays in registers while the depth goes by: each step of depth
-// takes kRows broadcasts and two loads for 2 kRows multiply-adds. The operands are packed into
-// panels that lie in the order in which tiles read them, so their strides matter to packing alone.
+// The inner loops of float32 products. A tile of c, kRows by two vectors, stays in registers over
+// the depth: each step takes kRows broadcasts and two loads for 2 kRows multiply-adds. The operands
+// are packed into panels in the order in which tiles read them, so strides matter only to packing.
 
 #include "csrc/cpu/isa/linear/product.h"
 
@@ -9,7 +9,10 @@
 
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 #if defined(CPU_CAPABILITY_AVX512)
@@ -20,7 +23,7 @@ constexpr int kRows = 6;  // 12 sums in 16 registers
 constexpr int kLanes = Vec::size(), kColumns = 2 * kLanes;
 static_assert(kPanel % kColumns == 0 && kRows <= kStrip && kLanes <= kPanel);
 
-// GCC keeps arrays of these in registers, and arrays of at::vec's class in memory.
+// GCC keeps arrays of this type in registers, but arrays of at::vec's class in memory.
 using Lanes = float __attribute__((vector_size(sizeof(Vec)), aligned(4), may_alias));
 using Order = int32_t __attribute__((vector_size(sizeof(Vec))));
 
@@ -30,7 +33,7 @@ inline Lanes lanes(const float* p, int count) {
   return static_cast<Lanes>(static_cast<Register>(Vec::loadu(p, count)));
 }
 
-// c (+)= a b for kLive rows, with the panels a [depth, kRows] and b [depth, kColumns].
+// c = a b, or c += a b, for kLive rows of the panels a [depth, kRows] and b [depth, kColumns].
 template <int kLive>
 void tile(const float* a, const float* b, const ProductBlock& block, float* c, int columns) {
   const int64_t depth = block.depth, stride = block.c_stride;
@@ -67,10 +70,10 @@ Tile tile_of(int rows, std::integer_sequence<int, kFewer...>) {
   return tiles[rows - 1];
 }
 
-// Swaps, of each pair of rows kHalf apart, the blocks of kHalf that are not where the transpose has
-// them.
+// One step of a transpose: in each pair of rows kHalf apart, swaps the off-diagonal blocks of
+// kHalf elements.
 template <int kHalf>
-inline __attribute__((always_inline)) void exchange(Lanes (&rows)[kLanes]) {
+FUSEDOPS_INLINE void exchange(Lanes (&rows)[kLanes]) {
   Order low, high;
   for (int j = 0; j < kLanes; ++j) {
     low[j] = j & kHalf ? kLanes + j - kHalf : j;
@@ -85,15 +88,15 @@ inline __attribute__((always_inline)) void exchange(Lanes (&rows)[kLanes]) {
   }
 }
 
-inline __attribute__((always_inline)) void transpose(Lanes (&rows)[kLanes]) {
+FUSEDOPS_INLINE void transpose(Lanes (&rows)[kLanes]) {
   if constexpr (kLanes == 16) exchange<8>(rows);
   exchange<4>(rows);
   exchange<2>(rows);
   exchange<1>(rows);
 }
 
-// A panel [depth, kWide] of `live` lines of x that are `stride` apart; the rest is zeros. A store
-// runs over into what the next one writes.
+// Packs `live` lines of x, `stride` apart, into a panel [depth, kWide], padded with zeros. A store
+// may run into the elements that the next store writes.
 template <int kWide>
 void pack_across(const float* x, int64_t stride, int live, int64_t depth, float* panel) {
   for (int64_t p = 0; p < depth; p += kLanes) {
@@ -126,8 +129,8 @@ inline void pack_step(const float* from, int live, float* to) {
   }
 }
 
-// Panels of lines that lie side by side: kDeep steps of depth at a time, or the lines of x and of
-// the panels, which are far apart, would push each other out of the cache.
+// Packs adjacent lines into panels, kDeep steps of depth at a time. With more, the lines of x and
+// of the panels, which are far apart, would evict each other from the cache.
 template <int kWide>
 void pack_along(const float* x, int64_t stride, int64_t lines, int64_t depth, float* panels) {
   constexpr int64_t kDeep = 16;
@@ -142,7 +145,7 @@ void pack_along(const float* x, int64_t stride, int64_t lines, int64_t depth, fl
   }
 }
 
-// `lines` lines of x, line_stride apart, each of `depth` elements that are depth_stride apart.
+// Packs `lines` lines of x, line_stride apart, each with `depth` elements, depth_stride apart.
 template <int kWide>
 void pack(const float* x, int64_t line_stride, int64_t depth_stride, int64_t lines, int64_t depth,
           float* panels) {
@@ -177,4 +180,4 @@ void product_rows(const ProductBlock& block, int64_t begin, int64_t end, float* 
   }
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::linear::CPU_CAPABILITY

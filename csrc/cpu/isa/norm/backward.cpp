@@ -1,19 +1,20 @@
-// The backward of the norm family: the gradients of rows, and the sums of those of the weight.
+// The norm family's backward loops: the rows' gradients and the sums of dweight and dbias.
 
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::norm::CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kGroup = 16;  // rows of dweight and dbias that are added in float32
+constexpr int64_t kGroup = 16;  // rows of dweight and dbias that are summed in float32
 
 template <class T>
 inline T* at_row(T* p, int64_t offset) {
   return p == nullptr ? nullptr : p + offset;
 }
 
-// The gradient of h in two passes over the row: the sums (and dweight, dbias), then the gradient.
+// Computes h's gradient in two passes over the row: the sums (and dweight, dbias), then the
+// gradient.
 template <bool kLayer, class D, class H>
 void backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end, float* dweight,
                    float* dbias) {
@@ -47,10 +48,10 @@ void backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end, flo
     if (args.dresidual == nullptr && args.dx == nullptr) continue;
 
     const Split mean_g(sum_g / n);
-    // an infinite gradient times a second word must be infinite with the same sign
+    // an infinite gradient times rstd's second part must not change its sign
     Split scale(r);
     if (!std::isfinite(sum_g + sum_gn)) scale.low = scale.high;
-    const auto slope = all(-sum_gn / n * r);  // of h - mean
+    const auto slope = all(-sum_gn / n * r);  // multiplies h - mean
     const H* const dh = at_row(static_cast<const H*>(args.dh), row * args.dh_stride);
     H* const dresidual = at_row(static_cast<H*>(args.dresidual), row * n);
     H* const dx = at_row(static_cast<H*>(args.dx), row * n);
@@ -131,4 +132,4 @@ void norm_sum_chunks(const double* partials, int64_t chunks, int64_t stride, int
   }
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::norm::CPU_CAPABILITY

@@ -1,4 +1,4 @@
-// The forward of the norm family: the sum over a row, its variance, the row normalised.
+// The norm family's forward loops: a row's sum, its variance, and the normalised row.
 
 #include <tuple>
 #include <utility>
@@ -6,10 +6,10 @@
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::norm::CPU_CAPABILITY {
 namespace {
 
-// h = residual + dropout(x), stored. Returns the sum over the row of moment(h).
+// Stores h = residual + dropout(x). Returns the row's sum of moment(h).
 template <class X, class H, class Dropped, class Moment>
 double add_row(const X* x, const H* residual, H* h, int64_t n, Dropped dropout,
                const Moment& moment) {
@@ -19,8 +19,8 @@ double add_row(const X* x, const H* residual, H* h, int64_t n, Dropped dropout,
   });
 }
 
-// The mean and the variance, from a first mean that is as exact as a float32 sum: in float32 the
-// mean of what is left after subtracting it corrects both.
+// The mean and the variance. The first mean is only as exact as a float32 sum; in float32 the mean
+// of the differences from it corrects both.
 template <class H>
 std::pair<double, double> moments(const H* h, int64_t n, double mean) {
   const Split first(mean);
@@ -36,10 +36,10 @@ std::pair<double, double> moments(const H* h, int64_t n, double mean) {
     sum_cc += sum(cc_acc);
   });
   const double rest = sum_c / n, variance = sum_cc / n - rest * rest;
-  return {mean + rest, variance < 0 ? 0 : variance};  // equal elements; a NaN stays
+  return {mean + rest, variance < 0 ? 0 : variance};  // 0 for equal elements; keeps NaN
 }
 
-// y = (h - mean) * rstd * weight + bias. With round_first it is rounded to Base before the weight.
+// y = (h - mean) * rstd * weight + bias. With round_first, rounds to Base before the weight.
 template <bool kLayer, class Base, class H, class Y, class Ahead>
 void normalise_row(const NormForwardArgs& args, const H* h, double mean, double rstd, Y* y,
                    const Ahead& ahead) {
@@ -81,7 +81,7 @@ void forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) {
       args.mean[row] = mean;
     }
     const double rstd = args.rstd[row] = 1 / std::sqrt(variance + args.eps);
-    // The next row comes from memory while this one is computed from cache.
+    // Prefetches the next row while this one is computed from the cache.
     const X* const next_x = x + args.x_stride;
     const H* const next = args.residual == nullptr ? nullptr
                                                    : static_cast<const H*>(args.residual) +
@@ -104,7 +104,7 @@ Forward forward_case(const NormForwardArgs& a) {
   return a.mean != nullptr ? forward_rows<true, X, H, Base, Y> : forward_rows<false, X, H, Base, Y>;
 }
 
-// 16-bit T: y is in T or, after a float32 weight, in float32; h is in T or a float32 stream.
+// For a 16-bit T, y is T, or float32 if the weight is; h is T, or float32 if the residual is.
 template <class T>
 Forward forward_narrow(const NormForwardArgs& a) {
   if (auto f = forward_case<T, T, T, T>(a)) return f;
@@ -138,4 +138,4 @@ void norm_forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) 
   rows(args, begin, end);
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::norm::CPU_CAPABILITY

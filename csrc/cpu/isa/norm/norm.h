@@ -1,11 +1,13 @@
-// The row loops of the norm family. Formulas: fusedops/functional/norm.py; split and memory
+// Declares the norm family's CPU row loops. Formulas: fusedops/functional/norm.py; split and memory
 // traffic: csrc/cpu/norm.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/norm.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::norm {
+
+using namespace fusedops::norm;
 
 struct NormForwardArgs : NormForwardRows {
   const float *weight, *bias;  // [n] or null; weight includes the offset
@@ -22,7 +24,7 @@ FUSEDOPS_ISA_FUNCTION(norm_scale, const void* in, Dtype dtype, int64_t n, float 
 
 FUSEDOPS_ISA_FUNCTION(norm_forward_rows, const NormForwardArgs& args, int64_t begin, int64_t end)
 
-// Adds what the rows give to dweight [n] and dbias [n], where they are not null. scratch: [2 * n]
+// Adds the rows' shares to dweight [n] and dbias [n], unless they are null. scratch: [2 * n]
 FUSEDOPS_ISA_FUNCTION(norm_backward_rows, const NormBackwardArgs& args, int64_t begin, int64_t end,
                       float* scratch, double* dweight, double* dbias)
 
@@ -30,4 +32,4 @@ FUSEDOPS_ISA_FUNCTION(norm_backward_rows, const NormBackwardArgs& args, int64_t 
 FUSEDOPS_ISA_FUNCTION(norm_sum_chunks, const double* partials, int64_t chunks, int64_t stride,
                       int64_t begin, int64_t end, void* out, Dtype dtype)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::norm

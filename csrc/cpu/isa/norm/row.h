@@ -1,4 +1,4 @@
-// What the row loops of the norm family share. A row goes through its cache three times at most:
+// Shared by the norm family's row loops. A row is read from the cache three times at most:
 // sum, variance, normalise. Sums are float32 over blocks of kBlock elements or kGroup rows and
 // float64 beyond, so long rows and many rows lose nothing.
 #pragma once
@@ -9,8 +9,10 @@
 #include "csrc/cpu/isa/dropout.h"
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::norm {
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
 
 constexpr int64_t kBlock = 1024;  // a multiple of kStep and of Philox's four words
 
@@ -19,13 +21,13 @@ struct Span {
 };
 
 template <class Body>
-inline __attribute__((always_inline)) void each_block(int64_t n, const Body& body) {
+FUSEDOPS_INLINE void each_block(int64_t n, const Body& body) {
   for (int64_t i = 0; i < n; i += kBlock) body(Span{i, std::min(kBlock, n - i)});
 }
 
-// The sum over a row of what `term(i, part)` gives for every step of it.
+// The sum of `term(i, part)` over the steps of a row.
 template <class Term>
-inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& term) {
+FUSEDOPS_INLINE double sum_over(int64_t n, const Term& term) {
   double total = 0;
   each_block(n, [&](Span block) {
     Floats acc;
@@ -35,7 +37,7 @@ inline __attribute__((always_inline)) double sum_over(int64_t n, const Term& ter
   return total;
 }
 
-// What a step of x is multiplied by: the dropout's scales, made a block at a time.
+// Multiplies steps of x by the dropout's scales, which are computed a block at a time.
 class DropoutRow {
  public:
   DropoutRow(const Dropout& dropout, int64_t row, int64_t n)
@@ -54,7 +56,8 @@ class DropoutRow {
   float scales_[kBlock];
 };
 
-// Without dropout. A type of its own: asked at each step, a loop kept its vectors on the stack.
+// A row without dropout. It is a type, because a branch at each step kept a loop's vectors on the
+// stack.
 struct WholeRow {
   template <class Part>
   Floats apply(const Floats& x, int64_t, Part) const {
@@ -62,8 +65,8 @@ struct WholeRow {
   }
 };
 
-// A float64 as two float32. Where rows are float32, a statistic keeps its second word: its
-// rounding alone would move the whole row by up to half an ulp.
+// A float64 as two float32. If rows are float32, a statistic keeps its second word: its rounding
+// alone would shift the whole row by up to half an ulp.
 struct Split {
   Floats high, low;
 
@@ -87,4 +90,4 @@ inline Floats scaled(const Floats& c, const Split& rstd) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::norm

@@ -1,4 +1,4 @@
-// Steps of numbers of 8 bits: integers and float8_e4m3fn.
+// Vectors of 8-bit numbers: integers and float8_e4m3fn.
 #pragma once
 
 #include <bit>
@@ -7,10 +7,12 @@
 
 #include "csrc/cpu/isa/vec.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace CPU_CAPABILITY {
 
-// Numbers of a step, from 8 bits each.
+using namespace cpu::CPU_CAPABILITY;
+
+// Converts a step of 8-bit numbers to float32.
 inline Floats widen_bytes(const int8_t* p) {
 #if defined(CPU_CAPABILITY_AVX512)
   const auto at = [&](int i) {
@@ -33,7 +35,7 @@ inline Floats load(const int8_t* p, Tail tail) {
   return widen_bytes(bytes);
 }
 
-// Sign, 4 bits of exponent from 2^-7 on, 3 of fraction; no infinity.
+// Decodes float8_e4m3fn: sign, 4 exponent bits with bias 7, 3 fraction bits, no infinity.
 inline float from_e4m3(uint8_t code) {
   const uint32_t size = code & 127;
   const float normal = std::bit_cast<float>((size << 20) + (120u << 23));
@@ -84,7 +86,7 @@ inline void store_bytes(Byte* p, Ints lo, Ints hi, Part part) {
   for (int i = 0; i < part.count; ++i) p[i] = static_cast<Byte>(wide[i]);
 }
 
-// The code of a number that has one.
+// Returns the codes of numbers that float8_e4m3fn represents exactly.
 inline Ints to_e4m3(Vec number) {
   const Vec magnitude = number.abs();
   const Ints bits = at::vec::cast<int32_t>(magnitude);
@@ -94,7 +96,7 @@ inline Ints to_e4m3(Vec number) {
   return Ints::blendv(normal, small, bits < Ints(121 << 23)) | sign;
 }
 
-// To 8 bits, of numbers that these are.
+// Stores numbers that are exact in 8 bits.
 template <class Part>
 inline void store_codes(int8_t* p, const Floats& v, Part part) {
   using at::vec::convert_to_int_of_same_size;
@@ -110,4 +112,4 @@ inline void store_codes(T* p, const Floats& v, Part part) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

@@ -1,3 +1,5 @@
+// Decodes rows of a weight, and quantizes rows of inputs.
+
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 
 #include <algorithm>
@@ -7,10 +9,13 @@
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
-// What the 16 codes of a group of int4 stand for.
+// The values of the 16 codes of an int4 group.
 struct Int4Numbers {
   int zero;
   float scale;
@@ -35,7 +40,7 @@ struct Nf4Numbers {
 };
 
 #if defined(CPU_CAPABILITY_AVX512)
-// 16 numbers as T, of which a step of codes are read at a time, two from a byte.
+// A table of 16 numbers as T, which decodes a step of codes at a time, two codes per byte.
 template <class T>
 struct Table;
 
@@ -45,7 +50,7 @@ struct Table<float> {
   __m512 numbers;
 
   explicit Table(const __m512& numbers) : numbers(numbers) {}
-  // vpermps reads 4 bits of a lane: the high half of a byte, then the whole.
+  // vpermps uses 4 bits per lane, so the byte's high half needs a shift and its low half none.
   void look_up(const uint8_t* bytes, float* out) const {
     const __m512i wide =
         _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
@@ -57,7 +62,7 @@ struct Table<float> {
 template <>
 struct Table<BFloat16> {
   static constexpr int kCount = 32;
-  __m512i numbers;  // twice: vpermw reads 5 bits
+  __m512i numbers;  // the table twice, because vpermw uses 5 bits
 
   explicit Table(const __m512& numbers) : numbers(narrow<BFloat16>({numbers, numbers})) {}
   void look_up(const uint8_t* bytes, BFloat16* out) const {
@@ -73,10 +78,10 @@ inline int half(const uint8_t* bytes, int64_t i) {
   return i % 2 == 0 ? bytes[i / 2] >> 4 : bytes[i / 2] & 15;
 }
 
-// out [n] = numbers of codes [first, first + n), two in a byte.
+// out [n] = the numbers of codes [first, first + n), two codes per byte.
 template <class T, class Numbers>
-inline __attribute__((always_inline)) void look_up(const uint8_t* bytes, int64_t first, int64_t n,
-                                                   const Numbers& numbers, T* out) {
+FUSEDOPS_INLINE void look_up(const uint8_t* bytes, int64_t first, int64_t n, const Numbers& numbers,
+                             T* out) {
   int64_t i = 0;
   const auto one = [&] { out[i] = T(numbers[half(bytes, first + i)]); };
 #if defined(CPU_CAPABILITY_AVX512)
@@ -87,7 +92,7 @@ inline __attribute__((always_inline)) void look_up(const uint8_t* bytes, int64_t
   for (; i < n; ++i) one();
 }
 
-// f(first, n, group) for those of columns [begin, end) that are in a group.
+// Calls f(first, n, group) for each group's share of columns [begin, end).
 template <class Function>
 void each_group(int64_t begin, int64_t end, int64_t size, const Function& f) {
   for (int64_t j = begin; j < end;) {
@@ -168,9 +173,9 @@ float largest_of(const T* x, int64_t n) {
   return largest(most);
 }
 
-// The nearest numbers of float8_e4m3fn to v, none of which is past its largest. Beside 1.5 2^20
-// times v's power of two, 3 bits behind the first are left of v. The power is 2^-6 at least, below
-// which steps stay 2^-9. A zero keeps v's sign.
+// Rounds v to the nearest numbers of float8_e4m3fn; v is within its range. Adding 1.5 * 2^20 times
+// v's power of two leaves 3 fraction bits of v. The power is at least 2^-6, because smaller numbers
+// have steps of 2^-9. A zero keeps v's sign.
 inline Vec nearest_e4m3(Vec v) {
   const Ints exponent = at::vec::cast<int32_t>(v) & Ints(0x7f800000);
   const Ints power = at::vec::maximum(exponent, Ints(0x3c800000));
@@ -189,7 +194,7 @@ void e4m3_of(const T* x, int64_t n, float inverse, Out* out) {
   });
 }
 
-// The codes of a row, and of integers their sum.
+// Writes a row's codes and, for integers, returns their sum.
 template <class T, class Out>
 int32_t codes_of(const T* x, int64_t n, float inverse, Out* out) {
   const Vec times(inverse), most(kLargestInt8), least(-kLargestInt8);
@@ -258,4 +263,4 @@ void read_input(const ReadInput& args) {
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY

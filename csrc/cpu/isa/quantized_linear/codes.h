@@ -1,12 +1,14 @@
-// What a product takes, read from codes. Formats: fusedops/functional/quantized_linear.py.
+// Decodes codes into operands of products. Formats: fusedops/functional/quantized_linear.py.
 #pragma once
 
 #include "csrc/cpu/isa.h"
 #include "csrc/kernels/quantized_linear.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 
-// A weight [n, k] as the loops read it.
+using namespace fusedops::quantized_linear;
+
+// A quantized weight [n, k].
 struct Codes {
   const uint8_t* codes;
   const float* scales;
@@ -14,7 +16,7 @@ struct Codes {
   WeightFormat format;
   int64_t n, k, group_size;
 
-  // The byte of a code.
+  // Returns the byte that holds a code.
   const uint8_t* at(int64_t row, int64_t column) const {
     switch (format) {
       case WeightFormat::int4: return codes + row * ((k + 1) / 2) + column / 2;
@@ -26,15 +28,15 @@ struct Codes {
   bool a_scale_a_row() const { return of_bytes() && group_size >= k && k > 0; }  // no k, no scale
 };
 
-// What the numbers of a product's operands are. Those of integers are bytes, codes themselves.
+// The type of a product's operands. Integers are bytes: the codes themselves.
 enum class Operand : uint8_t { float32, bfloat16, integer };
 
 constexpr int64_t size_of(Operand operand) {
   return operand == Operand::float32 ? 4 : operand == Operand::bfloat16 ? 2 : 1;
 }
 
-// Rows [row, row + rows) of a weight, columns [begin, end), to out [rows, ld]. scaled: as numbers,
-// else as codes, which a row's scale is left to. begin is a multiple of 2.
+// Decodes rows [row, row + rows) and columns [begin, end) of a weight to out [rows, ld]. If not
+// scaled, the caller applies each row's scale. begin is a multiple of 2.
 struct ReadCodes {
   int64_t row, rows, begin, end;
   void* out;
@@ -44,9 +46,9 @@ struct ReadCodes {
 };
 FUSEDOPS_ISA_FUNCTION(read_codes, const Codes& weight, const ReadCodes& args)
 
-// A row x [k], times `factors` where they are not null, with zeros behind it to `padded`. rounds:
-// where it is not none, x becomes codes, which times *step are x; a row that is not finite has a
-// step of NaN and codes of 0. sum: of codes of int8.
+// Converts a row x [k], times `factors` if not null, padded with zeros to `padded`. Unless `rounds`
+// is none, x becomes codes, with x = codes * *step; a row that is not finite gets a step of NaN and
+// codes of 0. sum: the sum of the int8 codes.
 struct ReadInput {
   const void* x;
   int64_t k, padded;
@@ -60,4 +62,4 @@ struct ReadInput {
 };
 FUSEDOPS_ISA_FUNCTION(read_input, const ReadInput& args)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

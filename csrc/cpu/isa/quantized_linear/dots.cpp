@@ -1,15 +1,18 @@
-// Sums lie in registers along the rows of both operands, which so need no packing: 4 rows of x by 4
-// of w, or 2 by 8, are loaded for 16 sums.
+// Dot products of rows. Sums in registers run along the rows of both operands, so neither is
+// packed: 4 rows of x by 4 of w, or 2 by 8, are loaded for 16 sums.
 
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 
 #include "csrc/cpu/isa/lanes.h"
 #include "csrc/cpu/isa/with_type.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
-// The operands' numbers, a register of sums, and how a register of both is added to it.
+// The operands' type, a register of sums, and how a register of both operands is added to it.
 struct OfFloats {
   using Number = float;
   using Sum = float;
@@ -40,15 +43,14 @@ struct OfIntegers {
   static __m512i load_w(const int8_t* p) {
     return _mm512_xor_si512(load(p), _mm512_set1_epi8(-128));
   }
-  // vpdpbusd takes one operand without signs, which is w + 128.
+  // vpdpbusd takes one unsigned operand: w + 128.
   void add(__m512i x, __m512i w) { sums = _mm512_dpbusd_epi32(sums, w, x); }
 };
 #endif
 
-// The sums of each dot's lanes.
+// Returns each dot product's lane sum.
 template <class Dot, int kCount>
-inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kCount],
-                                                      typename Dot::Sum (&out)[kCount]) {
+FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kCount], typename Dot::Sum (&out)[kCount]) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512 x[16] = {};
 #pragma GCC unroll 16
@@ -63,7 +65,7 @@ inline __attribute__((always_inline)) void store_sums(const Dot (&dots)[kCount],
 #endif
 }
 
-// So many rows by so many columns.
+// The sums of kRows rows by kColumns columns.
 template <class Dot, int kRows, int kColumns>
 void add_block(const Dots& args, const typename Dot::Number* x, const typename Dot::Number* w,
                typename Dot::Sum* to) {
@@ -90,7 +92,7 @@ void add_block(const Dots& args, const typename Dot::Number* x, const typename D
   }
 }
 
-// kColumns columns, which go in pairs where registers are few.
+// kColumns columns, in pairs if registers are few.
 template <class Dot, int kRows, int kColumns>
 void add_rows(const Dots& args, int64_t row) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -137,7 +139,7 @@ Floats sums_of(const FinishRow& args, int64_t j, Part part) {
 void dot_rows(const Dots& args) {
   switch (args.operand) {
     case Operand::float32: return add_all<OfFloats>(args);
-#if defined(__AVX512BF16__)  // nobody asks the others for these
+#if defined(__AVX512BF16__)  // callers never request these on other ISAs
     case Operand::bfloat16: return add_all<OfBfloat16>(args);
     case Operand::integer: return add_all<OfIntegers>(args);
 #else
@@ -159,4 +161,4 @@ void finish_sums(const FinishRow& args) {
   });
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY

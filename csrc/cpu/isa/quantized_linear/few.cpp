@@ -1,11 +1,16 @@
+// Products of a few rows with codes that are decoded in registers.
+
 #include "csrc/cpu/isa/quantized_linear/few.h"
 
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
 
-namespace fusedops::cpu::CPU_CAPABILITY {
+namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
-// A row of w and kRows of x at a time. Code: int8_t, or uint8_t for e4m3.
+// Multiplies a row of w with kRows rows of x. Code: int8_t, or uint8_t for e4m3.
 template <int kRows, class Code>
 void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   const auto* const x = static_cast<const float*>(args.x);
@@ -24,12 +29,12 @@ void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) 
 }
 
 #if defined(__AVX512BF16__)
-// nf4's numbers are rounded to bfloat16 the same way at each place, so that over a depth their
-// errors would add up with the mean of x. Times this they err by 6e-6 in the mean of a normal
-// distribution's codes instead of 1.8e-4, and by 3.7e-4 in RMS instead of 5.3e-4.
+// Rounding nf4's table to bfloat16 gives every code a fixed error, so the errors of a long sum add
+// up if x has a nonzero mean. Scaling the table by this factor reduces the mean error over a normal
+// distribution's codes from 1.8e-4 to 6e-6, and the RMS error from 5.3e-4 to 3.7e-4.
 constexpr float kNf4Factor = 1.24185f;
 
-// Numbers of codes of 4 bits, as bfloat16, twice: vpermw reads 5 bits of a lane.
+// Returns the table of the 4-bit codes' numbers, as bfloat16, twice, because vpermw uses 5 bits.
 __m512i table_of(WeightFormat format) {
   __m512 numbers = _mm512_mul_ps(_mm512_loadu_ps(kNf4), _mm512_set1_ps(kNf4Factor));
   if (format == WeightFormat::int4) {
@@ -38,7 +43,7 @@ __m512i table_of(WeightFormat format) {
   return narrow<BFloat16>({numbers, numbers});
 }
 
-// The groups of kHalves codes over the lanes of their sums, 8 codes a lane.
+// Spreads the scales of kHalves codes' groups over the lanes of their sums, 8 codes per lane.
 struct Spread {
   int groups;
   __mmask16 some;
@@ -59,8 +64,8 @@ struct Spread {
   }
 };
 
-// A lane of 16 bits has four codes, which turn_halves' order follows: shifted by 0, 4, 8 and 12.
-// What stands above a code there is not read.
+// A 16-bit lane has four codes, read with shifts of 0, 4, 8 and 12; turn_halves orders x the same
+// way. Bits above a code are ignored.
 template <int kRows, bool kZeros>
 void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   const __m512i table = table_of(w.format);
@@ -106,7 +111,7 @@ void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end)
 #endif
 
 #if defined(__AVX512BF16__)
-// 32 of float8_e4m3fn as bfloat16. tiny: the numbers whose exponent is 0.
+// Converts 32 float8_e4m3fn to bfloat16. tiny: a table of the numbers whose exponent is 0.
 inline __m512i widen_e4m3(__m256i codes, __m512i tiny) {
   const __m512i wide = _mm512_cvtepu8_epi16(codes);
   const __m512i size = _mm512_and_si512(wide, _mm512_set1_epi16(127));
@@ -118,7 +123,8 @@ inline __m512i widen_e4m3(__m256i codes, __m512i tiny) {
   return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_xor_si512(wide, size), 8));
 }
 
-// Two sums a row: one would wait for itself, and one chosen by j would lie in memory.
+// Two sums per row: a single one would be one long dependency chain, and one indexed by j would be
+// kept in memory.
 template <int kRows>
 void add_e4m3(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   uint16_t tiny[32] = {};
@@ -166,7 +172,7 @@ void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   switch (w.format) {
     case WeightFormat::int8: return add_bytes<kRows, int8_t>(w, args, begin, end);
     case WeightFormat::fp8: return add_bytes<kRows, uint8_t>(w, args, begin, end);
-#if defined(__AVX512BF16__)  // nobody asks the others for these
+#if defined(__AVX512BF16__)  // callers never request these on other ISAs
     case WeightFormat::int4: return add_halves<kRows, true>(w, args, begin, end);
     case WeightFormat::nf4: return add_halves<kRows, false>(w, args, begin, end);
 #else
@@ -187,7 +193,7 @@ void add_few_rows(const Codes& weight, const FewRows& args, int64_t begin, int64
 }
 
 void turn_halves(const uint16_t* x, int64_t k, uint16_t* out, float* lanes) {
-  constexpr int kPlace[4] = {1, 0, 3, 2};  // of the four codes of two bytes, by their shift
+  constexpr int kPlace[4] = {1, 0, 3, 2};  // the index of a code in its two bytes, by its shift
   for (int64_t i = 0; i < k; i += kHalves, x += kHalves, out += kHalves, lanes += 16) {
     for (int j = 0; j < kHalves; ++j) out[j] = x[j % 32 * 4 + kPlace[j / 32]];
     for (int lane = 0; lane < 16; ++lane) {
@@ -200,4 +206,4 @@ void turn_halves(const uint16_t* x, int64_t k, uint16_t* out, float* lanes) {
   }
 }
 
-}  // namespace fusedops::cpu::CPU_CAPABILITY
+}  // namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY

@@ -1,17 +1,17 @@
-// Products of a few rows with codes, which become numbers in registers and lie nowhere.
+// Products of a few rows with codes that are decoded in registers and never stored.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 
 constexpr int64_t kFewRows = 4;
-constexpr int64_t kHalves = 128;     // codes of 4 bits in a register
-constexpr int64_t kCodesOfLane = 8;  // of which the products meet in a lane of 32 bits
+constexpr int64_t kHalves = 128;     // 4-bit codes per register
+constexpr int64_t kCodesOfLane = 8;  // codes whose products are summed in one 32-bit lane
 
-// sums [rows, ld_sums] = x w^T for rows [begin, end) of w, at most kFewRows of x. x: [rows, ld], of
-// codes of 8 bits float32 or, of fp8, bfloat16, with zeros behind its rows, and the scale is left
-// out; of 4 bits as turn_halves leaves it.
+// sums [rows, ld_sums] = x w^T for rows [begin, end) of w and at most kFewRows rows of x [rows,
+// ld]. For 8-bit codes, x is float32 (or bfloat16 for fp8), padded with zeros, and the caller
+// applies the scale. For 4-bit codes, x is in turn_halves' order.
 struct FewRows {
   const void* x;
   bool narrow;  // bfloat16
@@ -23,8 +23,8 @@ struct FewRows {
 FUSEDOPS_ISA_FUNCTION(add_few_rows, const Codes& weight, const FewRows& args, int64_t begin,
                       int64_t end)
 
-// A row x [k] of bfloat16 in the order in which codes of 4 bits are read, and the sums of those
-// that meet in a lane: out [k], lanes [k / kCodesOfLane]. k is a multiple of kHalves.
+// Reorders a bfloat16 row x [k] like the 4-bit codes are read, to out [k]. Also sums the elements
+// of each lane, to lanes [k / kCodesOfLane]. k is a multiple of kHalves.
 FUSEDOPS_ISA_FUNCTION(turn_halves, const uint16_t* x, int64_t k, uint16_t* out, float* lanes)
 
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

@@ -1,10 +1,13 @@
-// Groups of float32 to codes of 4 bits. A vector holds one element of each of kLanes neighbouring
-// groups, so that a group's largest, its scale and its sums stay in a lane: no sum crosses lanes,
-// and every instruction set adds in the order of the reference. No product is fused with a sum,
-// which would round otherwise than elsewhere: the bytes are the same on all devices.
+// Quantizes float32 groups to 4-bit codes, on CPUs.
 //
-// The kLanes groups are transposed once, into a buffer of the first cache, where each share of the
-// scale is tried. Then the codes of the best are made, packed by eight into words, and stored.
+// A vector holds one element of each of kLanes neighbouring groups, so a group's maximum, scale and
+// sums stay in one lane. No sum crosses lanes, and every instruction set adds in the reference's
+// order. No multiplication is fused with an addition, because that would round differently: the
+// bytes are the same on all devices.
+//
+// The kLanes groups are transposed once into a buffer that fits the first-level cache, where each
+// candidate scale is tried. Then the best scale's codes are computed, packed eight to a word, and
+// stored.
 
 #include "csrc/cpu/isa/quantized_linear/quantize.h"
 
@@ -14,8 +17,11 @@
 
 #include "csrc/cpu/isa/exp.h"
 
-namespace fusedops::cpu {
+namespace fusedops::cpu::quantized_linear {
 namespace CPU_CAPABILITY {
+
+using namespace cpu::CPU_CAPABILITY;
+
 namespace {
 
 using Ints = at::vec::Vectorized<int32_t>;
@@ -38,7 +44,7 @@ inline Vec zero_if_nan(Vec v) { return Vec::blendv(Vec(0), v, v == v); }
 
 constexpr float middle(int i) { return (kNf4[i] + kNf4[i + 1]) / 2; }
 
-// The codes of nf4: how many of the middles between their values are below x.
+// nf4's codes. A code is the number of midpoints between nf4's values that are below x.
 class Nf4 {
  public:
 #if defined(CPU_CAPABILITY_AVX512)
@@ -53,7 +59,8 @@ class Nf4 {
   Vec value(Vec x) const { return _mm512_permutexvar_ps(index(x), values_); }
 
  private:
-  // By halves: middles_[s] has, where the codes from i on are left, the middle of 2^(s+1) of them.
+  // Binary search: middles_[s] has, for each possible first code i, the midpoint of the 2^(s+1)
+  // codes that are left.
   __m512i index(__m512 x) const {
     const auto above = _mm512_cmp_ps_mask(x, _mm512_set1_ps(middle(7)), _CMP_GT_OQ);
     __m512i i = _mm512_maskz_set1_epi32(above, 8);
@@ -80,7 +87,7 @@ class Nf4 {
 #endif
 };
 
-// What a format makes of kLanes groups and a share: a scale, and of it codes and values.
+// One format's scale, codes and values for kLanes groups and one share.
 
 struct AsNf4 {
   Nf4 table;
@@ -130,7 +137,8 @@ struct AsInt4 {
   Vec nearest(Vec w) const { return clamped((w * inverse).round() + zero); }
 };
 
-// The squared error of each lane. Halves are added until one is left, as in the reference.
+// Returns each lane's squared error. Halves are added pairwise until one is left, as in the
+// reference.
 template <class Format>
 Vec squared_error(const Format& format, const Block& w, int64_t size) {
   const auto square = [&](int64_t i) {
@@ -146,7 +154,7 @@ Vec squared_error(const Format& format, const Block& w, int64_t size) {
   return sums[0];
 }
 
-// Leaves the format with the best of the shares.
+// Tries all shares and leaves the format with the best one.
 template <class Format>
 void fit(Format& format, const Block& w, const QuantizeGroups& args) {
   format.cover(w, args.size);
@@ -163,7 +171,8 @@ void fit(Format& format, const Block& w, const QuantizeGroups& args) {
   format.take(scale, zero);
 }
 
-// Eight codes from element i on as a word a lane: the first of a pair is a byte's high half.
+// Packs eight codes from element i into one word per lane. The first of a pair is the byte's high
+// half.
 template <class Format>
 Ints word(const Format& format, const Block& w, int64_t i) {
   Ints all(0);
@@ -177,7 +186,7 @@ Ints word(const Format& format, const Block& w, int64_t i) {
 template <class Format>
 void quantize_lanes(const QuantizeGroups& args, int64_t first, int64_t groups) {
   Block w;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {  // those past the last one repeat it
+  for (int64_t lane = 0; lane < kLanes; ++lane) {  // lanes past the last group repeat it
     const float* const from = args.w + (first + std::min(lane, groups - 1)) * args.size;
     for (int64_t i = 0; i < args.size; ++i) w.at[i][lane] = from[i];
   }
@@ -213,4 +222,4 @@ void quantize_groups(const QuantizeGroups& args, int64_t begin, int64_t end) {
 }
 
 }  // namespace CPU_CAPABILITY
-}  // namespace fusedops::cpu
+}  // namespace fusedops::cpu::quantized_linear

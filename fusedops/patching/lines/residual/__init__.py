@@ -1,1 +1,1 @@
-"""Residual sums followed by a norm: both become one operator."""
+"""Fuses residual sums with the norm that follows them."""

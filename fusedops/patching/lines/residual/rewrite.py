@@ -1,4 +1,4 @@
-"""Rewrites `h = a + b` and a norm of `h` into one call, in a forward's tree.
+"""Rewrites `h = a + b` and a norm of `h` into one call.
 
     hidden = residual + hidden              y, hidden = _fusedops_add_norm(
     residual = hidden                           self, residual, hidden, norm=self.norm)
@@ -19,11 +19,24 @@ whatever the modules are.
 
 import ast
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fusedops.patching.lines import syntax
-from fusedops.patching.lines.reader import Names, Reader, place
+from fusedops.patching.lines.reader import (
+    SIMPLE,
+    Names,
+    Reader,
+    calls,
+    dotted,
+    first_call,
+    is_simple,
+    is_sum,
+    loads,
+    place,
+    replaced,
+    stores,
+)
 
 __all__ = ["HELPER", "ResidualSum", "rewrite"]
 
@@ -31,6 +44,14 @@ HELPER = "_fusedops_add_norm"
 UNREAD = "the sum or its norm call is written in an unsupported form"
 IN_PLACE = "the sum is computed in place"
 JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
+SHAPE_ONLY = {"shape", "dtype", "device", "ndim"}
+
+# What an `if` test may contain, and what changes no object
+PURE = {"hasattr", "isinstance", "len", "type"}
+SEES_VALUES = ast.Name, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp
+SEES_ATTRIBUTES = *SEES_VALUES, ast.Attribute, ast.Call
+GRAMMAR = ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop
+INERT = ast.expr, ast.keyword, ast.operator, ast.Pass, *GRAMMAR, *SIMPLE
 
 
 @dataclass(frozen=True)
@@ -79,7 +100,7 @@ class _Rewriter:
         """Rewrites one block's statements and the blocks inside them."""
         at = 0
         while at < len(block):
-            if named := syntax.sum_of(block[at]):
+            if named := sum_of(block[at]):
                 block = self._spread(block, at, *named) or self._fuse_named(block, at, *named)
             block[at] = self._fuse_inline(block, at)
             self._note_in_place(block[at])
@@ -109,7 +130,7 @@ class _Rewriter:
         fused.keywords.append(ast.keyword("norm", fused.args.pop(1)))
         targets = ast.Tuple([ast.Name(y, ast.Store()), ast.Name(h, ast.Store())], ast.Store())
         block[at] = ast.copy_location(ast.Assign([targets], fused), block[at])
-        block[end] = syntax.replaced(block[end], call, ast.Name(y, ast.Load()))
+        block[end] = replaced(block[end], call, ast.Name(y, ast.Load()))
         if not isinstance(block[end], ast.Return):  # else y would keep its memory until the end
             delete = ast.Delete([ast.Name(y, ast.Del())])
             block.insert(end + 1, ast.copy_location(delete, block[end]))
@@ -119,22 +140,22 @@ class _Rewriter:
         """The first statement after `at` that uses h or a copy of it, and its norm call."""
         same = {h}
         for i in range(at + 1, len(block)):
-            copied = syntax.copied_name(block[i])
+            copied = copied_name(block[i])
             if copied and copied[1] in same:
                 same.add(copied[0])
-            elif syntax.mentions(block[i], same):
+            elif mentions(block[i], same):
                 return i, self._norm_call(block[i], same)
-            elif syntax.is_idle(block[i]):
-                same -= syntax.stores(block[i])
+            elif is_idle(block[i]):
+                same -= stores(block[i])
             else:
                 return i, None
         return 0, None
 
     def _norm_call(self, statement: ast.stmt, same: set[str]) -> ast.Call | None:
-        if not syntax.is_simple(statement):
+        if not is_simple(statement):
             return None
-        call = syntax.first_call(statement)
-        if call is None or not self.read.norm(call) or syntax.dotted(call.args[0]) not in same:
+        call = first_call(statement)
+        if call is None or not self.read.norm(call) or dotted(call.args[0]) not in same:
             return None
         return call
 
@@ -142,13 +163,13 @@ class _Rewriter:
 
     def _fuse_inline(self, block: list, at: int) -> ast.stmt:
         statement = block[at]
-        if not syntax.is_simple(statement):
+        if not is_simple(statement):
             return statement
-        for call in list(syntax.calls(statement)):
-            if self.read.norm(call) and syntax.is_sum(call.args[0]):
+        for call in list(calls(statement)):
+            if self.read.norm(call) and is_sum(call.args[0]):
                 fused = self._call(call, call.args[0], block, at)
                 first = ast.Subscript(fused, ast.Constant(0), ast.Load())
-                statement = block[at] = syntax.replaced(statement, call, first)
+                statement = block[at] = replaced(statement, call, first)
         return statement
 
     # An `if` between the sum and its norm
@@ -180,16 +201,16 @@ class _Rewriter:
         return [*block[:start], *kept, branch, *block[after:]]
 
     def _movable(self, test: ast.expr, before: list[ast.stmt]) -> bool:
-        return syntax.movable(
+        return movable(
             test, before, self.read.own_names(), lambda call: self.read.dropout(call) is not None
         )
 
     def _until_norm(self, block: list, start: int) -> int:
         """The end of the plain statements from `start` to a norm; `start` if there is none."""
         for i in range(start, len(block)):
-            if not syntax.is_simple(block[i]):
+            if not is_simple(block[i]):
                 break
-            if any(self.read.norm(call) for call in syntax.calls(block[i])):
+            if any(self.read.norm(call) for call in calls(block[i])):
                 return i + 1
         return start
 
@@ -209,10 +230,10 @@ class _Rewriter:
         both = (add.left, add.right), (add.right, add.left)
         for x, residual in both:
             drop = self.read.dropout(x)
-            if drop and (x is add.left or syntax.dotted(residual)):  # else calls swap order
+            if drop and (x is add.left or dotted(residual)):  # else calls swap order
                 return drop[0], residual, drop[1]
         for x, residual in both:
-            name = syntax.dotted(x)
+            name = dotted(x)
             if at and self.read.is_dropout(block[at - 1], name) and self.read.dies(name, block[at]):
                 dropped, dropout = self.read.dropout(block[at - 1].value) or (x, None)
                 block[at - 1] = ast.copy_location(ast.Pass(), block[at - 1])
@@ -229,7 +250,7 @@ class _Rewriter:
             return
         if user and line in self.stuck:
             reason = f"the condition of the `if` (line {user.lineno}) may depend on the sum"
-        elif user and not syntax.mentions(user, {h}):
+        elif user and not mentions(user, {h}):
             reason = f"code between the sum and the norm (line {user.lineno}) may change the sum"
         elif user:
             reason = f"`{h}` is used between the sum and the norm (line {user.lineno})"
@@ -249,14 +270,103 @@ def _next_branch(block: list[ast.stmt], at: int, h: str) -> int | None:
     """The first compound statement that uses h; None if a plain one comes first."""
     same = {h}
     for i in range(at + 1, len(block)):
-        copied = syntax.copied_name(block[i])
-        used = syntax.mentions(block[i], same)
+        copied = copied_name(block[i])
+        used = mentions(block[i], same)
         if copied and copied[1] in same:
             same.add(copied[0])
-        elif not syntax.is_simple(block[i]) and (used or same & syntax.stores(block[i])):
+        elif not is_simple(block[i]) and (used or same & stores(block[i])):
             return i
         elif used:
             return None
         else:
-            same -= syntax.stores(block[i])
+            same -= stores(block[i])
     return None
+
+
+def sum_of(statement: ast.stmt) -> tuple[str, Any] | None:
+    """("h", a + b) for `h = a + b` and for `h: Tensor = a + b`."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=h)], value=add) if is_sum(add):
+            return h, add
+        case ast.AnnAssign(target=ast.Name(id=h), value=ast.BinOp() as add) if is_sum(add):
+            return h, add
+    return None
+
+
+def is_idle(statement: ast.stmt) -> bool:
+    """Whether the statement changes only names: `a = b`, `pass`, or a check that raises."""
+    match statement:
+        case ast.Pass() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Assign(targets=[ast.Name()], value=ast.Name() | ast.Constant()):
+            return True
+        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=size, slice=at)):
+            return dotted(size).endswith(".shape") and not any(calls(at)) and not loads(at)
+        case ast.If(test=test, body=[ast.Raise()], orelse=[]):
+            nodes = [n for n in ast.walk(test) if not isinstance(n, GRAMMAR)]
+            pure = all(dotted(n.func) in PURE for n in nodes if isinstance(n, ast.Call))
+            return pure and all(isinstance(n, SEES_ATTRIBUTES) for n in nodes)
+    return False
+
+
+def copied_name(statement: ast.stmt) -> tuple[str, str] | None:
+    """("a", "b") for `a = b`."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=to)], value=ast.Name(id=name)):
+            return to, name
+    return None
+
+
+def mentions(node: ast.AST, names: set[str]) -> bool:
+    """Whether a name's value is used for more than its shape, dtype or device."""
+    match node:
+        case ast.Attribute(value=ast.Name(), attr=attr) if attr in SHAPE_ONLY:
+            return False
+        case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)):
+            if name in names:
+                return True
+    return any(mentions(child, names) for child in ast.iter_child_nodes(node))
+
+
+def movable(
+    test: ast.expr, before: list[ast.stmt], own: set[str], harmless: Callable[[ast.Call], bool]
+) -> bool:
+    """Whether an `if` test gives the same result before these statements as after them.
+
+    A call among them may change any object that it reaches. The test may then read no attribute, no
+    container and only names in `own`, the function's own names. Of a name that the statements use,
+    it may test only the identity. harmless: says which calls change nothing.
+    """
+    if set(loads(test)) & stores(*before):
+        return False
+    nodes = [n for n in ast.walk(test) if not isinstance(n, GRAMMAR)]
+    if not any(_changes_objects(n, harmless) for s in before for n in ast.walk(s)):
+        called = [n.func for n in nodes if isinstance(n, ast.Call)]
+        pure = all(dotted(f) in PURE for f in called)
+        return pure and all(isinstance(n, SEES_ATTRIBUTES) for n in nodes)
+    contains = any(isinstance(n, ast.In | ast.NotIn) for n in ast.walk(test))
+    used = {name for statement in before for name in loads(statement)}
+    plain = all(isinstance(n, SEES_VALUES) for n in nodes)
+    local = own.issuperset(loads(test))
+    return plain and local and not contains and not _names_by_value(test) & used
+
+
+def _changes_objects(node: ast.AST, harmless: Callable[[ast.Call], bool]) -> bool:
+    match node:
+        case ast.Call():
+            return not harmless(node)
+        case ast.Attribute(ctx=ctx) | ast.Subscript(ctx=ctx):
+            return not isinstance(ctx, ast.Load)
+        case ast.AugAssign() | ast.Await() | ast.Yield() | ast.YieldFrom():
+            return True
+    return not isinstance(node, INERT)
+
+
+def _names_by_value(test: ast.AST) -> set[str]:
+    """The names whose value the test uses, not those in `a is None`."""
+    match test:
+        case ast.Compare(ops=ops) if all(isinstance(op, ast.Is | ast.IsNot) for op in ops):
+            return set()
+        case ast.Name(id=name):
+            return {name}
+    return set().union(*(_names_by_value(child) for child in ast.iter_child_nodes(test)))

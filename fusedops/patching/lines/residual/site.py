@@ -1,4 +1,4 @@
-"""Residual sites: a layer's forward that adds two tensors and norms the sum."""
+"""Finds residual sites: forwards that add two tensors and norm the sum."""
 
 from typing import Any
 
@@ -6,41 +6,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedops.patching.core.swap import has_hooks, original_class
-from fusedops.patching.core.thresholds import inductor_fuses
-from fusedops.patching.lines.layer import Kind, lines_of
+from fusedops.patching.core.swap import has_hooks
+from fusedops.patching.lines.layer import Kind, Outcome, fuses
 from fusedops.patching.lines.residual.rewrite import HELPER, ResidualSum, rewrite
 from fusedops.patching.modules.norm.site import recipe_of, row_major
-from fusedops.patching.report import Site
 
 __all__ = ["RESIDUAL", "add_norm"]
 
-WITHOUT = "residual: no residual sum was recognised in {}.forward"
 
-
-def sites(path: str, module: nn.Module, found: list[ResidualSum]) -> tuple[list[Site], list[str]]:
-    """The sums that are normed, and a note where there is none."""
-    notes = [] if found else [WITHOUT.format(original_class(module).__name__)]
-    return [_site(path, module, sum_) for sum_ in found], notes
-
-
-def unread(path: str, module: nn.Module, reason: str) -> Site:
-    return Site(path, "residual", original_class(module).__name__, reason=reason)
-
-
-def _site(path: str, module: nn.Module, found: ResidualSum) -> Site:
-    where = f"{path}.{found.norm}" if path else found.norm
-    if reason := found.reason or _obstacle(module, found.norm):
-        return Site(where, "residual", found.sum, reason=reason)
+def judge(module: nn.Module, found: ResidualSum) -> Outcome:
+    if reason := found.reason or _why_not_fused(module, found.norm):
+        return Outcome(found.sum, reason=reason, child=found.norm)
     recipe = recipe_of(getattr(module, found.norm))
     remark = "includes the dropout, which draws its own mask" if found.dropout else ""
-    return Site(where, "residual", found.sum, f"add_{recipe.formula}", remark)
+    return Outcome(found.sum, f"add_{recipe.formula}", remark, found.norm)
 
 
-def _obstacle(module: nn.Module, name: str) -> str:
+def _why_not_fused(module: nn.Module, name: str) -> str:
     """Why a sum cannot be fused into the norm that follows; empty if it can."""
-    if reason := _own_forward(module):
-        return reason
+    if "forward" in vars(module):
+        return "the instance has its own forward"
     norm = getattr(module, name)
     recipe = recipe_of(norm)
     if recipe is None:
@@ -48,15 +33,12 @@ def _obstacle(module: nn.Module, name: str) -> str:
     return "" if recipe.adds else "fused sums are normalized over the last dimension only"
 
 
-def _own_forward(module: nn.Module) -> str:
-    return "the instance has its own forward" if "forward" in vars(module) else ""
-
-
 def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
-    """add_norm, or the original lines after unpatch; called by a rewritten forward."""
-    run = add_norm if "residual" in lines_of(layer) else add_norm_plain
-    norm = (how.pop("norm"),) if "norm" in how else ()
-    return run(*norm, *operands, **how)
+    """add_norm, or the original lines, for example after unpatch; called by a rewritten forward."""
+    if "norm" in how:
+        operands = how.pop("norm"), *operands
+    run = add_norm if fuses(layer, "residual", operands[1]) else add_norm_plain
+    return run(*operands, **how)
 
 
 def add_norm(
@@ -80,7 +62,7 @@ def add_norm_plain(norm: nn.Module, x: Tensor, residual: Tensor, dropout=None, s
 
 
 def _fused_sum(norm: Any, x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor] | None:
-    return norm._fusedops_add(x, residual, p)
+    return type(norm)._fusedops.add(norm, x, residual, p)
 
 
 def _plain(norm: nn.Module, x: Tensor, residual: Tensor, swapped: bool) -> tuple[Tensor, Tensor]:
@@ -101,8 +83,6 @@ def _dropout(x: Tensor, dropout) -> tuple[Tensor, float]:
 
 
 def _fusable(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
-    if inductor_fuses(x):  # first, since torch.compile guards every attribute that is read
-        return False
     recipe = recipe_of(norm)
     return (
         recipe is not None
@@ -123,5 +103,14 @@ def _mixed(x: Tensor, residual: Tensor) -> bool:
     return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
 
 
-HELPERS = {HELPER: layer_add_norm}
-RESIDUAL = Kind("residual", 0, "norm", rewrite, HELPERS, sites, unread)
+RESIDUAL = Kind(
+    "residual",
+    rank=0,
+    needs="norm",
+    rewrite=rewrite,
+    helpers={HELPER: layer_add_norm},
+    judge=judge,
+    unread=lambda roles, original: True,  # any module with a norm may have a sum
+    reported="residual",
+    without="residual: no residual sum was recognised in {}.forward",
+)

@@ -1,1 +1,1 @@
-"""Attention: which modules use transformers' AttentionInterface, and what they call instead."""
+"""Fuses the attention of models that use transformers' AttentionInterface."""

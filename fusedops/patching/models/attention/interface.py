@@ -1,4 +1,4 @@
-"""`attention` as an implementation that transformers' models can select.
+"""Registers `attention` as an implementation that transformers' models can select.
 
 transformers keeps two tables by name: attention functions, and functions that build their masks. If
 a name is missing in the second one, padding masks are silently lost.
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from fusedops.functional.attention import DEVICES, attention
 from fusedops.patching.core.config import NAME, implementation
+from fusedops.patching.core.source import Unreadable, innermost
 from fusedops.patching.core.swap import original_class
 from fusedops.patching.core.thresholds import attention_pays, inductor_fuses
-from fusedops.patching.lines.source import Unreadable, innermost
 from fusedops.patching.models.attention.masks import simplest
 
 __all__ = ["attend", "attention_forward", "eager_function", "register_attention"]
@@ -82,7 +82,7 @@ def attention_forward(
     transformers' own function.
     """
     eager = _is_eager(module)
-    reason = _obstacle(eager, query, key, value, attention_mask, position_bias, kwargs)
+    reason = _why_unsupported(eager, query, key, value, attention_mask, position_bias, kwargs)
     biased = position_bias is not None and not inductor_fuses(query)
     plain = softcap is None and s_aux is None and not biased
     if not reason and plain and not attention_pays(query, key):
@@ -133,7 +133,7 @@ def attend(
     return out.transpose(1, 2).contiguous()
 
 
-def _obstacle(
+def _why_unsupported(
     eager: bool,
     query: Tensor,
     key: Tensor,

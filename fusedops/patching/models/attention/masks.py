@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedops.patching.core.tracing import is_transformed
+from fusedops.patching.core.probing import is_transformed
 
 __all__ = ["simplest"]
 
@@ -43,10 +43,10 @@ def simplest(mask: Tensor | None) -> Simple:
     if not _readable(mask):
         return _numbers(mask), False
     if mask.is_inference():  # it has no version counter
-        return _read(mask)
+        return _meaning(mask)
     version, found = _thread.known.get(mask, (None, None))
     if version != mask._version:
-        found = _read(mask)
+        found = _meaning(mask)
         _thread.known[mask] = mask._version, found
     return found
 
@@ -66,7 +66,7 @@ def _readable(mask: Tensor) -> bool:
     )
 
 
-def _read(mask: Tensor) -> Simple:
+def _meaning(mask: Tensor) -> Simple:
     bits = mask.view(INTEGERS[mask.itemsize])  # CPUs reduce integers fastest
     least = torch.full((), torch.finfo(mask.dtype).min, dtype=mask.dtype, device="cpu")
     hidden = least.view(bits.dtype)

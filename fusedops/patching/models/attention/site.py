@@ -1,4 +1,4 @@
-"""Attention sites: modules that call the function that their config names.
+"""Finds attention sites: modules that call the function that their config names.
 
 A transformers model looks up its function in `ALL_ATTENTION_FUNCTIONS` in each call. Each fused
 attention gets a view of its config that names `attention`; its code is not changed.
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.core.config import NAME, config_of, fit_view, implementation
-from fusedops.patching.core.sandbox import F32, device_of, drawn, quiet, undisturbed
+from fusedops.patching.core.config import NAME, config_of, fit_view, implementation, view_of
+from fusedops.patching.core.probing import F32, device_of, drawn, quiet, undisturbed, within
+from fusedops.patching.core.source import Unreadable, innermost, parse
 from fusedops.patching.core.swap import one_line, original_class
-from fusedops.patching.lines.source import Unreadable, innermost, parse
 from fusedops.patching.models.attention.interface import attend, eager_function, register_attention
 from fusedops.patching.models.transformers_api import missing_api
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["attends", "patch_attention"]
+__all__ = ["attends", "patch_attention", "why_off"]
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 ASIDE = "its code does not use transformers' AttentionInterface"
@@ -43,7 +43,7 @@ def patch_attention(model: nn.Module, report: PatchReport) -> None:
         was = implementation(config_of(module) or owner.config)
         name = original_class(module).__name__
         site = Site(path, "attention", f"{name}/{was}" if was else name)
-        if reason := _obstacle(module, owner) or _fuse(module, was):
+        if reason := _why_not_replaced(module, owner) or _fuse(module, was):
             report.skipped.append(replace(site, reason=reason))
         else:
             report.fused.append(replace(site, now="attention"))
@@ -65,6 +65,18 @@ def attends(module: nn.Module) -> bool:
     """Whether the module is an attention whose config names ours."""
     config = vars(module).get("config")
     return getattr(config, "_attn_implementation", None) == NAME and _asks(original_class(module))
+
+
+def why_off(module: nn.Module) -> str:
+    """Why the config of a fused attention no longer names ours; empty if it does."""
+    if attends(module):
+        return ""
+    view = view_of(module)
+    if view is None:
+        return "it is no longer fused"
+    if getattr(view, "output_attentions", False):
+        return "output_attentions was set after patch, so attention weights are needed"
+    return f"the implementation was set to {view._attn_implementation} after patch"
 
 
 def _left(model: nn.Module, reason: str) -> Iterator[Site]:
@@ -109,7 +121,7 @@ def _asks(cls: type[nn.Module]) -> bool:
         return False
 
 
-def _obstacle(module: nn.Module, owner: Any) -> str:
+def _why_not_replaced(module: nn.Module, owner: Any) -> str:
     """Why a module's attention is skipped; empty if it is not."""
     cls, config = original_class(module), config_of(module)
     was = implementation(config)
@@ -188,13 +200,13 @@ def _unlike(module: nn.Module, was: str) -> str:
         device = device_of(module)
         plain = torch.autocast(device, enabled=False)
         with undisturbed(), torch.no_grad(), quiet(device), plain:
-            same = _same(module, run)
+            same = _agree(module, run)
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
         return f"running its eager attention failed: {one_line(error)}"
     return "" if same else "its eager attention gives different results"
 
 
-def _same(module: nn.Module, run: Any) -> bool:
+def _agree(module: nn.Module, run: Any) -> bool:
     """Whether both give the same results for a few queries, with and without masks."""
     device = device_of(module)
     device = device if any(not p.is_meta for p in module.parameters()) else "cpu"
@@ -214,14 +226,9 @@ def _same(module: nn.Module, run: Any) -> bool:
         of_scores = {k: v for k, v in given.items() if k in SCORES}
         want = run(*args, theirs, scaling=0.5, dropout=0.0, **given)[0]
         got = attend(*args, ours, scaling=0.5, dropout=0.0, **of_scores)
-        if want.shape != got.shape or not _near(got, want):
+        if want.shape != got.shape or not within(got, want, 64 * torch.finfo(F32).eps):
             return False
     return True
-
-
-def _near(got: Tensor, want: Tensor) -> bool:
-    off = (got.double() - want.double()).abs().max()
-    return bool(off <= 64 * torch.finfo(F32).eps * want.double().abs().max())
 
 
 def _cut(more: dict[str, Any], length: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A causal model's loss without its logits, which are computed only if they are read.
+"""Fuses a causal model's loss, which then needs no logits.
 
 A head (`lm_head`) that is called in a forward with labels gives `LazyLogits`, and the model's loss
 function calls the head a second time, for the loss. Hooks on the head's call (those of FSDP and
@@ -19,7 +19,3 @@ A read of a value (`outputs.logits.argmax()`) calls the head in the same way, wi
 it answers with the logits. If a user's own operation or a hook is between head and loss, the logits
 are computed first and the model's own loss function runs.
 """
-
-from fusedops.patching.models.loss.site import KEEP, patch_losses
-
-__all__ = ["KEEP", "patch_losses"]

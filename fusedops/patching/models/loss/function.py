@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.functional import cross_entropy
-from fusedops.patching.core.introspection import names_used, reachable_functions
-from fusedops.patching.core.sandbox import quiet, undisturbed
+from fusedops.patching.core.probing import names_used, quiet, reachable_functions, undisturbed
 from fusedops.patching.core.swap import one_line
 from fusedops.patching.models.loss.head import FLOATS, loss_of, untraceable
 from fusedops.patching.models.loss.logits import LazyLogits, read
@@ -142,7 +141,7 @@ def _is_own(function: FunctionType) -> bool:
 def _gives(loss: Loss, wanted: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether loss and gradient match in each case."""
     ours = (_results(lambda **kwargs: loss.of((), kwargs), *case) for case in _cases())
-    return all(map(_same, ours, wanted))
+    return all(map(_same_loss, ours, wanted))
 
 
 def _cases() -> Iterator[tuple[Tensor, dict]]:
@@ -177,7 +176,7 @@ def _results(run: Callable, logits: Tensor, kwargs: dict) -> tuple[Tensor, Tenso
     return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
 
-def _same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+def _same_loss(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
     eps = torch.finfo(one[1].dtype).eps
     return one[0].dtype == other[0].dtype and all(
         torch.allclose(a, b, rtol=max(4 * eps, 1e-5) if i else 1e-5, atol=1e-6, equal_nan=True)

@@ -1,4 +1,4 @@
-"""A head that may return lazy logits, and is called again to compute them or the loss.
+"""Patches a model's head so that it can return lazy logits.
 
 The loss, and the values if someone reads them, both come from a call to the head itself, so that
 the hooks of FSDP and ZeRO gather its weight. The second call carries a question, which the head's
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fusedops.functional import linear_cross_entropy
-from fusedops.patching.core.swap import Unswappable, active_attribute, overlay, stacked
+from fusedops.patching.core.probing import is_transformed
+from fusedops.patching.core.swap import Unswappable, active_state, overlay, stacked
 from fusedops.patching.core.thresholds import logits_pay
-from fusedops.patching.core.tracing import is_transformed
 from fusedops.patching.models.loss.logits import (
     CHANGED,
     SCOPE,
@@ -85,11 +85,7 @@ def patch_head(head: nn.Module) -> str:
         overlay(head, functools.partial(_head_class, form=form))
     except Unswappable as why:
         return str(why)
-    return (
-        ""
-        if active_attribute(head, "_fusedops_head")
-        else "another library has wrapped the head's class"
-    )
+    return "" if active_state(head).head else "another library has wrapped the head's class"
 
 
 def _head_class(original: type[nn.Module], below: type[Any] | None, form: LinearForm) -> type:
@@ -106,7 +102,7 @@ def _head_class(original: type[nn.Module], below: type[Any] | None, form: Linear
             found = _defer(self, args[0]) if self in SCOPE.get() else None
         return run(self, *args) if found is None else found
 
-    return stacked(original, below, ("head", form), {"forward": forward, "_fusedops_head": form})
+    return stacked(original, below, ("head", form), {"forward": forward}, head=form)
 
 
 def untraceable() -> bool:
@@ -123,7 +119,7 @@ def _answer(question: Question, head: nn.Module, x: Tensor) -> Tensor | None:
 
 def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
     """Lazy logits of x; None if they must be computed."""
-    form = active_attribute(head, "_fusedops_head")
+    form = active_state(head).head
     found = form and not untraceable() and not is_watched(head) and form.operands(head, x)
     if not found:
         return None
@@ -241,16 +237,16 @@ class _Values:
         return logits
 
     def _from(self, weight: Any, bias: Any, x: Tensor) -> Tensor:
-        weight, bias = _whole(weight, bias)
+        weight, bias = _unsharded(weight, bias)
         self.compare(weight, bias)
         return F.linear(x, weight, bias).contiguous()
 
     def compare(self, weight: Tensor, bias: Tensor | None) -> None:
-        if not _equal(_sample(weight, bias), self.sample):
+        if not _same_bits(_sample(weight, bias), self.sample):
             raise RuntimeError(CHANGED)
 
 
-def _whole(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
+def _unsharded(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
     """The full weight and bias of a head that is sharded with its model but called alone."""
     if hasattr(weight, "full_tensor"):
         return weight.full_tensor(), None if bias is None else bias.full_tensor()
@@ -264,7 +260,7 @@ def _sample(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(t.detach()[step].clone() for t, step in zip(held, steps, strict=True))
 
 
-def _equal(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+def _same_bits(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
     """Bitwise equality, so NaN equals NaN."""
     return len(some) == len(others) and all(
         a.dtype == b.dtype
@@ -287,7 +283,7 @@ def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
     origin.check()
 
     def answer(weight: Any, bias: Any, x: Tensor) -> Tensor:
-        weight, bias = _whole(weight, bias)
+        weight, bias = _unsharded(weight, bias)
         if not SCOPE.get():  # within a forward, nothing was stepped in between
             origin.values.compare(weight, bias)
         rows = targets.view(x.shape[:-1])

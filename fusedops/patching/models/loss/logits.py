@@ -1,4 +1,4 @@
-"""Logits whose values are computed on first read.
+"""Lazy logits, whose values are computed on first read.
 
 A head returns `LazyLogits` instead of logits. Its autograd node is a linear's, and torch builds the
 nodes of later operations, so gradients are right whether or not the values are ever read: only the

@@ -1,4 +1,4 @@
-"""Loss sites: models that compute a loss from a head and labels."""
+"""Finds loss sites: models that compute a loss from a head and labels."""
 
 import functools
 import inspect
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fusedops.patching.core.instance import Other, instead
-from fusedops.patching.core.introspection import names_in
+from fusedops.patching.core.probing import names_in
 from fusedops.patching.core.swap import (
     Unswappable,
-    active_attribute,
+    active_state,
     original_class,
     overlay,
     stacked,
@@ -104,13 +104,13 @@ def _needs_logits(model: nn.Module, other: Other | None) -> str:
         return str(other)
     if any(map(is_watched, heads)):
         return "the head has hooks"
-    fused = heads and all(active_attribute(head, "_fusedops_head") for head in heads)
+    fused = heads and all(active_state(head).head for head in heads)
     return "" if fused else "the head is no longer fused"
 
 
 def _off(model: nn.Module) -> str:
     """Why a patched model's loss function is no longer ours."""
-    known = active_attribute(model, "_fusedops_loss")
+    known = active_state(model).loss
     return OFF if known is None else "another loss_function was set after patch"
 
 
@@ -186,14 +186,12 @@ def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
         overlay(model, functools.partial(_model_class, loss=loss, keeps=keeps))
     except Unswappable as why:
         return str(why)
-    return (
-        "" if active_attribute(model, "_fusedops_loss") else "another library has wrapped its class"
-    )
+    return "" if active_state(model).loss else "another library has wrapped its class"
 
 
 def _is_on(model: nn.Module) -> bool:
     """Whether the model's loss function is still the one that patch knows."""
-    known = active_attribute(model, "_fusedops_loss")
+    known = active_state(model).loss
     original: Any = original_class(model)
     return known is not None and getattr(original, FUNCTION).fget(model) is known.theirs
 
@@ -228,9 +226,6 @@ def _model_class(
         theirs = own.fget(self)
         return loss.fused if not torch.compiler.is_compiling() and _is_on(self) else theirs
 
-    more = {
-        "forward": forward,
-        "loss_function": property(loss_function, own.fset, own.fdel, own.__doc__),
-        "_fusedops_loss": loss,
-    }
-    return stacked(original, below, ("loss", loss, keeps), more)
+    ours = property(loss_function, own.fset, own.fdel, own.__doc__)
+    methods = {"forward": forward, "loss_function": ours}
+    return stacked(original, below, ("loss", loss, keeps), methods, loss=loss)

@@ -1,1 +1,1 @@
-"""Norm modules: finds their formula and rounding by running them."""
+"""Finds norm modules, and their formula and rounding, by running them."""

@@ -1,18 +1,21 @@
-"""A norm under test: a copy of the module with random parameters, and inputs for it.
+"""Compares a module with each known norm formula on random samples.
 
-The copy shares the module's attributes but has its own parameters. So modules on the meta device
-can be probed, and the model's state is neither read nor changed.
+The compared module is a copy with its own random parameters. So modules on the meta device can be
+probed, and the model's state is neither read nor changed.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.core.sandbox import BF16, F32, F64, bare, device_of, drawn, quiet
-from fusedops.patching.modules.norm.formula import Formula, same
+from fusedops import functional as F
+from fusedops.functional import norm as references
+from fusedops.patching.core.probing import BF16, F32, F64, bare, device_of, drawn, quiet
 
-__all__ = ["Regime", "Specimen", "normalized_shape"]
+__all__ = ["FORMULAS", "Formula", "Regime", "Samples", "normalized_shape", "same"]
 
 ELEMENTS = 200_000  # enough to see 1 in 10,000
 
@@ -20,12 +23,75 @@ ELEMENTS = 200_000  # enough to see 1 in 10,000
 Regime = tuple[torch.dtype, torch.dtype, bool]
 
 
+@dataclass(frozen=True)
+class Formula:
+    """layer_norm, or rms_norm with one of its roundings (see fusedops.functional)."""
+
+    function: str
+    rounding: str = ""
+    offset: float = 0.0
+
+    @property
+    def how(self) -> dict:
+        return {"rounding": self.rounding, "offset": self.offset} if self.rounding else {}
+
+    def __str__(self) -> str:
+        how = ", ".join(f"{name}={value!r}" for name, value in self.how.items() if value)
+        return f"{self.function}({how})" if how else self.function
+
+    @property
+    def fused(self) -> Callable:
+        """(x, shape, weight, [bias,] eps) -> y; only layer_norm has a bias."""
+        return partial(getattr(F, self.function), **self.how)
+
+    @property
+    def fused_add(self) -> Callable:
+        """(x, residual, weight, [bias,] eps, dropout_p=) -> (y, h)."""
+        return partial(getattr(F, f"add_{self.function}"), **self.how)
+
+    @property
+    def reference(self) -> Callable:
+        """`fused` in plain PyTorch."""
+        return partial(getattr(references, f"{self.function}_reference"), **self.how)
+
+
+FORMULAS = (
+    Formula("layer_norm"),
+    Formula("rms_norm", "llama"),
+    Formula("rms_norm", "torch"),
+    Formula("rms_norm", "llama", 1.0),
+    Formula("rms_norm", "torch", 1.0),
+)
+
+
+def same(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Whether results for inputs of `dtype` are equal up to summation order, with equal dtypes.
+
+    In float32 and float64 that means a few ulp in max norm. A 16-bit input is rounded on the way,
+    so another order may move 1 element in 10,000 by one rounding step in bfloat16, and 8 in
+    float16, whose steps are 8 times finer. A wrong rounding moves 1 in 4.
+    """
+    if got.dtype != wanted.dtype or got.shape != wanted.shape:
+        return False
+    wide = torch.promote_types(got.dtype, torch.float32)
+    got, wanted = got.to(wide), wanted.to(wide)
+    off, size = (got - wanted).abs_(), wanted.abs()
+    floor = 8 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * size.max()
+    moved = ~(off <= floor)  # NaN too
+    if dtype.itemsize > 2:
+        return not moved.any()
+    eps = torch.finfo(dtype).eps
+    share = 1e-4 * torch.finfo(torch.bfloat16).eps / eps
+    one_step = off[moved] <= eps * size[moved] + floor
+    return len(one_step) <= share * moved.numel() and bool(one_step.all())
+
+
 def normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
     shape = getattr(module, "normalized_shape", None)
     return tuple(shape) if isinstance(shape, tuple | list) else None
 
 
-class Specimen:
+class Samples:
     """Compares a module and a formula on the same random inputs."""
 
     def __init__(self, module: nn.Module, weight: str | None, bias: str | None, eps) -> None:
@@ -56,9 +122,9 @@ class Specimen:
         lacking = self.bias if formula.rounding else self.eps is None
         if lacking:  # rms_norm has no bias, layer_norm has no default eps
             return []
-        return [regime for regime in among if self._equal(formula, run, regime, rows)]
+        return [regime for regime in among if self._matches(formula, run, regime, rows)]
 
-    def _equal(self, formula: Formula, run: Callable, regime: Regime, rows: int | None) -> bool:
+    def _matches(self, formula: Formula, run: Callable, regime: Regime, rows: int | None) -> bool:
         if regime not in self.outputs:
             self.outputs[regime] = self._original(self._to(self.input, regime[0]), regime)
         if (wanted := self.outputs[regime]) is None:
@@ -109,7 +175,7 @@ class Specimen:
         wanted = self._original(x, regime)
         with torch.no_grad(), _autocast(self.device, regime[2]):
             got = formula.reference(x, self.shape, *self._operands(formula, regime[1]))
-        if wanted is None or not torch.equal(_kinds(got), _kinds(wanted)):
+        if wanted is None or not torch.equal(_classes(got), _classes(wanted)):
             return False
         return same(_finite(got), _finite(wanted), x.dtype)
 
@@ -138,7 +204,7 @@ class Specimen:
             torch.autograd.grad(y, of, cotangent, allow_unused=True)
             for y, of in zip((got, wanted), leaves, strict=True)
         ]
-        return all(_near(a, b) for a, b in zip(*pairs, strict=True))
+        return all(_same_gradient(a, b) for a, b in zip(*pairs, strict=True))
 
     def same_in_both_modes(self, regime: Regime, rows: int) -> bool:
         x = self._to(self.input[:rows], regime[0])
@@ -180,7 +246,7 @@ def _autocast(device: str, enabled: bool) -> torch.autocast:
     return torch.autocast(device, torch.bfloat16, enabled=enabled)
 
 
-def _near(got: Tensor | None, wanted: Tensor) -> bool:
+def _same_gradient(got: Tensor | None, wanted: Tensor) -> bool:
     """Equality to a few ulp in norm."""
     if got is None or got.dtype != wanted.dtype or got.shape != wanted.shape:
         return False
@@ -188,7 +254,7 @@ def _near(got: Tensor | None, wanted: Tensor) -> bool:
     return bool(off <= 32 * torch.finfo(got.dtype).eps * wanted.double().norm())
 
 
-def _kinds(t: Tensor) -> Tensor:
+def _classes(t: Tensor) -> Tensor:
     """Classifies each element: NaN, an infinity, or finite."""
     return t.isnan() * 3 + t.isposinf() * 2 + t.isneginf() * 1
 

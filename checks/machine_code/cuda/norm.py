@@ -1,0 +1,9 @@
+"""Requires the norms' CUDA kernels to access memory 16 bytes at a time."""
+
+from checks.machine_code.gates import Demand
+
+DEMANDS = {
+    "norm_*_held<*": Demand(wide=True),
+    "norm_*_walked<*, 4>": Demand(wide=True),
+    "norm_*_walked<*, 8>": Demand(wide=True),
+}

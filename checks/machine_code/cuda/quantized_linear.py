@@ -1,0 +1,8 @@
+"""Requires quantized_linear's CUDA kernel to read memory 16 bytes at a time."""
+
+from checks.machine_code.gates import Demand
+
+DEMANDS = {"gemv<*, true, *>": Demand(reads=True)}  # it writes only a few numbers
+
+FORMATS = ("int8", "int4", "nf4", "fp8")  # csrc/kernels/quantized_linear.h
+NAMES = {f"WeightFormat {i}": format for i, format in enumerate(FORMATS)}

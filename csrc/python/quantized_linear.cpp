@@ -1,0 +1,18 @@
+// Exports quantized_linear to Python.
+
+#include "csrc/cpu/quantized_linear/plan.h"
+#include "csrc/ops/quantized_linear/operators.h"
+#include "csrc/python/exports.h"
+
+namespace fusedops::quantized_linear {
+
+const Exports quantized_linear_exports([](py::module_& m) {
+  export_operator<"fusedops::quantized_linear", quantized_linear>(m);
+  export_function(m, "quantized_linear_plan", cpu::quantized_linear::quantized_linear_plan);
+  export_function(m, "quantized_linear_gpu_plan", quantized_linear_gpu_plan);
+  export_function(m, "quantized_linear_way", quantized_linear_way);
+  m.attr("most_integers") = kMostIntegers;
+  m.def("nf4_table", [] { return std::vector<float>(std::begin(kNf4), std::end(kNf4)); });
+});
+
+}  // namespace fusedops::quantized_linear

@@ -1,0 +1,27 @@
+"""FLOP formulas of linear_cross_entropy, for torch's flop counter."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["FORMULAS"]
+
+
+def linear_cross_entropy_forward(
+    input: Tensor, linear_weight: Tensor, gradients: Sequence[bool], **_: Any
+) -> int:
+    """gradients: those that the forward computes; the backward then only scales them."""
+    return 2 * input.numel() * linear_weight.shape[0] * (1 + sum(gradients[:2]))
+
+
+def linear_cross_entropy_backward(
+    input: Tensor, linear_weight: Tensor, output_mask: Sequence[bool], **_: Any
+) -> int:
+    return 2 * input.numel() * linear_weight.shape[0] * sum(output_mask[:2])
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "fusedops::linear_cross_entropy_forward": linear_cross_entropy_forward,
+    "fusedops::linear_cross_entropy_backward": linear_cross_entropy_backward,
+}

@@ -1,0 +1,230 @@
+"""Runs and reads a module's code to find what it computes.
+
+A run shows what the code computes for some inputs. Reading it shows which attributes it reads and
+whether it sets any, so how far the run's result goes.
+"""
+
+import dis
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "BF16",
+    "F16",
+    "F32",
+    "F64",
+    "MISSING",
+    "attributes_read",
+    "bare",
+    "changes_state",
+    "closure_values",
+    "device_of",
+    "drawn",
+    "is_transformed",
+    "names_in",
+    "names_of",
+    "names_used",
+    "plain_attributes",
+    "quiet",
+    "reachable_functions",
+    "undisturbed",
+    "within",
+]
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+MISSING = "missing", object()
+PLAIN = int, float, bool, str, type(None), torch.dtype
+
+# Running code
+
+
+def device_of(module: nn.Module) -> str:
+    """The device to probe on: the module's, or the CPU for one without storage."""
+    kinds = {p.device.type for p in module.parameters()} - {"meta"}
+    return next(iter(kinds), "cpu")
+
+
+def drawn(draw: torch.Generator, *shape: int, dtype: torch.dtype = F32) -> Tensor:
+    """Normal random numbers on the CPU, whatever the default device and dtype are."""
+    return torch.randn(shape, generator=draw, dtype=dtype, device="cpu")
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """A shallow copy of the module without its hooks."""
+    new = object.__new__(type(module))
+    hooks: dict = {k: OrderedDict() for k in vars(module) if k.endswith("_hooks")}
+    vars(new).update({**vars(module), **hooks})
+    return new
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Disables the caller's modes and transforms, so that tensors are plain and have gradients."""
+    plain = torch.inference_mode(False)
+    with plain, _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def is_transformed() -> bool:
+    """Whether torch.jit.trace, a dispatch mode or torch.func must see every operation.
+
+    Then tensors may have no values yet, and nothing cached in this thread may be used.
+    """
+    return (
+        torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+@contextmanager
+def quiet(device: str) -> Iterator[None]:
+    """Suppresses warnings and preserves the random state."""
+    devices = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def within(got: Tensor, wanted: Tensor, share: float) -> bool:
+    """Whether no element is off by more than this share of the largest wanted element."""
+    wanted = wanted.double()
+    return bool((got.double() - wanted).abs().max() <= share * wanted.abs().max())
+
+
+# Reading code
+
+
+def attributes_read(
+    module: nn.Module, known: set, too: Callable[[object], bool] = lambda value: False
+) -> tuple[tuple[str, Hashable], ...] | str:
+    """(name, value) of the attributes that the forward reads, except those in `known`.
+
+    The value is MISSING if the instance has no such attribute. If a value is neither plain data nor
+    accepted by `too`, changes to it cannot be detected: then the reason is returned instead.
+    """
+    own = {**dict.fromkeys(vars(nn.Module())), **module._parameters, **dict.fromkeys(known)}
+    names = {name for code in _codes(type(module)) for name in _names_read(code)}
+    found = {name: vars(module).get(name, MISSING) for name in names - own.keys()}
+    for name, value in found.items():
+        if value is not MISSING and not _is_plain_data(value) and not too(value):
+            return f"its forward reads self.{name}, whose changes cannot be detected"
+    known_to_it = (name for name in found if name in vars(module) or hasattr(type(module), name))
+    return tuple((name, found[name]) for name in sorted(known_to_it) if not _inherited(name))
+
+
+def changes_state(cls: type) -> bool:
+    """Whether the forward, or code of its own that it calls, sets an attribute or a global."""
+    names = {i.opname for code in _codes(cls) for i in dis.get_instructions(code)}
+    return not names.isdisjoint(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))
+
+
+def plain_attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
+    """(name, value) of all of the module's attributes that are plain data."""
+    known = vars(nn.Module()).keys()
+    own = (item for item in vars(module).items() if item[0] not in known)
+    return tuple(sorted((name, value) for name, value in own if _is_plain_data(value)))
+
+
+def _is_plain_data(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain_data, value))
+    return isinstance(value, PLAIN)
+
+
+def _inherited(name: str) -> bool:
+    return hasattr(nn.Module, name)
+
+
+def names_in(cls: type) -> set[str]:
+    """The names in the code of the forward and of what it may call."""
+    return {name for code in _codes(cls) for name in _names_read(code)}
+
+
+def names_of(function: FunctionType) -> set[str]:
+    """The names in one function's code."""
+    return _names_read(function.__code__)
+
+
+def names_used(function: FunctionType) -> set[str]:
+    """The names and arguments in the code of a function and of what it may call."""
+    codes = [f.__code__ for f in reachable_functions(object, [function])]
+    arguments = {name for code in codes for name in code.co_varnames[: _arguments(code)]}
+    return arguments.union(*map(_names_read, codes))
+
+
+def _arguments(code: CodeType) -> int:
+    return code.co_argcount + code.co_kwonlyargcount
+
+
+def _codes(cls: type) -> Iterator[CodeType]:
+    """The code of the forward and of what it may call: methods, properties, own functions."""
+    return (f.__code__ for f in reachable_functions(cls, _methods_named(cls, "forward")))
+
+
+def reachable_functions(cls: type, waiting: list[Any]) -> Iterator[FunctionType]:
+    """Yields the functions in `waiting` and the functions they may call, except torch's.
+
+    Follows globals, closures and methods of `cls`.
+    """
+    seen: set[CodeType] = set()
+    while waiting:
+        function = waiting.pop()
+        code = function.__code__
+        if code in seen or function.__module__.partition(".")[0] == "torch":
+            continue
+        seen.add(code)
+        yield function
+        for name in _names_read(code):
+            waiting += _methods_named(cls, name)
+            waiting += _functions(function.__globals__.get(name))
+        for value in closure_values(function).values():
+            waiting += _functions(value)
+
+
+def _methods_named(cls: type, name: str) -> list[FunctionType]:
+    """The functions of that name in the class and, through super(), in its bases."""
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)] if issubclass(cls, nn.Module) else ()
+    return [f for base in bases for f in _functions(vars(base).get(name))]
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return [value] if isinstance(value, FunctionType) else []
+
+
+def closure_values(function: FunctionType) -> dict[str, object]:
+    """The values in a function's closure, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: _content(cell) for name, cell in cells}
+
+
+def _content(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def _names_read(code: CodeType) -> set[str]:
+    """The names in the code, including those in strings (`getattr(self, "scale")`)."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+        elif isinstance(constant, CodeType):
+            names |= _names_read(constant)
+    return names

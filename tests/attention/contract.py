@@ -1,0 +1,88 @@
+"""attention calls for the tests in tests/contract."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from contract.family import Call, Family
+
+from attention.cases import FEATURES, drawn, heads, options, orders
+from fusedops.functional import attention, scaled_dot_product_attention
+from fusedops.functional.attention import attention_reference
+
+
+def drawn_with(names: tuple[str, ...], keys: int, batch: tuple[int, ...], tiny: bool) -> tuple:
+    """q, k, v and the tensors among the keywords."""
+    shape = (1, 2, 1, *batch, 4, 2) if tiny else (2, 4, 2, *batch, keys, 8)
+    made = options(names, *shape[:2], *shape[3:5]).values()
+    qkv = (t.contiguous() for t in heads(*shape))
+    return *qkv, *(t for t in made if isinstance(t, torch.Tensor))
+
+
+def call(*features: str, keys: int = 25, **how: Any) -> Call:
+    made = options(features, 2, 4, 6, keys)
+    names = tuple(name for name, value in made.items() if isinstance(value, torch.Tensor))
+    rest = {name: value for name, value in made.items() if name not in names}
+    with_lse = partial(attention, return_lse=True)
+    how |= {"options": rest, "names": names, "kept": (0, 1, 2)}
+    how["draws"] = partial(in_other_orders, attention_reference)
+    drawn = partial(drawn_with, features, keys)
+    return Call("attention", with_lse, attention_reference, drawn, **how)
+
+
+def in_other_orders(run: Callable) -> tuple[Callable, ...]:
+    return tuple(
+        lambda q, k, v, order=order, **how: run(q[..., order], k[..., order], v, **how)
+        for order in orders(torch.empty(8))
+    )
+
+
+def causal_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attention_reference(q, k, v, causal=True, top_left=True)[0]
+
+
+def drawn_sequences(batch: tuple[int, ...], tiny: bool) -> tuple:
+    """q, k and v of three sequences, one of them empty, and where these end."""
+    tokens, width = math.prod(batch) + 3, 2 if tiny else 8
+    ends = torch.tensor([0, 2, 2, tokens])
+    return *(drawn(i, tokens, heads, width) for i, heads in enumerate((4, 2, 2))), ends, ends
+
+
+def of_sequences() -> Call:
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    return replace(call("causal"), draw=drawn_sequences, names=names)
+
+
+def of_torchs_arguments() -> Call:
+    sdpa = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    draws = partial(in_other_orders, causal_reference)
+    return Call("attention", sdpa, causal_reference, partial(drawn_with, (), 7), draws=draws)
+
+
+def kernels(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    q, k, v = (drawn(i, 1, 2, n, 8) for i, n in enumerate((5, 9, 9)))
+    lengths, how = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
+    yield "attention_forward", (q, k, v, None, None, *lengths, *how)
+
+
+EACH = {name: call(name) for name in FEATURES if name != "dropout"}
+ALL = [name for name in EACH if name != "mask"]
+FAMILY = Family(
+    calls={"plain": call()} | EACH | {"all": call(*ALL)},
+    more={
+        "dropout": call("dropout"),
+        "sequences": of_sequences(),
+        "queries that see nothing": call("causal", keys=9),
+        "queries that see nothing, all": call(*ALL, keys=9, still=(ALL.index("sinks"),)),
+    },
+    further={"scaled_dot_product_attention": of_torchs_arguments()},
+    kernels={"forward": kernels},
+    batches=((2,), (20,)),
+    draws=8,
+    symbolic=False,
+    keeps_outputs=True,
+    compilers=({"dynamic": True, "backend": "aot_eager"},),
+)

@@ -1,0 +1,91 @@
+"""attention's functions and modules for the memory-growth tests in tests/growth."""
+
+from collections.abc import Callable
+
+import torch
+from growth.subject import BF16, F32, Subject, fixed, leaf, of_module
+
+from fusedops import functional as F
+from fusedops import nn
+
+
+def attention(*, heads: int = 4, kv_heads: int = 4, queries: int = 16, dtype=F32, **how):
+    """`how` holds attention's arguments; a callable draws a fresh tensor at each call."""
+    drawn = {name: how.pop(name) for name in tuple(how) if callable(how[name])}
+
+    def run(q, k, v, *more):
+        return F.attention(q, k, v, **dict(zip(drawn, more, strict=True)), **how)
+
+    def inputs():
+        q = leaf(1, heads, queries, 16, dtype=dtype)
+        k, v = (leaf(1, kv_heads, 16, 16, dtype=dtype) for _ in range(2))
+        return [q, k, v, *(draw() for draw in drawn.values())]
+
+    return Subject(run, inputs)
+
+
+def varlen():
+    def run(q, k, v, cu_seqlens):
+        lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        return F.attention(q, k, v, causal=True, return_lse=True, **lengths)
+
+    def inputs():
+        cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+        return [leaf(14, 4, 16), leaf(14, 2, 16), leaf(14, 2, 16), cu_seqlens]
+
+    return Subject(run, inputs)
+
+
+def sdpa(mask: Callable | None = None, kv_heads: int = 4, **how):
+    def run(*tensors):
+        return F.scaled_dot_product_attention(*tensors, **how)
+
+    def inputs():
+        qkv = [leaf(1, 4, 16, 16), leaf(1, kv_heads, 16, 16), leaf(1, kv_heads, 16, 16)]
+        return qkv if mask is None else [*qkv, mask()]
+
+    return Subject(run, inputs)
+
+
+def sequence():
+    return [leaf(2, 8, 32)]
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """MultiheadAttention over one tensor. weights: whether it returns attention weights."""
+
+    weights = False
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=self.weights)
+
+
+class WithWeights(SelfAttention):
+    weights = True
+
+
+OPERATORS = {
+    "attention": lambda: attention(),
+    "attention, bfloat16 of grouped heads": lambda: attention(
+        kv_heads=2, dtype=BF16, causal=True, return_lse=True
+    ),
+    "attention, a query": lambda: attention(kv_heads=2, queries=1),
+    "attention, window and softcap": lambda: attention(window=(4, 0), softcap=20.0),
+    "attention, sinks and bias": lambda: attention(
+        sinks=lambda: leaf(4), bias=lambda: leaf(1, 4, 16, 16)
+    ),
+    "attention, mask": lambda: attention(bias=lambda: fixed(1, 1, 16, 16) > 0),
+    "attention, dropout": lambda: attention(dropout_p=0.1),
+    "attention, sequences": varlen,
+    "scaled_dot_product_attention": lambda: sdpa(is_causal=True),
+    "scaled_dot_product_attention, mask": lambda: sdpa(lambda: fixed(16, 16), dropout_p=0.1),
+    "scaled_dot_product_attention, grouped": lambda: sdpa(kv_heads=2, enable_gqa=True),
+}  # fmt: skip
+
+MODULES = {
+    "MultiheadAttention": lambda: of_module(SelfAttention(32, 4, batch_first=True), sequence),
+    "MultiheadAttention, sequence first": lambda: of_module(
+        SelfAttention(32, 4, dropout=0.1, add_bias_kv=True), sequence
+    ),
+    "MultiheadAttention, weights": lambda: of_module(WithWeights(32, 4), sequence),
+}

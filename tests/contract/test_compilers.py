@@ -1,0 +1,140 @@
+"""Every operator in torch.compile, torch.export and torch.fx, on meta tensors and in subclasses."""
+
+import pytest
+import torch
+from torch import nn
+
+from contract.family import (
+    BF16,
+    CALLS,
+    F32,
+    FUNCTIONS,
+    Call,
+    as_tuple,
+    device,
+    each,
+    needs_right_bf16,
+    on,
+)
+from fusedops.testing import gradients, placed
+
+
+def _operators(family):
+    for name, call in family.calls.items() if family.whole else ():
+        yield from ((f"{name}-{backend}", (call, backend)) for backend in family.backends)
+
+
+@each("call,backend", _operators)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_opcheck(call, backend, dtype):
+    needs_right_bf16(backend, dtype)
+    args = call.args(3, dtype=dtype, backend=backend)
+    for leaf in call.of_leaves(call.function, args)[1]:
+        leaf.requires_grad_()
+    with on(backend):
+        operator = getattr(torch.ops.fusedops, call.operator)
+        torch.library.opcheck(operator, *call.by_name(args))
+
+
+def _kernels(family):
+    for name, variant in family.kernels.items():
+        yield from ((f"{name}-{backend}", (variant, backend)) for backend in family.backends)
+
+
+@each("variant,backend", _kernels)
+def test_opcheck_kernels(variant, backend):
+    with on(backend):
+        for name, args in variant(device(backend)):
+            utils = list(torch.library._OPCHECK_DEFAULT_UTILS)
+            if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in args):
+                utils.remove("test_schema")  # which multiplies its arguments
+            torch.library.opcheck(getattr(torch.ops.fusedops, name), args, test_utils=utils)
+
+
+def _compiled(family):
+    for name, call in family.calls.items():
+        for backend in family.backends:
+            for how in family.compilers:
+                yield f"{name}-{backend}-{how}", (call, backend, how)
+
+
+@each("call,backend,how", _compiled)
+def test_compile_with_new_shapes(call, backend, how):
+    torch.compiler.reset()  # what was compiled keeps its backend
+
+    def step(x, *rest, **named):
+        return call.function(x * 2, *rest, **named)
+
+    compiled = torch.compile(step, fullgraph=True, **how)
+    for rows in (3, 5, 8):
+        args = call.args(rows, backend=backend)
+        with on(backend):
+            found, expected = (gradients(*call.of_leaves(run, args)) for run in (compiled, step))
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value)
+
+
+class Calls(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *args):
+        positional, named = self.call.by_name(args)
+        return self.call.function(*positional, **named)
+
+
+@CALLS
+def test_export_with_dynamic_shapes(call, backend):
+    """The dimensions that grow with the rows are dynamic."""
+    args, more = (call.args(rows, backend=backend) for rows in (4, 9))
+    rows = torch.export.Dim("rows", min=2)
+
+    def shape(a, b):
+        if not isinstance(a, torch.Tensor):
+            return [None] * len(a) if isinstance(a, list) else None
+        return {d: rows for d, n in enumerate(a.shape) if n != b.shape[d]}
+
+    shapes = tuple(map(shape, args, more))
+    with on(backend):
+        program = torch.export.export(Calls(call), args, dynamic_shapes=(shapes,))
+        torch.testing.assert_close(program.module()(*more), Calls(call)(*more))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_meta_tensors(call, dtype):
+    """Shapes, strides and dtypes of outputs and gradients."""
+    args = call.args(6, dtype=dtype)
+    found, real = (
+        gradients(*call.of_leaves(call.function, placed(args, torch.device(where))))
+        for where in ("meta", "cpu")
+    )
+    assert all(t.is_meta for t in found.values()) and found.keys() == real.keys()
+    for key, t in real.items():
+        assert (found[key].shape, found[key].dtype) == (t.shape, t.dtype), key
+        assert found[key].stride() == t.stride(), key
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@FUNCTIONS
+def test_a_subclass_stays_itself(call):
+    args = call.args(6)
+    run, (x, *rest) = call.of_leaves(call.function, args)
+    assert {type(o) for o in as_tuple(run(x.as_subclass(Subclass), *rest))} == {Subclass}
+
+
+@each("call", lambda f: ((n, (call,)) for n, call in f.calls.items() if f.symbolic))
+def test_torch_fx_records_the_operator(call):
+    args, graph = call.args(6), torch.fx.Graph()
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    proxies = [torch.fx.Proxy(graph.placeholder(f"x{i}"), tracer) for i in range(len(args))]
+    positional, named = call.by_name(tuple(proxies))
+    graph.output(tracer.create_arg(call.function(*positional, **named)))
+    traced = torch.fx.GraphModule({}, graph)
+    torch.testing.assert_close(traced(*args), Calls(call)(*args))

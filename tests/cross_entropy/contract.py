@@ -1,0 +1,99 @@
+"""cross_entropy and linear_cross_entropy calls for the tests in tests/contract."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from contract.family import BF16, F32, Call, Family
+
+from cross_entropy.cases import OPTIONS, class_weight, head, logits, targets
+from cross_entropy.errors import ERRORS
+from fusedops.functional import cross_entropy, linear_cross_entropy
+from fusedops.functional.cross_entropy import (
+    cross_entropy_reference,
+    linear_cross_entropy_reference,
+)
+
+
+def drawn(batch: tuple[int, ...], tiny: bool) -> tuple:
+    rows, classes = *batch, 5 if tiny else 9
+    return logits(rows, classes), targets(rows, classes), class_weight(classes)
+
+
+def drawn_of_linear(batch: tuple[int, ...], tiny: bool) -> tuple:
+    rows, features, classes = *batch, 3 if tiny else 5, 5 if tiny else 9
+    x, w, b = head(rows, features, classes)
+    return x, w, targets(rows, classes), b, class_weight(classes)
+
+
+def call(options: str) -> Call:
+    both = cross_entropy, cross_entropy_reference
+    return Call("cross_entropy", *both, drawn, OPTIONS[options], still=(2,))
+
+
+def of_linear(options: str) -> Call:
+    both = linear_cross_entropy, linear_cross_entropy_reference
+    how = {"names": ("linear_bias", "weight"), "still": (4,)}
+    how["kept"] = (0, 1) if "none" in options else ()  # a mean's gradients are made in the forward
+    return Call("linear_cross_entropy", *both, drawn_of_linear, OPTIONS[options], **how)
+
+
+def another_ignored(call: Call) -> Call:
+    def drawn(*how: Any) -> tuple:
+        made = call.draw(*how)
+        return tuple(t.where(t != -100, 3) if t.dtype == torch.int64 else t for t in made)
+
+    return replace(call, draw=drawn, options=call.options | {"ignore_index": 3})
+
+
+def without_weight(options: str) -> Call:
+    return replace(call(options), draw=lambda *how: drawn(*how)[:2], still=())
+
+
+def without_more(options: str) -> Call:
+    made = of_linear(options)
+    return replace(made, draw=lambda *how: drawn_of_linear(*how)[:3], names=(), still=())
+
+
+def kernels(
+    reduction: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, tuple]]:
+    z, target, weight = logits(6, 9, dtype), targets(6, 9), class_weight(9)
+    x, w, b = head(6, 5, 9, dtype)
+    how = -100, reduction, [0.1, 0.2, 0.5, 3.0]
+    for made in (False, True):
+        yield "cross_entropy_forward", (z, target, weight, *how, dtype, made)
+    found = torch.ops.fusedops.cross_entropy_forward(z, target, weight, *how, dtype, False)
+    loss, lse, total, _ = found
+    yield "cross_entropy_backward", (loss, z, target, weight, lse, total, *how)
+    for wanted in ([True, True, True], [True, False, False], [False, False, True]):
+        if reduction:
+            args = x, w, target, b, weight, *how, dtype, wanted
+            yield "linear_cross_entropy_forward", args
+        args = loss, x, w, target, b, weight, lse, total, *how, wanted
+        yield "linear_cross_entropy_backward", args
+
+
+CHOSEN = ("mean", "none", "all", "all of none")
+FAMILY = Family(
+    calls={f"cross_entropy {name}": call(name) for name in CHOSEN}
+    | {f"linear_cross_entropy {name}": of_linear(name) for name in CHOSEN},
+    more={
+        f"{call.operator} of another ignored class": another_ignored(call)
+        for call in (call("all of none"), of_linear("all of none"))
+    },
+    further={f"cross_entropy {name}, unweighted": without_weight(name) for name in OPTIONS}
+    | {f"cross_entropy {name}": call(name) for name in OPTIONS if name not in CHOSEN}
+    | {f"linear_cross_entropy {name}, alone": without_more(name) for name in OPTIONS},
+    kernels={
+        f"{reduction} {dtype}": partial(kernels, number, dtype)
+        for number, reduction in enumerate(("none", "mean"))
+        for dtype in (F32, BF16)
+    },
+    batches=((30,),),
+    draws=48,
+    dtypes=(F32, BF16),
+    errors=ERRORS,
+)

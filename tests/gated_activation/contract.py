@@ -1,0 +1,53 @@
+"""swiglu and geglu calls for the tests in tests/contract."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from contract.family import Call, Family
+
+from gated_activation.cases import KINDS, inputs
+from gated_activation.errors import ERRORS, OF_KERNELS
+
+
+def drawn(packed: bool, batch: tuple[int, ...], tiny: bool) -> tuple:
+    return inputs((*batch, 3 if tiny else 24), torch.float32, packed)
+
+
+def call(kind: str, packed: bool) -> Call:
+    function, reference, options = KINDS[kind]
+    how = {"options": options, "kept": (0,) if packed else (0, 1)}
+    return Call(kind.split()[0], function, reference, partial(drawn, packed), **how)
+
+
+def kernels(
+    kind: str, mask: list[bool], packed: bool, device: torch.device
+) -> Iterator[tuple[str, tuple]]:
+    args = (*inputs((5, 20), torch.float32, packed), *[None] * packed)
+    how = (kind, 0.7 if kind == "swiglu" else None, 1.5, 0.5)
+    yield "gated_activation_forward", (*args, *how)
+    yield "gated_activation_backward", (torch.randn(5, 20), *args, *how, mask)
+
+
+def wide(packed: bool, *_: object) -> tuple:
+    return inputs((64, 4096), torch.float32, packed)
+
+
+FORMS = {"separate": False, "packed": True}
+FAMILY = Family(
+    calls={f"{kind} {form}": call(kind, FORMS[form]) for kind in KINDS for form in FORMS},
+    on_gpus={
+        f"{kind} {form}": replace(call(kind, FORMS[form]), draw=partial(wide, FORMS[form]))
+        for kind in KINDS
+        for form in FORMS
+    },
+    kernels={
+        f"{kind} {mask} {form}": partial(kernels, kind, mask, FORMS[form])
+        for kind in ("swiglu", "geglu", "geglu_tanh")
+        for mask in ([True, True], [True, False], [False, True], [False, False])
+        for form in FORMS
+    },
+    errors=ERRORS,
+    kernel_errors=OF_KERNELS,
+)

@@ -1,0 +1,20 @@
+"""The gated activations' functions and modules for the memory-growth tests in tests/growth."""
+
+from growth.subject import BF16, ROWS, N, leaf, of, of_module, two
+
+from fusedops import functional as F
+from fusedops import nn
+
+X = (ROWS, N)
+
+OPERATORS = {
+    "swiglu": lambda: of(F.swiglu, X, X),
+    "swiglu, packed": lambda: of(F.swiglu, X, limit=7.0, alpha=1.702, up_offset=1.0),
+    "geglu": lambda: of(F.geglu, X, X),
+    "geglu, packed": lambda: of(F.geglu, X, approximate="tanh", dtype=BF16),
+}  # fmt: skip
+
+MODULES = {
+    "GEGLU": lambda: of_module(nn.GEGLU(), two),
+    "SwiGLU": lambda: of_module(nn.SwiGLU(limit=7.0), lambda: [leaf(ROWS, 2 * N)]),
+}

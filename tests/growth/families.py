@@ -1,0 +1,23 @@
+"""Collects every family's growth subjects from `tests/<family>/growth.py`."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from fusedops.backends import FAMILIES
+from growth.subject import Subject
+
+
+def _of(family: str) -> Any:
+    return importlib.import_module(f"{family}.growth")
+
+
+def subjects(family: str) -> Iterator[Subject]:
+    """The family's functions as subjects."""
+    return (made() for made in _of(family).OPERATORS.values())
+
+
+OPERATORS, MODULES = {}, {}
+for _family in FAMILIES:
+    OPERATORS |= _of(_family).OPERATORS
+    MODULES |= getattr(_of(_family), "MODULES", {})

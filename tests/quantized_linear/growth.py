@@ -1,0 +1,63 @@
+"""quantized_linear's functions and modules for the memory-growth tests in tests/growth."""
+
+import torch
+from growth.subject import BF16, F32, N, Subject, fixed, leaf, of_module, rows
+
+from fusedops import functional as F
+from fusedops import nn
+
+LONG_TO_COMPILE = {"compiled": "Inductor compiles the search for scales in half a minute"}
+
+
+def quantized_linear(format: str, dtype=F32, group_size: int | None = None, **how):
+    def run(x, bias, qweight, scales, zeros=None):
+        size = of_codes.group_size
+        weight = F.QuantizedWeight(format, 32, N, size, qweight, scales, zeros)
+        return F.quantized_linear(x, weight, bias, **how)
+
+    def codes():
+        return F.quantize_weight(fixed(32, N), format, group_size=group_size)
+
+    def inputs():
+        return [leaf(8, N, dtype=dtype), leaf(32, dtype=dtype), *codes().tensors().values()]
+
+    of_codes = codes()
+    return Subject(run, inputs, flexible=2)
+
+
+def quantizing(format: str, left=None):
+    """Quantizes and dequantizes. x, one number, has a gradient; codes have none."""
+
+    def run(x, weight):
+        q = F.quantize_weight(weight, format).to("cpu")
+        return x * F.dequantize_weight(q)
+
+    return Subject(run, lambda: [leaf(), fixed(32, N)], left=left or {})
+
+
+def quantized_module(format: str):
+    layer = nn.QuantizedLinear.from_linear(torch.nn.Linear(N, 32), format, activation="gelu")
+    return of_module(layer, rows)
+
+
+OPERATORS = {
+    "quantized_linear, int8": lambda: quantized_linear("int8"),
+    "quantized_linear, int8 by int8": lambda: quantized_linear("int8", input_format="int8"),
+    "quantized_linear, int8 in groups": lambda: quantized_linear("int8", group_size=16),
+    "quantized_linear, int4": lambda: quantized_linear("int4", activation="gelu"),
+    "quantized_linear, nf4": lambda: quantized_linear("nf4", dtype=BF16),
+    "quantized_linear, nf4 exact": lambda: quantized_linear("nf4", compute="exact"),
+    "quantized_linear, fp8 by fp8": lambda: quantized_linear("fp8", input_format="fp8"),
+    "quantize_weight, int4": lambda: quantizing("int4", LONG_TO_COMPILE),
+    "quantize_weight, nf4": lambda: quantizing("nf4"),
+    "dequantize_weight, int8": lambda: quantizing("int8"),
+    "dequantize_weight, fp8": lambda: quantizing("fp8"),
+    "QuantizedWeight": lambda: quantized_linear("int4", group_size=32),
+}  # fmt: skip
+
+MODULES = {
+    "QuantizedLinear, int8": lambda: quantized_module("int8"),
+    "QuantizedLinear, int4": lambda: quantized_module("int4"),
+    "QuantizedLinear, nf4": lambda: quantized_module("nf4"),
+    "QuantizedLinear, fp8": lambda: quantized_module("fp8"),
+}
