@@ -29,6 +29,8 @@ from fusedops.patching.verify import VerifyReport, verify
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
     from fusedops.profiling.compare import compare as compare
+    from fusedops.profiling.planning import MemoryPlan as MemoryPlan
+    from fusedops.profiling.planning import memory as memory
     from fusedops.profiling.recording import recording as recording
     from fusedops.profiling.run import profile as profile
 
@@ -59,16 +61,21 @@ __all__ = [
 integrations.install()
 
 
-# Imported on first use: a public name -> its module.
-LAZY = {
-    "QuantizationConfig": "fusedops.integrations.transformers",  # a subclass of transformers'
+# Imported on first use: QuantizationConfig is a subclass of transformers', and few runs profile.
+_LATER = {
+    "MemoryPlan": "fusedops.profiling.planning",
+    "QuantizationConfig": "fusedops.integrations.transformers",
     "compare": "fusedops.profiling.compare",
+    "memory": "fusedops.profiling.planning",
     "profile": "fusedops.profiling.run",
     "recording": "fusedops.profiling.recording",
 }
 
 
 def __getattr__(name: str):
-    if name not in LAZY:
+    """Imports a name of _LATER on first use."""
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(LAZY[name]), name)
+    found = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = found
+    return found

@@ -30,7 +30,26 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         commands.add_parser("profile", help="what limits a training step, and by how much")
     )
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
+    _add_memory(commands.add_parser("memory", help="predict a step's memory, before it is run"))
     return parser.parse_args(argv)
+
+
+def _add_memory(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", help="folder, config.json, model type such as llama, or a cached model's name")
+    add("--batch", type=int, required=True, help="sequences per rank")
+    add("--length", type=int, required=True, help="tokens of a sequence")
+    add("--mode", default="train", help="train (default), forward or generate")
+    add("--optimizer", default="adamw", help="adamw (default), adamw8bit, sgd or none")
+    add("--dtype", help="float32, bfloat16, float16 (default: the config's)")
+    add("--checkpoint", action="store_true", help="with activation checkpointing")
+    add("--patched", action="store_true", help="with fusedops.patch")
+    add("--quantize", help="a format of fusedops.quantize: int8, int4, nf4, fp8")
+    add("--lora-rank", type=int, help="train LoRA adapters of this rank")
+    add("--world", default="1", help="ranks, or several: 1,2,4,8 (default 1)")
+    add("--strategy", default="ddp", help="ddp (default), zero1, zero2, zero3 or fsdp")
+    add("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE")
+    command.set_defaults(run=_memory)
 
 
 def _add_demo(command: argparse.ArgumentParser) -> None:
@@ -114,6 +133,19 @@ def _demo(args: argparse.Namespace) -> int:
         demo.run(steps=args.steps, threads=args.threads, out=args.out, quick=args.quick)
     except (ValueError, ModuleNotFoundError) as error:
         if not str(error).startswith("demo: "):  # a bug: keep its traceback
+            raise
+        print(f"fusedops {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _memory(args: argparse.Namespace) -> int:
+    from fusedops.profiling.planning import command
+
+    try:
+        command.run(args)
+    except (ValueError, TypeError, RuntimeError, ModuleNotFoundError) as error:
+        if not str(error).startswith("memory: "):  # a fault, whose place is needed to mend it
             raise
         print(f"fusedops {error}", file=sys.stderr)
         return 1

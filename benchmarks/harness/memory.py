@@ -1,15 +1,12 @@
 """Measures a call's peak memory, without what was allocated before."""
 
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from itertools import accumulate
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from fusedops.profiling.storage.lives import peak_of
+from fusedops.profiling.storage.profiled import profiled_lives
 
 
 class Memory(NamedTuple):
@@ -29,24 +26,12 @@ def profiled(call: Callable[[], object]) -> Memory:
 
     Memory that a library takes from the system directly is not included.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        results = call()
-    return Memory(max(accumulate(_changes(profile), initial=0)), nbytes(results))
+    results: list[object] = []
+    lives = profiled_lives(lambda _: results.append(call()))
+    return Memory(peak_of(lives)[1], nbytes(results[0]))
 
 
 def nbytes(results: object) -> int:
     tensors = [results] if isinstance(results, Tensor) else results
     assert isinstance(tensors, (list, tuple))
     return sum(t.nbytes for t in tensors)
-
-
-def _changes(profile: torch.profiler.profile) -> Iterator[int]:
-    """Bytes allocated, or freed and then negative, in time order."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = [event for event in events if event["name"] == "[memory]"]
-    return (event["args"]["Bytes"] for event in sorted(changes, key=lambda event: event["ts"]))

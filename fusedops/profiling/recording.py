@@ -36,7 +36,7 @@ PASSIVE = (
     "contention with the loader: needs the experiments of fusedops.profile",
     "elasticity: needs the experiments of fusedops.profile",
     "operators: needs the experiments of fusedops.profile",
-    "memory",
+    "memory: needs the experiments of fusedops.profile",
 )
 
 

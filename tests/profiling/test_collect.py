@@ -191,6 +191,19 @@ def test_every_experiment_runs():
     assert sum(middle for _, middle, _ in report.verdict.shares.values()) == pytest.approx(1)
 
 
+def test_memory_is_equal_to_the_byte():
+    """Two linear layers and a batch norm, with AdamW's two moments and its step numbers."""
+    report, model = profiled(), workload()[0]
+    parameters = sum(p.nbytes for p in model.parameters())
+    buffers = sum(b.nbytes for b in model.buffers())
+    found = report.memory
+    assert found["parameters"] == found["gradients"] == parameters and found["buffers"] == buffers
+    steps = 4 * len(list(model.parameters()))
+    assert found["optimizer_state"] == 2 * parameters + steps
+    assert found["peak"] >= 4 * parameters + buffers and "peak" in str(report)
+    assert profiled(budget_s=1e-6).memory is None
+
+
 def test_operators_have_the_arithmetic_of_the_step():
     """Two linear layers: three products each, but the first needs no gradient of its input."""
     report = profiled()

@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "F32",
     "F64",
     "MISSING",
+    "OBSERVERS",
     "attributes_read",
     "bare",
     "changes_state",
@@ -39,6 +41,9 @@ __all__ = [
     "undisturbed",
     "within",
 ]
+
+# How many active dispatch modes only observe: they run every operation as it is.
+OBSERVERS: ContextVar[int] = ContextVar("dispatch modes that observe", default=0)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -82,9 +87,15 @@ def is_transformed() -> bool:
     """
     return (
         torch.jit.is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or _is_dispatched()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def _is_dispatched() -> bool:
+    """Whether a dispatch mode is active that does more than observe."""
+    modes = torch._C._len_torch_dispatch_stack()
+    return modes > 0 and modes > OBSERVERS.get()
 
 
 @contextmanager

@@ -124,10 +124,11 @@ def attention_pays(query: Tensor, key: Tensor) -> bool:
 def logits_pay(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether `cross_entropy` of a head's logits beats the loss without logits.
 
-    It does for few logits in bfloat16 on CPUs, where the latter's backward repeats the matmul.
+    It does for few logits in bfloat16 on CPUs, where the latter's backward repeats the matmul. Meta
+    tensors stand for a CPU's.
     """
     few = len(weight) * (x.numel() // x.shape[-1]) * dtype.itemsize <= LOGITS
-    return not _always and x.is_cpu and dtype == torch.bfloat16 and few
+    return not _always and x.device.type in ("cpu", "meta") and dtype == torch.bfloat16 and few
 
 
 def linear_loses(weight: Tensor, transposed: bool) -> str:

@@ -21,10 +21,12 @@ from fusedops.profiling.collect.operators import table
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Profiled
+from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["Subject", "about", "collect", "usable_cpus"]
 
 TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
+MEMORY = 3  # measuring the memory of a step takes less than so many steps
 BLOCKED = 4096  # elements from which AdamW8bit has 8-bit moments
 STEPS_PART = 0.6  # of the budget goes to plain steps, the rest to the table of operators
 
@@ -60,13 +62,14 @@ def collect(
             plan = Plan(steps, warmup, start + STEPS_PART * budget_s, tick)
             measured = measure_steps(subject.step, data, phases, plan, usable_cpus())
         profiled = _operators(subject, measured, start + budget_s, tick)
+        memory = _memory(subject, measured, start + budget_s)
         found = about(subject.model, subject.optimizer)
     finally:
         if kept is not None:
             kept.restore()
     if restore and subject.model is None and subject.optimizer is None:
         measured.not_checked.append("restore: no model and no optimizer were given")
-    return _evidence(subject, measured, profiled, found), measured.call
+    return replace(_evidence(subject, measured, profiled, found), memory=memory), measured.call
 
 
 def usable_cpus() -> float:
@@ -92,6 +95,23 @@ def _operators(
     return None
 
 
+def _memory(subject: Subject, measured: Measured, deadline: float) -> dict[str, int] | None:
+    """Bytes of a step by category; None, with the reason, where they are not measured."""
+    longest = median((measured.cached or measured.plain).seconds)
+    reason = "a GPU may be used" if torch.cuda.is_initialized() else ""
+    if not reason and perf_counter() + MEMORY * longest > deadline:
+        reason = "the budget had no time for it"
+    if not reason:
+        try:
+            use = measure_memory(measured.call, model=subject.model, optimizer=subject.optimizer)
+        except Exception as error:  # noqa: BLE001  the user's step, under hooks and a profiler
+            reason = f"a watched step raised {type(error).__name__}: {error}"
+        else:
+            return {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
+    measured.not_checked.append(f"memory: {reason}")
+    return None
+
+
 def _no_table(subject: Subject) -> str:
     if torch.cuda.is_initialized():
         return "the step may use a GPU, whose kernels are not recorded"
@@ -108,7 +128,7 @@ def _evidence(
     counted = count_tokens(measured.batch, subject.tokens)
     if subject.data is None and isinstance(subject.tokens, int):
         counted = replace(counted, real=float(subject.tokens), padded=float(subject.tokens))
-    not_checked = [*measured.not_checked, "GPU: none was used", "memory"]
+    not_checked = [*measured.not_checked, "GPU: none was used"]
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if ranks else 1
     not_checked.append(

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fusedops.patching import patch, unpatch
+from fusedops.patching.core.probing import OBSERVERS
 from fusedops.patching.models.loss import function as functions
 from fusedops.patching.models.loss import head as heads
 from patching.models.loss_cases import (
@@ -223,6 +224,29 @@ def test_other_watchers_get_plain_logits():
     for watching in (Watching(), forward_ad.dual_level()):
         with watching:
             assert type(patched(llama())(IDS, labels=IDS).logits) is torch.Tensor
+
+
+def test_modes_that_only_observe_get_lazy_logits():
+    observers = OBSERVERS.set(1)
+    try:
+        with Watching():
+            outputs = patched(llama())(IDS, labels=IDS)
+            outputs.loss.backward()
+            assert not made(outputs)
+            with Watching():  # the second one may change what it sees
+                assert type(patched(llama())(IDS, labels=IDS).logits) is torch.Tensor
+    finally:
+        OBSERVERS.reset(observers)
+
+
+def test_lazy_logits_on_meta():
+    """Memory is planned there: a head that made logits would be planned too large."""
+    model, ids = patched(llama().to("meta")), IDS.to("meta")
+    mask = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool, device="meta")
+    outputs = model(ids, labels=ids, attention_mask=mask)  # one of two dimensions would be read
+    outputs.loss.backward()
+    assert not made(outputs)
+    assert all(p.grad.is_meta for p in model.parameters())
 
 
 def test_compile():

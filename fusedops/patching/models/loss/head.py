@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.autograd import forward_ad
 
 from fusedops.functional import linear_cross_entropy
@@ -124,8 +125,6 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
     if not found:
         return None
     weight, bias = found
-    if x.device.type == "meta":  # it has no autocast: torch raises
-        return None
     cast = _autocast(x)
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
     if not dtypes <= set(FLOATS) or (cast is None and len(dtypes) > 1):
@@ -146,6 +145,8 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
 
 def _autocast(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
+    if not is_autocast_available(kind):  # meta: torch raises when asked
+        return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 

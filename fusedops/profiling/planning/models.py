@@ -1,0 +1,164 @@
+"""Makes a model on the meta device, from a config, a name or a module, without its weights."""
+
+import copy
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.patching import patch, quantize
+from fusedops.profiling.planning.request import Request
+
+__all__ = ["config_of", "meta_model"]
+
+WANTED = "a torch.nn.Module, a config of transformers, a folder, a config.json or a model type"
+AUTO = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
+POSITIONS = re.compile(r"(position_embeddings|embed_positions|wpe)$")  # absolute ones
+
+
+def meta_model(model_or_config: Any, asked: Request) -> Any:
+    """The model that is asked for, on meta; what was given stays as it is."""
+    if isinstance(model_or_config, nn.Module):
+        model: Any = _on_meta(model_or_config)
+        model = model if asked.dtype is None else model.to(asked.dtype)
+    else:
+        model = _from_config(config_of(model_or_config), asked)
+    for name, module in model.named_modules():
+        few = getattr(module, "num_embeddings", asked.length)
+        if POSITIONS.search(name) and few < asked.length:
+            what = f"at most {few}, the positions that {type(model).__name__} has"
+            raise ValueError(f"memory: length must be {what}, got {asked.length}")
+    model.train(asked.trains)
+    if asked.quantize is not None:
+        quantize(model, asked.quantize)
+    if asked.lora_rank is not None:
+        model = _with_lora(model, asked.lora_rank)
+    if asked.checkpoint:
+        _checkpoint(model)
+    if asked.patched:
+        patch(model)
+    return model
+
+
+def config_of(given: Any) -> Any:
+    """A copy of a config, or the config that a name or path stands for.
+
+    A name is a folder, a JSON file, a model type of transformers, or a model of the Hugging Face
+    hub that is in the local cache. Nothing is downloaded.
+    """
+    transformers = _transformers()
+    if isinstance(given, transformers.PreTrainedConfig):
+        return copy.deepcopy(given)
+    if not isinstance(given, str | Path):
+        got = type(given).__name__
+        raise TypeError(f"memory: model_or_config must be {WANTED}, got {got}")
+    path = Path(given)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"memory: model_or_config must be a folder with a config.json, got {str(given)!r}"
+            )
+    if path.is_file():
+        return _read(path)
+    known = transformers.CONFIG_MAPPING
+    if str(given) in known:
+        return known[str(given)]()
+    try:
+        return transformers.AutoConfig.from_pretrained(str(given), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            "memory: model_or_config must be a folder, a config.json, a model type of transformers "
+            f"or a model in the local cache of the hub, got {str(given)!r}"
+        ) from error
+
+
+def _read(path: Path) -> Any:
+    known = _transformers().CONFIG_MAPPING
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"memory: model_or_config must be a file of JSON, got {str(path)!r}: {error}"
+        ) from error
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    if kind not in known:
+        what = "a config with a model_type that transformers knows"
+        raise ValueError(f"memory: model_or_config must be {what}, got {kind!r} in {str(path)!r}")
+    return known[kind].from_dict(found)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "memory: configs and names need transformers (pip install fusedops[hf])"
+        ) from error
+    return transformers
+
+
+def _from_config(config: Any, asked: Request) -> nn.Module:
+    is_pair = getattr(config, "is_encoder_decoder", False)
+    if is_pair and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    dtype = asked.dtype or getattr(config, "dtype", None)
+    with torch.device("meta"):
+        return _class_of(config)._from_config(config, dtype=dtype)
+
+
+def _class_of(config: Any) -> Any:
+    """The class that the config names, or the one with a language or classification head."""
+    transformers = _transformers()
+    named = getattr(config, "architectures", None) or [""]
+    if cls := getattr(transformers, named[0], None):
+        return cls
+    for auto in (*(getattr(transformers, f"AutoModelFor{name}") for name in AUTO),):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    return transformers.AutoModel._model_mapping[type(config)]
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on meta; none of them is copied."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        if hasattr(p, "_local_tensor"):
+            raise TypeError("memory: model_or_config must not be sharded, got DTensor parameters")
+        memo[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = b.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _with_lora(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "memory: lora_rank needs peft (pip install fusedops[hf])"
+        ) from error
+    with torch.device("meta"):
+        return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))  # type: ignore[arg-type]
+
+
+def _checkpoint(model: Any) -> None:
+    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    enable = next((f for name in names if callable(f := getattr(model, name, None))), None)
+    if enable is None:
+        raise ValueError(
+            f"memory: checkpoint=True needs a model of transformers, got {type(model).__name__}"
+        )
+    enable()
+    if getattr(model.config, "use_cache", False):  # as transformers does, which warns
+        model.config.use_cache = False
+
+
+def takes(model: Any) -> list[str]:
+    """The names that the model's forward takes; peft passes on what it is given."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return [*inspect.signature(base.forward).parameters]

@@ -1,0 +1,177 @@
+"""`fusedops.memory`: the bytes that a step will take, before it is run."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.profiling.planning.models import meta_model
+from fusedops.profiling.planning.optimizers import optimizer_bytes
+from fusedops.profiling.planning.ranks import Sharding
+from fusedops.profiling.planning.request import Request
+from fusedops.profiling.planning.step import Run, run_step
+from fusedops.profiling.storage.lives import (
+    CATEGORIES,
+    TEMPORARIES,
+    Life,
+    by_module,
+    held_at,
+    largest,
+    peak_of,
+)
+from fusedops.profiling.storage.use import table
+
+__all__ = ["MemoryPlan", "memory", "plans"]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted bytes per rank of one step, each storage counted once.
+
+    parameters (of which frozen need no gradient), buffers, gradients (DDP's buckets too),
+    optimizer_state, inputs, activations (saved for backward), logits (with what the loss saves of
+    their width), kv_cache: the most bytes that each holds at the same time. peak: the most bytes
+    of all of them and of temporaries together. temporaries: what else is alive at the peak,
+    parameters gathered from other ranks too. at_peak: what is alive at the peak, by category; it
+    adds up to peak. modules: bytes saved for backward, by module path. title: what was planned.
+    """
+
+    title: str
+    parameters: int
+    frozen: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    inputs: int
+    activations: int
+    logits: int
+    kv_cache: int
+    temporaries: int
+    peak: int
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    modules: Mapping[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        named = {k: v for k, v in self.to_dict().items() if isinstance(v, int)}
+        return table(self.title, named, self.at_peak)
+
+
+def memory(
+    model_or_config: Any,
+    *,
+    batch: int,
+    length: int,
+    mode: str = "train",
+    optimizer: str | None = "adamw",
+    dtype: torch.dtype | str | None = None,
+    checkpoint: bool = False,
+    patched: bool = False,
+    quantize: str | None = None,
+    lora_rank: int | None = None,
+    world: int = 1,
+    strategy: str = "ddp",
+) -> MemoryPlan:
+    """Predicts the bytes per rank of a step, without running it and without weights.
+
+    The model runs on the meta device: shapes, autograd, checkpointing and hooks are the real ones,
+    and each storage is followed from its allocation to its end. Memory that an operator takes and
+    gives back inside one call is not seen.
+
+    model_or_config: a module (left as it is), a config of transformers, or a name: a folder, a
+    config.json, a model type ("llama"), or a model in the local cache of the Hugging Face hub.
+    Nothing is downloaded. batch, length: sequences per rank, and tokens of each, without padding;
+    an encoder-decoder gets as many on both sides, and an image model ignores length.
+
+    - mode: "train" is a step after the first: forward with labels, backward, optimizer, gradients
+      set to None; the outputs are dropped before backward. "forward" is a forward without
+      gradients. "generate" reads length - 1 tokens, then one more with the KV cache.
+    - optimizer: "adamw" (torch.optim.AdamW), "adamw8bit" (fusedops.optim.AdamW8bit), "sgd" (without
+      momentum) or None.
+    - dtype: of the parameters; None is the model's or the config's own.
+    - checkpoint: activation checkpointing of each block, as transformers does it.
+    - patched: with `fusedops.patch(model)`.
+    - quantize: a format of `fusedops.quantize`, which runs first. lora_rank: adapters of peft on
+      all linears but the head; only they get gradients.
+    - world, strategy: the ranks, and "ddp", "zero1", "zero2", "zero3" or "fsdp". See
+      `fusedops.profiling.planning.ranks` for the formulas.
+
+    Raises TypeError or ValueError with the argument, what was wanted and what came, and
+    RuntimeError for a model that reads numbers that do not exist on the meta device.
+    """
+    asked = Request(
+        batch,
+        length,
+        mode,
+        optimizer,
+        dtype,
+        checkpoint,
+        patched,
+        quantize,
+        lora_rank,
+        world,
+        strategy,
+    )
+    return plans(model_or_config, asked, [world])[0]
+
+
+def plans(model_or_config: Any, asked: Request, worlds: Sequence[int]) -> list[MemoryPlan]:
+    """A plan for each number of ranks, from one run on meta."""
+    requests = [dataclasses.replace(asked, world=world) for world in worlds]
+    model = meta_model(model_or_config, asked)
+    run = run_step(model, asked)
+    return [_plan(model, run, request) for request in requests]
+
+
+def _plan(model: nn.Module, run: Run, asked: Request) -> MemoryPlan:
+    sharding = Sharding(model, asked.world, asked.strategy)
+    lives = sharding.lives(model, run)
+    if asked.trains:
+        lives = [*lives, *_of_optimizer(model, run, asked, sharding)]
+    time, peak = peak_of(lives)
+    at_peak = held_at(lives, time)
+    return MemoryPlan(
+        title=_title(model, asked),
+        frozen=sum(sharding.nbytes(p) for p in model.parameters() if not p.requires_grad),
+        temporaries=at_peak[TEMPORARIES],
+        peak=peak,
+        at_peak=at_peak,
+        modules=by_module(lives),
+        **{name: largest(lives, name) for name in CATEGORIES if name != TEMPORARIES},
+    )
+
+
+def _of_optimizer(model: nn.Module, run: Run, asked: Request, sharding: Sharding) -> Iterator[Life]:
+    """Its state, which was there before the step, and the temporaries of its step."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    state, temporaries = optimizer_bytes(asked.optimizer, parameters, sharding)
+    yield Life(state, category="optimizer_state")
+    yield Life(temporaries, run.step, run.step + 1)
+
+
+def _title(model: Any, asked: Request) -> str:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    count = sum(p.numel() for p in model.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    parts = [
+        type(base).__name__,
+        f"{count:,} parameters ({', '.join(dtypes)})",
+        f"batch {asked.batch} x {asked.length}",
+        asked.mode,
+    ]
+    if asked.trains:
+        parts.append(f"optimizer {asked.optimizer}")
+    parts += [name for name in ("checkpoint", "patched") if getattr(asked, name)]
+    if asked.quantize:
+        parts.append(asked.quantize)
+    if asked.lora_rank:
+        parts.append(f"LoRA of rank {asked.lora_rank}")
+    if asked.world > 1:
+        parts.append(f"per rank of {asked.world}, {asked.strategy}")
+    return ", ".join(parts)

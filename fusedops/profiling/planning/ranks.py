@@ -1,0 +1,136 @@
+"""What one of several ranks holds: DDP, ZeRO 1 to 3 and FSDP2, from one process's step.
+
+Per rank, for N ranks, P bytes of parameters, G of gradients and S of optimizer state:
+
+    strategy     parameters   gradients         state
+    ddp          P            G + G (buckets)   S
+    zero1        P            G + G (buckets)   S / N   torch's ZeroRedundancyOptimizer under DDP
+    zero2        P            G / N             S / N
+    zero3, fsdp  P / N        G / N             S / N
+
+zero2, zero3, fsdp: a block's gradients are whole until the gradients of the block that follows in
+backward are done, because the two overlap: one is computed while the other is sent.
+zero3, fsdp: a block's parameters are whole while it runs, and while the block before it runs, which
+is when they are fetched. Parameters outside of blocks (embeddings, head) stay whole from the start
+to the end of backward. Activations, logits and the KV cache are those of the rank's own batch.
+"""
+
+import dataclasses
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from fusedops.profiling.planning.step import Run, blocks
+from fusedops.profiling.storage.lives import ALWAYS, Life
+
+__all__ = ["Sharding"]
+
+ROOT = ""
+
+
+class Sharding:
+    """How a strategy divides a model among ranks."""
+
+    def __init__(self, model: nn.Module, world: int, strategy: str) -> None:
+        self.world = world
+        self.rows = world > 1 and strategy == "fsdp"  # FSDP2 cuts rows, ZeRO the flat parameter
+        self.parameters = world > 1 and strategy in ("zero3", "fsdp")
+        self.gradients = world > 1 and strategy in ("zero2", "zero3", "fsdp")
+        self.state = world > 1 and strategy != "ddp"
+        self.buckets = world > 1 and strategy in ("ddp", "zero1")
+        self.blocks = dict.fromkeys(blocks(model))
+        self._block_of: dict[str, str] = {}
+
+    def part(self, p: Tensor) -> tuple[int, ...]:
+        """The shape of the first rank's part, which is the largest."""
+        if self.rows and p.dim():
+            return -(-p.shape[0] // self.world), *p.shape[1:]
+        return (-(-p.numel() // self.world),)
+
+    def nbytes(self, p: Tensor) -> int:
+        """Bytes of a parameter that a rank keeps."""
+        return math.prod(self.part(p)) * p.element_size() if self.parameters else p.nbytes
+
+    def part_of_state(self, p: Tensor) -> tuple[int, ...]:
+        return self.part(p) if self.state else tuple(p.shape)
+
+    def block_of(self, module: str) -> str:
+        known = self._block_of
+        if module not in known:
+            parent = module.rpartition(".")[0]
+            inside = module in self.blocks or not module
+            known[module] = module if inside else self.block_of(parent)
+        return known[module]
+
+    def lives(self, model: nn.Module, run: Run) -> list[Life]:
+        """The rank's allocations."""
+        lives = [*run.lives]
+        if self.buckets:
+            size = sum(life.bytes for life in lives if life.category == "gradients")
+            lives.append(Life(size, ALWAYS, math.inf, "gradients", "buckets"))
+        if self.gradients:
+            sent = self._sent(run)
+            lives = [part for life in lives for part in self._gradient(life, sent)]
+        if self.parameters:
+            lives = [life for life in lives if life.category != "parameters"]
+            for name, p in model.named_parameters():
+                module = name.rpartition(".")[0]
+                lives.append(Life(self.nbytes(p), ALWAYS, math.inf, "parameters", module))
+            lives += self._gathered(model, run)
+        return lives
+
+    def _gradient(self, life: Life, sent: dict[str, float]) -> Iterator[Life]:
+        if life.category != "gradients":
+            yield life
+            return
+        time = sent[self.block_of(life.module)]
+        yield dataclasses.replace(life, end=min(time, life.end))
+        if life.end > time:
+            yield dataclasses.replace(life, bytes=-(-life.bytes // self.world), start=time)
+
+    def _sent(self, run: Run) -> dict[str, float]:
+        """When each block's gradients have been sent: when the next block's are there."""
+        ends = self._ends(run)
+        blocks, times = [*ends], [*ends.values()]
+        return dict(zip(blocks, [*times[1:], *times[-1:]], strict=True))
+
+    def _ends(self, run: Run) -> dict[str, int]:
+        """When the last gradient of each block was there, in the order of backward."""
+        ends: dict[str, int] = {}
+        for time, module in run.gradients:
+            ends[self.block_of(module)] = time
+        return dict(sorted(ends.items(), key=lambda end: end[1]))
+
+    def _gathered(self, model: nn.Module, run: Run) -> Iterator[Life]:
+        whole = dict.fromkeys([ROOT, *self.blocks], 0)
+        for name, p in model.named_parameters():
+            whole[self.block_of(name.rpartition(".")[0])] += p.nbytes
+        done = max([run.gradients[-1][0] if run.gradients else 0, *_all(run.blocks)])
+        yield _whole(whole[ROOT], 0, done)
+        first = min((time for time, _ in run.gradients), default=math.inf)
+        forward = sorted(
+            (start, end, block)
+            for block, times in run.blocks.items()
+            for start, end in times
+            if start < first
+        )
+        before = 0
+        for start, end, block in forward:
+            yield _whole(whole[block], before, end)
+            before = start
+        ends = self._ends(run)
+        times = [0, 0, *ends.values()]
+        for block, end in ends.items():
+            if block != ROOT:
+                at = bisect_left(times, end, lo=2)
+                yield _whole(whole[block], max(times[at - 2], forward[-1][1]), end)
+
+
+def _whole(size: int, start: float, end: float) -> Life:
+    return Life(size, start, end, module="gathered")
+
+
+def _all(blocks: dict[str, list[tuple[int, int]]]) -> list[int]:
+    return [end for times in blocks.values() for _, end in times]

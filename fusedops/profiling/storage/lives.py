@@ -1,0 +1,92 @@
+"""The lives of allocations: what was alive when, what it held, and where the peak is."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = [
+    "ALWAYS",
+    "CATEGORIES",
+    "TEMPORARIES",
+    "Life",
+    "by_module",
+    "held_at",
+    "largest",
+    "peak_of",
+]
+
+TEMPORARIES = "temporaries"
+# A storage that was seen in two roles counts as the first.
+CATEGORIES = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "inputs",
+    "logits",
+    "activations",
+    "kv_cache",
+    TEMPORARIES,
+)
+ALWAYS = -math.inf  # the start of what was there before the step
+
+
+@dataclass
+class Life:
+    """One allocation: its bytes, when it began and ended, and what it held.
+
+    The time is any number that grows. module: the path of the module that it belongs to.
+    """
+
+    bytes: int
+    start: float = ALWAYS
+    end: float = math.inf
+    category: str = TEMPORARIES
+    module: str = ""
+
+    def hold(self, category: str, module: str = "") -> None:
+        """Notes what the allocation holds, unless that is known and ranks higher."""
+        if CATEGORIES.index(category) < CATEGORIES.index(self.category):
+            self.category, self.module = category, module
+
+
+def peak_of(lives: Iterable[Life]) -> tuple[float, int]:
+    """When the most bytes were alive for the first time, and how many."""
+    changes = [change for life in lives for change in _changes(life)]
+    changes.sort(key=lambda change: (change[0], change[1] > 0))  # frees first
+    sums = list(accumulate((change for _, change in changes), initial=0))
+    most = max(sums)
+    at = sums.index(most)
+    return (changes[at - 1][0] if at else ALWAYS), most
+
+
+def _changes(life: Life) -> list[tuple[float, int]]:
+    born = (life.start, life.bytes)
+    return [born] if life.end == math.inf else [born, (life.end, -life.bytes)]
+
+
+def held_at(lives: Iterable[Life], time: float) -> dict[str, int]:
+    """Bytes of each category that were alive at a time. They add up to all bytes alive."""
+    found = dict.fromkeys(CATEGORIES, 0)
+    for life in lives:
+        if life.start <= time < life.end:
+            found[life.category] += life.bytes
+    return found
+
+
+def largest(lives: Iterable[Life], category: str) -> int:
+    """The most bytes of a category that were alive at the same time."""
+    return peak_of([life for life in lives if life.category == category])[1]
+
+
+def by_module(lives: Iterable[Life]) -> dict[str, int]:
+    """Bytes saved for backward by each module, when the most are; the largest first."""
+    saved = [life for life in lives if life.category == "activations"]
+    time, _ = peak_of(saved)
+    found: Counter[str] = Counter()
+    for life in saved:
+        if life.start <= time < life.end:
+            found[life.module] += life.bytes
+    return dict(found.most_common())

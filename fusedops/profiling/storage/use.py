@@ -1,0 +1,58 @@
+"""`MemoryUse`: where a training step's bytes were, measured."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["MemoryUse", "mebibytes", "table"]
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The bytes of one step on the CPU, each storage counted once.
+
+    parameters (of which frozen need no gradient), buffers, gradients, optimizer_state, inputs,
+    activations (saved for backward), logits (with what the loss saves of their width), kv_cache:
+    the most bytes that each held at the same time. peak: the most bytes of all of them and of
+    temporaries together. temporaries: what else was alive at the peak. at_peak: what was alive at
+    the peak, by category; it adds up to peak. modules: bytes saved for backward, by module path.
+    slack: the process's resident memory after the step less the bytes that were then alive: the
+    interpreter, libraries, what the allocator keeps, and tensors that the step does not use.
+    """
+
+    parameters: int
+    frozen: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    inputs: int
+    activations: int
+    logits: int
+    kv_cache: int
+    temporaries: int
+    peak: int
+    slack: int
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    modules: Mapping[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        named = {k: v for k, v in self.to_dict().items() if isinstance(v, int)}
+        return table("memory of a step", named, self.at_peak)
+
+
+def table(title: str, named: Mapping[str, int], at_peak: Mapping[str, int]) -> str:
+    """Lines of name, MiB, and MiB at the peak."""
+    wide = max(map(len, named))
+    lines = [f"{title}", f"{'':{wide}}  {'MiB':>12}  {'at peak':>12}"]
+    for name, value in named.items():
+        then = mebibytes(at_peak[name]) if name in at_peak else ""
+        lines.append(f"{name:{wide}}  {mebibytes(value):>12}  {then:>12}".rstrip())
+    return "\n".join(lines)
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.2f}"

@@ -1,0 +1,146 @@
+"""Hooks that tell what the tensors of a training step hold: who saved them, and for what."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from fusedops.patching.core.swap import fused_modules
+
+__all__ = ["See", "Watch", "cache_tensors", "local", "static_tensors"]
+
+# (tensor, category, path of the module)
+See = Callable[[Tensor, str, str], None]
+DEEPEST = 6  # a cache of a cache's layers of a layer's lists
+
+
+class Watch(AbstractContextManager):
+    """Calls `see` for tensors when their role shows: saved for backward, gradient, output, input.
+
+    Nothing is changed: the hooks return what they are given. In a patched model, only modules with
+    children are hooked, because a fused function does not replace a module that has hooks; what a
+    fused leaf saves then belongs to the module around it.
+    """
+
+    def __init__(self, model: nn.Module, see: See) -> None:
+        self.model, self.see = model, see
+        self.path: list[str] = []  # of the modules whose forward runs now
+        self.classes = _classes(model)
+        self._exits = ExitStack()
+
+    def __enter__(self) -> "Watch":
+        with ExitStack() as stack:
+            leaves = not fused_modules(self.model)
+            for path, module in self.model.named_modules():
+                if leaves or module is self.model or next(module.children(), None) is not None:
+                    for handle in self._hook(path, module):
+                        stack.callback(handle.remove)
+            for name, p in self.model.named_parameters():
+                if p.requires_grad:
+                    handle = p.register_post_accumulate_grad_hook(self._gradient(name))
+                    stack.callback(handle.remove)
+            stack.enter_context(saved_tensors_hooks(self._save, lambda saved: saved))
+            self._exits = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exits.close()
+
+    def _hook(self, path: str, module: nn.Module) -> Iterator[Any]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.path and module is self.model:
+                for t in _tensors((args, kwargs)):
+                    self.see(t, "inputs", "")
+            self.path.append(path)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.path.pop()
+            if not self.path and module is self.model:
+                self._output(output)
+
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        # always_call: checkpointing stops a recomputation by an exception.
+        yield module.register_forward_hook(leave, always_call=True)
+
+    def _output(self, output: Any) -> None:
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if type(logits) is Tensor:  # patch's lazy logits have no memory
+            self.see(logits, "logits", "")
+        for t in cache_tensors(getattr(output, "past_key_values", None)):
+            self.see(t, "kv_cache", "")
+
+    def _save(self, t: Tensor) -> Tensor:
+        module = self.path[-1] if self.path else ""
+        # The loss, and what the model itself computes with the logits.
+        of_loss = not module and t.dim() > 0 and t.shape[-1] == self.classes
+        self.see(t, "logits" if of_loss else "activations", module)
+        return t
+
+    def _gradient(self, name: str) -> Callable[[Tensor], None]:
+        module = name.rpartition(".")[0]
+
+        def seen(p: Tensor) -> None:
+            if p.grad is not None:
+                self.see(p.grad, "gradients", module)
+
+        return seen
+
+
+def static_tensors(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[Tensor, str, str]]:
+    """What a model and an optimizer hold between steps: (tensor, category, module)."""
+    if model is not None:
+        for name, p in model.named_parameters():
+            yield local(p), "parameters", name.rpartition(".")[0]
+        for name, b in model.named_buffers():
+            yield local(b), "buffers", name.rpartition(".")[0]
+    for known in _all_parameters(model, optimizer):
+        yield local(known), "parameters", ""
+        if known.grad is not None:
+            yield local(known.grad), "gradients", ""
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            for t in _tensors(state):
+                yield local(t), "optimizer_state", ""
+
+
+def _all_parameters(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> Iterator[Tensor]:
+    yield from () if model is None else model.parameters()
+    for group in () if optimizer is None else optimizer.param_groups:
+        yield from group["params"]
+
+
+def local(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor; other tensors as they are."""
+    return getattr(t, "_local_tensor", t)
+
+
+def cache_tensors(cache: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
+    """The keys and values in a cache of transformers, or in tuples of them."""
+    if isinstance(cache, Tensor):
+        yield cache
+    elif deepest and cache is not None and not isinstance(cache, str | int | float | type):
+        if isinstance(cache, list | tuple):
+            inside: Any = cache
+        else:
+            inside = (cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})).values()
+        for one in inside:
+            yield from cache_tensors(one, deepest - 1)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _classes(model: nn.Module) -> int:
+    """How many logits a position has; -1 if the model has no head that says so."""
+    give = getattr(model, "get_output_embeddings", None)
+    head = give() if callable(give) else None
+    return getattr(head, "out_features", None) or -1

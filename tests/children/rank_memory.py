@@ -1,0 +1,70 @@
+"""Trains a small Llama on two ranks over gloo; the first prints the peak of its allocations.
+
+python rank_memory.py ddp|zero1|fsdp store_file [checkpoint]
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+
+from fusedops.profiling.storage.lives import peak_of
+from fusedops.profiling.storage.profiled import profiled_lives
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from profiling.cases import model_of, tokens, training_step
+
+WORLD, STEPS = 2, 3
+
+
+def work(rank, strategy, store, *checkpoint):
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    peak = peak_of(profiled_lives(lambda _: train(strategy, checkpoint)))[1]
+    if rank == 0:
+        print(peak, flush=True)
+    dist.barrier()
+    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+
+
+def train(strategy, checkpoint):
+    """From before the model is made, so that every allocation is seen."""
+    torch.manual_seed(0)
+    model = model_of("llama")
+    if checkpoint:
+        model.gradient_checkpointing_enable()
+    wrapped, optimizer = WRAPPED[strategy](model)
+    step = training_step(wrapped, optimizer, tokens(), tokens())
+    for _ in range(STEPS):
+        step()
+
+
+def ddp(model):
+    return torch.nn.parallel.DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
+
+
+def zero1(model):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    return wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+
+
+def fsdp(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+WRAPPED = {"ddp": ddp, "zero1": zero1, "fsdp": fsdp}
+
+if __name__ == "__main__":
+    mp.spawn(work, tuple(sys.argv[1:]), nprocs=WORLD)
