@@ -1,13 +1,15 @@
 """`fusedops.compare`: a change is found with its interval, and other machines are refused."""
 
+import math
 from dataclasses import replace
 from random import Random
 
 import pytest
 
 import fusedops
-from fusedops.profiling.advice.experiment import ratio_of, saving
+from fusedops.profiling.advice.experiment import _expanded, ratio_of, saving
 from fusedops.profiling.report import Profile
+from fusedops.profiling.timing import Ratio
 from profiling.synthetic import MS, matmul, run, step
 
 
@@ -63,3 +65,13 @@ def test_the_intervals_of_equal_steps_contain_1():
         found = saving(*blocks)
         assert (found.interval[0] <= 0 <= found.interval[1]) == (ratio.low <= 1 <= ratio.high)
     assert kept >= 185
+
+
+def test_intervals_of_few_samples_are_wider():
+    """Student's t: 2.571 for 5 degrees of freedom, 2.093 for 19; 1.960 without end."""
+    narrow = Ratio(1.0, 0.99, 1.01)
+    for n, t in ((6, 2.571), (20, 2.093), (10**6, 1.960)):
+        wide = _expanded(narrow, n)
+        factor = math.log(wide.high) / math.log(narrow.high)
+        assert factor == pytest.approx(t / 1.960 * math.sqrt(n / (n - 1)), rel=0.01)
+        assert wide.low * wide.high == pytest.approx(narrow.low * narrow.high, abs=1e-4)
