@@ -4,6 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
 .PHONY: fuzz growth large mutants asan simt-asan
+.PHONY: profile-matrix
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
 
@@ -39,6 +40,7 @@ help:
 	@echo "make test     all tests"
 	@echo "make check    formatting, lint, types, layout"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
+	@echo "make profile-matrix  injects bottlenecks, and says which of them fusedops.profile finds"
 	@echo "make build    compile and install into .venv (or PYTHON=...); the others do it too"
 	@echo "make format   format Python and C++"
 	@echo "make qemu     a selection of the tests on an emulated CPU without AVX-512"
@@ -85,6 +87,11 @@ BENCHES = $(FAMILIES) launch
 bench: $(TOOLS) $(TESTABLE)
 	@failed=; for suite in $(BENCHES); do $(PY) -m benchmarks $$suite || failed="$$failed $$suite"; \
 	  done; [ -z "$$failed" ] || { echo "refused rows or missed goals:$$failed" >&2; exit 1; }
+
+# Steps with a known bottleneck, into tests/profiling/recorded, which `make test` judges again.
+profile-matrix: export OMP_NUM_THREADS ?= 1
+profile-matrix: $(BUILT)
+	$(PY) -m benchmarks.bottlenecks --markdown docs/profile_matrix.md $(ARGS)
 
 # Importing torch takes half a minute there, so only what runs the kernels.
 # Without the families whose tests are slow in emulation.

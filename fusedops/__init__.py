@@ -28,8 +28,11 @@ from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
+    from fusedops.profiling.compare import compare as compare
     from fusedops.profiling.planning import MemoryPlan as MemoryPlan
     from fusedops.profiling.planning import memory as memory
+    from fusedops.profiling.recording import recording as recording
+    from fusedops.profiling.run import profile as profile
 
 __version__ = "0.2.0"
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "VerifyReport",
     "backend",
     "clip_grad_norm_",
+    "compare",
     "env_report",
     "functional",
     "fuse_always",
@@ -46,7 +50,9 @@ __all__ = [
     "optim",
     "patch",
     "patched",
+    "profile",
     "quantize",
+    "recording",
     "register_attention",
     "unpatch",
     "verify",
@@ -55,11 +61,14 @@ __all__ = [
 integrations.install()
 
 
-# Imported on first use: QuantizationConfig is a subclass of transformers', and few runs plan.
+# Imported on first use: QuantizationConfig needs transformers, and few runs profile or plan.
 _LATER = {
     "MemoryPlan": "fusedops.profiling.planning",
     "QuantizationConfig": "fusedops.integrations.transformers",
+    "compare": "fusedops.profiling.compare",
     "memory": "fusedops.profiling.planning",
+    "profile": "fusedops.profiling.run",
+    "recording": "fusedops.profiling.recording",
 }
 
 

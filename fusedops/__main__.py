@@ -26,6 +26,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--jobs", type=int, help="compilers to run at a time (default: by CPUs and memory)"
     )
     command.set_defaults(run=_build)
+    _add_profile(
+        commands.add_parser("profile", help="what limits a training step, and by how much")
+    )
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
     _add_memory(commands.add_parser("memory", help="predict a step's memory, before it is run"))
     return parser.parse_args(argv)
@@ -58,6 +61,24 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_demo)
 
 
+def _add_profile(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--model", metavar="NAME", help="a folder, a config.json, a model_type or a cached hub name"
+    )
+    add("--batch", type=int, default=4, help="sequences of --model's batch (default 4)")
+    add("--length", type=int, default=256, help="tokens of a sequence (default 256)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--steps", type=int, default=20, help="steps that are measured (default 20)")
+    add("--budget", type=float, default=60.0, help="seconds for --model (default 60)")
+    add("--trace", metavar="FILE", help="judge a trace of torch.profiler, of steps on a GPU")
+    add("--json", metavar="FILE", help="write the report there")
+    add("--html", metavar="FILE", help="write the report there")
+    add("script", nargs="?", help="a training script, which runs as it is")
+    add("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
+    command.set_defaults(run=_profile)
+
+
 def _info(args: argparse.Namespace) -> int:
     print(fusedops.env_report())
     return 0
@@ -76,6 +97,32 @@ def _build(args: argparse.Namespace) -> int:
         print(f"fusedops build: {error}", file=sys.stderr)
         return 1
     print(f"compiled {made}")
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from fusedops.profiling import command
+
+    if sum(given is not None for given in (args.script, args.model, args.trace)) != 1:
+        wanted = "a script, --model NAME or --trace FILE, and one of them"
+        print(f"fusedops profile: needs {wanted}", file=sys.stderr)
+        return 2
+    try:
+        if args.script is not None:
+            report = command.profile_script(args.script, args.arguments, args.steps)
+        elif args.trace is not None:
+            report = command.profile_trace(args.trace)
+            print(report)
+        else:
+            sizes = args.batch, args.length, args.steps, args.budget, args.dtype
+            report = command.profile_model(args.model, *sizes)
+            print(report)
+        command.write(report, args.json, args.html)
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
+        if not str(error).startswith("profile: "):  # the script's own, whose place is needed
+            raise
+        print(f"fusedops {error}", file=sys.stderr)
+        return 1
     return 0
 
 

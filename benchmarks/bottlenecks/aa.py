@@ -1,0 +1,77 @@
+"""`python -m benchmarks.bottlenecks.aa`: the A/B experiment on equal steps, and on slower ones.
+
+A step is compared with itself: the interval of the ratio must contain 1. Then with itself slowed
+down by 10 %, which must be found. Prints how often, and how wide the intervals are.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from statistics import median
+
+import torch
+
+from fusedops.profiling.advice.experiment import compare_blocks, ratio_of
+from fusedops.profiling.timing import Ratio, quantiles
+
+SLOWER = 0.10
+
+
+class Step:
+    """Matrix products, and then a loop for the share of their time by which it is slowed."""
+
+    def __init__(self, size: int = 512) -> None:
+        self.left, self.right = (torch.randn(size, size) for _ in range(2))
+        self.slower = 0.0
+        self.length = min(self._products() for _ in range(20))
+
+    def __call__(self) -> None:
+        self._products()
+        end = time.thread_time() + self.slower * self.length
+        while time.thread_time() < end:
+            pass
+
+    def _products(self) -> float:
+        start = time.thread_time()
+        for _ in range(4):
+            self.left @ self.right
+        return time.thread_time() - start
+
+    @contextmanager
+    def slowed(self) -> Iterator[None]:
+        self.slower = SLOWER
+        yield
+        self.slower = 0.0
+
+
+def ratios(step: Step, change: Callable, runs: int, budget_s: float) -> list[Ratio]:
+    return [ratio_of(*compare_blocks(step, change, budget_s)) for _ in range(runs)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks.aa")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds of one experiment")
+    parser.add_argument("--json", help="write the intervals there")
+    args = parser.parse_args()
+    step = Step()
+    equal = ratios(step, nullcontext, args.runs, args.budget)
+    slower = ratios(step, step.slowed, args.runs, args.budget)
+    contain = sum(ratio.low <= 1 <= ratio.high for ratio in equal)
+    found = sum(ratio.high < 1 for ratio in slower)
+    width = median(ratio.high - ratio.low for ratio in equal)
+    low, high = quantiles([ratio.median for ratio in slower], 0.0, 1.0)
+    print(f"equal steps: the interval contains 1 in {contain} of {args.runs}; width {width:.1%}")
+    print(f"10 % slower: found in {found} of {args.runs}; ratios {low:.3f}..{high:.3f} for 0.909")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"equal": equal, "slower": slower, "width": width}, file)
+    enough = contain >= 0.95 * args.runs and found >= 0.9 * args.runs and width <= 0.06
+    return 0 if enough else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The types of an advice and of what it saves."""
+
+from dataclasses import dataclass, replace
+
+__all__ = ["Advice", "Saving"]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Of a step. seconds: less time, negative where it is slower. bytes: less memory.
+
+    interval: of the seconds, 95 %; a prediction has none. None stands for what is not known.
+    """
+
+    seconds: float | None = None
+    bytes: int | None = None
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change that may help.
+
+    why: what was seen. how: the change, as code where it is short. risk: what it costs or changes.
+    formula: how the saving was predicted. measured: by `Profile.measure`, None before.
+    """
+
+    id: str
+    title: str
+    why: str
+    how: str
+    risk: str
+    formula: str = ""
+    predicted: Saving | None = None
+    measured: Saving | None = None
+
+    def with_measured(self, saving: Saving) -> "Advice":
+        return replace(self, measured=saving)
+
+    @property
+    def gain(self) -> float:
+        """Seconds that order advice: measured if they are, else predicted."""
+        for saving in (self.measured, self.predicted):
+            if saving is not None and saving.seconds is not None:
+                return saving.seconds
+        return 0.0

@@ -1,0 +1,82 @@
+"""An A/B experiment on one change (E5): blocks of steps with it and without, in turn."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import median
+from time import perf_counter
+
+from fusedops.profiling.advice.advice import Saving
+from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.profiling.timing import Ratio, paired_ratio
+
+__all__ = ["compare_blocks", "ratio_of", "saving"]
+
+BLOCK = 3  # steps of a block that are timed, after one that is not
+FEWEST, MOST = 12, 60  # pairs of blocks
+
+Change = Callable[[], AbstractContextManager[object]]
+
+
+def compare_blocks(
+    call: Callable[[], object], change: Change, budget_s: float
+) -> tuple[list[float], list[float]]:
+    """Median seconds of each block without the change, and of each block with it.
+
+    The order alternates (AB, BA), so that a machine that becomes slower favours neither. Time in
+    which other programs had the CPU is left out.
+    """
+    without: list[float] = []
+    changed: list[float] = []
+    deadline = perf_counter() + budget_s
+    while len(without) < FEWEST or (len(without) < MOST and perf_counter() < deadline):
+        if len(without) % 2 == 0:
+            without.append(_block(call))
+        with change():
+            changed.append(_block(call))
+        if len(without) < len(changed):
+            without.append(_block(call))
+    return without, changed
+
+
+def _block(call: Callable[[], object]) -> float:
+    call()
+    return median(_running(call) for _ in range(BLOCK))
+
+
+def _running(call: Callable[[], object]) -> float:
+    delayed, start = preempted_seconds(), perf_counter()
+    call()
+    seconds = perf_counter() - start
+    return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))
+
+
+def ratio_of(without: list[float], changed: list[float]) -> Ratio:
+    """The paired ratio of the blocks, two rounds (AB and BA) together.
+
+    The second block of a round runs on warmer caches, and that cancels out in two rounds.
+    """
+    pairs = len(without) // 2 * 2
+    base, other = ([v[i] + v[i + 1] for i in range(0, pairs, 2)] for v in (without, changed))
+    return _expanded(paired_ratio(base, other), len(base))
+
+
+def _expanded(ratio: Ratio, n: int) -> Ratio:
+    """Widens a percentile bootstrap's interval, which is too narrow for few samples.
+
+    By sqrt(n / (n - 1)) and Student's t over the normal quantile (Hesterberg, arXiv:1411.5279),
+    with t from its expansion in 1 / (n - 1).
+    """
+    z, free = 1.96, max(1, n - 1)
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    power = t / z * math.sqrt(n / free)
+    low, high = (ratio.median * (end / ratio.median) ** power for end in (ratio.low, ratio.high))
+    return Ratio(ratio.median, low, high)
+
+
+def saving(without: list[float], changed: list[float], bytes_saved: int | None = None) -> Saving:
+    """What a change saves of a step, with the 95 % interval of the paired ratio."""
+    base = median(without)
+    ratio = ratio_of(without, changed)
+    low, middle, high = (base * (1 - 1 / r) for r in (ratio.low, ratio.median, ratio.high))
+    return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high))

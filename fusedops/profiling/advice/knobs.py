@@ -1,0 +1,87 @@
+"""Changes that `Profile.measure` can try on a live step, each undone when its block ends."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from fusedops.allocator import keep_freed_memory
+from fusedops.optim import AdamW8bit
+from fusedops.patching import patched
+from fusedops.profiling.collect.everything import Subject, usable_cpus
+
+__all__ = ["KNOBS", "SAFE", "available"]
+
+
+@contextmanager
+def _patch(subject: Subject) -> Iterator[None]:
+    assert subject.model is not None
+    with ExitStack() as kept:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # patch warns where it finds nothing
+            kept.enter_context(patched(subject.model))
+        yield
+
+
+@contextmanager
+def _adamw8bit(subject: Subject) -> Iterator[None]:
+    """The user's optimizer object steps as an AdamW8bit of the same settings."""
+    optimizer = subject.optimizer
+    assert optimizer is not None
+    names = ("lr", "betas", "eps", "weight_decay", "params")
+    groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
+    other = AdamW8bit(groups)
+    optimizer.step = other.step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.step  # the class's method again
+
+
+@contextmanager
+def _bf16(subject: Subject) -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+@contextmanager
+def _threads(subject: Subject) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, int(usable_cpus())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _freed_memory(subject: Subject) -> Iterator[None]:
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        keep_freed_memory(False)
+
+
+KNOBS: dict[str, Callable] = {
+    "patch": _patch,
+    "adamw8bit": _adamw8bit,
+    "bf16": _bf16,
+    "threads": _threads,
+    "keep_freed_memory": _freed_memory,
+}
+# The C library's setting that was there before cannot be read, so it is not put back by itself.
+SAFE = ("patch", "adamw8bit", "bf16", "threads")
+
+
+def available(name: str, subject: Subject) -> str:
+    """Why a change cannot be tried on this step; empty if it can."""
+    if name == "patch" and subject.model is None:
+        return "no model was given"
+    if name == "adamw8bit":
+        if type(subject.optimizer) is not torch.optim.AdamW:
+            return "the optimizer is not torch.optim.AdamW"
+        if "step" in vars(subject.optimizer):  # a scheduler has wrapped it
+            return "the optimizer's step was replaced, for example by a scheduler"
+    return ""

@@ -1,0 +1,1 @@
+"""The experiments that fill an Evidence. Nothing here judges what it measures."""

@@ -1,0 +1,181 @@
+"""What this machine reaches (E3): copies, matrix products, the cost of a call and of a page fault.
+
+Measured once for a CPU, a number of threads and a torch, and kept for a day in the user's cache
+folder. Each number is the best of several tries: a ceiling is what the machine can do.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter, thread_time
+
+import torch
+
+from fusedops.backends import cpu_name
+from fusedops.cache import caches
+from fusedops.machine import cpus
+from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.profiling.evidence import Ceilings
+
+__all__ = ["ceilings"]
+
+SIZES = (2**17, 2**20, 2**22, 2**25, 2**27)  # bytes of source and destination together
+PRODUCT = 1024  # rows and columns of the matrices
+TRIES_S = 0.25  # seconds for each number
+FRESH = 2**26  # bytes that page faults are measured on
+KEPT_S = 24 * 3600
+COARSE = 2e-3  # seconds of a call from which the counter of preempted time is fine enough
+
+
+def ceilings(dtypes: Iterable[str], fresh: bool = False) -> Ceilings:
+    """The ceilings with torch's threads, and the matrix products of these dtypes.
+
+    dtypes: torch's names, such as "float32". fresh: do not read the cache.
+    """
+    path = _cached_at()
+    kept = None if fresh else _read(path)
+    found = kept
+    if found is None:
+        found = Ceilings(
+            copy=tuple((size, _copy(size)) for size in SIZES),
+            flops={},
+            op_seconds=_call(),
+            fault_seconds=_fault(),
+            event_seconds=_event(),
+        )
+    missing = [dtype for dtype in sorted(set(dtypes)) if dtype not in found.flops]
+    if not missing and kept:
+        return found
+    found.flops.update({dtype: _product(getattr(torch, dtype)) for dtype in missing})
+    _write(path, found)
+    return found
+
+
+def _best(call: Callable[[], object], budget_s: float = TRIES_S) -> float:
+    """The shortest of the calls within the budget, at least three.
+
+    Time in which other programs had the CPU is taken off.
+    """
+    call()
+    shortest, count, deadline = float("inf"), 0, perf_counter() + budget_s
+    while count < 3 or perf_counter() < deadline:
+        delayed, start = preempted_seconds(), perf_counter()
+        call()
+        seconds = perf_counter() - start
+        preempted = preempted_seconds() - delayed
+        if seconds > COARSE and preempted < 0.9 * seconds:
+            seconds -= preempted
+        shortest = min(shortest, seconds)
+        count += 1
+    return shortest
+
+
+def _copy(size: int) -> float:
+    """Bytes/s, read and written."""
+    source = torch.ones(size // 2, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    repeats = max(1, 2**20 // size)
+
+    def copies() -> None:
+        for _ in range(repeats):
+            target.copy_(source)
+
+    return repeats * size / _best(copies)
+
+
+def _product(dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product."""
+    random = torch.Generator().manual_seed(0)  # the user's generator is not touched
+    left, right = (torch.randn(PRODUCT, PRODUCT, generator=random).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * PRODUCT**3 / _best(lambda: torch.mm(left, right, out=out))
+
+
+def _call() -> float:
+    """Seconds of an operator on one element, called from Python."""
+    one = torch.ones(1)
+
+    def calls() -> None:
+        for _ in range(100):
+            torch.neg(one)
+
+    return _best(calls) / 100
+
+
+def _fault() -> float:
+    """Seconds of a page fault: fresh memory against the same memory once it is mapped."""
+
+    def touch() -> tuple[float, int]:
+        fresh = mmap.mmap(-1, FRESH)
+        tensor = torch.frombuffer(fresh, dtype=torch.uint8)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        start = thread_time()
+        tensor.fill_(1)
+        first = thread_time() - start
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        start = thread_time()
+        tensor.fill_(2)
+        again = thread_time() - start
+        del tensor
+        fresh.close()
+        return max(0.0, first - again), max(1, faults)
+
+    return min(seconds / faults for seconds, faults in (touch() for _ in range(5)))
+
+
+def _event() -> float:
+    """Seconds that torch.profiler adds to an event."""
+    one = torch.ones(1)
+
+    def calls() -> None:
+        for _ in range(1000):
+            torch.neg(one)
+
+    def profiled() -> float:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            start = perf_counter()
+            calls()
+            return perf_counter() - start
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    profiled()
+    return max(0.0, min(profiled() for _ in range(3)) - _best(calls, 0.1)) / 1000
+
+
+def _cached_at() -> Path | None:
+    """None where the user has no folder for caches."""
+    about = f"{cpu_name()} {cpus()} {torch.get_num_threads()} {torch.__version__} {PRODUCT} {SIZES}"
+    name = hashlib.sha256(about.encode()).hexdigest()[:16]
+    with suppress(RuntimeError):
+        return caches(os.environ) / "profile" / f"ceilings-{name}.json"
+    return None
+
+
+def _read(path: Path | None) -> Ceilings | None:
+    """What was kept, unless it is older than a day."""
+    if path is None:
+        return None
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        values = json.loads(path.read_text())
+        if time.time() - values.pop("measured") < KEPT_S:
+            return Ceilings(**(values | {"copy": tuple(map(tuple, values["copy"]))}))
+    return None
+
+
+def _write(path: Path | None, found: Ceilings) -> None:
+    """A folder that cannot be written only costs the next profile the measuring."""
+    if path is None:
+        return
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
+            json.dump(asdict(found) | {"measured": time.time()}, made)
+        os.replace(made.name, path)

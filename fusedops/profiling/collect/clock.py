@@ -1,0 +1,152 @@
+"""Times steps without a profiler, and reads the system's counters around them."""
+
+import resource
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fusedops.machine import read
+from fusedops.profiling.evidence import Run
+
+__all__ = ["Phases", "Series", "preempted_seconds", "throttled_seconds", "withheld"]
+
+
+class Phases:
+    """Seconds in the model's forward and in the steps of optimizers, while it is entered.
+
+    It uses hooks of the model itself and of every optimizer, so it needs no code in the step.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.model = model
+        self.forward = self.optimizer = 0.0
+        self._depth = 0
+        self._start = 0.0
+        self._kept = ExitStack()
+
+    def __enter__(self) -> "Phases":
+        handles = [
+            register_optimizer_step_pre_hook(self._begin),
+            register_optimizer_step_post_hook(self._end_optimizer),
+        ]
+        if self.model is not None:
+            handles.append(self.model.register_forward_pre_hook(self._begin))
+            handles.append(self.model.register_forward_hook(self._end_forward, always_call=True))
+        for handle in handles:
+            self._kept.callback(handle.remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kept.close()
+
+    def reset(self) -> None:
+        self.forward = self.optimizer = 0.0
+
+    def _begin(self, *_: object) -> None:
+        self._start = perf_counter()
+
+    def _end_forward(self, *_: object) -> None:
+        self.forward += perf_counter() - self._start
+
+    def _end_optimizer(self, *_: object) -> None:
+        self.optimizer += perf_counter() - self._start
+
+
+@dataclass
+class Series:
+    """Steps of one kind; `run()` is what was measured so far."""
+
+    phases: Phases
+    paired: bool = False
+    seconds: list[float] = field(default_factory=list)
+    wait: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)
+    optimizer: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    preempted: list[float] = field(default_factory=list)
+    used: list[resource.struct_rusage] = field(default_factory=list)  # before and after each step
+
+    def time(self, step: Callable[..., Any], fetch: Callable[[], Any] | None = None) -> None:
+        """One step with what `fetch` gives, or without an argument.
+
+        Raises StopIteration, and records nothing, if `fetch` has nothing more.
+        """
+        self.phases.reset()
+        delayed = preempted_seconds()
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        start = perf_counter()
+        batch = (fetch(),) if fetch else ()
+        waited = perf_counter() - start if fetch else 0.0
+        running = thread_time()
+        step(*batch)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.cpu.append(thread_time() - running)
+        self.seconds.append(perf_counter() - start)
+        self.used += [before, resource.getrusage(resource.RUSAGE_SELF)]
+        self.preempted.append(preempted_seconds() - delayed)
+        self.wait.append(waited)
+        self.forward.append(self.phases.forward)
+        self.optimizer.append(self.phases.optimizer)
+
+    def run(self, throttled: float = 0.0, steal: float = 0.0) -> Run:
+        """throttled: share of the wall time. steal: share of the machine's CPU time."""
+        return Run(
+            seconds=tuple(self.seconds),
+            wait=tuple(self.wait),
+            forward=tuple(self.forward),
+            optimizer=tuple(self.optimizer),
+            cpu=tuple(self.cpu),
+            preempted=tuple(self.preempted),
+            user=self._sum("ru_utime"),
+            system=self._sum("ru_stime"),
+            faults=round(self._sum("ru_minflt")),
+            voluntary=round(self._sum("ru_nvcsw")),
+            involuntary=round(self._sum("ru_nivcsw")),
+            throttled=throttled * sum(self.seconds),
+            steal=steal,
+            paired=self.paired,
+        )
+
+    def _sum(self, counter: str) -> float:
+        pairs = zip(self.used[::2], self.used[1::2], strict=True)
+        return sum(getattr(after, counter) - getattr(before, counter) for before, after in pairs)
+
+
+def preempted_seconds() -> float:
+    """For how long this thread was ready to run but did not, so far; 0 where Linux does not say."""
+    words = read(Path("/proc/thread-self/schedstat")).split()  # running, ready (ns), slices
+    return int(words[1]) / 1e9 if len(words) == 3 else 0.0
+
+
+def throttled_seconds(root: Path = Path("/")) -> float:
+    """For how long the process's cgroup was throttled so far; 0 where that is not known."""
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder = root / "sys/fs/cgroup" / (controllers and "cpu") / path.lstrip("/")
+        words = read(folder / "cpu.stat").split()
+        counts = dict(zip(words[::2], words[1::2], strict=True))
+        if "throttled_usec" in counts:
+            return int(counts["throttled_usec"]) / 1e6
+        if "throttled_time" in counts:
+            return int(counts["throttled_time"]) / 1e9
+    return 0.0
+
+
+def withheld(root: Path = Path("/")) -> tuple[int, int]:
+    """Ticks that the hypervisor withheld from this machine so far, and all ticks."""
+    words = read(root / "proc/stat").partition("\n")[0].split()[1:]
+    ticks = [int(word) for word in words[:8]]  # user nice system idle iowait irq softirq steal
+    return (ticks[7] if len(ticks) == 8 else 0), sum(ticks)

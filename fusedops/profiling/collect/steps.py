@@ -1,0 +1,277 @@
+"""Runs the steps of a profile: as they are (E0), on kept batches (E1), on half of them (E2)."""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from fusedops.profiling.collect.batches import halve
+from fusedops.profiling.collect.clock import Phases, Series, throttled_seconds, withheld
+from fusedops.profiling.collect.data import KEPT_BYTES, Data
+from fusedops.profiling.evidence import Loader, Run
+
+__all__ = ["Measured", "Plan", "measure_steps"]
+
+FEWEST = 5  # what a verdict needs
+
+
+@dataclass
+class Plan:
+    """How many steps to run, until when (of `perf_counter`), and what to call after each one."""
+
+    steps: int
+    warmup: int
+    deadline: float
+    tick: Callable[[], None] = lambda: None
+
+    def has_time_for(self, seconds: float) -> bool:
+        return perf_counter() + seconds < self.deadline
+
+
+@dataclass
+class Measured:
+    """What `measure_steps` found. batch: one of the kept batches, None without data."""
+
+    plain: Run
+    cached: Run | None = None
+    half: Run | None = None
+    fewer_threads: Run | None = None
+    loader: Loader | None = None
+    batch: Any = None
+    call: Callable[[], Any] = lambda: None  # one step on the kept batch
+    not_checked: list[str] = field(default_factory=list)
+
+
+def measure_steps(
+    step: Callable[..., Any], data: Data | None, phases: Phases, plan: Plan, cpus: float
+) -> Measured:
+    """Warms up, then runs the steps.
+
+    With a synchronous loader each round has a plain step, the same batch again and half of it, so
+    that a slower moment of the machine meets all three. A loader with workers runs on while other
+    steps run, so there the kinds come one after the other. What a step raises is passed on, with a
+    note that says where. Raises ValueError if the data is empty.
+    """
+    if data is None:
+        return _without_data(step, phases, plan, cpus)
+    longest = _warm_up(step, data, plan)
+    rounds = _Rounds(step, data, phases, plan, longest)
+    start, throttled, ticks = perf_counter(), throttled_seconds(), withheld()
+    if data.asynchronous:
+        rounds.one_after_the_other()
+    else:
+        rounds.interleaved()
+    wall = perf_counter() - start
+    stopped = (throttled_seconds() - throttled) / wall, _steal(ticks)
+    measured = rounds.measured(*stopped)
+    again = _again(step, data.kept[-1])
+    measured.batch, measured.call = data.kept[-1], again
+    measured.fewer_threads = _fewer_threads(again, phases, plan, cpus)
+    return measured
+
+
+class _Rounds:
+    """The runs of one profile with data."""
+
+    def __init__(
+        self, step: Callable[..., Any], data: Data, phases: Phases, plan: Plan, longest: float
+    ) -> None:
+        self.step, self.data, self.plan, self.longest = step, data, plan, longest
+        paired = not data.asynchronous
+        self.plain = Series(phases, paired)
+        self.cached = Series(phases, paired)
+        self.half = Series(phases, paired)
+        self.loader: Loader | None = None
+        self.not_checked: list[str] = []
+        self._halving = True
+
+    def interleaved(self) -> None:
+        for done in range(self.plan.steps):
+            if done >= FEWEST and not self.plan.has_time_for(3 * self.longest):
+                break
+            batch = None
+
+            def fetch() -> Any:
+                nonlocal batch
+                batch = self.data.next()
+                return batch
+
+            try:
+                self.plain.time(_noted(self.step, f"step {done + 1}"), fetch)
+            except StopIteration:
+                self._ended(done)
+                break
+            self.data.keep(batch)
+            self._again(batch, done)
+            self.plan.tick()
+            if not self.plan.has_time_for(0):
+                break
+        self._loader_alone()
+
+    def one_after_the_other(self) -> None:
+        for done in range(self.plan.steps):
+            if done >= FEWEST and not self.plan.has_time_for(2 * self.longest):
+                break
+            held: list[Any] = []
+
+            def fetch(held: list[Any] = held) -> Any:
+                held.append(self.data.next())
+                return held[-1]
+
+            try:
+                self.plain.time(_noted(self.step, f"step {done + 1}"), fetch)
+            except StopIteration:
+                self._ended(done)
+                break
+            self.data.keep(held[-1])
+            self.plan.tick()
+        self._loader_alone()
+        for done in range(len(self.plain.seconds)):
+            self._again(self.data.kept[done % len(self.data.kept)], done)
+
+    def measured(self, throttled: float, steal: float) -> Measured:
+        runs = [
+            series.run(throttled, steal) if series.seconds else None
+            for series in (self.plain, self.cached, self.half)
+        ]
+        plain, cached, half = runs
+        if plain is None or len(plain.seconds) < FEWEST:
+            if cached is None or len(cached.seconds) <= len(plain.seconds if plain else ()):
+                cached = None
+            plain = plain or cached
+        assert plain is not None
+        if half is not None and len(half.seconds) < FEWEST:
+            half = None
+            self.not_checked.append(
+                "elasticity: the budget had no time for steps of half the batch"
+            )
+        return Measured(plain, cached, half, None, self.loader, not_checked=self.not_checked)
+
+    def _again(self, batch: Any, done: int) -> None:
+        """The same batch from memory and its half, in turns first: a step warms the caches."""
+        again = _noted(_again(self.step, batch), f"step {done + 1} again")
+        kinds = [lambda: self.cached.time(again), lambda: self._half(batch)]
+        for kind in kinds if done % 2 else reversed(kinds):
+            if self.plan.has_time_for(0):
+                kind()
+
+    def _half(self, batch: Any) -> None:
+        if not self._halving:
+            return
+        try:
+            smaller = halve(batch)
+        except (ValueError, TypeError) as error:
+            self._no_half(str(error))
+            return
+        try:
+            self.half.time(_again(self.step, smaller))
+        except Exception as error:  # noqa: BLE001  the user's step may need a whole batch
+            self._no_half(f"the step raises on it, {type(error).__name__}: {error}")
+
+    def _no_half(self, reason: str) -> None:
+        self._halving = False
+        self.half.seconds.clear()
+        self.not_checked.append(f"elasticity: no half of the batch: {reason}")
+
+    def _ended(self, done: int) -> None:
+        self.not_checked.append(f"the data ended after {done} measured steps")
+
+    def _loader_alone(self) -> None:
+        remaining = max(0.0, 0.25 * (self.plan.deadline - perf_counter()))
+        self.loader = self.data.alone(remaining)
+        self.data.close()
+
+
+def _without_data(step: Callable[..., Any], phases: Phases, plan: Plan, cpus: float) -> Measured:
+    longest = 0.0
+    for done in range(max(1, plan.warmup)):
+        longest = _timed(_noted(step, f"warm-up step {done + 1}"))
+        if not plan.has_time_for(longest):
+            break
+    series = Series(phases)
+    start, throttled, ticks = perf_counter(), throttled_seconds(), withheld()
+    for done in range(plan.steps):
+        if done and not plan.has_time_for(longest if done >= FEWEST else 0):
+            break
+        series.time(_noted(step, f"step {done + 1}"))
+        plan.tick()
+    wall = perf_counter() - start
+    plain = series.run((throttled_seconds() - throttled) / wall, _steal(ticks))
+    fewer = _fewer_threads(step, phases, plan, cpus)
+    reasons = ["input: no data was given", "elasticity: no data was given"]
+    return Measured(plain, fewer_threads=fewer, call=step, not_checked=reasons)
+
+
+def _warm_up(step: Callable[..., Any], data: Data, plan: Plan) -> float:
+    """Seconds of the last warm-up step, so that a compilation in the first one does not count."""
+    longest = 0.0
+    for done in range(max(1, plan.warmup)):
+        try:
+            batch = data.next()
+        except StopIteration:
+            if not data.kept:
+                raise ValueError("profile: data must have at least one batch, got none") from None
+            break
+        data.keep(batch)
+        if not data.kept:
+            raise ValueError(
+                f"profile: a batch must have at most {KEPT_BYTES >> 20} MiB, since batches are kept"
+            )
+        longest = _timed(_noted(_again(step, batch), f"warm-up step {done + 1}"))
+        if not plan.has_time_for(longest):
+            break
+    return longest
+
+
+def _fewer_threads(step: Callable[[], Any], phases: Phases, plan: Plan, cpus: float) -> Run | None:
+    """The step with as many threads as CPUs; None where torch has no more threads than that."""
+    threads, fitting = torch.get_num_threads(), max(1, math.floor(cpus))
+    if threads <= fitting:
+        return None
+    series = Series(phases)
+    torch.set_num_threads(fitting)
+    try:
+        longest = max(_timed(step) for _ in range(2))  # the pool of threads is made again
+        for done in range(plan.steps):
+            if done >= FEWEST and not plan.has_time_for(longest):
+                break
+            series.time(step)
+    finally:
+        torch.set_num_threads(threads)
+    return series.run()
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    start = perf_counter()
+    step()
+    return perf_counter() - start
+
+
+def _again(step: Callable[..., Any], batch: Any) -> Callable[[], Any]:
+    return lambda: step(batch)
+
+
+def _noted(step: Callable[..., Any], where: str) -> Callable[..., Any]:
+    """The step; what it raises gets a note that says in which step of the profile."""
+
+    def run(*batch: Any) -> Any:
+        try:
+            return step(*batch)
+        except StopIteration as error:
+            raise RuntimeError("profile: the step raised StopIteration") from error
+        except Exception as error:
+            error.add_note(f"fusedops.profile: raised by the step itself, in {where}")
+            raise
+
+    return run
+
+
+def _steal(before: tuple[int, int]) -> float:
+    now = withheld()
+    with suppress(ZeroDivisionError):
+        return (now[0] - before[0]) / (now[1] - before[1])
+    return 0.0

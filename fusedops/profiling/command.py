@@ -1,0 +1,131 @@
+"""`fusedops profile`: a script as it is, or a model of transformers with random batches."""
+
+import importlib.util
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedops.profiling.collect.trace import read_trace
+from fusedops.profiling.recording import Recording
+from fusedops.profiling.report import Profile
+from fusedops.profiling.run import profile
+
+__all__ = ["build", "profile_model", "profile_script", "profile_trace", "write"]
+
+HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+
+
+def profile_script(script: str, arguments: Sequence[str], steps: int) -> Profile:
+    """Runs a script, and records steps of whichever optimizer it uses; prints at the last of them.
+
+    The script runs to its end as `python script arguments` would. Raises FileNotFoundError without
+    the script, and RuntimeError if it ends before an optimizer has made a step after 3 of warm-up.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"profile: script must be a file, got {script}")
+    found: list[Profile] = []
+
+    def done() -> None:
+        found.append(record.report())
+        print(found[0], file=sys.stderr, flush=True)
+
+    record = Recording(limit=steps, done=done)
+    saved, sys.argv = sys.argv, [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent.resolve()))
+    record.start()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        record.stop()
+        sys.path.pop(0)
+        sys.argv = saved
+    if not found:
+        if not record.steps:
+            raise RuntimeError(
+                f"profile: {script} must make more than 3 optimizer steps; none was recorded"
+            )
+        done()
+    return found[0]
+
+
+def profile_model(
+    name: str, batch: int, length: int, steps: int, budget_s: float, dtype: str
+) -> Profile:
+    """Trains a model with AdamW on random tokens, and profiles the step. See `build` for names."""
+    model = build(name, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def step(inputs: dict[str, torch.Tensor]) -> None:
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ids = torch.randint(model.config.vocab_size, (2, batch, length))
+    inputs = [{"input_ids": one, "labels": one} for one in ids]
+    data = (inputs[i % 2] for i in range(10**9))
+    return profile(
+        step, data=data, model=model, optimizer=optimizer, steps=steps, budget_s=budget_s
+    )
+
+
+def profile_trace(path: str) -> Profile:
+    """The verdict on steps that torch.profiler recorded; see `read_trace`."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"profile: trace must be a file, got {path}")
+    return Profile(read_trace(path))
+
+
+def build(name: str, dtype: str = "float32") -> Any:
+    """A transformers model with random weights, in training mode.
+
+    name: a folder with config.json, a config.json, a model_type such as "llama", or a name of the
+    hub's that is already cached: nothing is downloaded. Raises ModuleNotFoundError without
+    transformers, and ValueError for a name that is none of these or a model without a language
+    modelling head.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ModuleNotFoundError("profile: --model needs transformers: pip install 'fusedops[hf]'")
+    import transformers
+
+    config = _config(name)
+    config.use_cache = False
+    for head in HEADS:
+        try:
+            made = getattr(transformers, head).from_config(config, dtype=getattr(torch, dtype))
+        except ValueError:  # no model of this kind has that head
+            continue
+        return made.train()
+    raise ValueError(
+        f"profile: model must be a language model, got {config.model_type}: give a script instead"
+    )
+
+
+def _config(name: str) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if name in CONFIG_MAPPING:
+        return AutoConfig.for_model(name)
+    path = Path(name)
+    if path.is_file():
+        values = json.loads(path.read_text())
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"profile: model must be a folder, a config.json, a model_type or a cached name of the "
+            f"hub's, got {name}"
+        ) from error
+
+
+def write(report: Profile, json_path: str | None, html_path: str | None) -> None:
+    """Writes the files that were asked for."""
+    if json_path:
+        report.save(json_path)
+    if html_path:
+        report.html(html_path)

@@ -1,0 +1,96 @@
+"""`fusedops.compare`: two saved reports of the same step, before and after a change."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from fusedops.profiling.reasons import seconds_text
+from fusedops.profiling.report import Profile
+from fusedops.profiling.shares import BOUNDS
+from fusedops.profiling.show.text import NAMES
+from fusedops.profiling.timing import Ratio, quantiles
+
+__all__ = ["Comparison", "compare"]
+
+RESAMPLES = 2000
+SAME = ("device", "threads", "cpus", "torch")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """seconds: of a step before and after, medians without what other programs took.
+
+    ratio: before over after, so that above 1 is faster, with its 95 % interval. shares: bound ->
+    middle share before and after. bounds: the two verdicts.
+    """
+
+    seconds: tuple[float, float]
+    ratio: Ratio
+    shares: dict[str, tuple[float, float]]
+    bounds: tuple[tuple[str, ...], tuple[str, ...]]
+
+    @property
+    def verdict(self) -> str:
+        """ "faster", "slower" or "no difference", if the interval contains 1."""
+        if self.ratio.low > 1:
+            return "faster"
+        return "slower" if self.ratio.high < 1 else "no difference"
+
+    def __str__(self) -> str:
+        before, after = self.seconds
+        was, now = (" and ".join(bounds) for bounds in self.bounds)
+        lines = [
+            f"{self.verdict}: {self.ratio}, a step takes {seconds_text(after)} instead of "
+            f"{seconds_text(before)}",
+            f"limited by {was}" if was == now else f"limited by {was} before, by {now} after",
+            f"{'time of a step':31}{'before':>12}{'after':>12}",
+        ]
+        for bound, (one, other) in self.shares.items():
+            if max(one, other) >= 0.005:
+                times = f"{seconds_text(one * before):>12}{seconds_text(other * after):>12}"
+                lines.append(f"{NAMES[bound]:31}{times}")
+        return "\n".join(lines)
+
+
+def compare(before: str | Path | Profile, after: str | Path | Profile) -> Comparison:
+    """Compares two reports, or the files that `Profile.save` wrote.
+
+    Raises ValueError if they come from different machines, numbers of threads or versions of
+    torch: then a ratio would say nothing of the change.
+    """
+    reports = [one if isinstance(one, Profile) else Profile.load(one) for one in (before, after)]
+    for name in SAME:
+        values = [_of(report, name) for report in reports]
+        if values[0] != values[1]:
+            raise ValueError(
+                f"compare: both reports must have the same {name}, got {values[0]} and {values[1]}"
+            )
+    runs = [report.evidence.plain.running for report in reports]
+    shares = [report.verdict.shares for report in reports]
+    return Comparison(
+        (median(runs[0]), median(runs[1])),
+        _ratio(*runs),
+        {bound: (shares[0][bound][1], shares[1][bound][1]) for bound in BOUNDS},
+        (reports[0].verdict.bounds, reports[1].verdict.bounds),
+    )
+
+
+def _of(report: Profile, name: str) -> object:
+    return (
+        getattr(report.evidence, name)
+        if name in ("threads", "cpus")
+        else (report.evidence.about.get(name))
+    )
+
+
+def _ratio(before: Sequence[float], after: Sequence[float]) -> Ratio:
+    """Of the medians; the steps of two runs share no round, so each is drawn by itself."""
+    random = Random(0)
+    drawn = [
+        median(random.choices(before, k=len(before))) / median(random.choices(after, k=len(after)))
+        for _ in range(RESAMPLES)
+    ]
+    low, high = quantiles(drawn, 0.025, 0.975)
+    return Ratio(median(before) / median(after), low, high)

@@ -1,0 +1,288 @@
+"""`fusedops.recording`: watches a training loop that it does not change.
+
+It runs no experiment and reads a few counters a step. A step is what lies between the ends of two
+optimizer steps, so gradient accumulation counts as one.
+"""
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fusedops.profiling.collect.batches import count_tokens
+from fusedops.profiling.collect.clock import (
+    Phases,
+    Series,
+    preempted_seconds,
+    throttled_seconds,
+    withheld,
+)
+from fusedops.profiling.collect.everything import about, usable_cpus
+from fusedops.profiling.evidence import Evidence, Loader, Tokens
+from fusedops.profiling.report import Profile
+
+__all__ = ["Recording", "peak_bytes", "recording"]
+
+PASSIVE = (
+    "contention with the loader: needs the experiments of fusedops.profile",
+    "elasticity: needs the experiments of fusedops.profile",
+    "operators: needs the experiments of fusedops.profile",
+    "memory: needs the experiments of fusedops.profile",
+)
+
+
+@contextmanager
+def recording(
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    tokens: int | None = None,
+    warmup: int = 3,
+) -> Iterator["Recording"]:
+    """Records the steps of the loop inside of the `with` block, at less than 1 % of their time.
+
+    model: gives the forward's time, tokens and arithmetic. optimizer: the one whose steps end a
+    step; by default any. tokens: of a step, if they cannot be counted in the model's inputs.
+    warmup: steps that do not count; the arithmetic is counted in the last of them.
+
+    The time that the loop waits for a DataLoader is the input's share; other iterables are not
+    seen. `report()` gives the Profile, also after the block. Raises TypeError for a model or an
+    optimizer of another type.
+    """
+    record = Recording(model, optimizer, tokens=tokens, warmup=warmup)
+    record.start()
+    try:
+        yield record
+    finally:
+        record.stop()
+
+
+class Recording:
+    """The steps that a loop has run since `start`. Its hooks are removed by `stop`.
+
+    limit: after so many steps it records no more, and calls `done`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        tokens: int | None = None,
+        warmup: int = 3,
+        limit: int | None = None,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(
+                f"recording: model must be a torch.nn.Module, got {type(model).__name__}"
+            )
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "recording: optimizer must be a torch.optim.Optimizer, "
+                f"got {type(optimizer).__name__}"
+            )
+        self.model, self.optimizer, self.tokens = model, optimizer, tokens
+        self.limit, self.done = limit, done
+        self.phases = Phases(model)
+        self.series = Series(self.phases)
+        self.counted: list[Tokens] = []
+        self.flops: dict[str, int] | None = None
+        self._to_warm_up = warmup
+        self._is_over = False
+        self._wait = self._wait_cpu = 0.0
+        self._workers: int | None = None
+        self._batch: list[Tokens] = []
+        self._kept = ExitStack()
+        self._counting = ExitStack()
+        self._reading: tuple[float, float, float, Any] | None = None
+        self._from = perf_counter(), throttled_seconds(), withheld()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded, warm-up left out."""
+        return len(self.series.seconds)
+
+    def start(self) -> None:
+        end = self._end_of_step
+        if self.optimizer is not None:
+            handle = self.optimizer.register_step_post_hook(end)
+        else:
+            handle = register_optimizer_step_post_hook(end)
+        self._kept.callback(handle.remove)
+        self._kept.enter_context(self.phases)
+        self._kept.enter_context(_watched_loaders(self))
+        if self.model is not None:
+            hook = self.model.register_forward_pre_hook(self._inputs, with_kwargs=True)
+            self._kept.callback(hook.remove)
+        self._arm()
+
+    def stop(self) -> None:
+        self._counting.close()
+        self._kept.close()
+
+    def report(self) -> Profile:
+        """Raises RuntimeError if no step was recorded yet."""
+        if not self.series.seconds:
+            raise RuntimeError(
+                "recording: needs a step after the warm-up, and the optimizer made none"
+            )
+        from fusedops.profiling.collect.ceilings import ceilings
+
+        start, throttled, ticks = self._from
+        wall = perf_counter() - start
+        now = withheld()
+        steal = (now[0] - ticks[0]) / max(1, now[1] - ticks[1])
+        run = self.series.run((throttled_seconds() - throttled) / wall, steal)
+        loader = None if self._workers is None else Loader(self._workers, self._workers > 0)
+        return Profile(
+            Evidence(
+                plain=run,
+                loader=loader,
+                tokens=_mean(self.counted),
+                ceilings=ceilings(self.flops) if self.flops else None,
+                flops=self.flops,
+                device="cuda" if torch.cuda.is_initialized() else "cpu",
+                threads=torch.get_num_threads(),
+                cpus=usable_cpus(),
+                about=about(self.model),
+                not_checked=tuple(self._not_checked()),
+            )
+        )
+
+    def _not_checked(self) -> Iterator[str]:
+        if self._workers is None:
+            yield "input: no torch DataLoader was read"
+        if self.flops is None:
+            reason = "the model is compiled" if _compiled(self.model) else "no model or no warm-up"
+            yield f"arithmetic: {reason}"
+        yield from PASSIVE
+
+    def _arm(self) -> None:
+        """Prepares the step that comes: the last of the warm-up is counted, later ones timed."""
+        if self._to_warm_up == 1 and self.model is not None and not _compiled(self.model):
+            self._count()
+        if self._to_warm_up <= 0:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._wait = self._wait_cpu = 0.0
+        self._batch.clear()
+        self.phases.reset()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self._reading = preempted_seconds(), thread_time(), perf_counter(), used
+
+    def _end_of_step(self, *_: object) -> None:
+        if self._is_over:
+            return
+        if self._reading is not None:
+            self._add(*self._reading)
+        self._counting.close()
+        self._to_warm_up -= 1
+        self._arm()
+        if self.limit is not None and self.steps >= self.limit:
+            self._is_over, self._reading = True, None  # a hook cannot remove itself
+            self.done()
+
+    def _add(self, preempted: float, cpu: float, start: float, used: Any) -> None:
+        series = self.series
+        series.seconds.append(perf_counter() - start)
+        # What the thread computes while it waits for a batch is the loader's, not the step's.
+        series.cpu.append(max(0.0, thread_time() - cpu - self._wait_cpu))
+        series.wait.append(self._wait)
+        series.forward.append(self.phases.forward)
+        series.optimizer.append(self.phases.optimizer)
+        series.preempted.append(preempted_seconds() - preempted)
+        series.used += [used, resource.getrusage(resource.RUSAGE_SELF)]
+        self.counted.append(_sum(self._batch, self.tokens))
+
+    def _count(self) -> None:
+        """Counts the arithmetic of the next step, which is the last of the warm-up."""
+        from fusedops.profiling.collect.arithmetic import Arithmetic
+
+        counter = self._counting.enter_context(Arithmetic())
+        self._counting.callback(lambda: setattr(self, "flops", dict(counter.flops)))
+
+    def _inputs(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._reading is not None and torch.is_grad_enabled():
+            self._batch.append(count_tokens(kwargs or args, None))
+
+    def waited(self, seconds: float, cpu: float, workers: int) -> None:
+        """A DataLoader gave a batch after so long, of which the thread computed `cpu`."""
+        self._wait += seconds
+        self._wait_cpu += cpu
+        self._workers = workers
+
+
+@contextmanager
+def _watched_loaders(record: Recording) -> Iterator[None]:
+    """Times `next` of every DataLoader: a method of torch is replaced until the block ends."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    original = _BaseDataLoaderIter.__next__
+
+    @wraps(original)
+    def timed(self: Any) -> Any:
+        start, running = perf_counter(), thread_time()
+        try:
+            return original(self)
+        finally:
+            record.waited(perf_counter() - start, thread_time() - running, self._num_workers)
+
+    _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if _BaseDataLoaderIter.__next__ is timed:
+            _BaseDataLoaderIter.__next__ = original  # type: ignore[method-assign]
+
+
+def peak_bytes() -> int:
+    """The highest memory so far: of the GPU's tensors where one is used, else of the process."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _compiled(model: nn.Module | None) -> bool:
+    modules = model.modules() if model is not None else ()
+    return any(
+        type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None)
+        for m in modules
+    )
+
+
+def _sum(batches: list[Tokens], tokens: int | None) -> Tokens:
+    """Of a step, whose forward may have run several times."""
+
+    def total(name: str) -> Any:
+        values = [getattr(batch, name) for batch in batches]
+        return None if not values or None in values else sum(values)
+
+    if tokens is not None:
+        return Tokens(float(tokens), float(tokens), total("samples"))
+    return Tokens(total("real"), total("padded"), total("samples"))
+
+
+def _mean(steps: list[Tokens]) -> Tokens:
+    def mean(name: str) -> float | None:
+        values = [getattr(step, name) for step in steps]
+        return None if not values or None in values else fmean(values)
+
+    samples = mean("samples")
+    return Tokens(mean("real"), mean("padded"), None if samples is None else round(samples))

@@ -1,0 +1,360 @@
+"""The result of `fusedops.profile`: numbers as attributes, and every way to show them."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from fusedops.profiling.advice.advice import Advice, Saving
+from fusedops.profiling.advice.experiment import compare_blocks, saving
+from fusedops.profiling.advice.knobs import KNOBS, available
+from fusedops.profiling.advice.patches import patch_advice
+from fusedops.profiling.advice.rules import advise
+from fusedops.profiling.collect.everything import Subject
+from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run
+from fusedops.profiling.judge import Verdict, judge
+from fusedops.profiling.shares import ideal, identity, op_parts, op_seconds
+from fusedops.profiling.timing import quantiles
+
+__all__ = ["Input", "Machine", "ModuleTime", "OpTime", "Profile", "Time"]
+
+
+@dataclass(frozen=True)
+class Time:
+    """A step's time, in seconds, from steps without a profiler.
+
+    seconds: the median, with its 95 % interval low..high. p95: None below 20 steps. phases:
+    "input", "forward", "optimizer" and "other" (the backward, the loss and the rest) -> median
+    seconds. tokens_per_s counts real tokens; padding is the share of the others. flops: of a step.
+    mfu: share of the step in which this machine's matrix products would do the same arithmetic.
+    inflation: how many times slower a step is under torch.profiler. interrupted: share of the time
+    in which other programs had the CPU; it is part of `seconds` and left out of all shares.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    steps: int
+    p95: float | None
+    phases: dict[str, float]
+    tokens_per_s: float | None
+    samples_per_s: float | None
+    padding: float | None
+    flops: int | None
+    mfu: float | None
+    inflation: float | None
+    interrupted: float
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """An operator's calls of one kind in a step. bound: what most of their time is.
+
+    seconds: of a step, scaled to steps without a profiler. possible: seconds at this machine's
+    ceilings. share: of the step, the wait for data left out.
+    """
+
+    name: str
+    shapes: str
+    dtype: str
+    module: str
+    calls: int
+    seconds: float
+    share: float
+    possible: float
+    flops: int
+    bytes: int
+    bound: str
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """What a module's own operators take in a step, without submodules. Layers are one row."""
+
+    name: str
+    seconds: float
+    share: float
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Input:
+    """How the data keeps up. wait: seconds a step. batches_per_s: of the loader, of the step."""
+
+    wait: float
+    loader: Loader | None
+    step_batches_per_s: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured, and what that machine reaches."""
+
+    device: str
+    threads: int
+    cpus: float
+    ceilings: Ceilings | None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+class Profile:
+    """Where a step's time goes. `print(report)` shows it; times are seconds, sizes are bytes.
+
+    verdict: which resource limits the step. evidence: everything that was measured. Made by
+    `fusedops.profile` and `fusedops.recording`, and from a file by `Profile.load`.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        verdict: Verdict | None = None,
+        subject: Subject | None = None,
+        call: Callable[[], Any] | None = None,
+    ) -> None:
+        self.evidence = evidence
+        self.verdict = verdict or judge(evidence)
+        self._subject, self._call = subject, call
+        self._advice: list[Advice] | None = None
+
+    @cached_property
+    def time(self) -> Time:
+        return _time(self.evidence)
+
+    @property
+    def memory(self) -> dict[str, int] | None:
+        """Category -> bytes; None where it was not measured."""
+        return self.evidence.memory
+
+    @cached_property
+    def ops(self) -> list[OpTime]:
+        """The operators, those with the most time first; empty without a table of operators."""
+        return _ops(self.evidence)
+
+    @cached_property
+    def modules(self) -> list[ModuleTime]:
+        """Time by module, most first."""
+        return _modules(self.ops)
+
+    @cached_property
+    def input(self) -> Input:
+        base = self.evidence.cached or self.evidence.plain
+        wait = median(self.evidence.plain.wait) if self.evidence.plain.wait else 0.0
+        return Input(wait, self.evidence.loader, 1 / median(base.seconds))
+
+    @cached_property
+    def machine(self) -> Machine:
+        found = self.evidence
+        device = str(found.about.get("device", found.device))
+        return Machine(device, found.threads, found.cpus, found.ceilings, found.about)
+
+    @property
+    def advice(self) -> list[Advice]:
+        """What would help, the largest gain first."""
+        if self._advice is None:
+            self._advice = advise(self.evidence, self.verdict)
+            if self._subject is not None and self._subject.model is not None:
+                self._advice += patch_advice(self._subject.model)
+        return sorted(self._advice, key=lambda one: -one.gain)
+
+    def measure(self, *ids: str, budget_s: float = 60.0) -> list[Advice]:
+        """Tries changes on the live step, and returns their advice with `measured`.
+
+        ids: "patch", "adamw8bit", "bf16", "threads" or "keep_freed_memory". Blocks of steps with a
+        change and without it alternate. Then the change is undone, and parameters, buffers,
+        optimizer state and generators are what they were. Only `keep_freed_memory` leaves the C
+        library with its default setting. budget_s: seconds for all of them.
+
+        Raises ValueError for an id that cannot be tried on this step, with the reason, and
+        RuntimeError for a report that was loaded or recorded.
+        """
+        if self._call is None or self._subject is None:
+            raise RuntimeError("profile: measure needs a report that fusedops.profile made here")
+        subject, known = self._subject, {one.id: one for one in self.advice}
+        for name in ids:
+            others = f"it is none of {', '.join(KNOBS)}"
+            reason = available(name, subject) if name in KNOBS else others
+            if reason:
+                raise ValueError(f"profile: measure cannot try {name!r}: {reason}")
+        for name in ids:
+            kept = Snapshot(subject.model, subject.optimizer)
+            change = partial(KNOBS[name], subject)
+            try:
+                blocks = compare_blocks(self._call, change, budget_s / len(ids))
+            finally:
+                kept.restore()
+            base = known.get(name) or Advice(name, name, "it was asked for", "", "")
+            known[name] = base.with_measured(saving(*blocks))
+        self._advice = list(known.values())
+        return [known[name] for name in ids]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The evidence, the verdict and the advice, as json.dumps takes them."""
+        return {
+            "evidence": self.evidence.to_dict(),
+            "verdict": asdict(self.verdict),
+            "advice": [asdict(one) for one in self.advice],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_dict` as JSON. `Profile.load` and `fusedops.compare` read it."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> "Profile":
+        """A saved report, judged again. It cannot trace. Raises ValueError for another file."""
+        values = json.loads(Path(path).read_text())
+        if not isinstance(values, dict) or "evidence" not in values:
+            raise ValueError(f"profile: {path} must be a saved report, it has no evidence")
+        report = Profile(Evidence.from_dict(values["evidence"]))
+        report._advice = [_advice(one) for one in values.get("advice", [])]
+        return report
+
+    def trace(self, path: str | Path) -> int:
+        """Runs one more step under torch.profiler, and writes its trace for Perfetto.
+
+        Parameters, optimizer state and generators are put back. Returns the file's size in bytes,
+        about 500 for each of the profiler's events. Raises RuntimeError for a report that was
+        loaded or recorded, since it has no step to run.
+        """
+        if self._call is None or self._subject is None:
+            raise RuntimeError("profile: trace needs a report that fusedops.profile made here")
+        import torch
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        kept = Snapshot(self._subject.model, self._subject.optimizer)
+        cpu = torch.profiler.ProfilerActivity.CPU
+        try:
+            with torch.profiler.profile(activities=[cpu], record_shapes=True) as profiled:
+                self._call()
+        finally:
+            kept.restore()
+        profiled.export_chrome_trace(str(path))
+        return Path(path).stat().st_size
+
+    def html(self, path: str | Path) -> None:
+        """Writes one HTML file that needs no script and no other file; needs jinja2."""
+        from fusedops.profiling.show.page import page
+
+        page(self, path)
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a figure with a panel for time and one for memory; needs matplotlib."""
+        from fusedops.profiling.show.figure import plot
+
+        plot(self, path)
+
+    def __str__(self) -> str:
+        from fusedops.profiling.show.text import text
+
+        return text(self)
+
+    def __repr__(self) -> str:
+        return f"<Profile: {self.verdict}, step {self.time.seconds:.4g} s>"
+
+
+def _advice(values: dict[str, Any]) -> Advice:
+    """From a file."""
+    for name in ("predicted", "measured"):
+        if values[name] is not None:
+            interval = values[name]["interval"]
+            pair = None if interval is None else (interval[0], interval[1])
+            values[name] = Saving(**(values[name] | {"interval": pair}))
+    return Advice(**values)
+
+
+def _time(evidence: Evidence) -> Time:
+    run, tokens = evidence.plain, evidence.tokens
+    seconds = median(run.seconds)
+    low, high = _interval(run.seconds)
+    profiled = evidence.profiled
+    base = median((evidence.cached or run).running)
+    padding = None
+    if tokens.real is not None and tokens.padded:
+        padding = 1.0 - tokens.real / tokens.padded
+    return Time(
+        seconds=seconds,
+        low=low,
+        high=high,
+        steps=len(run.seconds),
+        p95=quantiles(run.seconds, 0.95)[0] if len(run.seconds) >= 20 else None,
+        phases=_phases(run),
+        tokens_per_s=tokens.real / seconds if tokens.real is not None else None,
+        samples_per_s=tokens.samples / seconds if tokens.samples else None,
+        padding=padding,
+        flops=sum(evidence.flops.values()) if evidence.flops is not None else None,
+        mfu=_mfu(evidence, seconds),
+        inflation=median(profiled.running) / base if profiled else None,
+        interrupted=1.0 - sum(run.running) / sum(run.seconds),
+    )
+
+
+def _interval(seconds: tuple[float, ...]) -> tuple[float, float]:
+    """95 % of the median, by bootstrap."""
+    random = Random(0)
+    drawn = [median(random.choices(seconds, k=len(seconds))) for _ in range(200)]
+    low, high = quantiles(drawn, 0.025, 0.975)
+    return low, high
+
+
+def _phases(run: Run) -> dict[str, float]:
+    parts = {"input": run.wait, "forward": run.forward, "optimizer": run.optimizer}
+    known = {name: median(values) if values else 0.0 for name, values in parts.items()}
+    return known | {"other": max(0.0, median(run.seconds) - sum(known.values()))}
+
+
+def _mfu(evidence: Evidence, seconds: float) -> float | None:
+    if evidence.flops is None or evidence.ceilings is None:
+        return None
+    peaks = evidence.ceilings.flops
+    return sum(n / peaks[dtype] for dtype, n in evidence.flops.items() if dtype in peaks) / seconds
+
+
+def _ops(evidence: Evidence) -> list[OpTime]:
+    found = op_seconds(evidence, identity(evidence))
+    if found is None or evidence.ceilings is None:
+        return []
+    step = sum(found[0].values()) + found[1]
+    rows = [_op_time(op, seconds, evidence.ceilings, step) for op, seconds in found[0].items()]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _op_time(op: Op, seconds: float, ceilings: Ceilings, step: float) -> OpTime:
+    parts = op_parts(op, seconds, ceilings)
+    return OpTime(
+        op.name,
+        op.shapes,
+        op.dtype,
+        op.module,
+        op.calls,
+        seconds,
+        seconds / step,
+        min(seconds, max(ideal(op, ceilings))),
+        op.flops,
+        op.bytes,
+        max(parts, key=lambda bound: parts[bound]),
+    )
+
+
+def _modules(ops: list[OpTime]) -> list[ModuleTime]:
+    of: dict[str, list[OpTime]] = defaultdict(list)
+    for op in ops:
+        of[op.module].append(op)
+    rows = [
+        ModuleTime(
+            name,
+            sum(op.seconds for op in own),
+            sum(op.share for op in own),
+            sum(op.flops for op in own),
+            sum(op.bytes for op in own),
+        )
+        for name, own in of.items()
+    ]
+    return sorted(rows, key=lambda row: -row.seconds)

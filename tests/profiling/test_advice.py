@@ -1,0 +1,207 @@
+"""Advice: its conditions and formulas on synthetic evidence, and experiments on live steps."""
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.profiling.advice.experiment import compare_blocks, saving
+from fusedops.profiling.advice.rules import advise
+from fusedops.profiling.evidence import Loader, Tokens
+from fusedops.profiling.judge import judge
+from fusedops.profiling.report import Profile
+from profiling.synthetic import MS, gather, matmul, run, step, stream, tiny
+from profiling.test_collect import batches, everything, same, trainer, workload
+
+SLOW = Loader(batches_per_s=25.0, functions={"collate (data.py:41)": 0.8})
+
+
+def advice(evidence):
+    return {one.id: one for one in advise(evidence, judge(evidence))}
+
+
+def seconds(evidence, name):
+    return advice(evidence)[name].predicted.seconds
+
+
+def test_workers_hide_the_loader_up_to_its_speed():
+    """The loader needs 40 ms a batch, the step 10: one more worker is still the bound."""
+    waits = step(matmul(10 * MS), wait=40 * MS, loader=SLOW, threads=1, cpus=2.0)
+    assert seconds(waits, "workers") == pytest.approx(10 * MS, rel=0.05)
+    assert seconds(replace(waits, cpus=9.0), "workers") == pytest.approx(40 * MS, rel=0.05)
+    assert "workers" not in advice(replace(waits, cpus=1.0))
+    assert "workers" not in advice(replace(waits, loader=replace(SLOW, asynchronous=True)))
+    assert "workers" not in advice(step(matmul(10 * MS), loader=SLOW))
+
+
+def test_collate_is_its_share_of_the_wait():
+    waits = step(matmul(10 * MS), wait=40 * MS, loader=SLOW)
+    assert seconds(waits, "collate") == pytest.approx(32 * MS)
+    assert "data.py:41" in advice(waits)["collate"].why
+
+
+def test_padding():
+    padded = Tokens(real=60.0, padded=100.0, samples=4)
+    evidence = step(matmul(10 * MS), tokens=padded)
+    assert seconds(evidence, "padding") == pytest.approx(4 * MS, rel=0.05)
+    assert "padding" not in advice(replace(evidence, tokens=Tokens(90.0, 100.0, 4)))
+
+
+def test_page_faults():
+    faults = run(20 * MS, seed=1, user=0.2, system=0.2, faults=400_000)
+    evidence = step(stream(20 * MS, 0.3), cached=faults)
+    assert seconds(evidence, "keep_freed_memory") == pytest.approx(10 * MS, rel=0.05)
+    assert "keep_freed_memory" not in advice(step(stream(20 * MS)))
+
+
+def test_threads():
+    evidence = step(matmul(20 * MS), fewer_threads=run(8 * MS, seed=3), threads=8)
+    assert seconds(evidence, "threads") == pytest.approx(12 * MS, rel=0.05)
+
+
+def test_launch_bound_steps_get_a_batch_and_a_compiler():
+    evidence = step(tiny(10 * MS), elasticity=0.0)
+    assert seconds(evidence, "batch") == pytest.approx(5 * MS, rel=0.05)
+    assert seconds(evidence, "compile") == pytest.approx(10 * MS, rel=0.05)
+    assert not {"batch", "compile"} & set(advice(step(matmul(10 * MS), elasticity=1.0)))
+
+
+def test_bf16_needs_a_cpu_that_is_faster_with_it():
+    evidence = step(matmul(10 * MS))
+    assert seconds(evidence, "bf16") == pytest.approx(5 * MS, rel=0.05)
+    slow = replace(evidence.ceilings, flops={"float32": 100e9, "bfloat16": 90e9})
+    assert "bf16" not in advice(replace(evidence, ceilings=slow))
+
+
+def test_adamw8bit_saves_what_its_state_is_smaller():
+    about = {"adamw_elements": 10**6, "adamw_bytes": 8 * 10**6, "parameter_bytes": 4 * 10**6}
+    one = advice(step(matmul(10 * MS), about=about))["adamw8bit"]
+    assert one.predicted.bytes == 5_970_000
+    assert one.predicted.seconds == pytest.approx(2 * 5.97e6 / 10e9)
+    compact = about | {"adamw_bytes": 2_030_000}
+    assert "adamw8bit" not in advice(step(matmul(10 * MS), about=compact))
+
+
+def test_frozen_weights_are_quantized():
+    about = {"parameter_bytes": 4000, "frozen_bytes": 3200, "frozen_elements": 800}
+    assert advice(step(matmul(10 * MS), about=about))["quantize_lora"].predicted.bytes == 2750
+    assert "quantize_lora" not in advice(step(matmul(10 * MS), about=about | {"frozen_bytes": 9}))
+
+
+def test_a_step_at_the_peak_gets_none():
+    assert set(advice(step(matmul(10 * MS, 1.0), elasticity=1.0))) == {"bf16", "none"}
+    assert "none" not in advice(step(gather(10 * MS)))
+
+
+def test_the_largest_gain_comes_first():
+    found = advise(*(lambda e: (e, judge(e)))(step(matmul(10 * MS), wait=40 * MS, loader=SLOW)))
+    assert [one.id for one in found][:2] == ["collate", "workers"]
+
+
+def live(**options):
+    model, optimizer = workload()
+    about = {"data": batches(), "model": model, "optimizer": optimizer}
+    about |= {"steps": 5, "warmup": 1, "budget_s": 20.0} | options
+    return fusedops.profile(trainer(model, optimizer), **about), model, optimizer
+
+
+@pytest.mark.parametrize("change", ["patch", "adamw8bit", "bf16", "threads"])
+def test_measuring_leaves_everything_as_it_was(change):
+    report, model, optimizer = live()
+    before, threads = everything(model, optimizer), torch.get_num_threads()
+    classes, kind = [type(m) for m in model.modules()], optimizer.step.__func__
+    (one,) = report.measure(change, budget_s=1e-3)
+    assert one.id == change and one.measured.interval[0] <= one.measured.seconds
+    assert one.measured.seconds <= one.measured.interval[1]
+    assert same(before, everything(model, optimizer))
+    assert [type(m) for m in model.modules()] == classes and optimizer.step.__func__ is kind
+    assert torch.get_num_threads() == threads
+    assert one in report.advice and f"{one.title}" in str(report)
+
+
+def test_an_advised_optimizer_really_runs():
+    """AdamW8bit's state appears in the step that is measured, and is gone after it."""
+    report, _, optimizer = live()
+    from fusedops.profiling.advice.knobs import KNOBS
+
+    with KNOBS["adamw8bit"](report._subject):
+        assert type(optimizer.step.__self__) is fusedops.optim.AdamW8bit
+    assert optimizer.step.__self__ is optimizer
+
+
+def fusable():
+    return nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512)), [torch.randn(64, 512)] * 9
+
+
+def test_looking_for_sites_changes_nothing():
+    model, data = fusable()
+    state, classes = torch.get_rng_state(), [type(m) for m in model.modules()]
+    options = {"data": data, "model": model, "steps": 5, "warmup": 1}
+    report = fusedops.profile(lambda x: model(x).sum().backward(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "patch" in {one.id for one in report.advice}
+    assert torch.equal(state, torch.get_rng_state())
+    assert [type(m) for m in model.modules()] == classes
+    with fusedops.patched(model):
+        report._advice = None
+        assert "patch" not in {one.id for one in report.advice}
+
+
+def test_measure_within_a_profile():
+    model, data = fusable()
+    options = {"data": data, "model": model, "steps": 5, "warmup": 1, "budget_s": 20.0}
+    report = fusedops.profile(lambda x: model(x).sum().backward(), measure=True, **options)
+    measured = {one.id for one in report.advice if one.measured}
+    assert "patch" in measured and measured <= {"patch", "adamw8bit", "bf16", "threads"}
+
+
+def test_what_cannot_be_measured():
+    report, _, optimizer = live()
+    with pytest.raises(ValueError, match="measure cannot try 'workers': it is none of patch"):
+        report.measure("workers")
+    optimizer.step = optimizer.step
+    with pytest.raises(ValueError, match="the optimizer's step was replaced"):
+        report.measure("adamw8bit")
+    loaded = Profile(report.evidence)
+    with pytest.raises(RuntimeError, match=r"needs a report that fusedops\.profile made here"):
+        loaded.measure("patch")
+
+
+def test_advice_survives_a_file(tmp_path):
+    report, *_ = live()
+    report.measure("adamw8bit", budget_s=1e-3)
+    report.save(tmp_path / "report.json")
+    assert Profile.load(tmp_path / "report.json").advice == report.advice
+
+
+class Clock:
+    """A step that computes for a chosen time, twice as long under a change."""
+
+    def __init__(self, seconds):
+        self.seconds, self.factor = seconds, 1.0
+
+    def step(self):
+        import time
+
+        end = time.thread_time() + self.seconds * self.factor
+        while time.thread_time() < end:
+            pass
+
+    @contextmanager
+    def slower(self):
+        self.factor = 2.0
+        yield
+        self.factor = 1.0
+
+
+def test_an_experiment_finds_a_slowdown():
+    clock = Clock(4e-3)
+    found = saving(*compare_blocks(clock.step, clock.slower, 1e-3))
+    low, high = found.interval
+    assert low <= found.seconds <= high < 0
+    assert found.seconds == pytest.approx(-4e-3, rel=0.5)

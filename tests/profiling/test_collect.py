@@ -1,0 +1,372 @@
+"""Collecting evidence from real steps, and what a profile must leave as it was."""
+
+import copy
+import random
+from collections import UserDict, namedtuple
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.profiling.collect import data as data_module
+from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
+from fusedops.profiling.collect.ceilings import ceilings
+from fusedops.profiling.collect.clock import throttled_seconds, withheld
+from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.report import Profile
+
+QUICK = {"steps": 5, "warmup": 1, "budget_s": 20.0}
+
+
+def workload(optimizer=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
+    return model, optimizer(model.parameters(), lr=0.01, **options)
+
+
+def trainer(model, optimizer):
+    def step(batch):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def batches(count=40, size=8):
+    return [torch.randn(size, 16) for _ in range(count)]
+
+
+def everything(model, optimizer):
+    """All that training changes, as comparable values."""
+    tensors = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
+    return copy.deepcopy(
+        (
+            {name: None if t is None else t.clone() for name, t in tensors.items()},
+            optimizer.state_dict(),
+            torch.get_rng_state(),
+            random.getstate(),
+            numpy.random.get_state(),
+            [module.training for module in model.modules()],
+        )
+    )
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, numpy.ndarray):
+        return numpy.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+OPTIMIZERS = {
+    "torch AdamW": (torch.optim.AdamW, {}),
+    "torch SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "fusedops AdamW": (fusedops.optim.AdamW, {}),
+    "fusedops AdamW8bit": (fusedops.optim.AdamW8bit, {"min_8bit_size": 0}),
+}
+
+
+@pytest.mark.parametrize("trained", [0, 3], ids=["before training", "in training"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_restore_is_bit_identical(name, trained):
+    """Also the steps that follow are those of a run without a profile."""
+    kind, options = OPTIMIZERS[name]
+    data = batches()
+
+    def run(profiled):
+        model, optimizer = workload(kind, **options)
+        step = trainer(model, optimizer)
+        torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+        for batch in data[:trained]:
+            step(batch)
+        before = everything(model, optimizer)
+        if profiled:
+            fusedops.profile(step, data=data, model=model, optimizer=optimizer, **QUICK)
+        after = everything(model, optimizer)
+        for batch in data[:3]:
+            step(batch)
+        return before, after, everything(model, optimizer)
+
+    before, after, later = run(profiled=True)
+    assert same(before, after)
+    assert same(later, run(profiled=False)[2])
+
+
+def test_measuring_the_machine_leaves_the_generators(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path))
+    state = torch.get_rng_state()
+    found = ceilings(["float32"])
+    assert torch.equal(state, torch.get_rng_state())
+    assert ceilings(["float32"]) == found  # from the file
+    assert [size for size, _ in found.copy] == sorted(size for size, _ in found.copy)
+    assert min(found.op_seconds, found.fault_seconds, *found.flops.values()) > 0
+
+
+def test_gradients_are_put_back():
+    model, optimizer = workload()
+    model(torch.randn(8, 16)).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    held = [g.clone() for g in grads]
+    fusedops.profile(
+        trainer(model, optimizer), data=batches(), model=model, optimizer=optimizer, **QUICK
+    )
+    for parameter, grad, value in zip(model.parameters(), grads, held, strict=True):
+        assert parameter.grad is grad and torch.equal(grad, value)
+
+
+def test_the_learning_rate_is_put_back():
+    model, optimizer = workload()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(batch):
+        trainer(model, optimizer)(batch)
+        schedule.step()
+
+    fusedops.profile(step, data=batches(), model=model, optimizer=optimizer, **QUICK)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_state_is_put_back_when_a_step_raises():
+    (model, optimizer), data = workload(), batches()
+    before, done = everything(model, optimizer), []
+
+    def step(batch):
+        done.append(batch)
+        trainer(model, optimizer)(batch)
+        if len(done) == 5:
+            raise KeyError("labels")
+
+    with pytest.raises(KeyError, match="labels") as raised:
+        fusedops.profile(step, data=data, model=model, optimizer=optimizer, **QUICK)
+    assert raised.value.__notes__ == ["fusedops.profile: raised by the step itself, in step 2"]
+    assert same(before, everything(model, optimizer))
+
+
+def test_without_restore_the_steps_count():
+    model, optimizer = workload()
+    before = everything(model, optimizer)
+    fusedops.profile(
+        trainer(model, optimizer),
+        data=batches(),
+        model=model,
+        optimizer=optimizer,
+        restore=False,
+        **QUICK,
+    )
+    assert not same(before, everything(model, optimizer))
+
+
+def test_a_snapshot_sees_a_changed_bit():
+    model, optimizer = workload()
+    before = everything(model, optimizer)
+    kept = Snapshot(model, optimizer)
+    model[1].running_mean[0] += 1e-6
+    assert not same(before, everything(model, optimizer))
+    kept.restore()
+    assert same(before, everything(model, optimizer))
+
+
+def profiled(step=None, **options):
+    model, optimizer = workload()
+    about = {"data": batches(), "model": model, "optimizer": optimizer} | QUICK | options
+    return fusedops.profile(step or trainer(model, optimizer), **about)
+
+
+def test_every_experiment_runs():
+    report = profiled()
+    found = report.evidence
+    assert len(found.plain.seconds) == len(found.cached.seconds) == len(found.half.seconds) == 5
+    assert found.profiled and found.ceilings and found.loader.batches_per_s > 0
+    assert found.tokens.samples == 8
+    assert all(0 <= w <= s for w, s in zip(found.plain.wait, found.plain.seconds, strict=True))
+    assert all(o > 0 for o in found.plain.optimizer) and all(f > 0 for f in found.plain.forward)
+    assert sum(middle for _, middle, _ in report.verdict.shares.values()) == pytest.approx(1)
+
+
+def test_memory_is_equal_to_the_byte():
+    """Two linear layers and a batch norm, with AdamW's two moments and its step numbers."""
+    report, model = profiled(), workload()[0]
+    parameters = sum(p.nbytes for p in model.parameters())
+    buffers = sum(b.nbytes for b in model.buffers())
+    found = report.memory
+    assert found["parameters"] == found["gradients"] == parameters and found["buffers"] == buffers
+    steps = 4 * len(list(model.parameters()))
+    assert found["optimizer_state"] == 2 * parameters + steps
+    assert found["peak"] >= 4 * parameters + buffers and "peak" in str(report)
+    assert profiled(budget_s=1e-6).memory is None
+
+
+def test_operators_have_the_arithmetic_of_the_step():
+    """Two linear layers: three products each, but the first needs no gradient of its input."""
+    report = profiled()
+    products = 2 * 8 * 16 * 32 * 2 + 2 * 8 * 32 * 4 * 3
+    assert sum(op.flops for op in report.ops) == products == report.time.flops
+    assert {op.module for op in report.ops if op.flops} == {"*"}  # the model has numbers only
+    assert all(op.seconds > 0 for op in report.ops if op.flops)
+
+
+def test_a_saved_report_is_the_same(tmp_path):
+    report = profiled()
+    report.save(tmp_path / "report.json")
+    loaded = Profile.load(tmp_path / "report.json")
+    assert loaded.to_dict() == report.to_dict() and str(loaded) == str(report)
+    with pytest.raises(RuntimeError, match=r"needs a report that fusedops\.profile made"):
+        loaded.trace(tmp_path / "trace.json")
+
+
+def test_a_trace_leaves_no_trace_in_the_model(tmp_path):
+    model, optimizer = workload()
+    report = fusedops.profile(
+        trainer(model, optimizer), data=batches(), model=model, optimizer=optimizer, **QUICK
+    )
+    before = everything(model, optimizer)
+    size = report.trace(tmp_path / "trace.json")
+    assert size == (tmp_path / "trace.json").stat().st_size > 1000
+    assert "aten::addmm" in (tmp_path / "trace.json").read_text()
+    assert same(before, everything(model, optimizer))
+
+
+def test_print_shows_the_verdict_and_every_share():
+    report = profiled()
+    shown = str(report)
+    assert "VERDICT" in shown and "aten::" in shown and "not checked" in shown
+    assert max(map(len, shown.splitlines())) <= 140
+
+
+def test_without_data_the_input_is_not_checked():
+    model, optimizer = workload()
+    batch = torch.randn(8, 16)
+    report = fusedops.profile(lambda: trainer(model, optimizer)(batch), tokens=8, **QUICK)
+    notes = "\n".join(report.verdict.not_checked)
+    assert "input: no data was given" in notes and "elasticity: no data was given" in notes
+    assert "restore: no model and no optimizer were given" in notes
+    assert report.verdict.shares["input"] == (0, 0, 0) and report.time.tokens_per_s > 0
+
+
+def test_data_that_ends_early():
+    report = profiled(data=iter(batches(3)))
+    assert report.verdict.bounds == ("unknown",)
+    assert "the data ended after 2 measured steps" in report.verdict.not_checked
+    assert any("needs 5 steps" in line for line in report.verdict.evidence)
+
+
+def test_data_without_a_batch():
+    with pytest.raises(ValueError, match="data must have at least one batch, got none"):
+        profiled(data=[])
+
+
+def test_a_batch_without_a_batch_dimension():
+    model, optimizer = workload()
+
+    def step(scale):
+        trainer(model, optimizer)(torch.ones(8, 16) * scale)
+
+    report = fusedops.profile(step, data=[torch.tensor(2.0)] * 20, **QUICK)
+    assert report.evidence.half is None
+    assert "elasticity: no half of the batch: its tensors share no dimension 0" in (
+        report.verdict.not_checked
+    )
+
+
+def test_a_step_that_needs_the_whole_batch():
+    model, optimizer = workload()
+
+    def step(batch):
+        assert len(batch) == 8, "eight samples"
+        trainer(model, optimizer)(batch)
+
+    report = profiled(step)
+    assert report.evidence.half is None
+    assert any("AssertionError: eight samples" in line for line in report.verdict.not_checked)
+
+
+def test_a_model_on_two_devices():
+    model, optimizer = workload()
+    both = nn.ModuleList([model, nn.Linear(4, 4, device="meta")])
+    report = profiled(trainer(model, optimizer), model=both, restore=False)
+    assert report.evidence.profiled is None
+    assert "operators: the model is on 2 devices, cpu, meta" in report.verdict.not_checked
+
+
+def test_a_budget_of_one_step():
+    report = profiled(budget_s=1e-6)
+    assert report.verdict.bounds == ("unknown",)
+    assert "operators: the budget had no time for it" in report.verdict.not_checked
+
+
+WRONG = {
+    "step": (TypeError, "step must be a function, got int", {"step": 3}),
+    "model": (TypeError, r"model must be a torch.nn.Module, got str", {"model": "gpt2"}),
+    "optimizer": (TypeError, "optimizer must be a torch.optim.Optimizer", {"optimizer": 1}),
+    "steps": (ValueError, "steps must be an integer of at least 1, got 0", {"steps": 0}),
+    "warmup": (ValueError, "warmup must be an integer of at least 0, got -1", {"warmup": -1}),
+    "budget": (ValueError, "budget_s must be more than 0 seconds, got 0", {"budget_s": 0}),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG)
+def test_wrong_arguments(argument):
+    kind, message, options = WRONG[argument]
+    with pytest.raises(kind, match=f"profile: {message}"):
+        profiled(**options)
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_halves_of_batches():
+    x, y = torch.arange(8.0).view(4, 2), torch.arange(4)
+    assert batch_size({"x": x, "y": y, "scale": torch.tensor(2.0)}) == 4
+    found = halve({"x": x, "pair": Pair(x, [y, 3]), "texts": ["a", "b", "c", "d"], "n": 4})
+    assert torch.equal(found["x"], x[:2]) and torch.equal(found["pair"].y[0], y[:2])
+    assert found["texts"] == ["a", "b"] and found["n"] == 4 and isinstance(found["pair"], Pair)
+    assert isinstance(halve(UserDict(x=x)), UserDict)
+    assert nbytes([x, {"y": y}]) == x.nbytes + y.nbytes
+    for wrong, message in ((torch.ones(1, 3), "one sample"), ([x, torch.ones(3)], "share no")):
+        with pytest.raises(ValueError, match=message):
+            halve(wrong)
+
+
+def test_tokens():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert count_tokens({"input_ids": ids, "attention_mask": mask}, None).real == 3
+    assert count_tokens({"input_ids": ids, "attention_mask": mask}, None).padded == 6
+    assert count_tokens({"input_ids": ids, "labels": torch.full((2, 3), -100)}, None).real == 0
+    assert count_tokens({"input_ids": ids}, None).real == 6
+    assert count_tokens(ids, lambda batch: 5).real == 5
+    assert count_tokens(ids, None).real is None and count_tokens(ids, None).samples == 2
+
+
+def test_kept_batches_are_limited(monkeypatch):
+    monkeypatch.setattr(data_module, "KEPT_BYTES", 3 * 8 * 16 * 4)
+    found = data_module.Data(batches(10))
+    for _ in range(10):
+        found.keep(found.next())
+    assert len(found.kept) == 3
+    with pytest.raises(StopIteration):
+        found.next()
+    assert found.ended
+    monkeypatch.setattr(data_module, "KEPT_BYTES", 10)
+    with pytest.raises(ValueError, match="a batch must have at most"):
+        profiled()
+
+
+def test_counters_of_the_system(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    (tmp_path / "sys/fs/cgroup/job").mkdir(parents=True)
+    stat = "usage_usec 10\nnr_throttled 2\nthrottled_usec 1500000\n"
+    (tmp_path / "sys/fs/cgroup/job/cpu.stat").write_text(stat)
+    (tmp_path / "proc/stat").write_text("cpu  10 0 10 70 0 0 0 10 0 0\ncpu0 1\n")
+    assert throttled_seconds(tmp_path) == 1.5
+    assert withheld(tmp_path) == (10, 100)
+    assert throttled_seconds(tmp_path / "none") == 0 and withheld(tmp_path / "none") == (0, 0)

@@ -1,0 +1,77 @@
+"""`fusedops.compare`: a change is found with its interval, and other machines are refused."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+import fusedops
+from fusedops.profiling.advice.experiment import _expanded, ratio_of, saving
+from fusedops.profiling.report import Profile
+from fusedops.profiling.timing import Ratio
+from profiling.synthetic import MS, matmul, run, step
+
+
+def report(seconds, seed=0, wait=0.0, **changes):
+    made = step(matmul(10 * MS), plain=run(seconds, wait, jitter=0.05, seed=seed))
+    return Profile(replace(made, about={"device": "EPYC", "torch": "2.13.0"}, **changes))
+
+
+def test_a_faster_step(tmp_path):
+    for name, seconds in (("before", 12 * MS), ("after", 10 * MS)):
+        report(seconds, seed=len(name)).save(tmp_path / f"{name}.json")
+    found = fusedops.compare(tmp_path / "before.json", str(tmp_path / "after.json"))
+    assert found.verdict == "faster" and found.ratio.median == pytest.approx(1.2, abs=0.03)
+    assert found.ratio.low < 1.2 < found.ratio.high
+    assert "faster: 1.19x (1.1" in str(found) and "limited by compute\n" in str(found)
+
+
+def test_a_slower_and_an_equal_step():
+    assert fusedops.compare(report(10 * MS), report(12 * MS, 1)).verdict == "slower"
+    assert fusedops.compare(report(10 * MS), report(10 * MS, 1)).verdict == "no difference"
+
+
+def test_both_verdicts_are_shown():
+    found = fusedops.compare(report(10 * MS, wait=40 * MS), report(10 * MS, 1))
+    assert found.bounds == (("input",), ("compute",))
+    assert "limited by input before, by compute after" in str(found)
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("threads", {"threads": 2}),
+        ("cpus", {"cpus": 8.0}),
+        ("device", {"about": {"device": "Xeon", "torch": "2.13.0"}}),
+        ("torch", {"about": {"device": "EPYC", "torch": "2.12.0"}}),
+    ],
+)
+def test_another_machine_is_refused(name, changes):
+    other = report(10 * MS)
+    changed = Profile(replace(other.evidence, **changes))
+    with pytest.raises(ValueError, match=f"compare: both reports must have the same {name}, got"):
+        fusedops.compare(other, changed)
+
+
+def test_the_intervals_of_equal_steps_contain_1():
+    """Blocks of an A/A experiment whose noise is that of a busy machine, 200 times."""
+    random, kept = Random(0), 0
+    for _ in range(200):
+        drift = [1 + 0.2 * random.random() for _ in range(20)]
+        blocks = [[d * random.gauss(1, 0.03) for d in drift] for _ in range(2)]
+        ratio = ratio_of(*blocks)
+        kept += ratio.low <= 1 <= ratio.high
+        found = saving(*blocks)
+        assert (found.interval[0] <= 0 <= found.interval[1]) == (ratio.low <= 1 <= ratio.high)
+    assert kept >= 185
+
+
+def test_intervals_of_few_samples_are_wider():
+    """Student's t: 2.571 for 5 degrees of freedom, 2.093 for 19; 1.960 without end."""
+    narrow = Ratio(1.0, 0.99, 1.01)
+    for n, t in ((6, 2.571), (20, 2.093), (10**6, 1.960)):
+        wide = _expanded(narrow, n)
+        factor = math.log(wide.high) / math.log(narrow.high)
+        assert factor == pytest.approx(t / 1.960 * math.sqrt(n / (n - 1)), rel=0.01)
+        assert wide.low * wide.high == pytest.approx(narrow.low * narrow.high, abs=1e-4)

@@ -1,0 +1,127 @@
+"""`fusedops.recording`: a loop that it watches, unchanged and hardly slower."""
+
+import time
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+import fusedops
+from fusedops.profiling.report import Profile
+
+
+class Slow(torch.utils.data.Dataset):
+    """Samples that take a chosen time each."""
+
+    def __init__(self, count, seconds):
+        self.count, self.seconds = count, seconds
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return torch.full((16,), float(index))
+
+
+def train(loader, record=True, accumulate=1, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+
+    def loop():
+        for index, batch in enumerate(loader):
+            loss = model(batch).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if (index + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if not record:
+        loop()
+        return losses, None
+    with fusedops.recording(model, optimizer, **options) as rec:
+        loop()
+    return losses, rec
+
+
+def test_the_loop_is_unchanged():
+    loader = DataLoader(Slow(40, 0), batch_size=4)
+    original = _BaseDataLoaderIter.__next__
+    recorded, rec = train(loader)
+    assert recorded == train(loader, record=False)[0]
+    assert _BaseDataLoaderIter.__next__ is original
+    assert rec.steps == 10 - 3 and len(rec.report().evidence.plain.seconds) == 7
+
+
+def test_a_slow_loader_is_input():
+    report = train(DataLoader(Slow(80, 0.003), batch_size=4))[1].report()
+    assert isinstance(report, Profile) and report.verdict.bounds == ("input",)
+    assert report.time.phases["input"] >= 0.012
+    assert "contention with the loader: needs the experiments" in str(report)
+
+
+def test_a_fast_loader_is_not():
+    data = DataLoader([torch.randn(16)] * 80, batch_size=4)
+    report = train(data)[1].report()
+    assert report.verdict.shares["input"][1] < 1 and report.evidence.loader.workers == 0
+
+
+def test_arithmetic_and_samples_of_a_step():
+    report = train(DataLoader(Slow(40, 0), batch_size=4))[1].report()
+    assert report.time.flops == 2 * 4 * 16 * 32 * 2 + 2 * 4 * 32 * 4 * 3
+    assert report.time.mfu > 0 and report.evidence.tokens.samples == 4
+
+
+def test_accumulated_batches_are_one_step():
+    loader = DataLoader(Slow(40, 0), batch_size=2)
+    report = train(loader, accumulate=4, warmup=1)[1].report()
+    assert report.time.steps == 4 and report.evidence.tokens.samples == 8
+    assert report.time.flops == 4 * (2 * 2 * 16 * 32 * 2 + 2 * 2 * 32 * 4 * 3)
+
+
+def test_without_a_loader_the_input_is_not_checked():
+    report = train([torch.randn(4, 16) for _ in range(12)])[1].report()
+    assert "input: no torch DataLoader was read" in report.verdict.not_checked
+
+
+def test_hooks_are_removed_when_the_loop_raises():
+    original = _BaseDataLoaderIter.__next__
+    model = nn.Linear(4, 4)
+    with pytest.raises(KeyError), fusedops.recording(model):
+        raise KeyError
+    assert _BaseDataLoaderIter.__next__ is original
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_a_report_needs_a_step():
+    with fusedops.recording() as rec:
+        pass
+    with pytest.raises(RuntimeError, match="needs a step after the warm-up"):
+        rec.report()
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
+        fusedops.recording(3).__enter__()
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got int"):
+        fusedops.recording(optimizer=3).__enter__()
+
+
+def test_a_step_costs_little():
+    """In CPU time, which other programs do not change. The demo's step takes 50 ms and more."""
+    loader = DataLoader([torch.randn(16)] * 400, batch_size=1)
+
+    def cpu_time(record):
+        start = time.thread_time()
+        train(loader, record)
+        return (time.thread_time() - start) / 400
+
+    costs = [cpu_time(True) - cpu_time(False) for _ in range(5)]
+    assert median(costs) < 0.01 * 0.05
+    print(f"recording costs {median(costs) * 1e6:.0f} us a step")
