@@ -55,9 +55,7 @@ def patch(
     once.
 
     - norm: modules that compute layer_norm or rms_norm.
-    - residual: a sum and the norm of it, if norm has fused the norm. Both may be in one forward. If
-      the sum is large and there are no gradients, the norm may also be in another module, which the
-      first forward identifies.
+    - residual: a sum and the norm of it, in one forward, if norm has fused the norm.
     - mlp: an activation of one tensor times another, in one pass. The linears around it are still
       called as modules.
     - rotary: calls to a function of q, k, cos and sin whose name contains "rotary", which has no

@@ -283,7 +283,7 @@ def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-# Autocast, on GPUs only: csrc/ops/norm/autocast.cpp.
+# Autocast, on GPUs only: InFloat32 of csrc/ops/norm/autograd.cpp.
 
 
 def _wide(t: Tensor | None) -> Tensor | None:

@@ -107,13 +107,13 @@ def test_forward_mode_and_functorch(call, backend):
             torch.testing.assert_close(transform(first(function)), transform(first(reference)))
 
 
-@pytest.mark.filterwarnings("error:There is a performance drop")
 def _composites(family):
     for name, call in family.calls.items():
         for dtype in (F32, F16, BF16) if call.smooth else (F32,):
             yield f"{name}-{dtype}", (call, family.draws, dtype)
 
 
+@pytest.mark.filterwarnings("error:There is a performance drop")
 @each("call,draws,dtype", _composites)
 def test_composite_rounds_once(call, draws, dtype):
     """vmap sees through the operator, and differentiates the composite by ATen's formulas."""

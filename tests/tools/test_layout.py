@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import graphlib
 import importlib
 import re
 import socket
@@ -38,7 +39,7 @@ TESTS = ("cases.py", "growth.py", "test_kernels.py", "test_torch.py", "test_fuzz
 ON_GPUS = {"csrc/cuda", "fusedops/triton"}
 OPTIONAL = ON_GPUS | {"fusedops/nn", "fusedops/optim"}
 
-# What lies on a floor beside the families.
+# Each floor's files that belong to no family.
 SHARED = {
     "csrc/ops": {
         "autograd.h",
@@ -239,15 +240,29 @@ def test_python_imports_point_down(path):
     assert not wrong
 
 
-def test_imports_inside_patching_stay_few():
-    home = "fusedops/patching/"
+def import_pairs(home):
+    """The pairs (file, imported file) inside a folder, imports for type checkers included."""
     paths = [path for path in files(".py") if path.startswith(home)]
     modules = {p.removesuffix(".py").removesuffix("/__init__").replace("/", "."): p for p in paths}
-    pairs = set()
     for path in paths:
         for name, _ in imported(path):
             theirs = modules.get(name) or modules.get(name.rpartition(".")[0])
-            pairs |= {(path, theirs)} if theirs not in (None, path) else set()
+            if theirs not in (None, path):
+                yield path, theirs
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """A package's `__init__.py` may import its files, which import others of the package."""
+    graph = collections.defaultdict(set)
+    for path, theirs in import_pairs("fusedops/"):
+        if not f"{path} {theirs}".count("__init__.py"):
+            graph[path].add(theirs)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the files
+
+
+def test_imports_inside_patching_stay_few():
+    home = "fusedops/patching/"
+    pairs = {*import_pairs(home)}
     rooms = {tuple(p.removeprefix(home).partition("/")[0] for p in pair) for pair in pairs}
     found = {"files": len(pairs), "rooms": sum(one != other for one, other in rooms)}
     assert 0 < found["rooms"] <= MOST_IMPORTS["rooms"]

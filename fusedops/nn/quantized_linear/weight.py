@@ -1,15 +1,12 @@
 """`QuantizedLinear.weight`, a view: reading dequantizes, writing re-quantizes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fusedops.functional.quantized_linear import QuantizedWeight, dequantize_weight
-
-if TYPE_CHECKING:
-    from fusedops.nn.quantized_linear.module import QuantizedLinear
 
 READ_ONLY = (
     "QuantizedLinear: weight is a read-only view of quantized codes; load_state_dict and writes to "
@@ -24,12 +21,12 @@ class DequantizedWeight(Tensor):
     and copies of the view are independent dequantized tensors.
     """
 
-    _layer: "QuantizedLinear"
+    _layer: Any  # a QuantizedLinear, whose file imports this one
     _quantized: QuantizedWeight
     _written: bool  # whether this is `data`
 
     @staticmethod
-    def __new__(cls, layer: "QuantizedLinear", written: bool = False) -> "DequantizedWeight":
+    def __new__(cls, layer: Any, written: bool = False) -> "DequantizedWeight":
         weight = layer.quantized_weight
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         view = make(cls, weight.shape, dtype=layer.dtype, device=weight.qweight.device)

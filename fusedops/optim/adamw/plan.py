@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ from fusedops.optim.adamw.state import (
     moments_dtype,
 )
 
-if TYPE_CHECKING:
-    from fusedops.optim.adamw.optimizer import AdamW
+AdamW = Any  # of optimizer.py, which imports this file
 
 
 class Plan:

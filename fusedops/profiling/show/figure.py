@@ -2,15 +2,13 @@
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusedops.profiling.reasons import seconds_text
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.text import NAMES
 
-if TYPE_CHECKING:
-    from fusedops.profiling.report import Profile
-
+Profile = Any  # of report.py, which imports this file
 __all__ = ["COLORS", "plot"]
 
 COLORS = {
@@ -27,7 +25,7 @@ COLORS = {
 }
 
 
-def plot(report: "Profile", path: str | Path) -> None:
+def plot(report: Profile, path: str | Path) -> None:
     """Writes a figure with two panels, in the format that the path's ending names.
 
     Raises ModuleNotFoundError without matplotlib.
@@ -47,7 +45,7 @@ def plot(report: "Profile", path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _time(axes: Any, report: "Profile") -> None:
+def _time(axes: Any, report: Profile) -> None:
     shares = report.verdict.shares
     shown = [bound for bound in reversed(BOUNDS) if shares[bound][1] >= 0.005]
     middles = [100 * shares[bound][1] for bound in shown]
@@ -70,7 +68,7 @@ def _time(axes: Any, report: "Profile") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _memory(axes: Any, report: "Profile") -> None:
+def _memory(axes: Any, report: Profile) -> None:
     axes.set_title("memory")
     axes.spines[["top", "right"]].set_visible(False)
     sizes = {name: size for name, size in (report.memory or {}).items() if size}

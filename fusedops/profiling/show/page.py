@@ -2,16 +2,14 @@
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fusedops.profiling.reasons import bytes_text, seconds_text
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.figure import COLORS
 from fusedops.profiling.show.text import NAMES
 
-if TYPE_CHECKING:
-    from fusedops.profiling.report import Profile
-
+Profile = Any  # of report.py, which imports this file
 __all__ = ["page"]
 
 TEMPLATE = """<!doctype html>
@@ -76,7 +74,7 @@ td.name { word-break: break-word; }
 TOP = 25  # operators that are shown
 
 
-def page(report: "Profile", path: str | Path) -> None:
+def page(report: Profile, path: str | Path) -> None:
     """Writes the file. Raises ModuleNotFoundError without jinja2."""
     if importlib.util.find_spec("jinja2") is None:
         raise ModuleNotFoundError(
@@ -88,7 +86,7 @@ def page(report: "Profile", path: str | Path) -> None:
     Path(path).write_text(template.render(_values(report)), encoding="utf-8")
 
 
-def _values(report: "Profile") -> dict[str, object]:
+def _values(report: Profile) -> dict[str, object]:
     verdict, time, machine = report.verdict, report.time, report.machine
     about = machine.about
     words = [str(about[k]) for k in ("model",) if k in about]
@@ -130,7 +128,7 @@ def _values(report: "Profile") -> dict[str, object]:
     }
 
 
-def _title(report: "Profile") -> str:
+def _title(report: Profile) -> str:
     verdict = report.verdict
     if verdict.bounds == ("unknown",):
         return "No single bound was found"
@@ -138,7 +136,7 @@ def _title(report: "Profile") -> str:
     return "Limited by " + " and by ".join(parts)
 
 
-def _share(report: "Profile", bound: str) -> dict[str, object]:
+def _share(report: Profile, bound: str) -> dict[str, object]:
     low, middle, high = report.verdict.shares[bound]
     return {
         "name": NAMES[bound],

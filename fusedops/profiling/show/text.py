@@ -1,15 +1,15 @@
 """A report as text, for a terminal."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusedops.profiling.reasons import bytes_text, seconds_text
 from fusedops.profiling.shares import BOUNDS
 
 if TYPE_CHECKING:
     from fusedops.profiling.advice.advice import Saving
-    from fusedops.profiling.report import Profile
 
+Profile = Any  # of report.py, which imports this file
 __all__ = ["NAMES", "text"]
 
 # How a bound is called in a sentence.
@@ -29,7 +29,7 @@ BAR = 24  # characters of a whole step
 TOP = 6  # operators that are shown
 
 
-def text(report: "Profile") -> str:
+def text(report: Profile) -> str:
     """Everything that a terminal shows, in at most 100 columns."""
     parts = [*_head(report), "", *_verdict(report), "", *_shares(report), *_phases(report)]
     if report.ops:
@@ -43,7 +43,7 @@ def text(report: "Profile") -> str:
     return "\n".join(parts)
 
 
-def _head(report: "Profile") -> Iterator[str]:
+def _head(report: Profile) -> Iterator[str]:
     time, machine, about = report.time, report.machine, report.machine.about
     model = [str(about["model"])] if "model" in about else []
     if "parameters" in about:
@@ -65,7 +65,7 @@ def _span(low: float, high: float) -> str:
     return f"{seconds_text(low)}..{seconds_text(high)}"
 
 
-def _verdict(report: "Profile") -> Iterator[str]:
+def _verdict(report: Profile) -> Iterator[str]:
     verdict = report.verdict
     if verdict.bounds == ("unknown",):
         yield "VERDICT  unknown"
@@ -84,7 +84,7 @@ def _percent(share: tuple[float, float, float]) -> str:
     return f"{middle:.0f} % ({low:.0f}..{high:.0f})"
 
 
-def _shares(report: "Profile") -> Iterator[str]:
+def _shares(report: Profile) -> Iterator[str]:
     yield "time"
     shares = report.verdict.shares
     for bound in sorted(BOUNDS, key=lambda b: (b == "unknown", -shares[b][1])):
@@ -93,7 +93,7 @@ def _shares(report: "Profile") -> Iterator[str]:
             yield f"  {NAMES[bound]:31}{_percent(shares[bound]):>18}  {bar}"
 
 
-def _phases(report: "Profile") -> Iterator[str]:
+def _phases(report: Profile) -> Iterator[str]:
     parts = [f"{name} {seconds_text(s)}" for name, s in report.time.phases.items() if s]
     yield f"  phases: {', '.join(parts)}"
     if report.time.inflation is not None:
@@ -101,7 +101,7 @@ def _phases(report: "Profile") -> Iterator[str]:
         yield f"  torch.profiler made the step {times} as long; no time here contains that"
 
 
-def _operators(report: "Profile") -> Iterator[str]:
+def _operators(report: Profile) -> Iterator[str]:
     yield f"{'operator':46}{'calls':>6}{'time':>10}{'share':>7}{'possible':>10}  mostly"
     for op in report.ops[:TOP]:
         name = f"{op.name} {op.shapes}"
@@ -110,7 +110,7 @@ def _operators(report: "Profile") -> Iterator[str]:
         yield f"{name:46}{numbers}{seconds_text(op.possible):>10}  {op.bound}"
 
 
-def _advice(report: "Profile") -> Iterator[str]:
+def _advice(report: Profile) -> Iterator[str]:
     yield f"{'advice':46}{'predicted':>20}{'measured':>30}"
     for number, one in enumerate(report.advice, 1):
         title = f"{number} {one.title}"
@@ -138,7 +138,7 @@ def _signed(text: str, saved: float) -> str:
     return f"{'-' if saved >= 0 else '+'}{text}"
 
 
-def _memory(report: "Profile") -> Iterator[str]:
+def _memory(report: Profile) -> Iterator[str]:
     assert report.memory is not None
     yield "memory"
     for category, size in sorted(report.memory.items(), key=lambda item: -item[1]):
