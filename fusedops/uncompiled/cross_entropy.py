@@ -338,7 +338,7 @@ def _check_linear(
     classes, rows = list(linear_weight.shape[:-1]), list(input.shape[:-1])
     if len(classes) > 1 and input.dim() != 2:
         raise RuntimeError(
-            f"{op}: input must be [N, features] beside linear_weight {describe(linear_weight)}, "
+            f"{op}: input must be [N, features] for linear_weight {describe(linear_weight)}, "
             f"got {describe(input)}"
         )
     if linear_bias is not None:

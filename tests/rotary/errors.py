@@ -45,12 +45,12 @@ ERRORS = {
     r"sin must be on cpu like cos, got meta": call(sin=zeros(2, 5, 8, device="meta")),
 }
 OF_KERNELS = {
-    r"rotary_forward: q .* must be alike but for their heads": lambda: (
+    r"rotary_forward: q .* must have equal shapes except for heads": lambda: (
         torch.ops.fusedops.rotary_forward(
             zeros(1, 1, 5, 8), zeros(1, 5, 8), zeros(5, 8), zeros(5, 8), 0, False
         )
     ),
-    r"rotary_backward: dq or dk must be there, got neither": lambda: backward(
+    r"rotary_backward: dq or dk must be given, got neither": lambda: backward(
         None, None, zeros(5, 8), zeros(5, 8), 0, False, torch.float32
     ),
     r"rotary_backward: dq and dk must be Float, .* got float16 \[1, 5, 8\]": lambda: backward(

@@ -50,7 +50,7 @@ void check_gradients(const char* op, at::TensorList grads) {
     TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op,
                 ": grads must be float32, float16 or bfloat16, got ", describe(grad));
     TORCH_CHECK(grad.device() == grads[0].device(), op, ": grads must be on one device, got ",
-                grad.device(), " beside ", grads[0].device());
+                grad.device(), " and ", grads[0].device());
   }
 }
 
@@ -80,7 +80,7 @@ void adamw_check(const AdamWArguments& a) {
     TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, kOp,
                 ": params must be float32, float16 or bfloat16, got ", describe(param));
     TORCH_CHECK(param.device() == a.params[0].device(), kOp, ": params must be on one device, got ",
-                param.device(), " beside ", a.params[0].device());
+                param.device(), " and ", a.params[0].device());
     check_like("grads", a.grads[i], param, dtype);
     check_like("exp_avgs", a.exp_avgs[i], param, a.exp_avgs[i].scalar_type());
     check_like("exp_avg_sqs", a.exp_avg_sqs[i], param, square_dtype(a.exp_avgs[i]));

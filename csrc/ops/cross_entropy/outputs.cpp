@@ -101,8 +101,8 @@ void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::S
               ", got ", describe(linear_weight));
   const auto classes = linear_weight.sym_sizes().slice(0, linear_weight.dim() - 1);
   TORCH_CHECK(classes.size() == 1 || input.dim() == 2, op,
-              ": input must be [N, features] beside linear_weight ", describe(linear_weight),
-              ", got ", describe(input));
+              ": input must be [N, features] for linear_weight ", describe(linear_weight), ", got ",
+              describe(input));
   if (given(linear_bias)) {
     check_same_device(op, "linear_bias", *linear_bias, "input", input);
     TORCH_CHECK(linear_bias->scalar_type() == input.scalar_type() &&

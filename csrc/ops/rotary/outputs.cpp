@@ -116,7 +116,7 @@ int64_t rotary_head_dim(const Tensor& x, const RotaryTable& table) {
 RotaryPair rotary_outputs(const RotaryForward& a) {
   rotary_check(a);
   TORCH_CHECK(rotary_has_kernel(a.q, a.k, a.table), "rotary_forward: q ", describe(a.q), " and k ",
-              describe(a.k), " must be alike but for their heads, and hold cos, got ",
+              describe(a.k), " must have equal shapes except for heads, and match cos, got ",
               describe(a.table.cos));
   const auto heads = rotary_head_dim(a.q, a.table);
   const auto dtype = rotary_dtype(a.q.scalar_type(), a.table);
@@ -124,13 +124,13 @@ RotaryPair rotary_outputs(const RotaryForward& a) {
 }
 
 RotaryPair rotary_backward_outputs(const RotaryBackward& a) {
-  TORCH_CHECK(given(a.dq) || given(a.dk), "rotary_backward: dq or dk must be there, got neither");
+  TORCH_CHECK(given(a.dq) || given(a.dk), "rotary_backward: dq or dk must be given, got neither");
   const auto& first = given(a.dq) ? *a.dq : *a.dk;
   rotary_check({first, given(a.dk) ? *a.dk : first, a.table});
   const auto wanted = rotary_dtype(a.dtype, a.table);
   TORCH_CHECK(rotary_has_kernel(a.dq, a.dk, a.table) && first.scalar_type() == wanted,
               "rotary_backward: dq and dk must be ", wanted,
-              ", alike but for their heads, and hold cos, ", describe(a.table.cos), ", got ",
+              ", of equal shapes except for heads, and match cos ", describe(a.table.cos), ", got ",
               describe(first));
   const auto heads = rotary_head_dim(first, a.table);
   const auto of = [&](const OptionalTensor& x) {
