@@ -1,1 +1,1 @@
-"""Checks that take too long for a test run; see `python -m checks --help`."""
+"""Checks that take too long for a test run: `python -m checks --help`."""

@@ -30,7 +30,7 @@ Row = tuple[str, str, str, tuple[int, ...]]  # contender, operation, mode, shape
 
 
 def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]:
-    """Each row's seconds in one process: fusedops' and eager's."""
+    """Returns each row's seconds in one process: fusedops' and eager's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile", f"--match={match}"]
@@ -57,7 +57,7 @@ def ratios(pairs: Iterable[tuple[dict[Row, float], dict[Row, float]]]) -> dict[R
 
 
 def summary(of: dict[Row, float]) -> dict[str, Any]:
-    """The geometric mean, and the rows that are more than 5 % slower."""
+    """Returns the geometric mean, and the rows that are more than 5 % slower."""
     mean = math.exp(sum(map(math.log, of.values())) / max(len(of), 1))
     slower = sorted(((ratio, row) for row, ratio in of.items() if ratio > 1.05), reverse=True)
     return {

@@ -106,7 +106,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def rendered(known: dict[str, Any]) -> str:
-    """The page, newest versions first."""
+    """Returns the page, newest versions first."""
     tables = []
     if known.get("quick"):
         tables.append(QUICK + "\n" + _table(*_quick(reversed(known["quick"]))))
@@ -174,7 +174,7 @@ def _run(command: list[str], folder: str) -> subprocess.CompletedProcess:
 
 
 def counted(junit: str) -> Row:
-    """The numbers of passed and skipped tests, and the names of the failed ones."""
+    """Returns the numbers of passed and skipped tests, and the names of the failed ones."""
     cases = list(ElementTree.fromstring(junit).iter("testcase"))
     failed = [
         case.get("name", "")

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sanitized() -> Tree:
-    """A copy to build with the sanitizers, whose first error ends the process."""
+    """Returns a copy to build with the sanitizers, whose first error ends the process."""
     return Tree(
         ROOT / "build" / "asan" / "tree",
         [library("libasan.so"), library("libubsan.so")],
@@ -113,7 +113,7 @@ def sanitized() -> Tree:
 
 
 def library(name: str) -> str:
-    """The path of a library that comes with the compiler."""
+    """Returns the path of a library that comes with the compiler."""
     command = ["g++", f"-print-file-name={name}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -127,7 +127,7 @@ def twin(folder: Path) -> str:
 
 
 def overlooked(tree: Tree) -> Iterator[str]:
-    """The planted bugs that no sanitizer reports."""
+    """Yields the planted bugs that no sanitizer reports."""
     tree.preload = [*tree.preload, twin(tree.folder / "build")]
     for mutant, report in PLANTED.items():
         path = tree.folder / mutant.file

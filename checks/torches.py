@@ -34,7 +34,7 @@ class Unit:
     command: list[str]
 
     def error(self) -> str:
-        """The compiler's first error; empty if the unit compiles."""
+        """Returns the compiler's first error; empty if the unit compiles."""
         run = subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True)
         if run.returncode == 0:
             return ""
@@ -43,7 +43,7 @@ class Unit:
 
 
 def units(torch: Path) -> tuple[list[Unit], list[Unit]]:
-    """All units for a torch package: the precompiled headers, and every source by itself.
+    """Returns all units for a torch package: the precompiled headers, and every source by itself.
 
     They have the build's flags and each instruction set's. If nvcc is installed, it compiles
     csrc/cuda too.
@@ -84,7 +84,7 @@ def _of_nvcc(include: Path) -> Iterator[Unit]:
 
 
 def check(version: str, jobs: int) -> dict[str, object]:
-    """A torch's entry for docs/compatibility.json."""
+    """Returns a torch's entry for docs/compatibility.json."""
     first, sources = units(package(version, PACKAGES))
     errors: dict[str, str] = {}
     with ThreadPoolExecutor(jobs) as pool:

@@ -118,5 +118,5 @@ def _is_source(path: Path) -> bool:
 
 
 def objects(work: Path) -> list[str]:
-    """A build's object files, from its ninja file."""
+    """Returns a build's object files, from its ninja file."""
     return re.findall(r"^build (\S+\.o):", (work / "build.ninja").read_text(), re.M)

@@ -53,7 +53,7 @@ def build() -> Path:
 
 
 def described(wheel: Path, seconds: float) -> compatibility.Row:
-    """A wheel's entry for docs/compatibility.json. seconds: the build's CPU time."""
+    """Returns a wheel's entry for docs/compatibility.json. seconds: the build's CPU time."""
     with zipfile.ZipFile(wheel) as archive:
         libraries = {m[0]: m for name in archive.namelist() if (m := LIBRARY.fullmatch(name))}
         folder = BUILD / "wheel" / "libraries"

@@ -61,7 +61,7 @@ __all__ = [
 integrations.install()
 
 
-# Imported on first use: QuantizationConfig is a subclass of transformers', and few runs profile.
+# Imported on first use: QuantizationConfig needs transformers, and few runs profile or plan.
 _LATER = {
     "MemoryPlan": "fusedops.profiling.planning",
     "QuantizationConfig": "fusedops.integrations.transformers",

@@ -1,4 +1,4 @@
-"""Makes the C library keep freed memory, so that new tensors get warm pages."""
+"""Makes the C library keep freed memory, so new tensors get warm pages."""
 
 import ctypes
 

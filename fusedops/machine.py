@@ -1,4 +1,4 @@
-"""Reads the CPU and memory limits of this process, from its affinity and cgroup.
+"""Reads this process's CPU and memory limits from affinity and cgroup.
 
 `fusedops doctor` compares torch's threads with these limits, and a build chooses how many compilers
 to run. Needs only the standard library.

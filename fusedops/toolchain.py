@@ -1,4 +1,4 @@
-"""Finds what a build needs: the sources, torch, the C++ compiler, ninja and nvcc.
+"""Finds what a build needs: sources, torch, C++ compiler, ninja, nvcc.
 
 building.py compiles with them, `fusedops doctor` checks them, and the import names the missing
 ones. Importing this module needs only the standard library. building.py lists the environment

@@ -29,14 +29,14 @@ def require() -> None:
 
 
 def architecture() -> str:
-    """The GPU as TORCH_CUDA_ARCH_LIST spells it, with its own features: 9.0a, 8.6."""
+    """Returns the GPU as TORCH_CUDA_ARCH_LIST spells it, with its own features: 9.0a, 8.6."""
     require()
     major, minor = torch.cuda.get_device_capability()
     return f"{major}.{minor}{'a' if major >= 9 else ''}"
 
 
 def machine() -> Machine:
-    """The current CUDA device."""
+    """Returns the current CUDA device."""
     require()
     clocks = {"device": device, "graph": graph, "host": host}
     return Machine(torch.device("cuda"), clocks, launches, memory)
@@ -98,7 +98,7 @@ def host(call: Call) -> Stopwatch:
 
 
 def launches(call: Call) -> int:
-    """The number of kernels, copies and fills that a call puts on the device."""
+    """Returns the number of kernels, copies and fills that a call puts on the device."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -109,7 +109,7 @@ def launches(call: Call) -> int:
 
 
 def memory(call: Call) -> Memory:
-    """A call's memory, from the caching allocator; an untimed call comes first."""
+    """Returns a call's memory, from the caching allocator; an untimed call comes first."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -147,7 +147,7 @@ def _twice_l2() -> torch.Tensor:
 
 @functools.cache
 def _lead_s() -> float:
-    """How far one flush puts the host ahead: its device time minus its enqueueing time."""
+    """Returns how far one flush puts the host ahead: its device time minus its enqueueing time."""
     _flush()
     device_s, host_s = _elapsed_s(_flush, IN_QUEUE), host(_flush)(IN_QUEUE)
     if device_s < 1.1 * host_s:

@@ -36,11 +36,11 @@ class Answers:
         self.exact = self._results(lambda: reference(*wide), leaves(wide), wide_grads)
 
     def fault(self, run: Run) -> str | None:
-        """The fault in the results of `run` (see `fusedops.testing.yardstick`), or None."""
+        """Returns the fault in the results of `run` (see `fusedops.testing.yardstick`), or None."""
         return fault([self.errors(run)])
 
     def errors(self, run: Run) -> Judged:
-        """The errors of each result of `run`, or a text if a result cannot be compared."""
+        """Returns the errors of each result of `run`, or a text if a result cannot be compared."""
         results = self._results(run, self.leaves, self.grads)
         if len(results) != len(self.exact):
             return {"outputs": f"{len(results)} results instead of {len(self.exact)}"}

@@ -51,7 +51,7 @@ def measure(args: Namespace, machine: Machine) -> int:
 
 
 def matching(name: str, match: str) -> list[Case]:
-    """The family's rows whose title contains `match`."""
+    """Returns the family's rows whose title contains `match`."""
     cases = [case for case in suites.family(name).GPU_ROWS if match in case.title]
     if not cases:
         raise SystemExit(f"no row of {name} has {match!r} in its title")

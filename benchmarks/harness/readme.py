@@ -45,14 +45,14 @@ def write(check: bool = False, path: Path = ROOT / "README.md", results: Path = 
 
 
 def figures(results: Path) -> str:
-    """All tables for all GPUs, from complete files; a sentence if there is none."""
+    """Returns all tables for all GPUs, from complete files; a sentence if there is none."""
     found = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*/*.json"))]
     whole = [(path, document) for path, document in found if document.get("complete")]
     return "\n".join(section(path, document) for path, document in whole) or NOT_YET
 
 
 def section(path: Path, document: dict) -> str:
-    """One family's results on one device, from one run or several parts."""
+    """Returns one family's results on one device, from one run or several parts."""
     runs = document["runs"]
     where = runs[-1]["environment"]
     if where["commit"] is None:
@@ -124,6 +124,6 @@ def works(rows: Iterable[dict]) -> list[str]:
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> list[str]:
-    """A table; empty if it has no lines."""
+    """Returns a table; empty if it has no lines."""
     rows = [header, ["---"] * len(header), *lines]
     return [f"| {' | '.join(row)} |" for row in rows] if lines else []

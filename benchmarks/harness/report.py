@@ -15,7 +15,7 @@ BASES = ("eager", "huggingface")
 
 
 def rows(result: Result, allocator: str, ceiling: float | None = None) -> list[dict]:
-    """One JSON row per contender, timed or not.
+    """Returns one JSON row per contender, timed or not.
 
     `ceiling`, in GB/s, is the machine's copy bandwidth; it applies to the device's clock only.
     """
@@ -58,7 +58,7 @@ def times(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def goal(title: str, what: str, asked: float, measured: Ratio) -> dict:
-    """A goal's entry: our speedup over `what` must be at least `asked`."""
+    """Returns a goal's entry: our speedup over `what` must be at least `asked`."""
     found = {"title": title, "what": what, "asked": asked, "measured": measured}
     return found | {"met": measured.median >= asked}
 
@@ -83,7 +83,7 @@ def _timed(result: Result, name: str, ceiling: float | None) -> dict:
 
 
 def text(found: list[dict]) -> str:
-    """A table of one case, from its rows."""
+    """Returns a table of one case, from its rows."""
     first, megabytes = found[0], found[0]["bytes"] / 1e6
     lines = [f"{first['title']}, {megabytes:.3g} MB moved at least, {first['allocator']} allocator"]
     for row in found:
@@ -110,7 +110,7 @@ def _line(row: dict) -> str:
 
 
 def compact(result: Result, header: bool) -> str:
-    """One line per case: microseconds per call, and the speedup over eager."""
+    """Returns one line per case: microseconds per call, and the speedup over eager."""
     case, names = result.case, list(result.case.contenders())
     title = f"{case.operation.name} {case.mode} {list(case.shape)}"
     line = f"{title:<42}" + "".join(_cell(result, name) for name in names)
@@ -127,7 +127,7 @@ def _cell(result: Result, name: str) -> str:
 
 
 def reasons(results: list[Result]) -> str:
-    """Why contenders were skipped, each reason once."""
+    """Returns why contenders were skipped, each reason once."""
     every = (reason for r in results for reason in (r.skipped | r.refused).items())
     return "\n".join(f"{name}: {reason}" for name, reason in dict.fromkeys(every))
 

@@ -1,4 +1,4 @@
-"""Runs one case: creates inputs, refuses wrong contenders, times the others and a copy."""
+"""Runs one case: makes inputs, refuses wrong contenders, times the others."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -63,7 +63,7 @@ class Result:
     flops: int | None = None
 
     def ratio(self, base: str, contender: str) -> Ratio | None:
-        """The speedup over `base`; None if one of the two was not timed."""
+        """Returns the speedup over `base`; None if one of the two was not timed."""
         if base not in self.seconds or contender not in self.seconds:
             return None
         return paired_ratio(self.seconds[base], self.seconds[contender])
@@ -163,7 +163,7 @@ def _fresh_inputs(case: Case, answers: Answers) -> tuple[Tensor, ...]:
 
 
 def _call(run: Run, answers: Answers, others: Others | None) -> Call:
-    """The timed call: of one set of inputs, or alternating between two."""
+    """Returns the timed call: of one set of inputs, or alternating between two."""
     call = bind(run, answers.mode, answers.leaves, with_unit_loss(answers.grads))
     if others is None:
         return call
@@ -186,7 +186,7 @@ def _admit(
     result: Result,
     clock: Clock,
 ) -> Timed | None:
-    """A contender's call to time; the reason why not, or its error, goes into `result`."""
+    """Returns a contender's call to time; the reason why not, or its error, goes into `result`."""
     try:
         run = contender.prepare(*answers.inputs)
         with contender.scope(), poisoned() if is_ours(name) else nullcontext():
@@ -209,7 +209,7 @@ def _admit(
 
 
 def _fault(run: Run, answers: Answers, case: Case) -> str | None:
-    """The first result of `run` with too large an error, or None.
+    """Returns the first result of `run` with too large an error, or None.
 
     If the first inputs fail, the mean over DRAWS random inputs decides, and no row's error may
     exceed LUCK times eager's in any of them. A row's largest error is chance. A float32 matmul that
@@ -240,7 +240,7 @@ def _line(error: BaseException) -> str:
 
 
 def copy_of(bytes_moved: int, device: torch.device) -> Call:
-    """A copy that reads and writes `bytes_moved` in total, between mapped buffers."""
+    """Returns a copy that reads and writes `bytes_moved` in total, between mapped buffers."""
     source = torch.rand(max(1, bytes_moved // 8), device=device)  # float32: 4 bytes in, 4 out
     target = torch.ones_like(source)
     return lambda: target.copy_(source)

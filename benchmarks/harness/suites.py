@@ -1,4 +1,4 @@
-"""Selects the rows to time: a family's table, the launch table, or its goals."""
+"""Selects the rows to time: a family's table, launches, or goals."""
 
 import importlib
 import math
@@ -44,12 +44,12 @@ def goals(allocator: str) -> list[Goal]:
 
 
 def weighed() -> list[Case]:
-    """The rows whose memory is measured, under the default allocator."""
+    """Returns the rows whose memory is measured, under the default allocator."""
     return [goal.case() for goal in goals("default") if goal.of_memory is not None]
 
 
 def table(args: Namespace) -> list[Case]:
-    """The family's own ROWS, or each of its operations on each of its shapes."""
+    """Returns the family's own ROWS, or each of its operations on each of its shapes."""
     module = family(args.suite)
     if hasattr(module, "ROWS"):
         rows = own(module.QUICK_ROWS if args.quick else module.ROWS, args.full)
@@ -61,7 +61,7 @@ def table(args: Namespace) -> list[Case]:
 
 
 def own(rows: list[Case], full: bool) -> list[Case]:
-    """The family's rows; with `full`, those in bfloat16 also in float16."""
+    """Returns the family's rows; with `full`, those in bfloat16 also in float16."""
     half = [replace(row, dtype=torch.float16) for row in rows if row.dtype == torch.bfloat16]
     return rows + half if full else rows
 
@@ -74,7 +74,7 @@ def launch(quick: bool) -> list[Case]:
 
 
 def rows_of_few_tokens(result: Tensor) -> Tensor:
-    """A launch-table result in the yardstick's rows; a weight's gradient is one row.
+    """Returns a launch-table result in the yardstick's rows; a weight's gradient is one row.
 
     Each row of that gradient is a sum over the tokens, times numbers that are rounded once for the
     whole row. With one token, its largest error is a single number's, which is chance.

@@ -88,7 +88,7 @@ def _block(call: Call, scope: Callable, clock: Clock, block_s: float) -> Callabl
 
 
 def _repeats(stopwatch: Stopwatch, block_s: float) -> int:
-    """How many calls fill a block, from the fastest of three tries: noise only adds time.
+    """Returns how many calls fill a block, from the fastest of three tries: noise only adds time.
 
     It uses wall-clock time, because a clock may show less time than its measurement takes.
     """

@@ -54,7 +54,7 @@ def inputs(
 
 
 def bytes_moved(mode: str, x: Tensor, weight: Tensor, bias: Tensor) -> int:
-    """Each tensor once: forward reads 3 and writes y; backward reads dy, z and 2 more."""
+    """Counts each tensor once: forward reads 3 and writes y; backward reads dy, z and 2 more."""
     y = x.shape[0] * weight.shape[0] * x.itemsize
     forward, backward = x.nbytes + weight.nbytes + y, 2 * (x.nbytes + weight.nbytes + y)
     return {FORWARD: forward, BACKWARD: backward, TRAINING: forward + backward}[mode]
@@ -82,7 +82,7 @@ OPERATIONS = [PLAIN, GELU, SILU, RELU]
 
 
 def launch(base: Operation, activation: str | None) -> Operation:
-    """Every way to call it: eager, torch.ops, the short path, and both modules."""
+    """Returns every way to call it: eager, torch.ops, the short path, and both modules."""
 
     def through(module: type, **options) -> Contender:
         def prepare(x: Tensor, weight: Tensor, bias: Tensor):

@@ -120,7 +120,7 @@ def _model(settings: Settings, left: tuple[str, ...] | None, ids: Tensor) -> Any
 def _interleaved(
     models: dict[str, Any], ids: Tensor, settings: Settings, cache: str
 ) -> dict[str, list[Run]]:
-    """Each contender's runs, one per round, in an order shuffled for each round."""
+    """Returns each contender's runs, one per round, in an order shuffled for each round."""
     runs: dict[str, list[Run]] = {name: [] for name in models}
     order = random.Random(0)
     for _ in range(settings.rounds):
@@ -147,7 +147,7 @@ def _run(model: Any, ids: Tensor, settings: Settings, cache: str) -> Run:
 
 
 def _ran(model: Any, ids: Tensor, settings: Settings, cache: str) -> dict[str, int]:
-    """How often each attention function ran in one generate(), which also warms up."""
+    """Returns how often each attention function ran in one generate(), which also warms up."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         _run(model, ids, settings, cache)
     return {op.key: op.count for op in profiled.key_averages() if op.key in ATTENTION}
@@ -171,7 +171,7 @@ def _row(name: str, found: dict[str, list[Run]]) -> dict:
 
 
 def _equal(base: list[int], tokens: list[int]) -> int:
-    """How many tokens come before the first difference."""
+    """Returns how many tokens come before the first difference."""
     same = [a == b for a, b in zip(base, tokens, strict=True)]
     return same.index(False) if False in same else len(same)
 

@@ -98,7 +98,7 @@ def load() -> Encoder:
 
 
 def sentences(count: int) -> list[str]:
-    """The first sentences of the standard library's docstrings, module by module.
+    """Returns the first sentences of the standard library's docstrings, module by module.
 
     They depend on the Python version, so contenders are only compared within a run.
     """
@@ -148,7 +148,7 @@ def bitsandbytes(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def embed(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean over a sentence's tokens, normalized."""
+    """Returns the mean over a sentence's tokens, normalized."""
     hidden = model(**batch).last_hidden_state.float()
     mask = batch["attention_mask"][..., None]
     return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)

@@ -138,7 +138,7 @@ def _batch(ids: Tensor) -> dict[str, Tensor]:
 def _steps(
     make: Callable[[int], nn.Module], dtype: torch.dtype, ids: Tensor, args: Namespace
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Each contender's step, and the reasons why some have no step."""
+    """Returns each contender's step, and the reasons why some have no step."""
     steps, skipped = {}, {}
     for name, contender in contenders(args):
         torch.manual_seed(0)
@@ -155,7 +155,7 @@ def _steps(
 
 
 def step(model: nn.Module, ids: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A training step that can be repeated."""
+    """Returns a training step that can be repeated."""
 
     def run() -> None:
         optimizer.zero_grad()

@@ -57,7 +57,7 @@ def _apart(name: str, batch: int, threads: int) -> dict:
 
 
 def _row(name: str, batch: int, threads: int) -> dict:
-    """A contender's times and memory, or why it was skipped."""
+    """Returns a contender's times and memory, or why it was skipped."""
     torch.set_num_threads(threads)
     device = _device()
     ids = words(batch, SEQUENCE if device.type == "cuda" else 16).to(device)
@@ -80,7 +80,7 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 def _contenders(compiled: bool) -> dict[str, Callable[[nn.Module], Any]]:
-    """Each prepares a model, and returns what is called and the optimizer's class."""
+    """Returns functions that prepare a model and return the call and the optimizer class."""
     usual = partial(torch.optim.AdamW, fused=True)
     found: dict[str, Callable[[nn.Module], Any]] = {
         EAGER: lambda model: (model, usual),
@@ -104,7 +104,7 @@ def _with_liger(model: nn.Module) -> nn.Module:
 
 
 def _step(ready: Callable[[nn.Module], Any], ids: Tensor) -> Callable[[], None]:
-    """A step that ends when the device is done."""
+    """Returns a step that ends when the device is done."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     on_gpu = ids.is_cuda

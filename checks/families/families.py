@@ -39,7 +39,7 @@ def families(kind: str) -> dict[str, str]:
 
 
 def auto_class(kind: str, family: str) -> Any:
-    """The Auto class that builds a family of a kind."""
+    """Returns the Auto class that builds a family of a kind."""
     import transformers
 
     return getattr(transformers, families(kind)[family])

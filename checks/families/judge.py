@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def judge(kind: str, family: str) -> Row:
-    """The family's row in the table. A failure becomes its verdict, not an error."""
+    """Returns the family's row in the table. A failure becomes its verdict, not an error."""
     start, row = time.perf_counter(), {"kind": kind, "family": family, "verdict": UNRUN}
     with warnings.catch_warnings(), fuse_always():  # a tiny model then runs as a large one
         warnings.simplefilter("ignore")
@@ -80,7 +80,7 @@ def _judge(kind: str, family: str, row: Row) -> None:
 
 
 def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Shrinking] | Row:
-    """The family's model and a batch that it accepts, or why there is none."""
+    """Returns the family's model and a batch that it accepts, or why there is none."""
     reasons: list[tuple[str, str]] = []
     for shrinking in SHRINKINGS:
         try:
@@ -101,7 +101,7 @@ def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Shrinking
 
 
 def _build(kind: str, family: str, shrinking: Shrinking) -> nn.Module:
-    """A model in eval mode with random weights everywhere, even in norms and biases."""
+    """Returns a model in eval mode with random weights everywhere, even in norms and biases."""
     from transformers import CONFIG_MAPPING
 
     extra = {"is_decoder": True} if kind == "causal" else {}
@@ -125,7 +125,7 @@ def _build(kind: str, family: str, shrinking: Shrinking) -> nn.Module:
 
 
 def _runs(model: nn.Module, batch: dict) -> str:
-    """Why the model does not accept the batch; empty if it does."""
+    """Returns why the model does not accept the batch; empty if it does."""
     try:
         run(model, batch)
         found = run(model, batch)  # a model may cache results of the first run
@@ -205,7 +205,7 @@ def _left_over(model: nn.Module, unpatched: dict[str, Any], before: Yardstick) -
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """The results that are not bitwise equal, NaN included."""
+    """Returns the results that are not bitwise equal, NaN included."""
     both = before.keys() & after.keys()
     other = (n for n in both if not torch.equal(_bits(before[n]), _bits(after[n])))
     return sorted({*other, *(before.keys() ^ after.keys())})
@@ -219,7 +219,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _decoding(model: Any, batch: dict, row: Row) -> Yardstick | None:
-    """The logits of each generated token, if the unpatched model can decode greedily.
+    """Returns the logits of each generated token, if the unpatched model can decode greedily.
 
     All runs use the unpatched model's tokens: after one different token, all later ones would
     differ.
@@ -261,6 +261,6 @@ def _generate(model: Any, inputs: dict, **options: Any) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """The error on one line, without the path of installed packages."""
+    """Returns the error on one line, without the path of installed packages."""
     first = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {first}"[:200].rstrip()

@@ -82,7 +82,7 @@ def _pictures(model: Any, names: set[str], rows: int, draws: Any) -> Iterator[Ba
 
 
 def _whole(pictures: Tensor, configs: list, names: set[str], draws: Any) -> Iterator[Batch]:
-    """One image per row, several, a video, three channels, and other sizes."""
+    """Yields one image per row, several, a video, three channels, and other sizes."""
     name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
     rows, depth, high, wide = pictures.shape
     sizes = {"image_sizes": torch.tensor([[high, wide]] * rows)}
@@ -189,7 +189,7 @@ def _method(model: Any, name: str) -> Any:
 
 
 def _tensors(found: Any) -> list[Tensor]:
-    """The feature tensors in a model's result: a tensor, several, or a pooled output."""
+    """Returns the feature tensors in a model's result: a tensor, several, or a pooled output."""
     if isinstance(found, Tensor):
         return [found]
     pooled = getattr(found, "pooler_output", None)
@@ -206,7 +206,7 @@ def _parts(part: Any) -> list[Tensor]:
 
 
 def _first(configs: list, names: tuple[str, ...], otherwise: Any) -> Any:
-    """The attribute from the first config that has it; parts come before the whole."""
+    """Returns the attribute from the first config that has it; parts come before the whole."""
     for config in configs:
         for name in names:
             value = vars(config).get(name)

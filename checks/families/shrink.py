@@ -108,7 +108,7 @@ SHRINKINGS = (
 
 
 def tiny(cls: type[Any], shrinking: Shrinking, **more: Any) -> Any:
-    """The class's default config with smaller sizes.
+    """Returns the class's default config with smaller sizes.
 
     more: attributes to set, if the class has them.
     """
@@ -140,7 +140,7 @@ def _small(config: Any, shrinking: Shrinking, ids: dict[str, int], more: dict[st
 def _size(
     config: Any, name: str, value: Any, default: Any, shrinking: Shrinking, layers: int
 ) -> Any:
-    """An attribute's new value; LEFT if the constructor derives it from others."""
+    """Returns an attribute's new value; LEFT if the constructor derives it from others."""
     known = vars(config)
     if re.fullmatch(KEY_HEADS, name) and value == known.get("num_attention_heads"):
         return value and min(value, HEADS)  # keep key heads equal to query heads
@@ -159,7 +159,7 @@ def _size(
 
 
 def _open(name: str, layers: int) -> Any:
-    """A size for an attribute that the defaults leave unset."""
+    """Returns a size for an attribute that the defaults leave unset."""
     if name == "layer_types":
         return ["full_attention"] * min(layers, LAYERS)
     return OPEN.get(name, LEFT)

@@ -41,7 +41,7 @@ def sweep(
     again: bool = False,
     seen: Callable[[Row, int, int], object] = lambda row, done, of: None,
 ) -> Rows:
-    """The rows of `pairs` plus those already in the file, which is updated.
+    """Returns the rows of `pairs` plus those already in the file, which is updated.
 
     again: also check families that the file already has. seen: called with each new row, its number
     and the number of pairs.
@@ -60,7 +60,7 @@ def key(kind: str, family: str) -> str:
 
 
 def alone(kind: str, family: str, seconds: float, work: Work | None = None) -> Row:
-    """One family's row, from its own process, which runs `work`."""
+    """Returns one family's row, from its own process, which runs `work`."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
@@ -91,7 +91,7 @@ def _work(to: Connection, kind: str, family: str) -> None:
 
 
 def _read(file: Path | None) -> Rows:
-    """The file's rows, if they are for the installed versions."""
+    """Returns the file's rows, if they are for the installed versions."""
     held = json.loads(file.read_text()) if file is not None and file.exists() else {}
     rows = held["rows"] if held.get("versions") == versions() else []
     return {key(row["kind"], row["family"]): row for row in rows}
@@ -108,7 +108,7 @@ def _write(file: Path | None, rows: Rows) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions that the rows are for."""
+    """Returns the versions that the rows are for."""
     import torch
     import transformers
 

@@ -12,7 +12,7 @@ SITES = "norm", "residual", "attention", "mlp", "rotary", "linear", "loss"
 
 
 def line(row: Row) -> str:
-    """The line printed when a family is done."""
+    """Returns the line printed when a family is done."""
     seconds = f" {row['seconds']} s" if "seconds" in row else ""
     why = f": {row['why']}" if row.get("why") else ""
     return f"{row['kind']} {row['family']}{seconds}  {row['verdict']}{why}"
@@ -25,7 +25,7 @@ def all_right(rows: Iterable[Row]) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line per kind: how many were built, are right, and have which sites fused."""
+    """Returns one line per kind: how many were built, are right, and have which sites fused."""
     parts = [[row for row in rows if row["kind"] == kind] for kind in KINDS]
     return "\n".join(_counts(part) for part in parts if part)
 
@@ -62,7 +62,7 @@ Skipped norms are batch norms, gated norms and others that are neither `layer_no
 
 
 def markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
-    """The page: a summary, and a table of families for each kind.
+    """Returns the page: a summary, and a table of families for each kind.
 
     versions: torch's and transformers', by name.
     """

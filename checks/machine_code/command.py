@@ -1,4 +1,4 @@
-"""Compiles and checks all GPU kernels, then updates the table: `python -m checks machine-code`."""
+"""Checks all GPU kernels' machine code, updates its table: `python -m checks machine-code`."""
 
 import argparse
 import os

@@ -82,7 +82,7 @@ RUNS = {forward: "", forward_of_stripe: "", forward_and_gradient: " and gradient
 
 
 def demand(launch: Launch) -> Demand:
-    """One 16-byte access per 16 bytes that a thread reads or writes."""
+    """Demands one 16-byte access per 16 bytes that a thread reads or writes."""
     if launch.kernel.__name__ == "reduce_kernel":
         return Demand()
     facts = launch.constants
@@ -96,6 +96,6 @@ def demand(launch: Launch) -> Demand:
 
 
 def vectors(launch: Launch, names: list[str]) -> int:
-    """The number of 16-byte vectors of the given arguments per thread and tile."""
+    """Returns the number of 16-byte vectors of the given arguments per thread and tile."""
     tile = launch.constants["UNROLL"] * launch.constants["VECTOR"]
     return sum(tile * BYTES.get(launch.types[name], 0) // 16 for name in names)

@@ -88,7 +88,7 @@ EXCUSES: tuple[Excuse, ...] = (
 
 
 def failures(kernels: Iterable[Compiled], excuses: Sequence[Excuse] = EXCUSES) -> list[str]:
-    """One line per fault."""
+    """Returns one line per fault."""
     return [
         f"{one.name} on {one.arch}, {one.compiler}: {wrong}"
         for one in kernels

@@ -78,7 +78,7 @@ class Recorder:
 
 
 def recorded(calls: Iterable[Call]) -> list[tuple[str, str, Launch]]:
-    """The launches of all calls, each with its variant and case."""
+    """Returns the launches of all calls, each with its variant and case."""
     from triton import knobs
 
     recorder = knobs.runtime.jit_cache_hook = Recorder()
@@ -122,7 +122,7 @@ def compile_family(family: Any, arch: int, quick: bool) -> Iterator[Compiled]:
 def compiled(
     family: str, arch: int, path: Path | None = None, quick: bool = False
 ) -> list[Compiled]:
-    """Every launch of a family, under the triton in folder `path` or the installed one."""
+    """Returns every launch of a family, under the triton in folder `path` or the installed one."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     first = [str(path.resolve(strict=True))] if path else []
     env["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), env.get("PYTHONPATH", "")])

@@ -35,7 +35,7 @@ def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
 
 
 def lengths(longest: int, quick: bool) -> list[tuple[str, int]]:
-    """The longest row of each tile, with its range.
+    """Returns the longest row of each tile, with its range.
 
     Covers rows that share a program, have their own program, or are read block by block, each with
     whole vectors (n % 16 == 0) and ragged.
@@ -77,7 +77,7 @@ def tensors(
 
 
 def demand(launch: Launch) -> Demand:
-    """One 16-byte access per 16 bytes that a thread reads or writes."""
+    """Demands one 16-byte access per 16 bytes that a thread reads or writes."""
     if "n" not in launch.aligned:
         return Demand()
     loads, stores = TRAFFIC[launch.kernel.__name__](partial(vectors, launch), launch.constants)

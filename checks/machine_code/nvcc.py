@@ -34,7 +34,7 @@ def sources(suffix: str) -> list[Path]:
 
 
 def compiled(source: Path, architectures: Sequence[str] = ARCHITECTURES) -> list[Compiled]:
-    """Every kernel of a file, sorted by name."""
+    """Returns every kernel of a file, sorted by name."""
     found = read(object_of(source, architectures))
     names = dict(zip(found, demangled(name for _, name in found), strict=True))
     order = sorted(found, key=lambda key: (names[key], architectures.index(key[0])))
@@ -77,7 +77,7 @@ def gencode(arch: str) -> list[str]:
 
 @functools.cache
 def flags() -> list[str]:
-    """The build's flags, plus the flags that torch adds to every extension."""
+    """Returns the build's flags, plus the flags that torch adds to every extension."""
     return [*cpp_extension.COMMON_NVCC_FLAGS, *building.NVCC_FLAGS]
 
 
@@ -117,7 +117,7 @@ def _nvcc(source: Path, target: Path, *arguments: str) -> int:
 
 
 def stub() -> Path:
-    """A folder with an empty version of the header that a torch without CUDA lacks."""
+    """Returns a folder with an empty version of the header that a torch without CUDA lacks."""
     header = BUILD / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
     write(header, b"#pragma once\n")
     return BUILD / "include"

@@ -106,7 +106,7 @@ def _own_hash() -> bytes:
 
 @functools.cache
 def tool(name: str) -> str:
-    """A CUDA toolkit program that comes with triton."""
+    """Returns a CUDA toolkit program that comes with triton."""
     spec = importlib.util.find_spec("triton")  # not imported: it may not be interpreting here
     if spec is None or spec.origin is None:
         raise SystemExit(f"machine-code needs {name}, which comes with the package triton")

@@ -55,7 +55,7 @@ def sections(kernels: Sequence[Compiled]) -> dict[str, str]:
 
 
 def cell(row: Sequence[Compiled], fact: str) -> str:
-    """One fact of a row: each architecture's value, or its range."""
+    """Returns one fact of a row: each architecture's value, or its range."""
     values: dict[str, list] = {}
     for one in row:
         values.setdefault(one.arch, []).append(getattr(one.resources, fact))

@@ -51,7 +51,7 @@ class Run:
         return ", ".join(f"{found[name]} {name}" for name in ("passed", "failed", "skipped"))
 
     def of(self, test: str) -> str:
-        """A test's outcome, with its subtests', in words."""
+        """Returns a test's outcome, with its subtests', in words."""
         known = self.outcomes.get(test)
         if known is None:
             return "absent"
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complaints(plain: Run, patched: Run) -> Iterator[str]:
-    """The tests whose outcome differs, and whatever invalidates the comparison."""
+    """Yields the tests whose outcome differs, and whatever invalidates the comparison."""
     if not any(test["outcome"] == "passed" for test in plain.outcomes.values()):
         yield "no test passed without patch"
     if not patched.models:
@@ -116,7 +116,7 @@ def pytest(path: Path, tests: list[str], selection: str, patch: bool) -> Run:
 
 
 def _from_package(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """The folder for PYTHONPATH, and pytest's arguments."""
+    """Returns the folder for PYTHONPATH, and pytest's arguments."""
     folder = unpacked(importlib.metadata.version("transformers"))
     return folder, [f"{OURS}::{model}" for model in args.models]
 
@@ -128,7 +128,7 @@ def _from_checkout(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def unpacked(version: str) -> Path:
-    """The folder with a transformers' tests, from its source distribution, as PACKAGE."""
+    """Returns the folder with a transformers' tests, from its source distribution, as PACKAGE."""
     _need_parameterized()
     folder = WORK / version
     if not (folder / "complete").exists():

@@ -32,7 +32,7 @@ def words(tokens: int = TOKENS) -> Tensor:
 
 
 def mask(tokens: int = TOKENS) -> Tensor:
-    """Every second row is padded on the right."""
+    """Returns a mask that pads every second row on the right."""
     seen = torch.ones(BATCH, tokens, dtype=torch.long)
     seen[::2, -2:] = 0
     return seen
@@ -210,7 +210,7 @@ class ModelTester:
 
 
 def case(family: Family) -> type:
-    """A family's test case: transformers' methods with our tester."""
+    """Returns a family's test case: transformers' methods with our tester."""
     classes = tuple(getattr(transformers, name) for name in family.classes)
 
     def setUp(self: Any) -> None:

@@ -1,4 +1,4 @@
-"""Measures one contender's peak memory in a fresh process that trains a few steps."""
+"""Measures one contender's peak memory during training, in a new process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Finds sites in a model that fused kernels can replace, swaps them, and reports.
+"""Replaces sites in a model by fused kernels, and reports them.
 
 Sites are recognised in three ways, each a subpackage on top of `core`: by running a module
 (`modules`), by reading the lines of a forward (`lines`), and through transformers' hooks

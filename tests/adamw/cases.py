@@ -36,7 +36,7 @@ OPTIONS = {
 
 @dataclass
 class Step:
-    """Arguments of `adamw_step` for some tensors of one kind."""
+    """Arguments of `adamw_step` for several tensors of one kind."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -60,7 +60,7 @@ class Step:
         return replace(self, **lists)
 
     def run(self, backend: str) -> "Step":
-        """A step on a backend, of a copy."""
+        """Runs a copy of a step on a backend."""
         done = self.copy()
         with fusedops.backend(backend), poisoned():
             torch.ops.fusedops.adamw_step(*done.arguments(), **self.more)
@@ -71,7 +71,7 @@ class Step:
 
 
 def _copied(t: Tensor) -> Tensor:
-    """A copy with the strides, and with what lies between the elements."""
+    """Returns a copy with equal strides and equal bytes between the elements."""
     size = t.untyped_storage().nbytes() // t.itemsize
     return (
         t.as_strided((size,), (1,), 0).clone().as_strided(t.shape, t.stride(), t.storage_offset())
@@ -89,7 +89,7 @@ def step_of(
     backend: str = "cpu",
     **options: float,
 ) -> Step:
-    """A step in the midst of a training, with random states."""
+    """Returns a step in the middle of a training, with random states."""
     torch.manual_seed(len(shapes))
     made = Step([], [], [], [], [], options=[*(OPTIONS | options).values()])
     for index, shape in enumerate(shapes):
@@ -125,7 +125,7 @@ def _placed(made: Step, backend: str) -> Step:
 
 
 def widened(step: Step, dtype: torch.dtype) -> Step:
-    """The same step without any rounding of what is kept: of `dtype`, from what codes stand for."""
+    """Returns the same step in `dtype`, with codes decoded and nothing rounded."""
     wide = step.copy()
     scales, remainders = iter(wide.scales), iter(wide.remainders)
     for i, p in enumerate(wide.params):
@@ -143,7 +143,7 @@ def widened(step: Step, dtype: torch.dtype) -> Step:
 
 
 def check(step: Step, backend: str, redrawn: int = 0) -> Step:
-    """Assert that a step on a backend is as good as eager float32, and returns it.
+    """Asserts that a backend's step is as accurate as eager float32, and returns it.
 
     What is stored in fewer bits must be what the reference makes of a result that passes: of the
     kernel's own, which nobody sees, it is the nearest or the one that the random bits choose, so at
@@ -184,7 +184,7 @@ def check(step: Step, backend: str, redrawn: int = 0) -> Step:
 
 
 def _check_computed(name: str, triples: list[tuple[Tensor, ...]]) -> None:
-    """The yardstick, over each tensor; over those of few elements, whose luck varies, as one."""
+    """Applies the yardstick to each large tensor, and to all small tensors together."""
     long = [triple for triple in triples if triple[0].numel() > 64]
     short = [tuple(t.flatten() for t in triple) for triple in triples if triple[0].numel() <= 64]
     if short:
@@ -198,7 +198,7 @@ def _check_computed(name: str, triples: list[tuple[Tensor, ...]]) -> None:
 
 
 def _redrawn(step: Step, seed: int) -> Step:
-    """The step in float64, with float32's roundings drawn by chance."""
+    """Returns the step in float64, with float32's rounding errors drawn at random."""
     wide = widened(step, torch.float64)
     with Rounded(torch.float32, seed):
         adamw_step_reference(*wide.arguments(), **step.more)
@@ -222,6 +222,6 @@ def _check_stored(name: str, ours: Tensor, theirs: Tensor) -> None:
 
 
 def _ordered(t: Tensor) -> Tensor:
-    """A 16-bit floating number as an int that counts those below it."""
+    """Maps a 16-bit float to an int with the same order."""
     bits = t.contiguous().view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)

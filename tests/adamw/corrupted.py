@@ -20,7 +20,7 @@ KINDS = {
 
 
 def optimizer_of(kind, named=True):
-    """After some steps. Two groups: the last parameter has one of its own."""
+    """Returns an optimizer after some steps. Its last parameter has its own group."""
     dtype, options = KINDS[kind]
     draw = torch.Generator().manual_seed(0)
     params = {
@@ -34,7 +34,7 @@ def optimizer_of(kind, named=True):
 
 
 def entry(parameter, name, make):
-    """A corruption: what `make` makes of an entry of a parameter's state; None takes it away."""
+    """Corrupts one entry of a parameter's state with `make`; None removes the entry."""
 
     def corrupt(state_dict):
         state = state_dict["state"][parameter] = dict(state_dict["state"][parameter])
@@ -46,7 +46,7 @@ def entry(parameter, name, make):
 
 
 def whole(parameter, state):
-    """A corruption: another state of a parameter."""
+    """Replaces a parameter's whole state."""
 
     def corrupt(state_dict):
         state_dict["state"][parameter] = state
@@ -60,7 +60,7 @@ def without_scales(state_dict):
 
 
 def option(group, name, value, **others):
-    """A corruption: other values of a group's options."""
+    """Changes a group's options."""
 
     def corrupt(state_dict):
         state_dict["param_groups"][group] |= {name: value, **others}

@@ -52,7 +52,7 @@ class Device:
             yield
 
     def one(self) -> bool:
-        """Does one thing that may be done now, if there is any."""
+        """Runs one queued item that may run now, if there is one."""
         ready = [stream for stream in self.streams if stream.ready()]
         if ready:
             self.draw.choices(ready, [stream.speed for stream in ready])[0].one()
@@ -74,7 +74,7 @@ class Stream:
         self.speed = device.draw.choice([0.01, 1, 100])
 
     def add(self, entry) -> None:
-        """entry: to be called, or the stream and count to wait for."""
+        """Queues an entry: a function to call, or a stream and count to wait for."""
         self.queue.append(entry)
         self.queued += 1
         self.device.some()
@@ -128,7 +128,7 @@ class Queued(TorchFunctionMode):
 
 
 class Place:
-    """Where the parameters of a test lie, and AdamW with their states on the host."""
+    """A test's device for parameters, and AdamW with their states on the host."""
 
     def __init__(self, name: str, device: Device | None) -> None:
         self.name = name
@@ -146,7 +146,7 @@ class Place:
             self.streams.finish()
 
     def train(self, optimizer, steps=5, first=1):
-        """As `train`."""
+        """Like `adamw_training.train`, with this place's optimizer."""
         for i in range(first, first + steps):
             self.gradients(params_of(optimizer), i)
             optimizer.step()
@@ -159,7 +159,7 @@ class Place:
             p.grad = torch.randn(p.shape, generator=draw).to(p)
 
     def assert_same(self, ours, wanted) -> None:
-        """The same bits, and ours are indeed stepped by chunks."""
+        """Asserts equal bits, and that our optimizer stepped in chunks."""
         assert_offloaded(ours)
         for p, q in zip(params_of(ours), params_of(wanted), strict=True):
             assert torch.equal(p.cpu(), q)
@@ -176,7 +176,7 @@ def assert_offloaded(optimizer) -> None:
 
 
 def make_place(name, monkeypatch, seed=0) -> Place:
-    """Chunks of 6000 bytes: of the tensors of `adamw_training` three are cut, four are not."""
+    """Returns a place with chunks of 6000 bytes: three training tensors are split."""
     monkeypatch.setattr(offload, "CHUNK", 6000)
     device = Device(seed) if name == "late" else None
     if name != "cuda":

@@ -20,12 +20,12 @@ def fresh():
 
 
 def frames():
-    """The frames that Dynamo has compiled so far."""
+    """Returns how many frames Dynamo has compiled so far."""
     return counters["frames"]["total"]
 
 
 def train_compiled(optimizer, call, steps=5, first=1):
-    """`adamw_training.train` with another way to step."""
+    """Runs `adamw_training.train` with a compiled step."""
     for i in range(first, first + steps):
         gradients(params_of(optimizer), i)
         call()
@@ -116,7 +116,7 @@ def test_a_load_in_between_is_seen():
 
 @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
 def test_nothing_grows(kind):
-    """Neither what Dynamo compiles, while the learning rate changes, nor the tensors alive."""
+    """Compiled frames and live tensors stay constant while the learning rate changes."""
     optimizer = kind(parameters(), max_grad_norm=1.0)
     call = torch.compile(optimizer.step)
     counted = []

@@ -29,7 +29,7 @@ def test_the_whole_model_is_one_launch_and_two_with_clipping(state_dtype, limit,
 @pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.parametrize("state_dtype", FORMATS)
 def test_graph_replays_what_eager_gives(state_dtype, limit):
-    """The learning rate is a tensor, which a scheduler may change between two replays."""
+    """The learning rate is a tensor that a scheduler changes between replays."""
 
     def make():
         lr = torch.tensor(1e-2, device="cuda")
@@ -71,7 +71,7 @@ def test_nothing_synchronises(kind, limit):
 
 
 def test_parameters_in_several_places():
-    """A GPU's and a CPU's are clipped by the norm of both."""
+    """Parameters on a GPU and a CPU are clipped by their common norm."""
 
     def make(kind, **options):
         params = [*on_the_gpu(), *parameters()]

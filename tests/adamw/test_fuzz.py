@@ -31,7 +31,7 @@ def shapes(most: int = 6) -> st.SearchStrategy[list[tuple[int, ...]]]:
 
 
 def laid_out(name: str):
-    """A tensor's values in another layout."""
+    """Returns a tensor's values in another memory layout."""
 
     def layout(t: torch.Tensor) -> torch.Tensor:
         if t.dim() == 0 or t.numel() == 0:
@@ -44,7 +44,7 @@ def laid_out(name: str):
 
 @st.composite
 def steps(draw: st.DrawFn, backend: str):
-    """Arguments of the operator in the midst of a training."""
+    """Draws the operator's arguments in the middle of a training."""
     dtype = draw(st.sampled_from(list(ROUNDINGS)))
     step = step_of(
         draw(shapes()),
@@ -85,7 +85,7 @@ def test_as_the_reference(backend, data):
 
 @given(data=st.data())
 def test_as_torchs(data):
-    """The same trainings: gradients that come and go, options and groups that change."""
+    """Both train alike, with gradients that come and go, options and groups that change."""
     made = data.draw(shapes(4))
     options = {
         "lr": data.draw(st.sampled_from([1e-3, 1e-1])),

@@ -191,7 +191,7 @@ def test_scaling(backend, more, limit):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_regular_or_not_a_block_of_codes_is_stepped_alike(backend, dtype, size, grad_scale):
-    """Gradients and factors so large or small that products of them are not as they should be."""
+    """Uses gradients and factors whose products overflow or underflow."""
     step = step_of([(600,)], dtype, "int8", backend=backend)
     step.grads[0].mul_(size / step.grads[0].abs().max())
     step.exp_avg_sqs[0].zero_(), step.scales[1].zero_()  # beside which a square might not show
@@ -242,7 +242,7 @@ def test_zeros(backend, eps):
 
 
 def test_the_largest_moments_have_the_last_codes(backend):
-    """A root that is found a little too large, and a random byte on top, end where codes end."""
+    """A root that is slightly too large, plus a random byte, still gives the last code."""
     step = step_of([(256 * 500,)], moments="int8", backend=backend)
     for t in (step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales):
         t.zero_()
@@ -253,7 +253,7 @@ def test_the_largest_moments_have_the_last_codes(backend):
 
 
 def test_a_table_that_is_kept_follows_the_tensors(backend):
-    """As an optimizer keeps it, whose gradients are elsewhere at each step."""
+    """Like in an optimizer, the gradients have new addresses in each step."""
     kept = {"host_table": torch.zeros(4096, dtype=torch.uint8)}
     kept["table"] = torch.zeros(4096, dtype=torch.uint8, device=device_of(backend))
     for shape in ((300,), (40, 30)):
@@ -264,7 +264,7 @@ def test_a_table_that_is_kept_follows_the_tensors(backend):
 
 
 def test_same_bits_in_any_company(backend):
-    """A tensor's step does not depend on the tensors beside it, nor on the number of threads."""
+    """A tensor's step does not depend on other tensors or on the thread count."""
     alone = step_of([(5000,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
     with_others = step_of([(5000,)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
     others = step_of([(777,)] * 5, torch.bfloat16, "int8", STOCHASTIC, backend=backend)
@@ -292,7 +292,7 @@ def test_squares(backend, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_squares_of_many(backend, dtype):
-    """A part of the sum is more than a warp takes at a time, or a CPU adds in float32."""
+    """Each part of the sum exceeds what a warp takes at a time or a CPU adds in float32."""
     sizes = [500_003, *[3000] * 30]
     grads = [torch.randn(n, device=device_of(backend)).to(dtype) for n in sizes]
     wanted, first = sum(g.double().square().sum() for g in grads), grads[0][0].double()
@@ -327,7 +327,7 @@ def once(backend):
 
 
 def test_codes_come_back(backend):
-    """Encoding what codes stand for gives the codes, whatever the random bits."""
+    """Encoding decoded values gives the same codes, whatever the random bits."""
     once(backend)
     m = torch.arange(-127, 129).clamp(max=127).to(torch.int8)
     v = torch.arange(256).to(torch.uint8)

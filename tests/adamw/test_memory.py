@@ -1,4 +1,4 @@
-"""Loaded AdamW states that overlap, are lazy or have gaps step like clean copies."""
+"""AdamW steps loaded states with overlaps or gaps like clean copies."""
 
 import copy
 
@@ -15,14 +15,14 @@ def with_gaps(t):
 
 
 def negative(t):
-    """t with the negative bit."""
+    """Returns t with the negative bit set."""
     lazy = torch.complex(torch.zeros_like(t), -t).conj().imag
     assert lazy.is_neg()
     return lazy
 
 
 def conjugate(t):
-    """t with the conjugate bit."""
+    """Returns t with the conjugate bit set."""
     assert t.conj().resolve_conj().conj().is_conj()
     return t.conj().resolve_conj().conj()
 
@@ -32,7 +32,7 @@ def expanded(t):
 
 
 def windows(t):
-    """Rows that overlap."""
+    """Returns overlapping rows."""
     return torch.rand(t.numel()).as_strided(t.shape, (t.shape[1] // 2, 1))
 
 
@@ -47,7 +47,7 @@ def shared(parameter, name, other):
 
 
 def overlapping(state_dict):
-    """Two moments in one buffer, with 100 elements of both."""
+    """Returns two moments in one buffer that share 100 elements."""
     buffer = torch.rand(9900)
     state_dict["state"][0] |= {"exp_avg": buffer[4900:], "exp_avg_sq": buffer[:5000]}
 
@@ -58,7 +58,7 @@ def shared_step(state_dict):
 
 
 def shared_by_parameters(state_dict):
-    """One tensor for entries of two parameters, in other shapes."""
+    """Returns one tensor as the state of two parameters, in different shapes."""
     for name in ("exp_avg", "exp_avg_sq"):
         first = state_dict["state"][0][name]
         state_dict["state"][1][name] = first[:231].view(33, 7)
@@ -98,7 +98,7 @@ LOADS = {
 
 
 def clean(value):
-    """A copy in which each tensor has memory of its own, contiguous."""
+    """Returns a copy in which each tensor is contiguous and has its own memory."""
     if isinstance(value, torch.Tensor):
         return value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if isinstance(value, dict):
@@ -122,7 +122,7 @@ def test_a_load_steps_as_from_a_clean_copy(of):
 
 
 def test_a_parameter_in_its_own_state():
-    """A step writes both."""
+    """The step writes to both."""
     optimizer, other = optimizer_of("float32"), optimizer_of("float32")
     states = [copy.deepcopy(o.state_dict()) for o in (optimizer, other)]
     states[0]["state"][0]["exp_avg"] = params_of(optimizer)[0].detach()
@@ -135,7 +135,7 @@ def test_a_parameter_in_its_own_state():
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "float64"])
 def test_sound_tensors_are_kept_as_torch_keeps_them(kind):
-    """Also views of one buffer, as files have them: copies would double the memory of a load."""
+    """Views of one file's buffer too: copies would double a load's memory."""
     optimizer, state_dict = optimizer_of(kind), copy.deepcopy(optimizer_of(kind).state_dict())
     first, last = (state_dict["state"][i] for i in (0, 2))
     buffer = torch.cat([last["exp_avg"].view(-1), first["exp_avg"]])

@@ -88,7 +88,7 @@ def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_of_other_streams(monkeypatch, seed):
-    """Two streams that do not wait for each other step parameters of their own."""
+    """Two independent streams each step their own parameters."""
     place = make_place("late", monkeypatch, seed)
     ours, wanted = place.adamw(parameters()), AdamW(parameters())
     currents = [place.streams.Stream() for _ in range(2)]
@@ -163,7 +163,7 @@ class TestParameters:
 
     @pytest.mark.parametrize("how", ["copied", "through data", "replaced", "a state dict"])
     def test_weights_that_are_written_between_steps(self, place, how):
-        """Only a part of them moves the version counter."""
+        """Only some of the writes change the version counter."""
 
         def write(optimizer):
             for i, p in enumerate(params_of(optimizer)):
@@ -218,7 +218,7 @@ class TestParameters:
         assert state() is None
 
     def test_chunks_are_alike(self, place):
-        """Of 1.2 MB of parameters and gradients none has more than a chunk or less than half."""
+        """No chunk of 1.2 MB of parameters is over the chunk size or under half of it."""
         ours = place.adamw(parameters(shapes=[(100000,), (33, 7), (40, 1000), (300, 30)]))
         place.train(ours, 1)
         (_, bucket), *_ = ours._plan.buckets
@@ -262,7 +262,7 @@ class TestOptions:
         place.assert_same(ours, wanted)
 
     def test_offloading_that_is_switched(self, place):
-        """The state goes where it belongs."""
+        """The state moves to the right device."""
         ours, wanted = place.adamw(parameters()), AdamW(parameters())
         for i, where in enumerate(["cpu", None, "cpu"]):
             ours.param_groups[0]["offload"] = where
@@ -319,7 +319,7 @@ class TestScaling:
         assert_close([p.cpu() for p in params_of(ours)], params_of(wanted), atol=tolerance)
 
     def test_clipping_goes_over_all(self, place):
-        """A parameter without a kernel stays where it is, and counts for the norm."""
+        """A parameter without a kernel stays on its device and counts for the norm."""
         wide = parameters(torch.float64, shapes=[(20,)])
         ours = place.adamw([*parameters(), *wide], max_grad_norm=0.5)
         wanted = AdamW([*parameters(), *parameters(torch.float64, [(20,)])], max_grad_norm=0.5)
@@ -461,7 +461,7 @@ class TestStates:
         place.assert_same(later, wanted)
 
     def test_an_option_that_the_kernels_do_not_take(self, place):
-        """Torch's own lines have the state where the parameter is."""
+        """With torch's own code the state is on the parameter's device."""
         ours, theirs = place.adamw(parameters()), torch.optim.AdamW(parameters())
         for i, differentiable in enumerate([False, True, False]):
             ours.param_groups[0]["differentiable"] = differentiable

@@ -14,7 +14,7 @@ pytestmark = needs_cuda
 
 
 def test_the_device_is_not_waited_for():
-    """Another stream is busy before, while and after a step is taken."""
+    """Another stream is busy before, during and after a step."""
     params = [p.detach().cuda().requires_grad_() for p in parameters(shapes=[(3000, 4000)] * 3)]
     optimizer = AdamW8bit(params, offload="cpu", max_grad_norm=1.0)
     for p in params:
@@ -50,7 +50,7 @@ def test_the_gpu_has_no_states():
 
 
 def test_work_behind_a_step_sees_its_weights():
-    """Without a wait by the host, and with gradients that are still being written."""
+    """The host does not wait, and gradients are still being written."""
     wanted = AdamW(parameters(shapes=[(2000, 3000), (5000,)]))
     ours = AdamW([p.detach().cuda().requires_grad_() for p in params_of(wanted)], offload="cpu")
     seen = []

@@ -48,7 +48,7 @@ def assert_holds(optimizer, steps, moments):
 
 
 def assert_goes_on(optimizer, moments, steps, first):
-    """As torch's AdamW does from the decoded moments."""
+    """Asserts that training continues as torch's AdamW from the decoded moments."""
     torchs = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params_of(optimizer)])
     for p, (m, v) in zip(params_of(torchs), moments, strict=True):
         m, v = (t.clone().reshape(p.shape) for t in (m, v))
@@ -57,7 +57,7 @@ def assert_goes_on(optimizer, moments, steps, first):
 
 
 def of_bitsandbytes(state):
-    """Decoded by its own lines."""
+    """Decodes bitsandbytes' moments with bitsandbytes' own code."""
     functional = pytest.importorskip("bitsandbytes.functional")
     return [
         functional.dequantize_blockwise(
@@ -137,7 +137,7 @@ def codes(n, seed):
 
 
 def by_hand(n=5000, block=256):
-    """Codes, map and largest of each block, of both moments, and what they stand for."""
+    """Returns both moments' codes, map and block maxima, and the decoded values."""
     maps = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
     largest = [torch.rand(-(-n // block)) + 0.5 for _ in maps]
     found = [codes(n, seed) for seed in (1, 2)]

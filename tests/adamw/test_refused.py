@@ -13,7 +13,7 @@ from fusedops.optim.adamw.state import SCALES, wide_moments
 
 
 def bits(state_dict):
-    """Everything in a state dict, comparable with ==."""
+    """Returns a state dict's content in a form that == compares bit by bit."""
     if isinstance(state_dict, torch.Tensor):
         t = state_dict.detach().contiguous()
         return t.dtype, t.shape, bytes(t.reshape(-1).view(torch.uint8).tolist())
@@ -23,7 +23,7 @@ def bits(state_dict):
 
 
 def everything(optimizer):
-    """Its state dict, parameters, hooks, and which objects the groups and the states are."""
+    """Returns the optimizer's state dict, parameters, hooks and object identities."""
     hooks = {name: list(value) for name, value in vars(optimizer).items() if "hooks" in name}
     objects = [id(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups)]
     objects += [id(t) for state in optimizer.state.values() for t in state.values()]
@@ -55,7 +55,7 @@ def test_a_corrupted_state_dict_changes_nothing(of):
 
 
 def bits_of_what_has_some(value):
-    """`bits` of a state dict in which anything may be."""
+    """Like `bits`, for a state dict that may contain any objects."""
     if isinstance(value, dict):
         return {key: bits_of_what_has_some(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -123,7 +123,7 @@ def test_a_hook_that_raises_changes_nothing():
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_states_of_no_parameter_stay_as_they_are(kind):
-    """As torch's: a state that is not a parameter's is copied."""
+    """Like in torch, a state that belongs to no parameter is copied."""
     optimizer, tensor = optimizer_of(kind), torch.ones(3)
     state_dict = copy.deepcopy(optimizer.state_dict())
     state_dict["state"] |= {"ours": {"mine": tensor}, 99: {"exp_avg": tensor}}
@@ -164,7 +164,7 @@ def test_options_that_torch_steps_with_are_loaded(options, kind):
 
 
 def test_options_of_a_capturable_optimizer_are_loaded():
-    """torch steps such parameters on GPUs alone."""
+    """torch steps such parameters only on GPUs."""
     optimizer = optimizer_of("float32")
     state_dict = copy.deepcopy(optimizer.state_dict())
     for group in state_dict["param_groups"]:

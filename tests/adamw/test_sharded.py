@@ -31,7 +31,7 @@ def run(cases: list[str], ranks: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder into which two ranks have saved a checkpoint, after all other cases."""
+    """Returns the folder in which two ranks saved a checkpoint."""
     folder = tmp_path_factory.mktemp("ranks")
     run(ON_TWO, 2, folder)
     return folder

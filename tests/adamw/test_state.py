@@ -124,7 +124,7 @@ def test_safetensors(tmp_path):
 
 
 def test_states_of_bitsandbytes():
-    """Its 8-bit state by its own field names; the map of codes is part of the state."""
+    """Loads its 8-bit state by its field names; the state includes the code map."""
     p = parameters(shapes=[(5000,)])[0]
     optimizer = AdamW8bit([p])
     codes = torch.arange(5000) % 256

@@ -45,7 +45,7 @@ def interpreted(backend):
 
 
 def skip_what_does_not_run(backend, dtype, size=1):
-    """Triton's interpreter truncates bfloat16, and takes a second for some tiles."""
+    """Skips bfloat16 and slow tiles in Triton's interpreter."""
     if interpreted(backend) and (dtype == torch.bfloat16 or size > 40000):
         pytest.skip("not in the interpreter")
 
@@ -55,7 +55,7 @@ def drawn(seed, *shape):
 
 
 def heads(batch, q_heads, kv_heads, queries, keys, width, v_width=None, dtype=F32):
-    """q, k, v"""
+    """Returns q, k and v."""
     q = drawn(1, batch, queries, q_heads, width).transpose(1, 2)
     k = drawn(2, batch, keys, kv_heads, width).transpose(1, 2)
     v = drawn(3, batch, keys, kv_heads, width if v_width is None else v_width).transpose(1, 2)
@@ -63,7 +63,7 @@ def heads(batch, q_heads, kv_heads, queries, keys, width, v_width=None, dtype=F3
 
 
 def options(names, batch, q_heads, queries, keys):
-    """The keywords of these features."""
+    """Returns the keyword arguments for these features."""
     found = {}
     for name in names:
         found |= FEATURES[name](batch, q_heads, queries, keys)
@@ -71,7 +71,7 @@ def options(names, batch, q_heads, queries, keys):
 
 
 def compare(qkv, backend, **how):
-    """out, lse and the gradients of q, k, v and of the tensors among the keywords.
+    """Checks out, lse and all gradients against the reference.
 
     The yardstick's rows are heads, and eager's roundings are drawn anew by another order of the
     width: where few numbers make up a result, eager's error is now and then almost none by chance.
@@ -119,7 +119,7 @@ def by_heads(t):
 
 
 def results(run, leaves, cotangents, **how):
-    """out and lse, detached, and the gradients of the leaves."""
+    """Returns out, lse and the leaves' gradients, detached."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     outputs = run(*leaves, **how)
     return *(o.detach() for o in outputs), *torch.autograd.grad(outputs, leaves, cotangents)

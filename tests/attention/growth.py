@@ -10,7 +10,7 @@ from fusedops import nn
 
 
 def attention(*, heads: int = 4, kv_heads: int = 4, queries: int = 16, dtype=F32, **how):
-    """`how` holds attention's arguments; a callable draws a fresh tensor at each call."""
+    """Returns a subject with options `how`; callables in it draw a new tensor per call."""
     drawn = {name: how.pop(name) for name in tuple(how) if callable(how[name])}
 
     def run(q, k, v, *more):
@@ -52,7 +52,7 @@ def sequence():
 
 
 class SelfAttention(nn.MultiheadAttention):
-    """MultiheadAttention over one tensor. weights: whether it returns attention weights."""
+    """MultiheadAttention with one input. weights: whether it returns attention weights."""
 
     weights = False
 

@@ -81,7 +81,7 @@ class Bias(Drawn):
 
 @dataclass(frozen=True)
 class Ends(Drawn):
-    """cu_seqlens."""
+    """Draws cu_seqlens."""
 
     ends: tuple[int, ...] = ()
 
@@ -90,8 +90,8 @@ class Ends(Drawn):
 
 
 @st.composite
-def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
-    """A call that the function's docstring allows."""
+def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
+    """Draws a call that the function's docstring allows."""
     dtype, width, v_width, (heads, kv_heads) = (draw(s) for s in (DTYPES, WIDTHS, WIDTHS, HEADS))
     ours = op == "attention"
     varlen = ours and draw(st.integers(0, 3)) == 3
@@ -100,9 +100,9 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
         if varlen
         else draw(st.sampled_from([(2,), (1,), (3,)] * 4 + [(0,)] if ours else LEADS))
     )
-    most //= max(1, math.prod(lead) * heads * max(width, v_width))
-    queries = min(draw(LENGTHS), most)
-    keys = min(draw(LENGTHS), most // max(1, queries))
+    max_size //= max(1, math.prod(lead) * heads * max(width, v_width))
+    queries = min(draw(LENGTHS), max_size)
+    keys = min(draw(LENGTHS), max_size // max(1, queries))
     options: dict[str, Any] = {
         "scale": draw(SCALES) if width else 0.5,
         "dropout_p": draw(DROPOUTS),
@@ -141,7 +141,7 @@ HIDE = {"causal", "is_causal", "window", "bias", "attn_mask"}
 
 @st.composite
 def biases(draw: st.DrawFn, scores: tuple[int, ...], dtype: torch.dtype) -> Bias:
-    """A shape that broadcasts to the scores."""
+    """Draws a bias whose shape broadcasts to the scores."""
     shape = tuple(size if draw(st.booleans()) else 1 for size in scores)
     shape = shape[draw(st.integers(0, len(shape))) :]
     kind = draw(st.sampled_from([torch.bool, dtype, F32]))
@@ -167,7 +167,7 @@ def options_beyond_torchs(draw, heads, keys, dtype) -> dict[str, Any]:
 
 @st.composite
 def sequences(draw: st.DrawFn, queries: int, keys: int, whole: bool) -> dict[str, Any]:
-    """Some of them empty, and tokens after the last unless they are the whole."""
+    """Draws sequences: some are empty, and some tokens may follow the last one."""
     count = draw(st.integers(int(whole), 4))
     found: dict[str, Any] = {}
     for name, tokens in (("q", queries), ("k", keys)):
@@ -208,14 +208,13 @@ def torchs_reference(
     whole = (*query.shape[:-1], key.shape[-2])
     bias = None if attn_mask is None else in_four(attn_mask.expand(whole))
     q, k, v = map(in_four, (query, key, value))
-    how = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "top_left": True}
-    out, _ = attention_reference(q, k, v, bias=bias, **how)
+    kwargs = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "top_left": True}
+    out, _ = attention_reference(q, k, v, bias=bias, **kwargs)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def as_broadcast(query, key, value, enable_gqa):
-    """All with the batch and heads that they broadcast to; with enable_gqa, key and value with
-    equal heads."""
+    """Returns all tensors with their broadcast batch and heads."""
     end = -3 if enable_gqa else -2
     tensors = query, key, value
     batch = torch.broadcast_shapes(*(t.shape[:end] for t in tensors))
@@ -256,7 +255,7 @@ class Terms(Rounded):
 
 
 def compare(call: Call, found: dict | Exception) -> None:
-    """Assert that what we give is as good, head by head, as what the reference gives."""
+    """Asserts that each head is as accurate as the reference's."""
     if isinstance(found, Exception):
         raise found
     made, reference = call.made(), REFERENCES[call.op]
@@ -289,7 +288,7 @@ def products(kind: bool | None):
 
 
 def ours(call: Call, backend: str, bfloat16: bool | None = None) -> dict | Exception:
-    """Our function's result or error. bfloat16: how the CPU multiplies it."""
+    """Returns our result or error. bfloat16: how the CPU multiplies it."""
     if backend == "composite":
         return attempt(composite(OURS[call.op]), call)
     with products(bfloat16), fusedops.backend(backend), poisoned():
@@ -359,7 +358,7 @@ def test_example(why, bfloat16, backend):
 
 @st.composite
 def broken(draw: st.DrawFn, op: str) -> Call:
-    """A call with one argument that is wrong, or that at least is not what is documented."""
+    """Draws a call with one wrong or undocumented argument."""
     call = draw(calls(op, 512))
     name = draw(st.sampled_from(sorted(call.arguments.keys() - {"kept"})))
     arguments = call.arguments | {name: draw(st.sampled_from(wrong_values(name, call)))}
@@ -369,7 +368,7 @@ def broken(draw: st.DrawFn, op: str) -> Call:
 
 
 def wrong_values(name: str, call: Call) -> list[Any]:
-    """Invalid values to try in place of a valid one."""
+    """Returns invalid values to try in place of a valid one."""
     if name in WRONG:
         return WRONG[name]
     if name.startswith("cu_seqlens"):

@@ -55,23 +55,23 @@ def test_forward_and_gradients(backend, dtype, products, feature, shape):
     batch, q_heads, kv_heads, queries, keys, width = shape
     if interpreted(backend) and q_heads == 8:  # half the heads, as many to a group
         q_heads, kv_heads = 4, kv_heads // 2
-    how = options([feature] if feature else [], batch, q_heads, queries, keys)
+    kwargs = options([feature] if feature else [], batch, q_heads, queries, keys)
     qkv = heads(batch, q_heads, kv_heads, queries, keys, width, dtype=dtype)
-    compare(qkv, backend, **how)
+    compare(qkv, backend, **kwargs)
 
 
 @ON
 @pytest.mark.parametrize("feature", [None, *(name for name in FEATURES if name != "dropout")])
 def test_one_number(backend, feature):
-    qkv, how = (
+    qkv, kwargs = (
         on(backend, *heads(1, 1, 1, 1, 1, 8)),
         options([feature] if feature else [], 1, 1, 1, 1),
     )
-    how = {k: on(backend, v)[0] if isinstance(v, torch.Tensor) else v for k, v in how.items()}
+    kwargs = {k: on(backend, v)[0] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     cotangents = on(backend, drawn(4, 1, 1, 1, 8), drawn(5, 1, 1, 1))
     with fusedops.backend(backend), poisoned():
-        found = results(attention_and_lse, qkv, cotangents, **how)
-    expected = results(attention_reference, qkv, cotangents, **how)
+        found = results(attention_and_lse, qkv, cotangents, **kwargs)
+    expected = results(attention_reference, qkv, cotangents, **kwargs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
 
@@ -86,8 +86,8 @@ PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"mask", "bi
 def test_pairs_of_features(backend, dtype, products, pair, shape):
     skip_what_does_not_run(backend, dtype)
     batch, q_heads, _, queries, keys, _ = shape
-    how = options(pair, batch, q_heads, queries, keys)
-    compare(heads(*shape, dtype=dtype), backend, **how)
+    kwargs = options(pair, batch, q_heads, queries, keys)
+    compare(heads(*shape, dtype=dtype), backend, **kwargs)
 
 
 @ON
@@ -119,7 +119,7 @@ def test_values_of_another_width(backend, dtype, products):
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (3, 0)}, {"softcap": 3.0}])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_sequences(backend, how, index):
-    """Of different lengths, one without queries, one without keys, and tokens after the last."""
+    """Lengths differ; one has no queries, one no keys, and tokens follow the last one."""
     cu_q = torch.tensor([0, 20, 20, 27, 60], dtype=index)
     cu_k = torch.tensor([0, 31, 40, 40, 73], dtype=index)
     q, k, v = (t[0].transpose(0, 1) for t in heads(1, 4, 2, 64, 75, 32))
@@ -146,8 +146,8 @@ def test_queries_that_see_nothing(backend, queries, sinks):
     q, k, v = heads(2, 2, 1, queries, 30, 16)
     seen = drawn(6, 2, 1, queries, 30) > 0
     seen[0, 0, 1], seen[1] = False, False
-    how = {"sinks": drawn(7, 2)} if sinks else {}
-    compare((q, k, v), backend, bias=seen, **how)
+    kwargs = {"sinks": drawn(7, 2)} if sinks else {}
+    compare((q, k, v), backend, bias=seen, **kwargs)
     additive = torch.where(seen, 0.0, -torch.inf)
     q, k, v, additive = on(backend, q, k, v, additive)
     cotangents = on(backend, torch.ones(2, 2, queries, 16), torch.zeros(2, 2, queries))
@@ -162,20 +162,20 @@ def test_queries_that_see_nothing(backend, queries, sinks):
 @pytest.mark.parametrize("queries,keys", [(2, 30), (40, 30), (2, 300)])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
-    """As masks are made for eager: a row with nothing else has the mean of v, and its gradients."""
+    """Eager masks use it: a row with no other bias gets the mean of v, and its gradients."""
     qkv = on(backend, *heads(1, 2, 1, queries, keys, 16))
     bias = torch.zeros(queries, keys)
     bias[0], bias[1, 5:] = torch.finfo(F32).min, torch.finfo(F32).min
     bias, sink = on(backend, bias, torch.full((2,), torch.finfo(F32).min))
-    how = {"bias": bias} | ({"sinks": sink / 2} if sinks else {})
+    kwargs = {"bias": bias} | ({"sinks": sink / 2} if sinks else {})
     cotangents = on(backend, drawn(4, 1, 2, queries, 16), drawn(5, 1, 2, queries))
 
     def run(function, *leaves):
-        return results(function, leaves, cotangents, **how)
+        return results(function, leaves, cotangents, **kwargs)
 
     with fusedops.backend(backend), poisoned():
         found = run(attention_and_lse, *qkv)
-        plain = attention(*qkv, **how)
+        plain = attention(*qkv, **kwargs)
     torch.testing.assert_close(plain, found[0])
     if not sinks:
         torch.testing.assert_close(plain[0, :, 0], qkv[2].mean(2).expand(1, 2, -1)[0])
@@ -186,7 +186,7 @@ def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
 @ON
 @pytest.mark.parametrize("width,v_width", [(0, 8), (8, 0), (0, 0)])
 def test_no_width(backend, width, v_width):
-    """Scores of 0, or outputs without a number."""
+    """With width 0, scores are 0 or outputs are empty."""
     qkv = on(backend, *heads(1, 2, 1, 3, 5, width, v_width=v_width))
     cotangents = on(backend, drawn(4, 1, 2, 3, v_width), drawn(5, 1, 2, 3))
     with fusedops.backend(backend), poisoned():
@@ -217,7 +217,7 @@ def test_empty(backend, shape):
 @ON
 @pytest.mark.parametrize("queries", [2, 40])
 def test_a_window_as_wide_as_numbers_go_is_open(backend, queries):
-    """No place in it overflows."""
+    """No position overflows."""
     qkv = heads(1, 4, 2, queries, 37, 16, dtype=torch.float32)
     widest = 2**63 - 1
     for window, same in (
@@ -273,7 +273,7 @@ def test_masks_of_all_shapes(backend, queries):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("queries", [2, 40, 130])
 def test_nan_and_inf(backend, value, queries):
-    """They stay in their rows, and reach what sees them."""
+    """They stay in their rows and reach every query that sees them."""
     q, k, v = heads(1, 2, 1, queries, 300 if queries == 2 else 50, 16)
     q[0, 1, 1, 3] = value
     q, k, v = on(backend, q, k, v)
@@ -290,7 +290,7 @@ def test_nan_and_inf(backend, value, queries):
 @ON
 @TILES
 def test_nan_stays_in_its_sequence(backend, dtype, products):
-    """Which is longer than the next, of no whole block of queries or keys."""
+    """The sequence is longer than the next and does not fill its last block."""
     skip_what_does_not_run(backend, dtype)
     of_q, of_k = torch.tensor([0, 40, 46]), torch.tensor([0, 60, 81])
     q, k, v = (t[0].transpose(0, 1).clone() for t in heads(1, 2, 1, 81, 81, 24, dtype=dtype))
@@ -302,9 +302,9 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
         for t in args if bad else ():
             t[20:36] = torch.nan
         moved = on(backend, *args), on(backend, *cotangents)
-        given = dict(zip(how, on(backend, *how.values()), strict=True))
+        kwargs = dict(zip(how, on(backend, *how.values()), strict=True))
         with fusedops.backend(backend), poisoned():
-            out, lse, dq, dk, dv = results(attention_and_lse, *moved, **given)
+            out, lse, dq, dk, dv = results(attention_and_lse, *moved, **kwargs)
         runs.append((out[40:], lse[:, 40:], dq[40:], dk[60:], dv[60:]))
         assert out[:40].isnan().any() == bad
     assert all(map(torch.equal, *runs))
@@ -314,7 +314,7 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
 @TILES
 @pytest.mark.parametrize("queries", [2, 40])
 def test_a_mask_hides_nan(backend, dtype, products, queries):
-    """As what pads a batch may be."""
+    """A batch's padding may contain NaN."""
     skip_what_does_not_run(backend, dtype)
     q, k, v = heads(2, 2, 1, queries, 50, 16, dtype=dtype)
     seen = (torch.arange(50) < torch.tensor([[30], [50]]))[:, None, None]
@@ -349,7 +349,7 @@ def test_the_same_bits_each_time(backend):
 
 @ON
 def test_sinks_without_lse(backend):
-    """Their gradient is that of an lse without one."""
+    """The sinks' gradient equals that of an lse without a sink."""
     q, k, v, sinks = on(backend, *heads(2, 4, 2, 20, 30, 16), drawn(8, 4))
     sinks.requires_grad_()
     with fusedops.backend(backend):
@@ -383,14 +383,14 @@ def test_threads_do_not_change_the_bits():
 
 
 def test_keys_split_among_threads():
-    """The parts of a long cache, joined: with a window, a sink, a part that nobody sees."""
+    """Joins the parts of a long cache, with a window, a sink, and an unseen part."""
     q, k, v = heads(1, 2, 1, 2, 5000, 32)
-    for how in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}):
-        alone = attention(q, k, v, **how)
+    for kwargs in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}):
+        alone = attention(q, k, v, **kwargs)
         with threads(4):
-            split = attention(q, k, v, **how)
+            split = attention(q, k, v, **kwargs)
         assert torch.equal(split, alone)
-        torch.testing.assert_close(split, attention_reference(q, k, v, **how)[0])
+        torch.testing.assert_close(split, attention_reference(q, k, v, **kwargs)[0])
 
 
 def test_masks_have_no_gradient_and_scores_do():

@@ -26,7 +26,7 @@ PAIRS += [("float", "float")]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of the fused function."""
+    """Records the calls of the fused function."""
     run, made = attention.scaled_dot_product_attention, []
 
     def counted(*args, **kwargs):
@@ -38,7 +38,7 @@ def calls(monkeypatch):
 
 
 def twins(dtype=torch.float64, **options):
-    """Ours and torch's, with the same parameters."""
+    """Returns our module and torch's, with equal parameters."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(EMBED, HEADS, **options).to(dtype)
     for p in theirs.parameters():
@@ -56,7 +56,7 @@ def inputs(module, dtype=torch.float64, length=LENGTH, source=SOURCE):
 
 
 def same(ours, theirs, args, **kwargs):
-    """Outputs and gradients, of the inputs, the parameters and what else has one."""
+    """Asserts equal outputs, and equal gradients of inputs and parameters."""
     results = []
     for module in (ours, theirs):
         leaves = [a.detach().clone().requires_grad_() for a in args]
@@ -133,14 +133,14 @@ def test_a_float_mask_has_a_gradient():
 @pytest.mark.parametrize("name", ["plain", "batch_first", "bias_kv"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_causal(name, padded, calls):
-    """The hint stands for the mask, unless a padding mask comes with it."""
+    """is_causal replaces the mask, unless there is also a padding mask."""
     ours, theirs = twins(**OPTIONS[name])
     mask = nn.Transformer.generate_square_subsequent_mask(SOURCE, dtype=torch.float64)
-    how = {"attn_mask": mask, "is_causal": True}
+    kwargs = {"attn_mask": mask, "is_causal": True}
     pad = padding("float")
     pad[1, :3] = 0.5  # the first query sees a key
-    how |= {"key_padding_mask": pad} if padded else {}
-    same(ours, theirs, inputs(ours, length=SOURCE), **how)
+    kwargs |= {"key_padding_mask": pad} if padded else {}
+    same(ours, theirs, inputs(ours, length=SOURCE), **kwargs)
     assert len(calls) == 1
 
 
@@ -157,8 +157,8 @@ def test_unbatched(name, calls):
     args = [t[0] if ours.batch_first else t[:, 0] for t in inputs(ours)]
     out = same(ours, theirs, args)
     assert out.shape == (LENGTH, EMBED)
-    how = {"key_padding_mask": padding("bool")[0], "attn_mask": masks("bool")}
-    same(ours, theirs, args, **how)
+    kwargs = {"key_padding_mask": padding("bool")[0], "attn_mask": masks("bool")}
+    same(ours, theirs, args, **kwargs)
     same(ours, theirs, args, attn_mask=masks("float", (HEADS, LENGTH, SOURCE)))
     assert len(calls) == 3
 
@@ -178,8 +178,8 @@ def test_self_attention_is_one_product(name, calls):
 def test_weights_are_torchs(calls):
     ours, theirs = twins()
     for average in (True, False):
-        how = {"key_padding_mask": padding("bool"), "average_attn_weights": average}
-        got, want = ours(*inputs(ours), **how), theirs(*inputs(ours), **how)
+        kwargs = {"key_padding_mask": padding("bool"), "average_attn_weights": average}
+        got, want = ours(*inputs(ours), **kwargs), theirs(*inputs(ours), **kwargs)
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     assert not calls
 
@@ -253,8 +253,8 @@ def test_compiles(name):
     ours, _ = twins(torch.float32, **OPTIONS[name])
     args = inputs(ours, torch.float32)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    how = {"need_weights": False, "key_padding_mask": padding("bool")}
-    torch.testing.assert_close(compiled(*args, **how)[0], ours(*args, **how)[0])
+    kwargs = {"need_weights": False, "key_padding_mask": padding("bool")}
+    torch.testing.assert_close(compiled(*args, **kwargs)[0], ours(*args, **kwargs)[0])
 
 
 def test_autocast():

@@ -28,7 +28,7 @@ def chosen(name, arch, a, monkeypatch):
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("arch", [80, 86, 90, 100, 120])
 def test_by_architecture_and_call(name, arch, monkeypatch):
-    """sm_90 has tiles of its own for plain calls in 16 bits, of some widths."""
+    """sm_90 has its own tiles for plain 16-bit calls of some widths."""
     tiles = TILES[name]
     for width in (64, 128, 256, 512):
         for dtype in (torch.bfloat16, torch.float16):
@@ -52,9 +52,9 @@ def test_by_the_wider_of_the_padded_widths(name, q_width, width, padded, monkeyp
 
 
 def test_a_block_has_the_registers_that_it_may_use():
-    """65536 of a multiprocessor: nothing is launched with more."""
+    """A multiprocessor has 65536 registers; a launch with more fails."""
     for tiles in TILES.values():
         for table in tiles:
             for _, _, warps, _, *registers in table.values():
-                most = (registers or [255])[0]
-                assert most is None or (most + 1) * 32 * warps <= 65536
+                max_registers = (registers or [255])[0]
+                assert max_registers is None or (max_registers + 1) * 32 * warps <= 65536

@@ -8,5 +8,5 @@ TESTS = Path(__file__).parents[1]  # the working directory in which `command` fi
 
 
 def command(name: str, *args: Any) -> list[str]:
-    """The words that run children/NAME.py: `subprocess.run(command(...), cwd=TESTS)`."""
+    """Returns the command that runs children/NAME.py: `subprocess.run(command(...), cwd=TESTS)`."""
     return [sys.executable, "-m", f"children.{name}", *map(str, args)]

@@ -47,7 +47,7 @@ def resumed(saved):
 
 
 def kill(folder, after):
-    """Kills a process that saves, some seconds after its first file is whole."""
+    """Kills a saving process some seconds after its first file is complete."""
     child = os.fork()
     if child == 0:
         save_in_a_loop(folder)

@@ -32,7 +32,7 @@ def build(model, dtype):
 
 
 def step(model):
-    """The fused sites and a step's tensors, by name."""
+    """Returns the fused sites and a step's tensors, by name."""
     report = fusedops.patch(model, verify={"input_ids": IDS})
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
@@ -44,10 +44,10 @@ def step(model):
 
 def main(folder):
     models = {(name, dtype): build(name, dtype) for name in MODELS for dtype in (F32, BF16)}
-    for name, how in {"float32": {}, **DEFAULTS}.items():
+    for name, kwargs in {"float32": {}, **DEFAULTS}.items():
         child = os.fork()
         if child == 0:
-            with default(**how):
+            with default(**kwargs):
                 results = {of: step(model) for of, model in models.items()}
             torch.save(results, folder / f"{name}.pt")
             os._exit(0)

@@ -31,7 +31,7 @@ def batch(rank):
 
 
 def step(model, rank, of_logits=0.0):
-    """(outputs, what is differentiated)"""
+    """Returns the outputs and the tensor to differentiate."""
     outputs = model(input_ids=batch(rank), labels=batch(rank))
     if not of_logits:
         return outputs, outputs.loss
@@ -39,7 +39,7 @@ def step(model, rank, of_logits=0.0):
 
 
 def wanted(**how):
-    """The mean gradient over the ranks' batches."""
+    """Returns the mean gradient over the ranks' batches."""
     model = build(tie_word_embeddings=how.pop("tied", False))
     loss = sum(step(model, rank, **how)[1] for rank in range(RANKS)) / RANKS
     return gradients(model, loss)
@@ -65,8 +65,8 @@ def ddp(rank):
         for static in (False, True):
             for of_logits in (0.0, 0.5):
                 model = patched(build())
-                how = {"find_unused_parameters": unused, "static_graph": static}
-                both = DistributedDataParallel(model, **how)
+                kwargs = {"find_unused_parameters": unused, "static_graph": static}
+                both = DistributedDataParallel(model, **kwargs)
                 for _ in range(2):
                     model.zero_grad()
                     outputs, loss = step(both, rank, of_logits)

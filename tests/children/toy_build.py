@@ -31,7 +31,7 @@ def main(original: Path) -> None:
 
 
 def object_of(step: building.Step, original: Path) -> str | None:
-    """The other tree's result of the step, if it has the same sources there."""
+    """Returns the other tree's build output for a step with equal sources."""
     made = original / Path(step.made).relative_to(toolchain.ROOT)
     if step.rule == "link" or not made.exists():
         return None

@@ -81,7 +81,7 @@ def test_tritons_kernels_with_gradients(name):
 
 
 class kernels_counted(TorchDispatchMode):
-    """The calls of kernel operators."""
+    """Counts the calls of kernel operators."""
 
     def __enter__(self):
         super().__enter__()
@@ -125,7 +125,7 @@ def test_a_quantized_product_rounds_its_operands(format, how):
 
 
 def test_they_are_torchs_functions():
-    """Against functions that have no code in common with the references."""
+    """Compares with functions that share no code with the references."""
     x, residual, weight, bias = drawn(3, 96), drawn(96, 3).T, drawn(96), drawn(96)
     near = torch.testing.assert_close
     near(functional.layer_norm(x, [96], weight, bias), F.layer_norm(x, [96], weight, bias))

@@ -33,7 +33,7 @@ def interpreted(backend):
 
 
 def skip_what_does_not_run(backend, dtype, rows=1, classes=1):
-    """Triton's interpreter truncates bfloat16, and takes a second for some rows."""
+    """Skips bfloat16 and slow rows in Triton's interpreter."""
     if not interpreted(backend):
         return
     large = rows > 60 or rows * classes > (25000 if dtype == F32 else 2000)
@@ -42,7 +42,7 @@ def skip_what_does_not_run(backend, dtype, rows=1, classes=1):
 
 
 def targets(rows, classes, ignored=True, seed=3):
-    """Of which some are ignored where there are enough."""
+    """Returns targets; some are ignored if there are enough."""
     draw = torch.Generator().manual_seed(seed)
     target = torch.randint(0, max(classes, 1), (rows,), generator=draw)
     if ignored and rows > 2:
@@ -60,7 +60,7 @@ def class_weight(classes, dtype=F32):
 
 
 def head(rows, features, classes, dtype=F32):
-    """input, linear_weight, linear_bias"""
+    """Returns input, linear_weight and linear_bias."""
     draw = torch.Generator().manual_seed(6)
     x = torch.randn(rows, features, generator=draw)
     w = torch.randn(classes, features, generator=draw) * 3 / max(features, 1) ** 0.5
@@ -75,7 +75,7 @@ def in_dtype_of(x, t):
 
 
 def compare(args, backend, weight=None, **how):
-    """args: logits and targets."""
+    """Checks cross_entropy against its reference. args: logits and targets."""
 
     def with_weight(run):
         return lambda x, t: run(x, t, in_dtype_of(x, weight), **how)

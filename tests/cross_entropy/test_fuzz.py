@@ -82,14 +82,14 @@ OPTIONS = {
 
 
 @st.composite
-def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
-    """A call that the function's docstring allows."""
+def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
+    """Draws a call that the function's docstring allows."""
     dtype = draw(st.sampled_from(FLOATS))
     size = st.integers(1, 9) | st.sampled_from(SIZES)
     if op == "cross_entropy":
-        most = min(most, 32768)
-    classes = min(max(1, draw(size)), most)
-    rows = min(draw(size), most // classes)
+        max_size = min(max_size, 32768)
+    classes = min(max(1, draw(size)), max_size)
+    rows = min(draw(size), max_size // classes)
     tensors: dict[str, Any] = {}
     if op == "cross_entropy":
         shape: tuple[int, ...] = (rows,)
@@ -99,7 +99,7 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
         tensors["input"] = draw(drawn(whole, dtype))
     else:
         features = min(
-            draw(st.integers(0, 9) | st.sampled_from(SIZES)), most // (classes * max(1, rows))
+            draw(st.integers(0, 9) | st.sampled_from(SIZES)), max_size // (classes * max(1, rows))
         )
         shape = draw(st.sampled_from([(rows,), (1, rows), (rows, 1)]))
         tensors["input"] = draw(drawn((*shape, features), dtype))
@@ -123,7 +123,7 @@ def calls(draw: st.DrawFn, op: str, most: int = MOST) -> Call:
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
-    """Invalid values to try in place of a valid one."""
+    """Returns invalid values to try in place of a valid one."""
     wrong = {
         "reduction": ["avg", "", "MEAN", None],
         "label_smoothing": [-0.1, 1.5, math.nan, "1"],
@@ -184,7 +184,7 @@ OF_TERMS = {"cross_entropy": loss_of_terms, "linear_cross_entropy": product_of_t
 
 
 def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Assert that what we give is as good as what the reference gives in the inputs' dtype.
+    """Asserts that `found` is as accurate as the reference in the inputs' dtype.
 
     Of a row that is ignored nothing is computed, where torch's gradient of a NaN is one.
     """

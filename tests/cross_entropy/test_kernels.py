@@ -42,7 +42,7 @@ def test_forward_and_gradients(backend, dtype, options, shape, weighted):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_float32_loss_of_16_bits(backend, dtype, reduction):
-    """As exact as torch's of the logits in float32: no rounding of the loss, nor of its sum."""
+    """Neither the loss nor its sum is rounded, like torch's loss of float32 logits."""
     skip_what_does_not_run(backend, dtype)
     compare((logits(40, 999, dtype), targets(40, 999)), backend, dtype=F32, reduction=reduction)
 
@@ -65,7 +65,7 @@ def test_rows_that_grow(backend):
 
 @ON
 def test_sure_predictions(backend):
-    """A loss near 0 keeps its digits: lse and the target's logit are not rounded before."""
+    """A loss near 0 stays accurate, because lse and the target's logit are not rounded."""
     x, target = logits(6, 50), targets(6, 50, ignored=False)
     x[torch.arange(6), target] = 25.0
     compare((x, target), backend, reduction="none")
@@ -96,7 +96,7 @@ def test_every_target_is_ignored(backend, options):
 @ON
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_targets_that_weigh_nothing(backend, smoothing):
-    """Loss and gradient are NaN, as torch's, also where classes that are no target weigh."""
+    """Loss and gradient are NaN, like torch's, even if other classes have weights."""
     target = targets(6, 39)
     args = logits(6, 40), target, (torch.arange(40) == 39).float() * smoothing
     x, target, weight = placed(args, device_of(backend))
@@ -153,7 +153,7 @@ def test_ignored_rows_are_not_looked_at(backend):
     "columns", [slice(3, 4), slice(0, 1024), slice(0, 1500), slice(1400, 1500)]
 )
 def test_nan_and_inf(backend, softcap, value, columns):
-    """Some logits, a whole block of them, all of a row."""
+    """In some logits, in a whole block, and in a whole row."""
     x, target = logits(4, 1500), targets(4, 1500, ignored=False)
     target[0], target[1] = 3, 1450
     x[:2, columns] = value
@@ -176,14 +176,14 @@ def test_nan_and_inf(backend, softcap, value, columns):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("options", ["mean", "sum", "none", "all"])
 def test_gradients_in_the_forward(backend, dtype, options):
-    """They are rounded before they are scaled, so the loss's own gradient is a power of two."""
+    """They are rounded before scaling, so the loss's gradient here is a power of two."""
     skip_what_does_not_run(backend, dtype)
     x, target = placed((logits(11, 1500, dtype), targets(11, 1500)), device_of(backend))
-    how = OPTIONS[options]
+    kwargs = OPTIONS[options]
 
     def run(function, x, cotangent, **more):
         leaf = x.clone().requires_grad_()
-        loss = function(leaf, target, **how, **more)
+        loss = function(leaf, target, **kwargs, **more)
         again = torch.autograd.grad(loss, leaf, torch.ones_like(loss), retain_graph=True)
         return *again, *torch.autograd.grad(loss, leaf, torch.full_like(loss, cotangent))
 

@@ -52,7 +52,7 @@ def test_forward_and_gradients(backend, dtype, options, shape, more, products):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("shape", [(50, 40, 160), (300, 40, 1500)], ids=str)
 def test_a_frozen_weight(backend, dtype, reduction, shape, products):
-    """Input and bias have gradients, and then the bias alone."""
+    """Input and bias have gradients, then only the bias."""
     rows, _, classes = shape
     skip(backend, dtype, products, shape)
     x, w, b = head(*shape, dtype)
@@ -147,7 +147,7 @@ def test_strides(backend):
 
 @ON
 def test_the_backward_may_run_again(backend):
-    """The gradients that the forward has made are given away by the last backward alone."""
+    """Only the last backward gives away the gradients that the forward computed."""
     x, w, _ = head(20, 16, 50)
     x, w, target = placed((x, w, targets(20, 50)), device_of(backend))
     leaves = [x.requires_grad_(), w.requires_grad_()]
@@ -221,7 +221,7 @@ def test_as_cross_entropy_of_the_product(backend):
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_targets_are_added_last(reduction):
-    """Half of eager's error at most: no sum on the way is rounded at the size of their terms."""
+    """At most half of eager's error, because no partial sum is rounded at the targets' size."""
     x, w, _ = head(256, 64, 4000)
     w, target = w / 8, targets(256, 4000, ignored=False)
 
@@ -241,10 +241,10 @@ def test_targets_are_added_last(reduction):
 def test_a_mean_over_weights_of_zero(backend, label_smoothing):
     x, w, _ = head(6, 12, 40)
     x, w, target, of_class = placed((x, w, targets(6, 40), torch.zeros(40)), device_of(backend))
-    how = {"weight": of_class, "label_smoothing": label_smoothing}
+    kwargs = {"weight": of_class, "label_smoothing": label_smoothing}
     with fusedops.backend(backend):
-        loss = linear_cross_entropy(x, w, target, **how)
-    assert loss.isnan() and linear_cross_entropy_reference(x, w, target, **how).isnan()
+        loss = linear_cross_entropy(x, w, target, **kwargs)
+    assert loss.isnan() and linear_cross_entropy_reference(x, w, target, **kwargs).isnan()
 
 
 def test_a_target_that_is_no_class():
@@ -292,7 +292,7 @@ def test_a_scaled_float16_loss(backend, trained):
 
 
 class Masks(TorchDispatchMode):
-    """Which gradients the forwards are asked for."""
+    """Records which gradients each forward is asked to compute."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +315,7 @@ def test_gradients_that_nobody_wants_are_not_made():
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 def test_the_logits_never_exist(dtype):
-    """Beside the gradients the pieces take a quarter of their float32 bytes at most."""
+    """Scratch memory is at most a quarter of the float32 logits."""
     x, w, _ = head(2048, 8, 4096, dtype)
     leaves = [x.requires_grad_(), w.requires_grad_()]
     target = targets(2048, 4096)

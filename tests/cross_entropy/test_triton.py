@@ -34,7 +34,7 @@ def on_device(*tensors):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Of 16 rows or classes."""
+    """Sets tiles of 16 rows or classes."""
     monkeypatch.setattr(linear, "tile_size", lambda device: 1)
     monkeypatch.setattr(linear, "LEAST", 16)
 
@@ -91,7 +91,7 @@ def test_outputs_are_those_of_the_meta_kernels(operator, reduction, made):
 
 
 class NeverWaits(TorchDispatchMode):
-    """Fails where the host would read what the device has computed."""
+    """Fails if the host reads a value that the device computed."""
 
     WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
 
@@ -114,7 +114,7 @@ def test_the_host_does_not_wait(operator, reduction, small_tiles):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_target_that_is_no_class(weighted, smoothing, small_tiles):
-    """Its row is NaN, and no other."""
+    """Only its row becomes NaN."""
     rows, classes = 7, 40
     wrong, right = [0, 2, 3, 5], [1, 4, 6]
     x, target = logits(rows, classes), targets(rows, classes, ignored=False)
@@ -169,11 +169,11 @@ def loss_and_gradient(x, target, **how):
 @pytest.mark.parametrize("made", [False, True])
 def test_tiles(classes, dtype, made):
     args = logits(2, classes, dtype), targets(2, classes)
-    how = {"reduction": "sum", "grad_in_forward": made}
+    kwargs = {"reduction": "sum", "grad_in_forward": made}
     for more in ({}, {"label_smoothing": 0.1, "softcap": 20.0}):
         check(
-            of(cross_entropy, **how, **more),
-            of(cross_entropy_reference, **how, **more),
+            of(cross_entropy, **kwargs, **more),
+            of(cross_entropy_reference, **kwargs, **more),
             args,
             "triton",
         )
@@ -199,21 +199,23 @@ def test_a_tile_covers_a_row_with_the_fewest_warps():
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_the_parts_of_a_row(dtype):
-    """Rows that begin and end anywhere in a vector, among neighbours that must not be touched."""
+    """Rows begin and end anywhere in a vector; their neighbours must not change."""
     for n in (1, 6, 9, 30):
         for first in range(0, 9, 2):
             whole = logits(5, 40 + n % 2, dtype)
             weight = class_weight(n)
             args = whole[:, first : first + n], targets(5, n)
-            how = {"weight": weight, "label_smoothing": 0.2, "reduction": "none"}
-            check(of(cross_entropy, **how), of(cross_entropy_reference, **how), args, "triton")
+            kwargs = {"weight": weight, "label_smoothing": 0.2, "reduction": "none"}
+            check(
+                of(cross_entropy, **kwargs), of(cross_entropy_reference, **kwargs), args, "triton"
+            )
 
 
 def test_a_softcap_far_above_the_logits():
-    """tanh keeps the digits of a small number."""
+    """tanh stays accurate for small numbers."""
     args = logits(4, 5) / 100, targets(4, 5, ignored=False)
-    how = {"softcap": 50.0, "reduction": "none"}
-    check(of(cross_entropy, **how), of(cross_entropy_reference, **how), args, "triton")
+    kwargs = {"softcap": 50.0, "reduction": "none"}
+    check(of(cross_entropy, **kwargs), of(cross_entropy_reference, **kwargs), args, "triton")
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -228,7 +230,7 @@ def test_a_row_has_the_same_bits_among_others(made):
 
 
 def test_logits_of_the_least_float():
-    """It may mask a row, or the columns of a thread, as -inf may."""
+    """It may mask a row, or a thread's columns, like -inf."""
     least = torch.finfo(F32).min
     x, target = on_device(logits(3, 3000), torch.tensor([2, 2, 2900]))
     x[0], x[1, :2500], x[2, :2500] = least, least, -torch.inf
@@ -254,10 +256,10 @@ def test_stripes_of_classes(dtype, options, last, small_tiles):
     x, w, b = head(6, 20, 40, dtype)
     b = b + torch.linspace(0, last, 40).to(dtype)
     target = torch.tensor([3, 15, 16, -100, 31, 39])
-    how = STRIPES[options] | {"weight": class_weight(40) if options == "all" else None}
+    kwargs = STRIPES[options] | {"weight": class_weight(40) if options == "all" else None}
 
     def with_bias(run):
-        return lambda x, w, t, b: of(run, linear_bias=b, **how)(x, w, t)
+        return lambda x, w, t, b: of(run, linear_bias=b, **kwargs)(x, w, t)
 
     pair = with_bias(linear_cross_entropy), with_bias(linear_cross_entropy_reference)
     check(*pair, (x, w, target, b), "triton")
@@ -265,7 +267,7 @@ def test_stripes_of_classes(dtype, options, last, small_tiles):
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_whole_rows(dtype, small_tiles):
-    """A forward that makes the gradients, over three tiles of rows: what the backward makes."""
+    """Gradients from the forward, over three tiles of rows, equal the backward's."""
     rows, classes = 35, 19
     op, args = linear_forward(rows, classes, dtype, MEAN, F32, True)
     x, w, target, b, *_ = args

@@ -19,7 +19,7 @@ CASES = [(kind, name) for kind in KINDS for name in BACKENDS]
 
 
 def inputs(shape, dtype, packed=False, up_dtype=None):
-    """gate and up of `shape`, or both in one tensor."""
+    """Returns gate and up of `shape`, or both in one tensor."""
     draw = torch.Generator().manual_seed(12)
     gate, up = (torch.randn(shape, generator=draw) * 2 + 0.25 for _ in range(2))
     if packed:
@@ -28,5 +28,5 @@ def inputs(shape, dtype, packed=False, up_dtype=None):
 
 
 def compare(kind, backend, args):
-    function, reference, how = KINDS[kind]
-    check(function, reference, args, backend, **how)
+    function, reference, kwargs = KINDS[kind]
+    check(function, reference, args, backend, **kwargs)

@@ -16,7 +16,7 @@ FORMS = pytest.mark.parametrize("packed", [False, True], ids=["separate", "packe
 @pytest.mark.parametrize("backend", BACKENDS)
 @FORMS
 def test_more_elements_than_int32_counts(backend, packed):
-    """Rows are independent: the last ones alone give the same bits."""
+    """Rows are independent, so the last ones alone give the same bits."""
     shape = (2**31 // 8192 + 3, 8192)
     if torch.cuda.mem_get_info()[0] < 2 * 8 * shape[0] * shape[1]:
         pytest.skip("needs 32 GiB of free GPU memory")

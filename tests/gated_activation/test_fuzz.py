@@ -40,10 +40,10 @@ def reference(op: str):
 
 
 @st.composite
-def calls(draw: st.DrawFn, op: str, most: int = 32768) -> Call:
-    """A call that the function's docstring allows."""
+def calls(draw: st.DrawFn, op: str, max_size: int = 32768) -> Call:
+    """Draws a call that the function's docstring allows."""
     packed = draw(st.booleans())
-    shape = draw(shapes(most).filter(len) if packed else shapes(most))
+    shape = draw(shapes(max_size).filter(len) if packed else shapes(max_size))
     dtypes = st.sampled_from(FLOATS)
     usual = draw(dtypes)
     up_dtype = usual if draw(st.integers(0, 2)) else draw(dtypes)
@@ -70,7 +70,7 @@ def keywords(op: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
-    """Invalid values to try in place of a valid one."""
+    """Returns invalid values to try in place of a valid one."""
     if name in ("gate", "up"):
         like = arguments[name] or arguments["gate"]
         wrong = wrong_tensors(like)
@@ -85,7 +85,7 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
 
 
 def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Assert that what we give is as good as what the reference gives in the inputs' dtype.
+    """Asserts that `found` is as accurate as the reference in the inputs' dtype.
 
     Of an infinite up the reference's gradient is inf - inf where ours is infinite, as that of
     torch's silu and gelu: they add the terms of the activation's derivative first.

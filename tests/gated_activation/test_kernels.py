@@ -45,14 +45,14 @@ def test_up_in_another_dtype(backend, dtype, up_dtype):
 @pytest.mark.parametrize("alpha", [1.0, 1.702, -0.5, 0.0])
 @pytest.mark.parametrize("up_offset", [0.0, 1.0, -2.5])
 def test_limit_alpha_and_offset(backend, limit, alpha, up_offset):
-    how = {"limit": limit, "alpha": alpha, "up_offset": up_offset}
+    kwargs = {"limit": limit, "alpha": alpha, "up_offset": up_offset}
     for args in (inputs((1500,), torch.float32), inputs((1500,), torch.float16, packed=True)):
-        check(swiglu, gated_activation.swiglu_reference, args, backend, **how)
+        check(swiglu, gated_activation.swiglu_reference, args, backend, **kwargs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_bounds_pass_the_gradient(backend):
-    """As torch's clamp has it; one step beyond nothing passes, and a NaN passes nothing."""
+    """Like in torch's clamp: one step beyond the bound and for NaN the gradient is 0."""
     bounds = torch.tensor([-2.0, 2.0, -2.0000002, 2.0000002, torch.nan])
     gate, up = bounds.repeat(5), bounds.repeat_interleave(5)
     with fusedops.backend(backend):
@@ -72,13 +72,13 @@ FAR += [1e13, 1e20, 3e38, torch.inf]
 @pytest.mark.parametrize("kind,backend", CASES)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_each_value_alone(kind, backend, sign):
-    """No element hides behind the error of a larger one. Some roundings past eager are allowed."""
-    function, reference, how = KINDS[kind]
+    """Checks each element, so that none hides behind a larger one's error."""
+    function, reference, kwargs = KINDS[kind]
     gate = torch.tensor(FAR) * sign
     args = placed((gate, torch.full_like(gate, 0.75)), device_of(backend))
     with fusedops.backend(backend):
-        found = gradients(function, args, **how)
-    exact = gradients(reference, tuple(t.double() for t in args), **how)
+        found = gradients(function, args, **kwargs)
+    exact = gradients(reference, tuple(t.double() for t in args), **kwargs)
     for key, value in exact.items():
         value = value.float()
         assert torch.equal(found[key].isnan(), value.isnan()), key
@@ -97,18 +97,18 @@ def test_nan_and_inf_stay_where_they_are(kind, backend, dtype, bad, which):
 
 @pytest.mark.parametrize("kind,backend", CASES)
 def test_float64_is_exact(kind, backend):
-    function, reference, how = KINDS[kind]
+    function, reference, kwargs = KINDS[kind]
     for packed in (False, True):
         args = placed(inputs((4, 50), torch.float64, packed), device_of(backend))
         with fusedops.backend(backend):
-            found = gradients(function, args, **how)
-        for key, value in gradients(reference, args, **how).items():
+            found = gradients(function, args, **kwargs)
+        for key, value in gradients(reference, args, **kwargs).items():
             torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float64_of_the_kernels_own_operators(backend):
-    """The public operators take the composite before; these do so themselves."""
+    """The kernel operators choose the composite themselves for float64."""
     gate, up = placed(inputs((3, 6), torch.float64), device_of(backend))
     how = ("swiglu", None, 1.0, 0.0)
     with fusedops.backend(backend):
@@ -130,8 +130,8 @@ def test_reference_is_what_models_write(kind):
         "geglu": lambda: torch.nn.functional.gelu(gate) * up,
         "geglu tanh": lambda: torch.nn.functional.gelu(gate, approximate="tanh") * up,
     }[kind]()
-    _, reference, how = KINDS[kind]
-    torch.testing.assert_close(reference(gate, up, **how), expected)
+    _, reference, kwargs = KINDS[kind]
+    torch.testing.assert_close(reference(gate, up, **kwargs), expected)
 
 
 def gpt_oss_lines(gate, up, limit, alpha, up_offset):
@@ -171,12 +171,12 @@ def test_strides(kind, backend, layout, dtype):
 @pytest.mark.parametrize("kind,backend", CASES)
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_strided_output_gradients(kind, backend, packed):
-    function, reference, how = KINDS[kind]
+    function, reference, kwargs = KINDS[kind]
     args = inputs((12, 64), torch.float32, packed)
     for view in (torch.t, lambda y: torch.cat([y, y.new_zeros(12, 5)], -1), lambda y: y.sum(0)):
         check(
-            lambda *a, view=view: view(function(*a, **how)),
-            lambda *a, view=view: view(reference(*a, **how)),
+            lambda *a, view=view: view(function(*a, **kwargs)),
+            lambda *a, view=view: view(reference(*a, **kwargs)),
             args,
             backend,
         )
@@ -185,11 +185,11 @@ def test_strided_output_gradients(kind, backend, packed):
 @pytest.mark.parametrize("kind,backend", CASES)
 @pytest.mark.parametrize("which", [0, 1])
 def test_only_one_gradient(kind, backend, which):
-    function, reference, how = KINDS[kind]
+    function, reference, kwargs = KINDS[kind]
 
     def alone(run):
         return lambda *args: run(
-            *(a if i == which else a.detach() for i, a in enumerate(args)), **how
+            *(a if i == which else a.detach() for i, a in enumerate(args)), **kwargs
         )
 
     check(alone(function), alone(reference), inputs((40, 33), torch.float32), backend)
@@ -199,14 +199,14 @@ def test_only_one_gradient(kind, backend, which):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n", [257, 264], ids=["element by element", "by vectors"])
 def test_same_bits_each_time_and_whatever_the_rows(kind, backend, dtype, n):
-    function, _, how = KINDS[kind]
+    function, _, kwargs = KINDS[kind]
     args = placed(inputs((300, n), dtype), device_of(backend))
     with fusedops.backend(backend), threads(1):
-        first = gradients(function, args, **how)
-        packed = function(torch.cat(args, -1), **how)
+        first = gradients(function, args, **kwargs)
+        packed = function(torch.cat(args, -1), **kwargs)
         with threads(3):
-            threaded = gradients(function, args, **how)
-        few = function(*(a[3:10] for a in args), **how)
+            threaded = gradients(function, args, **kwargs)
+        few = function(*(a[3:10] for a in args), **kwargs)
     assert all(torch.equal(value, threaded[key]) for key, value in first.items())
     assert torch.equal(few, first["output 0"][3:10])
     assert torch.equal(packed, first["output 0"])
@@ -215,12 +215,12 @@ def test_same_bits_each_time_and_whatever_the_rows(kind, backend, dtype, n):
 @pytest.mark.parametrize("kind,backend", CASES)
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_results_are_contiguous_and_nothing_is_written_to(kind, backend, packed):
-    function, _, how = KINDS[kind]
+    function, _, kwargs = KINDS[kind]
     args = placed(inputs((6, 40), torch.float32, packed), device_of(backend))
     args = [a.t().contiguous().t() for a in args]
     kept = [a.clone() for a in args]
     with fusedops.backend(backend):
-        y = function(*(a.requires_grad_() for a in args), **how)
+        y = function(*(a.requires_grad_() for a in args), **kwargs)
         cotangent = torch.randn_like(y)
         before = cotangent.clone()
         grads = torch.autograd.grad(y, args, cotangent)

@@ -13,7 +13,7 @@ def _of(family: str) -> Any:
 
 
 def subjects(family: str) -> Iterator[Subject]:
-    """The family's functions as subjects."""
+    """Returns a family's functions as subjects."""
     return (made() for made in _of(family).OPERATORS.values())
 
 

@@ -19,7 +19,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
-    """glibc's function since 2.33; None with another C library."""
+    """Returns glibc's mallinfo2 (since 2.33), or None for another C library."""
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
         function.restype = _Mallinfo2
@@ -30,7 +30,7 @@ mallinfo2 = _mallinfo2()
 
 
 def allocated() -> int:
-    """Bytes in use in the arenas of all threads, plus the large blocks that malloc maps.
+    """Returns malloc's bytes in use: all threads' arenas and mapped blocks.
 
     CPU tensors come from malloc. Python objects of up to 512 bytes do not.
     """
@@ -39,7 +39,7 @@ def allocated() -> int:
 
 
 class Watch:
-    """Counts how many of the tensors that it was given are still alive."""
+    """Counts how many of the watched tensors are still alive."""
 
     def __init__(self) -> None:
         self._alive: dict[int, weakref.ref] = {}
@@ -59,7 +59,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Held:
-    """The process's memory. objects: those that the garbage collector tracks."""
+    """The process's memory. objects: the number that the garbage collector tracks."""
 
     bytes: int
     tensors: int
@@ -76,7 +76,7 @@ def held(watch: Watch) -> Held:
 
 @contextlib.contextmanager
 def only_new_objects() -> Iterator[None]:
-    """Hide older objects from the garbage collector: half a million take half a second."""
+    """Hides older objects from the garbage collector, which saves half a second."""
     gc.collect()
     gc.collect()  # what finalizers of the first pass let go
     gc.freeze()
@@ -89,7 +89,7 @@ def only_new_objects() -> Iterator[None]:
 def growth(
     call: Callable[[], None], watch: Watch, warm: int = WARM, calls: int = CALLS
 ) -> dict[str, float]:
-    """What 100 calls leave behind, after the first `warm` of `calls`. Keys are those of LIMITS.
+    """Returns what 100 calls leave behind, by LIMITS' keys, after `warm` calls.
 
     Where something grew, as many calls again decide: a leak goes on, a cache that was filled late
     does not.

@@ -35,7 +35,7 @@ def _original(name: str) -> torch.nn.Module:
 
 
 def tiny(name: str) -> torch.nn.Module:
-    """A model of one layer, for training. Copying takes a tenth of the time of building."""
+    """Returns a one-layer model for training. Copies a cached one, which is faster."""
     return copy.deepcopy(_original(name))
 
 
@@ -44,7 +44,7 @@ def tokens() -> Tensor:
 
 
 def patched_step(name: str) -> Subject:
-    """The loss of a patched model. Its input is embeddings, which have a gradient."""
+    """Returns a patched model's loss. Its input is embeddings, which have a gradient."""
 
     def loss_of(model):
         return lambda embeddings, labels: model(inputs_embeds=embeddings, labels=labels).loss
@@ -60,7 +60,7 @@ STEPS = {f"a patched {name}": lambda name=name: patched_step(name) for name in L
 
 
 def train(model: torch.nn.Module, watch: Watch, read: bool = False) -> None:
-    """One step, from token ids to gradients. read: also computes the lazy logits."""
+    """Runs one step from token ids to gradients. read: also computes the lazy logits."""
     ids = tokens()
     outputs = model(input_ids=ids, labels=ids)
     watch(ids, outputs.loss, outputs.logits)
@@ -80,7 +80,7 @@ def training(name: str) -> Callable[[Watch], Call]:
 
 
 def interrupt_from(length: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A logits processor that raises once a sequence has `length` tokens."""
+    """Returns a logits processor that raises once a sequence has `length` tokens."""
 
     def process(ids, scores):
         if ids.shape[1] >= length:
@@ -189,7 +189,7 @@ def broken_call(function: Callable, model: torch.nn.Module, norm: Any, error: An
 
 
 def around(norm: torch.nn.Module) -> torch.nn.Module:
-    """A model that patch has begun to fuse when it comes to the norm."""
+    """Returns a model that patch has begun to fuse when it comes to the norm."""
     return torch.nn.Sequential(torch.nn.LayerNorm(8), norm, torch.nn.Linear(8, 8))
 
 

@@ -15,14 +15,14 @@ def status(name):
 
 def grow(call):
     before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # VmHWM begins anew
+    open("/proc/self/clear_refs", "w").write("5")  # resets VmHWM
     call()
     print(status("VmHWM") - before)
 """
 
 
 def peaks(code: str, *arguments: str) -> list[int]:
-    """Bytes, one for each time that `code` calls `grow`, but for the first: that loads code too.
+    """Returns the growth in bytes of each `grow` call in `code`, except the first.
 
     code: of another process with one thread, whose sys.argv[1:] are the arguments.
     """

@@ -46,7 +46,7 @@ class Subject:
 
 
 def total(outputs: Any) -> Tensor:
-    """The sum of the squares of all floating tensors in `outputs` that have gradients."""
+    """Returns the sum of squares of all floating outputs that have gradients."""
     found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
     live = [t for t in found if t.requires_grad] or found
     return sum(t.square().sum(dtype=F32) for t in live)

@@ -41,7 +41,7 @@ def quick_collections():
 
 @pytest.fixture
 def nothing_recorded():
-    """pytest would keep every warning and every line of a log."""
+    """Stops pytest from keeping warnings and log lines."""
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,7 +50,7 @@ def nothing_recorded():
 
 
 def applies(way, name):
-    """Only modules can be copied."""
+    """Whether a way applies to a subject: only modules can be copied."""
     return way != "copies" or name not in OPERATORS
 
 
@@ -79,7 +79,7 @@ def test_routines(name):
 
 
 def public(names):
-    """The functions or classes that the subjects call."""
+    """Returns the functions or classes that the subjects call."""
     return {name.partition(",")[0] for name in names}
 
 
@@ -111,7 +111,7 @@ def seen(*calls):
 
 @pytest.fixture(scope="module")
 def reached():
-    """The kernels that run in calls of the public functions and in optimizers' steps."""
+    """Returns the kernels that run in public functions and optimizers' steps."""
     found = set()
     for name in OPERATORS:
         subject = OPERATORS[name]()
@@ -122,7 +122,7 @@ def reached():
 
 @pytest.mark.parametrize("family", backends.FAMILIES)
 def test_calls_reach_the_kernels(family, reached):
-    """The sizes are small: no subject may fall back to torch's own lines."""
+    """Despite small sizes, no subject falls back to torch's own code."""
     on_cpu = {name for name in backends._kernels(family) if backends._is_kernel(name, "CPU")}
     assert on_cpu and on_cpu <= reached
 

@@ -28,7 +28,7 @@ Way = Callable[[Subject, Watch], Call]
 
 
 class Interruption(Exception):
-    """Raised in the middle of a call."""
+    """Raised in the middle of a call, to interrupt it."""
 
 
 def interrupt(*_: Any) -> None:
@@ -42,7 +42,7 @@ def fresh(subject: Subject, watch: Watch) -> list[Tensor]:
 
 
 def forward(subject: Subject, watch: Watch, run: Callable | None = None) -> Tensor:
-    """The loss of one call. All of its tensors are watched."""
+    """Returns one call's loss. All of its tensors are watched."""
     outputs = (subject.run if run is None else run)(*fresh(subject, watch))
     watch(*tree_leaves(outputs))
     return total(outputs)
@@ -89,7 +89,7 @@ def double_backward(subject: Subject, watch: Watch) -> Call:
 
 
 def retained_graphs(subject: Subject, watch: Watch) -> Call:
-    """Two backwards per graph; the last three graphs stay alive."""
+    """Runs two backwards per graph and keeps the last three graphs alive."""
     kept = deque(maxlen=3)
 
     def call():
@@ -122,7 +122,7 @@ def checkpoint_without_reentry(subject: Subject, watch: Watch) -> Call:
 
 
 class _Module(nn.Module):
-    """A function as a module, because only modules have hooks."""
+    """Wraps a function as a module, because only modules have hooks."""
 
     def __init__(self, run: Callable) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Module(nn.Module):
 
 
 def modules_of(subject: Subject) -> list[nn.Module]:
-    """The subject's modules. A function becomes a module."""
+    """Returns the subject's modules. A function becomes a module."""
     if subject.module is None:
         return [_Module(subject.run)]
     return list(subject.module.modules())
@@ -222,7 +222,7 @@ WRONG = RuntimeError, ValueError, IndexError, TypeError, AssertionError
 
 
 def broken(inputs: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Variants of the inputs, each with one tensor of a wrong shape, dtype or value."""
+    """Returns variants of the inputs, each with one wrong shape, dtype or value."""
     for i, t in enumerate(inputs):
         longer = t.detach().new_ones(*t.shape[:-1], t.shape[-1] + 1) if t.dim() else t[None, None]
         replaced = [longer, t.detach()[None, None], t.detach().to(torch.complex64)]
@@ -295,7 +295,7 @@ def compiled(subject: Subject, watch: Watch) -> Call:
 
 
 def function_transforms(subject: Subject, watch: Watch) -> Call:
-    """grad, jvp and vmap by turns, over the tensors that have gradients."""
+    """Alternates grad, jvp and vmap over the tensors that have gradients."""
 
     def transformed(transform, inputs):
         floats = [i for i, t in enumerate(inputs) if t.requires_grad]
@@ -367,10 +367,11 @@ class _SecondThread:
 
 
 def second_thread(subject: Subject, watch: Watch) -> Call:
-    """A new thread for every 25 calls. Every second backward runs in this thread instead.
+    """Runs the calls in new threads, 25 calls each.
 
-    MKL never forgets a thread that has multiplied. With a thread for each call its table would
-    double, and outgrow the limit, while we measure.
+    Every second backward runs in this thread instead. MKL never forgets a thread that has
+    multiplied: with a thread per call its table would double and exceed the limit during the
+    measurement.
     """
     turns, thread = Turns([step, forward]), _SecondThread(25)
 

@@ -34,7 +34,7 @@ TINY = {
 
 
 def llama(folder=None, **config):
-    """Saved in a folder, where one is given, with a state of biases that are not 0."""
+    """Returns a small Llama with nonzero biases, saved if a folder is given."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | config)).eval()
     with torch.no_grad():
@@ -91,9 +91,9 @@ def test_generate_says_the_same(tmp_path):
     expected = llama(tmp_path / "floats")
     fusedops.quantize(expected, "int8")
     load(tmp_path / "floats", "int8").save_pretrained(tmp_path / "codes")
-    how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
-    found = load(tmp_path / "codes").generate(IDS, **how)
-    assert torch.equal(found, expected.generate(IDS, **how))
+    kwargs = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    found = load(tmp_path / "codes").generate(IDS, **kwargs)
+    assert torch.equal(found, expected.generate(IDS, **kwargs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -105,8 +105,8 @@ def test_dtype_device_map_and_shards(dtype, tmp_path):
     assert same(model, expected) and model.model.layers[0].mlp.up_proj.dtype == dtype
     model.save_pretrained(tmp_path / "codes", max_shard_size="60KB")
     assert len(list((tmp_path / "codes").glob("*.safetensors"))) > 1
-    for how in ({}, {"device_map": "cpu"}, {"device_map": "auto"}):
-        assert same(load(tmp_path / "codes", **how), expected)
+    for kwargs in ({}, {"device_map": "cpu"}, {"device_map": "auto"}):
+        assert same(load(tmp_path / "codes", **kwargs), expected)
     other = load(tmp_path / "codes", dtype=torch.float32)
     assert other.model.layers[0].mlp.up_proj.dtype == other.lm_head.weight.dtype == torch.float32
     assert torch.equal(
@@ -115,7 +115,7 @@ def test_dtype_device_map_and_shards(dtype, tmp_path):
 
 
 def test_one_layer_in_floats_at_a_time(tmp_path, monkeypatch):
-    """When a weight becomes codes, those before are codes already and those after not there."""
+    """When a weight is quantized, earlier ones are codes and later ones not loaded yet."""
     llama(tmp_path)
     there = []
     quantized = QuantizedLinear._quantized
@@ -155,10 +155,10 @@ def test_a_tied_head_and_skip(tmp_path):
 
 def test_routers_and_what_stays_float32(tmp_path):
     torch.manual_seed(0)
-    how = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    kwargs = {"num_local_experts": 4, "num_experts_per_tok": 2}
     plain = TINY.copy()
     plain.pop("attention_bias")
-    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**plain, **how)).eval()
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**plain, **kwargs)).eval()
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(**sizes, vocab_size=99, decoder_start_token_id=0)
@@ -221,8 +221,8 @@ def test_a_head_of_another_shape_stays_in_floats(tmp_path):
     kind(transformers.LlamaConfig(**TINY, num_labels=2)).save_pretrained(tmp_path / "floats")
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load(tmp_path / "floats", "nf4", kind=kind, num_labels=5)
-    how = {"num_labels": 5, "ignore_mismatched_sizes": True}
-    model = load(tmp_path / "floats", "nf4", kind=kind, **how)
+    kwargs = {"num_labels": 5, "ignore_mismatched_sizes": True}
+    model = load(tmp_path / "floats", "nf4", kind=kind, **kwargs)
     assert type(model.score) is nn.Linear and model.score.weight.shape == (5, 64)
     model.save_pretrained(tmp_path / "codes")
     assert same(load(tmp_path / "codes", kind=kind), model)
@@ -301,8 +301,8 @@ def test_errors():
 def test_a_folder_of_floats_that_says_it_has_codes(tmp_path):
     llama(tmp_path)
     file = tmp_path / "config.json"
-    said = json.loads(file.read_text()) | {"quantization_config": config().to_dict()}
-    file.write_text(json.dumps(said))
+    settings = json.loads(file.read_text()) | {"quantization_config": config().to_dict()}
+    file.write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"has no model.layers.0.*qweight and .*absmax"):
         load(tmp_path)
 

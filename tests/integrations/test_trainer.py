@@ -86,7 +86,7 @@ def test_trainer(setting, optimizer, tmp_path, caplog):
 
 
 def test_a_model_that_the_trainer_makes(tmp_path, caplog):
-    """One when the Trainer is made, another when its training begins."""
+    """model_init makes one with the Trainer and another when training begins."""
     caplog.set_level(logging.INFO, "fusedops")
     callback = FusedOpsCallback(loss=False)
     ours = trainer(tmp_path, [callback])
@@ -98,7 +98,7 @@ def test_a_model_that_the_trainer_makes(tmp_path, caplog):
 
 
 def test_the_report_is_shown_where_the_log_shows_its_level():
-    """A program that set up no log shows warnings alone."""
+    """Without logging setup, a program shows only warnings."""
     lines = """
 import logging, sys, torch
 from fusedops.integrations.transformers import FusedOpsCallback

@@ -50,7 +50,7 @@ def llama(kind="ForCausalLM", **more):
 
 
 def tokenizer():
-    """One token a character."""
+    """Returns a tokenizer with one token per character."""
     words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *map(chr, range(32, 127))])}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -89,7 +89,7 @@ def grpo(**more):
 
 
 def kto(**more):
-    """Every other completion is desirable: a batch has to have both."""
+    """Returns KTO's trainer and arguments. A batch needs desirable and undesirable completions."""
     keys = "chosen", "rejected"
     rows = [
         {"prompt": pair["prompt"], "completion": pair[keys[i % 2]], "label": i % 2 == 0}
@@ -106,7 +106,7 @@ def rloo(**more):
 
 
 def trainer(case, path, callbacks=()):
-    kind, config, model, given, arguments = case
+    kind, config, model, kwargs, arguments = case
     arguments = {
         **{"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "seed": 0},
         **{"logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no"},
@@ -114,12 +114,12 @@ def trainer(case, path, callbacks=()):
     }
     args = config(output_dir=str(path), **arguments)
     return kind(
-        model=model, args=args, processing_class=tokenizer(), callbacks=list(callbacks), **given
+        model=model, args=args, processing_class=tokenizer(), callbacks=list(callbacks), **kwargs
     )
 
 
 def losses(run):
-    """The losses of the steps, and the names of the fused operators that ran."""
+    """Returns the steps' losses, and the names of the fused operators that ran."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run.train()
     ran = {
@@ -143,7 +143,7 @@ OPERATORS = {
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [sft, dpo, kto, grpo, rloo, reward])
 def test_the_report_says_what_ran(case, bf16, tmp_path, caplog):
-    """TRL computes losses itself, by a head of its own but for rewards."""
+    """TRL computes losses itself, with its own head except for rewards."""
     callback = FusedOpsCallback()
     with caplog.at_level(logging.INFO, "fusedops"):
         ours = trainer(case(bf16=bf16), tmp_path, [callback])

@@ -32,7 +32,7 @@ LAYOUTS = {  # of a matrix [m, n] that `make` gives
 
 
 def inputs(shape, features, dtype, bias=True):
-    """input of `shape`, weight and bias of `features`: results are about as large as 1."""
+    """Returns input, weight and bias, scaled so that results are near 1."""
     draw = torch.Generator().manual_seed(12)
     depth = shape[-1]
     x = torch.randn(shape, generator=draw) + 0.25

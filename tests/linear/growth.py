@@ -10,7 +10,7 @@ from fusedops import nn
 
 
 def linear(activation):
-    """The kernel also runs where torch's own lines are faster."""
+    """Returns a subject that runs the kernel even where torch would be faster."""
 
     def run(x, weight, bias):
         return F.linear(x, weight, bias, activation)

@@ -39,11 +39,11 @@ MOST = 1 << 19  # multiply-adds
 
 
 @st.composite
-def calls(draw: st.DrawFn, most: int = MOST) -> Call:
-    """A call that the function's docstring allows."""
-    shape = draw(shapes(most // 256).filter(len))
+def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
+    """Draws a call that the function's docstring allows."""
+    shape = draw(shapes(max_size // 256).filter(len))
     dtype = draw(st.sampled_from(FLOATS))
-    widest = max(1, min(2000, most // max(1, math.prod(shape))))
+    widest = max(1, min(2000, max_size // max(1, math.prod(shape))))
     features = min(draw(st.integers(1, 9) | st.sampled_from(SIZES)), widest)
     arguments: dict[str, Any] = {
         "input": draw(drawn(shape, dtype)),
@@ -57,7 +57,7 @@ def calls(draw: st.DrawFn, most: int = MOST) -> Call:
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
-    """Invalid values to try in place of a valid one."""
+    """Returns invalid values to try in place of a valid one."""
     if name == "activation":
         return ["mish", "", "GELU", 1]
     like = arguments[name] or Drawn(arguments["weight"].shape[:1], arguments["weight"].dtype)
@@ -65,7 +65,7 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
 
 
 class Stored(torch.autograd.Function):
-    """z and its gradient as tensors of `dtype` hold them: each off by half an ulp, up or down."""
+    """Rounds z and its gradient to `dtype`: each half an ulp up or down."""
 
     @staticmethod
     def forward(ctx, z, dtype, draw):
@@ -82,7 +82,7 @@ def _signs(t: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 
 
 def of_terms(dtype: torch.dtype, seed: int):
-    """The reference term by term, with roundings that `Rounded` draws again, and the stored z."""
+    """Computes the reference term by term, with redrawn roundings and stored z."""
     draw = torch.Generator().manual_seed(seed)
 
     def run(input, weight, bias=None, activation=None):
@@ -98,7 +98,7 @@ def torchs(input, weight, bias=None, activation=None):
 
 
 def reordered(seed: int):
-    """torch's lines with the terms of y's and of dinput's sums in another order."""
+    """Runs torch's lines with the sums' terms in another order."""
     draw = torch.Generator().manual_seed(seed)
 
     def run(input, weight, bias=None, activation=None):
@@ -111,13 +111,13 @@ def reordered(seed: int):
 
 
 def activated_exactly(input, weight, bias=None, activation=None):
-    """torch's product, whose errors a formula's own may cancel by luck."""
+    """Applies an exact activation to torch's matmul, without lucky cancellation of errors."""
     z = F.linear(input, weight, bias)
     return ACTIVATIONS[activation](z.double()).to(z.dtype)
 
 
 def in_one_chain(input, weight, bias=None, activation=None):
-    """Sums from the first term to the last, in float32, as a register has them."""
+    """Sums in float32 from the first term to the last, as a register does."""
     x, w = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, weight))
     z = torch.zeros((), dtype=x.dtype)
     for k in range(weight.shape[1]):
@@ -127,13 +127,13 @@ def in_one_chain(input, weight, bias=None, activation=None):
 
 
 def bias_apart(input, weight, bias=None, activation=None):
-    """torch's product, rounded, and the bias: ReLU's gradient changes with z's last digit."""
+    """Rounds torch's matmul before adding the bias, which may change ReLU's gradient."""
     z = torch.matmul(input, weight.t())
     return TORCHS[activation](z if bias is None else z + bias)
 
 
 def compare(call: Call, found: dict | Exception) -> None:
-    """Assert that what we give is as good as what torch gives in the inputs' dtype."""
+    """Asserts that `found` is as accurate as torch's result in the inputs' dtype."""
     if isinstance(found, Exception):
         raise found
     exactly = call.in_float64()

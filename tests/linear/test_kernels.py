@@ -40,7 +40,7 @@ def test_no_bias(kind, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape,features", [((200, 4096), 60), ((4096, 60), 50), ((70, 60), 4096)])
 def test_long_sums_are_as_exact_as_torchs(backend, shape, features):
-    """Of y, of dweight, of dinput. One chain of 4096 terms errs three times as much."""
+    """In y, dweight and dinput. One chain of 4096 terms has three times the error."""
     compare(None, backend, inputs(shape, features, torch.float32))
 
 
@@ -122,7 +122,7 @@ def test_each_value_of_the_activation(kind, backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grad", [False, True])
 def test_z_is_rounded_before_the_activation(backend, dtype, grad):
-    """As where it is a tensor: else one in four of the ReLUs would differ from torch's."""
+    """Otherwise one in four ReLUs would differ from torch's."""
     x, weight, bias = placed(inputs((64, 200), 300, dtype), device_of(backend))
     with fusedops.backend(backend), torch.set_grad_enabled(grad):
         found = linear(x.requires_grad_(), weight, bias, "relu")
@@ -164,7 +164,7 @@ def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [100, 500])
 def test_by_default_it_is_as_exact_too(kind, rows):
-    """Without a backend by name the rule decides, forward and backward each for itself."""
+    """Without a forced backend, the rule decides for forward and backward separately."""
     for dtype in FLOATS:
         args = inputs((rows, 300), 60, dtype)
         found, eager = (gradients(run, args, activation=kind) for run in (linear, linear_reference))

@@ -18,14 +18,14 @@ template __global__ void vectors<float, Way::down, true>(const float*, float*);
 
 __global__ void elements(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x]; }
 
-// An index that is known at run time alone: registers cannot hold the array.
+// The index is known only at run time, so registers cannot hold the array.
 __global__ void local_array(const float* x, float* y, int k) {
   float a[64];
   for (int i = 0; i < 64; ++i) a[(i * k) % 64] = x[i * 32 + threadIdx.x];
   for (int i = 0; i < 64; ++i) y[i * 32 + threadIdx.x] = a[(i + k) % 64];
 }
 
-// 96 values at a time, where the launch bounds leave 32 registers.
+// Keeps 96 values, although the launch bounds leave only 32 registers.
 __global__ void __launch_bounds__(1024, 2) spill(const float* x, float* y) {
   float a[96];
 #pragma unroll

@@ -19,7 +19,7 @@ ADDS = [case for case in CASES if "add" in case[0]]
 
 
 def inputs(op, shape, dtype, weight_dtype=None, residual_dtype=None):
-    """The arguments of `op`. eps is explicit: its default is another one in float64."""
+    """Returns `op`'s arguments. eps is explicit, because float64 has another default."""
     draw = torch.Generator().manual_seed(12)
     x, residual = (torch.randn(shape, generator=draw) * 3 + 0.5 for _ in range(2))
     weight, bias = (torch.randn(shape[-1:], generator=draw) for _ in range(2))
@@ -41,7 +41,7 @@ def interpreted(backend):
 
 
 def interpreted_bf16(backend, *dtypes):
-    """Triton's interpreter truncates when it stores bfloat16: its results mean nothing."""
+    """Whether Triton's interpreter stores bfloat16, which it truncates: results mean nothing."""
     if interpreted(backend) and torch.bfloat16 in dtypes:
         pytest.skip("the interpreter's bfloat16 is wrong")
 

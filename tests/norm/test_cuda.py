@@ -28,7 +28,7 @@ def tensors(args):
 
 
 def step(op, args, cotangent, **kwargs):
-    """Forward and backward of leaves; the outputs and the gradients."""
+    """Runs forward and backward; returns the outputs and the leaves' gradients."""
     outputs = FUNCTIONS[op](*args, **kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = torch.autograd.grad(outputs, tensors(args), [cotangent] * len(outputs))
@@ -38,7 +38,7 @@ def step(op, args, cotangent, **kwargs):
 @pytest.mark.parametrize("op,backend", [c for c in CASES if "add" in c[0]])
 @pytest.mark.parametrize("shape", [(64, 512), *LONG], ids=str)
 def test_graph_draws_a_new_mask_at_each_replay(op, backend, shape):
-    """Forward and backward draw the same one: dx is twice the residual's gradient where x stays."""
+    """Forward and backward use the same mask: dx is twice dresidual where x is kept."""
     args = inputs(op, shape)
     leaves = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
     cotangent, masks = torch.randn_like(args[0]), []
@@ -96,7 +96,7 @@ def test_runs_where_its_tensors_are(op, backend):
 
 @pytest.fixture
 def memory():
-    """Gives back what torch keeps: other workers share the device."""
+    """Frees torch's cached memory, because other workers share the device."""
     torch.cuda.empty_cache()
     yield torch.cuda.get_device_properties().total_memory
     torch.cuda.empty_cache()
@@ -106,7 +106,7 @@ def memory():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(2**31 // 8192 + 3, 8192), (2**31 // 64 + 5, 64)], ids=str)
 def test_more_elements_than_int32_counts(backend, shape, memory):
-    """Rows are independent: the last ones alone give the same bits."""
+    """Rows are independent, so the last ones alone give the same bits."""
     need = 2 * shape[0] * shape[1] * 12  # bytes: x, residual, h, y, their gradients, other workers
     if memory < need:
         pytest.skip(f"needs a GPU with {need / 2**30:.0f} GiB of memory")

@@ -104,7 +104,7 @@ def test_dropping_everything_leaves_the_residual(op, backend):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rounds_where_the_reference_does(op, backend, rounding, offset, weight_dtype):
-    """The yardstick cannot see a rounding that is left out: the bits can.
+    """The yardstick does not detect a missing rounding, but the bits do.
 
     A sum in another order may flip one rounding in 10,000 in bfloat16; a wrong rounding flips
     one in 4.
@@ -207,7 +207,7 @@ def test_nan_and_inf_stay_in_their_row(op, backend, bad):
 @pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] != "triton"])
 @pytest.mark.parametrize("n", [58112, 29056], ids=["forward", "backward"])
 def test_rows_that_fill_shared_memory(op, backend, n):
-    """float32 rows, or their two sums, of 227 KiB: a kernel's own arrays leave less than that."""
+    """float32 rows, or their two sums, of 227 KiB; a kernel's own arrays need some of that."""
     compare(op, backend, inputs(op, (2, n), torch.float32))
 
 
@@ -312,7 +312,7 @@ def test_unused_y_takes_no_part(op, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_in_the_other_dtype_of_16_bits(backend):
-    """No public operator asks for it; the kernel's own operator takes it all the same."""
+    """Only the kernel operator accepts it; public operators never pass it."""
     interpreted_bf16(backend, torch.bfloat16)
     device = device_of(backend)
     x = torch.randn(64, 40, dtype=torch.bfloat16, device=device)

@@ -20,7 +20,7 @@ from fusedops.functional import layer_norm
 
 
 def run(*args, **env):
-    """A Python process of its own: output and errors as one text, and whether it succeeded."""
+    """Runs a Python process; returns its output and errors, and whether it succeeded."""
     command = [sys.executable, *args]
     done = subprocess.run(
         command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -38,12 +38,12 @@ def test_a_backend_that_cannot_run_says_why():
     with pytest.raises(RuntimeError, match="backend 'cuda' cannot run: torch finds no CUDA device"):
         fusedops.backend("cuda").__enter__()
     code = "import fusedops; fusedops.backend('triton').__enter__()"
-    said, succeeded = run("-c", code, TRITON_INTERPRET="0")
-    assert not succeeded and "set TRITON_INTERPRET=1 to run the interpreter" in said
+    message, succeeded = run("-c", code, TRITON_INTERPRET="0")
+    assert not succeeded and "set TRITON_INTERPRET=1 to run the interpreter" in message
 
 
 def test_the_cuda_kernels_are_tested_somewhere():
-    """On a GPU, or in the emulator that `make` builds where there is none."""
+    """On a GPU, or in the emulator, which `make` builds on other machines."""
     cuda, simt = (unavailable("layer_norm", name) for name in ("cuda", "simt"))
     assert cuda is None or simt is None, (cuda, simt)
 
@@ -78,8 +78,8 @@ def test_report_names_every_operator_and_what_is_forced():
 
 
 def test_info_prints_the_report():
-    said, succeeded = run("-m", "fusedops", "info", FUSEDOPS_BACKEND="reference")
-    assert succeeded and "forced        reference" in said and "add_rms_norm" in said
+    message, succeeded = run("-m", "fusedops", "info", FUSEDOPS_BACKEND="reference")
+    assert succeeded and "forced        reference" in message and "add_rms_norm" in message
 
 
 def test_environment_forces_a_backend():
@@ -90,12 +90,12 @@ def test_environment_forces_a_backend():
     fused, _ = run("-c", code)
     reference, _ = run("-c", code, FUSEDOPS_BACKEND="reference")
     assert fused != reference
-    said, succeeded = run("-c", code, FUSEDOPS_BACKEND="nonsense")
-    assert not succeeded and "backend must be one of" in said
+    message, succeeded = run("-c", code, FUSEDOPS_BACKEND="nonsense")
+    assert not succeeded and "backend must be one of" in message
 
 
 def kernel():
-    """Which kernel layer_norm runs on a CPU."""
+    """Returns the kernel that layer_norm runs on a CPU."""
     x = torch.ones(3, 8, requires_grad=True)
     return type(layer_norm(x, (8,)).grad_fn).__name__
 
@@ -111,7 +111,7 @@ DEFAULT = kernel()
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
 def test_blocks_may_end_in_any_order(order):
-    """As blocks of several threads do; two of them force the same backend."""
+    """Blocks of several threads may; two of these force the same backend."""
     names = ["reference", "cpu", "reference"]
     blocks = {at: fusedops.backend(name) for at, name in enumerate(names)}
     for block in blocks.values():
@@ -126,7 +126,7 @@ def test_blocks_may_end_in_any_order(order):
 
 @pytest.mark.parametrize("last", ["first", "second"])
 def test_two_threads_that_overlap(last):
-    """The first enters, the second enters, and either leaves before the other."""
+    """The first enters, then the second, and either may leave first."""
     entered, may_leave = threading.Event(), threading.Event()
     seen = []
 
@@ -221,7 +221,7 @@ ABANDONED = {
 
 @pytest.mark.parametrize("lines", ABANDONED.values(), ids=ABANDONED)
 def test_a_block_that_is_never_left_ends_with_the_process(lines):
-    """Modules' globals may be None by then."""
+    """Modules' globals may already be None then."""
     code = f"""
 import torch, fusedops
 

@@ -40,7 +40,7 @@ INFO = "from fusedops import extension as e; print(e._C.__file__, e.UNCOMPILED o
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """A folder with such a copy; nothing is compiled in it."""
+    """Returns a folder with a copy of the package, in which nothing is compiled."""
     folder = tmp_path_factory.mktemp("tiny")
     skipped = shutil.ignore_patterns("_C*", "__pycache__", "csrc")
     shutil.copytree(ROOT / "fusedops", folder / "fusedops", ignore=skipped)
@@ -70,7 +70,7 @@ def start(package, cache, *args, **changed):
 
 
 def run(package, cache, *args, **changed):
-    """The exit status, stdout and stderr."""
+    """Returns the exit status, stdout and stderr."""
     process = start(package, cache, *args, **changed)
     printed = process.communicate()
     return process.returncode, *printed
@@ -81,7 +81,7 @@ BUILD = ("-m", "fusedops", "build")
 
 @pytest.fixture(scope="module")
 def built(package, tmp_path_factory):
-    """The cache after a build, and the library in it."""
+    """Returns the cache after a build, and the library in it."""
     cache = tmp_path_factory.mktemp("cache")
     status, printed, errors = run(package, cache, *BUILD)
     assert status == 0, printed + errors
@@ -108,14 +108,14 @@ def test_nothing_else_is_left_behind(built):
 
 @pytest.fixture
 def script(tmp_path):
-    """The console script as pip writes it."""
+    """Returns the console script as pip writes it."""
     path = tmp_path / "fusedops"
     path.write_text("import sys\nfrom fusedops.__main__ import main\nsys.exit(main())\n")
     return str(path)
 
 
 def test_the_command_in_the_message_runs(package, script, tmp_path):
-    """FUSEDOPS_REQUIRE=compiled and a forced backend refuse the import, and not the remedy."""
+    """FUSEDOPS_REQUIRE=compiled and a forced backend stop the import, but not the build."""
     asked = {"FUSEDOPS_REQUIRE": "compiled", "FUSEDOPS_BACKEND": "cpu"}
     status, _, errors = run(package, tmp_path, "-c", INFO, **asked)
     message = errors.splitlines()[-1]
@@ -131,7 +131,7 @@ def test_the_command_in_the_message_runs(package, script, tmp_path):
 
 
 def copied(library, folder, **changes):
-    """A library and its record in another folder, where they are newer."""
+    """Copies a library and its record to another folder, where they are newer."""
     folder.mkdir(parents=True, exist_ok=True)
     record = json.loads(library.with_suffix(".json").read_text()) | changes
     to = folder / library.name
@@ -142,7 +142,7 @@ def copied(library, folder, **changes):
 
 @pytest.fixture
 def inside(package, built):
-    """The same library in the package's folder."""
+    """Copies the library to the package's folder."""
     yield copied(built[1], package / "fusedops")
     for path in (package / "fusedops").glob("_C*"):
         path.unlink()
@@ -183,7 +183,7 @@ def test_build_variables_are_recorded_and_the_plain_import_finds_the_library(pac
 
 
 def test_two_builds_at_a_time(package, tmp_path):
-    """An import in between finds nothing or a whole library, and a record beside each library."""
+    """An import in between finds no library or a complete one, with its record."""
     builders = [start(package, tmp_path, *BUILD) for _ in range(2)]
     while any(builder.poll() is None for builder in builders):
         for library in tmp_path.rglob("_C_torch*.so"):
@@ -227,7 +227,7 @@ def test_a_cache_that_cannot_be_written_is_found_before_compiling(package, tmp_p
 
 
 def test_objects_are_made_among_the_caches(tmp_path, monkeypatch):
-    """The temporary folder of the system may be small, and may be in memory."""
+    """The system's temporary folder may be small, or in memory."""
     monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path / "cache"))
     with work_folder() as work:
         assert work.is_dir() and work.is_relative_to(tmp_path / "cache")
@@ -276,7 +276,7 @@ def test_a_cache_that_cannot_be_read_is_a_reason(package, before, cache, words):
 
 
 def test_a_record_comes_before_its_library(tmp_path, monkeypatch):
-    """Whoever finds the library finds its record."""
+    """A process that finds the library also finds its record."""
     made, names, replace = tmp_path / "made.so", [], os.replace
     made.write_bytes(b"library")
 
@@ -291,7 +291,7 @@ def test_a_record_comes_before_its_library(tmp_path, monkeypatch):
 
 
 def test_the_name_of_a_cache_folder(monkeypatch):
-    """It has torch's CUDA and its sanitizers: libraries that cannot stand in for each other."""
+    """It has torch's CUDA version and sanitizers, because their libraries differ."""
     monkeypatch.setenv("FUSEDOPS_CACHE", "/cache")
     monkeypatch.delenv("FUSEDOPS_SANITIZE", raising=False)
     names = [cache_folder("2.13.1+x", True, cuda) for cuda in (None, "12.6", "13.0")]

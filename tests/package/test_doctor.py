@@ -296,7 +296,7 @@ def test_a_build_without_gpu_kernels_beside_a_gpu_and_nvcc():
 
 
 def test_nvcc_version(program, tmp_path):
-    """As torch looks for it: CUDA_HOME alone decides, and PATH comes before /usr/local/cuda."""
+    """Like torch: CUDA_HOME alone decides, and PATH comes before /usr/local/cuda."""
     environment = program("nvcc", NVCC)
     assert toolchain.nvcc_version(environment) == "13.0"
     assert toolchain.nvcc(environment) == tmp_path / "bin" / "nvcc"

@@ -102,7 +102,7 @@ def changed():
 
 
 def tables(names):
-    """The tables behind names of modules and attributes: each is held under several."""
+    """Returns the global tables by module and attribute; several names share each."""
     return {name.replace("._global_mapping", "").rpartition(".")[2] for name in names}
 
 
@@ -151,7 +151,7 @@ assert "fusedops.integrations.flops" in sys.modules and "transformers" not in sy
 
 
 def test_a_second_import_has_one_finder():
-    """Two finders that search with each other would recurse without end."""
+    """Two finders that search through each other would recurse forever."""
     lines = """
 import importlib, sys, fusedops
 importlib.reload(fusedops)

@@ -24,7 +24,7 @@ SLOW = (
 
 
 def python(*args):
-    """A fresh interpreter's stdout and stderr."""
+    """Runs a new interpreter; returns its stdout and stderr."""
     run = subprocess.run([sys.executable, *args], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout, run.stderr
@@ -32,12 +32,12 @@ def python(*args):
 
 @pytest.fixture(scope="module")
 def added():
-    """The modules that `import fusedops` loads after `import torch`."""
+    """Returns the modules that `import fusedops` loads after `import torch`."""
     return json.loads(python("-c", ADDED)[0].splitlines()[-1])
 
 
 def test_no_other_package_is_loaded(added):
-    """Among them sympy, transformers, triton and numpy."""
+    """For example sympy, transformers, triton and numpy."""
     packages = {name.partition(".")[0] for name in added}
     assert "fusedops" in packages
     assert packages - set(sys.stdlib_module_names) <= {"fusedops", "torch"}

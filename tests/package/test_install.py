@@ -25,7 +25,7 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the sources: building leaves files in it."""
+    """Returns a copy of the sources, because building leaves files."""
     folder = tmp_path_factory.mktemp("tree")
     for name in FILES:
         shutil.copy2(ROOT / name, folder)
@@ -51,8 +51,8 @@ def test_an_sdist_has_metadata_and_sources(tree, tmp_path):
     with tarfile.open(made(tree, "build_sdist", tmp_path)) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
         metadata = archive.extractfile(f"{archive.getnames()[0].partition('/')[0]}/PKG-INFO")
-        said = metadata.read().decode()
-    assert "Requires-Dist: torch>=2.11" in said and f"Version: {fusedops.__version__}" in said
+        message = metadata.read().decode()
+    assert "Requires-Dist: torch>=2.11" in message and f"Version: {fusedops.__version__}" in message
     assert {"csrc/python/python.cpp", "csrc/cpu/isa/vec.h", "fusedops/building.py"} <= {*names}
 
 
@@ -76,7 +76,7 @@ def test_required_kernels_fail_the_build_and_say_why(tree, tmp_path):
 
 
 def test_an_isolated_build_says_how_to_compile(tree, tmp_path):
-    """It has no torch even where one is installed: `pip install torch` would not help."""
+    """It has no torch even if one is installed, so `pip install torch` would not help."""
     printed = ran(tree, "build_wheel", tmp_path).stdout
     assert "without its compiled part: this build environment has no torch" in printed
     assert "Run `fusedops build` after" in printed and "--no-build-isolation" in printed
@@ -122,7 +122,7 @@ print(warning)
 
 
 def test_pip_installs_without_a_compiler(tree, tmp_path):
-    """On a PATH without g++: one warning at the first use, and right results."""
+    """Without g++ in PATH, the first use gives one warning and right results."""
     pytest.importorskip("pip")
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     pip = [sys.executable, "-m", "pip", "install", "-v", "--no-index", "--no-deps", "--no-compile"]

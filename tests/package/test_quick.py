@@ -44,7 +44,7 @@ RANDOM = torch.Generator().manual_seed(12)
 
 
 def draw(*shape):
-    """About as large as 1."""
+    """Returns random values of magnitude 1."""
     return torch.randn(shape, generator=RANDOM)
 
 
@@ -164,7 +164,7 @@ def test_one_family_compiles():
 
 
 class Block(nn.Module):
-    """A residual MLP with a norm, in torch.nn's modules."""
+    """A residual MLP with a norm, built from torch.nn's modules."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ class Block(nn.Module):
 
 
 def trained(model, optimizer, steps=3):
-    """The losses of some steps towards zeros."""
+    """Returns the losses of some training steps towards zero."""
     losses = []
     for _ in range(steps):
         loss = model(X).square().mean()
@@ -270,7 +270,7 @@ def test_a_patched_llama():
 
 
 def gradients_of(model, ids):
-    """A training step's loss, and the gradient of each parameter."""
+    """Returns a training step's loss and each parameter's gradient."""
     loss = model(input_ids=ids, labels=ids).loss
     names, parameters = zip(*model.named_parameters(), strict=True)
     return loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))

@@ -41,7 +41,7 @@ functional.layer_norm(torch.ones(2, 8), (8,))
 
 
 def python(*args, cwd=ROOT, **environment):
-    """A fresh interpreter; its exit status, stdout and stderr."""
+    """Runs a new interpreter; returns its exit status, stdout and stderr."""
     environment = {"FUSEDOPS_COMPILED": "", "FUSEDOPS_REQUIRE": ""} | environment
     return subprocess.run(
         [sys.executable, *args],
@@ -54,7 +54,7 @@ def python(*args, cwd=ROOT, **environment):
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of the package without a compiled part; imports from tmp_path find it first."""
+    """Copies the package without its compiled part to tmp_path, where imports find it."""
     skipped = shutil.ignore_patterns("*.so", "_*.json", "__pycache__", "csrc")
     return shutil.copytree(ROOT / "fusedops", tmp_path / "fusedops", ignore=skipped)
 
@@ -70,7 +70,7 @@ def reason(run):
 
 
 def put(folder, record=None, **changes):
-    """This process's compiled part in a folder, under the name that a build gives it."""
+    """Copies this process's compiled part to a folder, named as a build names it."""
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / NAME
     library.symlink_to(extension._C.__file__)

@@ -12,7 +12,7 @@ HIDDEN = "numpy,triton,matplotlib,rich,tqdm,transformers"
 
 
 def without(packages, *command):
-    """A module's output in a fresh interpreter that cannot import these packages."""
+    """Runs a module in an interpreter without these packages; returns its output."""
     words = [sys.executable, "tests/children/without.py", packages, *command]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

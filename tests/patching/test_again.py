@@ -56,7 +56,7 @@ def weakly(run):
 
 
 def by_a_global(run):
-    """A helper in the same file calls it."""
+    """Returns a forward that calls `run` through a helper in the same file."""
     SAVED.append(run)
     at = len(SAVED) - 1
 

@@ -1,4 +1,4 @@
-"""Everyday uses of a patched model work as without patch, with all kinds on."""
+"""Everyday uses of a model work the same when patched."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def fuse(model, kinds=("norm", "residual", "linear", "attention")):
 
 
 def outputs(model, given, **how):
-    """Every tensor that a forward without gradients gives, flat."""
+    """Returns every tensor that a forward without gradients gives, flat."""
     with torch.no_grad():
         return list(tensors(model(**given, **how)))
 
@@ -61,7 +61,7 @@ def tensors(found):
 
 
 def step(model, given):
-    """The loss and the gradients of every parameter."""
+    """Returns the loss and the gradients of every parameter."""
     model.zero_grad()
     labels = given.get("decoder_input_ids", given["input_ids"])
     if (shown := given.get("attention_mask")) is not None and shown.shape == labels.shape:
@@ -89,13 +89,13 @@ def generated(model, given, **how):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
 def test_generate(name, search):
     side = None if "static" in search else "left"  # a mask says what causal would
-    model, given, how = build(name), batch(name, side), SEARCHES[search]
+    model, given, kwargs = build(name), batch(name, side), SEARCHES[search]
     if "words" in search:  # of one sequence alone
         given = {k: v[:1] for k, v in given.items()}
-    wanted = generated(model, given, **how)
+    wanted = generated(model, given, **kwargs)
     with patched(model):
-        assert torch.equal(generated(model, given, **how), wanted)
-    assert torch.equal(generated(model, given, **how), wanted)
+        assert torch.equal(generated(model, given, **kwargs), wanted)
+    assert torch.equal(generated(model, given, **kwargs), wanted)
 
 
 @pytest.mark.parametrize("whom", ["model", "assistant", "both"])
@@ -115,12 +115,12 @@ def test_assisted_generation(whom):
 @pytest.mark.parametrize("name", ALL)
 def test_padding(name, side):
     """Of padding, an output is what it may be: which tokens it sees is nobody's choice."""
-    model, given = build(name), batch(name, side)
-    shown = given["attention_mask"].bool() if name != "t5" else slice(None)
-    wanted, grads = model(**given).logits[shown], step(model, given)
+    model, kwargs = build(name), batch(name, side)
+    shown = kwargs["attention_mask"].bool() if name != "t5" else slice(None)
+    wanted, grads = model(**kwargs).logits[shown], step(model, kwargs)
     fuse(model)
-    close([model(**given).logits[shown]], [wanted])
-    close(step(model, given), grads)
+    close([model(**kwargs).logits[shown]], [wanted])
+    close(step(model, kwargs), grads)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -198,7 +198,7 @@ def test_new_embeddings(name, when):
 
 @pytest.mark.parametrize("when", ["before patch", "after patch"])
 def test_layers_on_disk(when, tmp_path):
-    """accelerate's dispatch_model: parameters come for the length of a call."""
+    """With accelerate's dispatch_model, parameters are loaded only during a call."""
     accelerate = pytest.importorskip("accelerate")
     model, given = build("llama"), batch("llama", "left")
     wanted, tokens = outputs(model, given), generated(model, given)
@@ -218,7 +218,7 @@ def test_layers_on_disk(when, tmp_path):
 
 @pytest.mark.parametrize("when", ["before patch", "after patch"])
 def test_lora(when):
-    """Trained, merged, unmerged, switched off and unloaded."""
+    """Adapters are trained, merged, unmerged, disabled and unloaded."""
     peft = pytest.importorskip("peft")
     names = ["q_proj", "down_proj", "lm_head"]
     how = peft.LoraConfig(
@@ -280,11 +280,11 @@ def test_quantized(format):
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_cache_of_the_callers(name, kind):
-    """Filled in pieces, by the patched and by the unpatched model in turn."""
+    """The patched and the unpatched model fill it in turns."""
     model, ids = build(name), batch(name)["input_ids"]
     wanted = outputs(model, {"input_ids": ids}, use_cache=False)[0]
-    how = {"max_cache_len": 16} if kind == "StaticCache" else {}
-    cache = getattr(transformers, kind)(config=model.config, **how)
+    kwargs = {"max_cache_len": 16} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, **kwargs)
     fuse(model)
     found = []
     for at, piece in enumerate(ids.split((4, 1, 3, 1), dim=1)):
@@ -296,7 +296,7 @@ def test_a_cache_of_the_callers(name, kind):
 
 
 def test_models_that_share_a_config():
-    """One is patched, the other does not know."""
+    """One is patched; the other does not change."""
     one = build("llama")
     other = build("llama", one.config)
     given, wanted = batch("llama"), outputs(one, batch("llama"))

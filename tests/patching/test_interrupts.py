@@ -88,7 +88,7 @@ def state(model):
 
 
 def thread():
-    """The settings that a skipped exit of a `with` block would leave changed."""
+    """Returns the settings that a skipped exit of a `with` block would leave changed."""
     casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
     depth = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
     modes = [*_get_current_function_mode_stack()], [*_get_current_dispatch_mode_stack()]
@@ -110,7 +110,7 @@ def half():
 
 
 def test_patch():
-    """It is as if it had not been called."""
+    """The model is as if patch had not been called."""
     model, other = half(), half()
     patch(half())  # what is found out about a class is kept
     before, count = state(model), 0
@@ -123,7 +123,7 @@ def test_patch():
 
 
 def test_unpatch():
-    """It goes on to its end, or has not begun."""
+    """It either completes or has not begun."""
     model = half()
     patch(model)
     lines = points(RESTORING, lambda: unpatch(model))
@@ -139,7 +139,7 @@ def test_unpatch():
 
 @pytest.mark.parametrize("restored", ["patched", "original"])
 def test_blocks(restored):
-    """Interrupted when the block begins or when it ends."""
+    """The interrupt comes when the block begins or ends."""
     model = half()
     if restored == "original":
         patch(model)

@@ -74,7 +74,7 @@ def test_patching_twice_is_patching_once(model):
 
 
 def test_only_this_instance_is_patched(model):
-    """Not the classes, not a model of the same config, not one built later."""
+    """Neither the classes, nor a model with the same config, nor one built later."""
     sibling = transformers.LlamaForCausalLM(model.config)
     before = classes(sibling)
     forward = type(model.model.norm).forward
@@ -142,7 +142,7 @@ def test_a_module_made_by_a_patched_modules_class_is_unfused(model):
 
 
 def test_what_torch_copies_without_a_call_stays_patched(model):
-    """nn.DataParallel makes its replicas so."""
+    """nn.DataParallel makes its replicas this way."""
     patch(model)
     for module in (model, model.model.norm):
         assert type(module._replicate_for_data_parallel()) is type(module)
@@ -276,7 +276,7 @@ def test_peft_without_trained_norms_fuses_the_sums():
 
 
 def test_accelerate_hooks_are_seen():
-    """dispatch_model gives modules a forward of their own; they are left alone."""
+    """dispatch_model gives modules their own forward, so patch leaves them alone."""
     hooks = pytest.importorskip("accelerate").hooks
     model = llama().eval()
     wanted = model(IDS).logits
@@ -307,7 +307,7 @@ def test_accelerate_hooks_that_come_after_patch_outlive_unpatch():
 
 
 def test_fsdp2_on_top(tmp_path):
-    """fully_shard puts its own subclass on a patched layer: unpatch makes ours step aside."""
+    """fully_shard puts its subclass on a patched layer; unpatch disables our forward."""
     dist = torch.distributed
     if not dist.is_available():
         pytest.skip("torch without distributed")

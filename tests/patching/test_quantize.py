@@ -105,7 +105,7 @@ def test_an_activation_stays():
 
 
 def test_one_layer_in_floats_at_a_time(monkeypatch):
-    """Weights that are codes are gone: those that are alive are of layers to come."""
+    """Quantized weights are freed: live float weights belong to later layers."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     floats = [weakref.ref(layer.weight) for layer in model]
     alive = []
@@ -258,8 +258,8 @@ def test_peft_merges_and_unmerges(format, safe, dtype, caplog):
     for _ in range(2):
         caplog.clear()
         model.merge_adapter(safe_merge=safe)
-        said = [text for text in caplog.messages if "re-quantized the assigned weight" in text]
-        assert len(said) == 4 and said[0].startswith("model.layers.0.self_attn.q_proj: ")
+        messages = [text for text in caplog.messages if "re-quantized the assigned weight" in text]
+        assert len(messages) == 4 and messages[0].startswith("model.layers.0.self_attn.q_proj: ")
         merged = model(input_ids=IDS).logits
         assert (merged - beside).norm() < 0.2 * (without - beside).norm()
         model.unmerge_adapter()

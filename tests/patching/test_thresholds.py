@@ -27,7 +27,7 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def always():
-    """Every threshold's result for small tensors."""
+    """Returns every threshold's result for small tensors."""
     q = torch.randn(1, 1, 8, 8)
     x, weight = torch.randn(4, 8), torch.randn(16, 8)
     return [
@@ -220,8 +220,8 @@ def test_a_model_of_few_tokens_runs_every_kernel(calls, sums):
 def start(value):
     code = "from fusedops import _C; import torch"
     code += "; print(_C.own_product_pays(torch.float32, 1, 1, 1, False))"
-    how = {"env": os.environ | {"FUSEDOPS_FUSE": value}, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, "-c", code], **how)
+    kwargs = {"env": os.environ | {"FUSEDOPS_FUSE": value}, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, "-c", code], **kwargs)
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", "False"), ("always", "True")])

@@ -204,6 +204,42 @@ def test_a_module_is_planned_like_its_config_and_left_alone():
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_numbers_that_a_model_reads():
+    """BART reads whether its mask of ones is all ones, and draws whether to skip a layer."""
+    import transformers
+
+    config = transformers.BartConfig(
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        vocab_size=200,
+    )
+    before = torch.get_rng_state()
+    plan = fusedops.memory(config, batch=2, length=16)
+    assert plan.gradients == plan.parameters - plan.frozen > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_mixture_of_experts():
+    import transformers
+
+    config = transformers.MixtralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=200,
+    )
+    plan = fusedops.memory(config, batch=2, length=16, dtype="bfloat16")
+    assert plan.gradients == plan.parameters
+
+
 # Ranks
 
 

@@ -104,7 +104,7 @@ def _accelerators():
 
 
 def layer(kind, k=70, n=33, **how):
-    """A QuantizedLinear, the Linear that it was made from, and x."""
+    """Returns a QuantizedLinear, the Linear that it was made from, and x."""
     format, options = FORMATS[kind]
     linear = torch.nn.Linear(k, n)
     with torch.no_grad():

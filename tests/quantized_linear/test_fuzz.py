@@ -41,11 +41,11 @@ MOST = 1 << 18  # multiply-adds
 
 
 @st.composite
-def calls(draw: st.DrawFn, most: int = MOST) -> Call:
-    """A call that the function's docstring allows."""
-    shape = draw(shapes(most // 256).filter(len))
+def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
+    """Draws a call that the function's docstring allows."""
+    shape = draw(shapes(max_size // 256).filter(len))
     dtype = draw(st.sampled_from(FLOATS))
-    widest = max(1, min(2000, most // max(1, math.prod(shape))))
+    widest = max(1, min(2000, max_size // max(1, math.prod(shape))))
     features = min(draw(st.integers(1, 9) | st.sampled_from(SIZES)), widest)
     kind = draw(st.sampled_from(list(FORMATS)))
     input_format, compute = draw(st.sampled_from(PRECISIONS))
@@ -79,7 +79,7 @@ def reference(x, qweight, bias=None, **how):
 
 
 def reordered(seed: int | None):
-    """The reference, with the terms of its sums in another order where there is a seed."""
+    """Returns the reference, with the terms of its sums in another order where there is a seed."""
 
     def run(x, qweight, bias=None, activation=None, input_format=None, compute=None):
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -99,7 +99,7 @@ def reordered(seed: int | None):
 
 
 def activated_by_torch(seed: int):
-    """The same with torch's activations, whose formulas cancel in their tails."""
+    """Returns the same with torch's activations, whose formulas cancel in their tails."""
 
     def run(x, qweight, bias=None, activation=None, **how):
         return TORCHS[activation](reordered(seed)(x, qweight, bias, **how))
@@ -147,7 +147,7 @@ def test_errors_name_the_argument(backend, data):
 
 @given(data=st.data())
 def test_a_weight_has_the_bytes_of_its_reference(data):
-    """Whatever its layout and values."""
+    """For any layout and values."""
     n, k = (data.draw(st.integers(0, 9) | st.sampled_from(SIZES[:12])) for _ in range(2))
     weight = data.draw(drawn((n, k), data.draw(st.sampled_from(FLOATS)))).tensor()
     format, options = FORMATS[data.draw(st.sampled_from(list(FORMATS)))]

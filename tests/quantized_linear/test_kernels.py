@@ -160,21 +160,21 @@ def test_a_weight_that_is_nan_stays_in_its_column(kind, backend):
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("k,features", [(70, 33), (256, 48), (128, 5), (2200, 40)])
 def test_cpus_read_nothing_past_the_end_of_a_weight(kind, k, features):
-    """Whose tensors end where memory does: a byte more, and the process dies."""
+    """The tensors end at the end of mapped memory: reading one more byte would crash."""
     weight = quantized(kind, random_weight(features, k))
     moved = {name: at_the_end_of_memory(t) for name, t in weight.tensors().items()}
     moved = {"scales" if name == "absmax" else name: t for name, t in moved.items()}
     ending = dataclasses.replace(weight, **moved)
     for rows, (input_format, compute) in product((1, 4, 20, 40), PRECISIONS):
         x = inputs((rows, k), features, torch.float32)[0].requires_grad_()
-        how = {"input_format": input_format, "compute": compute}
-        found = quantized_linear(x, ending, **how)
+        kwargs = {"input_format": input_format, "compute": compute}
+        found = quantized_linear(x, ending, **kwargs)
         found.sum().backward()
-        assert torch.equal(found, quantized_linear(x, weight, **how))
+        assert torch.equal(found, quantized_linear(x, weight, **kwargs))
 
 
 def at_the_end_of_memory(t):
-    """The same numbers before a page that may not be read."""
+    """Returns equal numbers in memory before a page that may not be read."""
     size = -(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     held = mmap.mmap(-1, size + mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(held))
@@ -274,7 +274,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("kind,backend", CASES)
 def test_a_depth_of_many_vectors(kind, backend):
-    """GPUs split it among blocks, whose threads have whole vectors."""
+    """GPUs split it among blocks whose threads take whole vectors."""
     for depth in (4224, 8192):
         skip_what_does_not_run(kind, backend, torch.float32, (1, depth), 3)
         weight = quantized(kind, random_weight(3, depth))
@@ -290,9 +290,9 @@ def test_groups_of_int4_are_whole_bytes():
 @pytest.mark.parametrize("changed,error,message", ERRORS, ids=lambda e: str(e)[:20])
 def test_errors_say_what_was_wanted(changed, error, message):
     weight = quantized("int8", random_weight(4, 8))
-    given = {"x": torch.zeros(3, 8), "bias": None, **changed}
+    kwargs = {"x": torch.zeros(3, 8), "bias": None, **changed}
     with pytest.raises(error, match=message):
-        quantized_linear(given.pop("x"), weight, given.pop("bias"), **given)
+        quantized_linear(kwargs.pop("x"), weight, kwargs.pop("bias"), **kwargs)
 
 
 def test_integer_products_need_integers():

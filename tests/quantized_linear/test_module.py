@@ -24,8 +24,8 @@ def test_it_computes_the_function(kind):
     module, linear, x = layer(kind, activation="gelu", input_format="int8", compute="exact")
     format, options = FORMATS[kind]
     weight = quantize_weight(linear.weight, format, **options)
-    how = {"activation": "gelu", "input_format": "int8", "compute": "exact"}
-    assert torch.equal(module(x), quantized_linear(x, weight, linear.bias, **how))
+    kwargs = {"activation": "gelu", "input_format": "int8", "compute": "exact"}
+    assert torch.equal(module(x), quantized_linear(x, weight, linear.bias, **kwargs))
     assert isinstance(module, nn.Linear) and module.bias is linear.bias
     assert not QuantizedLinear.from_linear(linear.eval(), format, **options).training
 
@@ -198,10 +198,10 @@ def test_what_it_is_says_its_repr():
 
 
 def test_it_explains_what_runs():
-    """A device without a kernel makes the weight at each call, and says how large that is."""
-    said = QuantizedLinear(1024, 2048, format="nf4", device="meta", compute="bf16").explain(16)
-    assert said.startswith("16 rows of float32 by nf4 [2048, 1024] on meta: ATen calls")
-    assert "8 MiB" in said and said.endswith("torch multiplies in bfloat16")
+    """Without a kernel the weight is dequantized at each call; explain gives its size."""
+    message = QuantizedLinear(1024, 2048, format="nf4", device="meta", compute="bf16").explain(16)
+    assert message.startswith("16 rows of float32 by nf4 [2048, 1024] on meta: ATen calls")
+    assert "8 MiB" in message and message.endswith("torch multiplies in bfloat16")
     wide = QuantizedLinear(8, 8, dtype=torch.float64, input_format="int8").explain(1)
     assert "ATen calls" in wide and wide.endswith("torch multiplies in float64")
     half = QuantizedLinear(8, 8, device="meta", dtype=torch.float16)
@@ -223,14 +223,14 @@ def test_it_explains_which_kernel_runs():
 
 
 def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):
-    """In the order of the rows: registers, shared depth, tiles, a weight in memory."""
+    """By increasing rows: registers, split depth, tiles, scratch weight."""
     there = {"cuda": None, "triton": None}
     monkeypatch.setattr(f"{QuantizedLinear.__module__}.unavailable", lambda op, name: there[name])
     plain = QuantizedLinear(256, 64, format="nf4", device="meta")
-    said = [plain._plan("cuda", rows) for rows in (1, 4, 5, 64, 65, 1024, 1025)]
+    texts = [plain._plan("cuda", rows) for rows in (1, 4, 5, 64, 65, 1024, 1025)]
     words = ["registers"] * 2 + ["share their depth"] * 2 + ["from 65 rows"] * 2 + ["in memory"]
-    assert all(word in text for word, text in zip(words, said, strict=True))
-    assert "multiply bfloat16" in said[2]
+    assert all(word in text for word, text in zip(words, texts, strict=True))
+    assert "multiply bfloat16" in texts[2]
     integers = QuantizedLinear(256, 64, format="int8", device="meta", input_format="int8")
     assert "multiply int8" in integers._plan("cuda", 5000)
     deep = QuantizedLinear(65537, 4, format="int8", device="meta", input_format="int8")
@@ -262,8 +262,8 @@ def test_it_explains_a_forced_backend(name, rows, words):
         pytest.skip(reason)
     layer, meta = (QuantizedLinear(256, 64, format="nf4", device=d) for d in ("cpu", "meta"))
     with backend(name):
-        said, of_meta = (one.explain(rows) for one in (layer, meta))
-    assert f"on cpu, where backend {name!r} is forced: {words}" in said
+        text, of_meta = (one.explain(rows) for one in (layer, meta))
+    assert f"on cpu, where backend {name!r} is forced: {words}" in text
     assert "forced" not in of_meta
     assert "forced" not in layer.explain(rows)
 
@@ -271,8 +271,8 @@ def test_it_explains_a_forced_backend(name, rows, words):
 def test_it_explains_a_backend_of_another_device(monkeypatch):
     """A call would raise."""
     monkeypatch.setattr(f"{QuantizedLinear.__module__}.forced", lambda: "cuda")
-    said = QuantizedLinear(256, 64, format="nf4").explain(1)
-    assert said.endswith(
+    message = QuantizedLinear(256, 64, format="nf4").explain(1)
+    assert message.endswith(
         "where backend 'cuda' is forced: an error, as that backend takes no cpu tensors"
     )
 

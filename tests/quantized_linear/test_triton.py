@@ -69,8 +69,10 @@ def test_any_number_of_parts(kind, monkeypatch):
     weight = quantized(kind, random_weight(9, 300))
     for parts in (2, 3, 7):
         monkeypatch.setattr(forward, "parts_of", lambda *_, parts=parts: parts)
-        for how in ({}, {"input_format": "int8"}, {"input_format": "fp8"}):
-            compare(weight, "triton", inputs((6, 300), 9, torch.float32), activation="silu", **how)
+        for kwargs in ({}, {"input_format": "int8"}, {"input_format": "fp8"}):
+            compare(
+                weight, "triton", inputs((6, 300), 9, torch.float32), activation="silu", **kwargs
+            )
 
 
 def test_parts_of_more_numbers_than_a_program_joins():
@@ -93,7 +95,7 @@ def test_parts_fill_the_gpu_and_are_worth_a_program():
 @pytest.mark.parametrize("k", [1, 33, 5000])
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_rows_of_codes(dtype, k, format):
-    """The reference's, one by one: halves go to even codes, and nothing is rounded twice."""
+    """They equal the reference's: halves go to even codes, and nothing is rounded twice."""
     x = torch.randn(7, k, generator=torch.Generator().manual_seed(3)).to(dtype)
     x[0] *= 2.0 ** -(torch.arange(k) % 14)  # to below fp8's normal numbers
     x[0, -1] = 9

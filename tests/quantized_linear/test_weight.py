@@ -86,7 +86,7 @@ def test_bytes_of_int4():
 
 
 def test_bytes_of_nf4():
-    """Blocks go on from row to row; half a byte that is left has the code of 0."""
+    """Blocks continue from row to row; an unused half byte has the code of 0."""
     weight = torch.tensor([[1.0, 0, -1], [0.5, -0.1, 0.25], [2, 0, 0]])
     q = quantize_weight(weight, "nf4")
     assert q.qweight.flatten().tolist() == [0xC7, 0x2A, 0x69, 0xF7, 0x77]

@@ -17,7 +17,7 @@ PAIRS = pytest.mark.parametrize("interleaved", LAYOUTS, ids=["halves", "interlea
 @pytest.mark.parametrize("backend", BACKENDS)
 @PAIRS
 def test_more_elements_than_int32_counts(backend, interleaved):
-    """Positions are independent: the last ones alone give the same bits."""
+    """Positions are independent, so the last ones alone give the same bits."""
     batch, heads, seq, width = 2, 8, 2**20 + 3, 128 + 8
     if torch.cuda.mem_get_info()[0] < 5 * 2 * batch * heads * seq * width:
         pytest.skip("needs 24 GiB of free GPU memory")

@@ -35,15 +35,15 @@ KERNELS = [name for name in BACKENDS if name not in NOT_OURS]
 
 
 @st.composite
-def calls(draw: st.DrawFn, most: int = 4096) -> Call:
+def calls(draw: st.DrawFn, max_size: int = 4096) -> Call:
     """A call that the function's docstring allows: cos has all of q's dimensions but the heads."""
     sizes = st.integers(0, 5) | st.sampled_from(SIZES)
     places = [min(draw(sizes), 40) for _ in range(draw(st.sampled_from([2, 2, 2, 1, 1, 0, 3])))]
     rotary = 2 * draw(st.integers(0, 20) | st.sampled_from([32, 64]))
     past = draw(st.sampled_from([0, 0, 0, 1, 8, 16, 35]))
     heads = [draw(st.integers(0, 4) | st.sampled_from([8, 9])) for _ in range(2)]
-    for i in range(len(places)):  # no more than `most` positions
-        places[i] = min(places[i], most // 256)
+    for i in range(len(places)):  # no more than `max_size` positions
+        places[i] = min(places[i], max_size // 256)
     at = draw(st.integers(0, len(places)))
     dtypes = st.sampled_from(FLOATS)
     usual, table = draw(dtypes), draw(dtypes)

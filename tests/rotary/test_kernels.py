@@ -202,7 +202,7 @@ def test_nan_and_inf_stay_in_their_pairs(backend, dtype, bad, which, interleaved
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rotary,width", [(0, 40), (8, 40), (32, 64), (6, 37)])
 def test_what_is_not_rotated_keeps_its_bits(backend, dtype, rotary, width):
-    """Also denormals and NaNs with a payload."""
+    """Including denormals and NaNs with a payload."""
     bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     q, k, cos, sin = inputs((3, 2), 5, width, rotary, dtype)
     for x in (q, k):
@@ -234,7 +234,7 @@ def test_float64_is_exact(backend, interleaved):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float64_of_the_kernels_own_operators(backend):
-    """The public operator takes the composite before; these do so themselves."""
+    """The kernel operators choose the composite themselves for float64."""
     *args, cos, sin = placed(inputs((3, 2), 5, 12, 8, torch.float64), device_of(backend))
     args = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in args]
     with fusedops.backend(backend):
@@ -277,7 +277,7 @@ def test_heads_of_another_width(backend):
 @pytest.mark.parametrize("width", [64, 50])
 @PAIRS
 def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interleaved):
-    """Threads, positions, heads and strides change nothing."""
+    """Threads, positions, heads and strides change no bit."""
     args = placed(inputs((4, 2), 150, width, dtype=dtype), device_of(backend))
     q, k, cos, sin = args
     with fusedops.backend(backend), threads(1):

@@ -237,7 +237,7 @@ __global__ void too_much_static_memory(char* out) {
 
 __global__ void nothing() {}
 
-// Two warps, over memory that each toy has for itself.
+// Two warps, with separate memory for each toy.
 template <class T>
 bool two_warps(void (*kernel)(T*), dim3 grid = 1, int threads = 64, size_t smem = 64 * 4) {
   T* out = new T[64]();

@@ -9,7 +9,7 @@
 
 using namespace fusedops::cuda;
 
-// Runs the kernel over memory of its own and returns it.
+// Runs the kernel on newly allocated memory and returns that.
 template <class T>
 std::vector<T> run(void (*kernel)(T*), dim3 grid, dim3 block, int size, size_t smem = 0) {
   std::vector<T> out(size);
@@ -82,7 +82,7 @@ __global__ void warps_then_barrier(int* out) {
   out[threadIdx.x] += *word;
 }
 
-// Words as a whole, then their halves by threads of their own, then the words again.
+// Accesses whole words, then their halves from different threads, then the words again.
 __global__ void neighbouring_halves(int* out) {
   int* words = dynamic_shared<int>();
   int16_t* halves = dynamic_shared<int16_t>();
@@ -253,8 +253,8 @@ __global__ void arithmetic(int* out) {
   store_word(out, make_uint4(words.x + right, 1, 1, 1));
 }
 
-// A block that was stopped leaves nothing behind that the next one could trip over: not the guards
-// that AddressSanitizer put around its arrays.
+// A stopped block leaves nothing behind that breaks the next one, such as AddressSanitizer's guards
+// around its arrays.
 __global__ void stops(int* out) {
   int few[3], some[5], more[7];
   for (int i = 0; i < 3; ++i) few[i] = out[i];

@@ -30,7 +30,7 @@ def toy_inputs(shape, dtype, device):
 
 
 def toy(**contenders):
-    """An operation, y = 2 x, with contenders given as functions of x."""
+    """Returns an operation, y = 2 x, with contenders given as functions of x."""
     rows = {name: Contender(partial(partial, run)) for name, run in contenders.items()}
     return Operation("double", toy_inputs, double, lambda mode, x: 2 * x.nbytes, rows)
 
@@ -198,7 +198,7 @@ def product(grad, x, chains):
 
 
 def products(spoil=lambda result: result):
-    """A kernel of one chain and `spoil`, beside lines of two."""
+    """Returns a kernel of one chain and `spoil`, beside lines of two."""
 
     def inputs(shape, dtype, device):
         return tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
@@ -212,7 +212,7 @@ def products(spoil=lambda result: result):
 
 
 def judged(operation):
-    """The verdict from one draw, and from a whole run."""
+    """Returns the verdict from one draw, and from a whole run."""
     torch.manual_seed(0)
     inputs = operation.inputs((64, 512), torch.float32, CPU.device)
     answers = Answers(operation.reference, FORWARD, inputs)
@@ -221,8 +221,8 @@ def judged(operation):
 
 
 def test_another_order_of_sums_is_luck_in_one_draw_and_right_in_the_mean():
-    once, said = judged(products())
-    assert "max norm of the error" in once and "of 512 rows" in once and said is None
+    once, refused = judged(products())
+    assert "max norm of the error" in once and "of 512 rows" in once and refused is None
 
 
 def outer(seed):
@@ -511,7 +511,7 @@ def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
 
 
 def test_train_times_every_contender(tmp_path):
-    """A tiny model, where there is no GPU; where there is one it is what is measured."""
+    """Uses a tiny model without a GPU, and the real one with a GPU."""
     if torch.cuda.is_available():
         pytest.skip("a billion parameters: `make gpu-train`")
     path = tmp_path / "out.json"

@@ -53,13 +53,13 @@ def test_memory_of_what_cannot_run_is_not_known():
 
 
 def dry(case, shape):
-    """The row with few elements, of contenders that a CPU is quick with."""
+    """Returns the row with few elements, of contenders that a CPU is quick with."""
     only = tuple(name for name in case.contenders() if not name.startswith("compile"))
     return replace(case, shape=shape, dtype=torch.float32, only=only)
 
 
 def first_of_each(cases):
-    """One row for each operation, mode and clock."""
+    """Returns one row for each operation, mode and clock."""
     return {(c.operation.name, c.mode, c.clock): c for c in reversed(cases)}.values()
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*args, cwd=ROOT, **environment):
-    """A fresh interpreter; its exit status, stdout and stderr."""
+    """Runs a new interpreter; returns its exit status, stdout and stderr."""
     return subprocess.run(
         [sys.executable, *args],
         cwd=cwd,
@@ -64,7 +64,7 @@ def leaks(compiled, isa):
 
 
 def built():
-    """The objects of the tree's own build, which is up to date."""
+    """Returns the objects of the tree's own build, which is up to date."""
     work = ROOT / "build" / "temp"
     made = [Path(path) for path in objects(work)]
     assert len(made) > 60 and all(path.exists() for path in made), "make build first"
@@ -155,7 +155,7 @@ NOT_CODE = re.compile(
 
 
 def types_in(code):
-    """The qualified names of the types that a source defines for other files to see."""
+    """Yields the qualified names of the types that a source defines for other files to see."""
     scopes = []  # of each open brace: a name, "" where it is a block or an unnamed namespace
     for token in TOKEN.finditer(NOT_CODE.sub(" ", code)):
         if token["brace"] == "}":

@@ -86,7 +86,7 @@ def test_a_report_is_counted():
 
 @pytest.fixture
 def tests(tmp_path):
-    """A folder with a quick test that passes, one that fails, and a file that has none."""
+    """Returns a folder with a quick test that passes, one that fails, and a file that has none."""
     (tmp_path / "test_few.py").write_text(
         "import pytest\npytestmark = pytest.mark.quick\n"
         "def test_right(): pass\ndef test_wrong(): assert False\n"

@@ -60,7 +60,7 @@ def cpu_isa(wanted):
 
 @pytest.fixture(scope="module")
 def best():
-    """The CPU's own instruction set; an empty FUSEDOPS_CPU_ISA changes nothing."""
+    """Returns the CPU's own instruction set; an empty FUSEDOPS_CPU_ISA changes nothing."""
     return cpu_isa("").stdout.strip()
 
 

@@ -101,19 +101,19 @@ def test_a_process_that_ends_or_hangs_is_a_verdict():
 
 def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     file, page = tmp_path / "rows.json", tmp_path / "page.md"
-    how = {"kinds": ["causal"], "json": file, "markdown": page}
-    assert families.run(["gpt2"], **how)
+    kwargs = {"kinds": ["causal"], "json": file, "markdown": page}
+    assert families.run(["gpt2"], **kwargs)
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["gpt2"]
-    assert families.run(["gpt2", "opt"], **how)
+    assert families.run(["gpt2", "opt"], **kwargs)
     told = capsys.readouterr().out.splitlines()
     assert "2 of 2  causal opt" in told[2] and told[3].startswith("causal: 2 families: 2 right")
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["gpt2", "opt"]
     assert "| gpt2 | right | 5/5 | 4/4 | 2/2 |" in page.read_text()
     monkeypatch.setattr(sweep, "versions", lambda: {"transformers": "another"})
-    assert families.run(["opt"], **how)
+    assert families.run(["opt"], **kwargs)
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["opt"]
     with pytest.raises(ValueError, match="no causal family gpt-0"):
-        families.run(["gpt-0"], **how)
+        families.run(["gpt-0"], **kwargs)
 
 
 def test_a_table_says_what_is_wrong():

@@ -30,14 +30,14 @@ ONLY = (norm.gpu.LAYER_NORM_CALL, "eager", "liger", "fusedops", "fusedops triton
 
 
 def small(case):
-    """The row with few elements, in a dtype and of contenders that a CPU is quick with."""
+    """Returns the row with few elements, in a dtype and of contenders that a CPU is quick with."""
     only = tuple(name for name in ONLY if name in case.operation.contenders)
     return replace(case, shape=(4, 64), dtype=torch.float32, only=only)
 
 
 @pytest.fixture
 def family(monkeypatch):
-    """The norm family's first row of each clock and mode, and what is asked of them."""
+    """Returns the norm family's first row of each clock and mode, and what is asked of them."""
     first = {(case.clock, case.mode): case for case in reversed(norm.GPU_ROWS)}.values()
     asked = [ask for ask in norm.GPU_MUST_SHOW if ask.case in first]
     toy = Namespace(
@@ -51,7 +51,7 @@ def family(monkeypatch):
 
 
 def measured(out, match=""):
-    """The exit status of the suite, and the document that it wrote."""
+    """Returns the exit status of the suite, and the document that it wrote."""
     args = Namespace(families=["norm"], out=str(out), seconds=0.02, match=match)
     status = gpu.measure(args, DRY)
     return status, written(out)
@@ -65,7 +65,7 @@ def written(out):
 
 @pytest.fixture
 def build(monkeypatch):
-    """The environment's build record, for tests to change; each run has its own date."""
+    """Returns the environment's build record, for tests to change; each run has its own date."""
     about, dates = {"device": "Toy 1", "commit": "abc", "torch": "2", "triton": "3"}, []
 
     def environment(*_):
@@ -173,7 +173,7 @@ def test_launches_are_counted_in_another_process(monkeypatch):
 
 
 def timed_as(monkeypatch, device_us, host_us, call_us):
-    """A machine on which a flush and a call cost that much."""
+    """Returns a machine on which a flush and a call cost that much."""
 
     def host(call):
         return lambda repeats: (host_us if call is cuda._flush else call_us) / 1e6
@@ -292,7 +292,7 @@ def copied(row, **other):
 
 
 def document():
-    """A result as a GPU would give it; the figures are made up, as is the device."""
+    """Returns a result as a GPU would give it; the figures are made up, as is the device."""
     forward = {"operation": "rms_norm", "mode": FORWARD, "clock": "device"}
     rows = [
         copied(forward, contender=name, shape=[16, n], median_s=s, percent_of_copy=50 / s)

@@ -31,7 +31,7 @@ def kernel(arch="sm_90a", demand=NOTHING, **facts) -> Compiled:
 
 
 def kernels_of(family):
-    """The names of the family's Triton kernels, from their files."""
+    """Returns the names of the family's Triton kernels, from their files."""
     place = nvcc.ROOT / "fusedops" / "triton" / family
     files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
     kernel = re.compile(r"@triton\.jit.*\ndef (\w+_kernel)\(")
@@ -47,7 +47,7 @@ def test_triton_kernels(family):
 
 @needs_nvcc
 def test_cuda_kernels():
-    """All of them; docs/machine_code.md says the same where it comes from the same nvcc."""
+    """Checks all kernels; docs/machine_code.md agrees if its nvcc is the same."""
     found = [one for source in nvcc.sources(".cu") for one in nvcc.compiled(source)]
     excuses = [e for e in EXCUSES if any(fnmatchcase(one.name, e.kernel) for one in found)]
     assert not failures(found) and not idle(found, DEMANDS, excuses)

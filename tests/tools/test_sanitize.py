@@ -19,7 +19,7 @@ def test_leaks_and_odr_violations_are_looked_for():
 
 
 def test_suppressions_hide_no_caller_of_ours():
-    """A suppression hides a leak that has its name in any frame of the allocation's stack."""
+    """A suppression hides every leak that has its name in any stack frame."""
     lines = [line for line in SUPPRESSIONS.read_text().splitlines() if line[:1] not in ("", "#")]
     assert lines and all(line.startswith("leak:") for line in lines)
     names = [line.removeprefix("leak:") for line in lines]

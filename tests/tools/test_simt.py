@@ -164,7 +164,7 @@ def marked(kind, toy):
 
 
 def expected(toy, text):
-    """The pattern of an error: `.*` of the text is one, the rest is as it stands."""
+    """Returns the pattern of an error: `.*` of the text is one, the rest is as it stands."""
     text = text.format(bug=marked("bug", toy), other=marked("with", toy))
     return re.escape(f"{toy}: {text}").replace(r"\.\*", r"\w*")
 

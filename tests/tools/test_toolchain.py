@@ -15,7 +15,7 @@ from fusedops.toolchain import Torch
 
 @pytest.fixture
 def gpu_build(monkeypatch):
-    """A torch with CUDA 13.0 and an nvcc, whose release is the argument."""
+    """Returns a torch with CUDA 13.0 and an nvcc, whose release is the argument."""
     for name in ("FUSEDOPS_CUDA", "FUSEDOPS_SIMT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -115,7 +115,7 @@ def torch_package(folder, git):
 
 
 def test_another_torch_of_the_same_version_compiles_again(tmp_path):
-    """ninja compares times, which an older torch's files would not make newer."""
+    """ninja compares file times, and an older torch's files would not be newer."""
     torch_of, work = torch_package(tmp_path / "torch", "a"), tmp_path / "work"
     made = [step for step in building.steps([torch_of], work) if step.rule == "compile"]
     versions = {name for step in made for name in step.needs if name.endswith(".version")}

@@ -38,7 +38,7 @@ def test_every_model_has_a_tester():
 
 
 def patching_models():
-    """A base class whose models are patched, and what counts them."""
+    """Returns a base class whose models are patched, and what counts them."""
 
     class Base(nn.Module):
         pass

@@ -34,14 +34,14 @@ PEERS = {
 
 
 def about(contender: str) -> dict[str, str | None]:
-    """A peer's version and the format of its state; None for others."""
+    """Returns a peer's version and the format of its state; None for others."""
     package = contender.partition(",")[0]
     found = {"version": version_of(package), "about": PEERS.get(package)}
     return found if package in PEERS else {}
 
 
 def bytes_moved(elements: int, itemsize: int, state_dtype: str, clips: bool = False) -> int:
-    """Bytes that a step must move: parameters and moments twice, gradients once or twice.
+    """Returns bytes that a step must move: parameters and moments twice, gradients once or twice.
 
     The second time is for clipping. Two 8-bit moments have two float32 scales per 256 elements.
     """

@@ -84,7 +84,7 @@ def stepped(step: Run, params: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def operation(state: str, clips: bool = False) -> Operation:
-    """A step with our moments in `state`, and with the peers that support it.
+    """Returns a step with our moments in `state`, and with the peers that support it.
 
     torch's moments have the parameters' dtype. torchao rounds bfloat16 stochastically, as we do.
     """

@@ -65,7 +65,7 @@ def measure(args: Namespace) -> int:
 
 
 def _verdict(name: str, losses: dict[str, list[float]]) -> dict:
-    """The mean of the per-seed differences, and the limit."""
+    """Returns the mean of the per-seed differences, and the limit."""
     base, found = losses[FLOAT32], losses[name]
     difference = mean(found) - mean(base)
     allowed = AT_MOST[name]
@@ -83,7 +83,7 @@ def _shown(losses: list[float]) -> str:
 
 
 def _trained(settings: Settings, seed: int, dtype: torch.dtype, make: Make) -> float:
-    """The held-out loss after training."""
+    """Returns the held-out loss after training."""
     settings = Settings(**vars(settings) | {"seed": seed})
     model = build_model(settings).to(dtype)
     optimizer = make(list(model.parameters()), settings.lr)

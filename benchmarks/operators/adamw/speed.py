@@ -167,7 +167,7 @@ def _timed(title: str, row: Row, name: str, times: list[float]) -> dict:
 
 
 def _seconds(row: Row, budget_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Each contender's seconds per step, and why others were not timed."""
+    """Returns each contender's seconds per step, and why others were not timed."""
     steps, skipped = {}, {}
     for name, make in row.contenders.items():
         try:

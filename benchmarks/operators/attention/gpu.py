@@ -1,4 +1,4 @@
-"""Attention's benchmark rows and goals on a GPU: 16384 tokens, heads of 128, bfloat16."""
+"""Attention's benchmark rows and goals on a GPU, in bfloat16."""
 
 import torch
 

@@ -25,7 +25,7 @@ def heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tup
 
 
 def cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """A generation step's q with a cache: [batch, heads, tokens, width]."""
+    """Returns a generation step's q with a cache: [batch, heads, tokens, width]."""
     return tuple(t.detach().contiguous().requires_grad_() for t in heads(shape, dtype, device))
 
 
@@ -36,7 +36,7 @@ def traffic(mode: str, q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 def by_heads(t: Tensor) -> Tensor:
-    """A row is a head, as in the tests.
+    """Returns the result with one row per head, as in the tests.
 
     Among 32768 rows of one query each, eager's own error is sometimes almost zero by chance.
     """
@@ -44,7 +44,7 @@ def by_heads(t: Tensor) -> Tensor:
 
 
 def flops(share: float, mode: str, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Two matmuls forward and five backward, over the visible pairs."""
+    """Counts two matmuls forward and five backward, over the visible pairs."""
     products = {FORWARD: 2, BACKWARD: 5, TRAINING: 7}[mode]
     return int(share * products * 2 * q.numel() * k.shape[2])
 

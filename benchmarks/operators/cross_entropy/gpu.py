@@ -32,7 +32,7 @@ def case(operation: Operation, mode: str, shape: tuple[int, ...], clock: str) ->
 
 
 def rivals(row: Case, factor: float = 1.0) -> dict[str, float]:
-    """The contenders that a row must beat."""
+    """Returns the contenders that a row must beat."""
     names = (name for name in row.contenders() if name.startswith(("compile", "liger")))
     return dict.fromkeys(names, factor)
 

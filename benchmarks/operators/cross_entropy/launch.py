@@ -21,7 +21,7 @@ def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def through(module: type) -> Contender:
-    """A call of the module: its arguments are the loss's options only."""
+    """Returns a call of the module: its arguments are the loss's options only."""
     return Contender(lambda *inputs: partial(module(), *inputs))
 
 

@@ -43,7 +43,7 @@ def bytes_moved(mode: str, x: Tensor, weight: Tensor, target: Tensor) -> int:
 
 
 def flops(mode: str, x: Tensor, weight: Tensor, target: Tensor) -> int:
-    """One matmul for the logits and one per gradient, over the rows that count."""
+    """Counts one matmul for the logits and one per gradient, over the rows that count."""
     product = 2 * int((target != IGNORED).sum()) * weight.numel()
     backward = sum(t.requires_grad for t in (x, weight))
     return product * {FORWARD: 1, BACKWARD: backward, TRAINING: 1 + backward}[mode]

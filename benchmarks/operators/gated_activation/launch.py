@@ -12,7 +12,7 @@ from fusedops import nn
 
 
 def launch(operation: Operation, module: torch.nn.Module, **options) -> Operation:
-    """Every way to call one operator: eager, torch.ops, the short path, the module."""
+    """Returns every way to call one operator: eager, torch.ops, the short path, the module."""
     rows = {
         "eager": operation.contenders["eager"],
         "fusedops torch.ops": Contender(through_dispatcher(operation.name, options)),

@@ -61,7 +61,7 @@ def gpt_oss_lines(gate, up, limit, alpha, up_offset):
 
 
 def contenders(lines: Callable[..., Tensor], fused: Callable[..., Run], name: str = "eager"):
-    """One operation's contenders: models' code, the same compiled, then ours."""
+    """Returns one operation's contenders: models' code, the same compiled, then ours."""
     eager = Contender(lambda *inputs: partial(lines, *inputs))
     return {name: eager, f"compile({name})": compiled(eager), "fusedops": Contender(fused)}
 

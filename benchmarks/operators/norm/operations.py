@@ -25,7 +25,7 @@ EPS = 1e-6
 
 
 def tensors(count: int, bias: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """An operation's inputs: `count` tensors of one shape, a weight and perhaps a bias."""
+    """Returns an operation's inputs: `count` tensors of one shape, a weight and perhaps a bias."""
 
     def inputs(
         shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -86,7 +86,7 @@ def on_triton(prepare: Callable[..., Run]) -> Contender:
 
 
 def contenders(eager: Callable[..., Run], fused: Callable[..., Run], huggingface=None):
-    """One operation's contenders: peers first, then ours."""
+    """Returns one operation's contenders: peers first, then ours."""
     rows = {"eager": Contender(eager)}
     if huggingface:
         rows["huggingface"] = Contender(huggingface)

@@ -70,7 +70,7 @@ def quack_add_rms_norm(x: Tensor, r: Tensor, w: Tensor) -> Run:
 
 
 def one_layer_norm(*inputs: Tensor) -> Run:
-    """One F.layer_norm of x, whatever the operation: a measure of a call's host time."""
+    """Returns one F.layer_norm of x, whatever the operation: a measure of a call's host time."""
     x = inputs[0]
     return partial(F.layer_norm, x, x.shape[-1:], None, None, EPS)
 

@@ -74,7 +74,7 @@ def _operands(qweight: Tensor, scales: Tensor, zeros: Tensor | None = None):
 
 
 def bytes_moved(mode: str, x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> int:
-    """The codes once, x and y; in a backward the codes again, dy and dx."""
+    """Counts the codes once, x and y; in a backward the codes again, dy and dx."""
     forward = sum(t.nbytes for t in codes) + x.nbytes + x.shape[0] * bias.nbytes
     return forward if mode == FORWARD else 2 * forward
 
@@ -145,7 +145,7 @@ BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 
 
 def served(kind: Kind) -> Operation:
-    """A large model: a weight is no longer in a cache when it is used again."""
+    """Returns a large model: a weight is no longer in a cache when it is used again."""
     bits = BITS[kind.format]
     eager = Contender(dense)
     rows = {
@@ -162,7 +162,7 @@ def served(kind: Kind) -> Operation:
 
 
 def small(kind: Kind) -> Operation:
-    """A small model: weights stay in the caches, where eager's 4x bytes cost least."""
+    """Returns a small model: weights stay in the caches, where eager's 4x bytes cost least."""
     rows = {"eager": Contender(dense), "fusedops": fused(kind)}
     name = f"quantized_linear {kind.name}, cached"
     return Operation(name, kind.inputs, kind.reference, bytes_moved, rows)
@@ -174,7 +174,7 @@ KINDS = (INT8, DYNAMIC, INT4, NF4, FP8)
 
 
 def launch() -> Operation:
-    """Every way to call it: eager, torch.ops, the short path, and both modules."""
+    """Returns every way to call it: eager, torch.ops, the short path, and both modules."""
 
     def square(shape: Sequence[int], dtype: torch.dtype, device: torch.device):
         return INT8.inputs((*shape, shape[-1]), dtype, device)

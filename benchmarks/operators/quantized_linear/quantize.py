@@ -25,7 +25,7 @@ def quantize(kind: Kind) -> Operation:
         contenders["bitsandbytes"] = Contender(bitsandbytes)
 
     def bytes_moved(mode: str, weight: Tensor) -> int:
-        """The weight once, and its codes."""
+        """Counts the weight once, and its codes."""
         return weight.nbytes + weight.numel() * BITS[kind.format] // 8
 
     return Operation(

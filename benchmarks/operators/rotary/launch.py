@@ -21,7 +21,7 @@ def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def launch(operation: Operation) -> Operation:
-    """Every way to call the operator: Hugging Face, torch.ops, the short path."""
+    """Returns every way to call the operator: Hugging Face, torch.ops, the short path."""
     rows = {
         "huggingface": operation.contenders["huggingface"],
         "fusedops torch.ops": Contender(through_dispatcher(operation.name)),

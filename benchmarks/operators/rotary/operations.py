@@ -55,7 +55,7 @@ def huggingface(model: str) -> Contender:
 
 
 def operation(name: str, model: str, interleaved: bool = False, **inputs) -> Operation:
-    """A model's function, the same compiled, then ours."""
+    """Returns a model's function, the same compiled, then ours."""
     lines, options = huggingface(model), {"interleaved": interleaved}
     fused = Contender(lambda *tensors: partial(ours.rotary_embedding, *tensors, **options))
     return Operation(

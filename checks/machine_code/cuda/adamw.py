@@ -1,4 +1,4 @@
-"""Requires AdamW's CUDA kernels to access memory 16 bytes at a time."""
+"""Requires 16-byte memory access in AdamW's CUDA kernels."""
 
 from checks.machine_code.gates import Demand
 

@@ -1,4 +1,4 @@
-"""Requires the norms' CUDA kernels to access memory 16 bytes at a time."""
+"""Requires 16-byte memory access in the norms' CUDA kernels."""
 
 from checks.machine_code.gates import Demand
 

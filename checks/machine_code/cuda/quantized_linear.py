@@ -1,4 +1,4 @@
-"""Requires quantized_linear's CUDA kernel to read memory 16 bytes at a time."""
+"""Requires 16-byte memory reads in quantized_linear's CUDA kernel."""
 
 from checks.machine_code.gates import Demand
 

@@ -1,4 +1,4 @@
-// Gated activations on GPUs: y = g S(g) (u + up_offset) and its gradients. Formulas:
+// Gated activations on GPUs, forward and backward: y = g S(g) (u + up_offset). Formulas:
 // csrc/kernels/gated_activation.h.
 //
 // A thread takes kVectors vectors of 16 bytes at a time and starts all their loads before it uses

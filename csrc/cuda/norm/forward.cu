@@ -1,4 +1,4 @@
-// The norm family's forward on GPUs: h = residual + dropout(x), y = norm(h).
+// The norm family's forward on GPUs. h = residual + dropout(x), y = norm(h).
 //
 // A row belongs to blockDim.x threads, a power of two, and blockDim.y short rows share a block.
 // Rows of up to 32 KiB whose addresses allow 16-byte accesses stay in registers between the sums

@@ -17,12 +17,12 @@ namespace fusedops::adamw {
 // for each tensor that has such a state, in order.
 struct AdamWArguments {
   at::TensorList params, grads, exp_avgs, exp_avg_sqs, steps;
-  at::TensorList max_exp_avg_sqs;  // of tensors in groups with amsgrad, float32
-  at::TensorList scales;           // of int8 moments: exp_avg's and exp_avg_sq's, float32 [blocks]
-  at::TensorList remainders;       // of Rounding::remainder, int16
-  at::IntArrayRef kinds;           // AdamWKind's of a tensor
-  at::ArrayRef<double> options;    // AdamWOption's of a group
-  at::TensorList lrs;              // of each group, a scalar on the device; or none
+  at::TensorList max_exp_avg_sqs;  // for tensors in groups with amsgrad, float32
+  at::TensorList scales;           // for int8 moments: exp_avg's and exp_avg_sq's, float32 [blocks]
+  at::TensorList remainders;       // for Rounding::remainder, int16
+  at::IntArrayRef kinds;           // AdamWKind's numbers, per tensor
+  at::ArrayRef<double> options;    // AdamWOption's numbers, per group
+  at::TensorList lrs;              // per group, a scalar on the device; or empty
   int64_t seed;
   const OptionalTensor& squares;  // float64 [kSquareParts]: their sum is the squared norm
   double max_grad_norm;
@@ -36,13 +36,13 @@ struct AdamWArguments {
   }
 };
 
-// Numbers of a tensor: its group, its Rounding, and AdamWTensor's index, row (0: the tensor) and
-// first_key.
+// A tensor's numbers: its group, its Rounding, and AdamWTensor's index, row (0: the whole tensor)
+// and first_key.
 struct AdamWKind {
   enum : int64_t { group, rounding, index, row, first_key, count };
 };
 
-// Numbers of a group.
+// A group's numbers.
 struct AdamWOption {
   enum : int64_t { lr, beta1, beta2, eps, weight_decay, maximize, amsgrad, count };
 };
@@ -72,7 +72,7 @@ class AdamWTable {
  private:
   Tensor laid_out(const Tensor& t, bool as_is, bool written);
 
-  std::vector<std::pair<Tensor, Tensor>> copies_;  // where to, from
+  std::vector<std::pair<Tensor, Tensor>> copies_;  // destination, source
   std::vector<Tensor> kept_;
 };
 
@@ -81,7 +81,7 @@ struct GradientTable {
   explicit GradientTable(at::TensorList grads);
 
   std::vector<Tensor> kept;          // copies of gradients that overlap or have gaps
-  std::vector<AdamWTensor> tensors;  // grad, numel, first_block and dtype alone
+  std::vector<AdamWTensor> tensors;  // only grad, numel, first_block and dtype are set
   int64_t blocks() const;
 };
 

@@ -21,7 +21,7 @@ using Numbers = c10::ArrayRef<double>;
 using OutAndLse = std::tuple<Tensor, Tensor>;
 using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-constexpr int64_t kWidest = int64_t{1} << 61;  // of a window: no sum of places overflows
+constexpr int64_t kWidest = int64_t{1} << 61;  // widest window; no sum of positions overflows
 
 struct AttentionOptions {
   double scale, softcap, dropout_p;  // softcap 0: none
@@ -36,7 +36,7 @@ struct AttentionOptions {
 };
 
 // autograd.cpp: the public operator. q [B, Hq, Sq, D], or [tokens, Hq, D] with cu_seqlens.
-// top_left: the first query of `causal` and `window` is at the first key, as in torch's.
+// top_left: for `causal` and `window` the first query is at the first key, as in torch.
 OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                     at::OptionalIntArrayRef window, std::optional<double> softcap,
                     const OptionalTensor& sinks, const OptionalTensor& bias,

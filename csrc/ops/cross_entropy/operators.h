@@ -39,7 +39,7 @@ struct CrossEntropyOptions {
   LogitMap map;
 
   CrossEntropyOptions() = default;
-  // The public arguments. Raises ValueError, or RuntimeError for label_smoothing as torch.
+  // From the public arguments. Raises ValueError, or RuntimeError for label_smoothing, like torch.
   CrossEntropyOptions(const char* op, int64_t ignore_index, std::string_view reduction,
                       double label_smoothing, double z_loss, std::optional<double> softcap,
                       std::optional<double> scale);

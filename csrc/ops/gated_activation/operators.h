@@ -34,8 +34,7 @@ struct GatedOptions {
   static auto fields(auto& a) { return std::tie(a.kind, a.limit, a.alpha, a.up_offset); }
 };
 
-// y [up's shape], contiguous. The kernels take tensors of one dtype: the public operators have
-// converted them.
+// y [up's shape], contiguous. The kernels take tensors of one dtype; the public operators convert.
 struct GatedArguments {
   const Tensor& gate;
   const OptionalTensor& up;
@@ -73,7 +72,7 @@ struct GatedRows {
   Rows gate, up;
 
   GatedForward forward(const Tensor& y) const;
-  // dy: the rows of dy
+  // dy: dy's rows.
   GatedBackward backward(const Rows& dy, const GatedGradients& gradients) const;
 
  private:

@@ -18,7 +18,7 @@ Tensor halves(const Tensor& bytes) {
       .flatten(-2, -1);
 }
 
-// t [rows, groups] for each element of the groups, [rows, n]
+// Repeats t [rows, groups] for each element of the groups: [rows, n].
 Tensor spread(const Tensor& t, int64_t size, const c10::SymInt& n) {
   if (t.sym_size(1) == 1) return t.expand_symint({t.sym_size(0), n});
   return t.unsqueeze(-1)
@@ -40,7 +40,7 @@ Tensor nf4_values(const Tensor& qweight, const c10::SymInt& count, c10::ScalarTy
   return table.index_select(0, codes.to(at::kInt));
 }
 
-// [n, k] in float32 or float64: each a single product of a code and its scale
+// Returns the weight [n, k] in float32 or float64. Each element is one product of code and scale.
 Tensor wide_weight(const QuantizedTensors& w, c10::ScalarType dtype) {
   const auto scales = w.scales.to(dtype);
   if (w.format == WeightFormat::nf4) {

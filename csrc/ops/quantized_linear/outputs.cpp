@@ -67,7 +67,7 @@ Tensor empty_rows(const Tensor& like, const c10::SymInt& n) {
   return at::empty_symint(with_last(like, n), like.options());
 }
 
-// Integer products need integers on both sides.
+// Integer matmuls need integers on both sides.
 void check_operands(const QuantizedTensors& weight, InputFormat input_format, Compute compute) {
   if (compute != Compute::int8) return;
   TORCH_CHECK_VALUE(input_format == InputFormat::int8, kQuantizedLinear,

@@ -19,7 +19,7 @@ struct RotaryNode {
 
   int64_t unsqueeze_dim;
   bool interleaved;
-  c10::ScalarType dtype;  // of q and k
+  c10::ScalarType dtype;  // q's and k's dtype
 
   static auto fields(auto& a) { return std::tie(a.unsqueeze_dim, a.interleaved, a.dtype); }
 

@@ -1,4 +1,4 @@
-"""Parses a method's source into a tree, and builds a method from a changed tree.
+"""Parses a method's source, and builds a method from the changed tree.
 
 The new method keeps the original's file name and line numbers, so that tracebacks and debuggers
 show the model's source. It uses the original's live globals, and its closure holds the original's

@@ -175,8 +175,8 @@ def judge(module: nn.Module, call: Call) -> Outcome:
         return Outcome(call.source, reason=known)
     if reason := _why_not_fused(module, call, known):
         return Outcome(call.source, reason=reason)
-    how = "(interleaved=True)" if known.interleaved else ""
-    return Outcome(call.source, f"rotary_embedding{how}")
+    options = "(interleaved=True)" if known.interleaved else ""
+    return Outcome(call.source, f"rotary_embedding{options}")
 
 
 def _why_not_fused(module: nn.Module, call: Call, known: Rotation) -> str:
@@ -369,13 +369,13 @@ def _agree_at(
     table: torch.dtype,
 ) -> bool:
     args = _arguments(known, width, dim, dtype, table)
-    how = {} if dim == known.dim else {"unsqueeze_dim": dim}
+    kwargs = {} if dim == known.dim else {"unsqueeze_dim": dim}
     exact = list(
         _results(partial(known.by, rotary_embedding_reference, dim=dim), [a.double() for a in args])
     )
     with _theirs():
         try:
-            theirs = list(_results(partial(function, **how), args))
+            theirs = list(_results(partial(function, **kwargs), args))
         except (RuntimeError, ValueError, IndexError, TypeError):  # wrong width for the function
             return False
     ours = list(_results(partial(known.by, rotary_embedding, dim=dim), args))

@@ -76,9 +76,9 @@ class Activation:
 
     @property
     def gated_name(self) -> str:
-        how = f"(alpha={self.alpha})" if self.alpha != 1 else ""
-        how = "(approximate='tanh')" if self.name == "gelu_tanh" else how
-        return f"{'swiglu' if self.name == 'silu' else 'geglu'}{how}"
+        options = f"(alpha={self.alpha})" if self.alpha != 1 else ""
+        options = "(approximate='tanh')" if self.name == "gelu_tanh" else options
+        return f"{'swiglu' if self.name == 'silu' else 'geglu'}{options}"
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from fusedops.profiling.storage.lives import Life
 __all__ = ["Tracker", "on_meta"]
 
 aten: Any = torch.ops.aten
-KNOWN = torch.int64, torch.int32, torch.bool  # whose values are followed too
-MOST_KNOWN = 1 << 22  # elements
+UNWRITTEN = aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default
+MOST_KNOWN = 1 << 22  # elements of integers whose values are followed
+MOST_FLOATS = 1 << 16  # and of floating-point numbers
 PLAIN = Tensor, torch.nn.Parameter
 FEW = 8  # positions
 FUSED = 1  # torch's number of its fused kernel
@@ -32,7 +33,7 @@ class Tracker(TorchDispatchMode):
     """Records the life of every storage that an operation makes while the mode is on.
 
     Models read a few numbers: is any position masked, does a sequence start in the middle of a row?
-    So integers and booleans that come from no floating-point number are computed, on the CPU.
+    So what comes from no parameter and no other unknown number is computed, on the CPU.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class Tracker(TorchDispatchMode):
             return self._values[args[0]].item()
         out = func(*args, **kwargs)
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if made and all(t.dtype in KNOWN for t in made):
+        if made:
             self._compute(func, args, kwargs, made)
         for t in made:
             self._born(t)
@@ -91,7 +92,10 @@ class Tracker(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(t.numel() > MOST_KNOWN for t in made) or not all(t in self._values for t in given):
+        large = any(t.numel() > (MOST_FLOATS if _is_float(t) else MOST_KNOWN) for t in made)
+        if large or func in UNWRITTEN or not all(t in self._values for t in given):
+            for t in made:  # written in place
+                self._values.pop(t, None)
             return
         args, kwargs = tree_map(self._value, (args, kwargs))
         out = func(*args, **kwargs)
@@ -105,12 +109,16 @@ class Tracker(TorchDispatchMode):
         return self._values[x] if isinstance(x, Tensor) else x
 
 
+def _is_float(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
 @contextmanager
 def on_meta(tracker: Tracker) -> Iterator[None]:
     """New tensors are on the meta device, and the tracker follows them."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
-        with torch.device("meta"), tracker:
+        with torch.random.fork_rng([]), torch.device("meta"), tracker:
             observers = OBSERVERS.set(OBSERVERS.get() + 1)
             try:
                 yield

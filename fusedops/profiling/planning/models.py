@@ -13,7 +13,7 @@ from torch import nn
 from fusedops.patching import patch, quantize
 from fusedops.profiling.planning.request import Request
 
-__all__ = ["config_of", "meta_model"]
+__all__ = ["config_of", "meta_model", "takes"]
 
 WANTED = "a torch.nn.Module, a config of transformers, a folder, a config.json or a model type"
 AUTO = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"

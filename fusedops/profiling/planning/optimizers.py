@@ -17,7 +17,7 @@ from fusedops.profiling.storage.watch import static_tensors
 __all__ = ["optimizer_bytes"]
 
 Kind = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, whether 8-bit moments fit
-Step = Callable[[Kind, Kind], tuple[int, int]]  # bytes of the second one's state, temporaries
+Step = Callable[[Kind | None, Kind], tuple[int, int]]  # bytes of its state, temporaries
 
 
 def optimizer_bytes(
@@ -31,12 +31,12 @@ def optimizer_bytes(
     state = temporaries = 0
     known: dict[tuple, tuple[int, int]] = {}
     least = AdamW8bit([nn.Parameter(torch.empty(0))]).defaults["min_8bit_size"]
-    before = None
+    before: Kind | None = None
     for p in parameters:
         takes_codes = p.numel() >= least and (not sharding.rows or _rows_fit(p))
         this = sharding.part_of_state(p), p.dtype, takes_codes
         if (before, this) not in known:
-            known[before, this] = _OPTIMIZERS[name](before or this, this)
+            known[before, this] = _OPTIMIZERS[name](before, this)
         state += known[before, this][0]
         temporaries = max(temporaries, known[before, this][1])
         before = this
@@ -49,8 +49,8 @@ def _rows_fit(p: Tensor) -> bool:
 
 
 def _torchs(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Step:
-    def step(before: Kind, this: Kind) -> tuple[int, int]:
-        params = [_parameter(*before), _parameter(*this)]
+    def step(before: Kind | None, this: Kind) -> tuple[int, int]:
+        params = [_parameter(*kind) for kind in (before, this) if kind is not None]
         for p in params:
             p.grad = torch.empty_like(p)
         optimizer, tracker = make(params), Tracker()
@@ -60,13 +60,13 @@ def _torchs(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Step
             optimizer.step()
         for t, category, module in static_tensors(None, optimizer):
             tracker.see(t, category, module)
-        held = sum(_storage(t) for t in optimizer.state[params[1]].values())
+        held = sum(_storage(t) for t in optimizer.state[params[-1]].values())
         return held, largest(tracker.lives, TEMPORARIES)
 
     return step
 
 
-def _adamw8bit(before: Kind, this: Kind) -> tuple[int, int]:
+def _adamw8bit(before: Kind | None, this: Kind) -> tuple[int, int]:
     """Our kernels step in place, without temporaries."""
     p = _parameter(*this)
     group: dict[str, Any] = AdamW8bit([p]).param_groups[0]

@@ -1,6 +1,5 @@
 """The step that is planned: its inputs, forward, backward and optimizer, on the meta device."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,7 +175,3 @@ def _loss(out: Any) -> Tensor:
 
 def _plain(out: Any) -> Any:
     return dict(out) if isinstance(out, dict) else out
-
-
-def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize

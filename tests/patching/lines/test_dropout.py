@@ -20,7 +20,7 @@ from patching.lines.residual_cases import (
 
 @pytest.mark.parametrize("kind", DROPOUT, ids=lambda kind: kind.__name__)
 def test_dropout_goes_into_the_sum(kind, sums):
-    """Another mask than torch's, of the same share and scale, that the seed reproduces."""
+    """The mask is not torch's, but has its share and scale, and the seed reproduces it."""
     model = build(kind, p=0.5)
     model[0].flag = False
     model[0].mix.weight.data.zero_()
@@ -54,7 +54,7 @@ def test_dropout_that_stays_where_it_is(kind, sums):
 
 
 def test_dropout_that_is_not_torchs_is_called(sums):
-    """A hook on the dropout, or a subclass of it, wants the call."""
+    """A dropout with a hook, or of a subclass, is still called."""
     model = build(ModuleDropout)
     patch(model)
     seen = []

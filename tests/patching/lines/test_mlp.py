@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The fused functions, in the order of their calls: "gated" or "packed"."""
+    """Returns the fused functions, in the order of their calls: "gated" or "packed"."""
     made = []
     function = mlp._function
 
@@ -55,7 +55,7 @@ def sites(found):
 
 
 def results(model, x):
-    """(the output, the gradients of x and of every parameter)"""
+    """Returns the output, and the gradients of x and of every parameter."""
     x = x.clone().requires_grad_()
     y = model(x * 1)
     leaves = [x, *model.parameters()]
@@ -63,7 +63,7 @@ def results(model, x):
 
 
 def assert_same(model, x):
-    """The patched model gives what the unpatched one gives, and unpatch gives back the bits."""
+    """Asserts that patching changes no result, and that unpatch restores every bit."""
     eager, exact = results(model, x), results(copy.deepcopy(model).double(), x.double())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is fused
@@ -139,7 +139,7 @@ class Gain(nn.Module):
 
 
 class WrongGradient(nn.Module):
-    """Its backward is not that of its values."""
+    """Its backward does not match its values."""
 
     def forward(self, x):
         return F.silu(x.detach()) + x - x.detach()
@@ -156,14 +156,14 @@ class InFloat32(nn.Module):
 
 
 class Clamped(nn.Module):
-    """In float16 alone, against overflow."""
+    """Clamps only in float16, against overflow."""
 
     def forward(self, x):
         return F.silu(x.clamp(max=100) if x.dtype == torch.float16 else x)
 
 
 class Limited(nn.Module):
-    """Far out it is another function."""
+    """For large inputs it is another function."""
 
     def forward(self, x):
         return F.silu(x).clamp(max=6e4)
@@ -217,7 +217,7 @@ def test_an_attribute_of_torchs_own_activation_too(calls):
 
 
 class Loud(nn.Module):
-    """Hands on what it does not know, as wrappers of FSDP do, and does something of its own."""
+    """Forwards unknown attributes, like FSDP's wrappers, and does something itself."""
 
     def __init__(self, inner):
         super().__init__()
@@ -286,7 +286,7 @@ def test_another_activation_after_patch_is_called(calls):
     ids=["float64", "one row", "one column", "transposed"],
 )
 def test_what_the_kernel_does_not_take_runs_as_written(other, calls):
-    """The strides of the result, too, are those of the lines."""
+    """The result's strides are also those of the original lines."""
     gate, up = torch.randn(3, 4, 4), torch.randn(3, 4, 4)
     model = build(Llama)
     patch(model)

@@ -123,7 +123,7 @@ def test_the_sum_keeps_its_strides(sums):
 
 
 def test_a_sum_with_a_dropout_keeps_its_order():
-    """The first term decides about the strides where the two differ."""
+    """If the terms' strides differ, the first term's are used."""
 
     class Ordered(Layer):
         def forward(self, hidden):
@@ -159,7 +159,7 @@ def test_a_sum_before_a_norm_that_is_parametrized():
     ids=lambda item: item[0],
 )
 def test_a_norm_that_someone_watches_is_called(disturb):
-    """Hooks may come after patch, so this is looked up at every call."""
+    """Hooks may come after patch, so every call checks for them."""
     model = build(PostNorm).eval()
     x = torch.randn(2, N)
     patch(model)
@@ -174,7 +174,7 @@ def test_a_norm_that_someone_watches_is_called(disturb):
 
 
 def test_what_the_fused_sum_cannot_do_runs_as_written(sums):
-    """Broadcasting, two dtypes, a number."""
+    """For example broadcasting, two dtypes, a number."""
     model = build(PostNorm).eval()
     norm, x = model[0].norm, torch.randn(3, 4, N)
     others = [torch.randn(1, 4, N), x.half(), 1.0]

@@ -78,7 +78,7 @@ def rotary_at_one_dim(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def rotary_reordered(q, k, cos, sin, unsqueeze_dim=1):
-    """DeepSeek's: pairs come as neighbours and leave as halves."""
+    """DeepSeek's: takes pairs as neighbours and returns them as halves."""
     apart = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     return rotary_llama(*apart, cos, sin, unsqueeze_dim)
 
@@ -161,7 +161,7 @@ rotary_now = rotary_llama  # what the models below call
 
 
 class Attention(nn.Module):
-    """The lines of an attention around the call."""
+    """An attention's lines around the rotary call."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ def use(monkeypatch, function):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The dtypes of q in calls of the fused function, once it is used in earnest."""
+    """Returns the dtypes of q in calls of the fused function, once it is used in earnest."""
     made, fused = [], rotary.rotary_embedding
 
     def counted(q, *args, **how):
@@ -241,7 +241,7 @@ def patched_sites(model):
 
 
 def results(model, x, *table):
-    """(the output, the gradients of x and of every parameter)"""
+    """Returns the output, and the gradients of x and of every parameter."""
     x = x.clone().requires_grad_()
     y = model(x, *table)
     leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
@@ -429,12 +429,12 @@ def test_generation_with_a_cache(kind):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 64, (2, 5))
-    how = {"max_new_tokens": 6, "do_sample": False}
-    before = model.generate(ids, **how)
+    kwargs = {"max_new_tokens": 6, "do_sample": False}
+    before = model.generate(ids, **kwargs)
     patch(model)
-    assert torch.equal(model.generate(ids, **how), before)
+    assert torch.equal(model.generate(ids, **kwargs), before)
     unpatch(model)
-    assert torch.equal(model.generate(ids, **how), before)
+    assert torch.equal(model.generate(ids, **kwargs), before)
 
 
 # What transformers' own functions are seen to be: interleaved, partial, back, the table.

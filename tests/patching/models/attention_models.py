@@ -32,7 +32,7 @@ MODELS = {
 
 
 def build(name, config=None, **more):
-    """Weights so large that what attention gives decides the next token."""
+    """Builds a model whose weights are so large that attention decides the next token."""
     cls, of, sizes, _ = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, cls)(config or of(**sizes, **more))
@@ -44,7 +44,7 @@ def build(name, config=None, **more):
 
 
 def batch(name, side=None, length=9):
-    """A batch of two. side: where the second one is padded, None for no padding."""
+    """Returns a batch of two. side: where the second one is padded, None for no padding."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 64, (2, length), generator=draw)
     if name == "whisper":

@@ -34,14 +34,14 @@ def llama(**more):
 
 
 def biased(**more):
-    """A head with a bias."""
+    """Returns a head with a bias."""
     model = llama(**more)
     model.lm_head = torch.nn.Linear(32, 64)
     return model
 
 
 def gemma2(**more):
-    """Its logits have a softcap: of 2, where most models' is 30, so that it shows."""
+    """A model with a softcap of 2; at the usual 30 it would hardly matter."""
     torch.manual_seed(0)
     own = {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
     config = transformers.Gemma2Config(**SIZES | own | more, final_logit_softcapping=2.0)
@@ -49,13 +49,13 @@ def gemma2(**more):
 
 
 def cohere(**more):
-    """Its logits have a scale, 1 / 16."""
+    """A model that scales its logits by 1 / 16."""
     torch.manual_seed(0)
     return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES | more))
 
 
 def patched(model):
-    """The model with its loss patched alone, so that whatever differs is the loss's."""
+    """Returns the model with its loss patched alone, so that whatever differs is the loss's."""
     patch(model, **OTHERS)
     return model
 
@@ -76,20 +76,20 @@ def made(outputs):
 
 
 def gradients(model, loss):
-    """Of every parameter that the loss reaches."""
+    """Returns the gradients of every parameter that the loss reaches."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: g for name, g in zip(named, found, strict=True) if g is not None}
 
 
 def results(model, ids=IDS, labels=LABELS, **more):
-    """(outputs, the loss and its gradients by name)"""
+    """Returns outputs, and the loss and its gradients by name."""
     outputs = model(input_ids=ids, labels=labels, **more)
     return outputs, {"loss": outputs.loss.detach()} | gradients(model, outputs.loss)
 
 
 def several(model, **call):
-    """The results of some batches, as one tensor each."""
+    """Returns the results of some batches, as one tensor each."""
     found = [results(model, ids, **call)[1] for ids in BATCHES]
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
@@ -114,7 +114,7 @@ def causal_loss(
 
 @contextlib.contextmanager
 def in_float64(model):
-    """A float64 copy of an unpatched model whose loss is float64 too: theirs is float32 always."""
+    """Returns a float64 copy of an unpatched model with a float64 loss."""
     exact = copy.deepcopy(model).double()
     for module in exact.modules():
         if isinstance(module, transformers.PreTrainedModel):

@@ -29,10 +29,10 @@ pytestmark = pytest.mark.usefixtures("any_size")
 
 
 def outputs(model, name, side=None, **more):
-    """A model's outputs at positions that are not padding."""
-    given = batch(name, side)
-    out = model(**given, **more)
-    shown = given.get("attention_mask")
+    """Returns a model's outputs at positions that are not padding."""
+    kwargs = batch(name, side)
+    out = model(**kwargs, **more)
+    shown = kwargs.get("attention_mask")
     logits = out.logits
     return logits if shown is None or name == "t5" else logits[shown.bool()]
 
@@ -41,7 +41,7 @@ def outputs(model, name, side=None, **more):
 def test_report_and_unpatch(name):
     model = build(name)
     was, wanted = model.config._attn_implementation, outputs(model, name)
-    held, said = configs(model), [copy.deepcopy(vars(config)) for config in configs(model)]
+    held, before = configs(model), [copy.deepcopy(vars(config)) for config in configs(model)]
     report = patch(model, **ALONE)
     sites = MODELS[name][3]
     assert report.coverage == {"attention": (sites, sites)}
@@ -50,7 +50,7 @@ def test_report_and_unpatch(name):
     assert patch(model, **ALONE) == report
     changed = [new for new, old in zip(configs(model), held, strict=True) if new is not old]
     assert [config._attn_implementation for config in changed] == ["fusedops"] * sites
-    assert [vars(config) for config in held] == said
+    assert [vars(config) for config in held] == before
     unpatch(model)
     assert all(new is old for new, old in zip(configs(model), held, strict=True))
     assert torch.equal(outputs(model, name), wanted)
@@ -62,7 +62,7 @@ def configs(model):
 
 
 def names(model):
-    """The implementation that the modules read."""
+    """Returns the implementation that the modules read."""
     return {config._attn_implementation for config in configs(model)}
 
 
@@ -74,7 +74,7 @@ def test_a_site_says_what_was_and_is():
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_outputs_loss_and_gradients(name, side, calls):
-    """By verify's yardstick."""
+    """Compares with verify's yardstick."""
     if name == "whisper" and side:
         pytest.skip("it takes no attention_mask")
     model, given = build(name), batch(name, side)
@@ -99,7 +99,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_verify_sees(bug, monkeypatch):
-    """A function that drops an argument is caught, and the model is as it was."""
+    """verify catches a function that drops an argument, and restores the model."""
     name, side, wrong = BUGS[bug]
     model = build(name, **({"attn_logit_softcapping": 2.0} if bug == "softcap" else {}))
     config = model.config
@@ -115,20 +115,20 @@ def test_verify_sees(bug, monkeypatch):
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", [*DECODERS, "t5", "whisper"])
 def test_generate(name, side, cache, calls):
-    """Greedy tokens are equal, and the logits of each."""
+    """Greedy tokens and their logits are equal."""
     if name == "whisper" and (side or cache == "static"):
         pytest.skip("it takes no attention_mask, and makes its own cache")
-    model, given = build(name), batch(name, side)
-    given.pop("decoder_input_ids", None)
-    how = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True}
-    how |= {"output_logits": True, "cache_implementation": cache, "disable_compile": True}
+    model, kwargs = build(name), batch(name, side)
+    kwargs.pop("decoder_input_ids", None)
+    kwargs = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True}
+    kwargs |= {"output_logits": True, "cache_implementation": cache, "disable_compile": True}
     if name == "whisper":
-        how = {"max_new_tokens": 7, "do_sample": False}
+        kwargs = {"max_new_tokens": 7, "do_sample": False}
     with torch.no_grad():
-        want = model.generate(**given, **how)
+        want = model.generate(**kwargs, **kwargs)
         assert not calls
         with patched(model, **ALONE):
-            got = model.generate(**given, **how)
+            got = model.generate(**kwargs, **kwargs)
     assert len(calls) > 7
     if name == "whisper":
         assert torch.equal(got, want)
@@ -156,7 +156,7 @@ def test_a_mask_that_causal_says_is_not_made(calls):
 
 
 def test_only_this_model_is_told():
-    """Two models of one config, and one that is built later."""
+    """Neither a second model with this config nor a later one changes."""
     config = transformers.LlamaConfig(**LLAMA)
     one, other = build("llama", config), build("llama", config)
     assert one.config is other.config
@@ -177,13 +177,13 @@ def test_sub_configs():
     vision = {**text, "image_size": 8, "patch_size": 4}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
     model = transformers.CLIPModel(config).eval()
-    given = {"input_ids": torch.tensor([[3, 4, 2]]), "pixel_values": torch.randn(1, 3, 8, 8)}
-    want = model(**given).logits_per_image
+    kwargs = {"input_ids": torch.tensor([[3, 4, 2]]), "pixel_values": torch.randn(1, 3, 8, 8)}
+    want = model(**kwargs).logits_per_image
     report = patch(model, **ALONE)
     assert report.coverage == {"attention": (4, 4)}
     assert model.config is config and config.text_config is model.text_model.config
     assert {c._attn_implementation for c in (config, *parts(config))} == {"sdpa"}
-    torch.testing.assert_close(model(**given).logits_per_image, want)
+    torch.testing.assert_close(model(**kwargs).logits_per_image, want)
     unpatch(model)
     assert names(model) == {"sdpa"}
 
@@ -194,7 +194,7 @@ def parts(config):
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_files_load_without_fusedops(how):
-    """Saved configs name the implementation that was set."""
+    """Saved configs name the original implementation."""
     model = build("gemma2")
     patch(model, **ALONE)
     want = outputs(model, "gemma2")
@@ -249,7 +249,7 @@ def test_strict_and_failure_leave_the_config(monkeypatch):
 
 
 def test_verify_of_a_model_that_is_patched_already(calls):
-    """It is judged against what the model is without patch, and stays patched."""
+    """It is compared with the unpatched model, and stays patched."""
     model = build("llama")
     patch(model, **ALONE)
     patch(model, verify=batch("llama", "left"), **ALONE)

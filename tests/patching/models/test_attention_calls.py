@@ -159,13 +159,13 @@ def test_tensors_that_do_not_fit_are_transformers(calls, caplog):
 
 
 def test_bools_that_eager_code_adds(calls):
-    model, given = build("llama"), batch("llama")
+    model, kwargs = build("llama"), batch("llama")
     model.set_attn_implementation("eager")
-    given["attention_mask"] = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
-    want = model(**given).logits
+    kwargs["attention_mask"] = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    want = model(**kwargs).logits
     patch(model, **ALONE)
     calls.clear()
-    assert torch.equal(model(**given).logits, want) and not calls
+    assert torch.equal(model(**kwargs).logits, want) and not calls
 
 
 def test_what_says_nothing_of_the_scores_is_passed_over(calls):
@@ -175,7 +175,7 @@ def test_what_says_nothing_of_the_scores_is_passed_over(calls):
 
 
 def test_softcap_and_sinks_are_never_lost(calls):
-    """sdpa's function ignores sinks: eager's of the model runs where ours does not."""
+    """Where ours does not run, the model's eager code does: sdpa ignores sinks."""
     for name in ("gemma2", "gpt_oss"):
         model = build(name)
         want = model(**batch(name, "left"), output_attentions=True)
@@ -202,17 +202,17 @@ def test_weights_of_a_model_that_had_none(calls):
 
 
 def gradients(model, name, side=None):
-    given = batch(name, side)
+    kwargs = batch(name, side)
     torch.manual_seed(2)
-    labels = given.get("decoder_input_ids", given.get("input_ids"))
-    loss = model(**given, labels=labels).loss
+    labels = kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
+    loss = model(**kwargs, labels=labels).loss
     leaves = [p for p in model.parameters() if p.requires_grad]
     return torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "t5", "whisper"])
 def test_gradient_checkpointing(name, calls):
-    """The forward that is run again draws the same dropout."""
+    """The recomputed forward draws the same dropout."""
     model = build(name, **DROPOUT.get(name, {})).train()
     patch(model, **ALONE)
     calls.clear()
@@ -240,20 +240,22 @@ def test_compile(name, calls):
     model = build(name)
     patch(model, **ALONE)
     for side in (None, "left"):
-        given = batch(name, side)
-        want = model(**given).logits
-        got = torch.compile(model, backend="aot_eager", fullgraph=name != "gpt_oss")(**given).logits
+        kwargs = batch(name, side)
+        want = model(**kwargs).logits
+        got = torch.compile(model, backend="aot_eager", fullgraph=name != "gpt_oss")(
+            **kwargs
+        ).logits
         torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast(name, calls):
-    model, given = build(name), batch(name)
+    model, kwargs = build(name), batch(name)
     with torch.autocast("cpu", torch.bfloat16):
-        want = model(**given).logits
+        want = model(**kwargs).logits
         patch(model, **ALONE)
         calls.clear()
-        got = model(**given).logits
+        got = model(**kwargs).logits
     assert len(calls) == MODELS[name][3]
     assert got.dtype == want.dtype
     off = (got - want).double().norm() / want.double().norm()
@@ -388,18 +390,18 @@ def test_sdpa_of_the_models_own(monkeypatch):
 @pytest.mark.parametrize("side", [None, "left"])
 def test_one_eager_attention_is_fused_beside_another_that_is_left(side, monkeypatch, calls):
     """All get the masks of numbers that the model makes."""
-    model, given = build("gemma2"), batch("gemma2", side)
+    model, kwargs = build("gemma2"), batch("gemma2", side)
     second = model.model.layers[1].self_attn
     same = attention._agree
     monkeypatch.setattr(attention, "_agree", lambda m, run: m is not second and same(m, run))
-    shown = given.get("attention_mask", torch.ones(2, 9)).bool()
-    want = model(**given).logits[shown]
+    shown = kwargs.get("attention_mask", torch.ones(2, 9)).bool()
+    want = model(**kwargs).logits[shown]
     report = patch(model, **ALONE)
     assert [site.reason for site in report.skipped] == [
         "its eager attention gives different results"
     ]
     calls.clear()
-    torch.testing.assert_close(model(**given).logits[shown], want)
+    torch.testing.assert_close(model(**kwargs).logits[shown], want)
     assert len(calls) == 1
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("any_size")
 
 
 def made(name, implementation="sdpa"):
-    """A model and a batch that it takes."""
+    """Returns a model and a batch that it takes."""
     if name == "vit":
         torch.manual_seed(0)
         model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT)).eval()
@@ -46,7 +46,7 @@ def fused(name, implementation="sdpa"):
 
 
 def configs(model):
-    """The model's config, those in it, and those of its submodels."""
+    """Yields the model's config, those in it, and those of its submodels."""
     yield from nested(model.config)
     models = (m for m in model.modules() if isinstance(m, transformers.PreTrainedModel))
     yield from (module.config for module in models)
@@ -60,7 +60,7 @@ def nested(config):
 
 
 def weights(outputs):
-    """The attention weights in a model's outputs, by their name."""
+    """Returns the attention weights in a model's outputs, by their name."""
     return {k: list(v) for k, v in outputs.items() if "attentions" in k and v is not None}
 
 
@@ -71,26 +71,26 @@ def weights(outputs):
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_by_the_config(name, of_all, calls):
     """Of an encoder-decoder its stacks hold configs of their own."""
-    (model, given), (plain, _) = fused(name, "eager"), made(name, "eager")
+    (model, kwargs), (plain, _) = fused(name, "eager"), made(name, "eager")
     calls.clear()  # of the probe
     for one in (model, plain):
         for config in configs(one) if of_all else [one.config]:
             config.output_attentions = True
-    outputs, wanted = (weights(one(**given)) for one in (model, plain))
+    outputs, wanted = (weights(one(**kwargs)) for one in (model, plain))
     assert outputs.keys() == wanted.keys() and (outputs or not of_all)
     torch.testing.assert_close(outputs, wanted)
     assert not of_all or (sum(map(len, wanted.values())) == SITES[name] and not calls)
     for config in configs(model):
         config.output_attentions = False
-    assert not weights(model(**given))
+    assert not weights(model(**kwargs))
     assert len(calls) == SITES[name] * (1 if wanted else 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_by_an_argument(name, calls):
-    (model, given), (plain, _) = fused(name, "eager"), made(name, "eager")
+    (model, kwargs), (plain, _) = fused(name, "eager"), made(name, "eager")
     calls.clear()
-    outputs, wanted = (weights(one(**given, output_attentions=True)) for one in (model, plain))
+    outputs, wanted = (weights(one(**kwargs, output_attentions=True)) for one in (model, plain))
     assert sum(map(len, wanted.values())) == SITES[name] and not calls
     torch.testing.assert_close(outputs, wanted)
 
@@ -98,22 +98,22 @@ def test_weights_by_an_argument(name, calls):
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_that_sdpa_has_not(name):
     (model, _), (plain, _) = fused(name), made(name)
-    said = []
+    messages = []
     for one in (model, plain):
         with pytest.raises(ValueError, match="attn_implementation") as raised:
             one.config.output_attentions = True
-        said.append(str(raised.value))
-    assert said[0] == said[1] and "sdpa" in said[0]
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1] and "sdpa" in messages[0]
     assert not model.config.output_attentions
 
 
 @pytest.mark.parametrize("was", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", NAMES)
 def test_set_attn_implementation(name, was, calls):
-    model, given = fused(name, was)
+    model, kwargs = fused(name, was)
     plain, _ = made(name, was)
     calls.clear()
-    model(**given)
+    model(**kwargs)
     assert len(calls) == SITES[name]
     other = "eager" if was == "sdpa" else "sdpa"
     for implementation, ours in ((other, 0), (was, SITES[name]), (other, 0)):
@@ -121,7 +121,7 @@ def test_set_attn_implementation(name, was, calls):
         for one in (model, plain):
             one.set_attn_implementation(implementation)
         assert {config._attn_implementation for config in configs(model)} == {implementation}
-        got, want = (one(**given)[0] for one in (model, plain))
+        got, want = (one(**kwargs)[0] for one in (model, plain))
         assert len(calls) == ours
         torch.testing.assert_close(got, want, **({} if ours else {"rtol": 0, "atol": 0}))
     with pytest.raises(ValueError, match='Specified `attn_implementation="foo"` is not supported'):
@@ -149,14 +149,14 @@ def test_an_implementation_that_does_not_run_here():
 
 
 def test_patched_anew_after_another_was_set(calls):
-    model, given = fused("llama", "eager")
+    model, kwargs = fused("llama", "eager")
     model.set_attn_implementation("sdpa")
     assert {site.was for site in patch(model, **ALONE).fused} == {"LlamaAttention/sdpa"}
     calls.clear()
-    model(**given)
+    model(**kwargs)
     assert len(calls) == 2
     model.set_attn_implementation("eager")
-    model(**given)
+    model(**kwargs)
     assert len(calls) == 2
 
 
@@ -185,12 +185,12 @@ WAYS = "class", "_from_config", "AutoModel", "deepcopy", "config file", "from_pr
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_model_runs_its_own_attention(name, how, tmp_path, calls):
-    model, given = fused(name)
+    model, kwargs = fused(name)
     other = again(model, tmp_path, how).eval()
     calls.clear()
-    other(**given)
+    other(**kwargs)
     assert not calls
-    model(**given)
+    model(**kwargs)
     assert len(calls) == SITES[name]
     assert {config._attn_implementation for config in configs(other)} == {"sdpa"}
 
@@ -199,7 +199,7 @@ def test_a_second_model_runs_its_own_attention(name, how, tmp_path, calls):
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
 def test_a_second_model_by_a_class_with_all_patched(name, how, tmp_path):
     """Of Llama's the model itself has another class: the others have loss code of their own."""
-    model, given = made(name)
+    model, kwargs = made(name)
     plain = type(model)
     patch(model)
     assert (type(model) is not plain) == (name == "llama")
@@ -207,7 +207,7 @@ def test_a_second_model_by_a_class_with_all_patched(name, how, tmp_path):
     assert not fused_modules(other) and not any(fused_class(m) for m in other.modules())
     assert how in ("AutoModel", "config file") or type(other) is plain
     if how == "from_pretrained":
-        torch.testing.assert_close(other(**given)[0], model(**given)[0])
+        torch.testing.assert_close(other(**kwargs)[0], model(**kwargs)[0])
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
@@ -222,12 +222,12 @@ def test_a_second_module_by_a_class_with_all_patched(name):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_model_by_another_implementation(name, implementation, tmp_path):
-    model, given = fused(name, "eager" if implementation == "sdpa" else "sdpa")
-    want = model(**given)[0]
+    model, kwargs = fused(name, "eager" if implementation == "sdpa" else "sdpa")
+    want = model(**kwargs)[0]
     model.save_pretrained(tmp_path)
     assert "fusedops" not in (tmp_path / "config.json").read_text()
     loaded = type(model).from_pretrained(tmp_path, attn_implementation=implementation)
-    torch.testing.assert_close(loaded(**given)[0], want)
+    torch.testing.assert_close(loaded(**kwargs)[0], want)
     built = type(model)._from_config(model.config, attn_implementation=implementation)
     for other in (loaded, built):
         assert {config._attn_implementation for config in configs(other)} == {implementation}
@@ -238,7 +238,7 @@ def test_a_second_model_by_another_implementation(name, implementation, tmp_path
 
 @pytest.fixture
 def view():
-    """(the model, its config, the view that its first attention has)"""
+    """Returns the model, its config, and its first attention's view."""
     model, _ = fused("llama")
     return model, model.config, model.model.layers[0].self_attn.config
 
@@ -297,7 +297,7 @@ def test_a_config_that_is_replaced_stays(view):
 
 
 def test_a_config_that_takes_no_view(monkeypatch):
-    """Its class may be anybody's."""
+    """Its class may come from any package."""
 
     def refuse(cls, was):
         raise TypeError("it is final")

@@ -52,7 +52,7 @@ KEPT = {"logits_to_keep": 5, "shift_labels": SHIFTED[:, -5:].contiguous()}
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Names of the functions that were called once the model is patched."""
+    """Records the names of the functions that a patched model calls."""
     calls = []
     for module, name in ((heads, "linear_cross_entropy"), (functions, "cross_entropy")):
         run = getattr(module, name)
@@ -66,7 +66,7 @@ def fused(monkeypatch):
 
 
 def check(model, **call):
-    """Loss and gradients against the unpatched model's; returns the outputs."""
+    """Checks loss and gradients against the unpatched model; returns the outputs."""
     eager = several(model, **call)
     with in_float64(model) as exact_model:
         exact = several(exact_model, **call)
@@ -124,9 +124,9 @@ def test_without_labels_logits_are_plain():
 
 
 def test_generate():
-    model, how = llama().eval(), {"max_new_tokens": 5, "do_sample": False}
-    before = model.generate(IDS, **how)
-    assert torch.equal(patched(model).generate(IDS, **how), before)
+    model, kwargs = llama().eval(), {"max_new_tokens": 5, "do_sample": False}
+    before = model.generate(IDS, **kwargs)
+    assert torch.equal(patched(model).generate(IDS, **kwargs), before)
 
 
 def test_tied_weights():
@@ -150,7 +150,7 @@ def test_autocast(build):
 
 @pytest.mark.parametrize("build", [llama, gemma2, cohere])
 def test_a_loss_of_the_users_own(build):
-    """Logits that are read have the gradients of any logits, beside those of the loss."""
+    """Logits that are read have ordinary gradients, in addition to the loss's."""
     model = build()
 
     def own(model, weight):
@@ -277,7 +277,7 @@ def test_export_and_trace():
 
 
 def test_functional_transforms(fused):
-    """The model's own loss runs there."""
+    """They run the model's own loss."""
     model = patched(llama(use_cache=False, attn_implementation="eager"))
     wanted = results(model)[1]
     parameters = dict(model.named_parameters())

@@ -56,11 +56,11 @@ OWN_CODE = {
 
 
 def build(name, sizes):
-    """With random weights (norms and biases too) that are large enough for a softcap to matter."""
+    """Builds a model with random weights, large enough for a softcap to matter."""
     config = transformers.AutoConfig.for_model(name, **sizes)
     torch.manual_seed(0)
-    how = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped has no float64
-    model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
+    kwargs = {"dtype": torch.float32, "experts_implementation": "eager"}  # grouped has no float64
+    model = transformers.AutoModelForCausalLM.from_config(config, **kwargs).eval()
     for p in model.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
     return model

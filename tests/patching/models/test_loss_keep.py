@@ -45,7 +45,7 @@ def keeping(model):
 
 
 def stepped(model, optimizer=torch.optim.SGD):
-    """A step, and the outputs of its forward."""
+    """Returns a step, and the outputs of its forward."""
     steps = optimizer(model.parameters(), lr=0.1)
     outputs = model(input_ids=IDS, labels=LABELS)
     outputs.loss.backward()
@@ -55,7 +55,7 @@ def stepped(model, optimizer=torch.optim.SGD):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """The calls of linear_cross_entropy by patched heads."""
+    """Returns the calls of linear_cross_entropy by patched heads."""
     calls, run = [], heads.linear_cross_entropy
     monkeypatch.setattr(
         heads, "linear_cross_entropy", lambda *a, **k: calls.append(k) or run(*a, **k)
@@ -118,7 +118,7 @@ def entropy(logits):
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_another_loss_of_the_logits_has_its_gradient(build):
-    """Alone, and beside the model's."""
+    """Alone, and together with the model's loss."""
     for of in (
         lambda o: entropy(o.logits),
         lambda o: o.loss + 0.1 * entropy(o.logits),
@@ -131,7 +131,7 @@ def test_another_loss_of_the_logits_has_its_gradient(build):
 
 
 def test_a_gradient_through_the_logits_after_the_step_is_refused():
-    """As of any product whose weight was written to."""
+    """torch refuses it for every matmul whose weight was changed."""
     outputs = stepped(keeping(llama()))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs.logits.sum().backward()
@@ -178,7 +178,7 @@ class Hidden:
 
 
 def of_another_class(build, kind):
-    """A model whose forward hands its outputs on in an object of `kind`."""
+    """Returns a model whose forward hands its outputs on in an object of `kind`."""
     model = build()
 
     def forward(self, input_ids=None, labels=None, **kwargs):
@@ -259,7 +259,7 @@ def test_adapters(which, order):
 
 
 def test_the_logits_are_freed_with_the_outputs():
-    """Nothing of the model or of the graph holds them."""
+    """Neither the model nor the graph holds them."""
     model = keeping(llama())
     outputs = model(IDS, labels=LABELS)
     (values,) = outputs.logits.state.cell
@@ -270,7 +270,7 @@ def test_the_logits_are_freed_with_the_outputs():
 
 
 def test_modes_replace_each_other():
-    """Patching again is patching once; a block gives the former mode back."""
+    """Patching twice is patching once; leaving a block restores the previous mode."""
     model = llama()
 
     def kept():
@@ -329,7 +329,7 @@ def test_other_values_are_refused(loss):
 
 
 def test_few_logits_are_made_once(monkeypatch):
-    """In bfloat16 on a CPU the loss is that of logits anyhow."""
+    """In bfloat16 on a CPU the loss is computed from logits anyway."""
     monkeypatch.setattr(thresholds, "_always", False)
     outputs = stepped(keeping(llama().bfloat16()))
     assert made(outputs) and type(outputs.logits) is torch.Tensor

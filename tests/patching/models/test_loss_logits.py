@@ -74,7 +74,7 @@ def plain(build=llama):
 
 
 def at_rest():
-    """(lazy logits, logits), of an evaluation."""
+    """Returns an evaluation's lazy logits and plain logits."""
     with torch.no_grad():
         return lazy().logits, plain()
 
@@ -219,7 +219,7 @@ def test_a_function_without_a_frame_is_found_by_its_context(monkeypatch):
 
 
 def test_what_a_user_keeps_is_read():
-    """It would be lost at the optimizer's step."""
+    """Otherwise the optimizer's step would lose it."""
     model = patched(llama())
     outputs = [model(IDS, labels=LABELS).logits for _ in range(5)]
     kept = [outputs[0].detach(), outputs[1].clone()]
@@ -269,7 +269,7 @@ def test_hooks_and_retained_gradients():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, AdamW])
 def test_logits_of_weights_that_were_stepped_are_refused(optimizer):
-    """In place of those of the new weights."""
+    """They would otherwise be computed with the new weights."""
     model = patched(llama())
     steps = optimizer(model.parameters(), lr=1e-3)
     outputs = model(IDS, labels=LABELS)
@@ -390,7 +390,7 @@ HANDED_ON = {
 
 
 class Custom(transformers.LlamaForCausalLM):
-    """Does something to its logits before the loss."""
+    """A model that changes its logits before the loss."""
 
     between = staticmethod(lambda logits: logits)
 
@@ -441,7 +441,7 @@ def test_the_loss_of_detached_logits_has_no_gradient(detach):
 
 
 def test_the_loss_of_logits_that_have_a_gradient_of_their_own():
-    """The head gets none of it."""
+    """The head gets none of that gradient."""
     leaves = []
 
     def leaf(logits):

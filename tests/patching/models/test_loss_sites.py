@@ -67,7 +67,7 @@ def test_a_forward_without_labels_among_its_arguments_is_left():
 
 
 def test_masked_models_are_known_by_their_loss():
-    """No label is shifted there."""
+    """Their loss does not shift labels."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     tokens = {"vocab_size": 64, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
     config = transformers.ModernBertConfig(num_hidden_layers=1, **sizes, **tokens)
@@ -80,7 +80,7 @@ def test_masked_models_are_known_by_their_loss():
 
 
 def masked(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    """As ForCausalLMLoss for labels below 50, which those of the probe are."""
+    """Like ForCausalLMLoss for labels below 50, which the probe uses."""
     labels = labels.masked_fill(labels == 50, ignore_index)
     how = num_items_in_batch, ignore_index
     return ForCausalLMLoss(logits, labels, vocab_size, *how, **kwargs)
@@ -123,13 +123,15 @@ def test_a_foreign_helper_is_left(monkeypatch):
 
 
 def as_transformers(function):
-    """The function as if it stood in their module."""
+    """Returns the function as if it stood in their module."""
     return types.FunctionType(function.__code__, vars(loss_utils), None, function.__defaults__)
 
 
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    how = {"ignore_index": ignore_index, "label_smoothing": 0.1}
-    return nn.functional.cross_entropy(logits.float().view(-1, vocab_size), labels.view(-1), **how)
+    keywords = {"ignore_index": ignore_index, "label_smoothing": 0.1}
+    return nn.functional.cross_entropy(
+        logits.float().view(-1, vocab_size), labels.view(-1), **keywords
+    )
 
 
 def raises(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):

@@ -49,14 +49,14 @@ def adapted(model, adapter, **more):
 
 
 def models(adapter, order, build=llama):
-    """(patched, unpatched), where the first was patched before or after PEFT came."""
+    """Returns a patched and an unpatched model. patch ran before or after PEFT."""
     if order == "before":
         return adapted(patched(build()), adapter), adapted(build(), adapter)
     return patched(adapted(build(), adapter)), adapted(build(), adapter)
 
 
 def same(ours, theirs):
-    """Loss, gradients and logits. Returns whether logits were made."""
+    """Compares loss, gradients and logits; returns whether logits were computed."""
     outputs, found = results(ours)
     wanted, expected = results(theirs)
     were_made = made(outputs)
@@ -277,7 +277,7 @@ def test_a_weight_that_is_there_in_the_heads_call_alone():
 
 
 def ranks(cases, folder):
-    """What two ranks have printed: the name of each case that passed."""
+    """Runs two ranks; returns the names of the cases that passed."""
     meeting = folder / "meeting"
     processes = [
         subprocess.Popen(
@@ -304,7 +304,7 @@ FSDP += ["stepped", "stepped_and_kept"]
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Both ranks start once, for all cases: most of a case's time is the import."""
+    """Runs all cases in one start of both ranks, because imports take most of the time."""
     return ranks([*DATA_PARALLEL, *FSDP], tmp_path_factory.mktemp("ranks"))
 
 

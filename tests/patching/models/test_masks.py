@@ -43,7 +43,7 @@ def test_causal(dtype, n):
 @pytest.mark.parametrize("n", SIDES[1:])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_element_that_is_not_causal(dtype, n):
-    """Wherever it is, and whatever."""
+    """Wherever it is, and whatever its value."""
     least = torch.finfo(dtype).min
     draw = torch.Generator().manual_seed(n)
     for i, j in torch.randint(n, (12, 2), generator=draw).tolist():
@@ -93,7 +93,7 @@ def test_what_is_passed_on():
 
 @pytest.mark.parametrize("transform", ["vmap", "trace", "compile", "mode"])
 def test_where_values_may_not_be_read(transform):
-    """Numbers stay numbers, with -inf in the place of the least."""
+    """Masks stay numeric, with -inf instead of the lowest number."""
     mask, found = numbers(triangle(5)), []
 
     def run(x):
@@ -175,13 +175,13 @@ def test_models_that_are_eager(name, reads, calls):
     model = build(name)
     model.set_attn_implementation("eager")
     for side in (None, "left") if name != "whisper" else (None,):
-        given = batch(name, side)
-        want = model(**given).logits
-        shown = given["attention_mask"].bool() if side and name != "t5" else slice(None)
+        kwargs = batch(name, side)
+        want = model(**kwargs).logits
+        shown = kwargs["attention_mask"].bool() if side and name != "t5" else slice(None)
         patch(model, **ALONE)
         calls.clear()
         reads.reset_mock()
-        torch.testing.assert_close(model(**given).logits[shown], want[shown])
+        torch.testing.assert_close(model(**kwargs).logits[shown], want[shown])
         assert reads.call_count == READ.get((name, side), 1)
         kinds = {getattr(call["bias"], "dtype", None) for call in calls}
         assert kinds <= {None, torch.bool} or name == "t5"
@@ -196,21 +196,21 @@ READ |= {("bert", None): 0, ("t5", "left"): 3}
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_mask_says_what_is_causal(name, calls):
-    """And not the module."""
-    model, given = build(name), batch(name)
+    """The mask decides, not the module."""
+    model, kwargs = build(name), batch(name)
     model.set_attn_implementation("eager")
     masks_of = {True: numbers(triangle(9, 2)), False: torch.zeros(2, 1, 9, 9)}
-    wanted = [model(**given, attention_mask=mask).logits for mask in masks_of.values()]
+    wanted = [model(**kwargs, attention_mask=mask).logits for mask in masks_of.values()]
     patch(model, **ALONE)
     for (causal, mask), want in zip(masks_of.items(), wanted, strict=True):
         calls.clear()
-        torch.testing.assert_close(model(**given, attention_mask=mask).logits, want)
+        torch.testing.assert_close(model(**kwargs, attention_mask=mask).logits, want)
         assert [(call["causal"], call["bias"]) for call in calls] == [(causal, None)] * 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_query_that_sees_nothing_gives_zeros(compiled):
-    """In a graph too, whose masks stay numbers."""
+    """In a graph too, where masks stay numeric."""
     q = torch.randn(1, 2, 4, 8)
     seen = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]]).bool()
     mask = numbers(seen[None, None])

@@ -1,4 +1,4 @@
-"""A missing transformers API is reported as a reason, not raised as an error."""
+"""A missing transformers API becomes a reason, not an error."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_all_is_there():
 
 
 def hide(monkeypatch, place, name):
-    """As in a version that has it elsewhere: model code that needs it has it already."""
+    """Hides an API, as in a version that has it in another module."""
     monkeypatch.delattr(f"transformers.{place}.{name}")
 
 

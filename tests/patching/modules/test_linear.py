@@ -65,7 +65,7 @@ class Attribute(Layer):
 
 
 class Turned(Layer):
-    """GPT-2's linears have their weights the other way."""
+    """GPT-2's linears, with transposed weights."""
 
     def __init__(self, act=None):
         super().__init__(act)
@@ -79,7 +79,7 @@ FOLDED = [Inline, Following, InReturn, Functional, Attribute, Turned]
 
 
 class BothUsed(Layer):
-    """The activated tensor is used once more."""
+    """The activated tensor is used again."""
 
     def forward(self, x):
         hidden = self.fc1(x)
@@ -108,7 +108,7 @@ LEFT = [BothUsed, Between, Second]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The activations of the fused linears, in the order of their calls."""
+    """Returns the activations of the fused linears, in the order of their calls."""
     made = []
     for module in (epilogue, linears):
         run = module.linear
@@ -123,7 +123,7 @@ def calls(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def everywhere(any_size):
-    """Linears are fused on every machine, also where torch's are as fast."""
+    """Fuses linears on every machine, even where torch's are as fast."""
 
 
 def build(cls, *args):
@@ -132,14 +132,14 @@ def build(cls, *args):
 
 
 def results(model, x):
-    """(the output, the gradients of x and of every parameter)"""
+    """Returns the output, and the gradients of x and of every parameter."""
     x = x.clone().requires_grad_()
     y = model(x * 1)
     return y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
 
 
 def assert_same(model, x):
-    """The patched model gives what the unpatched one gives, and unpatch gives back the bits."""
+    """Asserts that patching changes no result, and that unpatch restores every bit."""
     eager, exact = results(model, x), results(copy.deepcopy(model).double(), x.double())
     report = patch(model, mlp=False)
     for got, *others in zip(results(model, x), eager, exact, strict=True):
@@ -184,14 +184,14 @@ def test_activations(act, name, calls):
 
 
 class Scaled(nn.Linear):
-    """A forward of its own."""
+    """A linear with its own forward."""
 
     def forward(self, x):
         return super().forward(x) * 2
 
 
 class Written(nn.Linear):
-    """Falcon's: what nn.Linear computes, in other lines."""
+    """Falcon's: computes what nn.Linear computes, in other lines."""
 
     def forward(self, x):
         hidden = x @ self.weight.T
@@ -207,7 +207,7 @@ def test_a_linear_in_other_lines_is_fused(bias, width, calls):
 
 
 class Grown(nn.Module):
-    """Looks like Conv1D, and adds something."""
+    """Looks like Conv1D, but adds something."""
 
     def __init__(self):
         super().__init__()
@@ -218,7 +218,7 @@ class Grown(nn.Module):
 
 
 class Frozen(Grown):
-    """And its gradients are others."""
+    """Looks like Conv1D, but has other gradients."""
 
     def forward(self, x):
         return x @ self.weight.detach() + self.bias
@@ -247,7 +247,7 @@ def test_instance_forward_is_left_alone():
 
 
 def test_a_machine_on_which_torch_is_as_fast(monkeypatch, calls):
-    """Then only the linears with an activation are fused, and that is no failure."""
+    """Only linears with an activation are fused there, and that is no failure."""
     monkeypatch.setattr(linears, "linear_loses", lambda *_: "torch's is as fast")
     model = build(Inline)
     report = patch(model, strict=True)
@@ -268,7 +268,7 @@ def test_hooks_see_their_call(name, calls):
 
 
 def test_a_child_that_is_replaced_after_patch_is_called(calls):
-    """As PEFT does with the linears that it adapts."""
+    """PEFT replaces the linears that it adapts."""
     model, x = build(Inline), torch.randn(2, N)
     patch(model)
     model[0].fc1 = nn.Sequential(model[0].fc1)
@@ -285,7 +285,7 @@ def test_a_parametrized_weight_is_computed_each_time(calls):
 
 
 def moved(fc):
-    """The bias as MAML and the like have it: no parameter."""
+    """Turns the bias into a plain tensor, as MAML does."""
     bias = fc.bias.detach() + 1
     del fc.bias
     fc.bias = bias
@@ -329,7 +329,7 @@ def test_a_class_on_top_with_another_forward_is_called():
 
 
 class Property(nn.Linear):
-    """Its weight is computed."""
+    """Computes its weight in a property."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -16,7 +16,7 @@ N = 48
 
 
 class LlamaLike(nn.Module):
-    """Rounds before it multiplies."""
+    """An RMSNorm that rounds before it multiplies."""
 
     def __init__(self, n=N, eps=1e-6):
         super().__init__()
@@ -30,7 +30,7 @@ class LlamaLike(nn.Module):
 
 
 class TorchLike(LlamaLike):
-    """Rounds last."""
+    """An RMSNorm that rounds last."""
 
     def forward(self, x):
         n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -54,7 +54,7 @@ class Weightless(nn.Module):
 
 
 class ByHand(nn.LayerNorm):
-    """LayerNorm written out, under other names, its eps a constant in the code."""
+    """LayerNorm written out, with other names and eps as a constant."""
 
     def __init__(self, n):
         nn.Module.__init__(self)
@@ -73,7 +73,7 @@ class EpsOutside(LlamaLike):
 
 
 class Sloppy(LlamaLike):
-    """Right in float32; in bfloat16 it rounds at every step."""
+    """Right in float32, but in bfloat16 it rounds at every step."""
 
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
@@ -261,7 +261,7 @@ def test_autocast_that_was_not_proven_runs_the_original(calls):
 
 
 def test_other_calls_reach_the_original(calls):
-    """A keyword, a tensor subclass and a non-tensor go the way that they went."""
+    """A keyword, a tensor subclass or a non-tensor reaches the original forward."""
 
     class Marked(torch.Tensor):
         pass

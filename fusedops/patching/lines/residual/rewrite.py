@@ -1,4 +1,4 @@
-"""Rewrites `h = a + b` and a norm of `h` into one call.
+"""Rewrites a sum and its norm into one call, in a forward.
 
     hidden = residual + hidden              y, hidden = _fusedops_add_norm(
     residual = hidden                           self, residual, hidden, norm=self.norm)

@@ -36,8 +36,8 @@ class Formula:
         return {"rounding": self.rounding, "offset": self.offset} if self.rounding else {}
 
     def __str__(self) -> str:
-        how = ", ".join(f"{name}={value!r}" for name, value in self.how.items() if value)
-        return f"{self.function}({how})" if how else self.function
+        options = ", ".join(f"{name}={value!r}" for name, value in self.how.items() if value)
+        return f"{self.function}({options})" if options else self.function
 
     @property
     def fused(self) -> Callable:
@@ -208,8 +208,10 @@ class Samples:
 
     def same_in_both_modes(self, regime: Regime, rows: int) -> bool:
         x = self._to(self.input[:rows], regime[0])
-        here, there = (self._original(x, regime, training) for training in (False, True))
-        return here is not None and there is not None and same(here, there, x.dtype)
+        evaluated, trained = (self._original(x, regime, training) for training in (False, True))
+        if evaluated is None or trained is None:
+            return False
+        return same(evaluated, trained, x.dtype)
 
     def _original(self, x: Tensor, regime: Regime, training: bool | None = None) -> Tensor | None:
         """The module's output; None if it rejects the dtypes."""
