@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusedops.profiling.collect.batches import count_tokens
+from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.clock import (
     Phases,
     Series,
@@ -148,7 +147,7 @@ class Recording:
             Evidence(
                 plain=run,
                 loader=loader,
-                tokens=_mean(self.counted),
+                tokens=mean_tokens(self.counted),
                 ceilings=ceilings(self.flops) if self.flops else None,
                 flops=self.flops,
                 device="cuda" if torch.cuda.is_initialized() else "cpu",
@@ -277,12 +276,3 @@ def _sum(batches: list[Tokens], tokens: int | None) -> Tokens:
     if tokens is not None:
         return Tokens(float(tokens), float(tokens), total("samples"))
     return Tokens(total("real"), total("padded"), total("samples"))
-
-
-def _mean(steps: list[Tokens]) -> Tokens:
-    def mean(name: str) -> float | None:
-        values = [getattr(step, name) for step in steps]
-        return None if not values or None in values else fmean(values)
-
-    samples = mean("samples")
-    return Tokens(mean("real"), mean("padded"), None if samples is None else round(samples))

@@ -4,16 +4,17 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 from fusedops.profiling.advice.advice import Advice, Saving
-from fusedops.profiling.advice.experiment import compare_blocks, saving
-from fusedops.profiling.advice.knobs import KNOBS, available
+from fusedops.profiling.advice.experiment import TooSlow, compare_blocks, fewest_seconds, saving
+from fusedops.profiling.advice.knobs import KNOBS, SAFE, available
 from fusedops.profiling.advice.patches import patch_advice
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.collect.everything import Subject
@@ -170,30 +171,65 @@ class Profile:
         ids: "patch", "adamw8bit", "bf16", "threads" or "keep_freed_memory". Blocks of steps with a
         change and without it alternate. Then the change is undone, and parameters, buffers,
         optimizer state and generators are what they were. Only `keep_freed_memory` leaves the C
-        library with its default setting. budget_s: seconds for all of them.
+        library with its default setting. budget_s: seconds for all of them. A change that the
+        budget has no time for, or that makes the step raise, has `measured=None`, and
+        `verdict.not_checked` says why.
 
         Raises ValueError for an id that cannot be tried on this step, with the reason, and
         RuntimeError for a report that was loaded or recorded.
         """
         if self._call is None or self._subject is None:
             raise RuntimeError("profile: measure needs a report that fusedops.profile made here")
-        subject, known = self._subject, {one.id: one for one in self.advice}
+        known = {one.id: one for one in self.advice}
         for name in ids:
-            others = f"it is none of {', '.join(KNOBS)}"
-            reason = available(name, subject) if name in KNOBS else others
+            others = f"it must be one of {', '.join(KNOBS)}"
+            reason = available(name, self._subject) if name in KNOBS else others
             if reason:
                 raise ValueError(f"profile: measure cannot try {name!r}: {reason}")
-        for name in ids:
-            kept = Snapshot(subject.model, subject.optimizer)
-            change = partial(KNOBS[name], subject)
-            try:
-                blocks = compare_blocks(self._call, change, budget_s / len(ids))
-            finally:
-                kept.restore()
+        deadline = perf_counter() + budget_s
+        for tried, name in enumerate(ids):
+            share = (deadline - perf_counter()) / (len(ids) - tried)
+            found, reason = self._try(name, self._call, self._subject, share)
             base = known.get(name) or Advice(name, name, "it was asked for", "", "")
-            known[name] = base.with_measured(saving(*blocks))
+            known[name] = base.with_measured(found)
+            self._not_measured(name, reason)
         self._advice = list(known.values())
         return [known[name] for name in ids]
+
+    def measure_safe(self, budget_s: float) -> None:
+        """Measures the advice that leaves nothing behind, as far as it can be tried here."""
+        ids = []
+        for one in self.advice:
+            if one.id in SAFE and self._subject is not None:
+                reason = available(one.id, self._subject)
+                self._not_measured(one.id, reason)
+                ids += [one.id] if not reason else []
+        self.measure(*ids, budget_s=budget_s)
+
+    def _try(
+        self, name: str, call: Callable[[], Any], subject: Subject, budget_s: float
+    ) -> tuple[Saving | None, str]:
+        """What a change saves, or None and the reason."""
+        step = median((self.evidence.cached or self.evidence.plain).seconds)
+        if fewest_seconds(step) > budget_s:
+            return None, "the budget had no time for it"
+        kept = Snapshot(subject.model, subject.optimizer)
+        try:
+            return saving(*compare_blocks(call, partial(KNOBS[name], subject), budget_s)), ""
+        except TooSlow as error:
+            return None, str(error)
+        except Exception as error:  # noqa: BLE001  the user's step, under a change
+            return None, f"the step raised {type(error).__name__}: {error}"
+        finally:
+            kept.restore()
+
+    def _not_measured(self, name: str, reason: str) -> None:
+        """Notes why a change was not measured; without a reason, removes an earlier note."""
+        about = f"measuring {name}: "
+        lines = [line for line in self.evidence.not_checked if not line.startswith(about)]
+        lines += [about + reason] if reason else []
+        self.evidence = replace(self.evidence, not_checked=tuple(lines))
+        self.verdict = replace(self.verdict, not_checked=tuple(lines))
 
     def to_dict(self) -> dict[str, Any]:
         """The evidence, the verdict and the advice, as json.dumps takes them."""

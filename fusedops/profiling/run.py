@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.profiling.advice.knobs import SAFE
 from fusedops.profiling.collect.everything import Subject, collect
 from fusedops.profiling.judge import judge
 from fusedops.profiling.progress import progress
@@ -43,8 +42,8 @@ def profile(
     kind. warmup: steps before them. budget_s: seconds for all experiments; fewer steps run where
     they are not enough, and what has no time left is in `not_checked`.
 
-    measure: also tries the safe advice, within the budget, and puts everything back; see
-    `Profile.measure`.
+    measure: also tries the safe advice in what is left of the budget, and puts everything back; see
+    `Profile.measure`. What cannot be tried is in `not_checked`.
 
     restore: puts parameters, buffers, gradients, optimizer state and random generators back, bit
     for bit. Copies of them are held meanwhile. Files that a step writes, and schedulers, scalers
@@ -60,9 +59,7 @@ def profile(
         evidence, call = collect(subject, steps, warmup, budget_s, restore, tick)
     report = Profile(evidence, judge(evidence), subject, call)
     if measure:
-        safe = [one.id for one in report.advice if one.id in SAFE]
-        remaining = max(0.0, budget_s - (perf_counter() - start))
-        report.measure(*safe, budget_s=remaining)
+        report.measure_safe(max(0.0, budget_s - (perf_counter() - start)))
     return report
 
 

@@ -135,7 +135,7 @@ def test_what_is_saved_is_what_would_be_saved_without(tmp_path):
 def test_a_quantized_model_comes_from_the_caller(tmp_path):
     run = trainer(tmp_path, [FusedOpsCallback(quantize="nf4")])
     with pytest.raises(
-        ValueError, match=r"quantize must be None when model_init makes the model, got 'nf4'"
+        ValueError, match=r"quantize must be None when model_init creates the model, got 'nf4'"
     ):
         run.train()
 

@@ -174,6 +174,48 @@ def test_a_snapshot_sees_a_changed_bit():
     assert same(before, everything(model, optimizer))
 
 
+class Average(nn.Module):
+    """Replaces a buffer in each forward, and makes another one in the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("ema", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.ema = self.ema * 0.9 + y.detach().mean(0)
+        self.register_buffer("last", y.detach())
+        return y
+
+
+def test_a_replaced_buffer_is_put_back():
+    model = Average()
+    ema, weight = model.ema, model.linear.weight
+    data = [torch.randn(3, 4) for _ in range(20)]
+    fusedops.profile(lambda x: model(x).sum().backward(), data=data, model=model, **QUICK)
+    assert model.ema is ema and torch.equal(ema, torch.zeros(4))
+    assert [name for name, _ in model.named_buffers()] == ["ema"]
+    assert model.linear.weight is weight and weight.grad is None
+
+
+def test_tensors_in_tuples_of_the_optimizer_state_are_put_back():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    state = optimizer.state[parameter]
+    state["pair"] = torch.ones(2), torch.full((2,), 2.0)
+    state["history"] = [torch.zeros(2), 3]
+    first = state["pair"][0]
+    kept = Snapshot(None, optimizer)
+    first.add_(5)
+    state["history"].append(1)
+    kept.restore()
+    found = optimizer.state[parameter]
+    assert found["pair"][0] is first
+    assert same(found["pair"], (torch.ones(2), torch.full((2,), 2.0)))
+    assert same(found["history"], [torch.zeros(2), 3])
+
+
 def profiled(step=None, **options):
     model, optimizer = workload()
     about = {"data": batches(), "model": model, "optimizer": optimizer} | QUICK | options
@@ -256,6 +298,37 @@ def test_data_that_ends_early():
     assert report.verdict.bounds == ("unknown",)
     assert "the data ended after 2 measured steps" in report.verdict.not_checked
     assert any("needs 5 steps" in line for line in report.verdict.evidence)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_data_that_ends_in_the_warm_up(count):
+    """Steps on the kept batches are timed instead."""
+    report = profiled(data=batches(count), warmup=3, steps=6)
+    found = report.evidence
+    assert len(found.plain.seconds) == 6 and found.cached is None
+    assert "input: the data ended in the warm-up" in report.verdict.not_checked
+    assert report.verdict.shares["input"] == (0, 0, 0) and found.tokens.samples == 8
+    assert profiled(data=batches(count), warmup=3, budget_s=1e-6).verdict.bounds == ("unknown",)
+
+
+def test_a_short_last_batch_does_not_stand_for_the_others():
+    """The table of operators and the arithmetic are those of a batch of the usual size."""
+    report = profiled(data=[*batches(5), *batches(1, size=2)], steps=6, warmup=0)
+    assert report.time.flops == 2 * 8 * 16 * 32 * 2 + 2 * 8 * 32 * 4 * 3
+    assert report.evidence.tokens.samples == 7  # (5 x 8 + 2) / 6
+
+
+def test_tokens_are_the_mean_of_the_measured_steps():
+    lengths = [100, 10] * 4
+    data = [{"input_ids": torch.zeros(4, n, dtype=torch.long)} for n in lengths]
+    model = nn.Embedding(10, 8)
+
+    def step(batch):
+        model(batch["input_ids"]).sum().backward()
+
+    for warmup, steps in ((1, 6), (2, 6)):
+        report = fusedops.profile(step, data=data, model=model, warmup=warmup, steps=steps)
+        assert report.evidence.tokens.real == 4 * 55
 
 
 def test_data_without_a_batch():

@@ -22,7 +22,8 @@ class Advice:
     """One change that may help.
 
     why: what was seen. how: the change, as code where it is short. risk: what it costs or changes.
-    formula: how the saving was predicted. measured: by `Profile.measure`, None before.
+    formula: how the saving was predicted. measured: by `Profile.measure`; None before, and where
+    it could not be measured.
     """
 
     id: str
@@ -34,7 +35,7 @@ class Advice:
     predicted: Saving | None = None
     measured: Saving | None = None
 
-    def with_measured(self, saving: Saving) -> "Advice":
+    def with_measured(self, saving: Saving | None) -> "Advice":
         return replace(self, measured=saving)
 
     @property

@@ -10,12 +10,21 @@ from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.collect.clock import preempted_seconds
 from fusedops.profiling.timing import Ratio, paired_ratio
 
-__all__ = ["compare_blocks", "ratio_of", "saving"]
+__all__ = ["TooSlow", "compare_blocks", "fewest_seconds", "ratio_of", "saving"]
 
 BLOCK = 3  # steps of a block that are timed, after one that is not
 FEWEST, MOST = 12, 60  # pairs of blocks
 
 Change = Callable[[], AbstractContextManager[object]]
+
+
+class TooSlow(TimeoutError):
+    """A change makes the step so slow that the budget has no time for the fewest blocks."""
+
+
+def fewest_seconds(step: float) -> float:
+    """How long the fewest blocks take if a step takes `step` seconds with the change too."""
+    return 2 * FEWEST * (1 + BLOCK) * step
 
 
 def compare_blocks(
@@ -24,7 +33,8 @@ def compare_blocks(
     """Median seconds of each block without the change, and of each block with it.
 
     The order alternates (AB, BA), so that a machine that becomes slower favours neither. Time in
-    which other programs had the CPU is left out.
+    which other programs had the CPU is left out. Raises TooSlow if the fewest blocks are not done
+    after twice the budget.
     """
     without: list[float] = []
     changed: list[float] = []
@@ -36,6 +46,8 @@ def compare_blocks(
             changed.append(_block(call))
         if len(without) < len(changed):
             without.append(_block(call))
+        if len(without) < FEWEST and perf_counter() > deadline + budget_s:
+            raise TooSlow("the change makes the step too slow for the budget")
     return without, changed
 
 

@@ -1,7 +1,8 @@
 """What a profiler must know of a batch: its bytes, its size, its tokens, and half of it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from fusedops.profiling.evidence import Tokens
 
-__all__ = ["batch_size", "count_tokens", "halve", "nbytes"]
+__all__ = ["batch_size", "count_tokens", "halve", "mean_tokens", "nbytes"]
 
 IGNORED = -100  # the label of tokens that have no loss
 
@@ -59,6 +60,17 @@ def count_tokens(batch: Any, tokens: int | Callable[[Any], int] | None) -> Token
         if isinstance(found, Tensor) and found.dim() == 2:
             return Tokens(float(_real(name, found)), float(found.numel()), size)
     return Tokens(samples=size)
+
+
+def mean_tokens(steps: Sequence[Tokens]) -> Tokens:
+    """The mean of several steps; None for what is not known of one of them."""
+
+    def mean(name: str) -> float | None:
+        values = [getattr(step, name) for step in steps]
+        return None if not values or None in values else fmean(values)
+
+    samples = mean("samples")
+    return Tokens(mean("real"), mean("padded"), None if samples is None else round(samples))
 
 
 def _real(name: str, found: Tensor) -> int:

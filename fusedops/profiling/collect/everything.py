@@ -13,7 +13,7 @@ from torch import nn
 
 from fusedops.backends import cpu_name, version_of
 from fusedops.machine import cpu_quota, cpus
-from fusedops.profiling.collect.batches import count_tokens
+from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
@@ -59,7 +59,13 @@ def collect(
     try:
         with Phases(subject.model) as phases:
             data = None if subject.data is None else Data(subject.data)
-            plan = Plan(steps, warmup, start + STEPS_PART * budget_s, tick)
+            plan = Plan(
+                steps,
+                warmup,
+                start + STEPS_PART * budget_s,
+                tick,
+                lambda batch: count_tokens(batch, subject.tokens),
+            )
             measured = measure_steps(subject.step, data, phases, plan, usable_cpus())
         profiled = _operators(subject, measured, start + budget_s, tick)
         memory = _memory(subject, measured, start + budget_s)
@@ -125,9 +131,9 @@ def _no_table(subject: Subject) -> str:
 def _evidence(
     subject: Subject, measured: Measured, profiled: Profiled | None, found: dict[str, Any]
 ) -> Evidence:
-    counted = count_tokens(measured.batch, subject.tokens)
+    counted = mean_tokens(measured.counted)
     if subject.data is None and isinstance(subject.tokens, int):
-        counted = replace(counted, real=float(subject.tokens), padded=float(subject.tokens))
+        counted = count_tokens(None, subject.tokens)
     not_checked = [*measured.not_checked, "GPU: none was used"]
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if ranks else 1

@@ -1,9 +1,10 @@
-"""Saves what steps change, and puts it back bit for bit."""
+"""Saves what steps change, and puts it back."""
 
 import copy
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,20 @@ class Snapshot:
     """Parameters, buffers, gradients, modes, optimizer state and generators, as they are now.
 
     Tensors are copied, so that parameters and optimizer state take their memory twice. `restore`
-    writes into the same tensors, so views and references to them stay right. Generators: torch's of
-    every device, Python's and numpy's. Not covered: files, an iterator's position, and what a step
-    keeps elsewhere (a scheduler, a scaler, a counter of its own).
+    writes into the same tensors, so views and references to them stay right; a parameter or buffer
+    that a step replaced is the earlier tensor again. Generators: the default ones of torch's CPU
+    and CUDA devices, of Python and of numpy. Not covered: generators of the user's own, files, an
+    iterator's position, and what a step keeps elsewhere (a scheduler, a scaler, a counter).
     """
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer
         self.tensors = [(tensor, tensor.detach().clone()) for tensor in self._owned()]
+        self.held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (held, dict(held))
+            for module in (model.modules() if model is not None else ())
+            for held in (module._parameters, module._buffers)
+        ]
         self.gradients = [(p, p.grad, _cloned(p.grad)) for p in self._parameters()]
         self.modes = [(m, m.training) for m in model.modules()] if model is not None else []
         self.state = _copied(optimizer.state) if optimizer is not None else {}
@@ -31,6 +38,9 @@ class Snapshot:
         self.generators = _generators()
 
     def restore(self) -> None:
+        for held, values in self.held:
+            held.clear()
+            held.update(values)
         with torch.no_grad():
             for tensor, saved in self.tensors:
                 tensor.copy_(saved)
@@ -71,20 +81,31 @@ def _copied(state: Any) -> dict[Any, Any]:
     return {parameter: _copy(value) for parameter, value in state.items()}
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor, and what it held."""
+
+    tensor: Tensor
+    content: Tensor
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value, value.detach().clone()
+        return _Saved(value, value.detach().clone())
     if isinstance(value, dict):
         return {key: _copy(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy, value))
     return copy.deepcopy(value)
 
 
 def _written(now: Any, saved: Any) -> Any:
     """The saved value; a tensor is the one that was there, with what it held."""
-    if isinstance(saved, tuple) and len(saved) == 2 and isinstance(saved[0], Tensor):
-        tensor, content = saved
-        tensor.copy_(content)
-        return tensor
+    if isinstance(saved, _Saved):
+        saved.tensor.copy_(saved.content)
+        return saved.tensor
+    if type(saved) in (list, tuple):
+        return type(saved)(_written(None, one) for one in saved)
     if isinstance(saved, dict):
         held = now if isinstance(now, dict) else {}
         values = {key: _written(held.get(key), one) for key, one in saved.items()}

@@ -1,7 +1,7 @@
 """Runs the steps of a profile: as they are (E0), on kept batches (E1), on half of them (E2)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fusedops.profiling.collect.batches import halve
+from fusedops.profiling.collect.batches import halve, nbytes
 from fusedops.profiling.collect.clock import Phases, Series, throttled_seconds, withheld
 from fusedops.profiling.collect.data import KEPT_BYTES, Data
-from fusedops.profiling.evidence import Loader, Run
+from fusedops.profiling.evidence import Loader, Run, Tokens
 
 __all__ = ["Measured", "Plan", "measure_steps"]
 
@@ -21,12 +21,16 @@ FEWEST = 5  # what a verdict needs
 
 @dataclass
 class Plan:
-    """How many steps to run, until when (of `perf_counter`), and what to call after each one."""
+    """How many steps to run, until when (of `perf_counter`), and what to call after each one.
+
+    count: the tokens of a batch.
+    """
 
     steps: int
     warmup: int
     deadline: float
     tick: Callable[[], None] = lambda: None
+    count: Callable[[Any], Tokens] = lambda batch: Tokens()
 
     def has_time_for(self, seconds: float) -> bool:
         return perf_counter() + seconds < self.deadline
@@ -34,15 +38,19 @@ class Plan:
 
 @dataclass
 class Measured:
-    """What `measure_steps` found. batch: one of the kept batches, None without data."""
+    """What `measure_steps` found.
+
+    counted: the tokens of each plain step, empty without data. call: a step on a kept batch of the
+    usual size.
+    """
 
     plain: Run
     cached: Run | None = None
     half: Run | None = None
     fewer_threads: Run | None = None
     loader: Loader | None = None
-    batch: Any = None
-    call: Callable[[], Any] = lambda: None  # one step on the kept batch
+    counted: list[Tokens] = field(default_factory=list)
+    call: Callable[[], Any] = lambda: None
     not_checked: list[str] = field(default_factory=list)
 
 
@@ -68,10 +76,14 @@ def measure_steps(
     wall = perf_counter() - start
     stopped = (throttled_seconds() - throttled) / wall, _steal(ticks)
     measured = rounds.measured(*stopped)
-    again = _again(step, data.kept[-1])
-    measured.batch, measured.call = data.kept[-1], again
-    measured.fewer_threads = _fewer_threads(again, phases, plan, cpus)
+    measured.call = _again(step, _usual(data.kept))
+    measured.fewer_threads = _fewer_threads(measured.call, phases, plan, cpus)
     return measured
+
+
+def _usual(batches: Sequence[Any]) -> Any:
+    """The batch of median size, so that a short last one does not stand for the others."""
+    return sorted(batches, key=nbytes)[len(batches) // 2]
 
 
 class _Rounds:
@@ -86,6 +98,7 @@ class _Rounds:
         self.cached = Series(phases, paired)
         self.half = Series(phases, paired)
         self.loader: Loader | None = None
+        self.counted: list[Tokens] = []
         self.not_checked: list[str] = []
         self._halving = True
 
@@ -105,7 +118,7 @@ class _Rounds:
             except StopIteration:
                 self._ended(done)
                 break
-            self.data.keep(batch)
+            self._keep(batch)
             self._again(batch, done)
             self.plan.tick()
             if not self.plan.has_time_for(0):
@@ -127,29 +140,37 @@ class _Rounds:
             except StopIteration:
                 self._ended(done)
                 break
-            self.data.keep(held[-1])
+            self._keep(held[-1])
             self.plan.tick()
         self._loader_alone()
         for done in range(len(self.plain.seconds)):
             self._again(self.data.kept[done % len(self.data.kept)], done)
 
     def measured(self, throttled: float, steal: float) -> Measured:
-        runs = [
+        plain = self.plain.run(throttled, steal)
+        cached, half = (
             series.run(throttled, steal) if series.seconds else None
-            for series in (self.plain, self.cached, self.half)
-        ]
-        plain, cached, half = runs
-        if plain is None or len(plain.seconds) < FEWEST:
-            if cached is None or len(cached.seconds) <= len(plain.seconds if plain else ()):
-                cached = None
-            plain = plain or cached
-        assert plain is not None
+            for series in (self.cached, self.half)
+        )
+        if cached and len(cached.seconds) <= len(plain.seconds) < FEWEST:
+            cached = None
         if half is not None and len(half.seconds) < FEWEST:
             half = None
             self.not_checked.append(
                 "elasticity: the budget had no time for steps of half the batch"
             )
-        return Measured(plain, cached, half, None, self.loader, not_checked=self.not_checked)
+        return Measured(
+            plain,
+            cached,
+            half,
+            loader=self.loader,
+            counted=self.counted,
+            not_checked=self.not_checked,
+        )
+
+    def _keep(self, batch: Any) -> None:
+        self.data.keep(batch)
+        self.counted.append(self.plan.count(batch))
 
     def _again(self, batch: Any, done: int) -> None:
         """The same batch from memory and its half, in turns first: a step warms the caches."""
@@ -178,7 +199,19 @@ class _Rounds:
         self.not_checked.append(f"elasticity: no half of the batch: {reason}")
 
     def _ended(self, done: int) -> None:
-        self.not_checked.append(f"the data ended after {done} measured steps")
+        if done:
+            self.not_checked.append(f"the data ended after {done} measured steps")
+            return
+        self.not_checked.append("input: the data ended in the warm-up")
+        for step in range(self.plan.steps):
+            batch = self.data.kept[step % len(self.data.kept)]
+            self.counted.append(self.plan.count(batch))
+            self.plain.time(_noted(_again(self.step, batch), f"step {step + 1}"))
+            if self.plan.has_time_for(0):
+                self._half(batch)
+            self.plan.tick()
+            if not self.plan.has_time_for(2 * self.longest if step + 1 >= FEWEST else 0):
+                break
 
     def _loader_alone(self) -> None:
         remaining = max(0.0, 0.25 * (self.plan.deadline - perf_counter()))
