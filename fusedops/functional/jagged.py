@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.backends import FAMILIES
+from fusedops import extension  # noqa: F401  registers the operators
 
 __all__ = ["operator"]
 
@@ -22,8 +22,8 @@ ROWS = frozenset({"input", "x", "residual", "gate", "up"})
 # Operator: the names of its arguments. Dynamo cannot read schemas inside a function.
 ARGUMENTS = {
     name: tuple(a.name for a in getattr(torch.ops.fusedops, name).default._schema.arguments)
-    for names in FAMILIES.values()
-    for name in names
+    for space, _, name in (op.partition("::") for op in torch._C._dispatch_get_all_op_names())
+    if space == "fusedops"
 }
 
 

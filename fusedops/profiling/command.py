@@ -65,7 +65,7 @@ def profile_model(
         optimizer.step()
         optimizer.zero_grad()
 
-    ids = torch.randint(model.config.vocab_size, (2, batch, length))
+    ids = torch.randint(model.config.vocab_size, (2, batch, length), device="cpu")
     inputs = [{"input_ids": one, "labels": one} for one in ids]
     data = (inputs[i % 2] for i in range(10**9))
     return profile(

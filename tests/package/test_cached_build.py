@@ -169,7 +169,10 @@ def test_a_library_of_another_version_is_refused(package, tmp_path, built, insid
 def test_kernels_from_other_sources_are_reported(package, tmp_path, built, inside):
     copied(built[1], inside.parent, source="0" * 16)
     printed = run(package, tmp_path, "-m", "fusedops", "doctor")[1]
-    assert "warning  kernels    The kernels were compiled from other sources" in printed
+    assert (
+        "warning  kernels    The package's sources have changed since the kernels were compiled."
+        in printed
+    )
 
 
 def test_build_variables_are_recorded_and_the_plain_import_finds_the_library(package, tmp_path):
@@ -210,7 +213,7 @@ def test_a_failed_compile_points_at_the_compilers_message(package, tmp_path):
         (("--jobs", "0"), {}, "--jobs must be a whole number above 0, got '0'"),
         (("--jobs", "-1"), {}, "--jobs must be a whole number above 0, got '-1'"),
         ((), {"MAX_JOBS": "all"}, "MAX_JOBS must be a whole number above 0, got 'all'"),
-        ((), {"CXX": '"'}, "CXX is not a command: '\"': No closing quotation"),
+        ((), {"CXX": '"'}, "CXX must be a command, got '\"': No closing quotation"),
     ],
 )
 def test_settings_that_cannot_be(package, tmp_path, arguments, changed, words):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import uncompiled_checks
+from children import TESTS, uncompiled_checks
 
 from fusedops import extension
 from fusedops.toolchain import library_name
@@ -84,7 +84,8 @@ def test_all_checks_pass_without_a_compiled_part():
 
 
 def test_optimizer_steps_are_the_compiled_ones(tmp_path):
-    run = python(CHECKS, tmp_path / "found.pt", FUSEDOPS_COMPILED="0")
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    run = python(CHECKS, tmp_path / "found.pt", FUSEDOPS_COMPILED="0", PYTHONPATH=path)
     assert run.returncode == 0, run.stderr
     found = torch.load(tmp_path / "found.pt")
     compiled = uncompiled_checks.optimizers()
@@ -229,7 +230,7 @@ def test_required(package):
     run = use(package, FUSEDOPS_REQUIRE="compiled")
     assert run.returncode == 1
     error = run.stderr.splitlines()[-1]
-    assert error.startswith("ImportError: FUSEDOPS_REQUIRE=compiled, and fusedops has no compiled")
+    assert error.startswith("ImportError: FUSEDOPS_REQUIRE=compiled, but fusedops has no compiled")
     assert "not compiled on this machine" in error and "fusedops build" in error
     run = python("-c", USE, FUSEDOPS_COMPILED="0", FUSEDOPS_REQUIRE="compiled")
     assert run.returncode == 1 and "FUSEDOPS_COMPILED=0 hides" in run.stderr

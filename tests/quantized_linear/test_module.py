@@ -273,7 +273,7 @@ def test_it_explains_a_backend_of_another_device(monkeypatch):
     monkeypatch.setattr(f"{QuantizedLinear.__module__}.forced", lambda: "cuda")
     message = QuantizedLinear(256, 64, format="nf4").explain(1)
     assert message.endswith(
-        "where backend 'cuda' is forced: an error, as that backend takes no cpu tensors"
+        "where backend 'cuda' is forced: an error, because that backend takes no cpu tensors"
     )
 
 

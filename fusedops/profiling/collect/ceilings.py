@@ -80,7 +80,7 @@ def _best(call: Callable[[], object], budget_s: float = TRIES_S) -> float:
 
 def _copy(size: int) -> float:
     """Bytes/s, read and written."""
-    source = torch.ones(size // 2, dtype=torch.uint8)
+    source = torch.ones(size // 2, dtype=torch.uint8, device="cpu")
     target = torch.ones_like(source)
     repeats = max(1, 2**20 // size)
 
@@ -94,14 +94,17 @@ def _copy(size: int) -> float:
 def _product(dtype: torch.dtype) -> float:
     """FLOP/s of a square matrix product."""
     random = torch.Generator().manual_seed(0)  # the user's generator is not touched
-    left, right = (torch.randn(PRODUCT, PRODUCT, generator=random).to(dtype) for _ in range(2))
+    left, right = (
+        torch.randn(PRODUCT, PRODUCT, generator=random, dtype=torch.float32, device="cpu").to(dtype)
+        for _ in range(2)
+    )
     out = torch.empty_like(left)
     return 2 * PRODUCT**3 / _best(lambda: torch.mm(left, right, out=out))
 
 
 def _call() -> float:
     """Seconds of an operator on one element, called from Python."""
-    one = torch.ones(1)
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
 
     def calls() -> None:
         for _ in range(100):
@@ -133,7 +136,7 @@ def _fault() -> float:
 
 def _event() -> float:
     """Seconds that torch.profiler adds to an event."""
-    one = torch.ones(1)
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
 
     def calls() -> None:
         for _ in range(1000):

@@ -30,7 +30,9 @@ def optimizer_bytes(
     """
     state = temporaries = 0
     known: dict[tuple, tuple[int, int]] = {}
-    least = AdamW8bit([nn.Parameter(torch.empty(0))]).defaults["min_8bit_size"]
+    least = AdamW8bit([nn.Parameter(torch.empty(0, dtype=torch.float32, device="meta"))]).defaults[
+        "min_8bit_size"
+    ]
     before: Kind | None = None
     for p in parameters:
         takes_codes = p.numel() >= least and (not sharding.rows or _rows_fit(p))

@@ -126,7 +126,7 @@ _MODES = {"train": _train, "forward": _forward, "generate": _generate}
 
 
 def _ids(batch: int, length: int, tracker: Tracker) -> Tensor:
-    ids = torch.zeros(batch, length, dtype=torch.int64)
+    ids = torch.zeros(batch, length, dtype=torch.int64, device="meta")
     tracker.see(ids, "inputs", "")
     return ids
 
@@ -139,7 +139,7 @@ def _inputs(model: Any, asked: Request, tracker: Tracker, labels: bool) -> dict[
         size = getattr(config, "image_size", IMAGE)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = asked.batch, getattr(config, "num_channels", 3), height, width
-        given[main] = torch.zeros(shape, dtype=next(model.parameters()).dtype)
+        given[main] = torch.zeros(shape, dtype=next(model.parameters()).dtype, device="meta")
         tracker.see(given[main], "inputs", "")
     elif "input_ids" in names:
         given["input_ids"] = _ids(asked.batch, asked.length, tracker)

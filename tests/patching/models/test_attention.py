@@ -120,15 +120,15 @@ def test_generate(name, side, cache, calls):
         pytest.skip("it takes no attention_mask, and makes its own cache")
     model, kwargs = build(name), batch(name, side)
     kwargs.pop("decoder_input_ids", None)
-    kwargs = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True}
-    kwargs |= {"output_logits": True, "cache_implementation": cache, "disable_compile": True}
+    options = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_logits": True, "cache_implementation": cache, "disable_compile": True}
     if name == "whisper":
-        kwargs = {"max_new_tokens": 7, "do_sample": False}
+        options = {"max_new_tokens": 7, "do_sample": False}
     with torch.no_grad():
-        want = model.generate(**kwargs, **kwargs)
+        want = model.generate(**kwargs, **options)
         assert not calls
         with patched(model, **ALONE):
-            got = model.generate(**kwargs, **kwargs)
+            got = model.generate(**kwargs, **options)
     assert len(calls) > 7
     if name == "whisper":
         assert torch.equal(got, want)

@@ -7,8 +7,7 @@ namespace fusedops::scaled_add {
 namespace {
 
 Tensor scaled_add_forward(const ScaledAddForward& a) {
-  return dispatch<"fusedops::scaled_add_forward", ScaledAddForward::Signature>(a.x, a.residual,
-                                                                               a.scale);
+  return below_autograd([&] { return call<"fusedops::scaled_add_forward", Tensor>(a); });
 }
 
 // Keeps no tensor: the sum is linear in both.
@@ -27,16 +26,15 @@ struct ScaledAddNode {
     const auto dresidual = [&]() -> Tensor {
       if (!wanted[1]) return {};
       if (at::GradMode::is_enabled()) return scaled_add_backward_composite({dy, scale});
-      return dispatch<"fusedops::scaled_add_backward", ScaledAddBackward::Signature>(dy, scale);
+      return call<"fusedops::scaled_add_backward", Tensor>(ScaledAddBackward{dy, scale});
     };
     return {wanted[0] ? dy : Tensor(), dresidual()};
   }
 };
 
 Tensor with_gradient(const ScaledAddForward& a) {
-  const auto node = make_node<FusedNode<ScaledAddNode>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(a.x, a.residual));
-  const auto y = below_autograd([&] { return scaled_add_forward(a); });
+  const auto node = node_of<FusedNode<ScaledAddNode>>(a.x, a.residual);
+  const auto y = scaled_add_forward(a);
   torch::autograd::set_history(y, node);
   node->backward = {a.scale};
   return y;
@@ -48,7 +46,7 @@ Tensor scaled_add(const Tensor& x, const Tensor& residual, double scale) {
   const ScaledAddForward a{x, residual, scale};
   if (needs_composite({x, residual})) return scaled_add_composite(a);
   if (needs_gradient({x, residual})) return with_gradient(a);
-  return below_autograd([&] { return scaled_add_forward(a); });
+  return scaled_add_forward(a);
 }
 
 const Operators operators([](Operators& o) {

@@ -13,16 +13,18 @@ Tensor scaled_add(const Tensor& x, const Tensor& residual, double scale);
 
 // y [x's shape], contiguous.
 struct ScaledAddForward {
-  using Signature = Tensor(In, In, double);
   const Tensor &x, &residual;
   double scale;
+
+  static auto fields(auto& a) { return std::tie(a.x, a.residual, a.scale); }
 };
 
 // dresidual [dy's shape], contiguous; dx is dy itself.
 struct ScaledAddBackward {
-  using Signature = Tensor(In, double);
   const Tensor& dy;
   double scale;
+
+  static auto fields(auto& a) { return std::tie(a.dy, a.scale); }
 };
 
 // outputs.cpp: check the arguments and make the outputs. Also the Meta kernels.
