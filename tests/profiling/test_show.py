@@ -95,7 +95,7 @@ def test_html_has_the_advice(tmp_path):
     report._advice = [Advice("x", "a <change>", "it was seen", "f()", "a risk", measured=measured)]
     report.html(tmp_path / "report.html")
     words = " ".join(Reader.of(tmp_path / "report.html").words)
-    for text in ("Advice", "a <change>", "it was seen", "f()", "a risk", "-2.0 ms (-3..-1 ms)"):
+    for text in ("Advice", "a <change>", "it was seen", "f()", "a risk", "-2 ms (-3..-1 ms)"):
         assert text in words
 
 

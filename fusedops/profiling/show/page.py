@@ -73,7 +73,8 @@ td.name { word-break: break-word; }
 <tr><th>advice</th><th>change</th><th>why</th><th>risk</th><th class="n">predicted</th>
 <th class="n">measured</th></tr>
 {% for a in advice %}<tr><td>{{ a.title }}</td><td><code>{{ a.how }}</code></td>
-<td>{{ a.why }}</td><td>{{ a.risk }}</td><td class="n">{{ a.predicted }}</td><td class="n">{{ a.measured }}</td></tr>
+<td>{{ a.why }}</td><td>{{ a.risk }}</td><td class="n">{{ a.predicted }}</td>
+<td class="n">{{ a.measured }}</td></tr>
 {% endfor %}
 </table>{% endif %}
 
