@@ -94,7 +94,7 @@ def build(name: str, dtype: str = "float32") -> Any:
 
     name: a folder with config.json, a config.json, a model_type such as "llama", or a name of the
     hub's that is already cached: nothing is downloaded. Raises ModuleNotFoundError without
-    transformers, and ValueError for a name that is none of these or a model without a language
+    transformers, and ValueError for another name, or for a model without a language
     modelling head.
     """
     if importlib.util.find_spec("transformers") is None:

@@ -46,9 +46,10 @@ def profile(
     measure: also tries the safe advice in what is left of the budget, and puts everything back; see
     `Profile.measure`. What cannot be tried is in `not_checked`.
 
-    restore: puts parameters, buffers, gradients, optimizer state and random generators back, bit
-    for bit. Copies of them are held meanwhile. Files that a step writes, and schedulers, scalers
-    and counters of its own, are not put back. False: the steps were real training steps.
+    restore: puts parameters, buffers, gradients, optimizer state and the default random generators
+    of torch, Python and numpy back, bit for bit. Copies of them are held meanwhile. Generators of
+    the user's own, files that a step writes, and schedulers, scalers and counters of its own are
+    not put back. False: the steps were real training steps.
 
     What a step raises is passed on, with a note that names the step. Raises ValueError or TypeError
     for arguments that it cannot use, and ValueError if the data has no batch.
