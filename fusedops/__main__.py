@@ -107,9 +107,10 @@ def _profile(args: argparse.Namespace) -> int:
         wanted = "a script, --model NAME or --trace FILE, and one of them"
         print(f"fusedops profile: needs {wanted}", file=sys.stderr)
         return 2
+    ended: SystemExit | None = None
     try:
         if args.script is not None:
-            report = command.profile_script(args.script, args.arguments, args.steps)
+            report, ended = command.profile_script(args.script, args.arguments, args.steps)
         elif args.trace is not None:
             report = command.profile_trace(args.trace)
             print(report)
@@ -118,6 +119,8 @@ def _profile(args: argparse.Namespace) -> int:
             report = command.profile_model(args.model, *sizes)
             print(report)
         command.write(report, args.json, args.html)
+        if ended is not None:
+            raise ended
     except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
         if not str(error).startswith("profile: "):  # the script's own, whose place is needed
             raise

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 
 from fusedops.profiling.collect.trace import read_trace
+from fusedops.profiling.planning.models import check_positions, language_model_of, startable
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
 
 __all__ = ["build", "profile_model", "profile_script", "profile_trace", "write"]
 
-HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
-
-def profile_script(script: str, arguments: Sequence[str], steps: int) -> Profile:
+def profile_script(
+    script: str, arguments: Sequence[str], steps: int
+) -> tuple[Profile, SystemExit | None]:
     """Runs a script, and records steps of whichever optimizer it uses; prints at the last of them.
 
-    The script runs to its end as `python script arguments` would. Raises FileNotFoundError without
-    the script, and RuntimeError if it ends before an optimizer has made a step after 3 of warm-up.
+    The script runs to its end as `python script arguments` would. The report comes with the
+    SystemExit that ended the script, for the caller to raise. Raises FileNotFoundError without the
+    script, and RuntimeError if it ends before an optimizer has made a step after 3 of warm-up,
+    unless it exits with a code of failure, which is passed on.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"profile: script must be a file, got {script}")
@@ -37,20 +40,25 @@ def profile_script(script: str, arguments: Sequence[str], steps: int) -> Profile
     record = Recording(limit=steps, done=done)
     saved, sys.argv = sys.argv, [script, *arguments]
     sys.path.insert(0, str(Path(script).parent.resolve()))
+    ended: SystemExit | None = None
     record.start()
     try:
         runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        ended = error
     finally:
         record.stop()
         sys.path.pop(0)
         sys.argv = saved
     if not found:
         if not record.steps:
+            if ended is not None and ended.code:
+                raise ended
             raise RuntimeError(
                 f"profile: {script} must make more than 3 optimizer steps; none was recorded"
             )
         done()
-    return found[0]
+    return found[0], ended
 
 
 def profile_model(
@@ -58,6 +66,7 @@ def profile_model(
 ) -> Profile:
     """Trains a model with AdamW on random tokens, and profiles the step. See `build` for names."""
     model = build(name, dtype)
+    check_positions(model, length, "profile")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def step(inputs: dict[str, torch.Tensor]) -> None:
@@ -85,24 +94,20 @@ def build(name: str, dtype: str = "float32") -> Any:
 
     name: a folder with config.json, a config.json, a model_type such as "llama", or a name of the
     hub's that is already cached: nothing is downloaded. Raises ModuleNotFoundError without
-    transformers, and ValueError for a name that is none of these or a model without a language
+    transformers, and ValueError for another name, or for a model without a language
     modelling head.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("profile: --model needs transformers: pip install 'fusedops[hf]'")
-    import transformers
-
     config = _config(name)
     config.use_cache = False
-    for head in HEADS:
-        try:
-            made = getattr(transformers, head).from_config(config, dtype=getattr(torch, dtype))
-        except ValueError:  # no model of this kind has that head
-            continue
-        return made.train()
-    raise ValueError(
-        f"profile: model must be a language model, got {config.model_type}: give a script instead"
-    )
+    cls = language_model_of(config)
+    if cls is None:
+        raise ValueError(
+            f"profile: model must be a language model, got {config.model_type}: give a script "
+            "instead"
+        )
+    return cls._from_config(startable(config), dtype=getattr(torch, dtype)).train()
 
 
 def _config(name: str) -> Any:

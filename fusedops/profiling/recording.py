@@ -4,11 +4,11 @@ It runs no experiment and reads a few counters a step. A step is what lies betwe
 optimizer steps, so gradient accumulation counts as one.
 """
 
+import logging
 import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
@@ -26,10 +26,14 @@ from fusedops.profiling.collect.clock import (
     withheld,
 )
 from fusedops.profiling.collect.everything import about, usable_cpus
+from fusedops.profiling.counting import StepArithmetic
 from fusedops.profiling.evidence import Evidence, Loader, Tokens
+from fusedops.profiling.loaders import watched_loaders
 from fusedops.profiling.report import Profile
 
 __all__ = ["Recording", "peak_bytes", "recording"]
+
+log = logging.getLogger(__name__)
 
 PASSIVE = (
     "contention with the loader: needs the experiments of fusedops.profile",
@@ -51,7 +55,8 @@ def recording(
 
     model: gives the forward's time, tokens and arithmetic. optimizer: the one whose steps end a
     step; by default any. tokens: of a step, if they cannot be counted in the model's inputs.
-    warmup: steps that do not count; the arithmetic is counted in the last of them.
+    warmup: steps that do not count; the arithmetic of forward and backward is counted in the last
+    of them.
 
     The time that the loop waits for a DataLoader is the input's share; other iterables are not
     seen. `report()` gives the Profile, also after the block. Raises TypeError for a model or an
@@ -68,7 +73,8 @@ def recording(
 class Recording:
     """The steps that a loop has run since `start`. Its hooks are removed by `stop`.
 
-    limit: after so many steps it records no more, and calls `done`.
+    limit: after so many steps it records no more, and calls `done`. An error of `done` is logged
+    and does not reach the loop. Hooks of optimizers stay until `stop`, and do nothing.
     """
 
     def __init__(
@@ -101,8 +107,8 @@ class Recording:
         self._wait = self._wait_cpu = 0.0
         self._workers: int | None = None
         self._batch: list[Tokens] = []
-        self._kept = ExitStack()
-        self._counting = ExitStack()
+        self._kept, self._of_loop = ExitStack(), ExitStack()
+        self._counting: StepArithmetic | None = None
         self._reading: tuple[float, float, float, Any] | None = None
         self._from = perf_counter(), throttled_seconds(), withheld()
 
@@ -119,14 +125,16 @@ class Recording:
             handle = register_optimizer_step_post_hook(end)
         self._kept.callback(handle.remove)
         self._kept.enter_context(self.phases)
-        self._kept.enter_context(_watched_loaders(self))
+        self._of_loop.enter_context(watched_loaders(self.waited))
+        self._of_loop.callback(self.phases.leave_model)
         if self.model is not None:
             hook = self.model.register_forward_pre_hook(self._inputs, with_kwargs=True)
-            self._kept.callback(hook.remove)
+            self._of_loop.callback(hook.remove)
         self._arm()
 
     def stop(self) -> None:
-        self._counting.close()
+        self._end_counting()
+        self._of_loop.close()
         self._kept.close()
 
     def report(self) -> Profile:
@@ -169,7 +177,7 @@ class Recording:
     def _arm(self) -> None:
         """Prepares the step that comes: the last of the warm-up is counted, later ones timed."""
         if self._to_warm_up == 1 and self.model is not None and not _compiled(self.model):
-            self._count()
+            self._counting = StepArithmetic(self.model)
         if self._to_warm_up <= 0:
             self._begin()
 
@@ -185,12 +193,23 @@ class Recording:
             return
         if self._reading is not None:
             self._add(*self._reading)
-        self._counting.close()
+        if self._counting is not None:
+            self.flops = self._counting.flops
+        self._end_counting()
         self._to_warm_up -= 1
         self._arm()
         if self.limit is not None and self.steps >= self.limit:
             self._is_over, self._reading = True, None  # a hook cannot remove itself
-            self.done()
+            self._of_loop.close()
+            try:
+                self.done()
+            except Exception:
+                log.warning("recording: the report raised", exc_info=True)
+
+    def _end_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.close()
+        self._counting = None
 
     def _add(self, preempted: float, cpu: float, start: float, used: Any) -> None:
         series = self.series
@@ -204,13 +223,6 @@ class Recording:
         series.used += [used, resource.getrusage(resource.RUSAGE_SELF)]
         self.counted.append(_sum(self._batch, self.tokens))
 
-    def _count(self) -> None:
-        """Counts the arithmetic of the next step, which is the last of the warm-up."""
-        from fusedops.profiling.collect.arithmetic import Arithmetic
-
-        counter = self._counting.enter_context(Arithmetic())
-        self._counting.callback(lambda: setattr(self, "flops", dict(counter.flops)))
-
     def _inputs(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._reading is not None and torch.is_grad_enabled():
             self._batch.append(count_tokens(kwargs or args, None))
@@ -220,29 +232,6 @@ class Recording:
         self._wait += seconds
         self._wait_cpu += cpu
         self._workers = workers
-
-
-@contextmanager
-def _watched_loaders(record: Recording) -> Iterator[None]:
-    """Times `next` of every DataLoader: a method of torch is replaced until the block ends."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    original = _BaseDataLoaderIter.__next__
-
-    @wraps(original)
-    def timed(self: Any) -> Any:
-        start, running = perf_counter(), thread_time()
-        try:
-            return original(self)
-        finally:
-            record.waited(perf_counter() - start, thread_time() - running, self._num_workers)
-
-    _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if _BaseDataLoaderIter.__next__ is timed:
-            _BaseDataLoaderIter.__next__ = original  # type: ignore[method-assign]
 
 
 def peak_bytes() -> int:

@@ -1,11 +1,12 @@
 """`fusedops.profile`: checks its arguments, collects evidence and judges it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fusedops.profiling.collect.everything import Subject, collect
 from fusedops.profiling.judge import judge
@@ -45,14 +46,16 @@ def profile(
     measure: also tries the safe advice in what is left of the budget, and puts everything back; see
     `Profile.measure`. What cannot be tried is in `not_checked`.
 
-    restore: puts parameters, buffers, gradients, optimizer state and random generators back, bit
-    for bit. Copies of them are held meanwhile. Files that a step writes, and schedulers, scalers
-    and counters of its own, are not put back. False: the steps were real training steps.
+    restore: puts parameters, buffers, gradients, optimizer state and the default random generators
+    of torch, Python and numpy back, bit for bit. Copies of them are held meanwhile. Generators of
+    the user's own, files that a step writes, and schedulers, scalers and counters of its own are
+    not put back. False: the steps were real training steps.
 
     What a step raises is passed on, with a note that names the step. Raises ValueError or TypeError
     for arguments that it cannot use, and ValueError if the data has no batch.
     """
     _check(step, model, optimizer, steps, warmup, budget_s)
+    _check_data(data, tokens)
     subject = Subject(step, data, model, optimizer, tokens)
     start = perf_counter()
     with progress("profiling", steps) as tick:
@@ -74,8 +77,33 @@ def _check(
         raise TypeError(
             f"profile: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
+    for name, module in model.named_modules() if model is not None else ():
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            raise ValueError(
+                f"profile: model must have initialized parameters, got lazy ones in {where}: run a "
+                "forward first"
+            )
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"profile: {name} must be an integer of at least {least}, got {value}")
     if not budget_s > 0:
         raise ValueError(f"profile: budget_s must be more than 0 seconds, got {budget_s}")
+
+
+def _check_data(data: object, tokens: object) -> None:
+    if data is not None and (
+        not isinstance(data, Iterable) or isinstance(data, Mapping | str | bytes)
+    ):
+        raise TypeError(f"profile: data must be an iterable of batches, got {type(data).__name__}")
+    if tokens is None:
+        return
+    if callable(tokens):
+        if data is None:
+            raise ValueError("profile: tokens must be an integer without data, got a function")
+        return
+    if not isinstance(tokens, int) or isinstance(tokens, bool):
+        kind = type(tokens).__name__
+        raise TypeError(f"profile: tokens must be an integer, a function or None, got {kind}")
+    if tokens < 0:
+        raise ValueError(f"profile: tokens must be at least 0, got {tokens}")

@@ -276,8 +276,10 @@ def _on_gpu(evidence: Evidence, sample: Sample, rest: float, shares: dict[str, f
         part = min(idle, seconds / step)
         shares[bound] += part
         idle -= part
-    # The GPU waits for launches if its kernels are short and the host never waits for it.
-    launches = gpu.median_kernel < 10e-6 and gpu.host_waits < 0.05
+    # The GPU waits for launches if its kernels are short, the host never waits for it, and the
+    # wait for data is known.
+    fed = bool(evidence.plain.wait) or evidence.cached is not None
+    launches = fed and gpu.median_kernel < 10e-6 and gpu.host_waits < 0.05
     shares["launch" if launches else "unknown"] += idle
     of_kernels = _kernel_parts(evidence.profiled, evidence.ceilings, sample)
     for bound, part in of_kernels.items():

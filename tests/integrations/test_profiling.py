@@ -4,12 +4,14 @@ import logging
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from fusedops.integrations.transformers import FusedOpsCallback  # noqa: E402
-from integrations.test_trainer import trainer  # noqa: E402
+from integrations.test_trainer import llama, trainer  # noqa: E402
 
 NAMES = {"tokens_per_s", "mfu", "input_share", "peak_mib"}
 
@@ -57,6 +59,26 @@ def test_a_training_that_ends_early(tmp_path):
     run = trainer(tmp_path, [callback], max_steps=3)
     run.train()
     assert callback.profiled is None and not run.model._forward_hooks
+
+
+def test_a_training_that_raises(tmp_path):
+    """No mode stays on torch's stack, and the next training begins with a new recording."""
+    original, callback, calls = _BaseDataLoaderIter.__next__, FusedOpsCallback(profile=3), []
+    run = trainer(tmp_path, [callback], max_steps=8, model=llama())
+
+    def third(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("activations")
+
+    hook = run.model.register_forward_hook(third)
+    with pytest.raises(RuntimeError, match="activations"):
+        run.train()
+    hook.remove()
+    assert _get_current_dispatch_mode_stack() == []
+    run.train()
+    assert callback.profiled.time.steps == 3 and _BaseDataLoaderIter.__next__ is original
+    assert not run.model._forward_pre_hooks and not run.model._forward_hooks
 
 
 def test_a_wrong_number_of_steps():

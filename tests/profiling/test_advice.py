@@ -12,6 +12,7 @@ from torch import nn
 import fusedops
 from fusedops.profiling.advice.experiment import compare_blocks, saving
 from fusedops.profiling.advice.rules import advise
+from fusedops.profiling.collect.everything import usable_cpus
 from fusedops.profiling.evidence import Loader, Tokens
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
@@ -110,17 +111,37 @@ def live(**options):
     return fusedops.profile(trainer(model, optimizer), **about), model, optimizer
 
 
-@pytest.mark.parametrize("change", ["patch", "adamw8bit", "bf16", "threads"])
+def test_measuring_threads_changes_their_number_and_puts_it_back():
+    before, seen = torch.get_num_threads(), []
+    fitting = int(usable_cpus())
+    model, data = nn.Linear(8, 8), [torch.randn(4, 8)] * 20
+
+    def step(batch):
+        seen.append(torch.get_num_threads())
+        model(batch)
+
+    torch.set_num_threads(fitting + 2)
+    try:
+        report = fusedops.profile(step, data=data, model=model, steps=5, warmup=1)
+        seen.clear()
+        report.measure("threads", budget_s=60.0)
+        assert set(seen) == {fitting, fitting + 2}
+        assert seen.count(fitting) == seen.count(fitting + 2)
+        assert torch.get_num_threads() == fitting + 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("change", ["patch", "adamw8bit", "bf16"])
 def test_measuring_leaves_everything_as_it_was(change):
     report, model, optimizer = live()
-    before, threads = everything(model, optimizer), torch.get_num_threads()
+    before = everything(model, optimizer)
     classes, kind = [type(m) for m in model.modules()], optimizer.step.__func__
     (one,) = report.measure(change, budget_s=60.0)
     assert one.id == change and one.measured.interval[0] <= one.measured.seconds
     assert one.measured.seconds <= one.measured.interval[1]
     assert same(before, everything(model, optimizer))
     assert [type(m) for m in model.modules()] == classes and optimizer.step.__func__ is kind
-    assert torch.get_num_threads() == threads
     assert one in report.advice and f"{one.title}" in str(report)
 
 

@@ -16,6 +16,7 @@ from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.clock import throttled_seconds, withheld
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.report import Profile
+from fusedops.profiling.show.text import NAMES
 
 QUICK = {"steps": 5, "warmup": 1, "budget_s": 20.0}
 
@@ -280,6 +281,11 @@ def test_print_shows_the_verdict_and_every_share():
     report = profiled()
     shown = str(report)
     assert "VERDICT" in shown and "aten::" in shown and "not checked" in shown
+    shares = {bound: share for bound, share in report.verdict.shares.items() if share[1] >= 0.005}
+    assert len(shares) >= 2
+    for bound, (low, middle, high) in shares.items():
+        percent = f"{100 * middle:.0f} % ({100 * low:.0f}..{100 * high:.0f})"
+        assert f"  {NAMES[bound]:31}{percent:>18}  █" in shown
     assert max(map(len, shown.splitlines())) <= 140
 
 
@@ -369,6 +375,18 @@ def test_a_model_on_two_devices():
     assert "operators: the model is on 2 devices, cpu, meta" in report.verdict.not_checked
 
 
+def test_a_model_on_another_device_has_no_table():
+    model = nn.Linear(4, 4, device="meta")
+    data = [torch.randn(3, 4, device="meta")] * 20
+    report = fusedops.profile(model, data=data, model=model, **QUICK)
+    assert report.evidence.profiled is None and report.evidence.device == "meta"
+    notes = report.verdict.not_checked
+    assert "operators: the model is on meta, and only a CPU's are recorded" in notes
+    assert "memory: the model is on meta, and only a CPU's is measured" in notes
+    assert profiled().evidence.device == "cpu"
+    assert "GPU: none was used" in profiled().verdict.not_checked
+
+
 def test_a_budget_of_one_step():
     report = profiled(budget_s=1e-6)
     assert report.verdict.bounds == ("unknown",)
@@ -379,6 +397,29 @@ WRONG = {
     "step": (TypeError, "step must be a function, got int", {"step": 3}),
     "model": (TypeError, r"model must be a torch.nn.Module, got str", {"model": "gpt2"}),
     "optimizer": (TypeError, "optimizer must be a torch.optim.Optimizer", {"optimizer": 1}),
+    "tokens": (
+        TypeError,
+        "tokens must be an integer, a function or None, got str",
+        {"tokens": "x"},
+    ),
+    "negative tokens": (ValueError, "tokens must be at least 0, got -1", {"tokens": -1}),
+    "tokens without data": (
+        ValueError,
+        "tokens must be an integer without data, got a function",
+        {"tokens": len, "data": None},
+    ),
+    "data": (TypeError, "data must be an iterable of batches, got int", {"data": 5}),
+    "a batch": (
+        TypeError,
+        "data must be an iterable of batches, got dict",
+        {"data": {"x": torch.ones(2)}},
+    ),
+    "text": (TypeError, "data must be an iterable of batches, got str", {"data": "train"}),
+    "lazy": (
+        ValueError,
+        "model must have initialized parameters, got lazy ones in LazyLinear",
+        {"model": nn.LazyLinear(3)},
+    ),
     "steps": (ValueError, "steps must be an integer of at least 1, got 0", {"steps": 0}),
     "warmup": (ValueError, "warmup must be an integer of at least 0, got -1", {"warmup": -1}),
     "budget": (ValueError, "budget_s must be more than 0 seconds, got 0", {"budget_s": 0}),

@@ -6,10 +6,13 @@ from statistics import median
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
+from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 
 
@@ -69,7 +72,7 @@ def test_a_slow_loader_is_input():
 def test_a_fast_loader_is_not():
     data = DataLoader([torch.randn(16)] * 80, batch_size=4)
     report = train(data)[1].report()
-    assert report.verdict.shares["input"][1] < 1 and report.evidence.loader.workers == 0
+    assert "input" not in report.verdict.bounds and report.evidence.loader.workers == 0
 
 
 def test_arithmetic_and_samples_of_a_step():
@@ -97,6 +100,88 @@ def test_hooks_are_removed_when_the_loop_raises():
         raise KeyError
     assert _BaseDataLoaderIter.__next__ is original
     assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_a_counted_step_that_raises_leaves_no_mode(where):
+    """Nobody calls `stop`: the loop does not know of the recording."""
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward = torch.autograd.backward
+    record = Recording(model, optimizer, warmup=1)
+    record.start()
+
+    def fails(*_):
+        raise KeyError(where)
+
+    if where == "forward":
+        model.register_forward_hook(fails)
+    with pytest.raises(KeyError):
+        y = model(torch.randn(2, 16))
+        if where == "between":
+            fails()
+        if where == "backward":
+            y.register_hook(fails)
+        y.sum().backward()
+    assert _get_current_dispatch_mode_stack() == []
+    record.stop()
+    assert torch.autograd.backward is backward
+
+
+def test_modes_of_the_loop_stay_balanced():
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedops.recording(model, optimizer) as rec:
+        for _ in range(8):
+            with FlopCounterMode(display=False) as counter:
+                model(torch.randn(2, 16)).sum().backward()
+                optimizer.step()
+    assert _get_current_dispatch_mode_stack() == []
+    assert rec.report().time.flops == counter.get_total_flops() == 2 * 2 * 16 * 4 * 2
+
+
+def test_recordings_may_end_in_any_order():
+    original = _BaseDataLoaderIter.__next__
+    first, second = Recording(), Recording()
+    first.start(), second.start()
+    list(DataLoader(Slow(4, 0.002), batch_size=2))
+    first.stop()
+    first._wait = 0.0
+    list(DataLoader(Slow(4, 0.002), batch_size=2))
+    second.stop()
+    assert _BaseDataLoaderIter.__next__ is original
+    assert first._wait == 0 and second._wait >= 0.016
+
+
+def test_a_recording_with_a_limit_ends_itself():
+    """Only hooks of optimizers stay until `stop`, and they do nothing."""
+    original, reports = _BaseDataLoaderIter.__next__, []
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = Recording(model, limit=2, done=lambda: reports.append(record.report()))
+    record.start()
+    for batch in DataLoader(Slow(40, 0), batch_size=4):
+        model(batch).sum().backward()
+        optimizer.step()
+    assert len(reports) == 1 and record.steps == 2
+    assert _BaseDataLoaderIter.__next__ is original
+    assert not model._forward_pre_hooks and not model._forward_hooks
+    record.stop()
+
+
+def test_an_error_in_the_report_does_not_end_the_training(caplog):
+    def done():
+        raise OSError("no space left")
+
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = Recording(model, limit=2, warmup=0, done=done)
+    record.start()
+    for _ in range(4):
+        model(torch.randn(2, 16)).sum().backward()
+        optimizer.step()
+    record.stop()
+    assert record.steps == 2 and "no space left" in caplog.text
 
 
 def test_a_report_needs_a_step():

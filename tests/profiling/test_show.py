@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 
 from fusedops.__main__ import main
+from fusedops.profiling.advice.advice import Advice, Saving
+from fusedops.profiling.command import build
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.text import NAMES
-from profiling.synthetic import MS, gpu_step, matmul, step, stream
+from profiling.synthetic import MS, gather, gpu_step, matmul, step, stream
 
 REPORT = Profile(
     replace(
@@ -30,6 +32,12 @@ class Reader(HTMLParser):
     def __init__(self):
         super().__init__()
         self.open, self.tags, self.links, self.words = [], set(), [], []
+
+    @staticmethod
+    def of(path):
+        reader = Reader()
+        reader.feed(path.read_text())
+        return reader
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
@@ -67,6 +75,28 @@ def test_html_is_one_file_without_scripts(tmp_path):
     assert "Limited by input" in words and "12 MiB" in words and "aten::mm" in words
     for bound in ("input", "compute", "memory"):
         assert NAMES[bound] in words
+
+
+def test_an_unknown_verdict_names_no_next_bound(tmp_path):
+    pytest.importorskip("jinja2")
+    even = Profile(step(matmul(10 * MS), stream(11 * MS), gather(11 * MS)))
+    assert even.verdict.bounds == ("unknown",)
+    report = Profile(even.evidence, replace(even.verdict, next_bounds=("memory",)))
+    report.html(tmp_path / "report.html")
+    for shown in (str(report), (tmp_path / "report.html").read_text()):
+        assert "the rest would be limited" not in shown
+    assert "the rest would be limited by" in str(REPORT)
+
+
+def test_html_has_the_advice(tmp_path):
+    pytest.importorskip("jinja2")
+    measured = Saving(seconds=2e-3, interval=(1e-3, 3e-3))
+    report = Profile(REPORT.evidence)
+    report._advice = [Advice("x", "a <change>", "it was seen", "f()", "a risk", measured=measured)]
+    report.html(tmp_path / "report.html")
+    words = " ".join(Reader.of(tmp_path / "report.html").words)
+    for text in ("Advice", "a <change>", "it was seen", "f()", "a risk", "-2 ms (-3..-1 ms)"):
+        assert text in words
 
 
 def test_html_without_memory_and_operators(tmp_path):
@@ -135,6 +165,24 @@ def test_a_script(command, tmp_path):
     assert Profile.load(report).time.steps == 6
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_script_that_exits(code, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(f"{SCRIPT}\nsys.exit({code})\n")
+    report = tmp_path / "report.json"
+    with pytest.raises(SystemExit) as raised:
+        main(["profile", "--json", str(report), str(tmp_path / "train.py"), "12"])
+    assert raised.value.code == code
+    assert Profile.load(report).time.steps == 12 - 3
+    assert capsys.readouterr().err.count("VERDICT") == 1
+
+
+def test_a_script_that_fails_early_keeps_its_code(tmp_path):
+    (tmp_path / "train.py").write_text("raise SystemExit(4)")
+    with pytest.raises(SystemExit) as raised:
+        main(["profile", str(tmp_path / "train.py")])
+    assert raised.value.code == 4
+
+
 def test_a_script_that_does_not_train(command, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     _, err = command("profile", tmp_path / "train.py", 2, code=1)
@@ -163,3 +211,23 @@ def test_a_model(command, tmp_path):
     assert "LlamaForCausalLM" in (tmp_path / "report.html").read_text()
     _, err = command("profile", "--model", "no-such-model", code=1)
     assert "model must be a folder, a config.json, a model_type or a cached name" in err
+
+
+def test_profile_and_memory_choose_the_same_model(command, tmp_path):
+    pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "model_type": "bert",
+    }
+    heads = {"num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 16}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes | heads))
+    assert type(build(str(path))).__name__ == "BertForMaskedLM"
+    out, _ = command("memory", path, "--batch", 1, "--length", 8)
+    assert "BertForMaskedLM" in out
+    path.write_text(json.dumps(sizes | heads | {"architectures": ["BertModel"]}))
+    assert type(build(str(path))).__name__ == "BertForMaskedLM"  # the one that has a loss
+    _, err = command("profile", "--model", path, "--length", 17, code=1)
+    assert "profile: length must be at most 16, the positions that BertForMaskedLM has" in err

@@ -35,7 +35,29 @@ def trace(path, step):
 
 def launches(start):
     """A kernel of 4 us each 10 us: the GPU is busy for 40 % and waits for launches."""
-    return [event("add_kernel", "kernel", start + at, 4, stream=7) for at in range(0, STEP, 10)]
+    kernels = [event("add_kernel", "kernel", start + at, 4, stream=7) for at in range(0, STEP, 10)]
+    return [fetch(start, 1), *kernels]
+
+
+def fetch(start, length):
+    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    return event(name, "user_annotation", start, length)
+
+
+def starved(start):
+    """A batch after 7 ms, then short kernels."""
+    kernels = [event("k", "kernel", start + 7_000 + at, 8) for at in range(0, 3_000, 10)]
+    return [fetch(start, 7_000), *kernels]
+
+
+def prefetched(start):
+    """The host waits for the next batch while the GPU computes."""
+    return [fetch(start, 7_000), event("gemm", "kernel", start, 9_900)]
+
+
+def unseen(start):
+    """Short kernels, and nothing that says why the GPU is idle."""
+    return launches(start)[1:]
 
 
 def syncs(start):
@@ -73,6 +95,7 @@ def busy(start):
 
 
 CASES = {
+    "input": (starved, 0.7),
     "launch": (launches, 0.6),
     "sync": (syncs, 0.3),
     "communication": (collectives, 0.3),
@@ -87,6 +110,20 @@ def test_bounds(bound, ending, tmp_path):
     verdict = judge(read_trace(trace(tmp_path / f"trace.{ending}", step)))
     assert verdict.bounds == (bound,)
     assert verdict.share[1] == pytest.approx(share, abs=0.005)
+
+
+def test_a_wait_that_the_gpu_works_through_is_not_input(tmp_path):
+    verdict = judge(read_trace(trace(tmp_path / "trace.json", prefetched)))
+    assert verdict.shares["input"] == (0, 0, 0)
+
+
+def test_idle_time_alone_is_not_launch(tmp_path):
+    """Without a DataLoader in the trace, the GPU may have waited for data."""
+    verdict = judge(read_trace(trace(tmp_path / "trace.json", unseen)))
+    assert verdict.bounds == ("unknown",) and verdict.shares["launch"] == (0, 0, 0)
+    assert "input: the trace has no DataLoader, so idle time may be a wait for data" in (
+        verdict.not_checked
+    )
 
 
 def test_a_busy_gpu_has_none_of_them(tmp_path):

@@ -61,13 +61,13 @@ class FusedOpsCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         if model is None:
             return
+        self._stop_recording()  # an earlier training may have raised
         self._patch_again(model, state)
         if self.profile is not None:
             self._record(model, state)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        if self._recording is not None:
-            self._recording.stop()
+        self._stop_recording()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if self._metrics and logs is not None:
@@ -100,6 +100,11 @@ class FusedOpsCallback(TrainerCallback):
 
         self._recording = recording = Recording(model, limit=self.profile, done=done)
         recording.start()
+
+    def _stop_recording(self) -> None:
+        if self._recording is not None:
+            self._recording.stop()
+        self._recording = None
 
     def _patch(self, model: nn.Module, state: Any) -> None:
         self.report, self._model = patch(model, **self.options), model

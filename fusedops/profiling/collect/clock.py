@@ -32,22 +32,30 @@ class Phases:
         self.forward = self.optimizer = 0.0
         self._depth = 0
         self._start = 0.0
-        self._kept = ExitStack()
+        self._kept, self._of_model = ExitStack(), ExitStack()
 
     def __enter__(self) -> "Phases":
         handles = [
             register_optimizer_step_pre_hook(self._begin),
             register_optimizer_step_post_hook(self._end_optimizer),
         ]
-        if self.model is not None:
-            handles.append(self.model.register_forward_pre_hook(self._begin))
-            handles.append(self.model.register_forward_hook(self._end_forward, always_call=True))
         for handle in handles:
             self._kept.callback(handle.remove)
+        if self.model is not None:
+            for handle in (
+                self.model.register_forward_pre_hook(self._begin),
+                self.model.register_forward_hook(self._end_forward, always_call=True),
+            ):
+                self._of_model.callback(handle.remove)
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.leave_model()
         self._kept.close()
+
+    def leave_model(self) -> None:
+        """Removes the model's hooks; a hook of an optimizer may call it."""
+        self._of_model.close()
 
     def reset(self) -> None:
         self.forward = self.optimizer = 0.0

@@ -1,5 +1,6 @@
 """All experiments of a profile, in order, within its budget."""
 
+import itertools
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -105,6 +106,8 @@ def _memory(subject: Subject, measured: Measured, deadline: float) -> dict[str, 
     """Bytes of a step by category; None, with the reason, where they are not measured."""
     longest = median((measured.cached or measured.plain).seconds)
     reason = "a GPU may be used" if torch.cuda.is_initialized() else ""
+    if not reason and (places := _devices(subject.model)) - {"cpu"}:
+        reason = f"the model is on {', '.join(sorted(places))}, and only a CPU's is measured"
     if not reason and perf_counter() + MEMORY * longest > deadline:
         reason = "the budget had no time for it"
     if not reason:
@@ -121,11 +124,31 @@ def _memory(subject: Subject, measured: Measured, deadline: float) -> dict[str, 
 def _no_table(subject: Subject) -> str:
     if torch.cuda.is_initialized():
         return "the step may use a GPU, whose kernels are not recorded"
-    if subject.model is not None:
-        devices = sorted({str(p.device) for p in subject.model.parameters()})
-        if len(devices) > 1:
-            return f"the model is on {len(devices)} devices, {', '.join(devices)}"
+    devices = sorted(_devices(subject.model))
+    if len(devices) > 1:
+        return f"the model is on {len(devices)} devices, {', '.join(devices)}"
+    if devices not in ([], ["cpu"]):
+        return f"the model is on {devices[0]}, and only a CPU's are recorded"
     return ""
+
+
+def _devices(model: nn.Module | None) -> set[str]:
+    """Types of the devices that hold a model's parameters and buffers."""
+    if model is None:
+        return set()
+    return {t.device.type for t in itertools.chain(model.parameters(), model.buffers())}
+
+
+def _device(model: nn.Module | None) -> str:
+    """The type of the device that computes the step, as far as the model says it."""
+    others = sorted(_devices(model) - {"cpu"})
+    return others[0] if others else "cpu"
+
+
+def _about_gpus(device: str) -> str:
+    if torch.cuda.is_initialized() or device not in ("cpu", "meta"):
+        return "GPU: its work is not recorded; use --trace"
+    return "GPU: none was used"
 
 
 def _evidence(
@@ -134,7 +157,8 @@ def _evidence(
     counted = mean_tokens(measured.counted)
     if subject.data is None and isinstance(subject.tokens, int):
         counted = count_tokens(None, subject.tokens)
-    not_checked = [*measured.not_checked, "GPU: none was used"]
+    device = _device(subject.model)
+    not_checked = [*measured.not_checked, _about_gpus(device)]
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if ranks else 1
     not_checked.append(
@@ -153,7 +177,7 @@ def _evidence(
         ceilings=ceilings({*(flops or ()), *(("bfloat16",) if flops else ())}),
         profiled=profiled,
         flops=flops,
-        device="cpu",
+        device=device,
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
         processes=processes,

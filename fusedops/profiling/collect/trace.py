@@ -18,6 +18,7 @@ __all__ = ["read_trace"]
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 SYNCS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+FETCH = "enumerate(DataLoader)#"  # begins the name of a DataLoader's `next`
 COLLECTIVE = "nccl"  # in the names of collectives' kernels
 US = 1e-6
 
@@ -50,12 +51,21 @@ def read_trace(path: str | Path) -> Evidence:
     steps.sort(key=lambda step: step.start)
     window = steps[0].start, max(step.end for step in steps)
     inside = [e for e in events if e.end > window[0] and e.start < window[1]]
+    fetches = [e for e in inside if e.name.startswith(FETCH) and _on_host(e)]
+    unseen = "input: the trace has no DataLoader, so idle time may be a wait for data"
     return Evidence(
-        plain=Run(tuple((step.end - step.start) * US for step in steps)),
+        plain=Run(
+            tuple((step.end - step.start) * US for step in steps),
+            wait=_waits(inside, fetches, steps) if fetches else (),
+        ),
         gpu=_gpu(inside, steps, window),
         device="cuda",
         about={"device": "a GPU, from a trace"},
-        not_checked=("input: a trace has no experiment", "operators", "memory"),
+        not_checked=(
+            "input: a trace has no experiment" if fetches else unseen,
+            "operators",
+            "memory",
+        ),
     )
 
 
@@ -92,6 +102,16 @@ def _gpu(events: Sequence[Event], steps: Sequence[Event], window: Interval) -> G
         mallocs=round(len(mallocs) / count),
         malloc_seconds=sum(e.end - e.start for e in mallocs) * US / count,
     )
+
+
+def _waits(
+    events: Sequence[Event], fetches: Sequence[Event], steps: Sequence[Event]
+) -> tuple[float, ...]:
+    """Seconds of each step in which a DataLoader's batch was fetched and the GPU was idle."""
+    work = _union((e.start, e.end) for e in events if e.category in ON_GPU)
+    either = _union([*work, *((e.start, e.end) for e in fetches)])
+    windows = [(step.start, step.end) for step in steps]
+    return tuple((_length(either, w) - _length(work, w)) * US for w in windows)
 
 
 def _syncs(

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,17 @@ from torch import nn
 from fusedops.patching import patch, quantize
 from fusedops.profiling.planning.request import Request
 
-__all__ = ["config_of", "meta_model", "takes"]
+__all__ = [
+    "check_positions",
+    "config_of",
+    "language_model_of",
+    "meta_model",
+    "startable",
+    "takes",
+]
 
 WANTED = "a torch.nn.Module, a config of transformers, a folder, a config.json or a model type"
-AUTO = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
+LANGUAGE = "Seq2SeqLM", "MaskedLM", "CausalLM"
 POSITIONS = re.compile(r"(position_embeddings|embed_positions|wpe)$")  # absolute ones
 
 
@@ -27,11 +35,7 @@ def meta_model(model_or_config: Any, asked: Request) -> Any:
         model = model if asked.dtype is None else model.to(asked.dtype)
     else:
         model = _from_config(config_of(model_or_config), asked)
-    for name, module in model.named_modules():
-        few = getattr(module, "num_embeddings", asked.length)
-        if POSITIONS.search(name) and few < asked.length:
-            what = f"at most {few}, the positions that {type(model).__name__} has"
-            raise ValueError(f"memory: length must be {what}, got {asked.length}")
+    check_positions(model, asked.length, "memory")
     model.train(asked.trains)
     if asked.quantize is not None:
         quantize(model, asked.quantize)
@@ -42,6 +46,15 @@ def meta_model(model_or_config: Any, asked: Request) -> Any:
     if asked.patched:
         patch(model)
     return model
+
+
+def check_positions(model: nn.Module, length: int, caller: str) -> None:
+    """Raises ValueError if the model has fewer absolute positions than a sequence's length."""
+    for name, module in model.named_modules():
+        few = getattr(module, "num_embeddings", length)
+        if POSITIONS.search(name) and few < length:
+            what = f"at most {few}, the positions that {type(model).__name__} has"
+            raise ValueError(f"{caller}: length must be {what}, got {length}")
 
 
 def config_of(given: Any) -> Any:
@@ -103,12 +116,17 @@ def _transformers() -> Any:
 
 
 def _from_config(config: Any, asked: Request) -> nn.Module:
+    dtype = asked.dtype or getattr(config, "dtype", None)
+    with torch.device("meta"):
+        return _class_of(config)._from_config(startable(config), dtype=dtype)
+
+
+def startable(config: Any) -> Any:
+    """The config; that of an encoder and decoder gets a first token if it has none."""
     is_pair = getattr(config, "is_encoder_decoder", False)
     if is_pair and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
-    dtype = asked.dtype or getattr(config, "dtype", None)
-    with torch.device("meta"):
-        return _class_of(config)._from_config(config, dtype=dtype)
+    return config
 
 
 def _class_of(config: Any) -> Any:
@@ -117,10 +135,23 @@ def _class_of(config: Any) -> Any:
     named = getattr(config, "architectures", None) or [""]
     if cls := getattr(transformers, named[0], None):
         return cls
-    for auto in (*(getattr(transformers, f"AutoModelFor{name}") for name in AUTO),):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+    for cls in _with_heads(config, (*LANGUAGE, "ImageClassification")):
+        return cls
     return transformers.AutoModel._model_mapping[type(config)]
+
+
+def language_model_of(config: Any) -> Any:
+    """The class with a language modelling head that the config names, else the first; or None."""
+    classes = list(_with_heads(config, LANGUAGE))
+    named = getattr(config, "architectures", None) or [""]
+    return next((c for c in classes if c.__name__ == named[0]), classes[0] if classes else None)
+
+
+def _with_heads(config: Any, heads: tuple[str, ...]) -> Iterator[Any]:
+    for head in heads:
+        mapping = getattr(_transformers(), f"AutoModelFor{head}")._model_mapping
+        if type(config) in mapping:
+            yield mapping[type(config)]
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 from fusedops.profiling.reasons import bytes_text, seconds_text
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.figure import COLORS
-from fusedops.profiling.show.text import NAMES
+from fusedops.profiling.show.text import NAMES, saving_text
 
 Profile = Any  # of report.py, which imports this file
 __all__ = ["page"]
@@ -66,6 +66,16 @@ td.name { word-break: break-word; }
 <td class="n">{{ op.possible }}</td><td>{{ op.bound }}</td></tr>{% endfor %}
 </table>{% endif %}
 
+{% if advice %}<h2>Advice</h2>
+<table>
+<tr><th>advice</th><th>change</th><th>why</th><th>risk</th><th class="n">predicted</th>
+<th class="n">measured</th></tr>
+{% for a in advice %}<tr><td>{{ a.title }}</td><td><code>{{ a.how }}</code></td>
+<td>{{ a.why }}</td><td>{{ a.risk }}</td><td class="n">{{ a.predicted }}</td>
+<td class="n">{{ a.measured }}</td></tr>
+{% endfor %}
+</table>{% endif %}
+
 <h2>Not checked</h2>
 <ul>{% for line in not_checked %}<li class="dim">{{ line }}</li>{% endfor %}</ul>
 </body>
@@ -102,7 +112,7 @@ def _values(report: Profile) -> dict[str, object]:
         "title": _title(report),
         "about": ", ".join(words),
         "reasons": verdict.evidence,
-        "next": " and ".join(NAMES[bound] for bound in verdict.next_bounds),
+        "next": _next(report),
         "step": f"{seconds_text(time.seconds)} ({low}..{high})",
         "shares": [_share(report, bound) for bound in BOUNDS if verdict.shares[bound][1] >= 0.005],
         "phases": "phases: " + ", ".join(phases),
@@ -124,6 +134,17 @@ def _values(report: Profile) -> dict[str, object]:
             }
             for op in report.ops[:TOP]
         ],
+        "advice": [
+            {
+                "title": one.title,
+                "how": one.how,
+                "why": one.why,
+                "risk": one.risk,
+                "predicted": saving_text(one.predicted) if one.predicted else "by measuring",
+                "measured": saving_text(one.measured),
+            }
+            for one in report.advice
+        ],
         "not_checked": verdict.not_checked,
     }
 
@@ -134,6 +155,13 @@ def _title(report: Profile) -> str:
         return "No single bound was found"
     parts = [f"{NAMES[b]}, {verdict.shares[b][1]:.0%} of the step" for b in verdict.bounds]
     return "Limited by " + " and by ".join(parts)
+
+
+def _next(report: Profile) -> str:
+    verdict = report.verdict
+    if verdict.bounds == ("unknown",):
+        return ""
+    return " and ".join(NAMES[bound] for bound in verdict.next_bounds)
 
 
 def _share(report: Profile, bound: str) -> dict[str, object]:

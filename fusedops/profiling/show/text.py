@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fusedops.profiling.advice.advice import Saving
 
 Profile = Any  # of report.py, which imports this file
-__all__ = ["NAMES", "text"]
+__all__ = ["NAMES", "saving_text", "text"]
 
 # How a bound is called in a sentence.
 NAMES = {
@@ -74,7 +74,7 @@ def _verdict(report: Profile) -> Iterator[str]:
         yield f"VERDICT  {' and '.join(named)} of the step"
     for line in verdict.evidence:
         yield f"  {line}"
-    if verdict.next_bounds:
+    if verdict.next_bounds and verdict.bounds != ("unknown",):
         names = " and ".join(NAMES[bound] for bound in verdict.next_bounds)
         yield f"  without that, the rest would be limited by {names}"
 
@@ -114,12 +114,12 @@ def _advice(report: Profile) -> Iterator[str]:
     yield f"{'advice':46}{'predicted':>20}{'measured':>30}"
     for number, one in enumerate(report.advice, 1):
         title = f"{number} {one.title}"
-        predicted = _saving(one.predicted) if one.predicted else "by measuring"
-        yield f"{title:46}{predicted:>20}{_saving(one.measured):>30}"
+        predicted = saving_text(one.predicted) if one.predicted else "by measuring"
+        yield f"{title:46}{predicted:>20}{saving_text(one.measured):>30}"
         yield f"    {one.why}"
 
 
-def _saving(saving: "Saving | None") -> str:
+def saving_text(saving: "Saving | None") -> str:
     """-1.2 ms (-1.4..-1.0), -61 MiB: what a step loses; a plus sign is a loss for the user."""
     if saving is None:
         return ""
