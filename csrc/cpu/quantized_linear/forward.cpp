@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "csrc/cpu/activation.h"
@@ -140,7 +141,7 @@ class OutputBlock {
         out_(out),
         scaled_(!w.a_scale_a_row()),
         codes_(way == Way::tiles ? kColumns * kTileDepth * sizeof(BFloat16) : 8 * kDepth),
-        turned_(way == Way::tiles ? kColumns * kTileDepth : 0),
+        turned_(way == Way::tiles ? new BFloat16[kColumns * kTileDepth] : nullptr),
         sums_(padded(std::min(x.rows, kMostRows)) * kColumns) {}
 
   // Computes rows [row, row + rows) of columns [begin, begin + columns).
@@ -175,9 +176,9 @@ class OutputBlock {
       const int64_t end = std::min(k + kTileDepth, w_.k), depth = padded(end - k, 2 * kEdge);
       prefetch(begin, columns, end, std::min(end + kTileDepth, w_.k));
       read_codes_for_isa()(w_, {begin, columns, k, end, tile, depth, scaled_, x_.operand});
-      transpose_second(tile, depth, padded(columns), depth, turned_.data(), kColumns);
+      transpose_second(tile, depth, padded(columns), depth, turned_.get(), kColumns);
       product(padded(rows), padded(columns), depth, static_cast<const BFloat16*>(x_.at(row, k)),
-              x_.ld, turned_.data(), kColumns, sums_.data(), kColumns, k > 0);
+              x_.ld, turned_.get(), kColumns, sums_.data(), kColumns, k > 0);
     }
   }
 
@@ -249,8 +250,8 @@ class OutputBlock {
   const Outputs& out_;
   bool scaled_;
   std::vector<char> codes_;
-  std::vector<BFloat16> turned_;
-  std::vector<float> sums_;  // int32 if the operands are integers
+  std::unique_ptr<BFloat16[]> turned_;  // not filled: zeroing it would take as long as 64 rows do
+  std::vector<float> sums_;             // int32 if the operands are integers
 };
 
 void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
