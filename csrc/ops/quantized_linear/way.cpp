@@ -12,11 +12,11 @@ namespace {
 // Beyond kGemvRows, float32 multiplications take longer than loading the codes: gemv against split
 // at 1, 2, 4 and 8 rows.
 
-// Beyond kSplitRows, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and 128
-// rows.
+// Beyond kSplitRows, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and
+// 128 rows.
 constexpr int64_t kSplitRows = 64;
-// Beyond kTileRows, codes are decoded so often that decoding once is cheaper, at a write and a read of 2
-// bytes per element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
+// Beyond kTileRows, codes are decoded so often that decoding once is cheaper, at a write and a read
+// of 2 bytes per element: tiles against scratch at 512, 1024, 2048 and 4096 rows.
 constexpr int64_t kTileRows = 1024;
 
 }  // namespace
