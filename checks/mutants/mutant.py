@@ -33,7 +33,7 @@ def mutants(only: str = "") -> Iterator[Mutant]:
 
 
 def kernel_files() -> set[str]:
-    """Returns the files with computations, each of which must have mutants."""
+    """Returns the files with computations. Each must have mutants."""
     patterns = ("csrc/cpu/**/*.cpp", "csrc/cuda/*/*.c*", "csrc/cuda/device.cuh")
     patterns += ("fusedops/triton/**/*.py",)
     found = {str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p)}

@@ -44,9 +44,9 @@ int device_attribute() {
 
 inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
-// The bytes of dynamic shared memory that a block of this kernel can have besides its static
-// arrays. It allows them all at once: a launch that allowed only its own bytes could lower what
-// another thread has just allowed.
+// Returns how much dynamic shared memory a block of this kernel can have, in bytes: the device's
+// limit less the kernel's static arrays. It allows all of it at once, because a launch that allowed
+// only its own bytes could lower what another thread has just allowed.
 template <class... Parameters>
 size_t max_shared_memory(void (*kernel)(Parameters...)) {
   static std::mutex mutex;

@@ -161,7 +161,8 @@ __forceinline__ void store_global(void* p, Word word) {
 // A small device, so that grids that fill it stay small.
 inline int multiprocessors() { return 3; }
 
-// The bytes besides the kernel's static arrays, whose size is not known before it runs.
+// Returns how much dynamic shared memory a block can have, in bytes. The size of the kernel's
+// static arrays is not known before it runs; 4 KiB are kept for them.
 template <class... P>
 size_t max_shared_memory(void (*)(P...)) {
   return simt::kMaxShared - 4096;

@@ -61,7 +61,7 @@ struct Clocks {
   }
 };
 
-// Reads, or atomics, of one byte in one epoch, none of which precedes another.
+// Accesses of one kind, reads or atomics, to one byte in one epoch. No order exists between them.
 struct Together {
   Stamp last;          // an access by the warp whose lanes are kept
   Stamp other;         // an access by any other warp

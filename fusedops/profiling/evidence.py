@@ -28,8 +28,8 @@ class Run:
     which that thread was ready to run but other threads had the CPUs. user, system: CPU time
     of all threads of the process, over the whole run. faults: page faults. voluntary, involuntary:
     context switches of the process. throttled: seconds in which the cgroup was throttled. steal:
-    share of the machine's CPU time that the hypervisor withheld. paired: interleaved with other
-    runs, so that the i-th steps of those that are paired share a round.
+    share of the machine's CPU time that the hypervisor withheld. paired: whether the run was
+    interleaved with others. The i-th steps of paired runs were timed in the same round.
     """
 
     seconds: tuple[float, ...]

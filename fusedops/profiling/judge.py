@@ -114,7 +114,7 @@ def _bounds(
 def _next(
     shares: dict[str, Share], bounds: tuple[str, ...], contradicted: dict[str, str]
 ) -> tuple[str, ...]:
-    """Bounds of what is left once those that were named are gone."""
+    """Returns the bounds that the step would have without the named bounds' time."""
     rest = 1.0 - sum(shares[bound][1] for bound in bounds)
     left = [b for b in THRESHOLDS if b not in bounds and b not in contradicted]
     return tuple(b for b in left if rest > 0.05 and shares[b][1] / rest >= THRESHOLDS[b])

@@ -228,7 +228,7 @@ class Recording:
             self._batch.append(count_tokens(kwargs or args, None))
 
     def waited(self, seconds: float, cpu: float, workers: int) -> None:
-        """A DataLoader gave a batch after so long, of which the thread computed `cpu`."""
+        """Adds a wait for a DataLoader: its seconds, and the CPU seconds of the waiting thread."""
         self._wait += seconds
         self._wait_cpu += cpu
         self._workers = workers

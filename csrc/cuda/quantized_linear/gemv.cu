@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(const QuantizeRows a) 
   if (threadIdx.x == 0) a.steps[row] = step;
 }
 
-// Whether every thread can take 16 bytes of codes, each stretch of which has one scale.
+// Whether every thread can load 16 bytes of codes at a time, and those 16 bytes share one scale.
 bool whole_vectors(const GemvArgs& a) {
   if (!aligned(a.codes) || !aligned_rows(a.x, a.x_stride, a.x_dtype)) return false;
   switch (a.format) {

@@ -49,7 +49,7 @@ class FusedState:
     Set by `lines/layer.py`:
 
     kinds: the kinds of sites that a rewritten forward contains. Read when it is patched again.
-    lines: the names of those that run fused. Read in each call; empty if switched off.
+    lines: the names of the fused sites in that forward. Read in each call; empty if switched off.
     """
 
     original: type[nn.Module]

@@ -1,8 +1,8 @@
 """`fusedops.memory`: the bytes that a step will take, before it is run."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,45 +22,17 @@ from fusedops.profiling.storage.lives import (
     largest,
     peak_of,
 )
-from fusedops.profiling.storage.use import table
+from fusedops.profiling.storage.use import StepBytes
 
 __all__ = ["MemoryPlan", "memory", "plans"]
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Predicted bytes per rank of one step, each storage counted once.
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan(StepBytes):
+    """The predicted bytes per rank of one step.
 
-    parameters (of which frozen need no gradient), buffers, gradients (DDP's buckets too),
-    optimizer_state, inputs, activations (saved for backward), logits (with what the loss saves of
-    their width), kv_cache: the most bytes that each holds at the same time. peak: the most bytes
-    of all of them and of temporaries together. temporaries: what else is alive at the peak,
-    parameters gathered from other ranks too. at_peak: what is alive at the peak, by category; it
-    adds up to peak. modules: bytes saved for backward, by module path. title: what was planned.
+    gradients has DDP's buckets too, and temporaries the parameters gathered from other ranks.
     """
-
-    title: str
-    parameters: int
-    frozen: int
-    buffers: int
-    gradients: int
-    optimizer_state: int
-    inputs: int
-    activations: int
-    logits: int
-    kv_cache: int
-    temporaries: int
-    peak: int
-    at_peak: Mapping[str, int] = field(default_factory=dict)
-    modules: Mapping[str, int] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        named = {k: v for k, v in self.to_dict().items() if isinstance(v, int)}
-        return table(self.title, named, self.at_peak)
 
 
 def memory(

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,8 +97,9 @@ def _use(lives: list[Life], frozen: int) -> MemoryUse:
     time, peak = peak_of(lives)
     at_peak = held_at(lives, time)
     remains = sum(life.bytes for life in lives if life.end == math.inf)
+    most: dict[str, Any] = {n: largest(lives, n) for n in CATEGORIES if n != TEMPORARIES}
     return MemoryUse(
-        **{name: largest(lives, name) for name in CATEGORIES if name != TEMPORARIES},
+        **most,
         frozen=frozen,
         temporaries=at_peak[TEMPORARIES],
         peak=peak,

@@ -1,25 +1,25 @@
-"""`MemoryUse`: where a training step's bytes were, measured."""
+"""`StepBytes`, a step's bytes by category; `MemoryUse` has what was measured."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["MemoryUse", "mebibytes", "table"]
+__all__ = ["MemoryUse", "StepBytes", "mebibytes"]
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """The bytes of one step on the CPU, each storage counted once.
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """The bytes of one step by category, each storage counted once.
 
-    parameters (of which frozen need no gradient), buffers, gradients, optimizer_state, inputs,
-    activations (saved for backward), logits (with what the loss saves of their width), kv_cache:
-    the most bytes that each held at the same time. peak: the most bytes of all of them and of
-    temporaries together. temporaries: what else was alive at the peak. at_peak: what was alive at
-    the peak, by category; it adds up to peak. modules: bytes saved for backward, by module path.
-    slack: the process's resident memory after the step less the bytes that were then alive: the
-    interpreter, libraries, what the allocator keeps, and tensors that the step does not use.
+    A category's number is the most bytes that it held at any time: parameters (frozen parameters
+    are also counted in frozen), buffers, gradients, optimizer_state, inputs, activations (saved
+    for backward), logits (with what the loss saves of their width), kv_cache. peak: the most bytes
+    of all categories and temporaries together. temporaries: the rest of what was alive at the peak.
+    at_peak: what was alive at the peak, by category; it adds up to peak. modules: bytes saved for
+    backward, by module path. title: the table's first line.
     """
 
+    title: str
     parameters: int
     frozen: int
     buffers: int
@@ -31,7 +31,6 @@ class MemoryUse:
     kv_cache: int
     temporaries: int
     peak: int
-    slack: int
     at_peak: Mapping[str, int] = field(default_factory=dict)
     modules: Mapping[str, int] = field(default_factory=dict)
 
@@ -41,10 +40,23 @@ class MemoryUse:
 
     def __str__(self) -> str:
         named = {k: v for k, v in self.to_dict().items() if isinstance(v, int)}
-        return table("memory of a step", named, self.at_peak)
+        return _table(self.title, named, self.at_peak)
 
 
-def table(title: str, named: Mapping[str, int], at_peak: Mapping[str, int]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse(StepBytes):
+    """The bytes of one step on the CPU, measured.
+
+    slack: the process's resident memory after the step, less the bytes that were then alive. It has
+    the interpreter, libraries, memory that the allocator keeps, and tensors that the step does not
+    use.
+    """
+
+    title: str = "memory of a step"
+    slack: int
+
+
+def _table(title: str, named: Mapping[str, int], at_peak: Mapping[str, int]) -> str:
     """Lines of name, MiB, and MiB at the peak."""
     wide = max(map(len, named))
     lines = [f"{title}", f"{'':{wide}}  {'MiB':>12}  {'at peak':>12}"]
