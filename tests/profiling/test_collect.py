@@ -2,6 +2,7 @@
 
 import copy
 import random
+import time
 from collections import UserDict, namedtuple
 
 import numpy
@@ -385,6 +386,20 @@ def test_a_model_on_another_device_has_no_table():
     assert "memory: the model is on meta, and only a CPU's is measured" in notes
     assert profiled().evidence.device == "cpu"
     assert "GPU: none was used" in profiled().verdict.not_checked
+
+
+def test_a_short_budget_goes_to_the_steps_that_a_verdict_needs():
+    """Eleven steps' time: with three warm-up steps, kept batches and halves it gave only four."""
+    model = nn.Linear(16, 4)
+
+    def step(batch):
+        time.sleep(0.1)
+        model(batch)
+
+    report = fusedops.profile(step, data=batches(20), model=model, warmup=3, budget_s=1.1)
+    assert len(report.evidence.plain.seconds) >= 5
+    assert not any("needs 5 steps" in line for line in report.verdict.evidence)
+    assert any("steps of kept batches" in line for line in report.verdict.not_checked)
 
 
 def test_a_budget_of_one_step():

@@ -100,7 +100,7 @@ class _Rounds:
         self.loader: Loader | None = None
         self.counted: list[Tokens] = []
         self.not_checked: list[str] = []
-        self._halving = True
+        self._halving = self._has_time = True
 
     def interleaved(self) -> None:
         for done in range(self.plan.steps):
@@ -152,13 +152,12 @@ class _Rounds:
             series.run(throttled, steal) if series.seconds else None
             for series in (self.cached, self.half)
         )
-        if cached and len(cached.seconds) <= len(plain.seconds) < FEWEST:
+        if cached is None or len(cached.seconds) < FEWEST:
             cached = None
-        if half is not None and len(half.seconds) < FEWEST:
+            self._no_time("input", "kept batches")
+        if self._halving and (half is None or len(half.seconds) < FEWEST):
             half = None
-            self.not_checked.append(
-                "elasticity: the budget had no time for steps of half the batch"
-            )
+            self._no_time("elasticity", "half the batch")
         return Measured(
             plain,
             cached,
@@ -168,16 +167,26 @@ class _Rounds:
             not_checked=self.not_checked,
         )
 
+    def _no_time(self, part: str, batch: str) -> None:
+        if not any(reason.startswith(f"{part}:") for reason in self.not_checked):
+            self.not_checked.append(f"{part}: the budget had no time for steps of {batch}")
+
     def _keep(self, batch: Any) -> None:
         self.data.keep(batch)
         self.counted.append(self.plan.count(batch))
 
     def _again(self, batch: Any, done: int) -> None:
-        """The same batch from memory and its half, in turns first: a step warms the caches."""
+        """The same batch from memory and its half, in turns first: a step warms the caches.
+
+        The plain steps that a verdict needs come first. Once there is no time for both, no later
+        round has these kinds: the i-th steps of all kinds share a round.
+        """
         again = _noted(_again(self.step, batch), f"step {done + 1} again")
         kinds = [lambda: self.cached.time(again), lambda: self._half(batch)]
         for kind in kinds if done % 2 else reversed(kinds):
-            if self.plan.has_time_for(0):
+            plain_left = max(0, FEWEST - len(self.plain.seconds))
+            self._has_time &= self.plan.has_time_for((plain_left + bool(plain_left)) * self.longest)
+            if self._has_time:
                 kind()
 
     def _half(self, batch: Any) -> None:
@@ -255,7 +264,7 @@ def _warm_up(step: Callable[..., Any], data: Data, plan: Plan) -> float:
                 f"profile: a batch must have at most {KEPT_BYTES >> 20} MiB, since batches are kept"
             )
         longest = _timed(_noted(_again(step, batch), f"warm-up step {done + 1}"))
-        if not plan.has_time_for(longest):
+        if not plan.has_time_for((1 + FEWEST) * longest):  # the measured steps matter more
             break
     return longest
 
