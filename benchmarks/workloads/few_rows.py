@@ -122,7 +122,9 @@ def _quantized(weight: Tensor, dtype: torch.dtype, name: str) -> nn.Module:
 
 
 def _bitsandbytes():
+    """None also without the package `kernels`, which brings bitsandbytes' fast kernel for CPUs."""
     try:
+        importlib.import_module("kernels")
         return importlib.import_module("bitsandbytes")
     except ImportError:
         return None
