@@ -31,10 +31,15 @@ bool amd_avx512_bf16() {
 #endif
 }
 
+bool has_amx() {
+  static const bool found = at::cpu::init_amx();
+  return found;
+}
+
 void bfloat16_products(std::optional<bool> asked) { asked_for = asked ? *asked : -1; }
 
 bool fast_bfloat16_products() {
-  static const bool found = at::cpu::init_amx() || amd_avx512_bf16();
+  static const bool found = has_amx() || amd_avx512_bf16();
   const int asked = asked_for;
   return asked < 0 ? found : asked == 1;
 }

@@ -9,6 +9,9 @@ namespace fusedops {
 bool amd_avx2();
 bool amd_avx512_bf16();
 
+// Whether this process may use an Intel CPU's matrix unit.
+bool has_amx();
+
 // Whether bfloat16 products are faster than float32 ones: as set by bfloat16_products, else true
 // with AMX and on AMD CPUs (four times as fast on a Zen 5). On an Intel Xeon without AMX torch's
 // bfloat16 products are half as fast as its float32 ones.

@@ -19,6 +19,7 @@ const Exports linear_exports([](py::module_& m) {
   export_call<"fusedops::linear">(m, short_linear);
   export_function(m, "linear_always", linear_always);
   export_function(m, "own_product_pays", own_product_pays);
+  export_function(m, "few_rows_pay", few_rows_pay);
 });
 
 }  // namespace fusedops::linear

@@ -22,6 +22,7 @@ SHAPES = [
     ((200, 600), 50),
     ((350, 31), 17),
 ]
+FEW = [((1, 2100), 130), ((2, 1030), 75), ((6, 1500), 70), ((13, 600), 90), ((32, 1100), 68)]
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
@@ -29,6 +30,43 @@ SHAPES = [
 @pytest.mark.parametrize("shape,features", SHAPES, ids=str)
 def test_forward_and_gradients(kind, backend, dtype, shape, features):
     compare(kind, backend, inputs(shape, features, dtype))
+
+
+def compare_forward(kind, backend, args):
+    args = placed(args, device_of(backend))
+    with fusedops.backend(backend), torch.no_grad(), poisoned():
+        found = linear(*args, activation=kind)
+    eager = linear_reference(*args, activation=kind)
+    wide = (None if a is None else a.double() for a in args)
+    complaint = yardstick(found, eager, linear_reference(*wide, activation=kind))
+    assert complaint is None, (complaint, args[0].shape)
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape,features", FEW, ids=str)
+def test_a_few_rows(kind, backend, dtype, shape, features):
+    """Past a piece of the depth, a task's columns, and the rows that are packed together."""
+    for bias in (True, False):
+        compare_forward(kind, backend, inputs(shape, features, dtype, bias))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_number_of_few_rows(backend, dtype):
+    for rows in range(1, 36):
+        compare_forward(None, backend, inputs((rows, 70), 21, dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_a_few_rows_by_part_of_a_weight(backend, dtype, rows):
+    """Its rows are apart, are all the same, or begin at any element."""
+    x, weight, bias = inputs((rows, 90), 40, dtype)
+    misaligned = weight.view(-1)[1:-89].view(-1, 90)
+    for part in (weight[:, 3:-4], weight[::2], weight[:1].expand(40, 90), misaligned):
+        compare_forward(None, backend, (x[:, : part.shape[1]], part, bias[: len(part)]))
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
@@ -159,6 +197,17 @@ def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
         assert torch.equal(value, again[key])
         if dtype == torch.float32:  # 16-bit products are torch's
             assert torch.equal(value, threaded[key])
+
+
+@pytest.mark.parametrize("kind,backend", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_few_rows_have_the_same_bits_whatever_the_threads(kind, backend, dtype, rows):
+    args = placed(inputs((rows, 700), 1000, dtype), device_of(backend))
+    with fusedops.backend(backend), torch.no_grad(), threads(1):
+        first = linear(*args, activation=kind)
+        with threads(3):
+            assert torch.equal(first, linear(*args, activation=kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -97,15 +97,28 @@ def test_few_logits_are_made_in_bfloat16(dtype, limit, wanted, monkeypatch):
         assert not made(model(IDS, labels=LABELS))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
-def test_without_a_kernel_the_product_is_torchs(dtype):
-    model = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N)).to(dtype)
+def test_without_a_kernel_the_product_is_torchs():
+    model = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N)).double()
     report = patch(model)
     assert not [site for site in report.fused if site.kind == "linear"]
-    assert any(str(dtype).removeprefix("torch.") in note for note in report.notes)
+    assert any("float64" in note for note in report.notes)
     with fuse_always():
         report = patch(model)
     assert [site.path for site in report.fused if site.kind == "linear"] == ["0"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(("size", "fused"), [(32, []), (160, ["0"])])
+def test_linears_that_are_faster_for_a_few_rows_are_fused(dtype, size, fused):
+    model = nn.Sequential(nn.Linear(size, size)).to(dtype)
+    assert [site.path for site in patch(model).fused] == fused
+    x, ours = torch.randn(64, size, dtype=dtype), []
+    for rows in (1, 64):
+        with torch.profiler.profile() as profile, torch.no_grad():
+            found = model(x[:rows])
+        torch.testing.assert_close(found, nn.functional.linear(x[:rows], *model[0].parameters()))
+        ours += [rows] * any(event.name == "fusedops::linear" for event in profile.events())
+    assert ours == [1] * len(fused)
 
 
 def test_eager_code_is_probed_whatever_the_probes_size(monkeypatch):

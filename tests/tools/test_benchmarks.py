@@ -499,6 +499,16 @@ def test_generate_writes_times_tokens_and_what_ran(tmp_path):
     assert all(row["equal_tokens"] == row["new_tokens"] for row in base)
 
 
+def test_few_rows_times_every_format(tmp_path):
+    path = tmp_path / "rows.json"
+    assert main(["few-rows", "--quick", "--seconds", "0.01", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["title"].split()[1] for row in rows} == {"float32", "bfloat16", "float16"}
+    named = {row["contender"] for row in rows}
+    assert {"eager", "fusedops", "nf4", "int4", "int8", "fp8"} <= named
+    assert all(row["median_s"] > 0 for row in rows)
+
+
 def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
     path = tmp_path / "out.json"
     assert main(["small", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise

@@ -33,6 +33,9 @@ Tensor linear_short(const Tensor& input, const Tensor& weight, const OptionalTen
 bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int64_t depth,
                       bool across);
 
+// The same for csrc/cpu's product of a few rows, which needs contiguous columns.
+bool few_rows_pay(c10::ScalarType dtype, int64_t rows, int64_t columns, int64_t depth, bool across);
+
 // Whether the kernel operators are faster than torch's functions, alone or with their backward.
 bool linear_pays(const Tensor& input, const Tensor& weight, bool activates, bool trains);
 

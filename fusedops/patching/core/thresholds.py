@@ -137,10 +137,12 @@ def linear_loses(weight: Tensor, transposed: bool) -> str:
     columns, depth = weight.shape[::-1] if transposed else weight.shape
     if _always:
         return ""
-    if device not in ("cpu", "meta") or weight.dtype != F32:
-        where = {"cpu": "CPUs", "cuda": "GPUs"}.get(device, device)
+    if device not in ("cpu", "meta") or weight.dtype not in (F32, torch.bfloat16, torch.float16):
+        where = {"cpu": "CPUs", "meta": "CPUs", "cuda": "GPUs"}.get(device, device)
         return f"for {dtype} on {where} torch's matmul is already as fast"
     if _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
+        return ""
+    if _C.few_rows_pay(weight.dtype, 1, columns, depth, transposed):
         return ""
     return "torch's matmul of this size is as fast on this machine"
 

@@ -19,6 +19,7 @@
 #include "csrc/cpu/activation.h"
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/linear/product.h"
+#include "csrc/cpu/linear/few.h"
 #include "csrc/ops/linear/operators.h"
 
 namespace fusedops::cpu::linear {
@@ -173,6 +174,11 @@ LinearForward linear_forward(const LinearArguments& a) {
     return linear_forward_composite(a);
   }
   const auto x = as_rows(input);
+  if (few_rows_pay(x.scalar_type(), x.size(0), weight.size(0), x.size(1), weight.stride(1) != 1)) {
+    auto outputs = linear_outputs(a);
+    few_rows(x, weight, bias, activation, std::get<1>(outputs), std::get<0>(outputs));
+    return outputs;
+  }
   if (own_product(x, weight.t())) {
     auto outputs = linear_outputs(a);
     fused(x, weight, bias, activation, std::get<1>(outputs), std::get<0>(outputs));
