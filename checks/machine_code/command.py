@@ -26,13 +26,10 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a kernel fails, or the table has changed."""
     if nvcc.find() is None:
         raise SystemExit("machine-code needs nvcc, on the PATH or under CUDA_HOME")
-    bridges = nvcc.sources(".cpp")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parsed = pool.map(nvcc.parses, bridges)
+        parsed = pool.submit(nvcc.parses, nvcc.bridges())
         compiled = pool.map(lambda job: job(), _jobs([None, *args.triton]))
-        wrong = [
-            f"{path} does not parse" for path, fine in zip(bridges, parsed, strict=True) if not fine
-        ]
+        wrong = [] if parsed.result() else ["a bridge from tensors does not parse"]
         kernels = sorted(chain(*compiled), key=lambda one: one.compiler)
     wrong += [*failures(kernels), *idle(kernels, DEMANDS)]
     if args.check:

@@ -60,6 +60,20 @@ def object_of(source: Path, architectures: Sequence[str]) -> bytes:
     return path.read_bytes()
 
 
+def bridges() -> Path:
+    """One file with all bridges from tensors: their headers take most of the time of each.
+
+    Each line has its file's digest, so that `parses` sees a change.
+    """
+    lines = [
+        f'#include "{path.relative_to(ROOT)}"  // {hashlib.sha256(path.read_bytes()).hexdigest()}'
+        for path in sources(".cpp")
+    ]
+    path = BUILD / "nvcc" / "bridges.cpp"
+    write(path, "\n".join([*lines, ""]).encode())
+    return path
+
+
 def parses(source: Path) -> bool:
     """Whether g++ accepts a C++ file that includes CUDA's headers; prints why not."""
     path = BUILD / "nvcc" / f"{source.stem}-{_key(source, [])}.parsed"
