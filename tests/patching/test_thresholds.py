@@ -118,7 +118,8 @@ def test_linears_that_are_faster_for_a_few_rows_are_fused(dtype, size, fused):
             found = model(x[:rows])
         torch.testing.assert_close(found, nn.functional.linear(x[:rows], *model[0].parameters()))
         ours += [rows] * any(event.name == "fusedops::linear" for event in profile.events())
-    assert ours == [1] * len(fused)
+    wanted = [1, 64] if dtype == torch.float16 else [1]  # torch's own is slow at any size
+    assert ours == wanted * len(fused)
 
 
 def test_eager_code_is_probed_whatever_the_probes_size(monkeypatch):

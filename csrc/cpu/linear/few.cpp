@@ -1,6 +1,6 @@
-// The product of a few rows: reading the weight takes most of the time, so it is read once and in
-// place. Threads share its rows, kTaskColumns at a time. Bias and activation follow while the sums
-// are in the cache.
+// The product of a few rows: reading the weight takes most of the time, so it is read in place, and
+// once for kMostRows rows. Threads share its rows, kTaskColumns at a time. Bias and activation
+// follow while the sums are in the cache.
 
 #include "csrc/cpu/linear/few.h"
 
@@ -15,27 +15,28 @@
 namespace fusedops::cpu::linear {
 namespace {
 
+constexpr int64_t kMostRows = 32;           // rows of x that read the weight together
 constexpr int64_t kTaskColumns = 64;        // columns of y per task
 constexpr int64_t kTaskProducts = 1 << 18;  // approximate number of multiplications per task
 
-// Where columns [begin, begin + columns) of all rows go.
+// Where rows [row, row + rows) of columns [begin, begin + columns) go.
 struct Output {
   Tensor y, z, bias;
   Activation activation;
 
-  void write(const float* sums, int64_t rows, int64_t begin, int64_t columns) const {
+  void write(const float* sums, int64_t row, int64_t rows, int64_t begin, int64_t columns) const {
     const auto& first = z.defined() ? z : y;
     const int64_t n = y.size(-1);
     const auto dtype = dtype_of(y);
     auto* const run = add_bias_for_isa();
-    for (int64_t row = 0; row < rows; ++row) {
-      run(sums + row * kTaskColumns, bias.defined() ? at(bias, begin) : nullptr, columns,
-          at(first, row * n + begin), dtype);
+    for (int64_t i = 0; i < rows; ++i) {
+      run(sums + i * kTaskColumns, bias.defined() ? at(bias, begin) : nullptr, columns,
+          at(first, (row + i) * n + begin), dtype);
     }
     if (activation == Activation::none) return;
     const ActivateRows args{at(first, begin), nullptr, nullptr, at(y, begin), columns, n, n, dtype,
                             activation};
-    activate_rows_for_isa()(args, 0, rows);
+    activate_rows_for_isa()(args, row, row + rows);
   }
 
  private:
@@ -44,30 +45,39 @@ struct Output {
   }
 };
 
+// Rows [first, first + rows) of x, which is contiguous.
+void multiply(const Tensor& x, const Tensor& weight, int64_t first, int64_t rows,
+              const Output& out) {
+  const int64_t k = x.size(1), n = weight.size(0);
+  const auto dtype = dtype_of(x);
+  const auto* const from =
+      static_cast<const char*>(x.const_data_ptr()) + first * k * size_of(dtype);
+  const std::unique_ptr<char[]> packed(new char[packed_bytes(rows, k)]);
+  pack_few_rows_for_isa()(from, rows, k, dtype, packed.get());
+  auto* const run = multiply_few_rows_for_isa();
+  const int64_t grain = kTaskProducts / (rows * kTaskColumns * k) + 1;
+  at::parallel_for(0, (n + kTaskColumns - 1) / kTaskColumns, grain, [&](int64_t i, int64_t last) {
+    const std::unique_ptr<float[]> sums(new float[rows * kTaskColumns]);
+    const FewRows args{
+        packed.get(), weight.const_data_ptr(), rows, k, weight.stride(0), dtype, sums.get(),
+        kTaskColumns};
+    for (; i < last; ++i) {
+      const int64_t begin = i * kTaskColumns, end = std::min(begin + kTaskColumns, n);
+      run(args, begin, end);
+      out.write(sums.get(), first, rows, begin, end - begin);
+    }
+  });
+}
+
 }  // namespace
 
 void few_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
               Activation activation, const Tensor& z, const Tensor& y) {
-  const int64_t rows = x.size(0), k = x.size(1), n = weight.size(0);
-  const auto dtype = dtype_of(x);
-  const auto held = x.contiguous();
   const Output out{y, z, given(bias) ? bias->contiguous() : Tensor(), activation};
-  const std::unique_ptr<char[]> packed(new char[packed_bytes(rows, k)]);
-  pack_few_rows_for_isa()(held.const_data_ptr(), rows, k, dtype, packed.get());
-  auto* const run = multiply_few_rows_for_isa();
-  const int64_t grain = kTaskProducts / (rows * kTaskColumns * k) + 1;
-  at::parallel_for(
-      0, (n + kTaskColumns - 1) / kTaskColumns, grain, [&](int64_t first, int64_t last) {
-        const std::unique_ptr<float[]> sums(new float[rows * kTaskColumns]);
-        const FewRows args{
-            packed.get(), weight.const_data_ptr(), rows, k, weight.stride(0), dtype, sums.get(),
-            kTaskColumns};
-        for (int64_t i = first; i < last; ++i) {
-          const int64_t begin = i * kTaskColumns, end = std::min(begin + kTaskColumns, n);
-          run(args, begin, end);
-          out.write(sums.get(), rows, begin, end - begin);
-        }
-      });
+  const auto held = x.contiguous();
+  for (int64_t row = 0; row < x.size(0); row += kMostRows) {
+    multiply(held, weight, row, std::min(kMostRows, x.size(0) - row), out);
+  }
 }
 
 }  // namespace fusedops::cpu::linear

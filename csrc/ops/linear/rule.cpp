@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 
 #include "csrc/ops/cpu_features.h"
 #include "csrc/ops/linear/operators.h"
@@ -27,7 +28,7 @@ int64_t few_rows(c10::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat: return amd_avx2() ? 32 : 16;
     case at::kBFloat16: return has_amx() ? 4 : 32;
-    case at::kHalf: return 32;
+    case at::kHalf: return std::numeric_limits<int64_t>::max();  // torch's: 16 GFLOP/s at any size
     default: return 0;
   }
 }
