@@ -15,7 +15,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from fusedops.profiling.collect.arithmetic import Arithmetic, dtype_of
 from fusedops.profiling.collect.clock import preempted_seconds
-from fusedops.profiling.collect.traffic import Reuse, touched
+from fusedops.profiling.collect.traffic import Reuse, touched, traffic
 from fusedops.profiling.evidence import Op, Profiled
 
 __all__ = ["table"]
@@ -64,7 +64,10 @@ class Recorder(Arithmetic):
         row.calls += 1
         row.flops += flops
         self.sequence[name].append(key)
-        self.reuse.touch(touched(func, args, kwargs, out), row.add)
+        differs = traffic(func, args, kwargs)
+        self.reuse.touch(touched(func, args, kwargs, out, differs.unread), row.add)
+        for distance, size in differs.again:
+            row.add(max(1, distance), size)
 
     def _module(self) -> str:
         """The innermost module, with a star for a layer's number."""
