@@ -6,6 +6,7 @@ is an upper bound. `fusedops.profile` makes such a trace itself and corrects tha
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from statistics import median
 
 from fusedops.profiling.collect.kineto import (
     US,
+    Enclosing,
     Event,
     Interval,
     is_work,
     length,
+    outermost,
     read_events,
     spans,
     steps_of,
@@ -122,7 +125,7 @@ def work_of(events: Sequence[Event]) -> Work:
     others = spans(e for e in work if not is_collective(e))
     collectives = spans(e for e in kernels if is_collective(e))
     mallocs = [e for e in inside if e.name in MALLOCS]
-    waits = [_waits(inside, step, spans(work)) for step in steps]
+    waits = _waits(inside, steps, spans(work))
     return Work(
         steps=count,
         seconds=(window[1] - window[0]) * US / count,
@@ -176,27 +179,46 @@ def _fetching(
     return tuple(_uncovered(fetched, work, (step.start, step.end)) * US for step in steps)
 
 
-def _waits(events: Sequence[Event], step: Event, busy: Sequence[Interval]) -> list[Wait]:
-    own = [e for e in events if e.name in SYNCS and step.start <= e.start < step.end]
-    return [
-        Wait(_place(events, e), (e.end - e.start) * US, _idle_after(busy, e.end, step.end) * US)
-        for e in sorted(own, key=lambda e: e.start)
-    ]
+def _waits(
+    events: Sequence[Event], steps: Sequence[Event], busy: Sequence[Interval]
+) -> list[list[Wait]]:
+    """The host's waits in each step, in order."""
+    places, ends = _Places(events), [end for _, end in busy]
+    syncs = sorted((e for e in events if e.name in SYNCS), key=lambda e: e.start)
+    found = []
+    for step in steps:
+        own = [e for e in syncs if step.start <= e.start < step.end]
+        idle = [_idle_after(busy, ends, e.end, step.end) for e in own]
+        found.append(
+            [
+                Wait(places.of(e), (e.end - e.start) * US, gap * US)
+                for e, gap in zip(own, idle, strict=True)
+            ]
+        )
+    return found
 
 
-def _idle_after(busy: Sequence[Interval], time: float, latest: float) -> float:
+def _idle_after(
+    busy: Sequence[Interval], ends: Sequence[float], time: float, latest: float
+) -> float:
     """How long nothing ran from a time on."""
-    for start, end in busy:
-        if end > time:
-            return max(0.0, min(start, latest) - time)
-    return max(0.0, latest - time)
+    after = bisect_right(ends, time)
+    start = busy[after][0] if after < len(busy) else latest
+    return max(0.0, min(start, latest) - time)
 
 
-def _place(events: Iterable[Event], wait: Event) -> str:
-    """The innermost Python function around an event, else the outermost operator."""
-    around = [e for e in events if e.start <= wait.start and e.end >= wait.end and e is not wait]
-    python = [e for e in around if e.category == "python_function" and USERS.search(e.name)]
-    if python:
-        return max(python, key=lambda e: e.start).name
-    operators = [e for e in around if e.category == "cpu_op"]
-    return min(operators, key=lambda e: e.start).name if operators else wait.name
+class _Places:
+    """Where in the program an event of the host is."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._operators = Enclosing(outermost(e for e in events if e.category == "cpu_op"))
+        self._python = [e for e in events if e.category == "python_function"]
+        self._python = [e for e in self._python if USERS.search(e.name)]
+
+    def of(self, wait: Event) -> str:
+        """The user's innermost function around it, else the outermost operator."""
+        around = [e for e in self._python if e.start <= wait.start and e.end >= wait.end]
+        if around:
+            return max(around, key=lambda e: e.start).name
+        operator = self._operators.at(wait)
+        return operator.name if operator else wait.name

@@ -22,39 +22,32 @@ LAUNCHES = 256  # fewer than the driver queues, so that the host never waits
 TRIES_S = 0.2  # seconds for each number
 
 
-def gpu_ceilings(
-    dtypes: Iterable[str],
-    driver: Driver,
-    device: torch.device,
-    sizes: tuple[int, ...] = SIZES,
-    product: int = PRODUCT,
-    fresh: bool = False,
-) -> Ceilings:
-    """The ceilings of a device, and the matrix products of these dtypes.
+def gpu_ceilings(dtypes: Iterable[str], driver: Driver, fresh: bool = False) -> Ceilings:
+    """The ceilings of a GPU, and the matrix products of these dtypes.
 
-    dtypes: torch's names. float32's product follows torch's setting for TF32. sizes, product: what
-    is copied and multiplied. fresh: do not read the cache. Ceilings have no cost of a page fault
-    and of a profiler's event, which a GPU's kernels do not pay.
+    dtypes: torch's names. float32's product follows torch's setting for TF32. fresh: do not read
+    the cache. There is no cost of a page fault and of a profiler's event, which a GPU's kernels do
+    not pay.
     """
     about = driver.properties()
     precision = torch.get_float32_matmul_precision()
     path = cached_at(
-        f"{about.name} {torch.__version__} {torch.version.cuda} {precision} {sizes} {product}"
+        f"{about.name} {torch.__version__} {torch.version.cuda} {precision} {SIZES} {PRODUCT}"
     )
     kept = None if fresh else read_ceilings(path)
-    measure = partial(_measured, driver, device, sizes)
-    return with_products(path, kept, measure, dtypes, partial(_product, driver, device, product))
+    measure, product = partial(_measured, driver), partial(_product, driver)
+    return with_products(path, kept, measure, dtypes, product)
 
 
-def _measured(driver: Driver, device: torch.device, sizes: Iterable[int]) -> Ceilings:
+def _measured(driver: Driver) -> Ceilings:
     copies = []
-    for size in sizes:
+    for size in SIZES:
         with suppress(torch.OutOfMemoryError):
-            copies.append((size, _copy(driver, device, size)))
+            copies.append((size, _copy(driver, size)))
     return Ceilings(
         copy=tuple(copies),
         flops={},
-        op_seconds=_launch(driver, device),
+        op_seconds=_launch(driver),
         fault_seconds=0.0,
         event_seconds=0.0,
     )
@@ -75,9 +68,9 @@ def _best(driver: Driver, call: Callable[[], object]) -> float:
     return shortest
 
 
-def _copy(driver: Driver, device: torch.device, size: int) -> float:
+def _copy(driver: Driver, size: int) -> float:
     """Bytes/s, read and written."""
-    source = torch.ones(size // 2, dtype=torch.uint8, device=device)
+    source = torch.ones(size // 2, dtype=torch.uint8, device=driver.device)
     target = torch.ones_like(source)
     repeats = max(1, min(LAUNCHES, 2**28 // size))
 
@@ -88,8 +81,9 @@ def _copy(driver: Driver, device: torch.device, size: int) -> float:
     return repeats * size / _best(driver, copies)
 
 
-def _product(driver: Driver, device: torch.device, n: int, dtype: torch.dtype) -> float:
+def _product(driver: Driver, dtype: torch.dtype) -> float:
     """FLOP/s of a square matrix product."""
+    n, device = PRODUCT, driver.device
     random = torch.Generator(device).manual_seed(0)  # the user's generator is not touched
     left, right = (
         torch.randn(n, n, generator=random, dtype=torch.float32, device=device).to(dtype)
@@ -99,9 +93,9 @@ def _product(driver: Driver, device: torch.device, n: int, dtype: torch.dtype) -
     return 2 * n**3 / _best(driver, lambda: torch.mm(left, right, out=out))
 
 
-def _launch(driver: Driver, device: torch.device) -> float:
+def _launch(driver: Driver) -> float:
     """Seconds of an operator on one element, one after the other."""
-    one = torch.ones(1, dtype=torch.float32, device=device)
+    one = torch.ones(1, dtype=torch.float32, device=driver.device)
 
     def calls() -> None:
         for _ in range(LAUNCHES):

@@ -29,7 +29,11 @@ class Driver:
     @property
     def device(self) -> torch.device:
         """The device of the tensors on it."""
-        return torch.device(self.kind if self.index is None else f"{self.kind}:{self.index}")
+        if self.kind != "cuda":
+            return torch.device(self.kind)
+        return torch.device(
+            "cuda", self.cuda.current_device() if self.index is None else self.index
+        )
 
     def event(self) -> Any:
         """An event that the device records when it gets there."""

@@ -98,4 +98,4 @@ def _add_table(found: Parts, recorder: Recorder, events: list[Event], driver: Dr
     """The operators, and the ceilings that they are compared with."""
     found.profiled = device_table(recorder, events)
     dtypes = {op.dtype for op in found.profiled.ops if op.flops}
-    found.ceilings = gpu_ceilings({*dtypes, "bfloat16"}, driver, driver.device)
+    found.ceilings = gpu_ceilings({*dtypes, "bfloat16"}, driver)
