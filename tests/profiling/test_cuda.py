@@ -1,4 +1,4 @@
-"""fusedops.profile on a CUDA device. Everything that needs none is in test_gpu.py."""
+"""fusedops.profile on a CUDA device. What needs none is in test_gpu.py and test_gpu_live.py."""
 
 import pytest
 import torch
