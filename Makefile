@@ -6,7 +6,7 @@
 .PHONY: fuzz growth large mutants asan simt-asan
 .PHONY: profile-matrix
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
-.PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train
+.PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
 
 # Many tests start an interpreter: the bytecode that the first one writes serves the others.
 export PYTHONDONTWRITEBYTECODE :=
@@ -56,7 +56,7 @@ help:
 	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
 	@echo "make transformers-tests  transformers' own tests, of models that are patched and not"
 	@echo "make gpu      on a GPU machine: build, test, compute-sanitizer, benchmarks; results in OUT"
-	@echo "              gpu-build, gpu-test, gpu-sanitize, gpu-bench and gpu-train do one"
+	@echo "              gpu-build, gpu-test, gpu-sanitize, gpu-bench, gpu-train, gpu-profile do one"
 	@echo "make clean    remove what was built; .venv stays"
 
 build: $(BUILT)
@@ -181,7 +181,7 @@ CUDA_PATH = $${CUDA_HOME:-/usr/local/cuda}/bin$(addprefix :,$(patsubst %/,%,$(di
 
 gpu:
 	$(MAKE) gpu-build
-	$(MAKE) -j1 --keep-going gpu-test gpu-sanitize gpu-bench gpu-train
+	$(MAKE) -j1 --keep-going gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
 
 # In the tree itself: an interpreter that the system manages takes no packages. What `make build`
 # left there is overwritten, so that the next one must build again.
@@ -229,6 +229,18 @@ gpu-train:
 	$(PY) -m benchmarks.harness.cuda
 	timeout 470 $(PY) -m benchmarks train --json $(OUT)/train.json > $(OUT)/train.log 2>&1; \
 	  status=$$?; tail -n 40 $(OUT)/train.log; exit $$status
+
+# A small Llama's training step under fusedops.profile, and the tests of its collectors.
+LLAMA := benchmarks/workloads/llama_small.json
+
+gpu-profile:
+	mkdir -p $(OUT)
+	$(PY) -m benchmarks.harness.cuda
+	timeout 200 $(PY) -m fusedops profile --model $(LLAMA) --device cuda --dtype bfloat16 \
+	  --batch 8 --length 512 --json $(OUT)/profile.json > $(OUT)/profile.log 2>&1; \
+	  status=$$?; tail -n 60 $(OUT)/profile.log; [ $$status = 0 ] || failed=yes; \
+	timeout 270 $(PY) -m pytest tests/profiling/test_cuda.py -rs > $(OUT)/profile-tests.log 2>&1 || \
+	  failed=yes; tail -n 40 $(OUT)/profile-tests.log; [ -z "$$failed" ]
 
 clean:
 	rm -rf build dist *.egg-info demo fusedops/_C_torch* fusedops/_C.*.so fusedops/_build_info.json

@@ -69,6 +69,7 @@ def _add_profile(command: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=4, help="sequences of --model's batch (default 4)")
     add("--length", type=int, default=256, help="tokens of a sequence (default 256)")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="--model's (default cpu)")
     add("--steps", type=int, default=20, help="steps that are measured (default 20)")
     add("--budget", type=float, default=60.0, help="seconds for --model (default 60)")
     add("--trace", metavar="FILE", help="judge a trace of torch.profiler, of steps on a GPU")
@@ -115,7 +116,7 @@ def _profile(args: argparse.Namespace) -> int:
             report = command.profile_trace(args.trace)
             print(report)
         else:
-            sizes = args.batch, args.length, args.steps, args.budget, args.dtype
+            sizes = args.batch, args.length, args.steps, args.budget, args.dtype, args.device
             report = command.profile_model(args.model, *sizes)
             print(report)
         command.write(report, args.json, args.html)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusedops.functional.traffic import Formula, once
+
 __all__ = ["clip_grad_norm_"]
 
 BLOCK = 256  # elements that share a scale and a key of random numbers
@@ -28,6 +30,9 @@ OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 _MASK = (1 << 64) - 1
+
+# adamw_scale writes nothing if the norm is small enough.
+TRAFFIC: dict[str, Formula] = {"adamw_step": once, "adamw_squares": once, "adamw_scale": once}
 
 
 def clip_grad_norm_(

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
+from fusedops.functional.traffic import Formula, once
 
 __all__ = ["geglu", "swiglu"]
 
@@ -51,6 +52,9 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     """
     op = operator("geglu", gate, up) if traced(gate, up) else _C.geglu
     return op(gate, up, approximate=approximate)
+
+
+TRAFFIC: dict[str, Formula] = {"gated_activation_forward": once, "gated_activation_backward": once}
 
 
 # References: plain PyTorch in the input's dtype, exact for float64 inputs.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
+from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -113,6 +114,20 @@ def add_rms_norm(
     seen = traced(x, residual, weight)
     op = operator("add_rms_norm", x, residual, weight) if seen else _C.add_rms_norm
     return op(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
+
+
+# Byte formulas; see fusedops/functional/traffic.py.
+
+
+def _backward_traffic(**_):
+    return Traffic(unread=("bias",))  # it only gives dbias its dtype
+
+
+TRAFFIC: dict[str, Formula] = {
+    "norm_forward": once,
+    "norm_backward": _backward_traffic,
+    "dropout_mask": once,
+}
 
 
 # References: plain PyTorch in the input's dtype, exact for float64 inputs.

@@ -29,6 +29,7 @@ from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.linear import ACTIVATIONS
+from fusedops.functional.traffic import Formula, Traffic, blocks, once, reads
 
 __all__ = ["QuantizedWeight", "dequantize_weight", "quantize_weight", "quantized_linear"]
 
@@ -41,23 +42,11 @@ SMALLEST = 1e-38  # smallest scale; its inverse is finite
 
 # Quantiles of a normal distribution; 0 and both ends are exact.
 NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -238,6 +227,30 @@ def check_format(
     return size, scale
 
 
+# Byte formulas; see fusedops/functional/traffic.py. csrc/cpu decodes all codes for each block of
+# 256 rows forward and of 128 rows backward.
+
+
+def _forward_traffic(x, qweight, scales, zeros, **_):
+    return Traffic(again=reads(blocks(x, 256), qweight, scales, zeros))
+
+
+def _backward_traffic(dy, qweight, scales, zeros, z, output_mask, **_):
+    of_dz = reads(sum(output_mask) + (z is not None), dy)
+    if not output_mask[0]:
+        return Traffic(("qweight", "scales", "zeros"), of_dz)
+    return Traffic(again=of_dz + reads(blocks(dy, 128), qweight, scales, zeros))
+
+
+TRAFFIC: dict[str, Formula] = {
+    "quantized_linear_forward": _forward_traffic,
+    "quantized_linear_tiles": _forward_traffic,
+    "quantized_linear_backward": _backward_traffic,
+    "dequantize_weight": once,
+    "quantize_groups": once,
+}
+
+
 # References: plain PyTorch. Every step is one float32 operation per element, and sums add halves,
 # so that no device, instruction set or thread count changes a byte.
 
@@ -277,19 +290,9 @@ def dequantize_weight_reference(
 
 
 def quantized_linear_reference(
-    x,
-    qweight,
-    scales,
-    zeros,
-    bias,
-    format,
-    out_features,
-    in_features,
-    group_size,
-    activation=None,
-    input_format=None,
-    compute=None,
-):
+    x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
+    activation=None, input_format=None, compute=None,
+):  # fmt: skip
     wide = torch.promote_types(x.dtype, torch.float32)
     layout = format, out_features, in_features, group_size
     weight, factors = operands_reference(qweight, scales, zeros, *layout, wide)

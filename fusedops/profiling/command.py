@@ -62,11 +62,17 @@ def profile_script(
 
 
 def profile_model(
-    name: str, batch: int, length: int, steps: int, budget_s: float, dtype: str
+    name: str, batch: int, length: int, steps: int, budget_s: float, dtype: str, device: str = "cpu"
 ) -> Profile:
-    """Trains a model with AdamW on random tokens, and profiles the step. See `build` for names."""
+    """Trains a model with AdamW on random tokens, and profiles the step. See `build` for names.
+
+    Raises ValueError for a device that torch does not find.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"profile: device must be one that torch finds, got {device}")
     model = build(name, dtype)
     check_positions(model, length, "profile")
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def step(inputs: dict[str, torch.Tensor]) -> None:
@@ -74,7 +80,7 @@ def profile_model(
         optimizer.step()
         optimizer.zero_grad()
 
-    ids = torch.randint(model.config.vocab_size, (2, batch, length), device="cpu")
+    ids = torch.randint(model.config.vocab_size, (2, batch, length), device="cpu").to(device)
     inputs = [{"input_ids": one, "labels": one} for one in ids]
     data = (inputs[i % 2] for i in range(10**9))
     return profile(

@@ -13,7 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ceilings", "Evidence", "Gpu", "Loader", "Op", "Profiled", "Run", "Sync", "Tokens"]
+__all__ = [
+    "Ceilings",
+    "Copies",
+    "Evidence",
+    "Gpu",
+    "Loader",
+    "Op",
+    "Profiled",
+    "Reserved",
+    "Run",
+    "Sync",
+    "Tokens",
+]
 
 VERSION = 1
 
@@ -30,6 +42,9 @@ class Run:
     context switches of the process. throttled: seconds in which the cgroup was throttled. steal:
     share of the machine's CPU time that the hypervisor withheld. paired: whether the run was
     interleaved with others. The i-th steps of paired runs were timed in the same round.
+
+    On a GPU the host waits for it at the end of each step. on_gpu: each step's time between two
+    CUDA events. synced: the part of the wall time in that last wait.
     """
 
     seconds: tuple[float, ...]
@@ -46,6 +61,8 @@ class Run:
     throttled: float = 0.0
     steal: float = 0.0
     paired: bool = False
+    on_gpu: tuple[float, ...] = ()
+    synced: tuple[float, ...] = ()
 
     @property
     def running(self) -> tuple[float, ...]:
@@ -154,6 +171,32 @@ class Sync:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Bytes that a step copies to the GPU. exposed: seconds that nothing else on it overlaps."""
+
+    pinned: int = 0
+    pageable: int = 0
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes of torch's caching allocator after the steps, and the most since the program began.
+
+    slack: reserved and not in use by a tensor.
+    """
+
+    allocated: int
+    reserved: int
+    peak_allocated: int
+    peak_reserved: int
+
+    @property
+    def slack(self) -> int:
+        return self.reserved - self.allocated
+
+
+@dataclass(frozen=True)
 class Gpu:
     """What a GPU did in a step.
 
@@ -161,7 +204,7 @@ class Gpu:
     the host waited for the GPU. kernels: launches a step. median_kernel: seconds. syncs: outside
     the reading of the loss. exposed_communication: seconds of collectives that no kernel overlaps.
     alloc_retries, mallocs: of the caching allocator, a step; malloc_seconds: their time. throttled:
-    the clock was lowered.
+    the clock was lowered, for the reasons in `slowed_by`. reserved: None where it was not read.
     """
 
     busy: float
@@ -170,10 +213,13 @@ class Gpu:
     median_kernel: float
     syncs: tuple[Sync, ...] = ()
     exposed_communication: float = 0.0
-    alloc_retries: int = 0
-    mallocs: int = 0
+    alloc_retries: float = 0
+    mallocs: float = 0
     malloc_seconds: float = 0.0
     throttled: bool = False
+    slowed_by: tuple[str, ...] = ()
+    copies: Copies = Copies()
+    reserved: Reserved | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from fusedops.profiling.evidence import Ceilings, Evidence, Op
-from fusedops.profiling.shares import elasticity, ideal, identity, op_parts, op_seconds
+from fusedops.profiling.shares import (
+    elasticity,
+    ideal,
+    identity,
+    op_parts,
+    op_seconds,
+    working_ceilings,
+)
 
 __all__ = ["bytes_text", "reasons", "seconds_text"]
 
@@ -30,6 +37,8 @@ def reasons(
     for bound in bounds:
         if bound in writers:
             yield from writers[bound](evidence)
+    if evidence.gpu is not None and evidence.gpu.slowed_by:
+        yield f"the GPU's clock is lowered: {', '.join(evidence.gpu.slowed_by)}"
     run = evidence.cached or evidence.plain
     if (others := 1.0 - sum(run.running) / sum(run.seconds)) >= 0.05:
         yield f"other programs had the CPU for {others:.0%} of the time, which is left out"
@@ -55,6 +64,8 @@ def _input(evidence: Evidence) -> Iterator[str]:
             f"{step:.3g}; {loader.workers} workers, {evidence.cpus:g} CPUs, "
             f"{evidence.threads} threads"
         )
+    if evidence.gpu is not None and (size := evidence.gpu.copies.pageable):
+        yield f"a step copies {bytes_text(size)} from memory that is not pinned"
     for function, share in (loader.functions if loader else {}).items():
         yield f"{share:.0%} of the loader's time is in {function}"
 
@@ -66,6 +77,8 @@ def _launch(evidence: Evidence) -> Iterator[str]:
             f"the GPU is busy {gpu.busy:.0%} of the step: {gpu.kernels} kernels, median "
             f"{gpu.median_kernel * 1e6:.1f} us"
         )
+        if evidence.plain.synced:
+            yield f"the host waits for the GPU in {gpu.host_waits:.0%} of the step"
     found = elasticity(evidence, identity(evidence))
     if found is not None:
         yield f"elasticity {found:.2f}: 0 means that half the batch saves nothing"
@@ -93,10 +106,10 @@ def _top(
     evidence: Evidence, bound: str, text: Callable[[Ceilings, Op, float], str]
 ) -> Iterator[str]:
     """The operators with the largest part in a bound."""
-    found = op_seconds(evidence, identity(evidence))
-    if found is None or evidence.ceilings is None:
+    found, ceilings = op_seconds(evidence, identity(evidence)), working_ceilings(evidence)
+    if found is None or ceilings is None:
         return
-    ceilings, seconds = evidence.ceilings, found[0]
+    seconds = found[0]
     parts = {op: op_parts(op, s, ceilings).get(bound, 0.0) for op, s in seconds.items()}
     for op in sorted(parts, key=lambda op: -parts[op])[:TOP]:
         if parts[op] > 0.01 * sum(seconds.values()):
@@ -129,7 +142,8 @@ def _slowness(ceilings: Ceilings, op: Op, seconds: float) -> str:
 
 def _allocation(evidence: Evidence) -> Iterator[str]:
     if evidence.gpu is not None and (evidence.gpu.mallocs or evidence.gpu.alloc_retries):
-        yield f"{evidence.gpu.mallocs} cudaMalloc and {evidence.gpu.alloc_retries} retries a step"
+        mallocs, retries = evidence.gpu.mallocs, evidence.gpu.alloc_retries
+        yield f"{mallocs:.3g} cudaMalloc and {retries:.3g} retries a step"
         return
     run = evidence.cached or evidence.plain
     total = max(run.user + run.system, 1e-9)

@@ -21,7 +21,7 @@ from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run
 from fusedops.profiling.judge import Verdict, judge
-from fusedops.profiling.shares import ideal, identity, op_parts, op_seconds
+from fusedops.profiling.shares import ideal, identity, op_parts, op_seconds, working_ceilings
 from fusedops.profiling.timing import quantiles
 
 __all__ = ["Input", "Machine", "ModuleTime", "OpTime", "Profile", "Time"]
@@ -58,8 +58,8 @@ class Time:
 class OpTime:
     """An operator's calls of one kind in a step. bound: what most of their time is.
 
-    seconds: of a step, scaled to steps without a profiler. possible: seconds at this machine's
-    ceilings. share: of the step, the wait for data left out.
+    seconds: of a step, scaled to steps without a profiler; on a GPU of its kernels. possible:
+    seconds at this machine's ceilings. share: of the step, the wait for data left out.
     """
 
     name: str
@@ -267,8 +267,9 @@ class Profile:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         kept = Snapshot(self._subject.model, self._subject.optimizer)
         cpu = torch.profiler.ProfilerActivity.CPU
+        activities = torch.profiler.supported_activities() if self.evidence.gpu else [cpu]
         try:
-            with torch.profiler.profile(activities=[cpu], record_shapes=True) as profiled:
+            with torch.profiler.profile(activities=activities, record_shapes=True) as profiled:
                 self._call()
         finally:
             kept.restore()
@@ -354,11 +355,11 @@ def _mfu(evidence: Evidence, seconds: float) -> float | None:
 
 
 def _ops(evidence: Evidence) -> list[OpTime]:
-    found = op_seconds(evidence, identity(evidence))
-    if found is None or evidence.ceilings is None:
+    found, ceilings = op_seconds(evidence, identity(evidence)), working_ceilings(evidence)
+    if found is None or ceilings is None:
         return []
     step = sum(found[0].values()) + found[1]
-    rows = [_op_time(op, seconds, evidence.ceilings, step) for op, seconds in found[0].items()]
+    rows = [_op_time(op, seconds, ceilings, step) for op, seconds in found[0].items()]
     return sorted(rows, key=lambda row: -row.seconds)
 
 

@@ -12,6 +12,7 @@ no explanation is `unknown`.
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from statistics import median
 
@@ -26,6 +27,7 @@ __all__ = [
     "op_parts",
     "op_seconds",
     "partition",
+    "working_ceilings",
 ]
 
 BOUNDS = (
@@ -177,13 +179,16 @@ def op_seconds(evidence: Evidence, sample: Sample) -> tuple[dict[Op, float], flo
 
     Of each the shortest of the profiled steps counts, less the profiler's cost an event: programs
     that interrupt an operator make it only longer. What takes milliseconds is interrupted in every
-    step. How long a profiled step ran is known, so what the sum has too much is taken off there.
-    None without a table of operators.
+    step. How long a profiled step ran is known, so what the sum has too much is taken off there. On
+    a GPU an operator's time is that of its kernels, which a profiler does not make longer. None
+    without a table of operators.
     """
     profiled, ceilings = evidence.profiled, evidence.ceilings
     if profiled is None or ceilings is None or not profiled.seconds:
         return None
     steps = sample.of_profiled
+    if evidence.gpu is not None:
+        return _kernel_seconds(evidence, profiled, steps)
     step = median((evidence.fewer_threads or evidence.cached or evidence.plain).running)
     ran = min(profiled.running[i] for i in steps)
     per_event = min(1.5 * ceilings.event_seconds, max(0.0, ran - step) / max(1, profiled.events))
@@ -203,6 +208,21 @@ def op_seconds(evidence: Evidence, sample: Sample) -> tuple[dict[Op, float], flo
     total = sum(seconds.values()) + outside
     scale = step / total if total else 1.0
     return {op: s * scale for op, s in seconds.items()}, outside * scale
+
+
+def _kernel_seconds(
+    evidence: Evidence, profiled: Profiled, steps: Sequence[int]
+) -> tuple[dict[Op, float], float]:
+    seconds = {op: median(op.seconds[i] for i in steps) for op in profiled.ops}
+    step = median((evidence.cached or evidence.plain).seconds)
+    return seconds, max(0.0, step - sum(seconds.values()))
+
+
+def working_ceilings(evidence: Evidence) -> Ceilings | None:
+    """The ceilings for an operator's own time: a GPU's launch is not part of a kernel's time."""
+    if evidence.ceilings is None or evidence.gpu is None:
+        return evidence.ceilings
+    return replace(evidence.ceilings, op_seconds=0.0)
 
 
 def op_parts(op: Op, seconds: float, ceilings: Ceilings) -> dict[str, float]:
@@ -281,24 +301,26 @@ def _on_gpu(evidence: Evidence, sample: Sample, rest: float, shares: dict[str, f
     fed = bool(evidence.plain.wait) or evidence.cached is not None
     launches = fed and gpu.median_kernel < 10e-6 and gpu.host_waits < 0.05
     shares["launch" if launches else "unknown"] += idle
-    of_kernels = _kernel_parts(evidence.profiled, evidence.ceilings, sample)
+    of_kernels = _kernel_parts(evidence, sample, gpu.busy * step)
     for bound, part in of_kernels.items():
         shares[bound] += busy * part
 
 
-def _kernel_parts(
-    profiled: Profiled | None, ceilings: Ceilings | None, sample: Sample
-) -> dict[str, float]:
-    """Shares of the busy time, which sum to 1; a kernel's launch is not part of its time."""
-    if profiled is None or ceilings is None or not profiled.ops:
+def _kernel_parts(evidence: Evidence, sample: Sample, busy: float) -> dict[str, float]:
+    """Shares of the busy time, which sum to 1; a kernel's launch is not part of its time.
+
+    busy: seconds in which the GPU worked. The rest of it, beside the operators, is unknown.
+    """
+    found, ceilings = op_seconds(evidence, sample), evidence.ceilings
+    if found is None or ceilings is None or not found[0]:
         return {"unknown": 1.0}
     parts = dict.fromkeys(("memory", "compute", "kernels"), 0.0)
-    for op in profiled.ops:
-        seconds = min(op.seconds[i] for i in sample.of_profiled)
+    for op, seconds in found[0].items():
         compute, memory, _ = ideal(op, ceilings)
         work = min(seconds, max(compute, memory))
         parts["compute" if compute >= memory else "memory"] += work
         parts["kernels"] += seconds - work
+    parts["unknown"] = max(0.0, busy - sum(parts.values()))
     total = sum(parts.values())
     return {bound: part / total for bound, part in parts.items()} if total else {"unknown": 1.0}
 

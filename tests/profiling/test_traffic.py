@@ -17,7 +17,7 @@ def operators(call):
 
 
 N, M = 64, 128
-X, W, B = torch.randn(N, M), torch.randn(M, M), torch.randn(M)
+X, W, B, C = torch.randn(N, M), torch.randn(M, M), torch.randn(M), torch.randn(M)
 INDEX = torch.randint(N, (5,))
 TARGET = torch.randint(M, (N,))
 OUT = torch.empty(N, M)
@@ -34,7 +34,7 @@ CASES = {
     "aten::embedding": (lambda: torch.embedding(X, INDEX), 5 * M * 2 + 5 * 2),
     "aten::gather": (lambda: X.gather(0, INDEX[:, None].expand(5, 3)), 5 * 3 * 2 + 5 * 2),
     "fusedops::norm_forward": (  # the statistics are float64
-        lambda: fusedops.functional.layer_norm(X, (M,), B, B),
+        lambda: fusedops.functional.layer_norm(X, (M,), B, C),
         N * M * 2 + 2 * M + 2 * 2 * N,
     ),
     "fusedops::gated_activation_forward": (
@@ -56,6 +56,10 @@ def test_bytes(name):
     assert row.bytes == elements * F and row.calls == 1
 
 
+def test_a_tensor_that_is_given_twice_is_read_once():
+    assert operators(lambda: X * X)["aten::mul"].bytes == 2 * N * M * F
+
+
 def test_views_move_nothing():
     rows = operators(lambda: X.t().view(M, N)[1:].detach().unsqueeze(0))
     assert all(row.bytes == 0 for row in rows.values())
@@ -64,6 +68,17 @@ def test_views_move_nothing():
 def test_an_expanded_tensor_counts_its_storage():
     wide = torch.randn(1, M).expand(N, M)
     assert operators(lambda: wide.sum())["aten::sum"].bytes == (M + 1) * F
+
+
+def test_what_a_kernel_reads_again_is_in_the_table():
+    """Two blocks of 256 rows decode the codes twice, from the cache that holds all of them."""
+    x = torch.randn(512, 256)
+    weight = fusedops.functional.quantize_weight(torch.randn(M, 256), "int8")
+    rows = operators(lambda: fusedops.functional.quantized_linear(x, weight))
+    codes = M * 256 + M * F
+    row = next(row for name, row in rows.items() if name.startswith("fusedops::quantized_linear"))
+    assert row.bytes == 512 * (256 + M) * F + 2 * codes
+    assert dict(row.traffic)[1 << (codes - 1).bit_length()] == codes
 
 
 def test_fused_adamw_reads_and_writes_its_state():

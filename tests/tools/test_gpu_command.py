@@ -410,6 +410,8 @@ STEPS = {
     "junitxml": "-k cuda or triton",
     "--tool memcheck": "--error-exitcode 1",
     "--tool racecheck": "--error-exitcode 1",
+    "fusedops profile": "--device cuda --dtype bfloat16",
+    "test_cuda.py": "-m pytest tests/profiling/test_cuda.py",
     "benchmarks gpu": f"-m benchmarks gpu {' '.join(sorted(ON_GPU))} --out",
 }
 

@@ -65,7 +65,7 @@ SHARED = {
     },
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
-    "fusedops/functional": {"__init__.py", "jagged.py"},
+    "fusedops/functional": {"__init__.py", "jagged.py", "traffic.py"},
     "fusedops/uncompiled": {
         "__init__.py",
         "checks.py",

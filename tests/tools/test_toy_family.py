@@ -220,6 +220,7 @@ OF_EVERY_FAMILY = {
     "tests/package/test_backends.py": "report_names_every",
     "tests/package/test_quick.py": FAMILY,
     "tests/contract/test_autograd.py": FAMILY,
+    "tests/contract/test_bytes.py": "operator_has_a_formula",
     "tests/contract/test_compilers.py": FAMILY,
     "tests/contract/test_errors.py": FAMILY,
     "tests/contract/test_compiled_autograd.py": FAMILY,

@@ -41,7 +41,9 @@ def _adamw8bit(subject: Subject) -> Iterator[None]:
 
 @contextmanager
 def _bf16(subject: Subject) -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16):
+    parameters = subject.model.parameters() if subject.model is not None else ()
+    device = next((p.device.type for p in parameters), "cpu")
+    with torch.autocast(device, torch.bfloat16):
         yield
 
 

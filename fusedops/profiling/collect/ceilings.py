@@ -25,7 +25,7 @@ from fusedops.machine import cpus
 from fusedops.profiling.collect.clock import preempted_seconds
 from fusedops.profiling.evidence import Ceilings
 
-__all__ = ["ceilings"]
+__all__ = ["cached_at", "ceilings", "read_ceilings", "with_products", "write_ceilings"]
 
 SIZES = (2**17, 2**20, 2**22, 2**25, 2**27)  # bytes of source and destination together
 PRODUCT = 1024  # rows and columns of the matrices
@@ -40,22 +40,40 @@ def ceilings(dtypes: Iterable[str], fresh: bool = False) -> Ceilings:
 
     dtypes: torch's names, such as "float32". fresh: do not read the cache.
     """
-    path = _cached_at()
-    kept = None if fresh else _read(path)
-    found = kept
-    if found is None:
-        found = Ceilings(
-            copy=tuple((size, _copy(size)) for size in SIZES),
-            flops={},
-            op_seconds=_call(),
-            fault_seconds=_fault(),
-            event_seconds=_event(),
-        )
+    path = cached_at(
+        f"{cpu_name()} {cpus()} {torch.get_num_threads()} {torch.__version__} {PRODUCT} {SIZES}"
+    )
+    kept = None if fresh else read_ceilings(path)
+    return with_products(path, kept, _measured, dtypes, _product)
+
+
+def _measured() -> Ceilings:
+    return Ceilings(
+        copy=tuple((size, _copy(size)) for size in SIZES),
+        flops={},
+        op_seconds=_call(),
+        fault_seconds=_fault(),
+        event_seconds=_event(),
+    )
+
+
+def with_products(
+    path: Path | None,
+    kept: Ceilings | None,
+    measure: Callable[[], Ceilings],
+    dtypes: Iterable[str],
+    product: Callable[[torch.dtype], float],
+) -> Ceilings:
+    """The ceilings that are kept, or else measured, with the products of these dtypes; kept again.
+
+    measure: everything but the products. product: FLOP/s of a dtype.
+    """
+    found = measure() if kept is None else kept
     missing = [dtype for dtype in sorted(set(dtypes)) if dtype not in found.flops]
     if not missing and kept:
         return found
-    found.flops.update({dtype: _product(getattr(torch, dtype)) for dtype in missing})
-    _write(path, found)
+    found.flops.update({dtype: product(getattr(torch, dtype)) for dtype in missing})
+    write_ceilings(path, found)
     return found
 
 
@@ -153,16 +171,15 @@ def _event() -> float:
     return max(0.0, min(profiled() for _ in range(3)) - _best(calls, 0.1)) / 1000
 
 
-def _cached_at() -> Path | None:
-    """None where the user has no folder for caches."""
-    about = f"{cpu_name()} {cpus()} {torch.get_num_threads()} {torch.__version__} {PRODUCT} {SIZES}"
+def cached_at(about: str) -> Path | None:
+    """Where the ceilings of what `about` says are kept; None without a folder for caches."""
     name = hashlib.sha256(about.encode()).hexdigest()[:16]
     with suppress(RuntimeError):
         return caches(os.environ) / "profile" / f"ceilings-{name}.json"
     return None
 
 
-def _read(path: Path | None) -> Ceilings | None:
+def read_ceilings(path: Path | None) -> Ceilings | None:
     """What was kept, unless it is older than a day."""
     if path is None:
         return None
@@ -173,7 +190,7 @@ def _read(path: Path | None) -> Ceilings | None:
     return None
 
 
-def _write(path: Path | None, found: Ceilings) -> None:
+def write_ceilings(path: Path | None, found: Ceilings) -> None:
     """A folder that cannot be written only costs the next profile the measuring."""
     if path is None:
         return

@@ -8,7 +8,6 @@ from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -16,6 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from fusedops.machine import read
+from fusedops.profiling.collect.gpu.driver import Driver, between
 from fusedops.profiling.evidence import Run
 
 __all__ = ["Phases", "Series", "preempted_seconds", "throttled_seconds", "withheld"]
@@ -25,13 +25,14 @@ class Phases:
     """Seconds in the model's forward and in the steps of optimizers, while it is entered.
 
     It uses hooks of the model itself and of every optimizer, so it needs no code in the step.
+    driver: of the GPU whose events measure, once CUDA is used; None measures on the host.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self.model = model
-        self.forward = self.optimizer = 0.0
-        self._depth = 0
-        self._start = 0.0
+    def __init__(self, model: nn.Module | None, driver: Driver | None = None) -> None:
+        self.model, self.driver = model, driver
+        self._start: Any = 0.0
+        self._forward: list[tuple[Any, Any]] = []
+        self._optimizer: list[tuple[Any, Any]] = []
         self._kept, self._of_model = ExitStack(), ExitStack()
 
     def __enter__(self) -> "Phases":
@@ -58,30 +59,60 @@ class Phases:
         self._of_model.close()
 
     def reset(self) -> None:
-        self.forward = self.optimizer = 0.0
+        self._forward.clear()
+        self._optimizer.clear()
+
+    @property
+    def forward(self) -> float:
+        """Seconds since `reset`. With a driver, the GPU must have finished."""
+        return sum(_seconds(*pair) for pair in self._forward)
+
+    @property
+    def optimizer(self) -> float:
+        """Seconds since `reset`. With a driver, the GPU must have finished."""
+        return sum(_seconds(*pair) for pair in self._optimizer)
 
     def _begin(self, *_: object) -> None:
-        self._start = perf_counter()
+        self._start = self._mark()
 
     def _end_forward(self, *_: object) -> None:
-        self.forward += perf_counter() - self._start
+        self._forward.append((self._start, self._mark()))
 
     def _end_optimizer(self, *_: object) -> None:
-        self.optimizer += perf_counter() - self._start
+        self._optimizer.append((self._start, self._mark()))
+
+    def _mark(self) -> Any:
+        if self.driver is not None and self.driver.active:
+            return self.driver.event()
+        return perf_counter()
+
+
+def _seconds(first: Any, last: Any) -> float:
+    """Between two marks. None of the time counts if CUDA was started between them."""
+    if isinstance(first, float):
+        return last - first if isinstance(last, float) else 0.0
+    return between(first, last)
 
 
 @dataclass
 class Series:
-    """Steps of one kind; `run()` is what was measured so far."""
+    """Steps of one kind; `run()` is what was measured so far.
+
+    driver: of the GPU that may be used. Each step ends with a wait for it, and no step has another
+    one that is not its own.
+    """
 
     phases: Phases
     paired: bool = False
+    driver: Driver = field(default_factory=Driver)
     seconds: list[float] = field(default_factory=list)
     wait: list[float] = field(default_factory=list)
     forward: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     preempted: list[float] = field(default_factory=list)
+    on_gpu: list[float] = field(default_factory=list)
+    synced: list[float] = field(default_factory=list)
     used: list[resource.struct_rusage] = field(default_factory=list)  # before and after each step
 
     def time(self, step: Callable[..., Any], fetch: Callable[[], Any] | None = None) -> None:
@@ -96,11 +127,16 @@ class Series:
         batch = (fetch(),) if fetch else ()
         waited = perf_counter() - start if fetch else 0.0
         running = thread_time()
+        first = self.driver.event()
         step(*batch)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        last, issued = self.driver.event(), perf_counter()
+        self.driver.synchronize()
         self.cpu.append(thread_time() - running)
-        self.seconds.append(perf_counter() - start)
+        end = perf_counter()
+        self.seconds.append(end - start)
+        if first is not None:
+            self.on_gpu.append(between(first, last))
+            self.synced.append(end - issued)
         self.used += [before, resource.getrusage(resource.RUSAGE_SELF)]
         self.preempted.append(preempted_seconds() - delayed)
         self.wait.append(waited)
@@ -124,6 +160,8 @@ class Series:
             throttled=throttled * sum(self.seconds),
             steal=steal,
             paired=self.paired,
+            on_gpu=tuple(self.on_gpu),
+            synced=tuple(self.synced),
         )
 
     def _sum(self, counter: str) -> float:

@@ -1,11 +1,8 @@
 """All experiments of a profile, in order, within its budget."""
 
-import itertools
 import platform
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -15,19 +12,17 @@ from torch import nn
 from fusedops.backends import cpu_name, version_of
 from fusedops.machine import cpu_quota, cpus
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
-from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
-from fusedops.profiling.collect.operators import table
+from fusedops.profiling.collect.gpu.driver import Driver
+from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
+from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
-from fusedops.profiling.evidence import Evidence, Profiled
-from fusedops.profiling.storage.measured import measure_memory
+from fusedops.profiling.evidence import Evidence, Run
 
 __all__ = ["Subject", "about", "collect", "usable_cpus"]
 
-TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
-MEMORY = 3  # measuring the memory of a step takes less than so many steps
 BLOCKED = 4096  # elements from which AdamW8bit has 8-bit moments
 STEPS_PART = 0.6  # of the budget goes to plain steps, the rest to the table of operators
 
@@ -50,15 +45,19 @@ def collect(
     budget_s: float,
     restore: bool,
     tick: Callable[[], None] = lambda: None,
+    driver: Driver | None = None,
 ) -> tuple[Evidence, Callable[[], Any]]:
     """The evidence, and a call that runs one more step on a kept batch.
 
-    tick: called after each step, for a progress bar.
+    tick: called after each step, for a progress bar. driver: of the GPU that may be used; by
+    default the model's, else the current one.
     """
+    model, optimizer = subject.model, subject.optimizer
+    driver = driver or Driver(index=_index(model))
     start = perf_counter()
-    kept = Snapshot(subject.model, subject.optimizer) if restore else None
+    kept = Snapshot(model, optimizer) if restore else None
     try:
-        with Phases(subject.model) as phases:
+        with Phases(model, driver) as phases:
             data = None if subject.data is None else Data(subject.data)
             plan = Plan(
                 steps,
@@ -66,17 +65,23 @@ def collect(
                 start + STEPS_PART * budget_s,
                 tick,
                 lambda batch: count_tokens(batch, subject.tokens),
+                driver,
             )
             measured = measure_steps(subject.step, data, phases, plan, usable_cpus())
-        profiled = _operators(subject, measured, start + budget_s, tick)
-        memory = _memory(subject, measured, start + budget_s)
-        found = about(subject.model, subject.optimizer)
+        found = about(model, optimizer)
+        if on_gpu := uses_gpu(model, measured, driver.kind):
+            measured = _without_preemptions(measured)
+            found |= {"device": driver.properties().name, "cpu": found["device"]}
+            parts = collect_on_gpu(measured, model, optimizer, driver, start + budget_s, tick)
+        else:
+            parts = collect_on_cpu(measured, model, optimizer, start + budget_s, tick)
     finally:
         if kept is not None:
             kept.restore()
-    if restore and subject.model is None and subject.optimizer is None:
-        measured.not_checked.append("restore: no model and no optimizer were given")
-    return replace(_evidence(subject, measured, profiled, found), memory=memory), measured.call
+    if restore and model is None and optimizer is None:
+        parts.not_checked.append("restore: no model and no optimizer were given")
+    evidence = _evidence(subject, measured, parts, found, "cuda" if on_gpu else _device(model))
+    return evidence, _ended(measured.call, driver) if on_gpu else measured.call
 
 
 def usable_cpus() -> float:
@@ -85,88 +90,57 @@ def usable_cpus() -> float:
     return float(cpus()) if quota is None else min(float(cpus()), quota)
 
 
-def _operators(
-    subject: Subject, measured: Measured, deadline: float, tick: Callable[[], None]
-) -> Profiled | None:
-    """The table of operators; None, with the reason among `not_checked`, where it is not made."""
-    longest = median((measured.cached or measured.plain).seconds)
-    reason = _no_table(subject)
-    if not reason and perf_counter() + TABLE * longest + 2 > deadline:
-        reason = "the budget had no time for it"
-    if not reason:
-        try:
-            return table(measured.call, deadline, tick)
-        except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
-            reason = f"a recorded step raised {type(error).__name__}: {error}"
-    measured.not_checked.append(f"operators: {reason}")
-    return None
+def _index(model: nn.Module | None) -> int | None:
+    """The first GPU that holds a parameter of the model."""
+    parameters = model.parameters() if model is not None else ()
+    return next((p.device.index for p in parameters if p.device.type == "cuda"), None)
 
 
-def _memory(subject: Subject, measured: Measured, deadline: float) -> dict[str, int] | None:
-    """Bytes of a step by category; None, with the reason, where they are not measured."""
-    longest = median((measured.cached or measured.plain).seconds)
-    reason = "a GPU may be used" if torch.cuda.is_initialized() else ""
-    if not reason and (places := _devices(subject.model)) - {"cpu"}:
-        reason = f"the model is on {', '.join(sorted(places))}, and only a CPU's is measured"
-    if not reason and perf_counter() + MEMORY * longest > deadline:
-        reason = "the budget had no time for it"
-    if not reason:
-        try:
-            use = measure_memory(measured.call, model=subject.model, optimizer=subject.optimizer)
-        except Exception as error:  # noqa: BLE001  the user's step, under hooks and a profiler
-            reason = f"a watched step raised {type(error).__name__}: {error}"
-        else:
-            return {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
-    measured.not_checked.append(f"memory: {reason}")
-    return None
+def _without_preemptions(measured: Measured) -> Measured:
+    """A GPU works on while the host's thread is preempted, so that time belongs to the step."""
+
+    def without(run: Run | None) -> Run | None:
+        return None if run is None else replace(run, preempted=())
+
+    return replace(
+        measured,
+        plain=replace(measured.plain, preempted=()),
+        cached=without(measured.cached),
+        half=without(measured.half),
+        fewer_threads=without(measured.fewer_threads),
+    )
 
 
-def _no_table(subject: Subject) -> str:
-    if torch.cuda.is_initialized():
-        return "the step may use a GPU, whose kernels are not recorded"
-    devices = sorted(_devices(subject.model))
-    if len(devices) > 1:
-        return f"the model is on {len(devices)} devices, {', '.join(devices)}"
-    if devices not in ([], ["cpu"]):
-        return f"the model is on {devices[0]}, and only a CPU's are recorded"
-    return ""
+def _ended(call: Callable[[], Any], driver: Driver) -> Callable[[], Any]:
+    """The step with a wait for the GPU at its end."""
 
+    def run() -> Any:
+        result = call()
+        driver.synchronize()
+        return result
 
-def _devices(model: nn.Module | None) -> set[str]:
-    """Types of the devices that hold a model's parameters and buffers."""
-    if model is None:
-        return set()
-    return {t.device.type for t in itertools.chain(model.parameters(), model.buffers())}
+    return run
 
 
 def _device(model: nn.Module | None) -> str:
     """The type of the device that computes the step, as far as the model says it."""
-    others = sorted(_devices(model) - {"cpu"})
+    others = sorted(devices_of(model) - {"cpu"})
     return others[0] if others else "cpu"
 
 
-def _about_gpus(device: str) -> str:
-    if torch.cuda.is_initialized() or device not in ("cpu", "meta"):
-        return "GPU: its work is not recorded; use --trace"
-    return "GPU: none was used"
-
-
 def _evidence(
-    subject: Subject, measured: Measured, profiled: Profiled | None, found: dict[str, Any]
+    subject: Subject, measured: Measured, parts: Parts, found: dict[str, Any], device: str
 ) -> Evidence:
     counted = mean_tokens(measured.counted)
     if subject.data is None and isinstance(subject.tokens, int):
         counted = count_tokens(None, subject.tokens)
-    device = _device(subject.model)
-    not_checked = [*measured.not_checked, _about_gpus(device)]
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if ranks else 1
-    not_checked.append(
-        f"communication: collectives of {processes} processes are not timed on CPUs"
-        if processes > 1
-        else "communication: one process"
-    )
-    flops = _flops(profiled) if profiled else None
+    not_checked = [*measured.not_checked, *parts.not_checked]
+    if processes == 1:
+        not_checked.append("communication: one process")
+    elif parts.gpu is None:
+        not_checked.append(f"communication: collectives of {processes} processes are not timed")
     return Evidence(
         plain=measured.plain,
         cached=measured.cached,
@@ -174,9 +148,11 @@ def _evidence(
         fewer_threads=measured.fewer_threads,
         loader=measured.loader,
         tokens=counted,
-        ceilings=ceilings({*(flops or ()), *(("bfloat16",) if flops else ())}),
-        profiled=profiled,
-        flops=flops,
+        ceilings=parts.ceilings,
+        profiled=parts.profiled,
+        gpu=parts.gpu,
+        flops=flops_of(parts.profiled),
+        memory=parts.memory,
         device=device,
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
@@ -184,13 +160,6 @@ def _evidence(
         about=found,
         not_checked=tuple(not_checked),
     )
-
-
-def _flops(profiled: Profiled) -> dict[str, int]:
-    sums: Counter[str] = Counter()
-    for op in profiled.ops:
-        sums[op.dtype] += op.flops
-    return dict(+sums)
 
 
 def about(

@@ -15,15 +15,18 @@ from torch.utils.module_tracker import ModuleTracker
 
 from fusedops.profiling.collect.arithmetic import Arithmetic, dtype_of
 from fusedops.profiling.collect.clock import preempted_seconds
-from fusedops.profiling.collect.traffic import Reuse, touched
+from fusedops.profiling.collect.traffic import Reuse, touched, traffic
 from fusedops.profiling.evidence import Op, Profiled
 
-__all__ = ["table"]
+__all__ = ["Recorder", "Times", "assign", "record", "rows", "table"]
 
 LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number in a module's name
 STEPS, FEWEST, MOST = 5, 3, 15  # steps that are kept, needed, and tried under torch.profiler
 QUIET = 0.03  # a step that other programs held up for a smaller share of its time is undisturbed
 LONGEST = 96  # characters of an operator's shapes
+
+
+Times = dict[str, list[tuple[float, int]]]  # operator -> seconds and events of each call
 
 
 class Key(NamedTuple):
@@ -64,7 +67,10 @@ class Recorder(Arithmetic):
         row.calls += 1
         row.flops += flops
         self.sequence[name].append(key)
-        self.reuse.touch(touched(func, args, kwargs, out), row.add)
+        differs = traffic(func, args, kwargs)
+        self.reuse.touch(touched(func, args, kwargs, out, differs.unread), row.add)
+        for distance, size in differs.again:
+            row.add(max(1, distance), size)
 
     def _module(self) -> str:
         """The innermost module, with a star for a layer's number."""
@@ -86,15 +92,21 @@ def _layout(tensor: Tensor) -> str:
     return "T" if tensor.dim() >= 2 and tensor.mT.is_contiguous() else "strided"
 
 
+def record(call: Callable[[], Any]) -> Recorder:
+    """Runs one step and records its operators."""
+    with ModuleTracker() as tracker, Recorder(tracker) as recorder:
+        call()
+    recorder.reuse.finish()
+    return recorder
+
+
 def table(call: Callable[[], Any], deadline: float, tick: Callable[[], None]) -> Profiled:
     """Runs one recorded step, and steps under torch.profiler; the least disturbed ones count.
 
     call: one step. deadline: of `perf_counter`. Times are the profiler's; `judge` takes its
     overhead off.
     """
-    with ModuleTracker() as tracker, Recorder(tracker) as recorder:
-        call()
-    recorder.reuse.finish()
+    recorder = record(call)
     tick()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts
     _profiled(call)  # the first start of the profiler is slow
@@ -102,7 +114,8 @@ def table(call: Callable[[], Any], deadline: float, tick: Callable[[], None]) ->
     for done in range(1, MOST + 1):
         wall, found, preempted = _profiled(call)
         walls.append(wall)
-        events.append(_assign(recorder, found))
+        assign(recorder, _times(recorder, found))
+        events.append(len(found))
         delays.append(preempted)
         disturbed.append(preempted / wall)
         tick()
@@ -111,19 +124,23 @@ def table(call: Callable[[], Any], deadline: float, tick: Callable[[], None]) ->
         if done >= FEWEST and perf_counter() + 2 * wall > deadline:
             break
     kept = sorted(sorted(range(len(walls)), key=disturbed.__getitem__)[:STEPS])
-    ops = tuple(_op(key, row, kept, len(walls)) for key, row in recorder.rows.items())
+    ops = rows(recorder, kept, len(walls))
     walls, delays = ([values[i] for i in kept] for values in (walls, delays))
     return Profiled(tuple(walls), max(events), ops, tuple(delays))
 
 
-def _op(key: Key, row: Row, kept: list[int], steps: int) -> Op:
-    return Op(
-        *key,
-        calls=row.calls,
-        flops=row.flops,
-        traffic=tuple(sorted(row.traffic.items())),
-        seconds=tuple(row.seconds[i] for i in kept),
-        events=round(row.events / steps),
+def rows(recorder: Recorder, kept: Sequence[int], steps: int) -> tuple[Op, ...]:
+    """The table after `steps` assigned steps, with the times of those that are kept."""
+    return tuple(
+        Op(
+            *key,
+            calls=row.calls,
+            flops=row.flops,
+            traffic=tuple(sorted(row.traffic.items())),
+            seconds=tuple(row.seconds[i] for i in kept),
+            events=round(row.events / steps),
+        )
+        for key, row in recorder.rows.items()
     )
 
 
@@ -137,17 +154,21 @@ def _profiled(call: Callable[[], Any]) -> tuple[float, Sequence[Any], float]:
     return wall, profile.events(), delay
 
 
-def _assign(recorder: Recorder, events: Sequence[Any]) -> int:
-    """Adds a profiled step's times to the rows, and returns how many events it has.
-
-    The n-th event of an operator is its n-th recorded call. If their numbers differ, because the
-    steps differ, each of the operator's calls gets the mean.
-    """
-    found: dict[str, list[tuple[float, int]]] = defaultdict(list)
+def _times(recorder: Recorder, events: Sequence[Any]) -> Times:
+    found: Times = defaultdict(list)
     tops = sorted((e for e in events if e.cpu_parent is None), key=lambda e: e.time_range.start)
     for event in tops:
         for name, seconds, inside in _matches(event, recorder.sequence):
             found[name].append((seconds, inside))
+    return found
+
+
+def assign(recorder: Recorder, found: Times) -> None:
+    """Adds a profiled step's times to the rows.
+
+    The n-th event of an operator is its n-th recorded call. If their numbers differ, because the
+    steps differ, each of the operator's calls gets the mean.
+    """
     sums: dict[Key, float] = defaultdict(float)
     for name, keys in recorder.sequence.items():
         times = found.get(name, [])
@@ -159,7 +180,6 @@ def _assign(recorder: Recorder, events: Sequence[Any]) -> int:
             recorder.rows[key].events += below
     for key, row in recorder.rows.items():
         row.seconds.append(sums[key])
-    return len(events)
 
 
 def _matches(event: Any, names: dict[str, Any]) -> Iterator[tuple[str, float, int]]:

@@ -12,6 +12,8 @@ import torch
 from fusedops.profiling.collect.batches import halve, nbytes
 from fusedops.profiling.collect.clock import Phases, Series, throttled_seconds, withheld
 from fusedops.profiling.collect.data import KEPT_BYTES, Data
+from fusedops.profiling.collect.gpu.allocator import Allocations, allocations
+from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.evidence import Loader, Run, Tokens
 
 __all__ = ["Measured", "Plan", "measure_steps"]
@@ -23,7 +25,7 @@ FEWEST = 5  # what a verdict needs
 class Plan:
     """How many steps to run, until when (of `perf_counter`), and what to call after each one.
 
-    count: the tokens of a batch.
+    count: the tokens of a batch. driver: of the GPU that may be used.
     """
 
     steps: int
@@ -31,6 +33,7 @@ class Plan:
     deadline: float
     tick: Callable[[], None] = lambda: None
     count: Callable[[Any], Tokens] = lambda batch: Tokens()
+    driver: Driver = field(default_factory=Driver)
 
     def has_time_for(self, seconds: float) -> bool:
         return perf_counter() + seconds < self.deadline
@@ -41,7 +44,7 @@ class Measured:
     """What `measure_steps` found.
 
     counted: the tokens of each plain step, empty without data. call: a step on a kept batch of the
-    usual size.
+    usual size. allocated: on the GPU, by all steps after the warm-up; None where none is used.
     """
 
     plain: Run
@@ -52,6 +55,7 @@ class Measured:
     counted: list[Tokens] = field(default_factory=list)
     call: Callable[[], Any] = lambda: None
     not_checked: list[str] = field(default_factory=list)
+    allocated: Allocations | None = None
 
 
 def measure_steps(
@@ -68,6 +72,7 @@ def measure_steps(
         return _without_data(step, phases, plan, cpus)
     longest = _warm_up(step, data, plan)
     rounds = _Rounds(step, data, phases, plan, longest)
+    before = plan.driver.stats()
     start, throttled, ticks = perf_counter(), throttled_seconds(), withheld()
     if data.asynchronous:
         rounds.one_after_the_other()
@@ -76,6 +81,7 @@ def measure_steps(
     wall = perf_counter() - start
     stopped = (throttled_seconds() - throttled) / wall, _steal(ticks)
     measured = rounds.measured(*stopped)
+    measured.allocated = allocations(before, plan.driver.stats(), rounds.steps)
     measured.call = _again(step, _usual(data.kept))
     measured.fewer_threads = _fewer_threads(measured.call, phases, plan, cpus)
     return measured
@@ -94,13 +100,16 @@ class _Rounds:
     ) -> None:
         self.step, self.data, self.plan, self.longest = step, data, plan, longest
         paired = not data.asynchronous
-        self.plain = Series(phases, paired)
-        self.cached = Series(phases, paired)
-        self.half = Series(phases, paired)
+        self.plain, self.cached, self.half = (Series(phases, paired, plan.driver) for _ in range(3))
         self.loader: Loader | None = None
         self.counted: list[Tokens] = []
         self.not_checked: list[str] = []
         self._halving = self._has_time = True
+
+    @property
+    def steps(self) -> int:
+        """How many steps ran, of all kinds."""
+        return sum(len(series.seconds) for series in (self.plain, self.cached, self.half))
 
     def interleaved(self) -> None:
         for done in range(self.plan.steps):
@@ -231,10 +240,10 @@ class _Rounds:
 def _without_data(step: Callable[..., Any], phases: Phases, plan: Plan, cpus: float) -> Measured:
     longest = 0.0
     for done in range(max(1, plan.warmup)):
-        longest = _timed(_noted(step, f"warm-up step {done + 1}"))
+        longest = _timed(_noted(step, f"warm-up step {done + 1}"), plan.driver)
         if not plan.has_time_for(longest):
             break
-    series = Series(phases)
+    series, before = Series(phases, driver=plan.driver), plan.driver.stats()
     start, throttled, ticks = perf_counter(), throttled_seconds(), withheld()
     for done in range(plan.steps):
         if done and not plan.has_time_for(longest if done >= FEWEST else 0):
@@ -243,9 +252,10 @@ def _without_data(step: Callable[..., Any], phases: Phases, plan: Plan, cpus: fl
         plan.tick()
     wall = perf_counter() - start
     plain = series.run((throttled_seconds() - throttled) / wall, _steal(ticks))
+    allocated = allocations(before, plan.driver.stats(), len(series.seconds))
     fewer = _fewer_threads(step, phases, plan, cpus)
     reasons = ["input: no data was given", "elasticity: no data was given"]
-    return Measured(plain, fewer_threads=fewer, call=step, not_checked=reasons)
+    return Measured(plain, fewer_threads=fewer, call=step, not_checked=reasons, allocated=allocated)
 
 
 def _warm_up(step: Callable[..., Any], data: Data, plan: Plan) -> float:
@@ -263,7 +273,7 @@ def _warm_up(step: Callable[..., Any], data: Data, plan: Plan) -> float:
             raise ValueError(
                 f"profile: a batch must have at most {KEPT_BYTES >> 20} MiB, since batches are kept"
             )
-        longest = _timed(_noted(_again(step, batch), f"warm-up step {done + 1}"))
+        longest = _timed(_noted(_again(step, batch), f"warm-up step {done + 1}"), plan.driver)
         if not plan.has_time_for((1 + FEWEST) * longest):  # the measured steps matter more
             break
     return longest
@@ -274,10 +284,12 @@ def _fewer_threads(step: Callable[[], Any], phases: Phases, plan: Plan, cpus: fl
     threads, fitting = torch.get_num_threads(), max(1, math.floor(cpus))
     if threads <= fitting:
         return None
-    series = Series(phases)
+    series = Series(phases, driver=plan.driver)
     torch.set_num_threads(fitting)
     try:
-        longest = max(_timed(step) for _ in range(2))  # the pool of threads is made again
+        longest = max(
+            _timed(step, plan.driver) for _ in range(2)
+        )  # the pool of threads is made again
         for done in range(plan.steps):
             if done >= FEWEST and not plan.has_time_for(longest):
                 break
@@ -287,9 +299,10 @@ def _fewer_threads(step: Callable[[], Any], phases: Phases, plan: Plan, cpus: fl
     return series.run()
 
 
-def _timed(step: Callable[[], Any]) -> float:
+def _timed(step: Callable[[], Any], driver: Driver) -> float:
     start = perf_counter()
     step()
+    driver.synchronize()
     return perf_counter() - start
 
 

@@ -1,35 +1,75 @@
 """Evidence of a GPU's work from a trace that torch.profiler wrote (kineto's format).
 
 Made with `profile(activities=[CPU, CUDA], schedule=..., with_stack=True)`, `step()` after each
-training step, and `export_chrome_trace`. Times in a trace are microseconds. The profiler slows the
-host down, so the share of launches is an upper bound.
+training step, and `export_chrome_trace`. The profiler slows the host down, so the share of launches
+is an upper bound. `fusedops.profile` makes such a trace itself and corrects that: see collect/gpu.
 """
 
-import gzip
-import json
+import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
 
-from fusedops.profiling.evidence import Evidence, Gpu, Run, Sync
+from fusedops.profiling.collect.kineto import (
+    US,
+    Enclosing,
+    Event,
+    Interval,
+    is_work,
+    length,
+    outermost,
+    read_events,
+    spans,
+    steps_of,
+    union,
+)
+from fusedops.profiling.evidence import Copies, Evidence, Gpu, Run, Sync
 
-__all__ = ["read_trace"]
+__all__ = ["Wait", "Work", "is_collective", "read_trace", "syncs_of", "work_of"]
 
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 SYNCS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+MALLOCS = ("cudaMalloc", "cuMemCreate")  # the second is of expandable segments
 FETCH = "enumerate(DataLoader)#"  # begins the name of a DataLoader's `next`
 COLLECTIVE = "nccl"  # in the names of collectives' kernels
-US = 1e-6
+USERS = re.compile(r"^(?!.*\btorch/).*\.py\(\d+\)")  # a function of the user's
+TO_GPU = "Memcpy HtoD"  # begins the name of a copy to the GPU
 
-Interval = tuple[float, float]
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait of the host for the GPU: where, its seconds, and how long the GPU was idle after."""
+
+    where: str
+    seconds: float
+    gap: float
 
 
-class Event(NamedTuple):
-    name: str
-    category: str
-    start: float
-    end: float
+@dataclass(frozen=True)
+class Work:
+    """What the GPU did in the traced steps. Seconds and counts are of a mean step.
+
+    busy: in which something ran that is no collective. waits: those of each step but its last,
+    which reads the loss or is the profiler's. last_waits: seconds of these.
+    """
+
+    steps: int
+    seconds: float
+    busy: float
+    kernels: float
+    median_kernel: float
+    waits: tuple[tuple[Wait, ...], ...]
+    last_waits: float
+    exposed_communication: float
+    mallocs: float
+    malloc_seconds: float
+    copies: Copies
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of the waits but the last."""
+        return sum(wait.seconds for own in self.waits for wait in own) / self.steps
 
 
 def read_trace(path: str | Path) -> Evidence:
@@ -37,28 +77,33 @@ def read_trace(path: str | Path) -> Evidence:
 
     Raises ValueError if the file is no such trace, or has no step or no work on a GPU.
     """
-    path = Path(path)
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    try:
-        events = [_event(one) for one in json.loads(content)["traceEvents"] if one.get("ph") == "X"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"profile: {path} must be a trace of torch.profiler") from error
-    steps = sorted(e for e in events if e.name.startswith("ProfilerStep#") and _on_host(e))
+    events = read_events(path)
+    steps = steps_of(events)
     if not steps:
         raise ValueError(f"profile: {path} has no ProfilerStep: give it a schedule, call step()")
-    if not any(e.category in ON_GPU for e in events):
+    if not any(map(is_work, events)):
         raise ValueError(f"profile: {path} has no kernel of a GPU: record ProfilerActivity.CUDA")
-    steps.sort(key=lambda step: step.start)
-    window = steps[0].start, max(step.end for step in steps)
-    inside = [e for e in events if e.end > window[0] and e.start < window[1]]
-    fetches = [e for e in inside if e.name.startswith(FETCH) and _on_host(e)]
+    fetches = [
+        e for e in events if e.name.startswith(FETCH) and e.category != "gpu_user_annotation"
+    ]
     unseen = "input: the trace has no DataLoader, so idle time may be a wait for data"
+    work = work_of(events)
     return Evidence(
         plain=Run(
             tuple((step.end - step.start) * US for step in steps),
-            wait=_waits(inside, fetches, steps) if fetches else (),
+            wait=_fetching(events, fetches, steps) if fetches else (),
         ),
-        gpu=_gpu(inside, steps, window),
+        gpu=Gpu(
+            busy=work.busy / work.seconds,
+            host_waits=(work.waiting + work.last_waits) / work.seconds,
+            kernels=round(work.kernels),
+            median_kernel=work.median_kernel,
+            syncs=syncs_of(work.waits),
+            exposed_communication=work.exposed_communication,
+            mallocs=work.mallocs,
+            malloc_seconds=work.malloc_seconds,
+            copies=work.copies,
+        ),
         device="cuda",
         about={"device": "a GPU, from a trace"},
         not_checked=(
@@ -69,100 +114,111 @@ def read_trace(path: str | Path) -> Evidence:
     )
 
 
-def _event(one: dict[str, Any]) -> Event:
-    start = float(one["ts"])
-    return Event(one["name"], one.get("cat", ""), start, start + float(one.get("dur", 0.0)))
-
-
-def _on_host(event: Event) -> bool:
-    return not event.category.startswith("gpu_")
-
-
-def _gpu(events: Sequence[Event], steps: Sequence[Event], window: Interval) -> Gpu:
-    length = window[1] - window[0]
-    work = [e for e in events if e.category in ON_GPU]
-    kernels = [e for e in work if e.category == "kernel"]
-    busy = _union((e.start, e.end) for e in work)
-    collectives = _union((e.start, e.end) for e in kernels if COLLECTIVE in e.name.lower())
-    others = _union((e.start, e.end) for e in work if COLLECTIVE not in e.name.lower())
-    waits = [e for e in events if e.name in SYNCS]
-    mallocs = [e for e in events if e.name == "cudaMalloc"]
+def work_of(events: Sequence[Event]) -> Work:
+    """The GPU's work from the first step's start to the last one's end; there must be a step."""
+    steps = steps_of(events)
+    window = steps[0].start, max(step.end for step in steps)
+    inside = [e for e in events if e.end > window[0] and e.start < window[1]]
     count = len(steps)
-    return Gpu(
-        busy=_length(others, window) / length,
-        host_waits=_length(_union((e.start, e.end) for e in waits), window) / length,
-        kernels=round(len(kernels) / count),
+    work = [e for e in inside if is_work(e)]
+    kernels = [e for e in work if e.category == "kernel"]
+    others = spans(e for e in work if not is_collective(e))
+    collectives = spans(e for e in kernels if is_collective(e))
+    mallocs = [e for e in inside if e.name in MALLOCS]
+    waits = _waits(inside, steps, spans(work))
+    return Work(
+        steps=count,
+        seconds=(window[1] - window[0]) * US / count,
+        busy=length(others, window) * US / count,
+        kernels=len(kernels) / count,
         median_kernel=median(e.end - e.start for e in kernels) * US if kernels else 0.0,
-        syncs=_syncs(events, waits, busy, steps),
-        exposed_communication=(
-            _length(_union([*collectives, *others]), window) - _length(others, window)
-        )
-        * US
-        / count,
-        mallocs=round(len(mallocs) / count),
+        waits=tuple(tuple(own[:-1]) for own in waits),
+        last_waits=sum(own[-1].seconds for own in waits if own) / count,
+        exposed_communication=_uncovered(collectives, others, window) * US / count,
+        mallocs=len(mallocs) / count,
         malloc_seconds=sum(e.end - e.start for e in mallocs) * US / count,
+        copies=_copies([e for e in work if e.name.startswith(TO_GPU)], work, window, count),
     )
 
 
-def _waits(
-    events: Sequence[Event], fetches: Sequence[Event], steps: Sequence[Event]
+def is_collective(kernel: Event) -> bool:
+    return COLLECTIVE in kernel.name.lower()
+
+
+def syncs_of(waits: Sequence[Sequence[Wait]]) -> tuple[Sync, ...]:
+    """The waits of all steps by place, with the idle time after each, a step."""
+    gaps: dict[str, float] = {}
+    for wait in (wait for own in waits for wait in own):
+        gaps[wait.where] = gaps.get(wait.where, 0.0) + wait.gap / len(waits)
+    return tuple(sorted((Sync(*item) for item in gaps.items()), key=lambda sync: -sync.gap))
+
+
+def _copies(to_gpu: Sequence[Event], work: Sequence[Event], window: Interval, steps: int) -> Copies:
+    """A step's copies to the GPU, by whether the host's memory is pinned."""
+    sizes = {True: 0, False: 0}
+    for copy in to_gpu:
+        sizes["Pinned" in copy.name] += int(copy.args.get("bytes", 0))
+    rest = spans(e for e in work if not e.name.startswith(TO_GPU))
+    return Copies(
+        pinned=round(sizes[True] / steps),
+        pageable=round(sizes[False] / steps),
+        exposed=_uncovered(spans(to_gpu), rest, window) * US / steps,
+    )
+
+
+def _uncovered(own: Sequence[Interval], others: Sequence[Interval], window: Interval) -> float:
+    """How long `own` ran and none of the others."""
+    return length(union([*own, *others]), window) - length(others, window)
+
+
+def _fetching(
+    events: Iterable[Event], fetches: Iterable[Event], steps: Sequence[Event]
 ) -> tuple[float, ...]:
     """Seconds of each step in which a DataLoader's batch was fetched and the GPU was idle."""
-    work = _union((e.start, e.end) for e in events if e.category in ON_GPU)
-    either = _union([*work, *((e.start, e.end) for e in fetches)])
-    windows = [(step.start, step.end) for step in steps]
-    return tuple((_length(either, w) - _length(work, w)) * US for w in windows)
+    fetched, work = spans(fetches), spans(e for e in events if is_work(e))
+    return tuple(_uncovered(fetched, work, (step.start, step.end)) * US for step in steps)
 
 
-def _syncs(
-    events: Sequence[Event],
-    waits: Sequence[Event],
-    busy: Sequence[Interval],
-    steps: Sequence[Event],
-) -> tuple[Sync, ...]:
-    """The waits by place, with the idle time of the GPU after each, a step.
-
-    The last wait of each step reads the loss, or is the profiler's, and does not count.
-    """
-    gaps: dict[str, float] = {}
+def _waits(
+    events: Sequence[Event], steps: Sequence[Event], busy: Sequence[Interval]
+) -> list[list[Wait]]:
+    """The host's waits in each step, in order."""
+    places, ends = _Places(events), [end for _, end in busy]
+    syncs = sorted((e for e in events if e.name in SYNCS), key=lambda e: e.start)
+    found = []
     for step in steps:
-        own = sorted((e for e in waits if step.start <= e.start < step.end), key=lambda e: e.start)
-        for wait in own[:-1]:
-            place = _place(events, wait)
-            gaps[place] = gaps.get(place, 0.0) + _idle_after(busy, wait.end, step.end)
-    found = [Sync(place, gap * US / len(steps)) for place, gap in gaps.items()]
-    return tuple(sorted(found, key=lambda sync: -sync.gap))
+        own = [e for e in syncs if step.start <= e.start < step.end]
+        idle = [_idle_after(busy, ends, e.end, step.end) for e in own]
+        found.append(
+            [
+                Wait(places.of(e), (e.end - e.start) * US, gap * US)
+                for e, gap in zip(own, idle, strict=True)
+            ]
+        )
+    return found
 
 
-def _idle_after(busy: Sequence[Interval], time: float, latest: float) -> float:
+def _idle_after(
+    busy: Sequence[Interval], ends: Sequence[float], time: float, latest: float
+) -> float:
     """How long nothing ran from a time on."""
-    for start, end in busy:
-        if end > time:
-            return max(0.0, min(start, latest) - time)
-    return max(0.0, latest - time)
+    after = bisect_right(ends, time)
+    start = busy[after][0] if after < len(busy) else latest
+    return max(0.0, min(start, latest) - time)
 
 
-def _place(events: Iterable[Event], wait: Event) -> str:
-    """The innermost Python function around an event, else the outermost operator."""
-    around = [e for e in events if e.start <= wait.start and e.end >= wait.end and e is not wait]
-    python = [e for e in around if e.category == "python_function" and "torch/" not in e.name]
-    if python:
-        return max(python, key=lambda e: e.start).name
-    operators = [e for e in around if e.category == "cpu_op"]
-    return min(operators, key=lambda e: e.start).name if operators else wait.name
+class _Places:
+    """Where in the program an event of the host is."""
 
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._operators = Enclosing(outermost(e for e in events if e.category == "cpu_op"))
+        self._python = [e for e in events if e.category == "python_function"]
+        self._python = [e for e in self._python if USERS.search(e.name)]
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(intervals: Iterable[Interval], window: Interval) -> float:
-    low, high = window
-    return sum(max(0.0, min(end, high) - max(start, low)) for start, end in intervals)
+    def of(self, wait: Event) -> str:
+        """The user's innermost function around it, else the outermost operator."""
+        around = [e for e in self._python if e.start <= wait.start and e.end >= wait.end]
+        if around:
+            return max(around, key=lambda e: e.start).name
+        operator = self._operators.at(wait)
+        return operator.name if operator else wait.name

@@ -1,18 +1,23 @@
 """Bytes that an operator's call reads and writes, and how long ago it used them last.
 
 A tensor counts as many bytes as its elements take, at most those of its storage; views move none.
-Each call of an operator reads its inputs and writes its results. Operators whose traffic differs
-have a rule here; fusedops' own are beside their formulas in `fusedops/functional`.
+Each call of an operator reads its inputs and writes its results. Operators of torch whose traffic
+differs have a rule here; fusedops' own have a formula in `fusedops/functional/<family>.py`.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Reuse", "touched"]
+from fusedops.backends import FAMILIES
+from fusedops.functional.traffic import Formula, Traffic, moved
+
+__all__ = ["Reuse", "formulas", "touched", "traffic"]
 
 Touch = tuple[Tensor, int]  # a tensor, and the bytes of it that are read and written
 
@@ -33,15 +38,48 @@ ALLOCATES = {
 }
 
 
-def touched(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> Iterator[Touch]:
-    """The tensors of one call with the bytes that move. func: an OpOverload."""
+@cache
+def formulas() -> dict[str, Formula]:
+    """Operator of fusedops -> its formula."""
+    modules = (importlib.import_module(f"fusedops.functional.{family}") for family in FAMILIES)
+    return {f"fusedops::{name}": f for module in modules for name, f in module.TRAFFIC.items()}
+
+
+def traffic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Traffic:
+    """How a call differs from the rule. `again` is csrc/cpu's, so it is empty on other devices."""
+    formula = formulas().get(func._schema.name)
+    if formula is None:
+        return Traffic()
+    found = formula(**_named(func, args, kwargs))
+    on_cpu = all(tensor.is_cpu for tensor in _tensors((args, kwargs)))
+    return found if on_cpu else Traffic(found.unread)
+
+
+def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = (argument.name for argument in func._schema.arguments)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def touched(
+    func: Any, args: tuple, kwargs: dict[str, Any], out: Any, unread: tuple[str, ...] = ()
+) -> Iterator[Touch]:
+    """The tensors of one call with the bytes that move once. func: an OpOverload.
+
+    unread: names of arguments that the call does not read.
+    """
     name = func._schema.name
     if func.is_view or name in ALLOCATES or name in ("aten::detach", "aten::_local_scalar_dense"):
         return
     outputs = list(_tensors(out))
     written = {id(tensor) for tensor in _written(func, args, kwargs)}
-    inputs = list(_tensors((args, kwargs)))
+    named = _named(func, args, kwargs)
+    inputs = list(_tensors([value for key, value in named.items() if key not in unread]))
+    seen = set()
     for index, tensor in enumerate(inputs):
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if place in seen:  # the same tensor for two arguments
+            continue
+        seen.add(place)
         size = moved(tensor)
         if name in GATHERS and index == 0:
             size = min(size, sum(map(moved, outputs)))
@@ -51,15 +89,10 @@ def touched(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> Iterato
             size *= 1 if name in OVERWRITES else 2
         if size:
             yield tensor, size
-    known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(named)}
     for tensor in outputs:
         if tensor.untyped_storage().data_ptr() not in known and moved(tensor):
             yield tensor, moved(tensor)
-
-
-def moved(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; an expanded tensor's storage holds fewer."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

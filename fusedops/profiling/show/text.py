@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from fusedops.profiling.evidence import Gpu
 from fusedops.profiling.reasons import bytes_text, seconds_text
 from fusedops.profiling.shares import BOUNDS
 
@@ -32,6 +33,8 @@ TOP = 6  # operators that are shown
 def text(report: Profile) -> str:
     """Everything that a terminal shows, in at most 100 columns."""
     parts = [*_head(report), "", *_verdict(report), "", *_shares(report), *_phases(report)]
+    if report.evidence.gpu is not None:
+        parts += ["", *_gpu(report.evidence.gpu)]
     if report.ops:
         parts += ["", *_operators(report)]
     if report.advice:
@@ -99,6 +102,26 @@ def _phases(report: Profile) -> Iterator[str]:
     if report.time.inflation is not None:
         times = f"{report.time.inflation:.2f} times"
         yield f"  torch.profiler made the step {times} as long; no time here contains that"
+
+
+def _gpu(gpu: Gpu) -> Iterator[str]:
+    yield (
+        f"GPU  busy {gpu.busy:.0%}, the host waits {gpu.host_waits:.0%}, {gpu.kernels} kernels, "
+        f"median {seconds_text(gpu.median_kernel)}"
+    )
+    copies = gpu.copies
+    if copies.pinned or copies.pageable:
+        yield (
+            f"  copied to it: {bytes_text(copies.pinned)} pinned, {bytes_text(copies.pageable)} "
+            f"pageable, {seconds_text(copies.exposed)} without other work"
+        )
+    if gpu.reserved is not None:
+        reserved = gpu.reserved
+        yield (
+            f"  allocator: {bytes_text(reserved.allocated)} of {bytes_text(reserved.reserved)} in "
+            f"use, {bytes_text(reserved.peak_allocated)} at most so far, {gpu.mallocs:.3g} "
+            f"cudaMalloc and {gpu.alloc_retries:.3g} retries a step"
+        )
 
 
 def _operators(report: Profile) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.storage.lives import (
     CATEGORIES,
     TEMPORARIES,
@@ -31,22 +32,25 @@ def measure_memory(
     *,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    driver: Driver | None = None,
 ) -> MemoryUse:
-    """Runs `step()` once on the CPU and says what its memory held.
+    """Runs `step()` once and says what its memory held, on the CPU or on one GPU.
 
     step: one training or inference step, run as it is; whatever it changes stays changed. The first
     step of an optimizer makes its state, so measure a later one. model: gives parameters, buffers,
     gradients, activations by module, logits and the KV cache; without it these count as
     temporaries, but for what the optimizer holds. torch.profiler sees each allocation, those inside
-    operators too; a module's and autograd's hooks say what it holds.
+    operators too; a module's and autograd's hooks say what it holds. driver: of the GPU; its slack
+    is what the caching allocator has reserved and no tensor uses.
 
     Raises TypeError for an argument of another type, and RuntimeError for a model that is not on
-    the CPU.
+    the device.
     """
-    _check(step, model, optimizer)
+    device = torch.device("cpu") if driver is None else driver.device
+    _check(step, model, optimizer, device)
     before: dict[int, Life] = {}
     for t, category, module in static_tensors(model, optimizer):
-        if has_storage(t):
+        if has_storage(t, device):
             storage = t.untyped_storage()
             before.setdefault(storage.data_ptr(), Life(storage.nbytes())).hold(category, module)
     frozen = _frozen(model)
@@ -57,10 +61,17 @@ def measure_memory(
         for t, category, module in static_tensors(model, optimizer):
             marks.see(t, category, module)
 
-    return _use(profiled_lives(watched, before), frozen)
+    lives = profiled_lives(watched, before, device)
+    remains = sum(life.bytes for life in lives if life.end == math.inf)
+    return _use(lives, frozen, _resident() - remains if driver is None else _unused(driver))
 
 
-def _check(step: object, model: object, optimizer: object) -> None:
+def _unused(driver: Driver) -> int:
+    stats = driver.stats()
+    return stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
+
+
+def _check(step: object, model: object, optimizer: object, device: torch.device) -> None:
     wanted = {
         "step": (step, callable(step), "a function without arguments"),
         "model": (model, isinstance(model, nn.Module | None), "a torch.nn.Module or None"),
@@ -75,9 +86,10 @@ def _check(step: object, model: object, optimizer: object) -> None:
             got = type(value).__name__
             raise TypeError(f"measure_memory: {name} must be {what}, got {got}")
     for t, category, module in static_tensors(model, optimizer):  # type: ignore[arg-type]
-        if t.device.type != "cpu":
+        if t.device not in (device, torch.device("cpu")):  # a GPU's optimizer counts on the CPU
+            place = "the CPU" if device.type == "cpu" else str(device)
             where = f"{category} of {module or 'the model'} on {t.device}"
-            raise RuntimeError(f"measure_memory: model must be on the CPU, got {where}")
+            raise RuntimeError(f"measure_memory: model must be on {place}, got {where}")
 
 
 def _frozen(model: nn.Module | None) -> int:
@@ -93,17 +105,16 @@ def _frozen(model: nn.Module | None) -> int:
     return sum(size for address, size in fixed.items() if address not in trained)
 
 
-def _use(lives: list[Life], frozen: int) -> MemoryUse:
+def _use(lives: list[Life], frozen: int, slack: int) -> MemoryUse:
     time, peak = peak_of(lives)
     at_peak = held_at(lives, time)
-    remains = sum(life.bytes for life in lives if life.end == math.inf)
     most: dict[str, Any] = {n: largest(lives, n) for n in CATEGORIES if n != TEMPORARIES}
     return MemoryUse(
         **most,
         frozen=frozen,
         temporaries=at_peak[TEMPORARIES],
         peak=peak,
-        slack=_resident() - remains,
+        slack=slack,
         at_peak=at_peak,
         modules=by_module(lives),
     )

@@ -1,4 +1,4 @@
-"""Runs a call under torch's profiler and gives the life of each CPU allocation in it."""
+"""Runs a call under torch's profiler and gives the life of each allocation of a device in it."""
 
 import json
 import os
@@ -13,9 +13,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fusedops.profiling.storage.lives import ALWAYS, Life
 
-__all__ = ["Marks", "has_storage", "profiled_lives"]
+__all__ = ["Marks", "has_storage", "lives_of", "profiled_lives"]
 
 MARK = "fusedops::holds "
+CPU = torch.device("cpu")
+KINDS = {"cpu": 0, "cuda": 1}  # in a trace
 
 
 class Marks:
@@ -25,39 +27,44 @@ class Marks:
     in the trace tells which allocation it is about.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
         self.notes: list[tuple[int, int, str, str]] = []  # address, bytes, category, module
 
     def see(self, t: Tensor, category: str, module: str) -> None:
-        if not has_storage(t):
+        if not has_storage(t, self.device):
             return
         with record_function(f"{MARK}{len(self.notes)}"):
             storage = t.untyped_storage()
             self.notes.append((storage.data_ptr(), storage.nbytes(), category, module))
 
 
-def has_storage(t: Tensor) -> bool:
-    """Whether a tensor has memory on the CPU."""
-    dense = t.device.type == "cpu" and t.layout == torch.strided
+def has_storage(t: Tensor, device: torch.device = CPU) -> bool:
+    """Whether a tensor has memory on a device."""
+    dense = t.device == device and t.layout == torch.strided
     return dense and t.untyped_storage().nbytes() > 0
 
 
 def profiled_lives(
-    call: Callable[[Marks], object], before: Mapping[int, Life] | None = None
+    call: Callable[[Marks], object],
+    before: Mapping[int, Life] | None = None,
+    device: torch.device = CPU,
 ) -> list[Life]:
     """The life of each allocation in a call, and of those before it that are given or noted.
 
-    before: known allocations by address. Memory that a library takes from the system directly is
-    not seen by torch's profiler.
+    before: known allocations by address. Memory that a library takes from the system, or from the
+    driver, is not seen by torch's profiler. A GPU's allocations are those of torch's allocator.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts
-    marks = Marks()
+    marks = Marks(device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call(marks)
-    return list(_lives(_events(profiled), marks, dict(before or {})))
+    return list(lives_of(_events(profiled), marks, dict(before or {})))
 
 
-def _lives(events: Iterable[Any], marks: Marks, alive: dict[int, Life]) -> Iterator[Life]:
+def lives_of(events: Iterable[Any], marks: Marks, alive: dict[int, Life]) -> Iterator[Life]:
+    """The life of each allocation on the marks' device, from a trace's events in time order."""
+    kind, index = KINDS[marks.device.type], marks.device.index
     yield from alive.values()
     for event in events:
         if event["name"].startswith(MARK):
@@ -67,7 +74,10 @@ def _lives(events: Iterable[Any], marks: Marks, alive: dict[int, Life]) -> Itera
                 yield alive[address]
             alive[address].hold(category, module)
             continue
-        address, change = event["args"]["Addr"], event["args"]["Bytes"]
+        about = event["args"]
+        if about["Device Type"] != kind or index not in (None, about["Device Id"]):
+            continue
+        address, change = about["Addr"], about["Bytes"]
         if change > 0:
             alive[address] = Life(change, event["ts"])
             yield alive[address]
@@ -76,7 +86,7 @@ def _lives(events: Iterable[Any], marks: Marks, alive: dict[int, Life]) -> Itera
 
 
 def _events(profiled: profile) -> list[Any]:
-    """The CPU's memory events and the notes in time order."""
+    """The memory events and the notes in time order."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(path))
@@ -86,6 +96,4 @@ def _events(profiled: profile) -> list[Any]:
 
 
 def _is_wanted(event: Any) -> bool:
-    if event["name"] == "[memory]":
-        return event["args"]["Device Type"] == 0
-    return event["name"].startswith(MARK)
+    return event["name"] == "[memory]" or event["name"].startswith(MARK)

@@ -45,11 +45,11 @@ class StepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse(StepBytes):
-    """The bytes of one step on the CPU, measured.
+    """The bytes of one step, measured.
 
-    slack: the process's resident memory after the step, less the bytes that were then alive. It has
-    the interpreter, libraries, memory that the allocator keeps, and tensors that the step does not
-    use.
+    slack: on a CPU the process's resident memory after the step, less the bytes that were then
+    alive. It has the interpreter, libraries, memory that the allocator keeps, and tensors that the
+    step does not use. On a GPU what the caching allocator has reserved and no tensor uses.
     """
 
     title: str = "memory of a step"

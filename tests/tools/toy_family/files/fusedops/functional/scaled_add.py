@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fusedops.extension import _C, traced
+from fusedops.functional.traffic import Formula, once
 
 __all__ = ["scaled_add"]
 
@@ -19,6 +20,9 @@ def scaled_add(x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
     """
     run = torch.ops.fusedops.scaled_add if traced(x, residual) else _C.scaled_add
     return run(x, residual, scale)
+
+
+TRAFFIC: dict[str, Formula] = {"scaled_add_forward": once, "scaled_add_backward": once}
 
 
 # Reference: plain PyTorch in the input's dtype, exact for float64 inputs.

@@ -1,0 +1,124 @@
+"""What is measured of a step beside its times: operators, memory, ceilings. Here on a CPU."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from fusedops.profiling.collect.ceilings import ceilings
+from fusedops.profiling.collect.operators import table
+from fusedops.profiling.collect.steps import Measured
+from fusedops.profiling.evidence import Ceilings, Gpu, Profiled
+from fusedops.profiling.storage.measured import measure_memory
+
+__all__ = ["Parts", "collect_on_cpu", "devices_of", "flops_of"]
+
+TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
+MEMORY = 3  # measuring the memory of a step takes less than so many steps
+
+
+@dataclass
+class Parts:
+    """None for what was not measured; `not_checked` has the reasons."""
+
+    gpu: Gpu | None = None
+    profiled: Profiled | None = None
+    memory: dict[str, int] | None = None
+    ceilings: Ceilings | None = None
+    not_checked: list[str] = field(default_factory=list)
+
+
+def collect_on_cpu(
+    measured: Measured,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    deadline: float,
+    tick: Callable[[], None],
+) -> Parts:
+    """Runs the measured step a few more times. deadline: of `perf_counter`."""
+    others = sorted(devices_of(model) - {"cpu", "meta"})
+    reason = f"the work of {', '.join(others)} is not recorded" if others else "none was used"
+    found = Parts(not_checked=[f"GPU: {reason}"])
+    longest = median((measured.cached or measured.plain).seconds)
+    _add_table(found, measured, model, longest, deadline, tick)
+    _add_memory(found, measured, model, optimizer, longest, deadline)
+    flops = flops_of(found.profiled)
+    found.ceilings = ceilings({*(flops or ()), *(("bfloat16",) if flops else ())})
+    return found
+
+
+def flops_of(profiled: Profiled | None) -> dict[str, int] | None:
+    """Arithmetic of a step by dtype."""
+    if profiled is None:
+        return None
+    sums: Counter[str] = Counter()
+    for op in profiled.ops:
+        sums[op.dtype] += op.flops
+    return dict(+sums)
+
+
+def devices_of(model: nn.Module | None) -> set[str]:
+    """Types of the devices that hold a model's parameters and buffers."""
+    if model is None:
+        return set()
+    return {t.device.type for t in itertools.chain(model.parameters(), model.buffers())}
+
+
+def _add_table(
+    found: Parts,
+    measured: Measured,
+    model: nn.Module | None,
+    longest: float,
+    deadline: float,
+    tick: Callable[[], None],
+) -> None:
+    reason = _no_table(model)
+    if not reason and perf_counter() + TABLE * longest + 2 > deadline:
+        reason = "the budget had no time for it"
+    if not reason:
+        try:
+            found.profiled = table(measured.call, deadline, tick)
+            return
+        except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
+            reason = f"a recorded step raised {type(error).__name__}: {error}"
+    found.not_checked.append(f"operators: {reason}")
+
+
+def _no_table(model: nn.Module | None) -> str:
+    devices = sorted(devices_of(model))
+    if len(devices) > 1:
+        return f"the model is on {len(devices)} devices, {', '.join(devices)}"
+    if devices not in ([], ["cpu"]):
+        return f"the model is on {devices[0]}, and only those of CPUs and CUDA are recorded"
+    return ""
+
+
+def _add_memory(
+    found: Parts,
+    measured: Measured,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    longest: float,
+    deadline: float,
+) -> None:
+    """Adds a step's bytes by category."""
+    reason = ""
+    if places := devices_of(model) - {"cpu"}:
+        where = ", ".join(sorted(places))
+        reason = f"the model is on {where}, and only that of CPUs and CUDA is measured"
+    if not reason and perf_counter() + MEMORY * longest > deadline:
+        reason = "the budget had no time for it"
+    if not reason:
+        try:
+            use = measure_memory(measured.call, model=model, optimizer=optimizer)
+        except Exception as error:  # noqa: BLE001  the user's step, under hooks and a profiler
+            reason = f"a watched step raised {type(error).__name__}: {error}"
+        else:
+            found.memory = {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
+            return
+    found.not_checked.append(f"memory: {reason}")

@@ -1,0 +1,194 @@
+"""The GPU's collectors at work, on a device that is the CPU: see driver.py."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fusedops.__main__ import main
+from fusedops.profiling.collect.clock import Phases, Series
+from fusedops.profiling.collect.everything import Subject, collect
+from fusedops.profiling.collect.gpu.ceilings import gpu_ceilings
+from fusedops.profiling.collect.gpu.driver import Driver
+from fusedops.profiling.collect.gpu.traced import traced
+from fusedops.profiling.collect.kineto import steps_of
+from fusedops.profiling.evidence import Evidence
+from fusedops.profiling.judge import judge
+from fusedops.profiling.report import Profile
+from profiling.driver import Cuda, Profiler
+
+
+def test_the_step_in_which_the_profiler_starts_is_not_in_the_trace():
+    cuda, done = Cuda(), []
+    driver = Driver(cuda=cuda, profile=Profiler, kind="cpu")
+    events = traced(lambda: done.append(1), driver, lambda: done.append(cuda.synchronized))
+    assert [step.name for step in steps_of(events)] == [f"ProfilerStep#{n}" for n in (1, 2, 3, 4)]
+    assert cuda.synchronized == 5 and done == [1] * 5 + [4]  # before the last step's wait
+
+
+def test_each_step_ends_with_the_only_wait():
+    cuda = Cuda()
+    series = Series(Phases(None), driver=Driver(cuda=cuda))
+    for _ in range(5):
+        series.time(lambda: torch.ones(8).sum())
+    run = series.run()
+    assert cuda.synchronized == 5 and len(run.on_gpu) == len(run.synced) == 5
+    for seconds, on_gpu, synced in zip(run.seconds, run.on_gpu, run.synced, strict=True):
+        assert 0 < on_gpu <= seconds and 0 <= synced <= seconds
+
+
+def test_without_cuda_nothing_of_a_gpu_is_recorded():
+    series = Series(Phases(None))
+    series.time(lambda: None)
+    run = series.run()
+    if not torch.cuda.is_initialized():
+        assert (run.on_gpu, run.synced) == ((), ()) and Driver().stats() == {}
+
+
+def test_phases_are_between_events_of_the_gpu():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    marks = []
+
+    class Clock(Cuda):
+        def Event(self, enable_timing):
+            marks.append(Ticks(len(marks)))
+            return marks[-1]
+
+    class Ticks:
+        def __init__(self, at):
+            self.at = at
+
+        def record(self, stream):
+            pass
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.at - self.at)
+
+    with Phases(model, Driver(cuda=Clock())) as phases:
+        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4))
+        optimizer.step()
+        assert (phases.forward, phases.optimizer) == (2, 1) and len(marks) == 6
+        phases.reset()
+        assert (phases.forward, phases.optimizer) == (0, 0)
+
+
+@pytest.fixture(autouse=True)
+def small_ceilings(tmp_path, monkeypatch):
+    """Measured in an instant, and kept for one test."""
+    monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path / "cache"))
+    for name, value in {"TRIES_S": 0.01, "SIZES": (2**16, 2**20), "PRODUCT": 64}.items():
+        monkeypatch.setattr(f"fusedops.profiling.collect.gpu.ceilings.{name}", value)
+
+
+def test_ceilings_are_the_devices_and_are_kept():
+    driver, before = Driver(cuda=Cuda(), kind="cpu"), torch.get_rng_state()
+    found = gpu_ceilings(["float32"], driver)
+    assert [size for size, _ in found.copy] == [2**16, 2**20] and found.op_seconds > 0
+    assert found.flops["float32"] > 1e6 and min(speed for _, speed in found.copy) > 1e6
+    assert torch.equal(before, torch.get_rng_state())
+    again = gpu_ceilings(["float32", "bfloat16"], driver)
+    assert again.copy == found.copy and again.flops["float32"] == found.flops["float32"]
+    other = Driver(cuda=Cuda(), kind="cpu")
+    other.cuda.get_device_properties = lambda index: SimpleNamespace(name="Another GPU")
+    assert gpu_ceilings([], other).flops == {}
+
+
+@pytest.fixture
+def on_gpu():
+    """What `fusedops.profile` finds of a training step, with its model and the driver."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    cuda = Cuda()
+
+    def step(batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        cuda.tensors += 30
+        cuda.wait()
+
+    driver = Driver(cuda=cuda, profile=Profiler, kind="cpu")
+    subject = Subject(step, [torch.randn(32, 64)] * 60, model, optimizer)
+    evidence, call = collect(subject, 8, 2, 60.0, True, driver=driver)
+    return SimpleNamespace(evidence=evidence, call=call, cuda=cuda, model=model, step=step)
+
+
+def test_a_step_on_a_gpu_is_profiled_from_end_to_end(on_gpu):
+    evidence, gpu = on_gpu.evidence, on_gpu.evidence.gpu
+    assert evidence.device == "cuda" and evidence.about["device"] == "A GPU"
+    assert len(evidence.plain.on_gpu) == len(evidence.plain.synced) == 8
+    assert evidence.plain.preempted == ()  # the GPU works on
+    assert 0 < gpu.busy <= 1 and gpu.kernels > 10 and gpu.reserved.slack == 300
+    rows = {op.name: op for op in evidence.profiled.ops}
+    products = [op for op in evidence.profiled.ops if op.name == "aten::addmm"]
+    assert sum(op.flops for op in products) == 2 * 32 * (64 * 256 + 256 * 8)
+    assert len(rows["aten::addmm"].seconds) == 4 and min(rows["aten::addmm"].seconds) > 0
+    assert evidence.flops["float32"] == sum(op.flops for op in evidence.profiled.ops)
+    assert [size for size, _ in evidence.ceilings.copy] == [2**16, 2**20]
+    assert evidence.memory["parameters"] == sum(p.nbytes for p in on_gpu.model.parameters())
+    assert evidence.memory["slack"] == 300
+    assert any(line.startswith("clocks: ") for line in evidence.not_checked)
+    assert not any(line.startswith(("GPU", "operators", "memory")) for line in evidence.not_checked)
+    assert Evidence.from_dict(json.loads(json.dumps(evidence.to_dict()))) == evidence
+
+
+def test_its_report_has_the_gpus_lines(on_gpu):
+    report = Profile(on_gpu.evidence)
+    shares = report.verdict.shares
+    assert sum(middle for _, middle, _ in shares.values()) == pytest.approx(1)
+    text = str(report)
+    assert "GPU  busy" in text and "allocator: 100 B of 400 B in use" in text
+    assert report.ops[0].seconds > 0 and report.time.mfu > 0
+
+
+def test_the_steps_are_put_back_and_later_ones_wait_for_the_gpu(on_gpu):
+    assert all(p.grad is None for p in on_gpu.model.parameters()) and on_gpu.cuda.mode == 0
+    before = on_gpu.cuda.synchronized
+    on_gpu.call()
+    assert on_gpu.cuda.synchronized == before + 1
+
+
+def test_without_kernels_in_the_trace_there_is_no_verdict_on_the_gpu():
+    """Of a machine without CUPTI."""
+    model = nn.Linear(8, 8)
+    driver = Driver(cuda=Cuda(), kind="cpu")
+    subject = Subject(lambda: model(torch.ones(2, 8)).sum().backward(), model=model)
+    evidence, _ = collect(subject, 6, 1, 60.0, True, driver=driver)
+    assert evidence.gpu is None and evidence.profiled is None
+    assert any("recorded no kernel" in line for line in evidence.not_checked)
+    assert judge(evidence).bounds == ("unknown",)
+
+
+def test_a_step_that_raises_under_a_collector_is_not_checked():
+    model, cuda = nn.Linear(8, 8), Cuda()
+
+    def step():
+        model(torch.ones(2, 8)).sum().backward()
+        if cuda.mode:
+            raise RuntimeError("no warnings here")
+
+    driver = Driver(cuda=cuda, profile=Profiler, kind="cpu")
+    evidence, _ = collect(Subject(step, model=model), 6, 1, 60.0, True, driver=driver)
+    assert "lines that wait: a step raised RuntimeError: no warnings here" in evidence.not_checked
+    assert evidence.gpu is not None and evidence.profiled is not None and cuda.mode == 0
+
+
+def test_a_step_that_allocates_nothing_on_the_gpu_is_the_cpus():
+    """The program uses CUDA elsewhere."""
+    driver = Driver(cuda=Cuda())
+    subject = Subject(lambda: torch.ones(64, 64) @ torch.ones(64, 64))
+    evidence, _ = collect(subject, 6, 1, 60.0, True, driver=driver)
+    assert evidence.gpu is None and evidence.profiled is not None and evidence.device == "cpu"
+    assert "GPU: none was used" in evidence.not_checked
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_command_needs_the_device_that_it_is_given(capsys):
+    assert main(["profile", "--model", "llama", "--device", "cuda"]) == 1
+    wanted = "fusedops profile: device must be one that torch finds, got cuda\n"
+    assert capsys.readouterr().err == wanted
