@@ -13,11 +13,14 @@ from torch import nn
 import fusedops
 from fusedops.profiling.collect import data as data_module
 from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
-from fusedops.profiling.collect.ceilings import ceilings
+from fusedops.profiling.collect.ceilings import ceilings, raised
 from fusedops.profiling.collect.clock import throttled_seconds, withheld
+from fusedops.profiling.collect.everything import about
 from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.evidence import Profiled, Tokens
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.text import NAMES
+from profiling.synthetic import CEILINGS, MS, op
 
 QUICK = {"steps": 5, "warmup": 1, "budget_s": 20.0}
 
@@ -473,6 +476,20 @@ def test_tokens():
     assert count_tokens({"input_ids": ids}, None).real == 6
     assert count_tokens(ids, lambda batch: 5).real == 5
     assert count_tokens(ids, None).real is None and count_tokens(ids, None).samples == 2
+    pair = {"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}
+    assert count_tokens(pair, None) == Tokens(real=3 + 6, padded=6 + 6, samples=2)
+    assert count_tokens([*pair, {"pixels": ids}], None) == Tokens(samples=2)
+
+
+def test_only_weights_that_can_be_quantized_count_as_frozen():
+    """An embedding, a trained layer and one that is quantized already do not."""
+    model = nn.ModuleDict({n: nn.Linear(64, 64, bias=False) for n in ("frozen", "trained", "nf4")})
+    model["embedding"] = nn.Embedding(1000, 64)
+    model.requires_grad_(False)["trained"].requires_grad_(True)
+    found = about(model)
+    assert found["frozen_bytes"] == 4 * found["frozen_elements"] == 2 * 4 * 64 * 64
+    model["nf4"] = fusedops.nn.QuantizedLinear.from_linear(model["nf4"], "nf4")
+    assert about(model)["frozen_bytes"] == 4 * 64 * 64
 
 
 def test_kept_batches_are_limited(monkeypatch):
@@ -487,6 +504,23 @@ def test_kept_batches_are_limited(monkeypatch):
     monkeypatch.setattr(data_module, "KEPT_BYTES", 10)
     with pytest.raises(ValueError, match="a batch must have at most"):
         profiled()
+
+
+@pytest.mark.parametrize(
+    "times, seconds, raises",
+    [
+        (1.2, 20 * MS, True),
+        (0.8, 20 * MS, False),
+        (3.0, 20 * MS, False),  # its calls or its time are wrong
+        (1.2, 0.5 * MS, False),  # too short to be timed well
+    ],
+)
+def test_a_step_that_is_faster_than_a_ceiling_raises_it(times, seconds, raises):
+    peak = CEILINGS.flops["float32"]
+    fast = op("aten::mm", seconds, flops=round(times * peak * seconds))
+    found = raised(CEILINGS, Profiled((seconds,) * 3, 1, (fast, op("aten::add", seconds))))
+    assert found.flops["float32"] == pytest.approx(times * peak if raises else peak)
+    assert found.flops["bfloat16"] == CEILINGS.flops["bfloat16"] and found.copy == CEILINGS.copy
 
 
 def test_counters_of_the_system(tmp_path):

@@ -10,12 +10,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusedops.backends import cpu_name, version_of
 from fusedops.machine import cpu_quota, cpus
+from fusedops.patching.quantize import sites
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
-from fusedops.profiling.collect.ceilings import ceilings
+from fusedops.profiling.collect.ceilings import ceilings, raised
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
 from fusedops.profiling.collect.operators import table
@@ -167,6 +168,7 @@ def _evidence(
         else "communication: one process"
     )
     flops = _flops(profiled) if profiled else None
+    found_ceilings = ceilings({*(flops or ()), *(("bfloat16",) if flops else ())})
     return Evidence(
         plain=measured.plain,
         cached=measured.cached,
@@ -174,7 +176,7 @@ def _evidence(
         fewer_threads=measured.fewer_threads,
         loader=measured.loader,
         tokens=counted,
-        ceilings=ceilings({*(flops or ()), *(("bfloat16",) if flops else ())}),
+        ceilings=raised(found_ceilings, profiled) if profiled else found_ceilings,
         profiled=profiled,
         flops=flops,
         device=device,
@@ -184,6 +186,12 @@ def _evidence(
         about=found,
         not_checked=tuple(not_checked),
     )
+
+
+def _quantizable(model: nn.Module) -> list[Tensor]:
+    """Frozen weights that `fusedops.quantize` would quantize: no embedding, no head."""
+    linears = {module for _, module, reason in sites(model, ("lm_head",)) if not reason}
+    return [one.weight for one in linears if not one.weight.requires_grad]
 
 
 def _flops(profiled: Profiled) -> dict[str, int]:
@@ -206,7 +214,7 @@ def about(
     }
     if model is not None:
         parameters = list(model.parameters())
-        frozen = [p for p in parameters if not p.requires_grad]
+        frozen = _quantizable(model)
         found |= {
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "frozen_bytes": sum(p.nbytes for p in frozen),
