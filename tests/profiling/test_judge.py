@@ -8,7 +8,7 @@ import pytest
 
 from fusedops.profiling.evidence import Evidence, Loader, Sync
 from fusedops.profiling.judge import THRESHOLDS, judge
-from fusedops.profiling.shares import BOUNDS
+from fusedops.profiling.shares import BOUNDS, raised
 from profiling.synthetic import (
     CEILINGS,
     MS,
@@ -288,3 +288,25 @@ def test_interrupted_operators_are_not_slow_kernels():
     alone = replace(noisy, preempted=(0.0,) * 3)  # the same times, and a step takes them as well
     slow = replace(quiet, profiled=alone, cached=run(32 * MS), half=None)
     assert judge(slow).bounds == ("kernels",)
+
+
+@pytest.mark.parametrize(
+    "times, seconds, raises",
+    [
+        (1.2, 20 * MS, True),
+        (0.8, 20 * MS, False),
+        (3.0, 20 * MS, False),  # its calls or its time are wrong
+        (1.2, 0.5 * MS, False),  # too short to be timed well
+    ],
+)
+def test_a_step_that_is_faster_than_a_ceiling_raises_it(times, seconds, raises):
+    peak = CEILINGS.flops["float32"]
+    fast = op("aten::mm", seconds, flops=round(times * peak * seconds))
+    found = raised(step(fast, op("aten::add", seconds)))
+    assert found.flops["float32"] == pytest.approx(times * peak if raises else peak, rel=0.01)
+    assert found.flops["bfloat16"] == CEILINGS.flops["bfloat16"] and found.copy == CEILINGS.copy
+
+
+def test_without_operators_no_ceiling_is_raised():
+    assert raised(step(matmul(10 * MS), profiled=None)) == CEILINGS
+    assert raised(step(matmul(10 * MS), ceilings=None)) is None

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter, thread_time
 
@@ -23,9 +23,9 @@ from fusedops.backends import cpu_name
 from fusedops.cache import caches
 from fusedops.machine import cpus
 from fusedops.profiling.collect.clock import preempted_seconds
-from fusedops.profiling.evidence import Ceilings, Profiled
+from fusedops.profiling.evidence import Ceilings
 
-__all__ = ["ceilings", "raised"]
+__all__ = ["ceilings"]
 
 SIZES = (2**17, 2**20, 2**22, 2**25, 2**27)  # bytes of source and destination together
 PRODUCT = 1024  # rows and columns of the matrices
@@ -33,10 +33,6 @@ TRIES_S = 0.25  # seconds for each number
 FRESH = 2**26  # bytes that page faults are measured on
 KEPT_S = 24 * 3600
 COARSE = 2e-3  # seconds of a call from which the counter of preempted time is fine enough
-LONG, HIGHEST = (
-    1e-3,
-    1.5,
-)  # seconds of an operator, and times a ceiling, that a step can raise it by
 
 
 def ceilings(dtypes: Iterable[str], fresh: bool = False) -> Ceilings:
@@ -61,22 +57,6 @@ def ceilings(dtypes: Iterable[str], fresh: bool = False) -> Ceilings:
     found.flops.update({dtype: _product(getattr(torch, dtype)) for dtype in missing})
     _write(path, found)
     return found
-
-
-def raised(found: Ceilings, profiled: Profiled) -> Ceilings:
-    """The ceilings, but none below what an operator of the step reached.
-
-    Ceilings may have been measured in a busier moment, and on another shape. A rate far above them
-    raises nothing: then the operator's calls or time are not what they seem.
-    """
-    flops = dict(found.flops)
-    for op in profiled.ops:
-        seconds = min(op.seconds, default=0.0)
-        if op.dtype in flops and seconds >= LONG:
-            reached = op.flops / seconds
-            if reached <= HIGHEST * found.flops[op.dtype]:
-                flops[op.dtype] = max(flops[op.dtype], reached)
-    return replace(found, flops=flops)
 
 
 def _best(call: Callable[[], object], budget_s: float = TRIES_S) -> float:

@@ -16,13 +16,14 @@ from fusedops.backends import cpu_name, version_of
 from fusedops.machine import cpu_quota, cpus
 from fusedops.patching.quantize import sites
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
-from fusedops.profiling.collect.ceilings import ceilings, raised
+from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
 from fusedops.profiling.collect.operators import table
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Profiled
+from fusedops.profiling.shares import raised
 from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["Subject", "about", "collect", "usable_cpus"]
@@ -168,15 +169,14 @@ def _evidence(
         else "communication: one process"
     )
     flops = _flops(profiled) if profiled else None
-    found_ceilings = ceilings({*(flops or ()), *(("bfloat16",) if flops else ())})
-    return Evidence(
+    evidence = Evidence(
         plain=measured.plain,
         cached=measured.cached,
         half=measured.half,
         fewer_threads=measured.fewer_threads,
         loader=measured.loader,
         tokens=counted,
-        ceilings=raised(found_ceilings, profiled) if profiled else found_ceilings,
+        ceilings=ceilings({*(flops or ()), *(("bfloat16",) if flops else ())}),
         profiled=profiled,
         flops=flops,
         device=device,
@@ -186,6 +186,7 @@ def _evidence(
         about=found,
         not_checked=tuple(not_checked),
     )
+    return replace(evidence, ceilings=raised(evidence))
 
 
 def _quantizable(model: nn.Module) -> list[Tensor]:
