@@ -62,8 +62,8 @@ def collate(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
             f"{share:.0%} of the loader's time is in {function}",
             "do its work once, before training, or in tensor operations on whole batches",
             "none for the model",
-            "the wait for data x the function's share of the loader's time",
-            Saving(seconds=share * median(evidence.plain.wait)),
+            "at most: T x the input's share x the function's share of the loader's time",
+            Saving(seconds=share * verdict.shares["input"][1] * _full(evidence)),
         )
 
 
