@@ -165,6 +165,18 @@ class Profile:
                 self._advice += patch_advice(self._subject.model)
         return sorted(self._advice, key=lambda one: -one.gain)
 
+    @property
+    def measurable(self) -> list[str]:
+        """Ids of the advice that `measure` can try here and did not yet."""
+        if self._call is None or self._subject is None:
+            return []
+        subject = self._subject
+        return [
+            one.id
+            for one in self.advice
+            if one.measured is None and one.id in KNOBS and not available(one.id, subject)
+        ]
+
     def measure(self, *ids: str, budget_s: float = 60.0) -> list[Advice]:
         """Tries changes on the live step, and returns their advice with `measured`.
 

@@ -212,7 +212,8 @@ def test_workers_that_preempt_the_step_are_input():
 def test_a_step_that_waits_is_unexplained():
     """For half of the time its thread sleeps, and no counter says why."""
     slowed = run(20 * MS, jitter=0.5, stopped=10 * MS, user=0.2)
-    verdict = judge(replace(step(matmul(10 * MS)), plain=slowed, cached=slowed))
+    again = run(20 * MS, jitter=0.5, stopped=10 * MS, user=0.2, seed=1)
+    verdict = judge(replace(step(matmul(10 * MS)), plain=slowed, cached=again))
     assert verdict.bounds == ("unknown",)
     assert any("unexplained" in line for line in verdict.evidence)
     assert any("vary by" in line for line in verdict.evidence)
@@ -288,6 +289,17 @@ def test_interrupted_operators_are_not_slow_kernels():
     alone = replace(noisy, preempted=(0.0,) * 3)  # the same times, and a step takes them as well
     slow = replace(quiet, profiled=alone, cached=run(32 * MS), half=None)
     assert judge(slow).bounds == ("kernels",)
+
+
+def test_batches_of_other_lengths_are_no_noise():
+    """The same batch takes as long again, though batches differ by half of their time."""
+    lengths = run(30 * MS, jitter=0.5)
+    ops = matmul(10 * MS), stream(10 * MS), gather(6 * MS)
+    even = step(*ops, python=4 * MS, plain=lengths, cached=lengths)
+    for evidence, noisy in ((even, False), (replace(even, cached=None), True)):
+        verdict = judge(evidence)
+        assert verdict.bounds == ("unknown",)
+        assert any("vary by" in line for line in verdict.evidence) == noisy
 
 
 @pytest.mark.parametrize(
