@@ -5,14 +5,13 @@ import time
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
-from fusedops.profiling.loaders import _listeners
+from benchmarks.bottlenecks.recording import Hooks
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 
@@ -201,31 +200,6 @@ def test_wrong_arguments():
 
 # 1 % of 50 ms. The demo's step takes 280 ms on a core of an AMD EPYC (benchmarks/results).
 AT_MOST_S = 0.01 * 0.05
-GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-
-
-class Hooks:
-    """CPU time of this thread in every function that a recording has put into torch."""
-
-    def __init__(self, model, optimizer):
-        self.seconds, self.calls = 0.0, 0
-        hooks = model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_post_hooks
-        self.found = [(held, key) for held in (*hooks, *GLOBAL_HOOKS) for key in held]
-        for held, key in self.found:
-            held[key] = self.timed(held[key])
-        self.listeners = _listeners[:]
-        _listeners[:] = map(self.timed, _listeners)
-
-    def timed(self, function):
-        def run(*args, **kwargs):
-            start = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.thread_time() - start
-                self.calls += 1
-
-        return run
 
 
 @pytest.mark.parametrize("inputs", ["tensor", "dictionary"])
@@ -248,8 +222,8 @@ def test_a_step_costs_little(inputs):
             if index % 50 == 49:
                 costs.append(hooks.seconds / 50)
                 hooks.seconds = 0.0
-        _listeners[:] = hooks.listeners
+        hooks.end()
     assert rec.steps == 250
-    assert len(hooks.found) == 6 and hooks.calls == 250 * 6 + 251  # and the loader's, with its end
+    assert hooks.count == 6 and hooks.calls == 250 * 6 + 251  # and the loader's, with its end
     assert min(costs) < AT_MOST_S
     print(f"recording costs {min(costs) * 1e6:.0f} us a step")

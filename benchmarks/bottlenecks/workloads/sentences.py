@@ -31,7 +31,9 @@ Pair = tuple[str, str]
 def make() -> Workload:
     encoder, found = load(), pairs()
     model = encoder.model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+    model.get_input_embeddings().requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-5)
     collate = partial(tokenized, encoder.tokenizer)
 
     def step(batch: tuple[dict, dict]) -> None:
@@ -49,7 +51,7 @@ def make() -> Workload:
     return Workload(
         f"all-MiniLM-L6-v2 with its real weights is fine-tuned on {len(found)} pairs of a "
         f"function's name and the first {WORDS} words of its docstring, from the standard library: "
-        f"{BATCH} pairs a batch, float32, AdamW.",
+        f"{BATCH} pairs a batch, float32, AdamW. The word embeddings stay as they are.",
         step,
         DataLoader(found, BATCH, shuffle=True, drop_last=True, collate_fn=collate),
         model,

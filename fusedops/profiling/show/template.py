@@ -8,12 +8,8 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --back: #11151a; --text: #e6eaef; --dim: #9aa5b1; --line: #353d47; --soft: #1b2129;
     --mark: #fff; --memory: #56b4e9; } }
-@media print { :root { color-scheme: light; --back: #fff; --text: #000; --dim: #444; --line: #bbb;
-    --soft: #f3f5f7; --mark: #000; --memory: #0072b2; }
-  body { font-size: 10pt; margin: 0; } section { break-inside: avoid-page; }
-  .wide { overflow: visible; } }
 * { box-sizing: border-box; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem;
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem;
   background: var(--back); color: var(--text); print-color-adjust: exact;
   -webkit-print-color-adjust: exact; overflow-wrap: break-word; }
 h1 { font-size: 1.75rem; line-height: 1.25; margin: .2rem 0 .4rem; }
@@ -55,6 +51,12 @@ td.name { min-width: 13rem; overflow-wrap: anywhere; }
 @media (max-width: 36rem) { h1 { font-size: 1.4rem; } .facts { grid-template-columns: 1fr 1fr; }
   .facts dd { font-size: 1.05rem; } td.plot { width: 22%; min-width: 3rem; }
   th, td { padding-right: .5rem; } .limits, .limited { display: none; } }
+@media print { :root { color-scheme: light; --back: #fff; --text: #000; --dim: #444; --line: #bbb;
+    --soft: #f3f5f7; --mark: #000; --memory: #0072b2; }
+  html { font-size: 11px; } section { break-inside: avoid; } .long { break-inside: auto; }
+  body { line-height: 1.35; max-width: none; padding: 0; margin: 0; }
+  tr, .advice > li { break-inside: avoid; } h2, caption { break-after: avoid; }
+  h2 { margin-top: 1rem; } .wide { overflow: visible; } .wide table { min-width: 0; } }
 """
 
 TEMPLATE = (
@@ -83,7 +85,7 @@ TEMPLATE = (
 <ul>{% for line in reasons %}<li>{{ line }}</li>
 {% endfor %}</ul></section>{% endif %}
 
-{% if advice %}<section><h2>Advice</h2>
+{% if advice %}<section class="long"><h2>Advice</h2>
 <p class="dim">What a step would lose; the largest gain comes first. A plus sign is a loss.</p>
 <ol class="advice">
 {% for a in advice %}<li><div class="head"><h3>{{ loop.index }}. {{ a.title }}</h3>
@@ -139,7 +141,7 @@ stands for all layers.</caption>
 <td class="n">{{ m.share }}</td></tr>
 {% endfor %}</tbody></table></section>{% endif %}
 
-{% if ops %}<section><h2>Operators</h2>
+{% if ops %}<section class="long"><h2>Operators</h2>
 <div class="wide" role="region" aria-label="operators" tabindex="0">
 <table><caption>Possible is the time at this machine's measured peak and bandwidth.</caption>
 <thead><tr><th scope="col">operator</th><th scope="col">module</th>
