@@ -198,7 +198,8 @@ def test_wrong_arguments():
         fusedops.recording(optimizer=3).__enter__()
 
 
-# 1 % of 50 ms. The demo's step takes 280 ms on a core of an AMD EPYC (benchmarks/results).
+# The demo's step takes 280 ms on a core of an AMD EPYC, and there, with caches that the step has
+# emptied, a recording takes about four times as long as here: a quarter of 1 %, rounded down.
 AT_MOST_S = 0.01 * 0.05
 
 

@@ -102,7 +102,7 @@ Prediction: {{ a.formula }}.{% endif %}</p></li>
 {% for s in shares %}<span style="width:{{ s.percent }}%;background:{{ s.color }};color:{{ s.ink }}"
  title="{{ s.name }}: {{ s.text }}">{% if s.label %}{{ s.text }}{% endif %}</span>
 {% endfor %}</div>
-<table><caption>What the step's time goes to. The black line is the 95 % interval, the tick is the
+<table><caption>What the step's time goes to. The thin line is the 95 % interval, the tick is the
 share from which a bound is named.</caption>
 <thead><tr><th scope="col">bound</th><th scope="col" class="plot"></th>
 <th scope="col" class="n">share</th>

@@ -41,7 +41,7 @@ PHASES = {"input": "wait for data", "other": "backward and the rest"}
 OUTSIDE = "(outside of the model)"
 CATEGORIES = {
     "peak": "peak of a step",
-    "frozen": "frozen parameters",
+    "frozen": "parameters that are frozen",
     "slack": "of the process, not of the step",
 }
 WIDTH = 100  # columns
