@@ -18,7 +18,7 @@ from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.colors import COLORS, ink
 from fusedops.profiling.show.figure import _figure
-from fusedops.profiling.show.numbers import mebibytes, span_text, times
+from fusedops.profiling.show.numbers import mebibytes, share_text, span_text, times
 from fusedops.profiling.show.text import NAMES
 from profiling.synthetic import MS, gather, gpu_step, matmul, step, stream
 
@@ -109,6 +109,7 @@ def test_columns_share_a_unit():
     assert times([0.2, 0.0031]) == ("ms", ["200.0", "3.1"])
     assert times([2.0, 0.25]) == ("s", ["2.00", "0.25"])
     assert times([9e-6]) == ("us", ["9.00"]) and times([]) == ("us", [])
+    assert (share_text(-1e-9), share_text(0.354)) == ("0 %", "35 %")
     assert span_text(0.0929, 0.125) == "93..125 ms" and span_text(0.9, 1.1) == "0.90..1.10 s"
     assert [mebibytes(size) for size in (1, 2**20, 1500 * 2**20)] == ["<0.1", "1.0", "1,500.0"]
 

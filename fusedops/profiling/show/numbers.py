@@ -40,4 +40,4 @@ def percent(share: tuple[float, float, float]) -> str:
 
 def share_text(share: float) -> str:
     """36 %"""
-    return f"{100 * share:.0f} %"
+    return f"{round(100 * share)} %"  # never -0
