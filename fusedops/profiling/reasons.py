@@ -13,7 +13,7 @@ from fusedops.profiling.shares import (
     working_ceilings,
 )
 
-__all__ = ["bytes_text", "reasons", "seconds_text"]
+__all__ = ["bytes_text", "count_text", "reasons", "seconds_text"]
 
 TOP = 3  # operators that a sentence names
 LONGEST = 70  # characters of an operator with its shapes
@@ -61,8 +61,8 @@ def _input(evidence: Evidence) -> Iterator[str]:
         step = 1 / median((evidence.cached or plain).seconds)
         yield (
             f"the loader alone gives {loader.batches_per_s:.3g} batches/s, the step alone takes "
-            f"{step:.3g}; {loader.workers} workers, {evidence.cpus:g} CPUs, "
-            f"{evidence.threads} threads"
+            f"{step:.3g}; {count_text(loader.workers, 'worker')}, "
+            f"{count_text(evidence.cpus, 'CPU')}, {count_text(evidence.threads, 'thread')}"
         )
     if evidence.gpu is not None and (size := evidence.gpu.copies.pageable):
         yield f"a step copies {bytes_text(size)} from memory that is not pinned"
@@ -155,7 +155,8 @@ def _allocation(evidence: Evidence) -> Iterator[str]:
 
 def _threads(evidence: Evidence) -> Iterator[str]:
     run = evidence.cached or evidence.plain
-    yield f"torch uses {evidence.threads} threads on {evidence.cpus:g} CPUs"
+    threads, cpus = count_text(evidence.threads, "thread"), count_text(evidence.cpus, "CPU")
+    yield f"torch uses {threads} on {cpus}"
     if evidence.fewer_threads is not None:
         yield (
             f"with as many threads as CPUs a step takes "
@@ -178,14 +179,26 @@ def _communication(evidence: Evidence) -> Iterator[str]:
 
 def seconds_text(seconds: float) -> str:
     """12.3 ms, 1.20 s or 45 us."""
-    if seconds >= 1:
+    if seconds >= 0.9995:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    if seconds >= 0.9995e-3:
+        return f"{_digits(seconds * 1e3)} ms"
+    return f"{_digits(seconds * 1e6)} us"
 
 
 def bytes_text(size: float) -> str:
     """512 B, 3.4 KiB, 12 MiB or 1.5 GiB."""
     for unit, bound in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= bound:
-            return f"{size / bound:.3g} {unit}"
+            return f"{_digits(size / bound)} {unit}"
     return f"{size:.0f} B"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, or all of a larger number; no exponent."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
+def count_text(count: float, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{count:g} {noun}{'' if count == 1 else 's'}"

@@ -109,7 +109,7 @@ class Recording:
         self._batch: list[Tokens] = []
         self._kept, self._of_loop = ExitStack(), ExitStack()
         self._counting: StepArithmetic | None = None
-        self._reading: tuple[float, float, float, Any] | None = None
+        self._reading: tuple[Counters, float, float] | None = None
         self._from = perf_counter(), throttled_seconds(), withheld()
 
     @property
@@ -174,30 +174,30 @@ class Recording:
             yield f"arithmetic: {reason}"
         yield from PASSIVE
 
-    def _arm(self) -> None:
+    def _arm(self, counters: "Counters | None" = None) -> None:
         """Prepares the step that comes: the last of the warm-up is counted, later ones timed."""
         if self._to_warm_up == 1 and self.model is not None and not _compiled(self.model):
             self._counting = StepArithmetic(self.model)
         if self._to_warm_up <= 0:
-            self._begin()
+            self._begin(counters or _counters())
 
-    def _begin(self) -> None:
+    def _begin(self, counters: "Counters") -> None:
         self._wait = self._wait_cpu = 0.0
         self._batch.clear()
         self.phases.reset()
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        self._reading = preempted_seconds(), thread_time(), perf_counter(), used
+        self._reading = counters, thread_time(), perf_counter()
 
     def _end_of_step(self, *_: object) -> None:
         if self._is_over:
             return
+        counters = None  # read once: they end a step and begin the next one
         if self._reading is not None:
-            self._add(*self._reading)
+            counters = self._add(*self._reading)
         if self._counting is not None:
             self.flops = self._counting.flops
         self._end_counting()
         self._to_warm_up -= 1
-        self._arm()
+        self._arm(counters)
         if self.limit is not None and self.steps >= self.limit:
             self._is_over, self._reading = True, None  # a hook cannot remove itself
             self._of_loop.close()
@@ -211,17 +211,19 @@ class Recording:
             self._counting.close()
         self._counting = None
 
-    def _add(self, preempted: float, cpu: float, start: float, used: Any) -> None:
+    def _add(self, begin: "Counters", cpu: float, start: float) -> "Counters":
         series = self.series
         series.seconds.append(perf_counter() - start)
         # What the thread computes while it waits for a batch is the loader's, not the step's.
         series.cpu.append(max(0.0, thread_time() - cpu - self._wait_cpu))
+        end = _counters()
         series.wait.append(self._wait)
         series.forward.append(self.phases.forward)
         series.optimizer.append(self.phases.optimizer)
-        series.preempted.append(preempted_seconds() - preempted)
-        series.used += [used, resource.getrusage(resource.RUSAGE_SELF)]
+        series.preempted.append(end[0] - begin[0])
+        series.used += [begin[1], end[1]]
         self.counted.append(_sum(self._batch, self.tokens))
+        return end
 
     def _inputs(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._reading is not None and torch.is_grad_enabled():
@@ -232,6 +234,13 @@ class Recording:
         self._wait += seconds
         self._wait_cpu += cpu
         self._workers = workers
+
+
+Counters = tuple[float, resource.struct_rusage]  # seconds of preemption, what the process used
+
+
+def _counters() -> Counters:
+    return preempted_seconds(), resource.getrusage(resource.RUSAGE_SELF)
 
 
 def peak_bytes() -> int:

@@ -165,6 +165,18 @@ class Profile:
                 self._advice += patch_advice(self._subject.model)
         return sorted(self._advice, key=lambda one: -one.gain)
 
+    @property
+    def measurable(self) -> list[str]:
+        """Ids of the advice that `measure` can try here and did not yet."""
+        if self._call is None or self._subject is None:
+            return []
+        subject = self._subject
+        return [
+            one.id
+            for one in self.advice
+            if one.measured is None and one.id in KNOBS and not available(one.id, subject)
+        ]
+
     def measure(self, *ids: str, budget_s: float = 60.0) -> list[Advice]:
         """Tries changes on the live step, and returns their advice with `measured`.
 
@@ -249,6 +261,11 @@ class Profile:
         values = json.loads(Path(path).read_text())
         if not isinstance(values, dict) or "evidence" not in values:
             raise ValueError(f"profile: {path} must be a saved report, it has no evidence")
+        return Profile.from_dict(values)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Profile":
+        """The report whose `to_dict` this is, judged again."""
         report = Profile(Evidence.from_dict(values["evidence"]))
         report._advice = [_advice(one) for one in values.get("advice", [])]
         return report
@@ -299,12 +316,13 @@ class Profile:
 
 def _advice(values: dict[str, Any]) -> Advice:
     """From a file."""
-    for name in ("predicted", "measured"):
+    savings: dict[str, Saving | None] = {"predicted": None, "measured": None}
+    for name in savings:
         if values[name] is not None:
             interval = values[name]["interval"]
             pair = None if interval is None else (interval[0], interval[1])
-            values[name] = Saving(**(values[name] | {"interval": pair}))
-    return Advice(**values)
+            savings[name] = Saving(**(values[name] | {"interval": pair}))
+    return Advice(**(values | savings))
 
 
 def _time(evidence: Evidence) -> Time:

@@ -27,6 +27,7 @@ __all__ = [
     "op_parts",
     "op_seconds",
     "partition",
+    "raised",
     "working_ceilings",
 ]
 
@@ -44,6 +45,7 @@ BOUNDS = (
 )
 
 INTERRUPTED = 2e-3  # seconds from which programs that want the CPU interrupt an operator always
+LONG, HIGHEST = 1e-3, 1.5  # an operator of so many seconds raises a ceiling, up to so many times it
 CALLING = 10  # a call of a tiny operator may cost this many times the cheapest one's
 
 
@@ -223,6 +225,24 @@ def working_ceilings(evidence: Evidence) -> Ceilings | None:
     if evidence.ceilings is None or evidence.gpu is None:
         return evidence.ceilings
     return replace(evidence.ceilings, op_seconds=0.0)
+
+
+def raised(evidence: Evidence) -> Ceilings | None:
+    """The ceilings, but none below what an operator of the step reached.
+
+    Ceilings may have been measured in a busier moment, and on another shape. A rate far above them
+    raises nothing: then the operator's calls or time are not what they seem.
+    """
+    found, ceilings = op_seconds(evidence, identity(evidence)), evidence.ceilings
+    if found is None or ceilings is None:
+        return ceilings
+    flops = dict(ceilings.flops)
+    for op, seconds in found[0].items():
+        if op.dtype in flops and seconds >= LONG:
+            reached = op.flops / seconds
+            if reached <= HIGHEST * ceilings.flops[op.dtype]:
+                flops[op.dtype] = max(flops[op.dtype], reached)
+    return replace(ceilings, flops=flops)
 
 
 def op_parts(op: Op, seconds: float, ceilings: Ceilings) -> dict[str, float]:

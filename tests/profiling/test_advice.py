@@ -40,10 +40,20 @@ def test_workers_hide_the_loader_up_to_its_speed():
     assert "workers" not in advice(step(matmul(10 * MS), loader=SLOW))
 
 
+def test_workers_need_a_cpu_that_is_free():
+    """Other programs that hold up the step would hold up a worker too."""
+    for preempted, free in ((1 * MS, True), (20 * MS, False)):
+        held_up = run(10 * MS, wait=40 * MS, preempted=preempted)
+        waits = step(matmul(10 * MS), plain=held_up, loader=SLOW)
+        assert ("workers" in advice(waits)) == free
+
+
 def test_collate_is_its_share_of_the_wait():
     waits = step(matmul(10 * MS), wait=40 * MS, loader=SLOW)
-    assert seconds(waits, "collate") == pytest.approx(32 * MS)
+    assert seconds(waits, "collate") == pytest.approx(32 * MS, rel=0.05)
     assert "data.py:41" in advice(waits)["collate"].why
+    held_up = replace(waits, plain=run(10 * MS, wait=40 * MS, preempted=20 * MS))
+    assert seconds(held_up, "collate") == pytest.approx(16 * MS, rel=0.05)
 
 
 def test_padding():

@@ -1,6 +1,7 @@
 """Collecting evidence from real steps, and what a profile must leave as it was."""
 
 import copy
+import os
 import random
 import time
 from collections import UserDict, namedtuple
@@ -15,7 +16,9 @@ from fusedops.profiling.collect import data as data_module
 from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.clock import throttled_seconds, withheld
+from fusedops.profiling.collect.everything import about
 from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.evidence import Tokens
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.text import NAMES
 
@@ -473,6 +476,20 @@ def test_tokens():
     assert count_tokens({"input_ids": ids}, None).real == 6
     assert count_tokens(ids, lambda batch: 5).real == 5
     assert count_tokens(ids, None).real is None and count_tokens(ids, None).samples == 2
+    pair = {"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}
+    assert count_tokens(pair, None) == Tokens(real=3 + 6, padded=6 + 6, samples=2)
+    assert count_tokens([*pair, {"pixels": ids}], None) == Tokens(samples=2)
+
+
+def test_only_weights_that_can_be_quantized_count_as_frozen():
+    """An embedding, a trained layer and one that is quantized already do not."""
+    model = nn.ModuleDict({n: nn.Linear(64, 64, bias=False) for n in ("frozen", "trained", "nf4")})
+    model["embedding"] = nn.Embedding(1000, 64)
+    model.requires_grad_(False)["trained"].requires_grad_(True)
+    found = about(model)
+    assert found["frozen_bytes"] == 4 * found["frozen_elements"] == 2 * 4 * 64 * 64
+    model["nf4"] = fusedops.nn.QuantizedLinear.from_linear(model["nf4"], "nf4")
+    assert about(model)["frozen_bytes"] == 4 * 64 * 64
 
 
 def test_kept_batches_are_limited(monkeypatch):
@@ -499,3 +516,21 @@ def test_counters_of_the_system(tmp_path):
     assert throttled_seconds(tmp_path) == 1.5
     assert withheld(tmp_path) == (10, 100)
     assert throttled_seconds(tmp_path / "none") == 0 and withheld(tmp_path / "none") == (0, 0)
+
+
+def test_a_slow_function_of_the_loader_is_named(monkeypatch):
+    """With its path from the working directory on, if it is below that."""
+
+    def collate(samples):
+        time.sleep(0.02)
+        return torch.stack(samples)
+
+    def slowest():
+        loader = torch.utils.data.DataLoader(batches(), 2, collate_fn=collate)
+        (name,) = data_module.Data(loader).alone(0.5).functions
+        return name.rpartition(":")[0]
+
+    folder = os.path.dirname(__file__)
+    assert slowest() == f"collate ({os.path.relpath(__file__)}"
+    monkeypatch.chdir(folder)
+    assert slowest() == "collate (test_collect.py"

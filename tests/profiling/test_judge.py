@@ -8,7 +8,7 @@ import pytest
 
 from fusedops.profiling.evidence import Evidence, Loader, Sync
 from fusedops.profiling.judge import THRESHOLDS, judge
-from fusedops.profiling.shares import BOUNDS
+from fusedops.profiling.shares import BOUNDS, raised
 from profiling.synthetic import (
     CEILINGS,
     MS,
@@ -212,7 +212,8 @@ def test_workers_that_preempt_the_step_are_input():
 def test_a_step_that_waits_is_unexplained():
     """For half of the time its thread sleeps, and no counter says why."""
     slowed = run(20 * MS, jitter=0.5, stopped=10 * MS, user=0.2)
-    verdict = judge(replace(step(matmul(10 * MS)), plain=slowed, cached=slowed))
+    again = run(20 * MS, jitter=0.5, stopped=10 * MS, user=0.2, seed=1)
+    verdict = judge(replace(step(matmul(10 * MS)), plain=slowed, cached=again))
     assert verdict.bounds == ("unknown",)
     assert any("unexplained" in line for line in verdict.evidence)
     assert any("vary by" in line for line in verdict.evidence)
@@ -288,3 +289,36 @@ def test_interrupted_operators_are_not_slow_kernels():
     alone = replace(noisy, preempted=(0.0,) * 3)  # the same times, and a step takes them as well
     slow = replace(quiet, profiled=alone, cached=run(32 * MS), half=None)
     assert judge(slow).bounds == ("kernels",)
+
+
+def test_batches_of_other_lengths_are_no_noise():
+    """The same batch takes as long again, though batches differ by half of their time."""
+    lengths = run(30 * MS, jitter=0.5)
+    ops = matmul(10 * MS), stream(10 * MS), gather(6 * MS)
+    even = step(*ops, python=4 * MS, plain=lengths, cached=lengths)
+    for evidence, noisy in ((even, False), (replace(even, cached=None), True)):
+        verdict = judge(evidence)
+        assert verdict.bounds == ("unknown",)
+        assert any("vary by" in line for line in verdict.evidence) == noisy
+
+
+@pytest.mark.parametrize(
+    "times, seconds, raises",
+    [
+        (1.2, 20 * MS, True),
+        (0.8, 20 * MS, False),
+        (3.0, 20 * MS, False),  # its calls or its time are wrong
+        (1.2, 0.5 * MS, False),  # too short to be timed well
+    ],
+)
+def test_a_step_that_is_faster_than_a_ceiling_raises_it(times, seconds, raises):
+    peak = CEILINGS.flops["float32"]
+    fast = op("aten::mm", seconds, flops=round(times * peak * seconds))
+    found = raised(step(fast, op("aten::add", seconds)))
+    assert found.flops["float32"] == pytest.approx(times * peak if raises else peak, rel=0.01)
+    assert found.flops["bfloat16"] == CEILINGS.flops["bfloat16"] and found.copy == CEILINGS.copy
+
+
+def test_without_operators_no_ceiling_is_raised():
+    assert raised(step(matmul(10 * MS), profiled=None)) == CEILINGS
+    assert raised(step(matmul(10 * MS), ceilings=None)) is None

@@ -1,7 +1,6 @@
 """`fusedops.recording`: a loop that it watches, unchanged and hardly slower."""
 
 import time
-from statistics import median
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
+from benchmarks.bottlenecks.recording import Hooks
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 
@@ -198,15 +198,33 @@ def test_wrong_arguments():
         fusedops.recording(optimizer=3).__enter__()
 
 
-def test_a_step_costs_little():
-    """In CPU time, which other programs do not change. The demo's step takes 50 ms and more."""
-    loader = DataLoader([torch.randn(16)] * 400, batch_size=1)
+# The demo's step takes 280 ms on a core of an AMD EPYC, and there, with caches that the step has
+# emptied, a recording takes about four times as long as here: a quarter of 1 %, rounded down.
+AT_MOST_S = 0.5e-3
 
-    def cpu_time(record):
-        start = time.thread_time()
-        train(loader, record)
-        return (time.thread_time() - start) / 400
 
-    costs = [cpu_time(True) - cpu_time(False) for _ in range(5)]
-    assert median(costs) < 0.01 * 0.05
-    print(f"recording costs {median(costs) * 1e6:.0f} us a step")
+@pytest.mark.parametrize("inputs", ["tensor", "dictionary"])
+def test_a_step_costs_little(inputs):
+    """CPU time of a recording's own functions, which other programs do not lengthen.
+
+    The least of several stretches: an interrupt or a cold cache makes one longer.
+    """
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    mask, costs = torch.ones(4, 128, dtype=torch.long), []
+    with fusedops.recording(model, optimizer, warmup=0) as rec:
+        hooks = Hooks(model, optimizer)
+        loader = DataLoader([torch.randn(16)] * 4 * 250, batch_size=4)
+        for index, batch in enumerate(loader):
+            if inputs == "dictionary":
+                rec._inputs(model, (), {"input_ids": mask, "attention_mask": mask})
+            model(batch).sum().backward()
+            optimizer.step()
+            if index % 50 == 49:
+                costs.append(hooks.seconds / 50)
+                hooks.seconds = 0.0
+        hooks.end()
+    assert rec.steps == 250
+    assert hooks.count == 6 and hooks.calls == 250 * 6 + 251  # and the loader's, with its end
+    assert min(costs) < AT_MOST_S
+    print(f"recording costs {min(costs) * 1e6:.0f} us a step")

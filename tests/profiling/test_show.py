@@ -1,5 +1,6 @@
 """A report as text, HTML and a figure, and the command that makes one."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -12,7 +13,12 @@ import pytest
 from fusedops.__main__ import main
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.command import build
+from fusedops.profiling.reasons import bytes_text, seconds_text
 from fusedops.profiling.report import Profile
+from fusedops.profiling.shares import BOUNDS
+from fusedops.profiling.show.colors import COLORS, ink
+from fusedops.profiling.show.figure import _figure
+from fusedops.profiling.show.numbers import mebibytes, share_text, span_text, times
 from fusedops.profiling.show.text import NAMES
 from profiling.synthetic import MS, gather, gpu_step, matmul, step, stream
 
@@ -58,8 +64,54 @@ def test_text():
     assert f"VERDICT  input {middle:.0f} % ({low:.0f}..{high:.0f}) of the step" in shown
     assert "Llama, 10M parameters float32, 20 steps" in shown
     assert "with batches kept in memory a step takes 14" in shown
-    assert re.search(r"parameters +5 MiB", shown) and "communication: one process" in shown
-    assert max(map(len, shown.splitlines())) <= 110
+    assert re.search(r"parameters +5\.0$", shown, re.M) and "communication: one process" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_text_tells_what_to_do_and_where():
+    """Advice says how and why, modules and the thresholds of bounds have names and numbers."""
+    shown = str(REPORT)
+    assert "1 bfloat16 products" in shown and "how: with torch.autocast" in shown
+    assert re.search(r"\(outside of the model\) +1[34]\.\d\d +100 %", shown)
+    assert re.search(r"memory bandwidth +8 % \(8\.\.8\) +40 %", shown)
+    assert "peak of a step" in shown and "1 thread on 2 CPUs" in shown
+
+
+def test_long_lines_are_wrapped():
+    path = "a/very/long/path/of/a/collate/function/" * 3
+    report = Profile(replace(REPORT.evidence, not_checked=(f"{path} and some more words",)))
+    report._advice = [Advice("x", "a title " * 20, "why " * 60, "how", "")]
+    assert max(len(line) for line in str(report).splitlines() if path not in line) <= 100
+
+
+@pytest.mark.parametrize(
+    "seconds, shown",
+    [(1.234, "1.23 s"), (0.99999, "1.00 s"), (0.9994, "999 ms"), (999.9e-6, "1 ms"), (0, "0 us")],
+)
+def test_seconds_have_no_exponent(seconds, shown):
+    assert seconds_text(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    "size, shown",
+    [
+        (512, "512 B"),
+        (1023 * 1024, "1023 KiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (1500 * 2**30, "1500 GiB"),
+    ],
+)
+def test_bytes_have_no_exponent(size, shown):
+    assert bytes_text(size) == shown
+
+
+def test_columns_share_a_unit():
+    assert times([0.2, 0.0031]) == ("ms", ["200.0", "3.1"])
+    assert times([2.0, 0.25]) == ("s", ["2.00", "0.25"])
+    assert times([9e-6]) == ("us", ["9.00"]) and times([]) == ("us", [])
+    assert (share_text(-1e-9), share_text(0.354)) == ("0 %", "35 %")
+    assert span_text(0.0929, 0.125) == "93..125 ms" and span_text(0.9, 1.1) == "0.90..1.10 s"
+    assert [mebibytes(size) for size in (1, 2**20, 1500 * 2**20)] == ["<0.1", "1.0", "1,500.0"]
 
 
 def test_html_is_one_file_without_scripts(tmp_path):
@@ -72,7 +124,7 @@ def test_html_is_one_file_without_scripts(tmp_path):
     assert "url(" not in text and "http" not in text
     words = " ".join(reader.words)
     assert "<CPU & co>" in words and "&lt;CPU &amp; co&gt;" in text  # escaped
-    assert "Limited by input" in words and "12 MiB" in words and "aten::mm" in words
+    assert "Limited by input" in words and "12.0" in words and "aten::mm" in words
     for bound in ("input", "compute", "memory"):
         assert NAMES[bound] in words
 
@@ -86,6 +138,42 @@ def test_an_unknown_verdict_names_no_next_bound(tmp_path):
     for shown in (str(report), (tmp_path / "report.html").read_text()):
         assert "the rest would be limited" not in shown
     assert "the rest would be limited by" in str(REPORT)
+
+
+def test_html_can_be_read_without_seeing_it(tmp_path):
+    """Language, title, one h1, levels in order, a name for the bar, header cells in every table."""
+    pytest.importorskip("jinja2")
+    REPORT.html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert '<html lang="en">' in text and re.search(r"<title>Limited by input, .+</title>", text)
+    levels = [int(level) for level in re.findall(r"<h([1-6])>", text)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    assert re.search(r'role="img" aria-label="shares of a step\'s time: input \d+ %', text)
+    tables = re.findall(r"<table>.*?</table>", text, re.S)
+    assert len(tables) == 4  # time, memory, modules, operators
+    assert all("<caption>" in table and 'scope="col"' in table for table in tables)
+
+
+def test_html_begins_with_the_verdict_and_advice(tmp_path):
+    pytest.importorskip("jinja2")
+    REPORT.html(tmp_path / "report.html")
+    headings = re.findall(r"<h2>([A-Z]\w+)", (tmp_path / "report.html").read_text())
+    parts = ["Why", "Advice", "Time", "Memory", "Modules", "Operators", "Machine", "Not"]
+    assert headings == parts
+
+
+@pytest.mark.parametrize("bound", COLORS)
+def test_numbers_on_colours_can_be_read(bound):
+    """A contrast of 4.5 at least, as WCAG asks for; matplotlib converts the colours here."""
+    colors = pytest.importorskip("matplotlib.colors")
+
+    def light(color):
+        parts = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in color]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), parts, strict=True)) + 0.05
+
+    one, other = (light(colors.to_rgb(color)) for color in (COLORS[bound], ink(COLORS[bound])))
+    assert max(one, other) / min(one, other) >= 4.5
 
 
 def test_html_has_the_advice(tmp_path):
@@ -111,7 +199,32 @@ def test_plot(ending, tmp_path):
     REPORT.plot(tmp_path / f"report.{ending}")
     content = (tmp_path / f"report.{ending}").read_bytes()
     assert content[:4] == (b"\x89PNG" if ending == "png" else b"<?xm")
+    assert all(word in content for word in (b"Limited by input", b"peak of a step 12 MiB"))
     Profile(gpu_step(busy=0.2, wait=20 * MS)).plot(tmp_path / "no_memory.svg")
+
+
+def test_labels_of_the_figure_do_not_overlap(tmp_path):
+    """Nor do they leave the figure, with every bound and long names."""
+    pytest.importorskip("matplotlib")
+    every = dict.fromkeys(BOUNDS, (0.05, 0.1, 0.9))
+    report = Profile(REPORT.evidence, replace(REPORT.verdict, shares=every))
+    figure = _figure(report)
+    figure.draw_without_rendering()
+    found = [figure._suptitle, figure._supxlabel]
+    for axes in figure.axes:
+        found += [*axes.texts, *axes.get_yticklabels(), axes.title, axes._left_title]
+        found += [axes.xaxis.label]
+    boxes = [text.get_window_extent() for text in found if text.get_text()]
+    assert len(boxes) > 2 * len(BOUNDS)
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.padded(-1).overlaps(other.padded(-1))
+    assert all(figure.bbox.contains(*corner) for box in boxes for corner in box.corners())
+
+
+def test_any_format_of_matplotlib_can_be_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    REPORT.plot(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes()[:4] == b"%PDF"
 
 
 @pytest.mark.parametrize("package, show", [("jinja2", "html"), ("matplotlib", "plot")])

@@ -12,6 +12,7 @@ __all__ = ["advise"]
 
 PADDING, STATE, FROZEN = 0.15, 0.05, 0.5  # shares from which padding, state, frozen weights matter
 FASTER = 1.5  # how many times as fast bfloat16 products must be to be worth it
+BUSY = 0.1  # share of the step in which other programs had its CPU; then no CPU is free
 PEAK = 0.75  # of the ceiling: from there on nothing here helps a compute-bound step
 INT4 = 4.5 / 8  # bytes of an nf4 weight with its scale
 STATE_8BIT = 2.03  # bytes of AdamW8bit's state for a parameter; AdamW's are 8
@@ -36,6 +37,8 @@ def workers(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     spare = int(evidence.cpus) - evidence.threads
     if "input" not in verdict.bounds or loader is None or loader.asynchronous or spare < 1:
         return
+    if sum(evidence.plain.running) < (1 - BUSY) * sum(evidence.plain.seconds):
+        return  # measured with two busy CPUs: a worker gets none, and the step is no faster
     step, full = _step(evidence), _full(evidence)
     slowest = step
     if loader.batches_per_s:
@@ -62,8 +65,8 @@ def collate(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
             f"{share:.0%} of the loader's time is in {function}",
             "do its work once, before training, or in tensor operations on whole batches",
             "none for the model",
-            "the wait for data x the function's share of the loader's time",
-            Saving(seconds=share * median(evidence.plain.wait)),
+            "at most: T x the input's share x the function's share of the loader's time",
+            Saving(seconds=share * verdict.shares["input"][1] * _full(evidence)),
         )
 
 

@@ -47,19 +47,27 @@ def count_tokens(batch: Any, tokens: int | Callable[[Any], int] | None) -> Token
     """Real and padded tokens of a batch.
 
     tokens: what the user said. None counts an `attention_mask`, else `labels`, else `input_ids` of
-    a dictionary; other batches only have a size.
+    a dictionary, or of each dictionary in a list or tuple; other batches only have a size.
     """
     size = batch_size(batch)
     if tokens is not None:
         count = tokens(batch) if callable(tokens) else tokens
         return Tokens(real=float(count), padded=float(count), samples=size)
-    if not isinstance(batch, Mapping):
+    parts = list(batch) if isinstance(batch, list | tuple) else [batch]
+    counted = [_in_dictionary(part) for part in parts if isinstance(part, Mapping)]
+    if not counted or None in counted:
         return Tokens(samples=size)
+    real, padded = (float(sum(counts)) for counts in zip(*counted, strict=True))
+    return Tokens(real, padded, size)
+
+
+def _in_dictionary(batch: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Real tokens, and all with padding; None where they are not known."""
     for name in ("attention_mask", "labels", "input_ids"):
         found = batch.get(name)
         if isinstance(found, Tensor) and found.dim() == 2:
-            return Tokens(float(_real(name, found)), float(found.numel()), size)
-    return Tokens(samples=size)
+            return _real(name, found), found.numel()
+    return None
 
 
 def mean_tokens(steps: Sequence[Tokens]) -> Tokens:

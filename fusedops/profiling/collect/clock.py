@@ -1,5 +1,6 @@
 """Times steps without a profiler, and reads the system's counters around them."""
 
+import os
 import resource
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -171,7 +172,14 @@ class Series:
 
 def preempted_seconds() -> float:
     """For how long this thread was ready to run but did not, so far; 0 where Linux does not say."""
-    words = read(Path("/proc/thread-self/schedstat")).split()  # running, ready (ns), slices
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # a third of pathlib's time
+    except OSError:
+        return 0.0
+    try:
+        words = os.read(file, 100).split()  # running, ready (ns), slices
+    finally:
+        os.close(file)
     return int(words[1]) / 1e9 if len(words) == 3 else 0.0
 
 

@@ -1,5 +1,6 @@
 """The data of a profile: an iterator that is read once, and the batches that are kept of it."""
 
+import os
 import sys
 import threading
 from collections import Counter
@@ -118,4 +119,9 @@ class _Sampler:
         }
         # Every caller of a slow function is slow too: the function itself was seen first.
         name = next(iter(shares), None)
-        return {name: shares[name]} if name else {}
+        return {_short(name): shares[name]} if name else {}
+
+
+def _short(name: str) -> str:
+    """A function's name and place; a path below the working directory is relative to that."""
+    return name.replace(f"({os.getcwd()}{os.sep}", "(")

@@ -7,10 +7,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusedops.backends import cpu_name, version_of
 from fusedops.machine import cpu_quota, cpus
+from fusedops.patching.quantize import sites
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
@@ -20,6 +21,7 @@ from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, 
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Run
+from fusedops.profiling.shares import raised
 
 __all__ = ["Subject", "about", "collect", "usable_cpus"]
 
@@ -141,7 +143,7 @@ def _evidence(
         not_checked.append("communication: one process")
     elif parts.gpu is None:
         not_checked.append(f"communication: collectives of {processes} processes are not timed")
-    return Evidence(
+    evidence = Evidence(
         plain=measured.plain,
         cached=measured.cached,
         half=measured.half,
@@ -160,6 +162,13 @@ def _evidence(
         about=found,
         not_checked=tuple(not_checked),
     )
+    return replace(evidence, ceilings=raised(evidence))
+
+
+def _quantizable(model: nn.Module) -> list[Tensor]:
+    """Frozen weights that `fusedops.quantize` would quantize: no embedding, no head."""
+    linears = {module for _, module, reason in sites(model, ("lm_head",)) if not reason}
+    return [one.weight for one in linears if not one.weight.requires_grad]
 
 
 def about(
@@ -175,7 +184,7 @@ def about(
     }
     if model is not None:
         parameters = list(model.parameters())
-        frozen = [p for p in parameters if not p.requires_grad]
+        frozen = _quantizable(model)
         found |= {
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "frozen_bytes": sum(p.nbytes for p in frozen),

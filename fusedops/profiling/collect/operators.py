@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.module_tracker import ModuleTracker
 
 from fusedops.profiling.collect.arithmetic import Arithmetic, dtype_of
 from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.traffic import Reuse, touched, traffic
 from fusedops.profiling.evidence import Op, Profiled
 
@@ -53,16 +53,17 @@ class Row:
 class Recorder(Arithmetic):
     """Records every operator below autograd that runs while it is entered."""
 
-    def __init__(self, tracker: ModuleTracker) -> None:
+    def __init__(self, modules: Modules) -> None:
         super().__init__()
-        self.tracker = tracker
+        self.modules = modules
         self.rows: dict[Key, Row] = defaultdict(Row)
         self.sequence: dict[str, list[Key]] = defaultdict(list)  # operator -> keys of its calls
         self.reuse = Reuse()
 
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, flops: int) -> None:
         name, dtype = func._schema.name, dtype_of(args, kwargs)
-        key = Key(name, _shapes(args, kwargs), dtype, self._module())
+        module = LAYER.sub("*", self.modules.current())  # layers are one row
+        key = Key(name, _shapes(args, kwargs), dtype, module)
         row = self.rows[key]
         row.calls += 1
         row.flops += flops
@@ -71,12 +72,6 @@ class Recorder(Arithmetic):
         self.reuse.touch(touched(func, args, kwargs, out, differs.unread), row.add)
         for distance, size in differs.again:
             row.add(max(1, distance), size)
-
-    def _module(self) -> str:
-        """The innermost module, with a star for a layer's number."""
-        names = [name for name in self.tracker.parents if name != "Global"]
-        innermost = max(names, key=len, default="").partition(".")[2]
-        return LAYER.sub("*", innermost)
 
 
 def _shapes(args: tuple, kwargs: dict[str, Any]) -> str:
@@ -94,7 +89,7 @@ def _layout(tensor: Tensor) -> str:
 
 def record(call: Callable[[], Any]) -> Recorder:
     """Runs one step and records its operators."""
-    with ModuleTracker() as tracker, Recorder(tracker) as recorder:
+    with Modules() as modules, Recorder(modules) as recorder:
         call()
     recorder.reuse.finish()
     return recorder

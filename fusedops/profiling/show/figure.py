@@ -4,25 +4,18 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from fusedops.profiling.reasons import seconds_text
-from fusedops.profiling.shares import BOUNDS
-from fusedops.profiling.show.text import NAMES
+from fusedops.profiling.reasons import bytes_text, seconds_text
+from fusedops.profiling.show.colors import COLORS
+from fusedops.profiling.show.numbers import mebibytes, share_text
+from fusedops.profiling.show.page import title
+from fusedops.profiling.show.text import CATEGORIES, NAMES, parameters_text, shown_bounds
 
 Profile = Any  # of report.py, which imports this file
-__all__ = ["COLORS", "plot"]
+__all__ = ["plot"]
 
-COLORS = {
-    "input": "#d1495b",
-    "launch": "#edae49",
-    "memory": "#00798c",
-    "compute": "#30638e",
-    "kernels": "#7b6d8d",
-    "allocation": "#c17817",
-    "threads": "#8d6a9f",
-    "sync": "#5b8e7d",
-    "communication": "#a44a3f",
-    "unknown": "#c3c9d0",
-}
+DIM = "#59636e"
+PEAK, CATEGORY = COLORS["memory"], "#8fb8d6"
+DESCRIBED = (".png", ".svg")  # formats whose metadata can hold a description
 
 
 def plot(report: Profile, path: str | Path) -> None:
@@ -34,20 +27,45 @@ def plot(report: Profile, path: str | Path) -> None:
         raise ModuleNotFoundError(
             "profile: plot needs matplotlib, which is missing: pip install 'fusedops[profile]'"
         )
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": 10.0, "svg.fonttype": "none", "text.parse_math": False}):
+        figure = _figure(report)
+        about = {"Title": title(report), "Description": _description(report)}
+        metadata = about if str(path).lower().endswith(DESCRIBED) else None
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def _figure(report: Profile) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    rows = max(len(shown_bounds(report)), len(_sizes(report)))
+    figure = Figure(figsize=(11, 1.9 + 0.32 * rows), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
+    figure.suptitle(title(report), x=0.01, ha="left", fontsize=14, fontweight="bold")
+    about = [parameters_text(report), report.machine.device]
+    figure.supxlabel(", ".join(filter(None, about)), x=0.01, ha="left", fontsize=9, color=DIM)
     time, memory = figure.subplots(1, 2)
     _time(time, report)
     _memory(memory, report)
-    figure.savefig(path)
+    for axes in (time, memory):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    return figure
+
+
+def _description(report: Profile) -> str:
+    """The figure in words, for people who do not see it."""
+    shares = report.verdict.shares
+    parts = [f"{NAMES[b]} {share_text(shares[b][1])}" for b in shown_bounds(report)]
+    held = [f"{name} {bytes_text(size)}" for name, size in _sizes(report).items()]
+    return f"Time: {', '.join(parts)}. Memory: {', '.join(held) or 'not checked'}."
 
 
 def _time(axes: Any, report: Profile) -> None:
     shares = report.verdict.shares
-    shown = [bound for bound in reversed(BOUNDS) if shares[bound][1] >= 0.005]
+    shown = shown_bounds(report)[::-1]
     middles = [100 * shares[bound][1] for bound in shown]
     errors = [
         [100 * (shares[bound][1] - shares[bound][0]) for bound in shown],
@@ -56,28 +74,38 @@ def _time(axes: Any, report: Profile) -> None:
     bars = axes.barh(
         [NAMES[bound] for bound in shown],
         middles,
+        height=0.65,
         xerr=errors,
         color=[COLORS[bound] for bound in shown],
-        ecolor="#444444",
-        capsize=3,
+        error_kw={"ecolor": "#1b1f24", "capsize": 3, "elinewidth": 1.2},
     )
-    axes.bar_label(bars, [f"{middle:.0f} %" for middle in middles], padding=4)
-    axes.set_xlim(0, max(10.0, 1.25 * max(shares[bound][2] for bound in shown) * 100))
-    axes.set_xlabel("share of a step's time (%), 95 % interval")
-    axes.set_title(f"time: a step takes {seconds_text(report.time.seconds)}")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.bar_label(bars, [share_text(middle / 100) for middle in middles], padding=5)
+    for label, bound in zip(axes.get_yticklabels(), shown, strict=True):
+        label.set_fontweight("bold" if bound in report.verdict.bounds else "normal")
+    axes.set_xlim(0, 118 * max(shares[bound][2] for bound in shown))
+    axes.set_xlabel("% of a step, with its 95 % interval")
+    axes.set_title(f"Time: a step takes {seconds_text(report.time.seconds)}", loc="left")
+
+
+def _sizes(report: Profile) -> dict[str, int]:
+    """Category -> bytes of the step, in the order of the bars from the top."""
+    sizes = {k: v for k, v in (report.memory or {}).items() if v and k != "slack"}
+    order = sorted(sizes, key=lambda name: (name != "peak", -sizes[name]))
+    return {CATEGORIES.get(name, name.replace("_", " ")): sizes[name] for name in order}
 
 
 def _memory(axes: Any, report: Profile) -> None:
-    axes.set_title("memory")
-    axes.spines[["top", "right"]].set_visible(False)
-    sizes = {name: size for name, size in (report.memory or {}).items() if size}
+    sizes = _sizes(report)
     if not sizes:
+        axes.set_title("Memory", loc="left")
         axes.text(0.5, 0.5, "not checked", ha="center", va="center", transform=axes.transAxes)
         axes.set_axis_off()
         return
-    names = sorted(sizes, key=lambda name: sizes[name])
-    bars = axes.barh(names, [sizes[name] / 2**20 for name in names], color=COLORS["memory"])
-    axes.bar_label(bars, fmt="%.1f", padding=4)
-    axes.set_xlabel("MiB")
-    axes.margins(x=0.15)
+    peak = CATEGORIES["peak"]
+    names = list(sizes)[::-1]
+    colors = [PEAK if name == peak else CATEGORY for name in names]
+    bars = axes.barh(names, [sizes[n] / 2**20 for n in names], height=0.65, color=colors)
+    axes.bar_label(bars, [mebibytes(sizes[name]) for name in names], padding=5)
+    axes.set_xlabel("MiB, the most that each holds at any time")
+    axes.set_xlim(0, 1.15 * max(sizes.values()) / 2**20)
+    axes.set_title(f"Memory: {bytes_text(sizes[peak])} at the peak", loc="left")

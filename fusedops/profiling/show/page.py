@@ -4,84 +4,26 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from fusedops.profiling.reasons import bytes_text, seconds_text
-from fusedops.profiling.shares import BOUNDS
-from fusedops.profiling.show.figure import COLORS
-from fusedops.profiling.show.text import NAMES, saving_text
+from fusedops.profiling.judge import THRESHOLDS
+from fusedops.profiling.reasons import bytes_text, count_text, seconds_text
+from fusedops.profiling.show.colors import COLORS, ink
+from fusedops.profiling.show.numbers import mebibytes, share_text, span_text, times
+from fusedops.profiling.show.template import TEMPLATE
+from fusedops.profiling.show.text import (
+    CATEGORIES,
+    NAMES,
+    OUTSIDE,
+    PHASES,
+    parameters_text,
+    saving_text,
+    shown_bounds,
+)
 
 Profile = Any  # of report.py, which imports this file
-__all__ = ["page"]
+__all__ = ["page", "title"]
 
-TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>fusedops.profile: {{ verdict }}</title>
-<style>
-:root { color-scheme: light dark; --line: #8885; --dim: #777; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p.dim, td.dim, li.dim { color: var(--dim); } ul { margin: .4rem 0; padding-left: 1.2rem; }
-.stack { display: flex; height: 34px; border-radius: 4px; overflow: hidden; }
-.stack span { min-width: 1px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--line); }
-th.n, td.n { text-align: right; white-space: nowrap; }
-td.name { word-break: break-word; }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; }
-.bar { height: .8em; border-radius: 2px; }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p class="dim">{{ about }}</p>
-<ul>{% for line in reasons %}<li>{{ line }}</li>{% endfor %}</ul>
-{% if next %}<p>Without that, the rest would be limited by {{ next }}.</p>{% endif %}
-
-<h2>Time: a step takes {{ step }}</h2>
-<div class="stack" role="img" aria-label="shares of a step's time">
-{% for s in shares %}<span style="width:{{ s.percent }}%;background:{{ s.color }}"
- title="{{ s.name }} {{ s.text }}"></span>{% endfor %}
-</div>
-<table>
-<tr><th>bound</th><th class="n">share</th><th class="n">95 % interval</th></tr>
-{% for s in shares %}<tr><td><span class="key" style="background:{{ s.color }}"></span>{{ s.name }}
-</td><td class="n">{{ s.text }}</td><td class="n">{{ s.interval }}</td></tr>{% endfor %}
-</table>
-<p class="dim">{{ phases }}</p>
-
-<h2>Memory</h2>
-{% if memory %}<table>
-{% for m in memory %}<tr><td>{{ m.name }}</td><td class="n">{{ m.text }}</td><td style="width:50%">
-<div class="bar" style="width:{{ m.percent }}%;background:{{ color }}"></div></td></tr>{% endfor %}
-</table>{% else %}<p class="dim">not checked</p>{% endif %}
-
-{% if ops %}<h2>Operators</h2>
-<table>
-<tr><th>operator</th><th>module</th><th class="n">calls</th><th class="n">time</th>
-<th class="n">share</th><th class="n">possible</th><th>mostly</th></tr>
-{% for op in ops %}<tr><td class="name">{{ op.name }} {{ op.shapes }}</td><td>{{ op.module }}</td>
-<td class="n">{{ op.calls }}</td><td class="n">{{ op.time }}</td><td class="n">{{ op.share }}</td>
-<td class="n">{{ op.possible }}</td><td>{{ op.bound }}</td></tr>{% endfor %}
-</table>{% endif %}
-
-{% if advice %}<h2>Advice</h2>
-<table>
-<tr><th>advice</th><th>change</th><th>why</th><th>risk</th><th class="n">predicted</th>
-<th class="n">measured</th></tr>
-{% for a in advice %}<tr><td>{{ a.title }}</td><td><code>{{ a.how }}</code></td>
-<td>{{ a.why }}</td><td>{{ a.risk }}</td><td class="n">{{ a.predicted }}</td>
-<td class="n">{{ a.measured }}</td></tr>
-{% endfor %}
-</table>{% endif %}
-
-<h2>Not checked</h2>
-<ul>{% for line in not_checked %}<li class="dim">{{ line }}</li>{% endfor %}</ul>
-</body>
-</html>
-"""
-TOP = 25  # operators that are shown
+TOP_MODULES, TOP_OPS = 12, 25  # rows that are shown
+LABELLED = 0.08  # share of the step from which a part of the bar has its number inside
 
 
 def page(report: Profile, path: str | Path) -> None:
@@ -96,65 +38,39 @@ def page(report: Profile, path: str | Path) -> None:
     Path(path).write_text(template.render(_values(report)), encoding="utf-8")
 
 
-def _values(report: Profile) -> dict[str, object]:
-    verdict, time, machine = report.verdict, report.time, report.machine
-    about = machine.about
-    words = [str(about[k]) for k in ("model",) if k in about]
-    words += [machine.device, f"{machine.threads} threads of {machine.cpus:g} CPUs"]
-    words += [f"{time.steps} steps"]
-    if time.tokens_per_s:
-        words.append(f"{time.tokens_per_s:,.0f} tokens/s")
-    phases = [f"{name} {seconds_text(s)}" for name, s in time.phases.items() if s]
-    low, high = seconds_text(time.low), seconds_text(time.high)
-    largest = max((report.memory or {"": 1}).values()) or 1
-    return {
-        "verdict": str(verdict),
-        "title": _title(report),
-        "about": ", ".join(words),
-        "reasons": verdict.evidence,
-        "next": _next(report),
-        "step": f"{seconds_text(time.seconds)} ({low}..{high})",
-        "shares": [_share(report, bound) for bound in BOUNDS if verdict.shares[bound][1] >= 0.005],
-        "phases": "phases: " + ", ".join(phases),
-        "memory": [
-            {"name": name, "text": bytes_text(size), "percent": round(100 * size / largest, 1)}
-            for name, size in (report.memory or {}).items()
-        ],
-        "color": COLORS["memory"],
-        "ops": [
-            {
-                "name": op.name,
-                "shapes": op.shapes,
-                "module": op.module,
-                "calls": op.calls,
-                "time": seconds_text(op.seconds),
-                "share": f"{op.share:.1%}",
-                "possible": seconds_text(op.possible),
-                "bound": op.bound,
-            }
-            for op in report.ops[:TOP]
-        ],
-        "advice": [
-            {
-                "title": one.title,
-                "how": one.how,
-                "why": one.why,
-                "risk": one.risk,
-                "predicted": saving_text(one.predicted) if one.predicted else "by measuring",
-                "measured": saving_text(one.measured),
-            }
-            for one in report.advice
-        ],
-        "not_checked": verdict.not_checked,
-    }
-
-
-def _title(report: Profile) -> str:
+def title(report: Profile) -> str:
+    """The verdict as a heading."""
     verdict = report.verdict
     if verdict.bounds == ("unknown",):
         return "No single bound was found"
-    parts = [f"{NAMES[b]}, {verdict.shares[b][1]:.0%} of the step" for b in verdict.bounds]
+    parts = [f"{NAMES[b]}, {share_text(verdict.shares[b][1])} of the step" for b in verdict.bounds]
     return "Limited by " + " and by ".join(parts)
+
+
+def _values(report: Profile) -> dict[str, object]:
+    verdict, time = report.verdict, report.time
+    shares = [_share(report, bound) for bound in shown_bounds(report)]
+    phases = [f"{PHASES.get(name, name)} {seconds_text(s)}" for name, s in time.phases.items() if s]
+    slower = f"{time.inflation:.2f} times" if time.inflation is not None else ""
+    return {
+        "title": title(report).replace(" %", "\u00a0%"),  # not at the end of a line
+        "model": parameters_text(report) or "a step",
+        "next": _next(report),
+        "facts": _facts(report),
+        "reasons": verdict.evidence,
+        "step": seconds_text(time.seconds),
+        "shares": shares,
+        "stack": ", ".join(f"{one['name']} {one['text']}" for one in shares),
+        "phases": f"Phases: {', '.join(phases)}.",
+        "inflation": slower
+        and f"torch.profiler made the step {slower} as long; no time here contains that.",
+        **_memory(report),
+        **_tables(report),
+        "advice": [_advice(one) for one in report.advice],
+        "machine": _machine(report),
+        "ceilings": _ceilings(report),
+        "not_checked": verdict.not_checked,
+    }
 
 
 def _next(report: Profile) -> str:
@@ -164,12 +80,114 @@ def _next(report: Profile) -> str:
     return " and ".join(NAMES[bound] for bound in verdict.next_bounds)
 
 
+def _facts(report: Profile) -> list[dict[str, str]]:
+    """The numbers at the top: value, and a remark in small print."""
+    time = report.time
+    found = [("step", seconds_text(time.seconds), f"{span_text(time.low, time.high)}, 95 %")]
+    if time.tokens_per_s:
+        padding = f"{share_text(time.padding)} of all are padding" if time.padding else ""
+        found.append(("tokens/s", f"{time.tokens_per_s:,.0f}", padding))
+    elif time.samples_per_s:
+        found.append(("samples/s", f"{time.samples_per_s:,.1f}", ""))
+    if time.mfu is not None:
+        found.append(("MFU", share_text(time.mfu), "of this machine's measured peak"))
+    if report.memory:
+        found.append(("memory", bytes_text(report.memory["peak"]), "at the step's peak"))
+    return [{"name": name, "value": value, "remark": remark} for name, value, remark in found]
+
+
 def _share(report: Profile, bound: str) -> dict[str, object]:
     low, middle, high = report.verdict.shares[bound]
     return {
         "name": NAMES[bound],
+        "named": bound in report.verdict.bounds,
         "percent": round(100 * middle, 2),
-        "text": f"{middle:.1%}",
-        "interval": f"{low:.1%}..{high:.1%}",
+        "low": round(100 * low, 2),
+        "width": round(100 * (high - low), 2),
+        "text": share_text(middle),
+        "label": middle >= LABELLED,
+        "interval": f"{100 * low:.0f}..{100 * high:.0f} %",
+        "limit": round(100 * THRESHOLDS[bound]) if bound in THRESHOLDS else None,
         "color": COLORS[bound],
+        "ink": ink(COLORS[bound]),
     }
+
+
+def _memory(report: Profile) -> dict[str, object]:
+    sizes = {name: size for name, size in (report.memory or {}).items() if size}
+    slack = sizes.pop("slack", 0)
+    names = sorted(sizes, key=lambda name: (name != "peak", -sizes[name]))
+    largest = max(sizes.values(), default=1)
+    return {
+        "peak": bytes_text(sizes["peak"]) if "peak" in sizes else "",
+        "memory": [
+            {
+                "name": CATEGORIES.get(name, name.replace("_", " ")),
+                "text": mebibytes(sizes[name]),
+                "percent": round(100 * sizes[name] / largest, 1),
+                "peak": name == "peak",
+            }
+            for name in names
+        ],
+        "slack": slack
+        and f"The process holds {bytes_text(slack)} more: the interpreter, libraries, memory that "
+        "was freed and kept, and tensors that the step does not use.",
+    }
+
+
+def _tables(report: Profile) -> dict[str, object]:
+    modules, ops = report.modules[:TOP_MODULES], report.ops[:TOP_OPS]
+    unit, module_times = times([row.seconds for row in modules])
+    op_unit, op_times = times([s for row in ops for s in (row.seconds, row.possible)])
+    return {
+        "unit": unit,
+        "modules": [
+            {"name": row.name or OUTSIDE, "time": time, "share": share_text(row.share)}
+            for row, time in zip(modules, module_times, strict=True)
+        ],
+        "op_unit": op_unit,
+        "ops": [
+            {
+                "name": row.name,
+                "shapes": row.shapes,
+                "module": row.module or OUTSIDE,
+                "calls": f"{row.calls:,}",
+                "time": time,
+                "share": f"{100 * row.share:.1f} %",
+                "possible": possible,
+                "bound": NAMES[row.bound],
+            }
+            for row, time, possible in zip(ops, op_times[::2], op_times[1::2], strict=True)
+        ],
+    }
+
+
+def _advice(one: Any) -> dict[str, str]:
+    predicted = f"predicted {saving_text(one.predicted)}" if one.predicted else "no prediction"
+    return {
+        "title": one.title,
+        "how": one.how,
+        "why": one.why,
+        "risk": one.risk,
+        "formula": one.formula,
+        "predicted": predicted,
+        "measured": saving_text(one.measured),
+    }
+
+
+def _machine(report: Profile) -> str:
+    machine, about = report.machine, report.machine.about
+    versions = [f"{name} {about[name]}" for name in ("torch", "transformers") if about.get(name)]
+    threads, cpus = count_text(machine.threads, "thread"), count_text(machine.cpus, "CPU")
+    steps = count_text(report.time.steps, "step")
+    return ", ".join([machine.device, f"{threads} on {cpus}", *versions, f"{steps} timed"])
+
+
+def _ceilings(report: Profile) -> str:
+    found = report.machine.ceilings
+    if found is None:
+        return ""
+    peaks = [f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in sorted(found.flops.items())]
+    copies = f"copies {found.copy[-1][1] / 1e9:.1f} GB/s of memory"
+    call = f"a call of an operator takes {seconds_text(found.op_seconds)}"
+    return f"Measured here: {', '.join([*peaks, copies, call])}."

@@ -1,17 +1,29 @@
 """A report as text, for a terminal."""
 
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fusedops.profiling.evidence import Gpu
-from fusedops.profiling.reasons import bytes_text, seconds_text
+from fusedops.profiling.judge import THRESHOLDS
+from fusedops.profiling.reasons import bytes_text, count_text, seconds_text
 from fusedops.profiling.shares import BOUNDS
+from fusedops.profiling.show.numbers import mebibytes, percent, share_text, span_text, times
 
 if TYPE_CHECKING:
     from fusedops.profiling.advice.advice import Saving
 
 Profile = Any  # of report.py, which imports this file
-__all__ = ["NAMES", "saving_text", "text"]
+__all__ = [
+    "CATEGORIES",
+    "NAMES",
+    "OUTSIDE",
+    "PHASES",
+    "parameters_text",
+    "saving_text",
+    "shown_bounds",
+    "text",
+]
 
 # How a bound is called in a sentence.
 NAMES = {
@@ -26,8 +38,16 @@ NAMES = {
     "communication": "communication",
     "unknown": "unexplained",
 }
+PHASES = {"input": "wait for data", "other": "backward and the rest"}
+OUTSIDE = "(outside of the model)"
+CATEGORIES = {
+    "peak": "peak of a step",
+    "frozen": "parameters that are frozen",
+    "slack": "of the process, not of the step",
+}
+WIDTH = 100  # columns
 BAR = 24  # characters of a whole step
-TOP = 6  # operators that are shown
+TOP = 6  # modules and operators that are shown
 
 
 def text(report: Profile) -> str:
@@ -36,36 +56,48 @@ def text(report: Profile) -> str:
     if report.evidence.gpu is not None:
         parts += ["", *_gpu(report.evidence.gpu)]
     if report.ops:
-        parts += ["", *_operators(report)]
+        parts += ["", *_modules(report), "", *_operators(report)]
     if report.advice:
         parts += ["", *_advice(report)]
     if report.memory:
         parts += ["", *_memory(report)]
     if report.verdict.not_checked:
-        parts += ["", "not checked", *(f"  {line}" for line in report.verdict.not_checked)]
+        lines = (line for one in report.verdict.not_checked for line in _wrapped(one))
+        parts += ["", "not checked", *lines]
     return "\n".join(parts)
 
 
+def _wrapped(line: str, indent: int = 2) -> list[str]:
+    """Lines of at most WIDTH; those after the first are indented further."""
+    first, later = " " * indent, " " * (indent + 2)
+    wrap = textwrap.TextWrapper(WIDTH, initial_indent=first, subsequent_indent=later)
+    return wrap.wrap(line)
+
+
 def _head(report: Profile) -> Iterator[str]:
-    time, machine, about = report.time, report.machine, report.machine.about
-    model = [str(about["model"])] if "model" in about else []
-    if "parameters" in about:
-        model.append(f"{about['parameters'] / 1e6:.3g}M parameters {' '.join(about['dtype'])}")
-    words = ["fusedops.profile", *model, f"{time.steps} steps", machine.device]
-    yield ", ".join([*words, f"{machine.threads} threads of {machine.cpus:g} CPUs"])
-    line = [f"step {seconds_text(time.seconds)} ({_span(time.low, time.high)})"]
+    time, machine = report.time, report.machine
+    words = ["fusedops.profile", parameters_text(report), count_text(time.steps, "step")]
+    yield ", ".join(filter(None, words))
+    threads, cpus = count_text(machine.threads, "thread"), count_text(machine.cpus, "CPU")
+    yield f"{machine.device}, {threads} on {cpus}"
+    line = [f"step {seconds_text(time.seconds)} ({span_text(time.low, time.high)})"]
     if time.tokens_per_s:
-        padding = f" ({time.padding:.0%} padding)" if time.padding else ""
+        padding = f" ({share_text(time.padding)} padding)" if time.padding else ""
         line.append(f"{time.tokens_per_s:,.0f} tokens/s{padding}")
     elif time.samples_per_s:
         line.append(f"{time.samples_per_s:,.1f} samples/s")
     if time.mfu is not None:
-        line.append(f"{time.mfu:.0%} of the matrix products that this machine can do (MFU)")
+        line.append(f"MFU {share_text(time.mfu)} of this machine's measured peak")
     yield ", ".join(line)
 
 
-def _span(low: float, high: float) -> str:
-    return f"{seconds_text(low)}..{seconds_text(high)}"
+def parameters_text(report: Profile) -> str:
+    """Llama, 10.8M parameters bfloat16; empty without a model."""
+    about = report.machine.about
+    words = [str(about["model"])] if "model" in about else []
+    if "parameters" in about:
+        words.append(f"{about['parameters'] / 1e6:.3g}M parameters {' '.join(about['dtype'])}")
+    return ", ".join(words)
 
 
 def _verdict(report: Profile) -> Iterator[str]:
@@ -73,35 +105,46 @@ def _verdict(report: Profile) -> Iterator[str]:
     if verdict.bounds == ("unknown",):
         yield "VERDICT  unknown"
     else:
-        named = [f"{NAMES[b]} {_percent(verdict.shares[b])}" for b in verdict.bounds]
+        named = [f"{NAMES[b]} {percent(verdict.shares[b])}" for b in verdict.bounds]
         yield f"VERDICT  {' and '.join(named)} of the step"
     for line in verdict.evidence:
-        yield f"  {line}"
+        yield from _wrapped(line)
     if verdict.next_bounds and verdict.bounds != ("unknown",):
         names = " and ".join(NAMES[bound] for bound in verdict.next_bounds)
         yield f"  without that, the rest would be limited by {names}"
 
 
-def _percent(share: tuple[float, float, float]) -> str:
-    low, middle, high = (100 * value for value in share)
-    return f"{middle:.0f} % ({low:.0f}..{high:.0f})"
-
-
 def _shares(report: Profile) -> Iterator[str]:
-    yield "time"
+    yield f"{'time':33}{'share (95 %)':>18}{'named from':>13}"
     shares = report.verdict.shares
-    for bound in sorted(BOUNDS, key=lambda b: (b == "unknown", -shares[b][1])):
-        if shares[bound][1] >= 0.005:
-            bar = "█" * max(1, round(BAR * shares[bound][1]))
-            yield f"  {NAMES[bound]:31}{_percent(shares[bound]):>18}  {bar}"
+    for bound in shown_bounds(report):
+        bar = "█" * max(1, round(BAR * shares[bound][1]))
+        limit = share_text(THRESHOLDS[bound]) if bound in THRESHOLDS else ""
+        yield f"  {NAMES[bound]:31}{percent(shares[bound]):>18}{limit:>13}  {bar}"
+
+
+def shown_bounds(report: Profile) -> list[str]:
+    """Bounds with a share to show, the largest first; what is unexplained comes last."""
+    shares = report.verdict.shares
+    order = sorted(BOUNDS, key=lambda b: (b == "unknown", -shares[b][1]))
+    return [bound for bound in order if shares[bound][1] >= 0.005]
 
 
 def _phases(report: Profile) -> Iterator[str]:
-    parts = [f"{name} {seconds_text(s)}" for name, s in report.time.phases.items() if s]
+    found = report.time.phases.items()
+    parts = [f"{PHASES.get(name, name)} {seconds_text(s)}" for name, s in found if s]
     yield f"  phases: {', '.join(parts)}"
     if report.time.inflation is not None:
-        times = f"{report.time.inflation:.2f} times"
-        yield f"  torch.profiler made the step {times} as long; no time here contains that"
+        slower = f"{report.time.inflation:.2f} times"
+        yield f"  torch.profiler made the step {slower} as long; no time here contains that"
+
+
+def _modules(report: Profile) -> Iterator[str]:
+    rows = report.modules[:TOP]
+    unit, seconds = times([row.seconds for row in rows])
+    yield f"{'module, its forward and backward':60}{unit:>10}{'share':>8}"
+    for row, time in zip(rows, seconds, strict=True):
+        yield f"  {_cut(row.name or OUTSIDE, 56):58}{time:>10}{share_text(row.share):>8}"
 
 
 def _gpu(gpu: Gpu) -> Iterator[str]:
@@ -125,21 +168,31 @@ def _gpu(gpu: Gpu) -> Iterator[str]:
 
 
 def _operators(report: Profile) -> Iterator[str]:
-    yield f"{'operator':46}{'calls':>6}{'time':>10}{'share':>7}{'possible':>10}  mostly"
-    for op in report.ops[:TOP]:
-        name = f"{op.name} {op.shapes}"
-        name = name if len(name) < 46 else name[:42] + "..."
-        numbers = f"{op.calls:>6}{seconds_text(op.seconds):>10}{op.share:>7.0%}"
-        yield f"{name:46}{numbers}{seconds_text(op.possible):>10}  {op.bound}"
+    rows = report.ops[:TOP]
+    unit, numbers = times([s for row in rows for s in (row.seconds, row.possible)])
+    yield f"{'operator':46}{'calls':>6}{unit:>10}{'share':>8}{'possible':>10}  mostly"
+    for row, time, possible in zip(rows, numbers[::2], numbers[1::2], strict=True):
+        name = _cut(f"{row.name} {row.shapes}", 42)
+        line = f"  {name:44}{row.calls:>6}{time:>10}{share_text(row.share):>8}{possible:>10}"
+        yield f"{line}  {NAMES[row.bound]}"
+    yield "  possible: at this machine's measured peak and bandwidth"
+
+
+def _cut(name: str, length: int) -> str:
+    return name if len(name) <= length else name[: length - 3] + "..."
 
 
 def _advice(report: Profile) -> Iterator[str]:
-    yield f"{'advice':46}{'predicted':>20}{'measured':>30}"
+    yield f"{'advice':46}{'predicted':>24}{'measured':>30}"
     for number, one in enumerate(report.advice, 1):
-        title = f"{number} {one.title}"
-        predicted = saving_text(one.predicted) if one.predicted else "by measuring"
-        yield f"{title:46}{predicted:>20}{saving_text(one.measured):>30}"
-        yield f"    {one.why}"
+        title = _cut(f"{number} {one.title}", 44)
+        predicted = saving_text(one.predicted) if one.predicted else "no prediction"
+        yield f"{title:46}{predicted:>24}{saving_text(one.measured):>30}".rstrip()
+        yield from _wrapped(f"why: {one.why}", 4)
+        yield from _wrapped(f"how: {one.how}", 4)
+    ids = [f'"{one}"' for one in report.measurable]
+    if ids:
+        yield from _wrapped(f"report.measure({', '.join(ids)}) tries them here and undoes them")
 
 
 def saving_text(saving: "Saving | None") -> str:
@@ -162,7 +215,12 @@ def _signed(text: str, saved: float) -> str:
 
 
 def _memory(report: Profile) -> Iterator[str]:
+    """The peak first, then what categories hold at most, then what the process holds beyond."""
     assert report.memory is not None
-    yield "memory"
-    for category, size in sorted(report.memory.items(), key=lambda item: -item[1]):
-        yield f"  {category:31}{bytes_text(size):>12}"
+    yield f"{'memory, at most at any time':33}{'MiB':>18}"
+    order = {"peak": 0, "slack": 2}
+    rows = sorted(report.memory.items(), key=lambda item: (order.get(item[0], 1), -item[1]))
+    for category, size in rows:
+        if size:
+            name = CATEGORIES.get(category, category.replace("_", " "))
+            yield f"  {name:31}{mebibytes(size):>18}"

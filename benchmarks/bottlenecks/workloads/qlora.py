@@ -1,0 +1,44 @@
+"""A Llama with nf4 weights learns through peft's LoRA adapters."""
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import fusedops
+from benchmarks.bottlenecks.workloads.workload import Workload
+from benchmarks.workloads.step import VOCABULARY, words
+
+__all__ = ["make"]
+
+BATCH, LENGTH, BATCHES = 2, 128, 256
+SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4}
+RANK = 16
+
+
+def make() -> Workload:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SIZES, **HEADS)).bfloat16()
+    fusedops.quantize(plain, "nf4")
+    adapters = LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(plain, adapters).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+    def step(tokens: Tensor) -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Workload(
+        f"A Llama with nf4 weights is trained through LoRA adapters of rank {RANK} on words of the "
+        f"standard library's source: {BATCH} x {LENGTH} tokens a batch, bfloat16, AdamW of "
+        f"{sum(p.numel() for p in trained) / 1e6:.1f}M adapters' parameters.",
+        step,
+        DataLoader(words(BATCH * BATCHES, LENGTH), BATCH, shuffle=True),
+        model,
+        optimizer,
+    )
