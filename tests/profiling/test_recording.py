@@ -199,7 +199,7 @@ def test_wrong_arguments():
 
 
 # The demo's step takes 280 ms on a core of an AMD EPYC, and there, with caches that the step has
-# emptied, a recording takes about four times as long as here: a quarter of 1 %, rounded down.
+# emptied, a recording takes about five times as long as here: a fifth of 1 %, rounded down.
 AT_MOST_S = 0.5e-3
 
 

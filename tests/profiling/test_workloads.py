@@ -1,6 +1,7 @@
 """The four real workloads: what was recorded of them, their page, and the runner on a small one."""
 
 import copy
+import functools
 import json
 import time
 from pathlib import Path
@@ -21,25 +22,31 @@ RECORDED = json.loads((ROOT / JSON).read_text())
 ROWS = {row["title"]: row for row in RECORDED["rows"]}
 
 
+@functools.cache
+def judged():
+    return reports(RECORDED)
+
+
 def test_the_page_is_that_of_the_results():
     """`python -m benchmarks.bottlenecks.workloads --only-write` writes it again."""
     text = (ROOT / PAGE).read_text()
-    assert page(RECORDED, JSON) == text
-    changed = copy.deepcopy(RECORDED)
-    changed["rows"][0]["report"]["evidence"]["plain"]["seconds"][0] += 1.0
-    assert page(changed, JSON) != text
+    assert page(RECORDED, JSON, judged()) == text
+    row = copy.deepcopy(ROWS["images"])
+    row["report"]["evidence"]["plain"]["wait"] = [0.0] * 20
+    changed = reports({"rows": [row]})
+    assert page(RECORDED, JSON, judged() | changed) != text
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_shares_sum_to_all_and_little_is_unexplained(name):
-    shares = reports(RECORDED)[name].verdict.shares
+    shares = judged()[name].verdict.shares
     assert sum(middle for _, middle, _ in shares.values()) == pytest.approx(1, abs=0.02)
     assert shares["unknown"][1] <= 0.15
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_first_advice_was_measured(name):
-    row, report = ROWS[name], reports(RECORDED)[name]
+    row, report = ROWS[name], judged()[name]
     measured = {one.id: one.measured for one in report.advice}
     low, high = measured[row["tried"][0]].interval
     assert low < measured[row["tried"][0]].seconds < high
@@ -94,7 +101,7 @@ def test_the_first_advice_is_applied(monkeypatch):
     assert report.verdict.bounds == ("input",) and report.advice[0].id == "collate"
     low, high = report.advice[0].measured.interval
     assert 0 < low < 0.005 < high * 2
-    shown = page({"rows": [row]}, "file.json")
+    shown = page({"rows": [row]}, "file.json", {"small": report})
     assert "The first advice, a faster __call__: a step takes" in shown and "less time" in shown
 
 
@@ -118,7 +125,7 @@ def test_images_are_the_same_when_decoded_once():
     every, once = images.Photographs(4), images.Photographs(4, decoded=True)
     for (pixels, turns), (other, same) in zip(map(every.__getitem__, range(4)), once, strict=False):
         assert turns == same and pixels.shape == other.shape == (3, images.SIDE, images.SIDE)
-        assert (pixels - other).abs().mean() < 0.1 < pixels.std()
+        assert (pixels - other).abs().mean() < 0.3 * pixels.std()
     assert not torch.equal(every[0][0], every[images.PIECES][0])  # augmented in another way
 
 

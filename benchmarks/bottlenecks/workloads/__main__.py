@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.bottlenecks.workloads import WORKLOADS
 from benchmarks.bottlenecks.workloads.measure import measure
-from benchmarks.bottlenecks.workloads.page import page
+from benchmarks.bottlenecks.workloads.page import page, reports
 from benchmarks.harness import report
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     if not args.only_write:
         rows = _kept(Path(args.json)) | {name: _apart(name, args) for name in args.workloads}
         report.save(args, [rows[name] for name in WORKLOADS if name in rows], [])
-    Path(args.markdown).write_text(page(json.loads(Path(args.json).read_text()), JSON))
+    document = json.loads(Path(args.json).read_text())
+    Path(args.markdown).write_text(page(document, JSON, reports(document)))
     return 0
 
 

@@ -124,7 +124,7 @@ def augmented(image: Any, random: Random) -> Tensor:
 
     whole = image.width
     side = int(whole * random.uniform(0.7, 1.0))
-    x, y = (random.randrange(whole - side + 1) for _ in range(2))
+    x, y = (int(random.random() * (whole - side + 1)) for _ in range(2))
     box = (x, y, x + side, y + side)
     image = image.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box)
     if random.random() < 0.5:

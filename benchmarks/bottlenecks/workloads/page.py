@@ -36,8 +36,8 @@ def reports(document: dict[str, Any]) -> dict[str, Profile]:
     return {row["title"]: Profile.from_dict(row["report"]) for row in document["rows"]}
 
 
-def page(document: dict[str, Any], json: str) -> str:
-    found = reports(document)
+def page(document: dict[str, Any], json: str, found: dict[str, Profile]) -> str:
+    """The page in Markdown. json: the document's file. found: its `reports`."""
     parts = [_header(document, json), *_summary(document, found)]
     for row in document["rows"]:
         parts += ["", *_workload(row, found[row["title"]])]
