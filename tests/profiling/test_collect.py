@@ -19,6 +19,7 @@ from fusedops.profiling.collect.clock import throttled_seconds, withheld
 from fusedops.profiling.collect.everything import about
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Tokens
+from fusedops.profiling.judge import THRESHOLDS
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.text import NAMES
 
@@ -289,7 +290,8 @@ def test_print_shows_the_verdict_and_every_share():
     assert len(shares) >= 2
     for bound, (low, middle, high) in shares.items():
         percent = f"{100 * middle:.0f} % ({100 * low:.0f}..{100 * high:.0f})"
-        assert f"  {NAMES[bound]:31}{percent:>18}  █" in shown
+        limit = f"{100 * THRESHOLDS[bound]:.0f} %" if bound in THRESHOLDS else ""
+        assert f"  {NAMES[bound]:31}{percent:>18}{limit:>13}  █" in shown
     assert max(map(len, shown.splitlines())) <= 140
 
 
