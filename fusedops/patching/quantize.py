@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterator
+from operator import call
 from typing import Any
 
 from torch import nn
@@ -9,8 +10,11 @@ from torch import nn
 from fusedops import notice
 from fusedops.functional.quantized_linear import check_format
 from fusedops.nn import Linear, QuantizedLinear
+from fusedops.patching.core.calls import decides
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.report import PatchReport, Site
+
+decides(QuantizedLinear.forward, "quantize", lambda layer, x: layer, lambda layer, x: "", call)
 
 __all__ = ["HEAD", "check_options", "quantize", "quantized_layer", "sites"]
 
