@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fusedops.backends import FAMILIES, KERNELS, forced, unavailable
 from fusedops.patching.core.probing import OBSERVERS
 
-__all__ = ["Call", "Watch", "decides"]
+__all__ = ["Call", "Repeat", "Watch", "decides"]
 
 Why = Callable[..., str]
 At = Callable[..., nn.Module | None]
@@ -48,44 +48,58 @@ FLOAT64 = "there is no float64 kernel"
 COMPOSITE = "no kernel takes such tensors"
 
 
+class Repeat(NamedTuple):
+    """How to repeat a call: `fused(*args, **kwargs)`, or by the model's code `plain(...)`.
+
+    fused runs while the model is patched, plain while it is not; they may be the same function,
+    which looks at the model. modules: those whose parameters get gradients from the call.
+    """
+
+    fused: Callable[..., Any]
+    plain: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    modules: tuple[nn.Module, ...] = ()
+
+
 class Decision(NamedTuple):
     """A registered function. See `decides`."""
 
     kind: str
     at: At
     why: Why
-    again: Callable[..., Any] | None
+    repeat: Callable[..., Repeat]
 
 
 _decisions: dict[CodeType, Decision] = {}
 
 
-def decides(function: Any, kind: str, at: At, why: Why, again: Callable[..., Any] | None) -> None:
+def decides(function: Any, kind: str, *, at: At, why: Why, repeat: Callable[..., Repeat]) -> None:
     """Registers a function that decides, in each call, whether a site runs its kernel.
 
     The others get the function's arguments and must not hold a model or a class. kind: of the
     sites, as in patch's report. at: the module that names the site; None for a call of no site.
-    why: the reason why the call runs the model's code, empty if it does not. again: repeats a call,
-    by the model's code if the model is not patched; None if that takes more than its arguments.
+    why: the reason why the call runs the model's code, empty if it does not. repeat: how to repeat
+    the call, to time it.
     """
-    _decisions[function.__code__] = Decision(kind, at, why, again)
+    _decisions[function.__code__] = Decision(kind, at, why, repeat)
 
 
 @dataclass(eq=False)
 class Call:
     """One call of a registered function.
 
-    arguments: the function's, until it returns. reason: why the model's code ran; empty if a kernel
+    repeat: how to repeat it, until it returns. reason: why the model's code ran; empty if a kernel
     did. inside: the call around it. backward: whether a kernel ran in the backward of its results;
-    None if they had none.
+    None if they had none. forward: how many backwards were before it while it was watched.
     """
 
     kind: str
     module: nn.Module
-    arguments: tuple[tuple, dict[str, Any]] | None
+    repeat: Repeat | None
     reason: str
-    again: Callable[..., Any] | None
     inside: "Call | None"
+    forward: int
     first_node: int
     kernel: bool = False
     backward: bool | None = None
@@ -104,6 +118,7 @@ class Watch(TorchDispatchMode):
         self.began = began
         self._running: list[tuple[FrameType, Call]] = []
         self._of_node: dict[int, Call] = {}  # an autograd node's number -> the call that made it
+        self._in_backward, self._backwards = False, 0
         self._before: Any = None
         self._observers: Any = None
 
@@ -134,14 +149,17 @@ class Watch(TorchDispatchMode):
             self._end()
 
     def _begin(self, frame: FrameType, known: Decision) -> None:
-        args, kwargs = given = _arguments(frame)
+        args, kwargs = _arguments(frame)
         module = known.at(*args, **kwargs)
         if module is None:
             return
         inside = self._running[-1][1] if self._running else None
         reason = known.why(*args, **kwargs)
         number = torch.autograd._get_sequence_nr()
-        call = Call(known.kind, module, given, reason, known.again, inside, number)
+        repeat = known.repeat(*args, **kwargs)
+        if self._in_backward and torch._C._current_autograd_node() is None:
+            self._in_backward, self._backwards = False, self._backwards + 1
+        call = Call(known.kind, module, repeat, reason, inside, self._backwards, number)
         self._running.append((frame, call))
         self.began(call)
 
@@ -150,7 +168,7 @@ class Watch(TorchDispatchMode):
         for number in range(call.first_node, torch.autograd._get_sequence_nr()):
             self._of_node.setdefault(number, call)  # a call inside of it came first
         call.reason = "" if call.kernel else call.reason or _operators_reason(call)
-        call.arguments = None
+        call.repeat = None
         self.calls.append(call)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -169,6 +187,7 @@ class Watch(TorchDispatchMode):
             self._running[-1][1].kernel |= kernel
             return
         node: Any = torch._C._current_autograd_node()
+        self._in_backward |= node is not None
         call = None if node is None else self._of_node.get(node._sequence_nr())
         if call is not None:
             # A loss whose forward made the gradient only scales it in its node.
@@ -187,10 +206,11 @@ def _arguments(frame: FrameType) -> tuple[tuple, dict[str, Any]]:
 
 def _operators_reason(call: Call) -> str:
     """Why an operator of ours ran its composite, or torch's function."""
-    tensors = [t for t in tree_leaves(call.arguments) if isinstance(t, Tensor)]
+    given = call.repeat and (call.repeat.args, call.repeat.kwargs)
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     if any(t.dtype == torch.float64 for t in tensors):
         return FLOAT64
-    reason = why_composite(FAMILY_OF[call.kind], _device(call.arguments))
+    reason = why_composite(FAMILY_OF[call.kind], _device(tensors))
     return reason or (BY_SIZE if call.kind == "linear" else COMPOSITE)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusedops.functional import linear
-from fusedops.patching.core.calls import decides
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, lines_of
 from fusedops.patching.lines.reader import (
@@ -127,7 +127,13 @@ def _why(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> str:
     return "" if known and known.of_linear else UNKNOWN_NOW
 
 
-decides(activated, "linear", lambda layer, act, fc, x: fc, _why, activated)
+decides(
+    activated,
+    "linear",
+    at=lambda layer, act, fc, x: fc,
+    why=_why,
+    repeat=lambda layer, act, fc, x: Repeat(activated, activated, (layer, act, fc, x), {}, (fc,)),
+)
 
 EPILOGUE = Kind(
     "epilogue",

@@ -18,12 +18,13 @@ import ast
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.core.calls import decides
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.reader import (
     Names,
@@ -246,8 +247,12 @@ def _layer(layer: nn.Module, *operands: Any, **how: Any) -> nn.Module:
     return layer
 
 
-decides(gated, "mlp", _layer, _why_gated, gated)
-decides(packed, "mlp", _layer, _why_packed, packed)
+def _repeat(function: Callable[..., Tensor], *operands: Any, **how: Any) -> Repeat:
+    return Repeat(function, function, operands, how)
+
+
+decides(gated, "mlp", at=_layer, why=_why_gated, repeat=partial(_repeat, gated))
+decides(packed, "mlp", at=_layer, why=_why_packed, repeat=partial(_repeat, packed))
 
 MLP = Kind(
     "mlp",

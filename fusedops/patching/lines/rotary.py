@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
-from fusedops.patching.core.calls import decides
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import (
     BF16,
     F16,
@@ -252,7 +252,13 @@ def _why(
     return _why_theirs(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim))
 
 
-decides(rotated, "rotary", lambda layer, *operands, **how: layer, _why, rotated)
+decides(
+    rotated,
+    "rotary",
+    at=lambda layer, *operands, **how: layer,
+    why=_why,
+    repeat=lambda *operands, **how: Repeat(rotated, rotated, operands, how),
+)
 
 # Results of running functions: their rotation; and the code they reach, with the rotation or the
 # reason why there is none. A function missing here has not been run.

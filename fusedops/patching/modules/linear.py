@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
-from fusedops.patching.core.calls import decides
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import (
     F64,
     MISSING,
@@ -118,6 +118,10 @@ def _itself(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return module
 
 
+def _repeat(module: nn.Module, *args: Any, **kwargs: Any) -> Repeat:
+    return Repeat(operator.call, operator.call, (module, *args), kwargs, (module,))
+
+
 def _why(module: nn.Module, *args: Any, **kwargs: Any) -> str:
     """Why a fused linear runs its own code; empty if it does not."""
     if len(args) != 1 or kwargs:
@@ -133,7 +137,7 @@ def _fused(original: type[nn.Module], form: LinearForm) -> type:
         found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
         return linear(args[0], *found) if found else original.forward(self, *args, **kwargs)
 
-    decides(forward, "linear", _itself, _why, operator.call)
+    decides(forward, "linear", at=_itself, why=_why, repeat=_repeat)
     return subclass(original, form, lambda: ({"forward": forward}, {"form": form}))
 
 

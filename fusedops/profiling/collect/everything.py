@@ -19,15 +19,17 @@ from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
 from fusedops.profiling.collect.operators import table
+from fusedops.profiling.collect.sites import time_sites
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
-from fusedops.profiling.evidence import Evidence, Profiled
+from fusedops.profiling.evidence import Evidence, Patching, Profiled
 from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["Subject", "about", "collect", "usable_cpus"]
 
 TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
 MEMORY = 3  # measuring the memory of a step takes less than so many steps
+SITES = 4  # so does timing patch's sites, and a second or two
 BLOCKED = 4096  # elements from which AdamW8bit has 8-bit moments
 STEPS_PART = 0.6  # of the budget goes to plain steps, the rest to the table of operators
 
@@ -70,13 +72,15 @@ def collect(
             measured = measure_steps(subject.step, data, phases, plan, usable_cpus())
         profiled = _operators(subject, measured, start + budget_s, tick)
         memory = _memory(subject, measured, start + budget_s)
+        patching = _patching(subject, measured, start + budget_s, restore)
         found = about(subject.model, subject.optimizer)
     finally:
         if kept is not None:
             kept.restore()
     if restore and subject.model is None and subject.optimizer is None:
         measured.not_checked.append("restore: no model and no optimizer were given")
-    return replace(_evidence(subject, measured, profiled, found), memory=memory), measured.call
+    evidence = _evidence(subject, measured, profiled, found)
+    return replace(evidence, memory=memory, patching=patching), measured.call
 
 
 def usable_cpus() -> float:
@@ -95,7 +99,7 @@ def _operators(
         reason = "the budget had no time for it"
     if not reason:
         try:
-            return table(measured.call, deadline, tick)
+            return table(measured.call, deadline - (MEMORY + SITES) * longest - 2, tick)
         except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
             reason = f"a recorded step raised {type(error).__name__}: {error}"
     measured.not_checked.append(f"operators: {reason}")
@@ -119,6 +123,27 @@ def _memory(subject: Subject, measured: Measured, deadline: float) -> dict[str, 
             return {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
     measured.not_checked.append(f"memory: {reason}")
     return None
+
+
+def _patching(
+    subject: Subject, measured: Measured, deadline: float, restore: bool
+) -> Patching | None:
+    """What patch would fuse; its calls are timed on a CPU, else `not_checked` has the reason."""
+    if subject.model is None:
+        return None
+    longest = median((measured.cached or measured.plain).seconds)
+    reason = _no_table(subject)
+    if not reason and perf_counter() + SITES * longest + 2 > deadline:
+        reason = "the budget had no time for it"
+    kept = None if restore or reason else Snapshot(subject.model, subject.optimizer)
+    try:
+        found, reason = time_sites(subject.model, measured.call, deadline, reason)
+    finally:
+        if kept is not None:
+            kept.restore()
+    if reason:
+        measured.not_checked.append(f"saving of patch: {reason}")
+    return found
 
 
 def _no_table(subject: Subject) -> str:

@@ -1,6 +1,7 @@
 """A report as text, for a terminal."""
 
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from fusedops.profiling.reasons import bytes_text, seconds_text
@@ -116,7 +117,7 @@ def _advice(report: Profile) -> Iterator[str]:
         title = f"{number} {one.title}"
         predicted = saving_text(one.predicted) if one.predicted else "by measuring"
         yield f"{title:46}{predicted:>20}{saving_text(one.measured):>30}"
-        yield f"    {one.why}"
+        yield from wrap(one.why, 100, initial_indent="    ", subsequent_indent="    ")
 
 
 def saving_text(saving: "Saving | None") -> str:

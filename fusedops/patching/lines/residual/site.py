@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedops.patching.core.calls import decides
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.residual.rewrite import HELPER, ResidualSum, rewrite
@@ -120,7 +120,12 @@ def _why(layer: nn.Module, *operands, **how) -> str:
     return _why_plain(norm, x, residual) or type(norm)._fusedops.why(norm, residual, True)
 
 
-decides(layer_add_norm, "residual", _norm_in, _why, layer_add_norm)
+def _repeat(layer: nn.Module, *operands, **how) -> Repeat:
+    norm = _norm_in(layer, *operands, **how)
+    return Repeat(layer_add_norm, layer_add_norm, (layer, *operands), how, (norm,))
+
+
+decides(layer_add_norm, "residual", at=_norm_in, why=_why, repeat=_repeat)
 
 RESIDUAL = Kind(
     "residual",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.functional.attention import DEVICES, attention
-from fusedops.patching.core.calls import BY_SIZE, decides
+from fusedops.patching.core.calls import BY_SIZE, Repeat, decides
 from fusedops.patching.core.config import NAME, implementation
 from fusedops.patching.core.source import Unreadable, innermost
 from fusedops.patching.core.swap import original_class
@@ -135,7 +135,33 @@ def _why(
     return _why_theirs(module, *tensors, position_bias, softcap, s_aux, kwargs)
 
 
-decides(attention_forward, "attention", lambda module, *args, **kwargs: module, _why, None)
+def _plain(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """attention_forward's call by the function that the model would have run."""
+    kwargs |= {"is_causal": is_causal, "position_bias": position_bias}
+    kwargs |= {"softcap": softcap, "s_aux": s_aux}
+    return _theirs(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+
+
+decides(
+    attention_forward,
+    "attention",
+    at=lambda module, *args, **kwargs: module,
+    why=_why,
+    repeat=lambda *args, **kwargs: Repeat(attention_forward, _plain, args, kwargs),
+)
 
 
 def attend(

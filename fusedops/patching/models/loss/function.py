@@ -9,16 +9,17 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedops.functional import cross_entropy
-from fusedops.patching.core.calls import decides
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import names_used, quiet, reachable_functions, undisturbed
 from fusedops.patching.core.swap import one_line
 from fusedops.patching.models.loss.head import FLOATS, loss_of, untraceable
@@ -138,7 +139,30 @@ def _head_of(loss: Loss, *args: Any, **kwargs: Any) -> Any:
     return next(iter(SCOPE.get()), None)
 
 
-decides(Loss.run, "loss", _head_of, Loss.why, None)
+def _repeat(loss: Loss, *args: Any, **kwargs: Any) -> Repeat:
+    """Repeats the head as well, where the logits wait."""
+    given = dict(zip(inspect.signature(loss.theirs).parameters, args, strict=False)) | kwargs
+    logits = given.pop("logits", None)
+    if not isinstance(logits, LazyLogits):
+        return Repeat(loss.run, loss.theirs, (logits,), given)
+    origin, steps = logits.state.origin, logits.state.steps
+    of_head = partial(with_head, loss.run, steps), partial(with_head, loss.theirs, steps)
+    return Repeat(*of_head, (origin.head, origin.hidden), given, (origin.head,))
+
+
+def with_head(run, steps: tuple, head: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
+    """A loss of a head's input. steps: the operations on the head's output."""
+    before = SCOPE.set((head,))
+    try:
+        logits = head(hidden)
+        for function, more, how in steps:
+            logits = function(logits, *more, **how)
+        return run(logits, **given)
+    finally:
+        SCOPE.reset(before)
+
+
+decides(Loss.run, "loss", at=_head_of, why=Loss.why, repeat=_repeat)
 
 CALL = inspect.signature(_of_call)
 ARGUMENTS = tuple(CALL.parameters)[1:-1]  # a loss function's: logits, ..., shift_labels

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import is_autocast_enabled as autocast
 from torch.amp import is_autocast_available
 
-from fusedops.patching.core.calls import decides
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import (
     BF16,
     F16,
@@ -307,13 +307,17 @@ def _methods(original: type[nn.Module], recipe: Recipe) -> tuple[dict, dict]:
         plain = adds or not keeps_strides or x.is_contiguous() or _memory_order(x, len(found[0]))
         return "" if plain else STRIDED
 
-    decides(forward, "norm", _itself, _why, operator.call)
+    decides(forward, "norm", at=_itself, why=_why, repeat=_repeat)
     fields = {"recipe": recipe, "regimes": recipe.regimes, "add": add, "why": why}
     return {"forward": forward}, fields
 
 
 def _itself(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return module
+
+
+def _repeat(module: nn.Module, *args: Any, **kwargs: Any) -> Repeat:
+    return Repeat(operator.call, operator.call, (module, *args), kwargs, (module,))
 
 
 def _why(module: Any, *args: Any, **kwargs: Any) -> str:

@@ -1,0 +1,138 @@
+"""Times the calls of patch's sites in a step, as they are and patched."""
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+
+from fusedops.patching import patched
+from fusedops.patching.core.calls import Call, Watch
+from fusedops.patching.core.swap import fused_modules, original
+from fusedops.profiling.collect.replay import Replay
+from fusedops.profiling.evidence import Patching, SiteTime
+from fusedops.profiling.storage.measured import measure_memory
+
+__all__ = ["time_sites"]
+
+ROUNDS, FEWEST = 6, 2  # each has a block of every call as it is, and a patched one
+BLOCK_S = 20e-3 / ROUNDS
+SAMPLES = 3  # calls that stand for all with the same key: where their tensors lie matters too
+UNSEEN = "no call of a site was seen; those of a compiled model are not"
+
+Key = Any
+Calls = dict[Key, list[Call]]
+
+
+def time_sites(
+    model: nn.Module, call: Callable[[], Any], deadline: float, reason: str = ""
+) -> tuple[Patching | None, str]:
+    """What patch would fuse in a model, with the times of its calls; and why there are no times.
+
+    call: one step, which is run once with the model patched. Afterwards the model is unpatched;
+    what the step changed stays changed. deadline: of `perf_counter`. reason: why nothing is to be
+    timed. Gives no Patching for a model that is patched already, or in which nothing can be fused.
+    """
+    if fused_modules(model):
+        return None, ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # patch warns where it finds nothing
+        with patched(model) as report:
+            sites = {kind: n for kind, (n, _) in report.coverage.items() if n}
+            if reason or not sites:
+                return (Patching(sites), reason) if sites else (None, "")
+            try:
+                return _timed(model, call, deadline, sites)
+            except Exception as error:  # noqa: BLE001  the user's step and its model's code
+                return Patching(sites), f"a patched step raised {type(error).__name__}: {error}"
+
+
+def _timed(
+    model: nn.Module, call: Callable[[], Any], deadline: float, sites: dict[str, int]
+) -> tuple[Patching, str]:
+    seen = _Seen()
+    with Watch(seen.begins) as watch:
+        call()
+    if not watch.calls:
+        return Patching(sites), UNSEEN
+    calls = seen.of_kernels(watch.calls)
+    samples = [seen.samples[key] for key in calls]
+    _warm_up(model, samples)
+    sizes = [_bytes(model, seen.samples[key][0], made) for key, made in calls.items()]
+    _rounds(model, samples, deadline)
+    timed = map(_site, samples, map(len, calls.values()), sizes)
+    return Patching(sites, tuple(timed), sum(not one.kernel for one in watch.calls)), ""
+
+
+class _Seen:
+    """A step's calls by key, with samples of each that can be repeated."""
+
+    def __init__(self) -> None:
+        self.samples: dict[Key, list[Replay]] = defaultdict(list)
+        self._keys: dict[Call, Key] = {}
+
+    def begins(self, call: Call) -> None:
+        replay = Replay(call)
+        self._keys[call] = replay.key
+        if len(self.samples[replay.key]) < SAMPLES:
+            self.samples[replay.key].append(replay)
+
+    def of_kernels(self, calls: Iterable[Call]) -> Calls:
+        """The calls that ran kernels; the others would take as long as before."""
+        found: Calls = defaultdict(list)
+        for one in calls:
+            if one.kernel:
+                found[self._keys[one]].append(one)
+        return found
+
+
+def _as(fused: bool, model: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext() if fused else original(model)
+
+
+def _warm_up(model: nn.Module, samples: list[list[Replay]]) -> None:
+    for fused in (False, True):
+        with _as(fused, model):
+            for same in samples:
+                for one in same:
+                    one.warm_up(fused, BLOCK_S)
+
+
+def _rounds(model: nn.Module, samples: list[list[Replay]], deadline: float) -> None:
+    """Times blocks of the samples in turn. Every second round begins with the patched model."""
+    for done in range(ROUNDS):
+        start = perf_counter()
+        for fused in (done % 2 == 1, done % 2 == 0):
+            with _as(fused, model):
+                for same in samples:
+                    same[done % len(same)].block(fused)
+        if done + 1 >= FEWEST and 2 * perf_counter() - start > deadline:
+            break
+
+
+def _bytes(model: nn.Module, one: Replay, calls: list[Call]) -> int:
+    """How many fewer bytes calls like this one hold at a step's peak.
+
+    All that is kept for backward is there at the peak, which mostly is in the loss.
+    """
+    if not one.keeps:
+        return 0
+    before, after = _held(model, one, False), _held(model, one, True)
+    return max(Counter(call.forward for call in calls).values()) * (before - after)
+
+
+def _held(model: nn.Module, one: Replay, fused: bool) -> int:
+    with _as(fused, model):
+        if one.kind == "loss":
+            return measure_memory(one.step(fused)).peak
+        return one.saved_bytes(fused)
+
+
+def _site(same: list[Replay], calls: int, size: int) -> SiteTime:
+    before = tuple(seconds for one in same for seconds in one.before)
+    after = tuple(seconds for one in same for seconds in one.after)
+    one = same[0]
+    return SiteTime(one.kind, one.name, one.shapes, calls, before, after, size)
