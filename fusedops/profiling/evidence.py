@@ -192,9 +192,9 @@ class Gpu:
 class SiteTime:
     """The calls of patch's sites of one kind with the same shapes in one step, before and after.
 
-    name: the module's class. before, after: seconds of a call, forward and backward, in each block
-    of the model as it was and of the patched one. bytes: how many fewer all calls hold at the
-    step's peak.
+    name: the module's class. before, after: seconds of a call, forward and backward, in pairs of
+    blocks: of the model as it was and of the patched one. bytes: how many fewer all calls hold at
+    the step's peak.
     """
 
     kind: str

@@ -241,3 +241,19 @@ def test_the_table_folds_layers_and_names_reasons():
     assert "model.layers.0-1.self_attn" in attention and attention.endswith(f"1 x {BY_SIZE}")
     within = next(line for line in lines if "0-1.post_attention_layernorm" in line)
     assert within.startswith("norm") and within.endswith("within its residual")
+
+
+def test_another_profile_function_runs_too():
+    model, events = nn.Sequential(nn.LayerNorm(8)), []
+    report = patch(model)
+
+    def other(frame, event, arg):
+        events.append(event)
+
+    sys.setprofile(other)
+    try:
+        counts = report.counts(torch.randn(4, 8))
+        assert sys.getprofile() is other
+    finally:
+        sys.setprofile(None)
+    assert counts.kernel == 1 and {"call", "return"} <= set(events)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -17,8 +16,7 @@ from fusedops.profiling.collect.clock import preempted_seconds
 
 __all__ = ["Replay"]
 
-LONG_S = 1e-3  # of a call that lasts longer, the time in which other programs ran is left out
-MOST = 200  # calls of a block
+SHORT_S = 100e-6  # for a shorter call, it takes too long to ask for how long other programs ran
 
 
 class Replay:
@@ -26,8 +24,7 @@ class Replay:
 
     The tensors are not copied: what a step writes into them later does not change how long the call
     takes. Calls with the same `key` take the same time. keeps: whether what the call saves stays in
-    memory until its backward; checkpointing drops it. before, after: seconds of a call, forward
-    and backward, in each block of the model as it was and of the patched one.
+    memory until its backward; checkpointing drops it. seconds: of a call, roughly.
     """
 
     def __init__(self, call: Call) -> None:
@@ -50,25 +47,19 @@ class Replay:
         self.given = [_held(value) for value in given]
         wanted = [t for t in (*self.given, *self.parameters) if isinstance(t, Tensor)]
         self.leaves = [t for t in wanted if t.requires_grad] if self.gradients else []
-        self.before: list[float] = []
-        self.after: list[float] = []
         self._cotangents: list[Tensor] | None = None
-        self._calls = 1
+        self.seconds = 0.0
 
-    def warm_up(self, patched: bool, seconds: float) -> None:
-        """Runs the call twice, and chooses how many calls fill a block of so many seconds."""
+    def warm_up(self, patched: bool) -> None:
+        """Runs the call twice; `seconds` is how long the second one takes."""
         with self._modes():
             self._run(patched)
-            start = perf_counter()
-            self._run(patched)
-            fits = seconds / max(1e-6, perf_counter() - start)
-        self._calls = max(1, min(MOST, int(fits)))
+            self.seconds = self._timed(patched)
 
-    def block(self, patched: bool) -> None:
-        """Times a block of calls."""
+    def timed(self, patched: bool) -> float:
+        """Seconds of a call, forward and backward, without those in which other programs ran."""
         with self._modes():
-            times = [self._timed(patched) for _ in range(self._calls)]
-        (self.after if patched else self.before).append(median(times))
+            return self._timed(patched)
 
     def saved_bytes(self, patched: bool) -> int:
         """Bytes that the call keeps for its backward, besides its inputs, results, parameters."""
@@ -102,7 +93,7 @@ class Replay:
             yield
 
     def _timed(self, patched: bool) -> float:
-        if self._calls > 1:
+        if 0.0 < self.seconds < SHORT_S:
             start = perf_counter()
             self._run(patched)
             return perf_counter() - start

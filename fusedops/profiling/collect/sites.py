@@ -4,6 +4,8 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -18,9 +20,10 @@ from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["time_sites"]
 
-ROUNDS, FEWEST = 6, 2  # each has a block of every call as it is, and a patched one
-BLOCK_S = 20e-3 / ROUNDS
-SAMPLES = 3  # calls that stand for all with the same key: where their tensors lie matters too
+ROUNDS, FEWEST = 10, 4  # pairs of blocks of a call, as it is and patched; fewer of a long call
+TIMED_S = 20e-3  # of a call, as it is and patched
+MOST = 100  # calls of a block
+SAMPLES = 4  # calls that stand for all with the same key
 UNSEEN = "no call of a site was seen; those of a compiled model are not"
 
 Key = Any
@@ -59,11 +62,14 @@ def _timed(
     if not watch.calls:
         return Patching(sites), UNSEEN
     calls = seen.of_kernels(watch.calls)
-    samples = [seen.samples[key] for key in calls]
-    _warm_up(model, samples)
+    timings = [Timing(seen.samples[key]) for key in calls]
+    for one in timings:
+        one.warm_up(model)
     sizes = [_bytes(model, seen.samples[key][0], made) for key, made in calls.items()]
-    _rounds(model, samples, deadline)
-    timed = map(_site, samples, map(len, calls.values()), sizes)
+    _rounds(model, timings, deadline)
+    timed = (
+        t.site(len(made), n) for t, made, n in zip(timings, calls.values(), sizes, strict=True)
+    )
     return Patching(sites, tuple(timed), sum(not one.kernel for one in watch.calls)), ""
 
 
@@ -93,22 +99,54 @@ def _as(fused: bool, model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext() if fused else original(model)
 
 
-def _warm_up(model: nn.Module, samples: list[list[Replay]]) -> None:
-    for fused in (False, True):
-        with _as(fused, model):
-            for same in samples:
-                for one in same:
-                    one.warm_up(fused, BLOCK_S)
+@dataclass
+class Timing:
+    """Calls with the same key, and their times in pairs of blocks, as they are and patched.
+
+    A block takes the samples in turn, so that their weights come from no nearer cache than in a
+    step.
+    """
+
+    samples: list[Replay]
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+
+    def warm_up(self, model: nn.Module) -> None:
+        for fused in (False, True):
+            with _as(fused, model):
+                for one in self.samples:
+                    one.warm_up(fused)
+
+    @property
+    def seconds(self) -> float:
+        """Of a call, roughly."""
+        return median(one.seconds for one in self.samples)
+
+    def pair(self, model: nn.Module, patched_first: bool) -> None:
+        calls = max(1, min(MOST, int(TIMED_S / ROUNDS / self.seconds)))
+        start = len(self.before)  # a long call's samples each have a block
+        samples = [self.samples[(start + i) % len(self.samples)] for i in range(calls)]
+        for fused in (patched_first, not patched_first):
+            with _as(fused, model):
+                times = [one.timed(fused) for one in samples]
+            (self.after if fused else self.before).append(median(times))
+
+    def site(self, calls: int, size: int) -> SiteTime:
+        one = self.samples[0]
+        times = tuple(self.before), tuple(self.after)
+        return SiteTime(one.kind, one.name, one.shapes, calls, *times, size)
 
 
-def _rounds(model: nn.Module, samples: list[list[Replay]], deadline: float) -> None:
-    """Times blocks of the samples in turn. Every second round begins with the patched model."""
+def _rounds(model: nn.Module, timings: list[Timing], deadline: float) -> None:
+    """Times a pair of blocks of each call in turn. Every second round begins with the patched.
+
+    The blocks of a pair follow each other, so that what slows the machine down slows both.
+    """
     for done in range(ROUNDS):
         start = perf_counter()
-        for fused in (done % 2 == 1, done % 2 == 0):
-            with _as(fused, model):
-                for same in samples:
-                    same[done % len(same)].block(fused)
+        for one in timings:
+            if done < FEWEST or done * one.seconds < TIMED_S:
+                one.pair(model, patched_first=done % 2 == 1)
         if done + 1 >= FEWEST and 2 * perf_counter() - start > deadline:
             break
 
@@ -129,10 +167,3 @@ def _held(model: nn.Module, one: Replay, fused: bool) -> int:
         if one.kind == "loss":
             return measure_memory(one.step(fused)).peak
         return one.saved_bytes(fused)
-
-
-def _site(same: list[Replay], calls: int, size: int) -> SiteTime:
-    before = tuple(seconds for one in same for seconds in one.before)
-    after = tuple(seconds for one in same for seconds in one.after)
-    one = same[0]
-    return SiteTime(one.kind, one.name, one.shapes, calls, before, after, size)
