@@ -9,11 +9,13 @@ from fusedops.patching.core.thresholds import fuse_always
 from fusedops.patching.models.attention.interface import register_attention
 from fusedops.patching.patch import patch, patched, unpatch
 from fusedops.patching.quantize import quantize
-from fusedops.patching.report import PatchReport, Site
+from fusedops.patching.report import CallCounts, PatchReport, Site, SiteCalls
 
 __all__ = [
+    "CallCounts",
     "PatchReport",
     "Site",
+    "SiteCalls",
     "fuse_always",
     "patch",
     "patched",

@@ -4,6 +4,7 @@ Also look_again, which updates patch's report after later changes to the model.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fusedops import notice
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import fused_modules, restore_states, states, unfuse_all
 from fusedops.patching.core.undo import afterwards, on_failure, settings
+from fusedops.patching.counts import count_calls
 from fusedops.patching.lines.activated_linear import EPILOGUE
 from fusedops.patching.lines.layer import patch_layers
 from fusedops.patching.lines.mlp import MLP
@@ -71,9 +73,9 @@ def patch(
     - quantize: a format of `fusedops.quantize`, which runs first, with its defaults. Neither
       unpatch nor errors undo it.
     - strict: raise RuntimeError with the reasons if a site cannot be fused.
-    - verify: a batch (the model's keyword arguments in a dict, or one tensor). It is run before and
-      after; if outputs, loss or gradients differ by more than rounding, RuntimeError is raised.
-      This takes memory for a float64 copy of the model.
+    - verify: a batch (the model's keyword arguments in a dict, its positional ones in a tuple or
+      list, or one tensor). It is run before and after; if outputs, loss or gradients differ by more
+      than rounding, RuntimeError is raised. This takes memory for a float64 copy of the model.
 
     If an error or interrupt ends the call, the model is restored. An interrupt in the last few
     instructions may leave it fully patched, but never partly.
@@ -141,6 +143,7 @@ def patch(
         _judge(report, strict)
         if before is not None:
             before.compare(model)
+        report._counter = partial(count_calls, weakref.ref(model))  # type: ignore[misc]
         return report
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterator
+from operator import call
 from typing import Any
 
 from torch import nn
@@ -9,10 +10,19 @@ from torch import nn
 from fusedops import notice
 from fusedops.functional.quantized_linear import check_format
 from fusedops.nn import Linear, QuantizedLinear
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.report import PatchReport, Site
 
 __all__ = ["HEAD", "check_options", "quantize", "quantized_layer", "sites"]
+
+decides(
+    QuantizedLinear.forward,
+    "quantize",
+    at=lambda layer, x: layer,
+    why=lambda layer, x: "",
+    repeat=lambda layer, x: Repeat(call, call, (layer, x), {}, (layer,)),
+)
 
 HEAD = "lm_head"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -2,11 +2,18 @@
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
-__all__ = ["PatchReport", "Site"]
+__all__ = ["CallCounts", "PatchReport", "Site", "SiteCalls"]
 
+HEAD = "kind", "path", "was", "now"
+CALLS_HEAD = (
+    *("kind", "path", "now", "kernel", "torch", "backward kernel", "backward torch"),
+    "why torch's code",
+)
+WITHIN = {"norm": "residual", "linear": "loss"}  # what calls such a site's function instead
 INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number; the 1 in `ln_1` is not one
 
 
@@ -27,6 +34,79 @@ class Site:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class SiteCalls:
+    """How one fused site's calls ran, in one forward and backward.
+
+    path, kind, now: as in `Site`. kernel: calls that ran a kernel. fallback: calls that ran torch's
+    code; reasons: why, with the number of calls. backward_kernel, backward_fallback: the same for
+    the backward of those calls, as far as it ran operators. A norm whose sum is fused with it is
+    called as part of the residual site of the same path, and a head as part of its loss.
+    """
+
+    path: str
+    kind: str
+    now: str
+    kernel: int = 0
+    fallback: int = 0
+    backward_kernel: int = 0
+    backward_fallback: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CallCounts:
+    """The calls of all fused sites. `print(counts)` shows a table.
+
+    sites: in the report's order; sites of the same path and kind are one. In the table, layers with
+    the same numbers are one row, whose numbers are each layer's.
+    """
+
+    sites: list[SiteCalls]
+
+    @property
+    def kernel(self) -> int:
+        """Forward calls that ran a kernel."""
+        return sum(site.kernel for site in self.sites)
+
+    @property
+    def fallback(self) -> int:
+        """Forward calls that ran torch's code."""
+        return sum(site.fallback for site in self.sites)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why calls ran torch's code: reason -> calls."""
+        sums: dict[str, int] = {}
+        for site in self.sites:
+            for reason, calls in site.reasons.items():
+                sums[reason] = sums.get(reason, 0) + calls
+        return sums
+
+    def __str__(self) -> str:
+        called = {(s.path, s.kind) for s in self.sites if s.kernel + s.fallback}
+        rows = [_calls_row(path, site, called) for path, site in _fold(self.sites, _calls_key)]
+        head = f"fusedops.patch  {self.kernel} calls by kernels, {self.fallback} by torch's code"
+        return "\n".join([head, *_table(rows, CALLS_HEAD)])
+
+
+def _calls_key(site: SiteCalls) -> Hashable:
+    return site.kind, site.now, *_numbers_of(site), *site.reasons.items()
+
+
+def _numbers_of(site: SiteCalls) -> tuple[int, ...]:
+    return site.kernel, site.fallback, site.backward_kernel, site.backward_fallback
+
+
+def _calls_row(path: str, site: SiteCalls, called: set[tuple[str, str]]) -> tuple[str, ...]:
+    numbers = _numbers_of(site)
+    notes = [f"{calls} x {reason}" for reason, calls in site.reasons.items()]
+    if not any(numbers):
+        around = WITHIN.get(site.kind, "")
+        notes = [f"within its {around}" if (site.path, around) in called else "not called"]
+    return site.kind, path, site.now, *(str(n or "") for n in numbers), "; ".join(notes)
+
+
 @dataclass
 class PatchReport:
     """All sites that patch considered. `print(report)` shows a table.
@@ -38,6 +118,29 @@ class PatchReport:
     fused: list[Site] = field(default_factory=list)
     skipped: list[Site] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _counter: ClassVar[Callable[..., CallCounts] | None] = None  # an attribute of patch's reports
+
+    def counts(self, batch: Any) -> CallCounts:
+        """Calls per fused site in one forward and backward: by kernel or by torch's code, and why.
+
+        batch: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. The
+        model runs in its current mode, on its `loss`, or on a weighted sum of its outputs without
+        one. Afterwards parameters, gradients, buffers, modes and the generators of torch, Python
+        and numpy are as before; this takes memory for a copy of the parameters and buffers. A call
+        counts as a kernel's if a compiled or Triton kernel of ours ran in it. With activation
+        checkpointing, a layer's second forward counts too; torch's reentrant form of it raises.
+        Calls inside of a compiled graph and in other threads are not seen.
+
+        Raises TypeError for another batch, RuntimeError if the model no longer exists, is no longer
+        patched, or if the report is a copy or was not made by patch, and what the model raises.
+        """
+        if self._counter is None:
+            raise RuntimeError("counts: needs the report that patch returned, not a copy")
+        return self._counter(self, batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy does not know the model."""
+        return {name: value for name, value in vars(self).items() if name != "_counter"}
 
     @property
     def coverage(self) -> dict[str, tuple[int, int]]:
@@ -51,10 +154,14 @@ class PatchReport:
 
     def __str__(self) -> str:
         heads = [f"{kind}: {n} of {found} fused" for kind, (n, found) in self.coverage.items()]
-        rows = [_row(paths, site) for paths, site in _fold(self.fused)]
-        rows += [_row(paths, site) for paths, site in _fold(self.skipped)]
+        rows = [_row(paths, site) for paths, site in _fold(self.fused, _site_key)]
+        rows += [_row(paths, site) for paths, site in _fold(self.skipped, _site_key)]
         head = "fusedops.patch  " + (", ".join(heads) or "no site found")
-        return "\n".join([head, *_table(rows), *self.notes])
+        return "\n".join([head, *_table(rows, HEAD), *self.notes])
+
+
+def _site_key(site: Site) -> Hashable:
+    return replace(site, path="")
 
 
 def _row(path: str, site: Site) -> tuple[str, str, str, str]:
@@ -62,24 +169,31 @@ def _row(path: str, site: Site) -> tuple[str, str, str, str]:
     return site.kind, path, site.was, f"{now}: {site.reason}" if site.reason else now
 
 
-def _table(rows: list[tuple[str, str, str, str]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> list[str]:
     if not rows:
         return []
-    rows = [("kind", "path", "was", "now"), *rows]
+    rows = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     return [line.rstrip() for line in [lines[0], "-" * len(lines[0]), *lines[1:]]]
 
 
-def _fold(sites: Iterable[Site]) -> list[tuple[str, Site]]:
+class _HasPath(Protocol):
+    @property
+    def path(self) -> str: ...
+
+
+One = TypeVar("One", bound=_HasPath)
+
+
+def _fold(sites: Iterable[One], key: Callable[[One], Hashable]) -> list[tuple[str, One]]:
     """Merges sites that differ only in their paths' numbers into one row: `layers.0-31.norm`."""
-    groups: dict[tuple[str, ...], list[Site]] = {}
+    groups: dict[tuple[str, Hashable], list[One]] = {}
     for site in sites:
-        key = (INDEX.sub("#", site.path), site.kind, site.was, site.now, site.reason)
-        groups.setdefault(key, []).append(site)
+        groups.setdefault((INDEX.sub("#", site.path), key(site)), []).append(site)
     return [
         (path, same[0])
-        for (template, *_), same in groups.items()
+        for (template, _), same in groups.items()
         for path in _ranges(template, sorted({_numbers(site.path) for site in same}))
     ]
 

@@ -75,11 +75,12 @@ class VerifyReport:
 def verify(model: nn.Module, batch: Batch) -> VerifyReport:
     """Compares a patched model with the original, module by module and as a whole.
 
-    batch: the model's keyword arguments in a dict, or one tensor. Each fused module is called with
-    the inputs that it gets in a run of the original, so its errors do not include those of earlier
-    modules. A layer's errors include those of the modules inside it. If a module is called several
-    times, the first call counts. If the model is not patched, it is patched with the defaults
-    during the call. Afterwards gradients, the random state and the modules' modes are as before.
+    batch: the model's keyword arguments in a dict, its positional ones in a tuple or list, or one
+    tensor. Each fused module is called with the inputs that it gets in a run of the original, so
+    its errors do not include those of earlier modules. A layer's errors include those of the
+    modules inside it. If a module is called several times, the first call counts. If the model is
+    not patched, it is patched with the defaults during the call. Afterwards gradients, the random
+    state and the modules' modes are as before.
 
     Takes memory for the inputs of all fused modules and a float64 copy of the model. Raises
     TypeError if model is not a module, and ValueError if it returns no floating-point results.

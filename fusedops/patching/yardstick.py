@@ -1,7 +1,7 @@
 """Runs a model before and after patch, and compares outputs, loss and gradients."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from fusedops.patching.core.swap import original
 from fusedops.patching.core.undo import afterwards
 
-__all__ = ["GRADIENT", "Batch", "Yardstick", "fresh", "run"]
+__all__ = ["GRADIENT", "Batch", "Yardstick", "call", "fresh", "objective", "run"]
 
 GRADIENT = "gradient of "
 MOVED, MORE = 3, 16  # perturbed copies
-Batch = Mapping[str, object] | Tensor
+Batch = Mapping[str, object] | Sequence[object] | Tensor
 Results = Callable[[nn.Module, Batch], dict[str, Tensor]]
 
 
@@ -121,20 +121,35 @@ def run(model: nn.Module, batch: Batch, gradients: bool = True) -> dict[str, Ten
     """Outputs, loss and gradients by name, from one run without dropout."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices), _in_eval_mode(model), torch.set_grad_enabled(gradients):
-        batch = fresh(batch)
-        output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+        output = call(model, fresh(batch))
         results = dict(_tensors("output", output))
         results = {name: _shown(t, model, batch) for name, t in results.items()}
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        loss = getattr(output, "loss", None)
-        if not results and loss is None:
+        if not results and getattr(output, "loss", None) is None:
             raise ValueError("patch: verify needs a model that gives floating-point results")
-        loss = _scalar(results) if loss is None else loss
+        loss = _loss(output, results)
         if named and loss.requires_grad:  # False if everything is frozen
             grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
             named_grads = zip(named, grads, strict=True)
             results |= {GRADIENT + n: g for n, g in named_grads if g is not None}
     return {name: t.detach() for name, t in results.items()}
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model's outputs: a dict is its keyword arguments, a tuple or list its positional ones."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def objective(output: Any) -> Tensor:
+    """What backward starts from: the outputs' loss, or else a weighted sum of them."""
+    return _loss(output, dict(_tensors("output", output)))
+
+
+def _loss(output: Any, results: dict[str, Tensor]) -> Tensor:
+    loss = getattr(output, "loss", None)
+    return _scalar(results) if loss is None else loss
 
 
 def fresh(batch: Any) -> Any:
@@ -143,6 +158,8 @@ def fresh(batch: Any) -> Any:
         return batch.clone()
     if isinstance(batch, Mapping):
         return {name: fresh(value) for name, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(map(fresh, batch))
     return copy.deepcopy(batch)
 
 
@@ -185,6 +202,8 @@ def _scalar(results: dict[str, Tensor]) -> Tensor:
 def _double(batch: Batch) -> Batch:
     if isinstance(batch, Mapping):
         return {name: _double_if_floating(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [_double_if_floating(value) for value in batch]
     return _double_if_floating(batch)
 
 

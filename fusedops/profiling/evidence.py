@@ -20,9 +20,11 @@ __all__ = [
     "Gpu",
     "Loader",
     "Op",
+    "Patching",
     "Profiled",
     "Reserved",
     "Run",
+    "SiteTime",
     "Sync",
     "Tokens",
 ]
@@ -223,13 +225,45 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class SiteTime:
+    """The calls of patch's sites of one kind with the same shapes in one step, before and after.
+
+    name: the module's class. before, after: seconds of a call, forward and backward, in pairs of
+    blocks: of the model as it was and of the patched one. bytes: how many fewer all calls hold at
+    the step's peak.
+    """
+
+    kind: str
+    name: str
+    shapes: str
+    calls: int
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Patching:
+    """What `fusedops.patch` would fuse. sites: kind -> number.
+
+    timed: the calls that then run a kernel. left: how many would run torch's code as before. Both
+    are empty if no step was tried.
+    """
+
+    sites: dict[str, int]
+    timed: tuple[SiteTime, ...] = ()
+    left: int = 0
+
+
+@dataclass(frozen=True)
 class Evidence:
     """All that was measured of one step.
 
     plain: steps as they are (E0). cached: the same steps with batches kept in memory (E1). half:
     the same with half the batch (E2). fewer_threads: the same with as many threads as CPUs; only
     where torch uses more. ceilings: E3. profiled: E4. flops: of a step, by dtype. memory: bytes by
-    category. threads: torch's. cpus: the process's, by affinity and cgroup quota.
+    category. patching: what patch would fuse; None without a model, or for a patched one. threads:
+    torch's. cpus: the process's, by affinity and cgroup quota.
     """
 
     plain: Run
@@ -241,6 +275,7 @@ class Evidence:
     ceilings: Ceilings | None = None
     profiled: Profiled | None = None
     gpu: Gpu | None = None
+    patching: Patching | None = None
     flops: dict[str, int] | None = None
     memory: dict[str, int] | None = None
     device: str = "cpu"

@@ -15,7 +15,6 @@ from typing import Any
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.advice.experiment import TooSlow, compare_blocks, fewest_seconds, saving
 from fusedops.profiling.advice.knobs import KNOBS, SAFE, available
-from fusedops.profiling.advice.patches import patch_advice
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.collect.state import Snapshot
@@ -161,8 +160,6 @@ class Profile:
         """What would help, the largest gain first."""
         if self._advice is None:
             self._advice = advise(self.evidence, self.verdict)
-            if self._subject is not None and self._subject.model is not None:
-                self._advice += patch_advice(self._subject.model)
         return sorted(self._advice, key=lambda one: -one.gain)
 
     @property

@@ -130,3 +130,18 @@ def test_a_model_that_keeps_its_last_run_can_be_verified():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch(model, verify=torch.randn(2, 4))
+
+
+def test_positional_arguments():
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(8)
+
+        def forward(self, x, y):
+            return self.norm(x) + y
+
+    found = verify(Two(), (torch.randn(4, 8), torch.randn(4, 8)))
+    assert found.right and [site.path for site in found.sites] == ["norm"]
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        verify(Two(), (torch.randn(4, 8),))

@@ -109,6 +109,7 @@ PYTHON = [
     {"fusedops.patching.core", "fusedops.patching.report"},
     {"fusedops.patching.modules", "fusedops.patching.quantize", "fusedops.patching.yardstick"},
     {"fusedops.patching.lines", "fusedops.patching.models"},
+    {"fusedops.patching.counts"},
     {"fusedops.patching.patch"},
     {"fusedops.patching", "fusedops.patching.verify"},
     {"fusedops.profiling"},
@@ -156,7 +157,7 @@ PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
 
 # Pairs of files in patching/ where one imports from the other, and of its folders and files. A
 # reader of one has to know the other.
-MOST_IMPORTS = {"files": 106, "rooms": 30}
+MOST_IMPORTS = {"files": 123, "rooms": 32}
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450

@@ -37,6 +37,7 @@ class FusedState:
     regimes: the recipe's. Read in each call; empty if switched off.
     add: (module, x, residual, dropout_p) -> (the sum's norm, the sum), or None. Called by
         `lines/residual`.
+    why: (module, x, adds) -> why the norm of x, a sum if `adds`, runs its original; else empty.
 
     Set and read, in each call, by the file named; None if switched off:
 
@@ -60,6 +61,7 @@ class FusedState:
     recipe: Any = None
     regimes: frozenset = frozenset()
     add: Callable | None = None
+    why: Callable | None = None
 
     activation: Any = None
     form: Any = None

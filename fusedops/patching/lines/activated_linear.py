@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusedops.functional import linear
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks, original_class
-from fusedops.patching.lines.layer import Kind, Outcome, lines_of
+from fusedops.patching.lines.layer import OFF, Kind, Outcome, lines_of
 from fusedops.patching.lines.reader import (
     Names,
     Reader,
@@ -29,7 +30,12 @@ from fusedops.patching.lines.reader import (
     is_simple,
     replaced,
 )
-from fusedops.patching.modules.activation import ActivationRef, activation_of, patch_activation
+from fusedops.patching.modules.activation import (
+    UNKNOWN_NOW,
+    ActivationRef,
+    activation_of,
+    patch_activation,
+)
 from fusedops.patching.modules.linear import operands_of, patch_linear
 
 __all__ = ["EPILOGUE"]
@@ -108,6 +114,26 @@ def activated(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> Tensor:
         return linear(x, *found, known.of_linear)
     return act(fc(x))
 
+
+def _why(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> str:
+    """Why `activated` runs the original lines; empty if it does not."""
+    if "epilogue" not in lines_of(layer):
+        return OFF
+    if not operands_of(fc, x):
+        return "the linear has changed, or its input is not a plain tensor"
+    if has_hooks(fc):
+        return "the linear has hooks"
+    known = activation_of(act, x)
+    return "" if known and known.of_linear else UNKNOWN_NOW
+
+
+decides(
+    activated,
+    "linear",
+    at=lambda layer, act, fc, x: fc,
+    why=_why,
+    repeat=lambda layer, act, fc, x: Repeat(activated, activated, (layer, act, fc, x), {}, (fc,)),
+)
 
 EPILOGUE = Kind(
     "epilogue",

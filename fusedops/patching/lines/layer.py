@@ -31,8 +31,9 @@ from fusedops.patching.modules.linear import is_linear
 from fusedops.patching.modules.norm.site import looks_like_a_norm
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["Kind", "Outcome", "fuses", "kinds_in", "lines_of", "patch_layers"]
+__all__ = ["OFF", "Kind", "Outcome", "fuses", "kinds_in", "lines_of", "patch_layers"]
 
+OFF = "its layer no longer runs this fused"
 CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
 
 # (child's name, its role), for the children that matter to rewriting

@@ -18,12 +18,14 @@ import ast
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedops.patching.lines.layer import Kind, Outcome, fuses
+from fusedops.patching.core.calls import Repeat, decides
+from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.reader import (
     Names,
     Reader,
@@ -36,6 +38,7 @@ from fusedops.patching.lines.reader import (
     stores,
 )
 from fusedops.patching.modules.activation import (
+    UNKNOWN_NOW,
     ActivationRef,
     activation_of,
     patch_activation,
@@ -46,6 +49,8 @@ __all__ = ["MLP"]
 
 GATED, PACKED = "_fusedops_gated", "_fusedops_packed"
 FLOATS = torch.float32, torch.bfloat16, torch.float16
+DTYPE = "its dtype is not float32, bfloat16 or float16"
+STRIDED = "its rows are not contiguous, or it cannot be halved"
 
 
 @dataclass(frozen=True)
@@ -175,14 +180,13 @@ def may_be_mlp(roles: list[str], original: type[nn.Module]) -> bool:
 
 def gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, swapped: bool = False) -> Tensor:
     """act(gate) * up, or up * act(gate) if swapped; called by a rewritten forward."""
-    fused = _function(layer, act, gate) if _fusable(gate, up) else None
+    fused = None if _why_unequal(gate, up) else _function(layer, act, gate)
     return fused(gate, up) if fused else _lines(act, gate, up, swapped)
 
 
 def packed(layer: nn.Module, act: Any, gate_up: Tensor, swapped: bool = False) -> Tensor:
     """Like `gated`, for a tensor with gate and up side by side in its last dimension."""
-    whole = type(gate_up) is Tensor and _has_plain_rows(gate_up) and gate_up.shape[-1] % 2 == 0
-    fused = _function(layer, act, gate_up) if whole else None
+    fused = None if _why_unhalved(gate_up) else _function(layer, act, gate_up)
     if fused:
         return fused(gate_up, None)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -201,15 +205,22 @@ def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor]
     return known.gated if known else None
 
 
-def _fusable(gate: Tensor, up: Tensor) -> bool:
-    return (
-        type(gate) is type(up) is Tensor
-        and _has_plain_rows(gate)
-        and _has_plain_rows(up)
-        and gate.dtype == up.dtype
-        and gate.shape == up.shape
-        and gate.device == up.device
-    )
+def _why_unequal(gate: Tensor, up: Tensor) -> str:
+    """Why gate and up run the original lines; empty if they do not."""
+    if not type(gate) is type(up) is Tensor:
+        return "gate and up are not plain tensors"
+    if not (_has_plain_rows(gate) and _has_plain_rows(up)):
+        return STRIDED if {gate.dtype, up.dtype} <= {*FLOATS} else DTYPE
+    same = gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device
+    return "" if same else "gate and up differ in dtype, shape or device"
+
+
+def _why_unhalved(gate_up: Tensor) -> str:
+    if type(gate_up) is not Tensor:
+        return "gate and up are not a plain tensor"
+    if _has_plain_rows(gate_up) and gate_up.shape[-1] % 2 == 0:
+        return ""
+    return STRIDED if gate_up.dtype in FLOATS else DTYPE
 
 
 def _has_plain_rows(t: Tensor) -> bool:
@@ -217,6 +228,31 @@ def _has_plain_rows(t: Tensor) -> bool:
     strided = t.layout is torch.strided and not t.is_nested
     return strided and t.dtype in FLOATS and t.dim() > 0 and row_major(t)
 
+
+def _why_no_function(layer: nn.Module, act: Any, gate: Tensor) -> str:
+    if not fuses(layer, "mlp", gate):
+        return OFF
+    return "" if _function(layer, act, gate) else UNKNOWN_NOW
+
+
+def _why_gated(layer: nn.Module, act: Any, gate: Tensor, up: Tensor, swapped: bool = False) -> str:
+    return _why_unequal(gate, up) or _why_no_function(layer, act, gate)
+
+
+def _why_packed(layer: nn.Module, act: Any, gate_up: Tensor, swapped: bool = False) -> str:
+    return _why_unhalved(gate_up) or _why_no_function(layer, act, gate_up)
+
+
+def _layer(layer: nn.Module, *operands: Any, **how: Any) -> nn.Module:
+    return layer
+
+
+def _repeat(function: Callable[..., Tensor], *operands: Any, **how: Any) -> Repeat:
+    return Repeat(function, function, operands, how)
+
+
+decides(gated, "mlp", at=_layer, why=_why_gated, repeat=partial(_repeat, gated))
+decides(packed, "mlp", at=_layer, why=_why_packed, repeat=partial(_repeat, packed))
 
 MLP = Kind(
     "mlp",

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import (
     BF16,
     F16,
@@ -37,7 +38,7 @@ from fusedops.patching.core.probing import (
     undisturbed,
     within,
 )
-from fusedops.patching.lines.layer import Kind, Outcome, fuses
+from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.reader import (
     Names,
     Reader,
@@ -199,29 +200,34 @@ def rotated(
 ) -> tuple[Tensor, Tensor]:
     """function(q, k, cos, sin), called by a rewritten forward."""
     known = _rotations.get(function) if fuses(layer, "rotary", q) else None
-    if known and _fusable(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
+    if known and not _why_theirs(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
         return known(q, k, cos, sin, **how)
     return function(q, k, cos, sin, **how)
 
 
-def _fusable(known: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int) -> bool:
+def _why_theirs(known: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int) -> str:
+    """Why the model's function runs; empty if it does not."""
     plain = all(
         type(t) is Tensor and t.layout is torch.strided and t.dtype in FLOATS
         for t in (q, k, cos, sin)
     )
-    return (
-        plain
-        and not (known.cast and torch.is_autocast_enabled(q.device.type))
-        and q.dtype == k.dtype
-        and q.device == k.device == cos.device == sin.device
-        and cos.dim() > 0
+    if not plain:
+        return "q, k, cos and sin are not plain float32, bfloat16 or float16"
+    if known.cast and torch.is_autocast_enabled(q.device.type):
+        return "autocast changes its dtype"
+    if q.dtype != k.dtype or not q.device == k.device == cos.device == sin.device:
+        return "q, k, cos and sin differ in dtype or device"
+    fits = (
+        cos.dim() > 0
         and cos.shape == sin.shape
         and _goes_with(cos, q, dim)
         and _goes_with(cos, k, dim)
         and known.takes(q.shape[-1], cos.shape[-1])
         and known.takes(k.shape[-1], cos.shape[-1])
-        and not (cos.requires_grad or sin.requires_grad)
     )
+    if not fits:
+        return "cos and sin do not broadcast to q and k"
+    return "cos and sin need gradients" if cos.requires_grad or sin.requires_grad else ""
 
 
 def _goes_with(cos: Tensor, x: Tensor, dim: int) -> bool:
@@ -233,6 +239,26 @@ def _goes_with(cos: Tensor, x: Tensor, dim: int) -> bool:
     sizes = zip(reversed(cos.shape[:-1]), reversed(places), strict=False)
     return all(size in (1, place) for size, place in sizes)
 
+
+def _why(
+    layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
+) -> str:
+    """Why `rotated` runs the model's function; empty if it does not."""
+    if not fuses(layer, "rotary", q):
+        return OFF
+    known = _rotations.get(function)
+    if known is None:
+        return "its name now refers to another function"
+    return _why_theirs(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim))
+
+
+decides(
+    rotated,
+    "rotary",
+    at=lambda layer, *operands, **how: layer,
+    why=_why,
+    repeat=lambda *operands, **how: Repeat(rotated, rotated, operands, how),
+)
 
 # Results of running functions: their rotation; and the code they reach, with the rotation or the
 # reason why there is none. A function missing here has not been run.

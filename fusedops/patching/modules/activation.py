@@ -149,6 +149,9 @@ def function_of(value: object) -> Activation | None:
     return next((known for function, known in FUNCTIONS.items() if value is function), None)
 
 
+UNKNOWN_NOW = "its activation has hooks, has changed, or is cast by autocast"
+
+
 def activation_of(act: Any, x: Tensor) -> Activation | None:
     """The activation that a known module or torch function computes for x now, or None."""
     if not isinstance(act, nn.Module):

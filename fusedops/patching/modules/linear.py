@@ -1,6 +1,7 @@
 """Finds linear sites: nn.Linear, and modules that compute the same."""
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import (
     F64,
     MISSING,
@@ -112,12 +114,30 @@ def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | Non
     return form and form.operands(module, x)
 
 
+def _itself(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    return module
+
+
+def _repeat(module: nn.Module, *args: Any, **kwargs: Any) -> Repeat:
+    return Repeat(operator.call, operator.call, (module, *args), kwargs, (module,))
+
+
+def _why(module: nn.Module, *args: Any, **kwargs: Any) -> str:
+    """Why a fused linear runs its own code; empty if it does not."""
+    if len(args) != 1 or kwargs:
+        return "it is not called with one positional argument"
+    if type(args[0]) is not Tensor or args[0].is_nested:
+        return "its input is not a plain tensor"
+    return "" if operands_of(module, args[0]) else "its weight, bias or attributes changed"
+
+
 def _fused(original: type[nn.Module], form: LinearForm) -> type:
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
         found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
         return linear(args[0], *found) if found else original.forward(self, *args, **kwargs)
 
+    decides(forward, "linear", at=_itself, why=_why, repeat=_repeat)
     return subclass(original, form, lambda: ({"forward": forward}, {"form": form}))
 
 

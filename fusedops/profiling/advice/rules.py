@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from fusedops.profiling.advice.advice import Advice, Saving
+from fusedops.profiling.advice.patches import patch
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
 from fusedops.profiling.shares import bandwidth, elasticity, identity, op_seconds
@@ -236,5 +237,6 @@ RULES: tuple[Rule, ...] = (
     bf16,
     adamw8bit,
     quantize_lora,
+    patch,
     nothing,
 )

@@ -17,7 +17,7 @@ from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
 from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
-from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of
+from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of, time_patch
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Run
@@ -77,6 +77,8 @@ def collect(
             parts = collect_on_gpu(measured, model, optimizer, driver, start + budget_s, tick)
         else:
             parts = collect_on_cpu(measured, model, optimizer, start + budget_s, tick)
+        if model is not None:
+            time_patch(parts, measured, model, optimizer, start + budget_s, restore)
     finally:
         if kept is not None:
             kept.restore()
@@ -155,6 +157,7 @@ def _evidence(
         gpu=parts.gpu,
         flops=flops_of(parts.profiled),
         memory=parts.memory,
+        patching=parts.patching,
         device=device,
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),

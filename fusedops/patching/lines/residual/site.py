@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks
-from fusedops.patching.lines.layer import Kind, Outcome, fuses
+from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.residual.rewrite import HELPER, ResidualSum, rewrite
 from fusedops.patching.modules.norm.site import recipe_of, row_major
 
@@ -51,7 +52,7 @@ def add_norm(
     """
     x, p = _dropout(x, dropout)
     one, other = (residual, x) if not p and _mixed(residual, x) else (x, residual)
-    fused = _fused_sum(norm, one, other, p) if _fusable(norm, one, other) else None
+    fused = None if _why_plain(norm, one, other) else _fused_sum(norm, one, other, p)
     return fused or _plain(norm, F.dropout(x, p) if p else x, residual, swapped)
 
 
@@ -82,19 +83,20 @@ def _dropout(x: Tensor, dropout) -> tuple[Tensor, float]:
     return dropout(x), 0.0
 
 
-def _fusable(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
+def _why_plain(norm: nn.Module, x: Tensor, residual: Tensor) -> str:
+    """Why the original lines run; empty if they do not, as far as the norm's recipe says."""
     recipe = recipe_of(norm)
-    return (
-        recipe is not None
-        and recipe.adds
-        and type(x) is type(residual) is Tensor
-        and (x.dtype == residual.dtype or (recipe.mixes and _mixed(x, residual)))
-        and x.shape == residual.shape
-        and x.device == residual.device
-        and row_major(x)  # else h keeps their strides, and a later view may depend on them
-        and row_major(residual)
-        and not has_hooks(norm)
-    )
+    if recipe is None or not recipe.adds:
+        return "its norm is not fused"
+    if not type(x) is type(residual) is Tensor:
+        return "the operands are not plain tensors"
+    if not (x.dtype == residual.dtype or (recipe.mixes and _mixed(x, residual))):
+        return "the operands' dtypes differ"
+    if x.shape != residual.shape or x.device != residual.device:
+        return "the operands' shapes or devices differ"
+    if not (row_major(x) and row_major(residual)):
+        return "an operand's rows are not contiguous"  # h would keep its strides
+    return "its norm has hooks" if has_hooks(norm) else ""
 
 
 def _mixed(x: Tensor, residual: Tensor) -> bool:
@@ -102,6 +104,28 @@ def _mixed(x: Tensor, residual: Tensor) -> bool:
     dtypes = torch.bfloat16, torch.float32
     return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
 
+
+def _norm_in(layer: nn.Module, *operands, **how) -> nn.Module:
+    return how.get("norm") or operands[0]
+
+
+def _why(layer: nn.Module, *operands, **how) -> str:
+    """Why layer_add_norm runs the original lines; empty if it does not."""
+    norm: Any = _norm_in(layer, *operands, **how)
+    x, residual = [value for value in operands if value is not norm][:2]
+    if not fuses(layer, "residual", x):
+        return OFF
+    if _mixed(residual, x):
+        x, residual = residual, x
+    return _why_plain(norm, x, residual) or type(norm)._fusedops.why(norm, residual, True)
+
+
+def _repeat(layer: nn.Module, *operands, **how) -> Repeat:
+    norm = _norm_in(layer, *operands, **how)
+    return Repeat(layer_add_norm, layer_add_norm, (layer, *operands), how, (norm,))
+
+
+decides(layer_add_norm, "residual", at=_norm_in, why=_why, repeat=_repeat)
 
 RESIDUAL = Kind(
     "residual",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.functional.attention import DEVICES, attention
+from fusedops.patching.core.calls import BY_SIZE, Repeat, decides
 from fusedops.patching.core.config import NAME, implementation
 from fusedops.patching.core.source import Unreadable, innermost
 from fusedops.patching.core.swap import original_class
@@ -81,22 +82,86 @@ def attention_forward(
     [Hq]. Returns [B, Sq, Hq, Dv] and no weights. Calls that `attention` does not support go to
     transformers' own function.
     """
-    eager = _is_eager(module)
-    reason = _why_unsupported(eager, query, key, value, attention_mask, position_bias, kwargs)
-    biased = position_bias is not None and not inductor_fuses(query)
-    plain = softcap is None and s_aux is None and not biased
-    if not reason and plain and not attention_pays(query, key):
-        reason = "sdpa is as fast for this size"
-    if reason:
+    tensors = query, key, value, attention_mask
+    if reason := _why_theirs(module, *tensors, position_bias, softcap, s_aux, kwargs):
         if not torch.compiler.is_compiling():
             log.debug("%s runs transformers' attention: %s", type(module).__name__, reason)
         kwargs |= {"is_causal": is_causal, "position_bias": position_bias}
         kwargs |= {"softcap": softcap, "s_aux": s_aux}
         return _theirs(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-    if eager:
+    if _is_eager(module):
         attention_mask, is_causal = simplest(attention_mask)
     given = query, key, value, attention_mask, dropout, scaling, is_causal
     return attend(module, *given, position_bias, softcap, s_aux), None
+
+
+def _why_theirs(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    position_bias: Tensor | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    kwargs: dict[str, Any],
+) -> str:
+    """Why transformers' function runs; empty if `attention` does."""
+    eager = _is_eager(module)
+    reason = _why_unsupported(eager, query, key, value, mask, position_bias, kwargs)
+    biased = position_bias is not None and not inductor_fuses(query)
+    plain = softcap is None and s_aux is None and not biased
+    if not reason and plain and not attention_pays(query, key):
+        return BY_SIZE
+    return reason
+
+
+def _why(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> str:
+    """`_why_theirs` of attention_forward's arguments."""
+    tensors = query, key, value, attention_mask
+    return _why_theirs(module, *tensors, position_bias, softcap, s_aux, kwargs)
+
+
+def _plain(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """attention_forward's call by the function that the model would have run."""
+    kwargs |= {"is_causal": is_causal, "position_bias": position_bias}
+    kwargs |= {"softcap": softcap, "s_aux": s_aux}
+    return _theirs(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+
+
+decides(
+    attention_forward,
+    "attention",
+    at=lambda module, *args, **kwargs: module,
+    why=_why,
+    repeat=lambda *args, **kwargs: Repeat(attention_forward, _plain, args, kwargs),
+)
 
 
 def attend(

@@ -9,19 +9,21 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedops.functional import cross_entropy
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import names_used, quiet, reachable_functions, undisturbed
 from fusedops.patching.core.swap import one_line
 from fusedops.patching.models.loss.head import FLOATS, loss_of, untraceable
-from fusedops.patching.models.loss.logits import LazyLogits, read
+from fusedops.patching.models.loss.logits import SCOPE, LazyLogits, read
 
 __all__ = ["Loss", "loss_like"]
 
@@ -46,12 +48,27 @@ class Loss:
 
         @functools.wraps(self.theirs)
         def fused(*args, **kwargs):
-            found = None if untraceable() else self.of(args, kwargs)
-            if found is None:
-                return self.theirs(*map(read, args), **{k: read(v) for k, v in kwargs.items()})
-            return found
+            return self.run(*args, **kwargs)
 
         return fused
+
+    def run(self, *args: Any, **kwargs: Any) -> Tensor:
+        found = None if untraceable() else self.of(args, kwargs)
+        if found is None:
+            return self.theirs(*map(read, args), **{k: read(v) for k, v in kwargs.items()})
+        return found
+
+    def why(self, *args: Any, **kwargs: Any) -> str:
+        """Why a call runs the model's own function; empty if it does not."""
+        if untraceable():
+            return "a mode or transform must see the logits"
+        if given := kwargs.keys() & self.reads:
+            return f"{', '.join(sorted(given))} is given"
+        try:
+            call = CALL.bind(self.shifts, *args, **kwargs)
+        except TypeError:
+            return "it has other arguments"
+        return _why_theirs(*call.args, **call.kwargs)
 
     def of(self, args: tuple, kwargs: dict) -> Tensor | None:
         """The loss for a call; None if the model's own function must run."""
@@ -75,17 +92,13 @@ def _of_call(
     shift_labels: Any = None,
     **more: Any,
 ) -> Tensor | None:
-    plain = type(logits) in (Tensor, LazyLogits) and logits.dtype in FLOATS and logits.dim() > 1
-    if not plain or type(ignore_index) is not int or logits.shape[-1] != vocab_size:
+    more = {"ignore_index": ignore_index, "shift_labels": shift_labels}
+    if _why_theirs(shifts, logits, labels, vocab_size, **more):
         return None
     given = shift_labels if shifts and shift_labels is not None else labels
-    if type(given) is not Tensor or given.dtype != torch.int64 or not given.dim():
-        return None
     if shifts and shift_labels is None:
         given = F.pad(given, (0, 1), value=ignore_index)[..., 1:]
     targets = given.reshape(-1).to(logits.device)
-    if len(targets) != logits.shape[:-1].numel():
-        return None
     how = {
         "reduction": "mean" if num_items_in_batch is None else "sum",
         "ignore_index": ignore_index,
@@ -97,6 +110,59 @@ def _of_call(
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
 
+
+def _why_theirs(
+    shifts: bool,
+    /,
+    logits: Any,
+    labels: Any,
+    vocab_size: Any,
+    num_items_in_batch: Any = None,
+    ignore_index: Any = -100,
+    shift_labels: Any = None,
+    **more: Any,
+) -> str:
+    """Why the model's own function runs; empty if it does not."""
+    plain = type(logits) in (Tensor, LazyLogits) and logits.dtype in FLOATS and logits.dim() > 1
+    if not plain or logits.shape[-1] != vocab_size:
+        return "the logits are not rows of vocab_size float32, float16 or bfloat16 numbers"
+    given = shift_labels if shifts and shift_labels is not None else labels
+    if type(given) is not Tensor or given.dtype != torch.int64 or not given.dim():
+        return "the labels are not int64 numbers"
+    if type(ignore_index) is not int or given.numel() != logits.shape[:-1].numel():
+        return "the labels are not one number for each row of logits"
+    return ""
+
+
+def _head_of(loss: Loss, *args: Any, **kwargs: Any) -> Any:
+    """The head whose logits a loss function gets; None outside of a model's forward."""
+    return next(iter(SCOPE.get()), None)
+
+
+def _repeat(loss: Loss, *args: Any, **kwargs: Any) -> Repeat:
+    """Repeats the head as well, where the logits wait."""
+    given = dict(zip(inspect.signature(loss.theirs).parameters, args, strict=False)) | kwargs
+    logits = given.pop("logits", None)
+    if not isinstance(logits, LazyLogits):
+        return Repeat(loss.run, loss.theirs, (logits,), given)
+    origin, steps = logits.state.origin, logits.state.steps
+    of_head = partial(with_head, loss.run, steps), partial(with_head, loss.theirs, steps)
+    return Repeat(*of_head, (origin.head, origin.hidden), given, (origin.head,))
+
+
+def with_head(run, steps: tuple, head: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
+    """A loss of a head's input. steps: the operations on the head's output."""
+    before = SCOPE.set((head,))
+    try:
+        logits = head(hidden)
+        for function, more, how in steps:
+            logits = function(logits, *more, **how)
+        return run(logits, **given)
+    finally:
+        SCOPE.reset(before)
+
+
+decides(Loss.run, "loss", at=_head_of, why=Loss.why, repeat=_repeat)
 
 CALL = inspect.signature(_of_call)
 ARGUMENTS = tuple(CALL.parameters)[1:-1]  # a loss function's: logits, ..., shift_labels

@@ -5,6 +5,7 @@ A norm's parts are recognised by their names, and its formula by running it.
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch import is_autocast_enabled as autocast
 from torch.amp import is_autocast_available
 
+from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import (
     BF16,
     F16,
@@ -47,6 +49,10 @@ __all__ = ["looks_like_a_norm", "patch_norms", "recipe_of", "row_major"]
 
 USUAL = "cpu", "cuda"
 USUAL_EPS = 1e-5, 1e-6, 1e-8, 1e-12
+NOT_PLAIN = "its input is not a plain tensor"
+CHANGED = "its attributes or parameters changed since patch"
+UNPROVEN = "its dtypes were not seen to give the module's results"
+STRIDED = "its input's rows are not contiguous"
 REGIMES: list[Regime] = [
     *((x, x, False) for x in (F32, BF16, F16, F64)),
     *((x, F32, False) for x in (BF16, F16)),
@@ -271,7 +277,7 @@ def _fused(original: type[nn.Module], recipe: Recipe) -> type:
 
 
 def _methods(original: type[nn.Module], recipe: Recipe) -> tuple[dict, dict]:
-    """The fused forward; and for the class's state, the recipe and the norm of a sum."""
+    """The fused forward, and the fields of the class's state."""
     operands, keeps_strides = _operands(recipe), recipe.keeps_strides
     norm, norm_of_sum = recipe.formula.fused, recipe.formula.fused_add
 
@@ -280,7 +286,7 @@ def _methods(original: type[nn.Module], recipe: Recipe) -> tuple[dict, dict]:
         if len(args) == 1 and not kwargs:
             x = args[0]
             found = operands(self, x)
-            if found is not None:
+            if type(found) is tuple:
                 if not keeps_strides or x.is_contiguous():
                     return norm(x, *found)
                 if order := _memory_order(x, len(found[0])):
@@ -290,16 +296,43 @@ def _methods(original: type[nn.Module], recipe: Recipe) -> tuple[dict, dict]:
 
     def add(self, x, residual, dropout_p):
         found = operands(self, residual)  # h has its dtype
-        return found and norm_of_sum(x, residual, *found[1:], dropout_p=dropout_p)
+        if type(found) is not tuple:
+            return None
+        return norm_of_sum(x, residual, *found[1:], dropout_p=dropout_p)
 
-    return {"forward": forward}, {"recipe": recipe, "regimes": recipe.regimes, "add": add}
+    def why(self, x, adds=False):
+        found = operands(self, x)
+        if isinstance(found, str):
+            return found
+        plain = adds or not keeps_strides or x.is_contiguous() or _memory_order(x, len(found[0]))
+        return "" if plain else STRIDED
+
+    decides(forward, "norm", at=_itself, why=_why, repeat=_repeat)
+    fields = {"recipe": recipe, "regimes": recipe.regimes, "add": add, "why": why}
+    return {"forward": forward}, fields
 
 
-def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
+def _itself(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    return module
+
+
+def _repeat(module: nn.Module, *args: Any, **kwargs: Any) -> Repeat:
+    return Repeat(operator.call, operator.call, (module, *args), kwargs, (module,))
+
+
+def _why(module: Any, *args: Any, **kwargs: Any) -> str:
+    """Why a fused norm runs its original; empty if it does not."""
+    if len(args) != 1 or kwargs:
+        return "it is not called with one positional argument"
+    return module._fusedops.why(module, args[0])
+
+
+def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | str]:
     """Returns a function that reads (shape, weight, [bias,] eps) from a module.
 
-    It returns None in a regime that was not verified. It is optimised, as this is a patched small
-    norm's only overhead: `self.weight` and `x.device` would each cost as much as the rest.
+    In a regime that was not verified, it returns the reason instead. It is optimised, as this is a
+    patched small norm's only overhead: `self.weight` and `x.device` would each cost as much as the
+    rest.
     """
     weight_name, bias_name, eps_name = recipe.weight, recipe.bias, str(recipe.eps)
     absent, fixed = recipe.absent, recipe.fixed
@@ -308,30 +341,30 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
 
     def operands(self, x):
         if type(x) is not Tensor or inductor_fuses(x):
-            return None
+            return NOT_PLAIN
         weight = bias = of_weight = None
         if weight_name:
             weight = self._parameters.get(weight_name)
             if weight is None:  # parametrized, or FSDP1's view
                 weight = getattr(self, weight_name)
                 if weight is None:
-                    return None
+                    return CHANGED
             of_weight = weight.dtype
         device = "cpu" if x.is_cpu else x.device.type
         known = device in USUAL or is_autocast_available(device)  # meta has no autocast, and raises
         regime = x.dtype, of_weight, known and autocast(device) and device
         state = getattr(self, "_fusedops", None)  # None: a forward kept from before unpatch
         if state is None or regime not in state.regimes:
-            return None
+            return UNPROVEN
         for name in absent:
             if self._parameters.get(name) is not None:
-                return None
+                return CHANGED
         for name, value in fixed:
             if vars(self).get(name, MISSING) != value:
-                return None
+                return CHANGED
         eps = fixed_eps or getattr(self, eps_name)
         if type(eps) is not float and eps is not None:
-            return None
+            return CHANGED
         shape = recipe.shape or x.shape[-1:] if weight is None else weight.shape
         if not has_bias:
             return shape, weight, eps
@@ -340,7 +373,7 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | None]:
             if bias is None:
                 bias = getattr(self, bias_name)
                 if bias is None:
-                    return None
+                    return CHANGED
         return shape, weight, bias, eps
 
     return operands

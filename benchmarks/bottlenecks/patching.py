@@ -1,0 +1,180 @@
+"""`python -m benchmarks.bottlenecks.patching`: patch's predicted saving against the measured one.
+
+Small models of four architectures, built from configs, in several kinds of steps. The saving of
+time is predicted by `fusedops.profile` and measured as `Profile.measure` does, each as a share of
+the step that was measured with it: the machine's speed may change in between. The saving of memory
+is measured by the peaks of two steps. A row is excluded if the measured interval contains 0.
+"""
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import fusedops
+from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
+from fusedops.profiling.storage.measured import measure_memory
+
+VOCABULARY = 4000
+SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8}
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": partial(
+        transformers.LlamaConfig, intermediate_size=688, num_key_value_heads=4, **SIZES
+    ),
+    "bert": partial(transformers.BertConfig, intermediate_size=1024, **SIZES),
+    "gpt2": partial(transformers.GPT2Config, n_embd=256, n_layer=4, n_head=8),
+    "t5": partial(transformers.T5Config, decoder_start_token_id=0, **T5),
+}
+HEADS = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a step. trains: backward and AdamW, else a forward without gradients."""
+
+    batch: int = 4
+    length: int = 128
+    dtype: torch.dtype = torch.float32
+    attention: str = "sdpa"
+    trains: bool = True
+
+
+KINDS = {
+    "train": Kind(),
+    "bfloat16": Kind(dtype=torch.bfloat16),
+    "eager": Kind(attention="eager"),
+    "long": Kind(batch=1, length=512),
+    "few": Kind(batch=1, length=16),
+    "forward": Kind(trains=False),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step's savings, of time as shares of it. low, high: the 95 % interval of the measured.
+
+    step: its seconds while its saving was measured.
+    """
+
+    model: str
+    kind: str
+    step: float
+    predicted: float
+    measured: float
+    low: float
+    high: float
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def excluded(self) -> bool:
+        return self.low <= 0 <= self.high
+
+    @property
+    def right(self) -> bool:
+        """Whether the prediction is within a factor of 2, with the right sign."""
+        return 0.5 <= self.predicted / self.measured <= 2
+
+
+def workload(name: str, kind: Kind) -> tuple[nn.Module, Any, Callable[[Any], None]]:
+    """A model, its optimizer and its step."""
+    torch.manual_seed(0)
+    config = CONFIGS[name](vocab_size=VOCABULARY)
+    config._attn_implementation = kind.attention
+    home = HEADS.get(name, transformers.AutoModelForCausalLM)
+    model = home.from_config(config, dtype=kind.dtype).train(kind.trains)
+    optimizer = torch.optim.AdamW(model.parameters()) if kind.trains else None
+
+    def step(ids: torch.Tensor) -> None:
+        with nullcontext() if optimizer else torch.no_grad():
+            loss = model(input_ids=ids, labels=ids).loss
+        if optimizer:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def row(name: str, of: str, budget_s: float) -> Row:
+    kind = KINDS[of]
+    model, optimizer, step = workload(name, kind)
+    data = [torch.randint(0, VOCABULARY, (kind.batch, kind.length)) for _ in range(40)]
+    about = {"data": data, "model": model, "optimizer": optimizer}
+    report = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
+    (advice,) = (one for one in report.advice if one.id == "patch")
+    assert advice.predicted is not None, report.verdict.not_checked
+    profiled = report.evidence.cached or report.evidence.plain
+    step(data[0])  # makes the optimizer's state
+    call, change = partial(step, data[0]), partial(fusedops.patched, model)
+    budget_s = max(budget_s, 1.2 * fewest_seconds(report.time.seconds))
+    without, changed = compare_blocks(call, change, budget_s)
+    base, found = median(without), saving(without, changed)
+    assert found.seconds is not None and found.interval is not None
+    assert advice.predicted.seconds is not None and advice.predicted.bytes is not None
+    peaks = list(_peaks(model, optimizer, call))
+    return Row(
+        *(name, of, base, advice.predicted.seconds / median(profiled.running)),
+        *(found.seconds / base, *(end / base for end in found.interval)),
+        *(advice.predicted.bytes, peaks[0] - peaks[1]),
+    )
+
+
+def _peaks(model: nn.Module, optimizer: Any, call: Callable[[], None]) -> Iterator[int]:
+    yield measure_memory(call, model=model, optimizer=optimizer).peak
+    with fusedops.patched(model):
+        yield measure_memory(call, model=model, optimizer=optimizer).peak
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    yield "| model | step | ms | predicted | measured (95 %) | predicted MiB | measured MiB |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for r in rows:
+        times = f"{r.step * 1e3:.0f} | {r.predicted:.1%}"
+        measured = f"{r.measured:.1%} ({r.low:.1%}..{r.high:.1%})"
+        sizes = f"{r.predicted_bytes / 2**20:.1f} | {r.measured_bytes / 2**20:.1f}"
+        yield f"| {r.model} | {r.kind} | {times} | {measured} | {sizes} |"
+    judged = [r for r in rows if not r.excluded]
+    signs = sum((r.predicted > 0) == (r.measured > 0) for r in judged)
+    right = sum(r.right for r in judged)
+    yield f"\n{len(rows) - len(judged)} of {len(rows)} rows excluded. Of the {len(judged)} others:"
+    yield f"the sign is right in {signs}, and the factor is at most 2 in {right}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks.patching")
+    parser.add_argument("models", nargs="*", default=list(CONFIGS), help="all without one")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=40.0,
+        help="seconds of a profile, and at least of a measurement",
+    )
+    parser.add_argument("--json", help="write the rows there")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in args.models:
+        for kind in args.kinds:
+            rows.append(row(name, kind, args.budget))
+            print(rows[-1], flush=True)
+    print("\n".join(table(rows)))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump([asdict(one) for one in rows], file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Counts how the calls of fused sites run in one forward and backward."""
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.patching.core.calls import Call, Watch
+from fusedops.patching.core.snapshot import Snapshot
+from fusedops.patching.core.swap import fused_modules
+from fusedops.patching.core.undo import afterwards, on_failure, settings
+from fusedops.patching.report import CallCounts, PatchReport, SiteCalls
+from fusedops.patching.yardstick import Batch, call, fresh, objective
+
+__all__ = ["count_calls"]
+
+Place = tuple[str, str]  # a site's path and kind
+
+
+def count_calls(held: "weakref.ref[nn.Module]", report: PatchReport, batch: Batch) -> CallCounts:
+    """`PatchReport.counts` of the report that patch made for a model."""
+    if not isinstance(batch, Mapping | Tensor | tuple | list):
+        raise TypeError(
+            "counts: batch must be a dict of keyword arguments, a tuple or list of positional "
+            f"ones, or a tensor, got {type(batch).__name__}"
+        )
+    model = held()
+    if model is None:
+        raise RuntimeError("counts: the model that patch was given no longer exists")
+    sites = {(s.path, s.kind): SiteCalls(s.path, s.kind, s.now) for s in reversed(report.fused)}
+    watched = _watched(model, batch)
+    if report.fused and not watched and not fused_modules(model):
+        raise RuntimeError("counts: the model is no longer patched")
+    calls = _by_place(model, watched, sites)
+    return CallCounts([_counted(sites[place], calls[place]) for place in reversed(sites)])
+
+
+def _watched(model: nn.Module, batch: Batch) -> list[Call]:
+    """The calls in one forward and backward, after which the model is as before."""
+    set_back, kept = settings(), Snapshot(model, None)
+    restoring = afterwards(kept.restore), afterwards(kept.restore), on_failure(set_back)
+    with restoring[0], restoring[1], restoring[2], _gradients(), Watch() as watch:
+        loss = objective(call(model, fresh(batch)))
+        needed = [p for p in model.parameters() if p.requires_grad]
+        if needed and loss.requires_grad:
+            torch.autograd.grad(loss, needed, allow_unused=True)
+    return watch.calls
+
+
+@contextmanager
+def _gradients() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _by_place(
+    model: nn.Module, calls: Iterable[Call], sites: Mapping[Place, SiteCalls]
+) -> dict[Place, list[Call]]:
+    """The calls of each site. A site's call inside of a call of the same site does not count."""
+    paths: dict[nn.Module, list[str]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths[module].append(path)
+    found: dict[Place, list[Call]] = defaultdict(list)
+    for one in calls:
+        if one.inside and one.inside.backward is None and one.backward is not None:
+            one.inside.backward = False  # a sum's backward runs no operator, but its norm's does
+        place = _place(one, paths, sites)
+        around = one.inside
+        while around is not None and _place(around, paths, sites) != place:
+            around = around.inside
+        if place is not None and around is None:
+            found[place].append(one)
+    return found
+
+
+def _place(
+    one: Call, paths: Mapping[nn.Module, list[str]], sites: Mapping[Place, SiteCalls]
+) -> Place | None:
+    """The site of a call; for PEFT's copy of a head, that of the module around it."""
+    for path in paths.get(one.module, ()):
+        while path and (path, one.kind) not in sites:
+            path = path.rpartition(".")[0]
+        if (path, one.kind) in sites:
+            return path, one.kind
+    return None
+
+
+def _counted(site: SiteCalls, calls: list[Call]) -> SiteCalls:
+    kernel = sum(one.kernel for one in calls)
+    backward = [one.backward for one in calls if one.backward is not None]
+    return SiteCalls(
+        site.path,
+        site.kind,
+        site.now,
+        kernel,
+        len(calls) - kernel,
+        sum(backward),
+        len(backward) - sum(backward),
+        dict(Counter(one.reason for one in calls if one.reason)),
+    )

@@ -1,0 +1,169 @@
+"""Times the calls of patch's sites in a step, as they are and patched."""
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+
+from fusedops.patching import patched
+from fusedops.patching.core.calls import Call, Watch
+from fusedops.patching.core.swap import fused_modules, original
+from fusedops.profiling.collect.replay import Replay
+from fusedops.profiling.evidence import Patching, SiteTime
+from fusedops.profiling.storage.measured import measure_memory
+
+__all__ = ["time_sites"]
+
+ROUNDS, FEWEST = 10, 4  # pairs of blocks of a call, as it is and patched; fewer of a long call
+TIMED_S = 20e-3  # of a call, as it is and patched
+MOST = 100  # calls of a block
+SAMPLES = 4  # calls that stand for all with the same key
+UNSEEN = "no call of a site was seen; those of a compiled model are not"
+
+Key = Any
+Calls = dict[Key, list[Call]]
+
+
+def time_sites(
+    model: nn.Module, call: Callable[[], Any], deadline: float, reason: str = ""
+) -> tuple[Patching | None, str]:
+    """What patch would fuse in a model, with the times of its calls; and why there are no times.
+
+    call: one step, which is run once with the model patched. Afterwards the model is unpatched;
+    what the step changed stays changed. deadline: of `perf_counter`. reason: why nothing is to be
+    timed. Gives no Patching for a model that is patched already, or in which nothing can be fused.
+    """
+    if fused_modules(model):
+        return None, ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # patch warns where it finds nothing
+        with patched(model) as report:
+            sites = {kind: n for kind, (n, _) in report.coverage.items() if n}
+            if reason or not sites:
+                return (Patching(sites), reason) if sites else (None, "")
+            try:
+                return _timed(model, call, deadline, sites)
+            except Exception as error:  # noqa: BLE001  the user's step and its model's code
+                return Patching(sites), f"a patched step raised {type(error).__name__}: {error}"
+
+
+def _timed(
+    model: nn.Module, call: Callable[[], Any], deadline: float, sites: dict[str, int]
+) -> tuple[Patching, str]:
+    seen = _Seen()
+    with Watch(seen.begins) as watch:
+        call()
+    if not watch.calls:
+        return Patching(sites), UNSEEN
+    calls = seen.of_kernels(watch.calls)
+    timings = [Timing(seen.samples[key]) for key in calls]
+    for one in timings:
+        one.warm_up(model)
+    sizes = [_bytes(model, seen.samples[key][0], made) for key, made in calls.items()]
+    _rounds(model, timings, deadline)
+    timed = (
+        t.site(len(made), n) for t, made, n in zip(timings, calls.values(), sizes, strict=True)
+    )
+    return Patching(sites, tuple(timed), sum(not one.kernel for one in watch.calls)), ""
+
+
+class _Seen:
+    """A step's calls by key, with samples of each that can be repeated."""
+
+    def __init__(self) -> None:
+        self.samples: dict[Key, list[Replay]] = defaultdict(list)
+        self._keys: dict[Call, Key] = {}
+
+    def begins(self, call: Call) -> None:
+        replay = Replay(call)
+        self._keys[call] = replay.key
+        if len(self.samples[replay.key]) < SAMPLES:
+            self.samples[replay.key].append(replay)
+
+    def of_kernels(self, calls: Iterable[Call]) -> Calls:
+        """The calls that ran kernels; the others would take as long as before."""
+        found: Calls = defaultdict(list)
+        for one in calls:
+            if one.kernel:
+                found[self._keys[one]].append(one)
+        return found
+
+
+def _as(fused: bool, model: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext() if fused else original(model)
+
+
+@dataclass
+class Timing:
+    """Calls with the same key, and their times in pairs of blocks, as they are and patched.
+
+    A block takes the samples in turn, so that their weights come from no nearer cache than in a
+    step.
+    """
+
+    samples: list[Replay]
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+
+    def warm_up(self, model: nn.Module) -> None:
+        for fused in (False, True):
+            with _as(fused, model):
+                for one in self.samples:
+                    one.warm_up(fused)
+
+    @property
+    def seconds(self) -> float:
+        """Of a call, roughly."""
+        return median(one.seconds for one in self.samples)
+
+    def pair(self, model: nn.Module, patched_first: bool) -> None:
+        calls = max(1, min(MOST, int(TIMED_S / ROUNDS / self.seconds)))
+        start = len(self.before)  # a long call's samples each have a block
+        samples = [self.samples[(start + i) % len(self.samples)] for i in range(calls)]
+        for fused in (patched_first, not patched_first):
+            with _as(fused, model):
+                times = [one.timed(fused) for one in samples]
+            (self.after if fused else self.before).append(median(times))
+
+    def site(self, calls: int, size: int) -> SiteTime:
+        one = self.samples[0]
+        times = tuple(self.before), tuple(self.after)
+        return SiteTime(one.kind, one.name, one.shapes, calls, *times, size)
+
+
+def _rounds(model: nn.Module, timings: list[Timing], deadline: float) -> None:
+    """Times a pair of blocks of each call in turn. Every second round begins with the patched.
+
+    The blocks of a pair follow each other, so that what slows the machine down slows both.
+    """
+    for done in range(ROUNDS):
+        start = perf_counter()
+        for one in timings:
+            if done < FEWEST or done * one.seconds < TIMED_S:
+                one.pair(model, patched_first=done % 2 == 1)
+        if done + 1 >= FEWEST and 2 * perf_counter() - start > deadline:
+            break
+
+
+def _bytes(model: nn.Module, one: Replay, calls: list[Call]) -> int:
+    """How many fewer bytes calls like this one hold at a step's peak.
+
+    All that is kept for backward is there at the peak, which mostly is in the loss.
+    """
+    if not one.keeps:
+        return 0
+    before, after = _held(model, one, False), _held(model, one, True)
+    return max(Counter(call.forward for call in calls).values()) * (before - after)
+
+
+def _held(model: nn.Module, one: Replay, fused: bool) -> int:
+    with _as(fused, model):
+        if one.kind == "loss":
+            return measure_memory(one.step(fused)).peak
+        return one.saved_bytes(fused)
