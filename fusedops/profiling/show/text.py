@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Iterator
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from fusedops.profiling.evidence import Gpu
