@@ -22,7 +22,7 @@ __all__ = ["time_sites"]
 
 ROUNDS, FEWEST = 10, 4  # pairs of blocks of a call, as it is and patched; fewer of a long call
 TIMED_S = 20e-3  # of a call, as it is and patched
-MOST = 100  # calls of a block
+CYCLES = 10  # at most so many calls in a block
 SAMPLES = 4  # calls that stand for all with the same key
 UNSEEN = "no call of a site was seen; those of a compiled model are not"
 
@@ -101,11 +101,7 @@ def _as(fused: bool, model: nn.Module) -> AbstractContextManager[None]:
 
 @dataclass
 class Timing:
-    """Calls with the same key, and their times in pairs of blocks, as they are and patched.
-
-    A block takes the samples in turn, so that their weights come from no nearer cache than in a
-    step.
-    """
+    """Calls with the same key, and their times in pairs of blocks, as they are and patched."""
 
     samples: list[Replay]
     before: list[float] = field(default_factory=list)
@@ -122,14 +118,13 @@ class Timing:
         """Of a call, roughly."""
         return median(one.seconds for one in self.samples)
 
-    def pair(self, model: nn.Module, patched_first: bool) -> None:
-        calls = max(1, min(MOST, int(TIMED_S / ROUNDS / self.seconds)))
-        start = len(self.before)  # a long call's samples each have a block
-        samples = [self.samples[(start + i) % len(self.samples)] for i in range(calls)]
-        for fused in (patched_first, not patched_first):
-            with _as(fused, model):
-                times = [one.timed(fused) for one in samples]
-            (self.after if fused else self.before).append(median(times))
+    @property
+    def calls(self) -> int:
+        """In a block."""
+        return max(1, min(CYCLES, int(TIMED_S / ROUNDS / self.seconds)))
+
+    def sample(self, number: int) -> Replay:
+        return self.samples[number % len(self.samples)]
 
     def site(self, calls: int, size: int) -> SiteTime:
         one = self.samples[0]
@@ -138,17 +133,33 @@ class Timing:
 
 
 def _rounds(model: nn.Module, timings: list[Timing], deadline: float) -> None:
-    """Times a pair of blocks of each call in turn. Every second round begins with the patched.
+    """Times a pair of blocks of each call in every round; of a long call, in fewer rounds.
 
-    The blocks of a pair follow each other, so that what slows the machine down slows both.
+    Every second round begins with the patched model, so that a machine that becomes slower favours
+    neither.
     """
     for done in range(ROUNDS):
         start = perf_counter()
-        for one in timings:
-            if done < FEWEST or done * one.seconds < TIMED_S:
-                one.pair(model, patched_first=done % 2 == 1)
+        due = [t for t in timings if done < FEWEST or done * t.seconds < TIMED_S]
+        for fused in (done % 2 == 1, done % 2 == 0):
+            with _as(fused, model):
+                _blocks(due, fused, done)
         if done + 1 >= FEWEST and 2 * perf_counter() - start > deadline:
             break
+
+
+def _blocks(timings: list[Timing], fused: bool, first: int) -> None:
+    """Times a block of each call: one call of each, then another of each, and so on.
+
+    As in a step, other sites run between two calls of the same one, and use the caches.
+    """
+    times: list[list[float]] = [[] for _ in timings]
+    for cycle in range(CYCLES):
+        for one, own in zip(timings, times, strict=True):
+            if cycle < one.calls:
+                own.append(one.sample(first + cycle).timed(fused))
+    for one, own in zip(timings, times, strict=True):
+        (one.after if fused else one.before).append(median(own))
 
 
 def _bytes(model: nn.Module, one: Replay, calls: list[Call]) -> int:
