@@ -93,7 +93,9 @@ def parameters_text(report: Profile) -> str:
     about = report.machine.about
     words = [str(about["model"])] if "model" in about else []
     if "parameters" in about:
-        words.append(f"{about['parameters'] / 1e6:.3g}M parameters {' '.join(about['dtype'])}")
+        count = about["parameters"]
+        shown = f"{count / 1e6:.3g}M" if count >= 1e5 else f"{count:,}"
+        words.append(f"{shown} parameters {' '.join(about['dtype'])}")
     return ", ".join(words)
 
 
