@@ -149,10 +149,10 @@ def _modules(report: Profile) -> Iterator[str]:
 def _operators(report: Profile) -> Iterator[str]:
     rows = report.ops[:TOP]
     unit, numbers = times([s for row in rows for s in (row.seconds, row.possible)])
-    yield f"{'operator':46}{'calls':>6}{unit:>10}{'share':>8}{'possible':>10}  mostly"
+    yield f"{'operator':44}{'calls':>6}{unit:>10}{'share':>8}{'possible':>10}  mostly"
     for row, time, possible in zip(rows, numbers[::2], numbers[1::2], strict=True):
-        name = _cut(f"{row.name} {row.shapes}", 42)
-        line = f"  {name:44}{row.calls:>6}{time:>10}{share_text(row.share):>8}{possible:>10}"
+        name = _cut(f"{row.name} {row.shapes}", 40)
+        line = f"  {name:42}{row.calls:>6}{time:>10}{share_text(row.share):>8}{possible:>10}"
         yield f"{line}  {NAMES[row.bound]}"
     yield "  possible: at this machine's measured peak and bandwidth"
 
