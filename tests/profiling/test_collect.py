@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import re
 import time
 from collections import UserDict, namedtuple
 
@@ -19,7 +20,6 @@ from fusedops.profiling.collect.clock import throttled_seconds, withheld
 from fusedops.profiling.collect.everything import about
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Tokens
-from fusedops.profiling.judge import THRESHOLDS
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.text import NAMES
 
@@ -290,9 +290,9 @@ def test_print_shows_the_verdict_and_every_share():
     assert len(shares) >= 2
     for bound, (low, middle, high) in shares.items():
         percent = f"{100 * middle:.0f} % ({100 * low:.0f}..{100 * high:.0f})"
-        limit = f"{100 * THRESHOLDS[bound]:.0f} %" if bound in THRESHOLDS else ""
-        assert f"  {NAMES[bound]:31}{percent:>18}{limit:>13}  █" in shown
-    assert max(map(len, shown.splitlines())) <= 140
+        row = re.escape(f"  {NAMES[bound]:31}{percent:>18}")
+        assert re.search(rf"{row} +(\d+ %)?  █", shown)
+    assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_without_data_the_input_is_not_checked():
@@ -387,8 +387,8 @@ def test_a_model_on_another_device_has_no_table():
     report = fusedops.profile(model, data=data, model=model, **QUICK)
     assert report.evidence.profiled is None and report.evidence.device == "meta"
     notes = report.verdict.not_checked
-    assert "operators: the model is on meta, and only those of CPUs and CUDA are recorded" in notes
-    assert "memory: the model is on meta, and only that of CPUs and CUDA is measured" in notes
+    assert "operators: the model is on meta, and only a CPU's are recorded" in notes
+    assert "memory: the model is on meta, and only a CPU's is measured" in notes
     assert profiled().evidence.device == "cpu"
     assert "GPU: none was used" in profiled().verdict.not_checked
 

@@ -77,6 +77,11 @@ def test_text_tells_what_to_do_and_where():
     assert "peak of a step" in shown and "1 thread on 2 CPUs" in shown
 
 
+def test_a_small_model_has_all_digits_of_its_parameters():
+    about = REPORT.evidence.about | {"parameters": 1740}
+    assert "Llama, 1,740 parameters float32" in str(Profile(replace(REPORT.evidence, about=about)))
+
+
 def test_long_lines_are_wrapped():
     path = "a/very/long/path/of/a/collate/function/" * 3
     report = Profile(replace(REPORT.evidence, not_checked=(f"{path} and some more words",)))

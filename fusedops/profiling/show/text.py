@@ -96,7 +96,9 @@ def parameters_text(report: Profile) -> str:
     about = report.machine.about
     words = [str(about["model"])] if "model" in about else []
     if "parameters" in about:
-        words.append(f"{about['parameters'] / 1e6:.3g}M parameters {' '.join(about['dtype'])}")
+        count = about["parameters"]
+        shown = f"{count / 1e6:.3g}M" if count >= 1e5 else f"{count:,}"
+        words.append(f"{shown} parameters {' '.join(about['dtype'])}")
     return ", ".join(words)
 
 
@@ -170,10 +172,10 @@ def _gpu(gpu: Gpu) -> Iterator[str]:
 def _operators(report: Profile) -> Iterator[str]:
     rows = report.ops[:TOP]
     unit, numbers = times([s for row in rows for s in (row.seconds, row.possible)])
-    yield f"{'operator':46}{'calls':>6}{unit:>10}{'share':>8}{'possible':>10}  mostly"
+    yield f"{'operator':44}{'calls':>6}{unit:>10}{'share':>8}{'possible':>10}  mostly"
     for row, time, possible in zip(rows, numbers[::2], numbers[1::2], strict=True):
-        name = _cut(f"{row.name} {row.shapes}", 42)
-        line = f"  {name:44}{row.calls:>6}{time:>10}{share_text(row.share):>8}{possible:>10}"
+        name = _cut(f"{row.name} {row.shapes}", 40)
+        line = f"  {name:42}{row.calls:>6}{time:>10}{share_text(row.share):>8}{possible:>10}"
         yield f"{line}  {NAMES[row.bound]}"
     yield "  possible: at this machine's measured peak and bandwidth"
 
