@@ -387,8 +387,8 @@ def test_a_model_on_another_device_has_no_table():
     report = fusedops.profile(model, data=data, model=model, **QUICK)
     assert report.evidence.profiled is None and report.evidence.device == "meta"
     notes = report.verdict.not_checked
-    assert "operators: the model is on meta, and only a CPU's are recorded" in notes
-    assert "memory: the model is on meta, and only a CPU's is measured" in notes
+    assert "operators: the model is on meta, and only those of CPUs and CUDA are recorded" in notes
+    assert "memory: the model is on meta, and only that of CPUs and CUDA is measured" in notes
     assert profiled().evidence.device == "cpu"
     assert "GPU: none was used" in profiled().verdict.not_checked
 
