@@ -257,3 +257,10 @@ def test_another_profile_function_runs_too():
     finally:
         sys.setprofile(None)
     assert counts.kernel == 1 and {"call", "return"} <= set(events)
+
+
+def test_a_device_without_kernels():
+    """The kernel's operator is called there too, and only makes empty outputs."""
+    model = nn.Sequential(nn.LayerNorm(8)).to("meta")
+    (site,) = patch(model).counts(torch.randn(4, 8, device="meta")).sites
+    assert numbers(site) == TORCH and site.reasons == {"there is no kernel for meta": 1}
