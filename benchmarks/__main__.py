@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import FAMILIES, ON_GPU, WORKLOADS
-from benchmarks.harness import cuda, goals, gpu, readme, worker
+from benchmarks.harness import cuda, goals, gpu, readme, report, worker
 
 MATCH = "only the rows whose title contains this"
 
@@ -82,7 +82,7 @@ def _both_settings(args: argparse.Namespace, argv: list[str]) -> int:
     if document["goals"]:
         print(goals.table(document["goals"]))
     if args.json:
-        Path(args.json).write_text(json.dumps(document, indent=1))
+        Path(args.json).write_text(report.dump(document))
     missed = any(not goal["met"] for goal in document["goals"])
     return int(missed or any(status for status, _ in runs))
 

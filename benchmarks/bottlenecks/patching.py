@@ -4,15 +4,18 @@ Small models of four architectures, built from configs, in several kinds of step
 time is predicted by `fusedops.profile` and measured as `Profile.measure` does, each as a share of
 the step that was measured with it: the machine's speed may change in between. The saving of memory
 is measured by the peaks of two steps. A row is excluded if the measured interval contains 0.
+docs/profile_patch.md is written from the results.
 """
 
 import argparse
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,9 +24,21 @@ import transformers
 from torch import nn
 
 import fusedops
+from benchmarks.harness import report
 from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
 from fusedops.profiling.storage.measured import measure_memory
 
+RESULTS = "benchmarks/results/intel-xeon/profile-patch.json"
+PAGE = "docs/profile_patch.md"
+HEADER = """# What patch saves: predicted and measured
+
+`python -m benchmarks.bottlenecks.patching` writes this page. `fusedops.profile` predicts what
+`fusedops.patch` saves of a step ([profile.md](profile.md#how-patch-is-predicted)), and
+blocks of steps with and without it measure the saving. Savings of time are shares of the step; a
+negative one is a slower step. Models have four layers of 256 and 4000 words; the steps are batches
+of 4 x 128 tokens with AdamW, in float32, unless the name says otherwise: bfloat16, eager attention,
+long (1 x 512), few (1 x 16), forward (no gradients).
+"""
 VOCABULARY = 4000
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
 T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8}
@@ -111,13 +126,13 @@ def row(name: str, of: str, budget_s: float) -> Row:
     model, optimizer, step = workload(name, kind)
     data = [torch.randint(0, VOCABULARY, (kind.batch, kind.length)) for _ in range(40)]
     about = {"data": data, "model": model, "optimizer": optimizer}
-    report = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
-    (advice,) = (one for one in report.advice if one.id == "patch")
-    assert advice.predicted is not None, report.verdict.not_checked
-    profiled = report.evidence.cached or report.evidence.plain
+    profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
+    (advice,) = (one for one in profile.advice if one.id == "patch")
+    assert advice.predicted is not None, profile.verdict.not_checked
+    profiled = profile.evidence.cached or profile.evidence.plain
     step(data[0])  # makes the optimizer's state
     call, change = partial(step, data[0]), partial(fusedops.patched, model)
-    budget_s = max(budget_s, 1.2 * fewest_seconds(report.time.seconds))
+    budget_s = max(budget_s, 1.2 * fewest_seconds(profile.time.seconds))
     without, changed = compare_blocks(call, change, budget_s)
     base, found = median(without), saving(without, changed)
     assert found.seconds is not None and found.interval is not None
@@ -151,6 +166,14 @@ def table(rows: list[Row]) -> Iterator[str]:
     yield f"the sign is right in {signs}, and the factor is at most 2 in {right}."
 
 
+def page(document: dict[str, Any]) -> str:
+    """docs/profile_patch.md, from a document of results."""
+    found, load = document["environment"], document["load"]
+    where = f"{found['device']}, {found['threads']} thread, torch {found['torch']}"
+    lines = table([Row(**one) for one in document["rows"]])
+    return "\n".join((HEADER, f"{where}, {found['date'][:10]}; load {load}.", "", *lines, ""))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks.patching")
     parser.add_argument("models", nargs="*", default=list(CONFIGS), help="all without one")
@@ -161,19 +184,24 @@ def main() -> None:
         default=40.0,
         help="seconds of a profile, and at least of a measurement",
     )
-    parser.add_argument("--json", help="write the rows there")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", default=RESULTS, help="results (default %(default)s)")
+    parser.add_argument("--markdown", default=PAGE, help="page (default %(default)s)")
+    parser.add_argument("--only-write", action="store_true", help="write the page from the results")
     args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    rows = []
-    for name in args.models:
-        for kind in args.kinds:
-            rows.append(row(name, kind, args.budget))
-            print(rows[-1], flush=True)
-    print("\n".join(table(rows)))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump([asdict(one) for one in rows], file, indent=1)
+    if not args.only_write:
+        torch.set_num_threads(args.threads)
+        transformers.logging.set_verbosity_error()
+        warnings.simplefilter("ignore")
+        rows, loads = [], []
+        for name in args.models:
+            for kind in args.kinds:
+                rows.append(row(name, kind, args.budget))
+                loads.append(os.getloadavg()[0])
+                print(rows[-1], flush=True)
+        load = f"{min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} CPUs"
+        report.save(args, [asdict(one) for one in rows], [], load=load)
+    Path(args.markdown).write_text(page(json.loads(Path(args.json).read_text())))
 
 
 if __name__ == "__main__":

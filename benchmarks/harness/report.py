@@ -48,7 +48,7 @@ def save(
 ) -> None:
     """Writes what a suite measured to `args.json`, with the environment and any `more` keys."""
     document = {"environment": environment(args.threads, device), **more}
-    Path(args.json).write_text(json.dumps(document | {"rows": rows, "goals": goals}))
+    Path(args.json).write_text(dump(document | {"rows": rows, "goals": goals}))
 
 
 def times(seconds: Sequence[float]) -> dict[str, float]:

@@ -123,7 +123,7 @@ def ran(func: Any, args: tuple) -> list[bytes]:
 
 
 class Storages:
-    """Which bytes of which storages were seen."""
+    """Marks the bytes of storages that were seen."""
 
     def __init__(self) -> None:
         self.seen: dict[int, Tensor] = {}
@@ -145,7 +145,7 @@ class Storages:
 
 
 def observed(func: Any, args: tuple) -> int:
-    """Bytes of the storages that a call reads, those that it changes, and those that it returns.
+    """Counts the bytes that a call reads, changes and returns.
 
     A tensor is read if other numbers in it change a result, and changed if its bits are not the
     same afterwards. Scalars and indices count as read.

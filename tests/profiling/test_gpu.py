@@ -172,7 +172,7 @@ def test_a_kernel_belongs_to_the_recorded_operator_that_launched_it(tmp_path):
 
 
 def test_kernels_of_no_operator_are_unexplained():
-    """9 ms of work, of which a product at the ceiling explains 3."""
+    """The GPU works for 9 ms. A product at the ceiling explains 3 ms of it."""
     shares = judge(gpu_step(ops=[matmul(3 * MS)])).shares
     assert shares["compute"][1] == pytest.approx(0.27, abs=0.005)
     assert shares["unknown"][1] == pytest.approx(0.7, abs=0.005)

@@ -1,9 +1,8 @@
 """The demo's Llama on its bytes, as `fusedops demo` trains it without fusedops."""
 
 import torch
-from torch import Tensor
 
-from benchmarks.bottlenecks.workloads.workload import Workload
+from benchmarks.bottlenecks.workloads.workload import Workload, causal_step
 from fusedops.demo.training import Settings, batches, build_model
 
 __all__ = ["make"]
@@ -14,16 +13,11 @@ def make() -> Workload:
     model = build_model(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
 
-    def step(tokens: Tensor) -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     return Workload(
         f"The demo's Llama of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters "
         f"is trained on the standard library's bytes: {settings.batch} x {settings.length} tokens "
         "a batch, bfloat16, AdamW.",
-        step,
+        causal_step(model, optimizer),
         batches(settings),
         model,
         optimizer,

@@ -1,11 +1,10 @@
 """A Llama with nf4 weights learns through peft's LoRA adapters."""
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 import fusedops
-from benchmarks.bottlenecks.workloads.workload import Workload
+from benchmarks.bottlenecks.workloads.workload import Workload, causal_step
 from benchmarks.workloads.step import VOCABULARY, words
 
 __all__ = ["make"]
@@ -28,16 +27,11 @@ def make() -> Workload:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
 
-    def step(tokens: Tensor) -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     return Workload(
         f"A Llama with nf4 weights is trained through LoRA adapters of rank {RANK} on words of the "
         f"standard library's source: {BATCH} x {LENGTH} tokens a batch, bfloat16, AdamW of "
         f"{sum(p.numel() for p in trained) / 1e6:.1f}M adapters' parameters.",
-        step,
+        causal_step(model, optimizer),
         DataLoader(words(BATCH * BATCHES, LENGTH), BATCH, shuffle=True),
         model,
         optimizer,

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedops.profiling.collect.clock import preempted_seconds
 
-__all__ = ["Block", "Workload", "epoch"]
+__all__ = ["Block", "Workload", "causal_step", "epoch"]
 
 Block = Callable[[], float]  # trains on the same samples each time; returns seconds a step
 
@@ -32,13 +32,24 @@ class Workload:
     changes: dict[str, Callable[[], tuple[Block, Block]]] = field(default_factory=dict)
 
 
+def causal_step(model: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], None]:
+    """A training step of a causal language model, whose labels are its tokens."""
+
+    def step(tokens: Tensor) -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def epoch(
     step: Callable[[Any], Any], data: Iterable[Any], *, skipped: int = 0, wall: bool = False
 ) -> float:
-    """Trains on all batches, and returns the seconds of those that are not skipped.
+    """Trains on all batches and returns the seconds of each timed one.
 
-    skipped: batches at the start that are not timed, until a loader's workers have caught up.
-    wall: count the time in which other programs had the CPU, of which a loader's workers are some.
+    skipped: how many batches at the start are not timed, while a loader's workers catch up.
+    wall: count the time in which other programs, such as a loader's workers, had the CPU.
     """
     held, start = 0.0, 0.0
     for index, batch in enumerate(data):

@@ -125,7 +125,7 @@ def table(call: Callable[[], Any], deadline: float, tick: Callable[[], None]) ->
 
 
 def rows(recorder: Recorder, kept: Sequence[int], steps: int) -> tuple[Op, ...]:
-    """The table after `steps` assigned steps, with the times of those that are kept."""
+    """Makes the table from `steps` profiled steps. Only the kept steps' times count."""
     return tuple(
         Op(
             *key,

@@ -62,7 +62,7 @@ class Replay:
             return self._timed(patched)
 
     def saved_bytes(self, patched: bool) -> int:
-        """Bytes that the call keeps for its backward, besides its inputs, results, parameters."""
+        """Bytes that the call saves for its backward, apart from its operands and results."""
         sizes: dict[int, int] = {}
 
         def pack(t: Tensor) -> Tensor:

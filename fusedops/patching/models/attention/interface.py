@@ -4,6 +4,7 @@ transformers keeps two tables by name: attention functions, and functions that b
 a name is missing in the second one, padding masks are silently lost.
 """
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -116,45 +117,31 @@ def _why_theirs(
     return reason
 
 
-def _why(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> str:
+def _arguments(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a call of attention_forward by name, and its further keyword arguments."""
+    call = SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    named = dict(call.arguments)
+    return named, named.pop("kwargs")
+
+
+def _why(*args: Any, **kwargs: Any) -> str:
     """`_why_theirs` of attention_forward's arguments."""
-    tensors = query, key, value, attention_mask
-    return _why_theirs(module, *tensors, position_bias, softcap, s_aux, kwargs)
+    named, more = _arguments(*args, **kwargs)
+    tensors = named["query"], named["key"], named["value"], named["attention_mask"]
+    extras = named["position_bias"], named["softcap"], named["s_aux"]
+    return _why_theirs(named["module"], *tensors, *extras, more)
 
 
-def _plain(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """attention_forward's call by the function that the model would have run."""
-    kwargs |= {"is_causal": is_causal, "position_bias": position_bias}
-    kwargs |= {"softcap": softcap, "s_aux": s_aux}
-    return _theirs(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    named, more = _arguments(*args, **kwargs)
+    take = named.pop
+    tensors = take("query"), take("key"), take("value"), take("attention_mask")
+    return _theirs(take("module"), *tensors, take("dropout"), take("scaling"), more | named)
 
 
+SIGNATURE = inspect.signature(attention_forward)
 decides(
     attention_forward,
     "attention",

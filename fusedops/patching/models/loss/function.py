@@ -68,7 +68,8 @@ class Loss:
             call = CALL.bind(self.shifts, *args, **kwargs)
         except TypeError:
             return "it has other arguments"
-        return _why_theirs(*call.args, **call.kwargs)
+        call.apply_defaults()
+        return _why_theirs(*(call.arguments[name] for name in DECIDES))
 
     def of(self, args: tuple, kwargs: dict) -> Tensor | None:
         """The loss for a call; None if the model's own function must run."""
@@ -92,8 +93,7 @@ def _of_call(
     shift_labels: Any = None,
     **more: Any,
 ) -> Tensor | None:
-    more = {"ignore_index": ignore_index, "shift_labels": shift_labels}
-    if _why_theirs(shifts, logits, labels, vocab_size, **more):
+    if _why_theirs(shifts, logits, labels, vocab_size, ignore_index, shift_labels):
         return None
     given = shift_labels if shifts and shift_labels is not None else labels
     if shifts and shift_labels is None:
@@ -112,15 +112,7 @@ def _of_call(
 
 
 def _why_theirs(
-    shifts: bool,
-    /,
-    logits: Any,
-    labels: Any,
-    vocab_size: Any,
-    num_items_in_batch: Any = None,
-    ignore_index: Any = -100,
-    shift_labels: Any = None,
-    **more: Any,
+    shifts: bool, logits: Any, labels: Any, vocab_size: Any, ignore_index: Any, shift_labels: Any
 ) -> str:
     """Why the model's own function runs; empty if it does not."""
     plain = type(logits) in (Tensor, LazyLogits) and logits.dtype in FLOATS and logits.dim() > 1
@@ -165,6 +157,7 @@ def with_head(run, steps: tuple, head: nn.Module, hidden: Tensor, **given: Any) 
 decides(Loss.run, "loss", at=_head_of, why=Loss.why, repeat=_repeat)
 
 CALL = inspect.signature(_of_call)
+DECIDES = tuple(inspect.signature(_why_theirs).parameters)
 ARGUMENTS = tuple(CALL.parameters)[1:-1]  # a loss function's: logits, ..., shift_labels
 
 

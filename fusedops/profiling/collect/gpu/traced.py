@@ -19,7 +19,7 @@ STEPS = 4  # after one in which the profiler starts
 def traced(
     call: Callable[[], Any], driver: Driver, while_busy: Callable[[], Any] = lambda: None
 ) -> list[Event]:
-    """The trace of a few steps, each of which ends with a wait for the GPU.
+    """Traces a few steps. The host waits for the GPU at the end of each.
 
     while_busy: called in the last step, before that wait.
     """
