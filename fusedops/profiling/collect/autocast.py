@@ -23,7 +23,6 @@ from fusedops.profiling.evidence import Autocast, SiteTime
 __all__ = ["time_autocast"]
 
 MATTER = 0.99  # share of the calls' time that is measured, the heaviest calls first
-RUNS_BACKWARD = ("backward", "grad")
 
 Key = Any
 
@@ -73,22 +72,30 @@ class _Step(TorchFunctionMode):
         self.watch = Watch(self._begins)
         self._sizes: dict[int, int] = {}
         self._total = 0
+        self._parameters: set[int] = set()
         self._in_backward = False
 
     def _begins(self, call: Call) -> None:
         if call.inside is None:
             with torch._C.DisableTorchFunction():
-                self._add(Replay(call), None)
+                replay = Replay(call)
+                self._knows(replay)
+                self._add(replay, None)
+
+    def _knows(self, replay: Replay) -> None:
+        """Remembers the storages of a call's parameters, of which views may be saved."""
+        for value in (*replay.given, *replay.parameters):
+            if isinstance(value, nn.Parameter):
+                self._parameters.add(value.untyped_storage().data_ptr())
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in RUNS_BACKWARD:
-            with self:
-                return func(*args, **kwargs)
         if self.watch.inside or _writes(name, kwargs):
             return func(*args, **kwargs)
         replay = of_function(func, args, kwargs) if _has_float(args, kwargs) else None
+        if replay is not None:
+            self._knows(replay)
         out = func(*args, **kwargs)
         dtypes = _dtypes(out)
         if replay is not None and dtypes:
@@ -104,10 +111,11 @@ class _Step(TorchFunctionMode):
         if self._in_backward:  # that was another forward
             self._sizes.clear()
             self._total, self._in_backward = 0, False
-        if t.layout is torch.strided and not isinstance(t, nn.Parameter):
+        if t.layout is torch.strided:
             storage = t.untyped_storage()
-            if storage.data_ptr() not in self._sizes:
-                self._sizes[storage.data_ptr()] = storage.nbytes()
+            place = storage.data_ptr()
+            if place not in self._sizes and place not in self._parameters:
+                self._sizes[place] = storage.nbytes()
                 self._total += storage.nbytes()
                 self.kept = max(self.kept, self._total)
         return t
@@ -125,9 +133,7 @@ def _recorded(call: Callable[[], Any]) -> _Step:
 
 
 def _has_float(args: tuple, kwargs: dict[str, Any]) -> bool:
-    return any(
-        isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves((args, kwargs))
-    )
+    return any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves((args, kwargs)))
 
 
 def _dtypes(values: Any) -> tuple:

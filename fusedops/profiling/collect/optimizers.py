@@ -49,10 +49,12 @@ def time_optimizers(
 ) -> tuple[tuple[OptimizerTime, ...] | None, str]:
     """A step of each optimizer that may replace the user's; or None and the reason.
 
-    deadline: of `perf_counter`. Empty for an optimizer that is no AdamW of float32 states, and
-    before its first step.
+    deadline: of `perf_counter`. Empty for other optimizers than AdamW, for 8-bit states, and before
+    the first step.
     """
-    if type(optimizer) not in (torch.optim.AdamW, AdamW) or not optimizer.state:
+    if optimizer is None or type(optimizer) not in (torch.optim.AdamW, AdamW):
+        return (), ""
+    if not optimizer.state:
         return (), ""
     if type(optimizer) is AdamW and optimizer.defaults["state_dtype"] != "float32":
         return (), ""
@@ -107,9 +109,7 @@ def _like(optimizer: torch.optim.Optimizer, groups: Groups) -> torch.optim.Optim
     return type(optimizer)(groups, **ours)  # type: ignore[arg-type]
 
 
-def _stand_ins(
-    optimizer: torch.optim.Optimizer, random: torch.Generator
-) -> tuple[Groups, float]:
+def _stand_ins(optimizer: torch.optim.Optimizer, random: torch.Generator) -> tuple[Groups, float]:
     """Groups of random parameters with gradients, and their share of the user's elements.
 
     Parameters without state had no gradient. Of many parameters with the same shape, and of large
