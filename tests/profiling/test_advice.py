@@ -11,6 +11,7 @@ from torch import nn
 
 import fusedops
 from fusedops.optim import AdamW, AdamW8bit
+from fusedops.profiling.advice import trial
 from fusedops.profiling.advice.experiment import compare_blocks, saving
 from fusedops.profiling.advice.knobs import KNOBS, SAFE
 from fusedops.profiling.advice.rules import advise
@@ -150,6 +151,35 @@ def test_measuring_leaves_everything_as_it_was(change):
     assert same(before, everything(model, optimizer))
     assert [type(m) for m in model.modules()] == classes and optimizer.step.__func__ is kind
     assert one in report.advice and f"{one.title}" in str(report)
+
+
+def test_measured_bytes_of_an_optimizer_are_its_states():
+    """And torch's two temporaries of a parameter's size at the peak. The user's state is left."""
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = [torch.randn(8, 256)] * 20
+    options = {"data": data, "model": model, "optimizer": optimizer, "steps": 5, "warmup": 1}
+    report = fusedops.profile(trainer(model, optimizer), **options)
+    (one,) = report.measure("adamw8bit", budget_s=60.0)
+    expected = one.predicted.bytes + 2 * model.weight.nbytes
+    assert one.measured.bytes == pytest.approx(expected, rel=0.02)
+    assert not optimizer.state
+    (one,) = report.measure("threads", budget_s=60.0)
+    assert one.measured.seconds is not None and one.measured.bytes is None
+
+
+def test_bytes_that_cannot_be_measured_are_none(monkeypatch):
+    """The time counts all the same, and what was tried is undone."""
+    report, model, optimizer = live()
+    before = everything(model, optimizer)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("another profiler runs")
+
+    monkeypatch.setattr(trial, "measure_memory", broken)
+    (one,) = report.measure("bf16", budget_s=60.0)
+    assert one.measured.seconds is not None and one.measured.bytes is None
+    assert same(before, everything(model, optimizer))
 
 
 @pytest.mark.parametrize("name, kind", [("adamw8bit", AdamW8bit), ("fused_adamw", AdamW)])
