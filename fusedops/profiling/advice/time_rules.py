@@ -53,7 +53,7 @@ def batch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         f"half the batch saves little (elasticity {found:.2f}), so twice the batch costs little",
         "a larger batch_size; fewer gradient accumulation steps keep the optimizer's batch",
         "more memory for activations; another batch size may need another learning rate",
-        "for the same samples: T of forward and backward x (1 - 2^(elasticity - 1))",
+        "at most, for the same samples: T of forward and backward x (1 - 2^(elasticity - 1))",
         Saving(seconds=around_optimizer(evidence) * max(0.0, 1 - 2 ** (found - 1))),
     )
 
