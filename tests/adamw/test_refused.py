@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from axes import grid
 
 from adamw.corrupted import CORRUPTED, entry, optimizer_of
 from adamw.training import FORMATS, assert_close, equal_states, params_of, train
@@ -148,8 +149,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["float32", "float64"])
-@pytest.mark.parametrize("options", ACCEPTED, ids=str)
+@grid(kind=["float32", "float64"], options=ACCEPTED)
 def test_options_that_torch_steps_with_are_loaded(options, kind):
     optimizer, theirs = optimizer_of(kind), optimizer_of(kind)
     theirs = torch.optim.AdamW([{"params": group["params"]} for group in theirs.param_groups])
@@ -209,9 +209,7 @@ def test_codes_load_into_floats_with_their_scales():
                 torch.testing.assert_close(t, other, rtol=1e-2 if kind == "bfloat16" else 0, atol=0)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e30])
-@pytest.mark.parametrize("name", SCALES)
-@pytest.mark.parametrize("kind", FORMATS)
+@grid(value=[math.nan, math.inf, -1.0, 1e30], name=SCALES, kind=FORMATS)
 def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
     """1e30 is finite, but its fourth power is not."""
     if (name, value) == ("exp_avg_scale", 1e30):
@@ -253,8 +251,7 @@ def test_a_block_with_a_bad_scale_restarts_in_torchs_own_step():
     assert p.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", ["absmax1", "absmax2"])
+@grid(kind=FORMATS, name=["absmax1", "absmax2"])
 def test_a_block_of_bitsandbytes_with_a_bad_scale_restarts_from_zeros(name, kind):
     optimizer = optimizer_of(kind)
     state = {"step": 3}

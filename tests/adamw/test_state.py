@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from axes import grid
 
 from adamw.training import FORMATS, assert_close, equal_states, parameters, params_of, train
 from fusedops.optim import AdamW, AdamW8bit
@@ -37,8 +38,7 @@ def test_torch_goes_on_in_ours(kind, state_dtype):
     assert_close(train(later, first=6), train(theirs, first=6), atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("state_dtype", FORMATS)
+@grid(dtype=[torch.float32, torch.bfloat16, torch.float16], state_dtype=FORMATS)
 @pytest.mark.parametrize("how", ["itself", "saved", "pickled", "copied"])
 def test_goes_on_with_the_same_bits(dtype, state_dtype, how):
     options = {"state_dtype": state_dtype, "seed": 5}

@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -34,8 +35,7 @@ def test_as_the_original(options):
     assert_close(train(ours), train(theirs))
 
 
-@pytest.mark.parametrize("state_dtype", FORMATS)
-@pytest.mark.parametrize("name", [b for b in backends("adamw_step") if b != "cuda"])
+@grid(state_dtype=FORMATS, name=[b for b in backends("adamw_step") if b != "cuda"])
 def test_every_backend_trains_alike(name, state_dtype):
     theirs = train(torch.optim.AdamW(parameters()))
     with fusedops.backend(name):
@@ -255,8 +255,7 @@ class TestWhatTheKernelsDoNotCover:
         wanted = torch.full((8,), 0.1 * 1j / math.sqrt(8))
         torch.testing.assert_close(optimizer.state[p]["exp_avg"], wanted.to(torch.complex64))
 
-    @pytest.mark.parametrize("state_dtype", FORMATS)
-    @pytest.mark.parametrize("foreach", [None, True])
+    @grid(state_dtype=FORMATS, foreach=[None, True])
     def test_a_parameter_with_the_negative_bit(self, foreach, state_dtype):
         def make(kind, **options):
             p = torch.randn(5000, dtype=torch.complex64, generator=_seeded()).conj().imag
@@ -404,9 +403,8 @@ def test_wrong_arguments_are_refused_in_torchs_words(options):
     assert str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@grid(
+    options=[
         {"state_dtype": "int4"},
         {"block_size": 128},
         {"min_8bit_size": -1},
@@ -418,8 +416,7 @@ def test_wrong_arguments_are_refused_in_torchs_words(options):
         {"offload": "disk"},
         {"seed": -1},
         {"seed": 2**63},
-    ],
-    ids=str,
+    ]
 )
 def test_wrong_options_of_ours_are_named(options):
     name, value = next(iter(options.items()))

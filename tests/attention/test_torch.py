@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 from growth.peaks import peaks
 from torch.utils.checkpoint import checkpoint
 
@@ -165,9 +166,8 @@ def test_errors_name_argument_wanted_and_got():
             attention(q, k, v, causal=no_bool)
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
+@grid(name=["cu_seqlens_q", "cu_seqlens_k"], dtype=[torch.float32, torch.float64, torch.bfloat16])
+@grid(
     "starts,got",
     [
         ([1, 6], "1 at index 0"),
@@ -176,7 +176,6 @@ def test_errors_name_argument_wanted_and_got():
         ([0, 4, 3, 6], "3 at index 2 after 4"),
         ([2], "2 at index 0"),
     ],
-    ids=str,
 )
 def test_cu_seqlens_grow_from_0_to_the_tokens(starts, got, dtype, name):
     x = torch.randn(6, 2, 8, dtype=dtype)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -114,8 +115,7 @@ def test_modules_of_sums(module):
     check(module(N), *torch.randn(2, 4, N))
 
 
-@pytest.mark.parametrize("format", ["int4", "nf4"])
-@pytest.mark.parametrize("module", [quantized, Dequantize])
+@grid(format=["int4", "nf4"], module=[quantized, Dequantize])
 def test_weights_of_4_bits_need_opset_18(module, format):
     x = torch.randn(4, N)
     check(module(format), x, opset=18)

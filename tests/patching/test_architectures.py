@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from axes import grid
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -156,8 +157,7 @@ def in_dtype(batch, dtype):
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@grid(dtype=[torch.float32, torch.bfloat16], name=NAMES)
 def test_same_outputs_and_gradients(name, dtype):
     model, batch = build(name)
     model, batch = model.to(dtype), in_dtype(batch, dtype)

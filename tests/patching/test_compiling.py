@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.testing import assert_close
 
@@ -180,8 +181,7 @@ def gradients(run, model, x):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("always", [False, True], ids=["by size", "any size"])
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("name", ["llama", "bert", "gemma2"])
+@grid(side=[None, "left"], name=["llama", "bert", "gemma2"])
 def test_jit_trace(name, side, always):
     """Sizes are tensors then. Gemma 2's attention is eager's, with a mask of numbers."""
     model, given = build(name), batch(name, side)
@@ -223,9 +223,7 @@ def test_jit_trace_with_gradients(attention):
     assert_close(torch.jit.trace(Logits(), (ids,))(ids), model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "was"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")]
-)
+@grid("name,was", [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
 def test_attention_is_ours_in_a_graph(name, was, any_size):
     """Its view of the config is read by torch.compile too."""
     model, found = build(name), []

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 from fusedops.patching import PatchReport, Site, patch, patched, unpatch
@@ -223,9 +224,7 @@ def gemma3():
     return transformers.Gemma3ForCausalLM(config)
 
 
-@pytest.mark.parametrize(
-    ("build", "backend"), [(llama, "aot_eager"), (bert, "eager"), (gemma3, "eager")]
-)
+@grid("build,backend", [(llama, "aot_eager"), (bert, "eager"), (gemma3, "eager")])
 def test_compile_in_one_graph(build, backend):
     model = build().eval()
     wanted = model(IDS).logits
@@ -452,8 +451,7 @@ def test_bad_arguments(model):
         patch(model, quantize="int3")
 
 
-@pytest.mark.parametrize("build", [llama, bert])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(build=[llama, bert], dtype=[torch.float32, torch.bfloat16])
 def test_verify(build, dtype):
     model = build().to(dtype).train()
     state, modes = torch.get_rng_state(), [m.training for m in model.modules()]

@@ -77,6 +77,7 @@ SHARED = {
     "fusedops/nn": {"__init__.py"},
     "fusedops/optim": {"__init__.py"},
     "tests": {
+        "axes.py",
         "children",
         "conftest.py",
         "contract",

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.nn import functional as F
 
@@ -77,8 +78,7 @@ def assert_same(model, x):
     return report
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", FUSED)
+@grid(dtype=[torch.float32, torch.bfloat16], cls=FUSED)
 def test_fused(cls, dtype, calls):
     model = build(cls).to(dtype)
     report = assert_same(model, torch.randn(3, 5, N, dtype=dtype))
@@ -120,9 +120,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("act", "now"), [(act, now) for now, acts in ACTIVATIONS.items() for act in acts], ids=str
-)
+@grid("act,now", [(act, now) for now, acts in ACTIVATIONS.items() for act in acts])
 def test_activations(act, now, calls):
     report = assert_same(build(Llama, act), torch.randn(3, 5, N))
     assert [site.now for site in sites(report.fused)] == [now]

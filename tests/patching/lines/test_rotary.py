@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 from fusedops.patching import patch, unpatch
@@ -249,10 +250,8 @@ def results(model, x, *table):
     return [y.detach(), *(g for g in grads if g is not None)]
 
 
-@pytest.mark.parametrize("cls", [Attention, HeadsLast])
-@pytest.mark.parametrize("function", [rotary_llama, rotary_partial, rotary_back])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("table", [torch.float32, torch.bfloat16], ids=str)
+@grid(cls=[Attention, HeadsLast], function=[rotary_llama, rotary_partial, rotary_back])
+@grid(dtype=[torch.float32, torch.bfloat16], table=[torch.float32, torch.bfloat16])
 def test_fused(cls, function, dtype, table, monkeypatch, calls):
     use(monkeypatch, function)
     model, args = build(cls).to(dtype), inputs(dtype, table)

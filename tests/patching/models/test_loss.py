@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,9 +75,7 @@ def check(model, **call):
     return results(model, **call)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("build", [llama, biased, gemma2, cohere])
-@pytest.mark.parametrize("call", CALLS)
+@grid(dtype=[torch.float32, torch.bfloat16], build=[llama, biased, gemma2, cohere], call=CALLS)
 def test_arguments_of_the_loss(call, build, dtype, fused):
     outputs = check(build().to(dtype), **CALLS[call])
     assert not made(outputs) and fused[-1] == "linear_cross_entropy"

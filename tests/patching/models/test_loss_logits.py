@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from axes import grid
 from torch import nn
 
 from fusedops.optim import AdamW
@@ -188,8 +189,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("build", [llama, biased, gemma2, cohere])
-@pytest.mark.parametrize("what", GRADIENTS)
+@grid(build=[llama, biased, gemma2, cohere], what=GRADIENTS)
 def test_gradients(what, build):
     model = build()
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
@@ -150,8 +151,7 @@ def assert_same(model, x):
     return {site.path: site.now or site.reason for site in [*report.fused, *report.skipped]}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", FOLDED)
+@grid(dtype=[torch.float32, torch.bfloat16], cls=FOLDED)
 def test_the_activation_goes_into_the_linear(cls, dtype, calls):
     found = assert_same(build(cls).to(dtype), torch.randn(3, 5, N, dtype=dtype))
     assert found == {"0.fc1": "linear(activation='gelu')", "0.fc2": "linear"}
@@ -165,8 +165,8 @@ def test_the_activation_stays(cls, calls):
     assert calls == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("act", "name"),
+@grid(
+    "act,name",
     [
         (nn.ReLU(), "relu"),
         (nn.SiLU(), "silu"),
@@ -176,7 +176,6 @@ def test_the_activation_stays(cls, calls):
         (transformers.activations.QuickGELUActivation(), None),
         (nn.Tanh(), None),
     ],
-    ids=str,
 )
 def test_activations(act, name, calls):
     assert_same(build(Inline, act), torch.randn(3, 5, N))
@@ -198,8 +197,7 @@ class Written(nn.Linear):
         return hidden if self.bias is None else hidden + self.bias
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("width", [N, 2 * N])
+@grid(bias=[True, False], width=[N, 2 * N])
 def test_a_linear_in_other_lines_is_fused(bias, width, calls):
     model = nn.Sequential(Written(N, width, bias=bias))
     assert assert_same(model, torch.randn(3, 5, N)) == {"0": "linear"}
@@ -431,9 +429,7 @@ def test_tied_weights_stay_tied():
     assert model[0].weight.grad is model[1].weight.grad is not None
 
 
-@pytest.mark.parametrize(
-    "wrong", [torch.randn(2, N + 1), torch.arange(N), torch.randn(2, N).double()]
-)
+@grid(wrong=[torch.randn(2, N + 1), torch.arange(N), torch.randn(2, N).double()])
 def test_bad_input_gets_the_error_that_nn_linear_gives(wrong):
     model = nn.Sequential(nn.Linear(N, N))
     with pytest.raises((RuntimeError, TypeError)):
