@@ -8,7 +8,7 @@ import torch
 from axes import grid
 
 from adamw.corrupted import CORRUPTED, entry, optimizer_of
-from adamw.training import FORMATS, assert_close, equal_states, params_of, train
+from adamw.training import FORMATS, assert_close, assert_goes_on_alike, params_of, train
 from fusedops.optim import AdamW
 from fusedops.optim.adamw.state import SCALES, wide_moments
 
@@ -39,9 +39,7 @@ def refused(optimizer, state_dict, match, error=ValueError):
     with pytest.raises(error, match=match):
         optimizer.load_state_dict(state_dict)
     assert everything(optimizer) == before
-    train(optimizer, 2, first=4)
-    train(other, 2, first=4)
-    equal_states(optimizer, other)
+    assert_goes_on_alike(optimizer, other, steps=2, first=4)
 
 
 @pytest.mark.parametrize("of", CORRUPTED)
@@ -61,10 +59,9 @@ def bits_of_what_has_some(value):
         return {key: bits_of_what_has_some(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [bits_of_what_has_some(one) for one in value]
-    strange = isinstance(value, torch.Tensor) and (
-        value.is_meta or value.is_sparse or value.is_nested
-    )
-    return repr(value) if strange else repr(bits(value))
+    tensor = isinstance(value, torch.Tensor)
+    strange = tensor and (value.is_meta or value.is_sparse or value.is_nested)
+    return repr(value if strange else bits(value))
 
 
 def test_a_parameter_without_a_name_is_said_by_its_number():
@@ -225,9 +222,8 @@ def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
         both = wide_moments(state, p), wide_moments(trained.state[q], q)
         for found, wanted in zip(*both, strict=True):
             wanted.view(-1)[bad] = 0
-            torch.testing.assert_close(
-                found, wanted, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
-            )
+            tolerance = 1e-2 if kind == "bfloat16" else 0
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=0)
         if kind == "int8" and i != 1:
             good = torch.ones(p.numel(), dtype=torch.bool).index_fill(0, torch.tensor(bad), False)
             for moment in ("exp_avg", "exp_avg_sq"):
