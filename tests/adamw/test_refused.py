@@ -202,8 +202,9 @@ def test_codes_load_into_floats_with_their_scales():
         optimizer.load_state_dict(state_dict)
         for p, q in zip(params_of(optimizer), params_of(codes), strict=True):
             found, wanted = wide_moments(optimizer.state[p], p), wide_moments(codes.state[q], q)
-            for t, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(t, other, rtol=1e-2 if kind == "bfloat16" else 0, atol=0)
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
+            )
 
 
 @grid(value=[math.nan, math.inf, -1.0, 1e30], name=SCALES, kind=FORMATS)

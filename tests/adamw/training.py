@@ -30,8 +30,7 @@ def train(optimizer, steps=5, first=1):
 
 
 def assert_close(params, others, rtol=1e-5, atol=1e-6):
-    for p, other in zip(params, others, strict=True):
-        torch.testing.assert_close(p, other, rtol=rtol, atol=atol)
+    torch.testing.assert_close(params, others, rtol=rtol, atol=atol)
 
 
 def equal_states(a, b):

@@ -22,12 +22,8 @@ from fusedops.functional import quantized_linear as by_codes
 
 transformers.logging.set_verbosity_error()
 ROOT = Path(__file__).parents[2]
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(3, 512, (2, 256), generator=torch.Generator().manual_seed(0))
 TEXT = {"input_ids": IDS}
 IMAGES = {"pixel_values": torch.ones(2, 3, 64, 64)}  # 257 tokens

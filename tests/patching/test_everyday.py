@@ -75,8 +75,7 @@ def step(model, given):
 
 def close(got, wanted, **near):
     assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert_close(one, other, **(near or NEAR))
+    assert_close(got, wanted, **near or NEAR)
 
 
 def generated(model, given, **how):

@@ -78,6 +78,7 @@ SHARED = {
     "fusedops/optim": {"__init__.py"},
     "tests": {
         "axes.py",
+        "calling.py",
         "children",
         "conftest.py",
         "contract",

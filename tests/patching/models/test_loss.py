@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from axes import grid
+from calling import Calls
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -261,15 +262,8 @@ def test_compile():
 
 
 def test_export_and_trace():
-    class Step(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = patched(llama(use_cache=False))
-
-        def forward(self, ids):
-            return self.model(ids, labels=ids).loss
-
-    step = Step()
+    model = patched(llama(use_cache=False))
+    step = Calls(lambda ids: model(ids, labels=ids).loss, model=model)
     wanted = step(IDS)
     torch.testing.assert_close(torch.export.export(step, (IDS,)).module()(IDS), wanted)
     torch.testing.assert_close(torch.jit.trace(step, (IDS,))(IDS), wanted)

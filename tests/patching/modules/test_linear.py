@@ -1,7 +1,6 @@
 """patch fuses linears, and activations that follow them in a forward."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from fusedops.patching import patch, unpatch
 from fusedops.patching.lines import activated_linear as epilogue
 from fusedops.patching.modules import linear as linears
 from fusedops.testing import yardstick
+from patching.quiet import quietly
 
 transformers = pytest.importorskip("transformers")
 Conv1D = transformers.pytorch_utils.Conv1D
@@ -223,9 +223,7 @@ class Frozen(Grown):
 
 
 def skipped(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing is fused
-        return [site.reason for site in patch(model).skipped if site.kind == "linear"]
+    return [site.reason for site in quietly(patch, model).skipped if site.kind == "linear"]
 
 
 def test_a_linear_with_a_forward_of_its_own_is_left():
@@ -470,8 +468,6 @@ def test_compile_in_one_graph():
 
 def test_switched_off(calls):
     model = build(Inline)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = patch(model, linear=False)
+    report = quietly(patch, model, linear=False)
     assert not report.fused and not calls
     assert type(model[0]) is Inline and type(model[0].fc1) is nn.Linear
