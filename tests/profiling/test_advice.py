@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fusedops
+from fusedops.profiling.advice import trial
 from fusedops.profiling.advice.experiment import compare_blocks, saving
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.collect.everything import usable_cpus
@@ -153,6 +154,35 @@ def test_measuring_leaves_everything_as_it_was(change):
     assert same(before, everything(model, optimizer))
     assert [type(m) for m in model.modules()] == classes and optimizer.step.__func__ is kind
     assert one in report.advice and f"{one.title}" in str(report)
+
+
+def test_measured_bytes_of_an_optimizer_are_its_states():
+    """And torch's two temporaries of a parameter's size at the peak. The user's state is left."""
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = [torch.randn(8, 256)] * 20
+    options = {"data": data, "model": model, "optimizer": optimizer, "steps": 5, "warmup": 1}
+    report = fusedops.profile(trainer(model, optimizer), **options)
+    (one,) = report.measure("adamw8bit", budget_s=60.0)
+    expected = one.predicted.bytes + 2 * model.weight.nbytes
+    assert one.measured.bytes == pytest.approx(expected, rel=0.02)
+    assert not optimizer.state
+    (one,) = report.measure("threads", budget_s=60.0)
+    assert one.measured.seconds is not None and one.measured.bytes is None
+
+
+def test_bytes_that_cannot_be_measured_are_none(monkeypatch):
+    """The time counts all the same, and what was tried is undone."""
+    report, model, optimizer = live()
+    before = everything(model, optimizer)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("another profiler runs")
+
+    monkeypatch.setattr(trial, "measure_memory", broken)
+    (one,) = report.measure("bf16", budget_s=60.0)
+    assert one.measured.seconds is not None and one.measured.bytes is None
+    assert same(before, everything(model, optimizer))
 
 
 def test_an_advised_optimizer_really_runs():

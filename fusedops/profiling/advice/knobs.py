@@ -11,7 +11,7 @@ from fusedops.optim import AdamW8bit
 from fusedops.patching import patched
 from fusedops.profiling.collect.everything import Subject, usable_cpus
 
-__all__ = ["KNOBS", "SAFE", "available"]
+__all__ = ["KNOBS", "SAFE", "SAME_MEMORY", "available"]
 
 
 @contextmanager
@@ -75,6 +75,7 @@ KNOBS: dict[str, Callable] = {
 }
 # The C library's setting that was there before cannot be read, so it is not put back by itself.
 SAFE = ("patch", "adamw8bit", "bf16", "threads")
+SAME_MEMORY = ("threads", "keep_freed_memory")  # torch's tensors are the same with them
 
 
 def available(name: str, subject: Subject) -> str:

@@ -39,6 +39,12 @@ class Subject:
     optimizer: torch.optim.Optimizer | None = None
     tokens: int | Callable[[Any], int] | None = None
 
+    @property
+    def device_index(self) -> int | None:
+        """The first GPU that holds a parameter of the model."""
+        parameters = self.model.parameters() if self.model is not None else ()
+        return next((p.device.index for p in parameters if p.device.type == "cuda"), None)
+
 
 def collect(
     subject: Subject,
@@ -55,7 +61,7 @@ def collect(
     default the model's, else the current one.
     """
     model, optimizer = subject.model, subject.optimizer
-    driver = driver or Driver(index=_index(model))
+    driver = driver or Driver(index=subject.device_index)
     start = perf_counter()
     kept = Snapshot(model, optimizer) if restore else None
     try:
@@ -92,12 +98,6 @@ def usable_cpus() -> float:
     """CPUs that the process may use, by its affinity and its cgroup's quota."""
     quota = cpu_quota()
     return float(cpus()) if quota is None else min(float(cpus()), quota)
-
-
-def _index(model: nn.Module | None) -> int | None:
-    """The first GPU that holds a parameter of the model."""
-    parameters = model.parameters() if model is not None else ()
-    return next((p.device.index for p in parameters if p.device.type == "cuda"), None)
 
 
 def _without_preemptions(measured: Measured) -> Measured:

@@ -1,0 +1,23 @@
+"""Seconds of a step that the rules start from."""
+
+from statistics import median
+
+from fusedops.profiling.evidence import Evidence
+
+__all__ = ["full_step", "optimizer_step", "step"]
+
+
+def step(evidence: Evidence) -> float:
+    """Seconds of a step on kept batches, or of a whole one if none were kept."""
+    return median((evidence.cached or evidence.plain).running)
+
+
+def full_step(evidence: Evidence) -> float:
+    """Seconds of a step with the fetch of its batch."""
+    return median(evidence.plain.running)
+
+
+def optimizer_step(evidence: Evidence) -> float:
+    """Seconds in the optimizer's step; 0 where it was not seen."""
+    run = evidence.cached or evidence.plain
+    return median(run.optimizer) if run.optimizer else 0.0
