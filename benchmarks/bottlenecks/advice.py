@@ -24,7 +24,7 @@ import transformers
 from torch import Tensor
 
 import fusedops
-from benchmarks.bottlenecks.models import CONFIGS, KINDS, VOCABULARY, workload
+from benchmarks.bottlenecks.models import CONFIGS, KINDS, VOCABULARY, Kind, workload
 from benchmarks.harness import report
 from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
@@ -37,18 +37,22 @@ PAGE = "docs/profile_advice.md"
 HEADER = """# What advice saves: predicted and measured
 
 `python -m benchmarks.bottlenecks.advice` writes this page. `fusedops.profile` predicts what each
-advice saves of a step ([profile.md](profile.md#advice)), and blocks of steps with and without the
-change measure it. Savings of time are shares of the step; a negative one is a slower step. Savings
-of memory are differences of two steps' peaks. Models have four layers of 256 and 4000 words; the
-steps train on batches of 4 x 128 tokens with torch's AdamW in float32. "padded": samples have 16 to
-128 tokens; `padding` is measured with eight batches against the same samples sorted by length and
-trimmed. "threads": two threads on one CPU, against one. A row is excluded if its interval contains
-0. The factor is measured over predicted. Advice that the report does not give has no row; neither
-have `batch`, `compile`, `workers` and `collate`, which say themselves that they are upper bounds or
-need another loader.
+advice saves of a step ([profile.md](profile.md#advice)), and blocks of steps with the change and
+without it measure the saving. Savings of time are shares of the step; a negative one is a slower
+step. Savings of memory are differences of two steps' peaks. A factor is measured over predicted. A
+row is excluded if the measured interval contains 0.
+
+Models have four layers of 256 and 4000 words. The steps train with torch's AdamW in float32, on
+batches of 4 x 64 tokens ("train"), of 4 samples of 8 to 64 tokens ("padded"), and of 1 x 16 tokens
+with two threads on one CPU ("threads"). `padding` is measured with four batches against the same
+samples sorted by length and trimmed, `threads` with one thread.
+
+Advice that a report does not give has no row. Neither have `batch`, `compile` and `collate`, which
+say themselves that their saving is an upper bound, and `workers`.
 """
-WINDOW = 8  # batches whose samples are sorted by length
-SHORTEST = 16  # tokens of a padded sample
+STEP = Kind(batch=4, length=64)
+WINDOW = 4  # batches whose samples are sorted by length
+SHORTEST = 8  # tokens of a padded sample
 Pairs = tuple[list[float], list[float]]
 
 
@@ -89,18 +93,19 @@ class Row:
 
 def rows(name: str, kind: str, budget_s: float) -> Iterator[Row]:
     """Profiles a model's steps, and measures what was advised."""
-    with KINDS_OF_STEPS[kind].around():
-        model, optimizer, step = workload(name, KINDS["train"])
-        data = KINDS_OF_STEPS[kind].data(name)
+    steps = KINDS_OF_STEPS[kind]
+    with steps.around():
+        model, optimizer, step = workload(name, steps.step)
+        data = steps.data(steps.step)
         about = {"data": data, "model": model, "optimizer": optimizer}
         profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
         print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
-        ids = [one for one in profile.measurable if one in KINDS_OF_STEPS[kind].ids(profile)]
-        fewest = max(budget_s, 1.5 * fewest_seconds(profile.time.seconds))
+        ids = [one for one in profile.measurable if one in steps.ids(profile)]
+        longest = 1.5 * fewest_seconds(profile.time.seconds)
         for one in ids:
-            profile.measure(one, budget_s=fewest)
+            profile.measure(one, budget_s=longest)
         padding = kind == "padded" and "padding" in {one.id for one in profile.advice}
-        measured = {"padding": trimmed(step, data, fewest)} if padding else {}
+        measured = {"padding": trimmed(step, data, longest)} if padding else {}
         yield from of_profile(profile, name, kind, measured)
 
 
@@ -119,16 +124,16 @@ def of_profile(
         yield Row(name, kind, one.id, found.step, share, *shares, predicted.bytes, found.bytes)
 
 
-def plain_data(name: str) -> list[Any]:
-    return [torch.randint(0, VOCABULARY, (4, 128)) for _ in range(40)]
+def plain_data(step: Kind) -> list[Any]:
+    return [torch.randint(0, VOCABULARY, (step.batch, step.length)) for _ in range(40)]
 
 
-def padded_data(name: str) -> list[dict[str, Tensor]]:
+def padded_data(step: Kind) -> list[dict[str, Tensor]]:
     """Batches with samples of random lengths, each as long as its longest sample."""
     random = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(40):
-        lengths = torch.randint(SHORTEST, 129, (4,), generator=random)
+        lengths = torch.randint(SHORTEST, step.length + 1, (step.batch,), generator=random)
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
         ids = torch.randint(1, VOCABULARY, mask.shape, generator=random) * mask
         labels = ids.masked_fill(mask == 0, -100)
@@ -157,7 +162,7 @@ def sorted_and_trimmed(batches: list[dict[str, Tensor]]) -> list[dict[str, Tenso
 
 
 def trimmed(step: Callable[[Any], None], data: list[dict[str, Tensor]], budget_s: float) -> Saving:
-    """What a step saves if batches have similar lengths: blocks of eight batches each."""
+    """What a step saves if batches have similar lengths: blocks of a window of batches."""
     batches = {False: data[:WINDOW], True: sorted_and_trimmed(data[:WINDOW])}
     similar = False
 
@@ -201,7 +206,8 @@ def two_threads_on_one_cpu() -> Iterator[None]:
 class Steps:
     """A kind of steps: its data, the advice to measure, and what is entered around all of it."""
 
-    data: Callable[[str], list[Any]]
+    step: Kind
+    data: Callable[[Kind], list[Any]]
     ids: Callable[[Profile], list[str]]
     around: Callable[[], Any] = as_it_is
 
@@ -211,9 +217,9 @@ def _all(profile: Profile) -> list[str]:
 
 
 KINDS_OF_STEPS = {
-    "train": Steps(plain_data, _all),
-    "padded": Steps(padded_data, lambda profile: []),
-    "threads": Steps(plain_data, lambda profile: ["threads"], two_threads_on_one_cpu),
+    "train": Steps(STEP, plain_data, _all),
+    "padded": Steps(STEP, padded_data, lambda profile: []),
+    "threads": Steps(KINDS["few"], plain_data, lambda profile: ["threads"], two_threads_on_one_cpu),
 }
 
 
