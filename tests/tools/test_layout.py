@@ -90,6 +90,7 @@ SHARED = {
         "simt",
         "sweeping",
         "tools",
+        "tuning",
     },
     "benchmarks/operators": {"__init__.py"},
 }
@@ -115,6 +116,7 @@ PYTHON = [
     {"fusedops.patching", "fusedops.patching.verify"},
     {"fusedops.profiling"},
     {"fusedops.sweeping"},
+    {"fusedops.tuning"},
     {"fusedops.integrations"},
     {"fusedops", "fusedops.testing"},
     {"checks.families", "fusedops.demo", "fusedops.doctor"},
