@@ -77,6 +77,8 @@ SHARED = {
     "fusedops/nn": {"__init__.py"},
     "fusedops/optim": {"__init__.py"},
     "tests": {
+        "axes.py",
+        "calling.py",
         "children",
         "conftest.py",
         "contract",

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 
 from fusedops.profiling.advice.advice import Advice
 from fusedops.profiling.advice.input_rules import collate, padding, workers
-from fusedops.profiling.advice.memory_rules import adamw8bit, quantize_lora
+from fusedops.profiling.advice.memory_rules import quantize_lora
+from fusedops.profiling.advice.optimizer_rules import adamw8bit, fused_adamw
 from fusedops.profiling.advice.patches import patch
+from fusedops.profiling.advice.precision import bf16
 from fusedops.profiling.advice.time_rules import (
     batch,
-    bf16,
     compiled,
     freed_memory,
     nothing,
@@ -30,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     compiled,
     bf16,
     adamw8bit,
+    fused_adamw,
     quantize_lora,
     patch,
     nothing,
