@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 
 from fusedops.profiling.advice.advice import Advice
+from fusedops.profiling.advice.checkpoints import checkpoint
 from fusedops.profiling.advice.input_rules import collate, padding, workers
-from fusedops.profiling.advice.memory_rules import adamw8bit, quantize_lora
-from fusedops.profiling.advice.patches import patch
+from fusedops.profiling.advice.memory_rules import adamw8bit, offload, quantize_lora, zero
+from fusedops.profiling.advice.patches import loss, patch
 from fusedops.profiling.advice.time_rules import (
     batch,
     bf16,
@@ -31,7 +32,11 @@ RULES: tuple[Rule, ...] = (
     bf16,
     adamw8bit,
     quantize_lora,
+    checkpoint,
+    offload,
+    zero,
     patch,
+    loss,
     nothing,
 )
 
