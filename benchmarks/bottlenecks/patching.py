@@ -12,7 +12,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ import transformers
 from torch import nn
 
 import fusedops
+from benchmarks.bottlenecks.models import CONFIGS, KINDS, VOCABULARY, workload
 from benchmarks.harness import report
 from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
 from fusedops.profiling.storage.measured import measure_memory
@@ -39,39 +39,6 @@ negative one is a slower step. Models have four layers of 256 and 4000 words; th
 of 4 x 128 tokens with AdamW, in float32, unless the name says otherwise: bfloat16, eager attention,
 long (1 x 512), few (1 x 16), forward (no gradients).
 """
-VOCABULARY = 4000
-SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
-T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8}
-CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": partial(
-        transformers.LlamaConfig, intermediate_size=688, num_key_value_heads=4, **SIZES
-    ),
-    "bert": partial(transformers.BertConfig, intermediate_size=1024, **SIZES),
-    "gpt2": partial(transformers.GPT2Config, n_embd=256, n_layer=4, n_head=8),
-    "t5": partial(transformers.T5Config, decoder_start_token_id=0, **T5),
-}
-HEADS = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Of a step. trains: backward and AdamW, else a forward without gradients."""
-
-    batch: int = 4
-    length: int = 128
-    dtype: torch.dtype = torch.float32
-    attention: str = "sdpa"
-    trains: bool = True
-
-
-KINDS = {
-    "train": Kind(),
-    "bfloat16": Kind(dtype=torch.bfloat16),
-    "eager": Kind(attention="eager"),
-    "long": Kind(batch=1, length=512),
-    "few": Kind(batch=1, length=16),
-    "forward": Kind(trains=False),
-}
 
 
 @dataclass(frozen=True)
@@ -99,26 +66,6 @@ class Row:
     def right(self) -> bool:
         """Whether the prediction is within a factor of 2, with the right sign."""
         return 0.5 <= self.predicted / self.measured <= 2
-
-
-def workload(name: str, kind: Kind) -> tuple[nn.Module, Any, Callable[[Any], None]]:
-    """A model, its optimizer and its step."""
-    torch.manual_seed(0)
-    config = CONFIGS[name](vocab_size=VOCABULARY)
-    config._attn_implementation = kind.attention
-    home = HEADS.get(name, transformers.AutoModelForCausalLM)
-    model = home.from_config(config, dtype=kind.dtype).train(kind.trains)
-    optimizer = torch.optim.AdamW(model.parameters()) if kind.trains else None
-
-    def step(ids: torch.Tensor) -> None:
-        with nullcontext() if optimizer else torch.no_grad():
-            loss = model(input_ids=ids, labels=ids).loss
-        if optimizer:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return model, optimizer, step
 
 
 def row(name: str, of: str, budget_s: float) -> Row:

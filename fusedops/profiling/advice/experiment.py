@@ -105,4 +105,4 @@ def saving(without: list[float], changed: list[float], bytes_saved: int | None =
     base = median(without)
     ratio = ratio_of(without, changed)
     low, middle, high = (base * (1 - 1 / r) for r in (ratio.low, ratio.median, ratio.high))
-    return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high))
+    return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high), step=base)

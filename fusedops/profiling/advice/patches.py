@@ -6,11 +6,11 @@ from dataclasses import replace
 from statistics import median
 
 from fusedops.profiling.advice.advice import Advice, Saving
-from fusedops.profiling.evidence import Evidence, Patching, SiteTime
+from fusedops.profiling.evidence import Autocast, Evidence, Patching, SiteTime
 from fusedops.profiling.judge import Verdict
 from fusedops.profiling.show.text import saving_text
 
-__all__ = ["ONLY_LOSS", "by_kind", "loss", "patch"]
+__all__ = ["ONLY_LOSS", "by_kind", "loss", "patch", "total"]
 
 OTHERS = "norm", "residual", "attention", "mlp", "rotary", "linear"
 ONLY_LOSS = dict.fromkeys(OTHERS, False)  # of patch's arguments
@@ -39,7 +39,7 @@ def patch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         "fusedops.patch(model)",
         "results differ by rounding; fusedops.verify(model, batch) compares",
         FORMULA if found.timed else "",
-        _sum(found.timed) if found.timed or found.left else None,
+        total(found.timed) if found.timed or found.left else None,
     )
 
 
@@ -61,20 +61,21 @@ def loss(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         f"fusedops.patch(model, {off}); fusedops.patch(model) contains it",
         "outputs.logits is computed when it is read, before optimizer.step()",
         FORMULA if timed else "",
-        _sum(timed) if timed else None,
+        total(timed) if timed else None,
     )
 
 
-def by_kind(found: Patching) -> dict[str, Saving]:
+def by_kind(found: Patching | Autocast) -> dict[str, Saving]:
     """What a step would save at the sites of each kind, the most first."""
     sites: dict[str, list[SiteTime]] = defaultdict(list)
     for site in found.timed:
         sites[site.kind].append(site)
-    savings = {kind: _sum(same) for kind, same in sites.items()}
+    savings = {kind: total(same) for kind, same in sites.items()}
     return dict(sorted(savings.items(), key=lambda pair: -(pair[1].seconds or 0.0)))
 
 
-def _sum(sites: Iterable[SiteTime]) -> Saving:
+def total(sites: Iterable[SiteTime]) -> Saving:
+    """What a step saves at all of these."""
     sites = list(sites)
     seconds = sum(site.calls * _seconds(site) for site in sites)
     return Saving(seconds=seconds, bytes=sum(site.bytes for site in sites))

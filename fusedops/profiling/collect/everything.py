@@ -14,11 +14,12 @@ from fusedops.machine import cpu_quota, cpus
 from fusedops.patching.quantize import sites
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.blocks import add_blocks
+from fusedops.profiling.collect.changes import time_changes
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
 from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
-from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of, time_patch
+from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Run
@@ -86,7 +87,7 @@ def collect(
         else:
             parts = collect_on_cpu(measured, model, optimizer, start + budget_s, tick)
         if model is not None:
-            time_patch(parts, measured, model, optimizer, start + budget_s, restore)
+            time_changes(parts, measured, model, optimizer, start + budget_s, restore)
             gpu = driver if on_gpu else None
             add_blocks(parts, measured, model, optimizer, start + budget_s, gpu)
     finally:
@@ -164,6 +165,8 @@ def _evidence(
         patching=parts.patching,
         activations=parts.activations,
         blocks=parts.blocks,
+        autocast=parts.autocast,
+        optimizers=parts.optimizers,
         device=device,
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
