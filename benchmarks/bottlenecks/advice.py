@@ -1,7 +1,7 @@
 """`python -m benchmarks.bottlenecks.advice`: predicted savings of advice against measured ones.
 
-Small models of four architectures in three kinds of steps: as they are, on padded batches, and with
-more threads than CPUs. `fusedops.profile` advises, and `Profile.measure` tries all that it can.
+Small models of four architectures in three kinds of steps: as they are, with eager attention, and
+on padded batches. `fusedops.profile` advises, and `Profile.measure` tries all that it can.
 Padding is measured with the same samples sorted by length and trimmed. A saving of time is a share
 of the step that was measured with it, since the machine's speed may change in between. A row is
 excluded if the measured interval contains 0. docs/profile_advice.md is written from the results.
@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ import transformers
 from torch import Tensor
 
 import fusedops
-from benchmarks.bottlenecks.models import CONFIGS, KINDS, VOCABULARY, Kind, workload
+from benchmarks.bottlenecks.models import CONFIGS, VOCABULARY, Kind, workload
 from benchmarks.harness import report
 from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
@@ -43,12 +43,12 @@ step. Savings of memory are differences of two steps' peaks. A factor is measure
 row is excluded if the measured interval contains 0.
 
 Models have four layers of 256 and 4000 words. The steps train with torch's AdamW in float32, on
-batches of 4 x 64 tokens ("train"), of 4 samples of 8 to 64 tokens ("padded"), and of 1 x 16 tokens
-with two threads on one CPU ("threads"). `padding` is measured with four batches against the same
-samples sorted by length and trimmed, `threads` with one thread.
+batches of 4 x 64 tokens ("train"), also with eager attention ("eager"), and of 4 samples of 8 to 64
+tokens ("padded"). `padding` is measured with four batches against the same samples sorted by length
+and trimmed.
 
-Advice that a report does not give has no row. Neither have `batch`, `compile` and `collate`, which
-say themselves that their saving is an upper bound, and `workers`.
+Advice that no report gave has no row. Neither have `batch`, `compile` and `collate`, which say
+themselves that their saving is an upper bound, and `threads`, which the profile itself measures.
 """
 STEP = Kind(batch=4, length=64)
 WINDOW = 4  # batches whose samples are sorted by length
@@ -94,19 +94,17 @@ class Row:
 def rows(name: str, kind: str, budget_s: float) -> Iterator[Row]:
     """Profiles a model's steps, and measures what was advised."""
     steps = KINDS_OF_STEPS[kind]
-    with steps.around():
-        model, optimizer, step = workload(name, steps.step)
-        data = steps.data(steps.step)
-        about = {"data": data, "model": model, "optimizer": optimizer}
-        profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
-        print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
-        ids = [one for one in profile.measurable if one in steps.ids(profile)]
-        longest = 1.5 * fewest_seconds(profile.time.seconds)
-        for one in ids:
-            profile.measure(one, budget_s=longest)
-        padding = kind == "padded" and "padding" in {one.id for one in profile.advice}
-        measured = {"padding": trimmed(step, data, longest)} if padding else {}
-        yield from of_profile(profile, name, kind, measured)
+    model, optimizer, step = workload(name, steps.step)
+    data = steps.data(steps.step)
+    about = {"data": data, "model": model, "optimizer": optimizer}
+    profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
+    print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
+    longest = 1.5 * fewest_seconds(profile.time.seconds)
+    for one in profile.measurable if steps.measured else ():
+        profile.measure(one, budget_s=longest)
+    padding = kind == "padded" and "padding" in {one.id for one in profile.advice}
+    measured = {"padding": trimmed(step, data, longest)} if padding else {}
+    yield from of_profile(profile, name, kind, measured)
 
 
 def of_profile(
@@ -184,42 +182,19 @@ def trimmed(step: Callable[[Any], None], data: list[dict[str, Tensor]], budget_s
     return Saving(whole.seconds / WINDOW, None, interval, whole.step / WINDOW)
 
 
-@contextmanager
-def as_it_is() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def two_threads_on_one_cpu() -> Iterator[None]:
-    """Threads that torch starts here are bound to the same CPU for good."""
-    threads, cpus = torch.get_num_threads(), os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cpus)})
-    torch.set_num_threads(2)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, cpus)
-
-
 @dataclass(frozen=True)
 class Steps:
-    """A kind of steps: its data, the advice to measure, and what is entered around all of it."""
+    """A kind of steps: its size, its data, and whether `Profile.measure` tries the advice."""
 
     step: Kind
     data: Callable[[Kind], list[Any]]
-    ids: Callable[[Profile], list[str]]
-    around: Callable[[], Any] = as_it_is
-
-
-def _all(profile: Profile) -> list[str]:
-    return [one.id for one in profile.advice]
+    measured: bool = True
 
 
 KINDS_OF_STEPS = {
-    "train": Steps(STEP, plain_data, _all),
-    "padded": Steps(STEP, padded_data, lambda profile: []),
-    "threads": Steps(KINDS["few"], plain_data, lambda profile: ["threads"], two_threads_on_one_cpu),
+    "train": Steps(STEP, plain_data),
+    "eager": Steps(replace(STEP, attention="eager"), plain_data),
+    "padded": Steps(STEP, padded_data, measured=False),
 }
 
 
@@ -228,7 +203,7 @@ def table(found: list[Row]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for r in found:
         predicted = "-" if r.predicted is None else f"{r.predicted:.1%}"
-        factor = "excluded" if not r.judged else f"{r.factor:.2f}"
+        factor = f"{r.factor or 0:.2f}" if r.judged else "excluded"
         measured = f"{r.measured:.1%} ({r.low:.1%}..{r.high:.1%})"
         sizes = f"{_mib(r.predicted_bytes)} | {_mib(r.measured_bytes)}"
         cells = f"{r.step * 1e3:.0f} | {predicted} | {measured} | {factor} | {sizes}"
