@@ -1,10 +1,11 @@
 """`python -m benchmarks.bottlenecks.advice`: predicted savings of advice against measured ones.
 
-Small models of four architectures in three kinds of steps: as they are, with eager attention, and
-on padded batches. `fusedops.profile` advises, and `Profile.measure` tries all that it can.
-Padding is measured with the same samples sorted by length and trimmed. A saving of time is a share
-of the step that was measured with it, since the machine's speed may change in between. A row is
-excluded if the measured interval contains 0. docs/profile_advice.md is written from the results.
+Small models of four architectures in four kinds of steps: as they are, with larger batches, with
+eager attention, and on padded batches. `fusedops.profile` advises, and `Profile.measure` tries what
+it can. Padding is measured with the same samples sorted by length and trimmed. A saving of time is
+a share of the step that was measured with it, since the machine's speed may change in between. A
+row is excluded if the measured interval contains 0. docs/profile_advice.md is written from the
+results.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from benchmarks.bottlenecks.models import CONFIGS, VOCABULARY, Kind, workload
 from benchmarks.harness import report
 from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
+from fusedops.profiling.advice.trial import ALL
 from fusedops.profiling.report import Profile
 
 __all__ = ["PAGE", "RESULTS", "Row", "page", "sorted_and_trimmed", "table"]
@@ -43,9 +45,9 @@ step. Savings of memory are differences of two steps' peaks. A factor is measure
 row is excluded if the measured interval contains 0.
 
 Models have four layers of 256 and 4000 words. The steps train with torch's AdamW in float32, on
-batches of 4 x 64 tokens ("train"), also with eager attention ("eager"), and of 4 samples of 8 to 64
-tokens ("padded"). `padding` is measured with four batches against the same samples sorted by length
-and trimmed.
+batches of 4 x 64 tokens ("train"), the same with eager attention ("eager": `patch` and `bf16`), of
+8 x 128 tokens ("large": `checkpoint` and `loss`), and of 4 samples of 8 to 64 tokens ("padded").
+`padding` is measured with four batches against the same samples sorted by length and trimmed.
 
 Advice that no report gave has no row. Neither have `batch`, `compile` and `collate`, which say
 themselves that their saving is an upper bound, and `threads`, which the profile itself measures.
@@ -100,8 +102,9 @@ def rows(name: str, kind: str, budget_s: float) -> Iterator[Row]:
     profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
     print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
     longest = 1.5 * fewest_seconds(profile.time.seconds)
-    for one in profile.measurable if steps.measured else ():
-        profile.measure(one, budget_s=longest)
+    for one in profile.measurable:
+        if one in steps.tried:
+            profile.measure(one, budget_s=longest)
     padding = kind == "padded" and "padding" in {one.id for one in profile.advice}
     measured = {"padding": trimmed(step, data, longest)} if padding else {}
     yield from of_profile(profile, name, kind, measured)
@@ -184,17 +187,18 @@ def trimmed(step: Callable[[Any], None], data: list[dict[str, Tensor]], budget_s
 
 @dataclass(frozen=True)
 class Steps:
-    """A kind of steps: its size, its data, and whether `Profile.measure` tries the advice."""
+    """A kind of steps: its size, its data, and the advice that `Profile.measure` tries."""
 
     step: Kind
     data: Callable[[Kind], list[Any]]
-    measured: bool = True
+    tried: Container[str] = ALL
 
 
 KINDS_OF_STEPS = {
     "train": Steps(STEP, plain_data),
-    "eager": Steps(replace(STEP, attention="eager"), plain_data),
-    "padded": Steps(STEP, padded_data, measured=False),
+    "large": Steps(Kind(batch=8, length=128), plain_data, ("checkpoint", "loss")),
+    "eager": Steps(replace(STEP, attention="eager"), plain_data, ("patch", "bf16")),
+    "padded": Steps(STEP, padded_data, ()),
 }
 
 
@@ -234,9 +238,28 @@ def _summary(found: list[Row]) -> Iterator[str]:
 def page(document: dict[str, Any]) -> str:
     """docs/profile_advice.md, from a document of results."""
     found, load = document["environment"], document["load"]
+    busy = f"load {load['low']:.1f} to {load['high']:.1f} on {load['cpus']} CPUs"
     where = f"{found['device']}, {found['threads']} thread, torch {found['torch']}"
     lines = table([Row(**one) for one in document["rows"]])
-    return "\n".join((HEADER, f"{where}, {found['date'][:10]}; load {load}.", "", *lines, ""))
+    return "\n".join((HEADER, f"{where}, {found['date'][:10]}; {busy}.", "", *lines, ""))
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measures, and writes the results; with `add`, beside those of other steps."""
+    found, loads = [], []
+    for kind in args.kinds:
+        for name in args.models:
+            found += rows(name, kind, args.budget)
+            loads.append(os.getloadavg()[0])
+            print(*table(found), sep="\n", flush=True)
+    if args.add:
+        before = json.loads(Path(args.json).read_text())
+        again = {(r.model, r.kind) for r in found}
+        kept = [Row(**one) for one in before["rows"]]
+        found = [r for r in kept if (r.model, r.kind) not in again] + found
+        loads += [before["load"]["low"], before["load"]["high"]]
+    load = {"low": min(loads), "high": max(loads), "cpus": os.cpu_count()}
+    report.save(args, [asdict(one) for one in found], [], load=load)
 
 
 def main() -> None:
@@ -244,29 +267,18 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(CONFIGS), help="all without one")
     kinds = list(KINDS_OF_STEPS)
     parser.add_argument("--kinds", nargs="*", default=kinds, choices=kinds)
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=20.0,
-        help="seconds of a profile, and at least of a measurement",
-    )
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds of a profile")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", default=RESULTS, help="results (default %(default)s)")
     parser.add_argument("--markdown", default=PAGE, help="page (default %(default)s)")
+    parser.add_argument("--add", action="store_true", help="keep the results of other steps")
     parser.add_argument("--only-write", action="store_true", help="write the page from the results")
     args = parser.parse_args()
     if not args.only_write:
         torch.set_num_threads(args.threads)
         transformers.logging.set_verbosity_error()
         warnings.simplefilter("ignore")
-        found, loads = [], []
-        for kind in args.kinds:
-            for name in args.models:
-                found += rows(name, kind, args.budget)
-                loads.append(os.getloadavg()[0])
-                print(*table(found), sep="\n", flush=True)
-        load = f"{min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} CPUs"
-        report.save(args, [asdict(one) for one in found], [], load=load)
+        measure(args)
     Path(args.markdown).write_text(page(json.loads(Path(args.json).read_text())))
 
 
