@@ -25,7 +25,7 @@ class forked:
     """A process that runs `python *words`, and starts with torch imported.
 
     It imports its own fusedops, under its own environment. For tests of what an import does, of
-    Python's options or of what torch reads when it is imported, use subprocess.
+    Python's options and its end, or of what torch reads when it is imported, use subprocess.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class forked:
         env: Mapping[str, str] = os.environ,
         large: bool = False,
     ) -> None:
-        """large: what LARGE names is imported too."""
+        """large: whether LARGE is imported, instead of SMALL."""
         self.words = [*map(str, words)]
         self.streams = os.memfd_create("stdout"), os.memfd_create("stderr")
         self.status, theirs = os.pipe()
         request = json.dumps([self.words, str(cwd), dict(env)]).encode()
         files = [*self.streams, theirs]
-        socket.send_fds(_server(LARGE if large else ()), [request], files)
+        socket.send_fds(_server(LARGE if large else SMALL), [request], files)
         os.close(theirs)
         self.process = int(self._line(60))
 
@@ -81,7 +81,9 @@ class forked:
             return file.read()
 
 
-LARGE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+# Optimizers import torch._dynamo.
+SMALL = ("torch._dynamo", "numpy", "pytest")
+LARGE = (*SMALL, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 LARGE += ("transformers.models.llama.modeling_llama",)
 
 
@@ -90,7 +92,7 @@ def _server(modules: tuple[str, ...]) -> socket.socket:
     """Starts a server of this process, which ends with it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = subprocess.Popen(
-        command("fork_server", theirs.fileno(), "torch", "numpy", "pytest", *modules),
+        command("fork_server", theirs.fileno(), *modules),
         cwd=TESTS,
         pass_fds=[theirs.fileno()],
     )

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -231,7 +232,9 @@ def suspended():
 
 {lines}
 """
-    assert run("-c", "import warnings; warnings.simplefilter('ignore')\n" + code) == ("", True)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 def test_a_backend_that_fails_on_the_way_is_not_forced(monkeypatch):
