@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fusedops.profiling.planning import memory as memory
     from fusedops.profiling.recording import recording as recording
     from fusedops.profiling.run import profile as profile
+    from fusedops.sweeping.run import sweep as sweep
+    from fusedops.tuning.run import tune as tune
 
 __version__ = "0.2.0"
 __all__ = [
@@ -54,6 +56,8 @@ __all__ = [
     "quantize",
     "recording",
     "register_attention",
+    "sweep",
+    "tune",
     "unpatch",
     "verify",
 ]
@@ -69,6 +73,8 @@ _LATER = {
     "memory": "fusedops.profiling.planning",
     "profile": "fusedops.profiling.run",
     "recording": "fusedops.profiling.recording",
+    "sweep": "fusedops.sweeping.run",
+    "tune": "fusedops.tuning.run",
 }
 
 

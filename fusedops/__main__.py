@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import fusedops
 from fusedops import building
@@ -31,6 +31,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
     _add_memory(commands.add_parser("memory", help="predict a step's memory, before it is run"))
+    _add_sweep(commands.add_parser("sweep", help="latency and throughput over batch and length"))
+    _add_tune(commands.add_parser("tune", help="find settings that make a training step faster"))
+    _add_bench(commands.add_parser("bench", help="a model eager, compiled and patched, in a table"))
     return parser.parse_args(argv)
 
 
@@ -78,6 +81,60 @@ def _add_profile(command: argparse.ArgumentParser) -> None:
     add("script", nargs="?", help="a training script, which runs as it is")
     add("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
     command.set_defaults(run=_profile)
+
+
+def _add_sweep(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_model(command)
+    add("--batch", type=_numbers, default=[1, 2, 4, 8, 16], help="sizes (default 1,2,4,8,16)")
+    add("--length", type=_numbers, default=[256], help="tokens of a sequence (default 256)")
+    add(
+        "--variants",
+        type=lambda text: text.split(","),
+        default=["eager", "patched"],
+        help="such as eager,patched,compiled+patched,quantized:nf4 (default eager,patched)",
+    )
+    add("--p95", type=float, help="seconds: name the best row within this budget")
+    add("--past-knee", action="store_true", help="go on where throughput stops growing")
+    add("--plot", metavar="FILE", help="write latency against throughput there")
+    command.set_defaults(run=_sweep)
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    _add_model(command)
+    command.add_argument("--batch", type=int, default=4, help="sequences (default 4)")
+    command.add_argument("--length", type=int, default=256, help="tokens of each (default 256)")
+    command.set_defaults(run=_bench)
+
+
+def _add_tune(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", help="folder, config.json, model type such as llama, or a cached model's name")
+    add("--batch", type=int, default=8, help="samples of an optimizer step (default 8)")
+    add("--length", type=int, default=256, help="tokens of a sequence (default 256)")
+    add("--goal", default="throughput", choices=("throughput", "latency"))
+    add("--p95", type=float, help="seconds that 95 %% of the steps may take")
+    add("--memory", type=int, help="bytes that a step may hold at its peak")
+    add("--knobs", type=lambda text: text.split(","), help="names, in order (default all)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--budget", type=float, default=600.0, help="seconds for everything (default 600)")
+    add("--json", metavar="FILE", help="write the trials there")
+    command.set_defaults(run=_tune)
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", help="folder, config.json, model type such as llama, or a cached model's name")
+    add("--mode", default="train", choices=("train", "forward", "generate"))
+    add("--new-tokens", type=int, default=32, help="that --mode generate makes (default 32)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--budget", type=float, default=300.0, help="seconds for all points (default 300)")
+    add("--json", metavar="FILE", help="write the rows there")
+
+
+def _numbers(text: str) -> list[int]:
+    """Reads 1,2,4."""
+    return [int(part) for part in text.split(",")]
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -152,6 +209,37 @@ def _memory(args: argparse.Namespace) -> int:
         if not str(error).startswith("memory: "):  # a fault, whose place is needed to mend it
             raise
         print(f"fusedops {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from fusedops.sweeping import command
+
+    return _swept(lambda: command.sweep_model(args), "sweep")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from fusedops.sweeping import command
+
+    return _swept(lambda: command.bench(args), "bench")
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from fusedops.tuning import command
+
+    return _swept(lambda: command.tune_model(args), "tune")
+
+
+def _swept(call: Callable[[], object], name: str) -> int:
+    try:
+        call()
+    except (ValueError, TypeError, RuntimeError, OSError, ModuleNotFoundError) as error:
+        if not str(error).startswith(
+            ("sweep: ", "bench: ", "tune: ")
+        ):  # a fault: keep its traceback
+            raise
+        print(f"fusedops {name}: {str(error).partition(': ')[2]}", file=sys.stderr)
         return 1
     return 0
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["compilers", "cpu_quota", "cpus", "memory_limit", "read"]
+__all__ = ["available_memory", "compilers", "cpu_quota", "cpus", "memory_limit", "read"]
 
 T = TypeVar("T", int, float)
 COMPILER = 3 * 2**29  # bytes: one g++ with torch's headers takes up to 1.5 GiB
@@ -40,6 +40,14 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Memory in bytes that the process's cgroup and its parents allow; None without a limit."""
     return min(_limits(root, "memory", _memory_of), default=None)
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that the process can still use: of the machine, and of its cgroup and its parents."""
+    lines = [line.split() for line in read(root / "proc/meminfo").splitlines()]
+    free = [int(words[1]) * 1024 for words in lines if words[:1] == ["MemAvailable:"]]
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([*(free or [pages]), *_limits(root, "memory", _free_of)]))
 
 
 def _limits(root: Path, controller: str, of: Callable[[Path], T | None]) -> Iterator[T]:
@@ -73,6 +81,19 @@ def _quota_of(folder: Path) -> float | None:
 def _memory_of(folder: Path) -> int | None:
     text = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
     return int(text) if text.strip().isdigit() else None
+
+
+def _free_of(folder: Path) -> int | None:
+    """What a cgroup may still use. Its files in the page cache count as free: they make way."""
+    limit = _memory_of(folder)
+    used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
+    if limit is None or not used.strip().isdigit():
+        return None
+    words = read(folder / "memory.stat").split()
+    counts = dict(zip(words[::2], words[1::2], strict=False))
+    return (
+        limit - int(used) + int(counts.get("inactive_file", counts.get("total_inactive_file", 0)))
+    )
 
 
 def read(path: Path) -> str:

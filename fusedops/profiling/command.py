@@ -95,28 +95,30 @@ def profile_trace(path: str) -> Profile:
     return Profile(read_trace(path))
 
 
-def build(name: str, dtype: str = "float32") -> Any:
+def build(name: str, dtype: str = "float32", caller: str = "profile") -> Any:
     """A transformers model with random weights, in training mode.
 
     name: a folder with config.json, a config.json, a model_type such as "llama", or a name of the
     hub's that is already cached: nothing is downloaded. Raises ModuleNotFoundError without
     transformers, and ValueError for another name, or for a model without a language
-    modelling head.
+    modelling head; the message starts with `caller`.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ModuleNotFoundError("profile: --model needs transformers: pip install 'fusedops[hf]'")
-    config = _config(name)
+        raise ModuleNotFoundError(
+            f"{caller}: model needs transformers, which is missing: pip install 'fusedops[hf]'"
+        )
+    config = _config(name, caller)
     config.use_cache = False
     cls = language_model_of(config)
     if cls is None:
         raise ValueError(
-            f"profile: model must be a language model, got {config.model_type}: give a script "
+            f"{caller}: model must be a language model, got {config.model_type}: give a script "
             "instead"
         )
     return cls._from_config(startable(config), dtype=getattr(torch, dtype)).train()
 
 
-def _config(name: str) -> Any:
+def _config(name: str, caller: str) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if name in CONFIG_MAPPING:
@@ -129,8 +131,8 @@ def _config(name: str) -> Any:
         return AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"profile: model must be a folder, a config.json, a model_type or a cached name of the "
-            f"hub's, got {name}"
+            f"{caller}: model must be a folder, a config.json, a model_type or a cached name of "
+            f"the hub's, got {name}"
         ) from error
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adamw.corrupted import entry, optimizer_of
-from adamw.training import equal_states, params_of, train
+from adamw.training import assert_goes_on_alike, equal_states, params_of, train
 from fusedops.optim.adamw.memory import Claims
 
 
@@ -115,9 +115,7 @@ def test_a_load_steps_as_from_a_clean_copy(of):
     optimizer, other = optimizer_of(kind), optimizer_of(kind)
     other.load_state_dict(copied)
     optimizer.load_state_dict(state_dict)
-    train(optimizer, 3, first=4)
-    train(other, 3, first=4)
-    equal_states(optimizer, other)
+    assert_goes_on_alike(optimizer, other, steps=3, first=4)
     assert all(p.isfinite().all() for p in params_of(optimizer))
 
 

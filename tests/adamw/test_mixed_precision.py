@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -67,8 +68,7 @@ class TestClipping:
             assert all(map(torch.equal, kept, (p.grad for p in params_of(ours))))
         assert_close(params_of(ours), params_of(theirs))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-    @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+    @grid(dtype=[torch.float32, torch.bfloat16, torch.float64], norm_type=[2.0, 1.0, math.inf])
     def test_alone(self, dtype, norm_type):
         shapes = [s for s in SHAPES if s != (0,)]  # which has no largest element
         ours, theirs = parameters(dtype, shapes), parameters(dtype, shapes)

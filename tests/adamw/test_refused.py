@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from axes import grid
 
 from adamw.corrupted import CORRUPTED, entry, optimizer_of
-from adamw.training import FORMATS, assert_close, equal_states, params_of, train
+from adamw.training import FORMATS, assert_close, assert_goes_on_alike, params_of, train
 from fusedops.optim import AdamW
 from fusedops.optim.adamw.state import SCALES, wide_moments
 
@@ -38,9 +39,7 @@ def refused(optimizer, state_dict, match, error=ValueError):
     with pytest.raises(error, match=match):
         optimizer.load_state_dict(state_dict)
     assert everything(optimizer) == before
-    train(optimizer, 2, first=4)
-    train(other, 2, first=4)
-    equal_states(optimizer, other)
+    assert_goes_on_alike(optimizer, other, steps=2, first=4)
 
 
 @pytest.mark.parametrize("of", CORRUPTED)
@@ -60,10 +59,9 @@ def bits_of_what_has_some(value):
         return {key: bits_of_what_has_some(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [bits_of_what_has_some(one) for one in value]
-    strange = isinstance(value, torch.Tensor) and (
-        value.is_meta or value.is_sparse or value.is_nested
-    )
-    return repr(value) if strange else repr(bits(value))
+    tensor = isinstance(value, torch.Tensor)
+    strange = tensor and (value.is_meta or value.is_sparse or value.is_nested)
+    return repr(value if strange else bits(value))
 
 
 def test_a_parameter_without_a_name_is_said_by_its_number():
@@ -148,8 +146,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["float32", "float64"])
-@pytest.mark.parametrize("options", ACCEPTED, ids=str)
+@grid(kind=["float32", "float64"], options=ACCEPTED)
 def test_options_that_torch_steps_with_are_loaded(options, kind):
     optimizer, theirs = optimizer_of(kind), optimizer_of(kind)
     theirs = torch.optim.AdamW([{"params": group["params"]} for group in theirs.param_groups])
@@ -205,13 +202,12 @@ def test_codes_load_into_floats_with_their_scales():
         optimizer.load_state_dict(state_dict)
         for p, q in zip(params_of(optimizer), params_of(codes), strict=True):
             found, wanted = wide_moments(optimizer.state[p], p), wide_moments(codes.state[q], q)
-            for t, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(t, other, rtol=1e-2 if kind == "bfloat16" else 0, atol=0)
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
+            )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e30])
-@pytest.mark.parametrize("name", SCALES)
-@pytest.mark.parametrize("kind", FORMATS)
+@grid(value=[math.nan, math.inf, -1.0, 1e30], name=SCALES, kind=FORMATS)
 def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
     """1e30 is finite, but its fourth power is not."""
     if (name, value) == ("exp_avg_scale", 1e30):
@@ -227,9 +223,8 @@ def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
         both = wide_moments(state, p), wide_moments(trained.state[q], q)
         for found, wanted in zip(*both, strict=True):
             wanted.view(-1)[bad] = 0
-            torch.testing.assert_close(
-                found, wanted, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
-            )
+            tolerance = 1e-2 if kind == "bfloat16" else 0
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=0)
         if kind == "int8" and i != 1:
             good = torch.ones(p.numel(), dtype=torch.bool).index_fill(0, torch.tensor(bad), False)
             for moment in ("exp_avg", "exp_avg_sq"):
@@ -253,8 +248,7 @@ def test_a_block_with_a_bad_scale_restarts_in_torchs_own_step():
     assert p.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", ["absmax1", "absmax2"])
+@grid(kind=FORMATS, name=["absmax1", "absmax2"])
 def test_a_block_of_bitsandbytes_with_a_bad_scale_restarts_from_zeros(name, kind):
     optimizer = optimizer_of(kind)
     state = {"step": 3}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 from contract.fuzzing import (
     LAYOUTS,
     NOT_FLOATS,
@@ -348,9 +349,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("bfloat16", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@grid(why=EXAMPLES, bfloat16=[False, True], backend=BACKENDS)
 def test_example(why, bfloat16, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend, bfloat16))

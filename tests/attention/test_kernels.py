@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 
 import fusedops
 from attention.cases import (
@@ -48,8 +49,7 @@ def size(shape):
 
 @ON
 @FLOATS
-@pytest.mark.parametrize("feature", [None, *FEATURES])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid(feature=[None, *FEATURES], shape=SHAPES)
 def test_forward_and_gradients(backend, dtype, products, feature, shape):
     skip_what_does_not_run(backend, dtype, size(shape))
     batch, q_heads, kv_heads, queries, keys, width = shape
@@ -72,8 +72,7 @@ def test_one_number(backend, feature):
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, qkv, cotangents, **kwargs)
     expected = results(attention_reference, qkv, cotangents, **kwargs)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
 
 PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"mask", "bias"}]
@@ -140,8 +139,7 @@ def test_sequences(backend, how, index):
 
 
 @ON
-@pytest.mark.parametrize("queries", [2, 40])
-@pytest.mark.parametrize("sinks", [False, True])
+@grid(queries=[2, 40], sinks=[False, True])
 def test_queries_that_see_nothing(backend, queries, sinks):
     q, k, v = heads(2, 2, 1, queries, 30, 16)
     seen = drawn(6, 2, 1, queries, 30) > 0
@@ -159,8 +157,7 @@ def test_queries_that_see_nothing(backend, queries, sinks):
 
 
 @ON
-@pytest.mark.parametrize("queries,keys", [(2, 30), (40, 30), (2, 300)])
-@pytest.mark.parametrize("sinks", [False, True])
+@grid("queries,keys", [(2, 30), (40, 30), (2, 300)], sinks=[False, True])
 def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
     """Eager masks use it: a row with no other bias gets the mean of v, and its gradients."""
     qkv = on(backend, *heads(1, 2, 1, queries, keys, 16))
@@ -179,8 +176,7 @@ def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
     torch.testing.assert_close(plain, found[0])
     if not sinks:
         torch.testing.assert_close(plain[0, :, 0], qkv[2].mean(2).expand(1, 2, -1)[0])
-    for one, other in zip(found, run(attention_reference, *qkv), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, run(attention_reference, *qkv), rtol=1e-4, atol=1e-5)
 
 
 @ON
@@ -191,16 +187,11 @@ def test_no_width(backend, width, v_width):
     cotangents = on(backend, drawn(4, 1, 2, 3, v_width), drawn(5, 1, 2, 3))
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, qkv, cotangents, scale=1.0)
-    for one, other in zip(
-        found, results(attention_reference, qkv, cotangents, scale=1.0), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, results(attention_reference, qkv, cotangents, scale=1.0))
 
 
 @ON
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 1, 3, 4, 8), (2, 2, 1, 0, 4, 8), (2, 2, 1, 3, 0, 8)], ids=str
-)
+@grid(shape=[(0, 2, 1, 3, 4, 8), (2, 2, 1, 0, 4, 8), (2, 2, 1, 3, 0, 8)])
 def test_empty(backend, shape):
     batch, q_heads, _, queries, *_ = shape
     qkv = on(backend, *heads(*shape))
@@ -270,8 +261,7 @@ def test_masks_of_all_shapes(backend, queries):
 
 
 @ON
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("queries", [2, 40, 130])
+@grid(value=[torch.nan, torch.inf], queries=[2, 40, 130])
 def test_nan_and_inf(backend, value, queries):
     """They stay in their rows and reach every query that sees them."""
     q, k, v = heads(1, 2, 1, queries, 300 if queries == 2 else 50, 16)
@@ -322,8 +312,7 @@ def test_a_mask_hides_nan(backend, dtype, products, queries):
     k[0, :, 30:] = torch.nan
     with fusedops.backend(backend):
         found = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
 
 
 @ON

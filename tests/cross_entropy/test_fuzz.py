@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
@@ -244,8 +245,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("backend", backends("cross_entropy"))
+@grid(why=EXAMPLES, backend=backends("cross_entropy"))
 def test_example(why, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend), backend)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
@@ -135,8 +136,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("backend", backends("swiglu"))
+@grid(why=EXAMPLES, backend=backends("swiglu"))
 def test_example(why, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend), backend)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from calling import Calls
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,21 +122,10 @@ def checkpoint_without_reentry(subject: Subject, watch: Watch) -> Call:
     return _checkpointed(subject, watch, False)
 
 
-class _Module(nn.Module):
-    """Wraps a function as a module, because only modules have hooks."""
-
-    def __init__(self, run: Callable) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.run(*inputs)
-
-
 def modules_of(subject: Subject) -> list[nn.Module]:
     """Returns the subject's modules. A function becomes a module."""
     if subject.module is None:
-        return [_Module(subject.run)]
+        return [Calls(subject.run)]
     return list(subject.module.modules())
 
 

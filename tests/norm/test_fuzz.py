@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
@@ -315,8 +316,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("backend", backends("layer_norm"))
+@grid(why=EXAMPLES, backend=backends("layer_norm"))
 def test_example(why, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend), backend)

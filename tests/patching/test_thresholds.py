@@ -6,6 +6,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from axes import grid
 from children import forked
 from torch import nn
 
@@ -44,7 +45,7 @@ class Layer(nn.Module):
     is_causal, num_key_value_groups, layer_idx = False, 2, 0
 
 
-@pytest.mark.parametrize(
+@grid(
     "queries,keys,dtype,trains,taken",
     [
         (1, 1, BF16, False, True),
@@ -73,8 +74,8 @@ def test_attention_of_few_numbers(queries, keys, dtype, trains, taken, calls):
 BYTES = 2 * IDS.numel() * 64
 
 
-@pytest.mark.parametrize(
-    ("dtype", "limit", "wanted"),
+@grid(
+    "dtype,limit,wanted",
     [(BF16, None, True), (BF16, BYTES, True), (BF16, BYTES - 1, False), (F32, None, False)],
 )
 def test_few_logits_are_made_in_bfloat16(dtype, limit, wanted, monkeypatch):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
@@ -123,8 +124,7 @@ EXAMPLES: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("backend", backends(OP))
+@grid(why=EXAMPLES, backend=backends(OP))
 def test_example(why, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 
 import fusedops
 from fusedops.functional import rotary_embedding
@@ -26,16 +27,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS, shape=SHAPES)
 @PAIRS
 def test_forward_and_gradients(backend, dtype, shape, interleaved):
     compare(backend, inputs(*shape, dtype), interleaved=interleaved)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("which", ["batch", "heads of q", "heads of k", "seq", "rotary", "width"])
+@grid(backend=BACKENDS, which=["batch", "heads of q", "heads of k", "seq", "rotary", "width"])
 def test_empty(backend, which):
     heads = 0 if which == "heads of q" else 3, 0 if which == "heads of k" else 2
     seq, width = 0 if which == "seq" else 5, 0 if which == "width" else 8
@@ -45,9 +43,7 @@ def test_empty(backend, which):
     compare(backend, args, interleaved=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("table", FLOATS, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS, table=FLOATS)
 @PAIRS
 def test_a_table_in_another_dtype(backend, dtype, table, interleaved):
     for rotary in (64, 20):
@@ -77,8 +73,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", FORMS)
+@grid(backend=BACKENDS, form=FORMS)
 @PAIRS
 def test_forms(backend, form, interleaved):
     heads, table, dim = FORMS[form]
@@ -104,9 +99,7 @@ STRIDES = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", STRIDES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@grid(backend=BACKENDS, layout=STRIDES, dtype=[torch.float32, torch.float16])
 @PAIRS
 def test_strides(backend, layout, dtype, interleaved):
     def view():
@@ -117,8 +110,7 @@ def test_strides(backend, layout, dtype, interleaved):
         compare(backend, (q, k, cos, sin), interleaved=interleaved)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", STRIDES)
+@grid(backend=BACKENDS, layout=STRIDES)
 def test_strides_of_the_table(backend, layout):
     q, k, *_ = inputs((3, 2), 12, 64, batch=4)
 
@@ -154,8 +146,7 @@ def test_strided_output_gradients(backend, interleaved):
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("which", [0, 1])
+@grid(backend=BACKENDS, which=[0, 1])
 def test_only_one_gradient(backend, which):
     q, k, *table = inputs((4, 2), 5, 48)
     table = placed(table, device_of(backend))
@@ -178,8 +169,7 @@ def test_only_one_gradient(backend, which):
     assert [y.requires_grad for y in found] == [which == 0, which == 1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS)
 def test_gradients_of_cos_and_sin(backend, dtype):
     for table in (dtype, torch.float32):
         args = inputs((4, 2), 5, 48, 32, dtype, table=table)
@@ -187,10 +177,7 @@ def test_gradients_of_cos_and_sin(backend, dtype):
         check(rotary_embedding, rotary_embedding_reference, args, backend, interleaved=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("which", range(4))
+@grid(backend=BACKENDS, dtype=FLOATS, bad=[torch.nan, torch.inf, -torch.inf], which=range(4))
 @PAIRS
 def test_nan_and_inf_stay_in_their_pairs(backend, dtype, bad, which, interleaved):
     args = inputs((2, 2), 5, 24, 20, dtype)
@@ -198,8 +185,7 @@ def test_nan_and_inf_stay_in_their_pairs(backend, dtype, bad, which, interleaved
     compare(backend, args, interleaved=interleaved)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS)
 @pytest.mark.parametrize("rotary,width", [(0, 40), (8, 40), (32, 64), (6, 37)])
 def test_what_is_not_rotated_keeps_its_bits(backend, dtype, rotary, width):
     """Including denormals and NaNs with a payload."""
@@ -228,8 +214,7 @@ def test_float64_is_exact(backend, interleaved):
         )
         with fusedops.backend(backend):
             found, expected = (gradients(run, args[:2]) for run in runs)
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -272,9 +257,7 @@ def test_heads_of_another_width(backend):
     compare(backend, (q[..., :32].contiguous(), k, cos, sin), interleaved=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("width", [64, 50])
+@grid(backend=BACKENDS, dtype=FLOATS, width=[64, 50])
 @PAIRS
 def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interleaved):
     """Threads, positions, heads and strides change no bit."""
@@ -296,8 +279,7 @@ def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interl
     assert torch.equal(few[1], first["output 1"][:, :, at])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seq", [1, 6])
+@grid(backend=BACKENDS, seq=[1, 6])
 def test_memory_layout_is_kept_and_nothing_is_written_to(backend, seq):
     q, k, cos, sin = placed(inputs((4, 2), seq, 48), device_of(backend))
     for view in (

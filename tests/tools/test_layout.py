@@ -77,6 +77,8 @@ SHARED = {
     "fusedops/nn": {"__init__.py"},
     "fusedops/optim": {"__init__.py"},
     "tests": {
+        "axes.py",
+        "calling.py",
         "children",
         "conftest.py",
         "contract",
@@ -88,7 +90,9 @@ SHARED = {
         "profiling",
         "quick_interpreter.py",
         "simt",
+        "sweeping",
         "tools",
+        "tuning",
     },
     "benchmarks/operators": {"__init__.py"},
 }
@@ -113,6 +117,8 @@ PYTHON = [
     {"fusedops.patching.patch"},
     {"fusedops.patching", "fusedops.patching.verify"},
     {"fusedops.profiling"},
+    {"fusedops.sweeping"},
+    {"fusedops.tuning"},
     {"fusedops.integrations"},
     {"fusedops", "fusedops.testing"},
     {"checks.families", "fusedops.demo", "fusedops.doctor"},

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from axes import grid
 from children import forked
 
 from fusedops.patching import unpatch
@@ -64,9 +65,7 @@ def same(ours, theirs):
     return were_made
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("build", [llama, gemma2])
-@pytest.mark.parametrize("name", ADAPTERS)
+@grid(order=["before", "after"], build=[llama, gemma2], name=ADAPTERS)
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:.*tied")
 def test_adapters(name, build, order):
     ours, theirs = models(ADAPTERS[name], order, build)

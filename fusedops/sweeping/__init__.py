@@ -1,0 +1,1 @@
+"""`fusedops.sweep`: latency against throughput over batches, lengths and variants of a model."""

@@ -1,0 +1,90 @@
+"""The rows that a sweep recommends: the best under a latency budget, and the knee of a curve."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from fusedops.profiling.reasons import seconds_text
+from fusedops.sweeping.row import SweepRow
+
+__all__ = ["GOALS", "KNEE", "best", "gain", "knee", "knees"]
+
+GOALS = ("throughput", "latency", "knee")
+KNEE = 0.1  # twice the batch gives less than 10 % more throughput
+
+
+def gain(before: SweepRow, after: SweepRow) -> float:
+    """How much more throughput the larger batch gives, for each doubling of the batch."""
+    assert before.throughput is not None and after.throughput is not None
+    doublings = math.log2(after.batch / before.batch)
+    return (after.throughput / before.throughput) ** (1 / doublings) - 1
+
+
+def knee(rows: Iterable[SweepRow]) -> SweepRow | None:
+    """The last row before throughput stops growing; None if it grows to the end.
+
+    rows: of one variant and one length.
+    """
+    measured = sorted((r for r in rows if r.throughput is not None), key=lambda row: row.batch)
+    for before, after in pairwise(measured):
+        if gain(before, after) < KNEE:
+            return before
+    return None
+
+
+def knees(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """The knee of each variant and length that has one."""
+    curves = dict.fromkeys((row.variant, row.length) for row in rows)
+    found = (knee(r for r in rows if (r.variant, r.length) == curve) for curve in curves)
+    return [row for row in found if row is not None]
+
+
+def best(rows: Sequence[SweepRow], p95: float | None, goal: str) -> SweepRow:
+    """See `Sweep.best`."""
+    if goal not in GOALS:
+        raise ValueError(f"best: goal must be one of {', '.join(GOALS)}, got {goal!r}")
+    if p95 is not None and not p95 > 0:
+        raise ValueError(f"best: p95 must be more than 0 seconds, got {p95}")
+    measured = [row for row in rows if row.throughput is not None]
+    if not measured:
+        raise ValueError("best: no row was measured")
+    candidates = knees(rows) if goal == "knee" else measured
+    if not candidates:
+        last = max(measured, key=_throughput)
+        raise ValueError(
+            f"best: no curve has a knee, throughput grows to the largest batch; the most has "
+            f"{_named(last)}"
+        )
+    if p95 is not None:
+        candidates = _within(candidates, p95)
+    return min(candidates, key=_latency) if goal == "latency" else max(candidates, key=_throughput)
+
+
+def _within(rows: Sequence[SweepRow], p95: float) -> list[SweepRow]:
+    """The rows whose p95 meets the budget."""
+    known = [row for row in rows if row.p95 is not None]
+    if not known:
+        raise ValueError(
+            "best: p95 needs rows of 20 samples, and none has as many: give sweep a larger budget_s"
+        )
+    found = [row for row in known if row.p95 is not None and row.p95 <= p95]
+    if not found:
+        nearest = min(known, key=lambda row: row.p95 or 0.0)
+        raise ValueError(
+            f"best: no row has a p95 of at most {seconds_text(p95)}; the nearest is "
+            f"{_named(nearest)}, with {seconds_text(nearest.p95 or 0.0)}"
+        )
+    return found
+
+
+def _named(row: SweepRow) -> str:
+    length = "" if row.length is None else f", length {row.length}"
+    return f"{row.variant}, batch {row.batch}{length}"
+
+
+def _throughput(row: SweepRow) -> float:
+    return row.throughput or 0.0
+
+
+def _latency(row: SweepRow) -> float:
+    return row.p50 or math.inf

@@ -1,0 +1,75 @@
+"""`fusedops sweep` and `fusedops bench`: a model of transformers with random weights and tokens."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedops.profiling.command import build
+from fusedops.profiling.planning.models import check_positions
+from fusedops.sweeping.result import Sweep
+from fusedops.sweeping.run import sweep
+
+__all__ = ["bench", "random_tokens", "sweep_model"]
+
+COMPARED = ("eager", "compiled", "patched")
+
+
+def sweep_model(args: argparse.Namespace) -> Sweep:
+    """Sweeps the model that the command line names, prints the table, and writes the files."""
+    found = _swept(args, "sweep", past_knee=args.past_knee)
+    print(found)
+    if args.p95 is not None:
+        try:
+            best = found.best(args.p95)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+        else:
+            print(f"most throughput within {args.p95:g} s: {best.variant}, batch {best.batch}")
+    if args.plot:
+        found.plot(args.plot, p95=args.p95)
+    if args.json:
+        found.save(args.json)
+    return found
+
+
+def bench(args: argparse.Namespace) -> Sweep:
+    """Compares eager, compiled and patched at one batch and length; prints one table."""
+    args.batch, args.length, args.variants = [args.batch], [args.length], list(COMPARED)
+    found = _swept(args, "bench", past_knee=True)
+    print(found)
+    if args.json:
+        found.save(args.json)
+    return found
+
+
+def _swept(args: argparse.Namespace, caller: str, past_knee: bool) -> Sweep:
+    model = build(args.model, args.dtype, caller)
+    check_positions(model, max(args.length) + args.new_tokens * (args.mode == "generate"), caller)
+    model.config.use_cache = args.mode == "generate"
+    trained = model.parameters() if args.mode == "train" else None
+    return sweep(
+        random_tokens(model),
+        model=model,
+        optimizer=None if trained is None else torch.optim.AdamW(trained, lr=1e-5),
+        batch=args.batch,
+        length=args.length,
+        mode=args.mode,
+        variants=args.variants,
+        budget_s=args.budget,
+        new_tokens=args.new_tokens,
+        past_knee=past_knee,
+    )
+
+
+def random_tokens(model: Any) -> Callable[[int, int | None], dict[str, torch.Tensor]]:
+    """A make_batch of tokens without padding, which are their own labels."""
+
+    def make_batch(batch: int, length: int | None) -> dict[str, torch.Tensor]:
+        assert length is not None
+        ids = torch.randint(model.config.vocab_size, (batch, length), device="cpu")
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    return make_batch

@@ -1,0 +1,135 @@
+"""A sweep as a figure: latency against throughput, one line a variant and length."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fusedops.profiling.reasons import seconds_text
+from fusedops.sweeping.choice import knees
+from fusedops.sweeping.row import SweepRow
+
+__all__ = ["plot"]
+
+# Markers and dashes differ as well as colours (Okabe and Ito), so that black and white will do.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+MARKERS = "osD^vPX"
+DASHES = ("-", "--", "-.", ":")
+DESCRIBED = (".png", ".svg")  # formats whose metadata can hold a description
+AXES = {
+    "train": "median time of a training step",
+    "forward": "median time of a forward",
+    "generate": "median time of a token",
+    "step": "median time of a step",
+}
+
+
+def plot(
+    mode: str,
+    rows: Sequence[SweepRow],
+    about: dict[str, Any],
+    path: str | Path,
+    p95: float | None,
+) -> None:
+    """Writes the figure, in the format that the path's ending names. See `Sweep.plot`."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "sweep: plot needs matplotlib, which is missing: pip install 'fusedops[profile]'"
+        )
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": 10.0, "svg.fonttype": "none", "text.parse_math": False}):
+        figure = _figure(mode, rows, about, p95)
+        described = {"Title": "Latency against throughput", "Description": _description(rows)}
+        metadata = described if str(path).lower().endswith(DESCRIBED) else None
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def _figure(mode: str, rows: Sequence[SweepRow], about: dict[str, Any], p95: float | None) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.2), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    per_s = _unit(rows)
+    for i, (name, curve) in enumerate(_curves(rows)):
+        _curve(axes, i, name, curve, per_s)
+    _knees(axes, rows, per_s)
+    if p95 is not None:
+        axes.axvline(p95, color="#59636e", linewidth=1.2, linestyle=(0, (1, 1)))
+        at = (p95, 0.02), axes.get_xaxis_transform()
+        axes.annotate(f" budget {seconds_text(p95)}", at[0], xycoords=at[1], color="#59636e")
+    _seconds(axes, mode)
+    axes.set_ylabel("tokens/s" if per_s == "tokens_per_s" else "samples/s")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    threads = f"{about.get('threads')} thread{'s' * (about.get('threads') != 1)}"
+    axes.set_title(f"{about.get('model')}, {threads} of {about.get('device')}", loc="left")
+    return figure
+
+
+def _seconds(axes: Any, mode: str) -> None:
+    """The axis of latencies: logarithmic, with round times as labels."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    axes.set_xlabel(f"{AXES[mode]} (log scale)")
+    low, high = axes.get_xlim()
+    axes.set_xlim(low / 1.05, high * 1.05)
+    axes.xaxis.set_major_locator(
+        LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 2, 5))
+    )
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: seconds_text(seconds)))
+
+
+def _unit(rows: Sequence[SweepRow]) -> str:
+    """Tokens a second if all measured rows have them, else samples."""
+    measured = [row for row in rows if row.throughput is not None]
+    whole = measured and all(row.tokens_per_s is not None for row in measured)
+    return "tokens_per_s" if whole else "throughput"
+
+
+def _curves(rows: Sequence[SweepRow]) -> Iterator[tuple[str, list[SweepRow]]]:
+    lengths = {row.length for row in rows}
+    for variant, length in dict.fromkeys((row.variant, row.length) for row in rows):
+        same = [r for r in rows if (r.variant, r.length) == (variant, length)]
+        measured = [row for row in same if row.throughput is not None]
+        name = variant if len(lengths) == 1 else f"{variant}, length {length}"
+        if measured:
+            yield name, sorted(measured, key=lambda row: row.batch)
+
+
+def _curve(axes: Any, i: int, name: str, rows: Sequence[SweepRow], per_s: str) -> None:
+    seconds, rates = [row.p50 for row in rows], [getattr(row, per_s) for row in rows]
+    style = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
+    axes.plot(seconds, rates, label=name, linestyle=DASHES[i % len(DASHES)], **style)
+    for row, x, y in zip(rows, seconds, rates, strict=True):
+        axes.annotate(f"{row.batch}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
+
+
+def _knees(axes: Any, rows: Sequence[SweepRow], per_s: str) -> None:
+    found = knees(rows)
+    if found:
+        axes.plot(
+            [row.p50 for row in found],
+            [getattr(row, per_s) for row in found],
+            linestyle="",
+            marker="o",
+            markersize=15,
+            markerfacecolor="none",
+            markeredgecolor="#1b1f24",
+            label="knee: twice the batch gives less than 10 % more",
+        )
+
+
+def _description(rows: Sequence[SweepRow]) -> str:
+    """The figure in words, for people who do not see it."""
+    parts = []
+    for name, curve in _curves(rows):
+        points = [f"batch {r.batch} {r.p50:.3g} s {r.throughput:.3g} samples/s" for r in curve]
+        parts.append(f"{name}: {', '.join(points)}")
+    return f"Numbers beside points are batch sizes. {'; '.join(parts)}."

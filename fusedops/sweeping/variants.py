@@ -1,0 +1,83 @@
+"""Variants of a model: patched, compiled, quantized, with a static cache, or several of these."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.patching import patch, quantize, unpatch
+from fusedops.patching.quantize import check_options
+
+__all__ = ["EAGER", "Variant", "shared_copy", "variant"]
+
+EAGER = "eager"
+OPTIONS = ("group_size", "scale", "input_format", "compute")  # of quantize, left at their defaults
+PARTS = ("patched", "compiled", "static", "quantized:FORMAT")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A name such as "compiled+patched", and what it asks for."""
+
+    name: str
+    patched: bool = False
+    compiled: bool = False
+    static: bool = False
+    format: str | None = None
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """The model as this variant runs it.
+
+        A structure of its own, with the parameters and buffers of `model`, so that variants take
+        turns without undoing each other; only quantized weights are new. "eager" is unpatched.
+        """
+        made = shared_copy(model, "sweep")
+        unpatch(made)
+        if self.format is not None:
+            quantize(made, self.format)
+        if self.patched:
+            patch(made)
+        if self.compiled:
+            made.compile()
+        return made
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of transformers' generate."""
+        return {"cache_implementation": "static"} if self.static else {}
+
+
+def variant(name: str, mode: str) -> Variant:
+    """Reads a name: parts joined by "+". Raises ValueError for a part that is not known."""
+    parts = [] if name == EAGER else name.split("+")
+    known: dict[str, Any] = {}
+    for part in parts:
+        kind, _, format = part.partition(":")
+        if kind == "quantized" and format:
+            check_options(format, dict.fromkeys(OPTIONS))
+            known["format"] = format
+        elif part in ("patched", "compiled", "static"):
+            known[part] = True
+        else:
+            wanted = f'"{EAGER}" or parts of {", ".join(PARTS)} joined by "+"'
+            raise ValueError(f"sweep: variants must be {wanted}, got {name!r}")
+    if known.get("static") and mode != "generate":
+        raise ValueError(f'sweep: variants with "static" need mode "generate", got {mode!r}')
+    return Variant(name, **known)
+
+
+def shared_copy(model: nn.Module, caller: str) -> nn.Module:
+    """A deep copy of a model whose tensors are the model's own.
+
+    Raises ValueError, which begins with `caller`, for a model that cannot be copied.
+    """
+    tensors: Sequence[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    except Exception as error:  # a model's own __deepcopy__ can raise anything
+        raise ValueError(
+            f"{caller}: model must be one that copy.deepcopy copies, got {type(model).__name__}"
+        ) from error

@@ -1,0 +1,126 @@
+"""Quantiles, knees and the best row, on samples and steps whose answers are known."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import fusedops
+from fusedops.sweeping import choice
+from fusedops.sweeping.quantiles import median_interval, quantile
+from fusedops.sweeping.row import SweepRow
+from tests.sweeping.machine import SLOWER, Machine, cost, tailed
+
+
+def row(batch: int, throughput: float, **more) -> SweepRow:
+    return SweepRow("eager", batch, None, p50=batch / throughput, throughput=throughput, **more)
+
+
+@pytest.mark.parametrize(
+    ("n", "ranks"), [(6, (1, 6)), (10, (2, 9)), (20, (6, 15)), (100, (40, 61))]
+)
+def test_the_interval_of_a_median_is_two_order_statistics(n, ranks):
+    """The ranks of the sign test's 95 % interval (Conover, Practical Nonparametric Statistics)."""
+    samples = [float(i) for i in range(1, n + 1)]
+    random.Random(0).shuffle(samples)
+    assert median_interval(samples) == ranks
+
+
+def test_an_interval_contains_the_median_in_95_of_100_draws():
+    draw = random.Random(1)
+    held = 0
+    for _ in range(1000):
+        low, high = median_interval([draw.expovariate(1.0) for _ in range(25)])
+        held += low <= math.log(2) <= high
+    assert 940 <= held <= 985  # 95 to 96 % of 1000, give or take four deviations
+
+
+@pytest.mark.parametrize(("share", "needed"), [(0.95, 20), (0.99, 100)])
+def test_tails_need_samples(share, needed):
+    assert quantile([1.0] * (needed - 1), share) is None
+    assert quantile([1.0] * needed, share) == 1.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_of_known_cost(seed, monkeypatch):
+    """p50 and p95 within 10 %, the knee, and the best row under a budget."""
+    machine = Machine()
+    machine.install(monkeypatch)
+    found = fusedops.sweep(
+        lambda batch, length: torch.zeros(batch), step=tailed(machine, seed), past_knee=True
+    )
+    assert [row.batch for row in found.rows] == [1, 2, 4, 8, 16]
+    for row in found.rows:
+        assert row.samples == 100
+        assert row.p50 == pytest.approx(cost(row.batch), rel=0.1)
+        assert row.p95 == pytest.approx(SLOWER * cost(row.batch), rel=0.1)
+        low, high = row.p50_interval
+        assert low <= row.p50 <= high
+        assert row.throughput == pytest.approx(row.batch / row.p50)
+        assert row.seconds_per_sample == pytest.approx(row.p50 / row.batch)
+    assert found.best(goal="knee").batch == 8
+    assert found.best(goal="latency").batch == 1
+    assert found.best(p95=1.1 * SLOWER * cost(4)).batch == 4
+    with pytest.raises(
+        ValueError, match=r"no row has a p95 of at most .*nearest is eager, batch 1"
+    ):
+        found.best(p95=0.5 * SLOWER * cost(1))
+
+
+def test_a_curve_ends_after_its_knee(monkeypatch):
+    machine = Machine()
+    machine.install(monkeypatch)
+    found = fusedops.sweep(
+        lambda batch, length: torch.zeros(batch),
+        step=tailed(machine, 0),
+        batch=(1, 4, 8, 16, 32, 64),
+    )
+    reasons = {row.batch: row.skipped_reason for row in found.rows}
+    assert reasons == dict.fromkeys((1, 4, 8, 16), "") | dict.fromkeys(
+        (32, 64), "past the knee at batch 8"
+    )
+
+
+def test_disturbed_rounds_are_repeated_once(monkeypatch):
+    """Every third run is disturbed at first: repeated, few are. All disturbed stays noisy."""
+    machine = Machine()
+    machine.install(monkeypatch)
+    calls, quiet_after = [0], [100 + 3]
+
+    def step(batch):
+        calls[0] += 1
+        busy = calls[0] % 3 == 0 and calls[0] <= quiet_after[0]
+        machine.seconds += 0.010 + 0.005 * busy
+        machine.elsewhere += 0.005 * busy
+
+    found = fusedops.sweep(lambda batch, length: torch.zeros(batch), step=step, batch=4)
+    (row,) = found.rows
+    assert (row.noisy, row.samples) == (False, 100)
+    assert row.p95 == pytest.approx(0.010)
+
+    quiet_after[0] = 10**9
+    (row,) = fusedops.sweep(lambda batch, length: torch.zeros(batch), step=step, batch=4).rows
+    assert row.noisy
+    assert "noisy" in found.table() or row.p95 == pytest.approx(0.015)
+
+
+def test_gain_is_of_a_doubling():
+    assert choice.gain(row(2, 10.0), row(8, 40.0)) == pytest.approx(1.0)
+    assert choice.gain(row(2, 10.0), row(4, 10.5)) == pytest.approx(0.05)
+
+
+def test_best_says_why_there_is_none():
+    grows = [row(1, 10.0), row(2, 19.0)]
+    with pytest.raises(ValueError, match=r"no curve has a knee.*eager, batch 2"):
+        choice.best(grows, None, "knee")
+    with pytest.raises(ValueError, match="p95 needs rows of 20 samples"):
+        choice.best(grows, 1.0, "throughput")
+    with pytest.raises(ValueError, match="no row was measured"):
+        choice.best(
+            [SweepRow("eager", 1, None, skipped_reason="the budget is used up")], None, "knee"
+        )
+    with pytest.raises(ValueError, match="goal must be one of throughput, latency, knee, got 'x'"):
+        choice.best(grows, None, "x")
+    with pytest.raises(ValueError, match="p95 must be more than 0 seconds, got 0"):
+        choice.best(grows, 0, "throughput")

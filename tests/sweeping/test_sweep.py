@@ -1,0 +1,342 @@
+"""Sweeps of small models: rows, what they leave behind, limits, and bad input."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.__main__ import main
+from fusedops.patching.core.swap import fused_modules
+from fusedops.profiling.storage.use import MemoryUse
+from fusedops.profiling.timing import Ratio
+from fusedops.sweeping.result import Sweep
+from fusedops.sweeping.room import Peaks, limit_bytes
+from fusedops.sweeping.row import SweepRow
+from fusedops.sweeping.variants import variant
+
+WORDS = 96
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": WORDS,
+}
+
+
+@pytest.fixture
+def model():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+
+
+def tokens(batch, length):
+    ids = torch.randint(WORDS, (batch, length or 8))
+    return {"input_ids": ids, "labels": ids}
+
+
+def fused(model: nn.Module) -> bool:
+    return any(True for _ in fused_modules(model))
+
+
+def rows(found: Sweep) -> list[tuple]:
+    return [(row.variant, row.batch, row.length) for row in found.rows]
+
+
+def test_training_leaves_everything_as_it_was(model):
+    """Bit for bit: parameters, gradients, optimizer state, modes, generators; unpatched."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**tokens(2, 8)).loss.backward()
+    optimizer.step()
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    modes, generator = [m.training for m in model.modules()], torch.get_rng_state()
+    found = fusedops.sweep(
+        tokens,
+        model=model,
+        optimizer=optimizer,
+        batch=(1, 2),
+        length=(8, 16),
+        variants=("eager", "patched", "quantized:int8"),
+        budget_s=6,
+    )
+    points = [(b, n) for n in (8, 16) for b in (1, 2)]
+    names = ("eager", "patched", "quantized:int8")
+    assert rows(found) == [(name, b, n) for b, n in points for name in names]
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), state, rtol=0, atol=0)
+    assert all(map(torch.equal, gradients, [p.grad for p in model.parameters()]))
+    assert modes == [m.training for m in model.modules()]
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not fused(model)
+    for row in found.rows:
+        assert (row.ratio is None) == (row.variant == "eager")
+        assert row.samples >= 6
+        assert row.peak_bytes > 0
+        assert row.tokens_per_s == pytest.approx(row.throughput * row.length)
+    first = [row for row in found.rows if (row.batch, row.length) == (1, 8)]
+    assert all(row.predicted_bytes is None for row in first)
+    assert all(row.predicted_bytes for row in found.rows if row not in first)
+
+
+def test_variants_run_what_they_say(model):
+    batch = tokens(2, 8)
+    eager = variant("eager", "forward").model(model)
+    patched = variant("patched", "forward").model(model)
+    quantized = variant("quantized:nf4+patched", "forward").model(model)
+    compiled = variant("compiled", "forward").model(model)
+    assert fused(patched)
+    assert not fused(eager)
+    assert fused(quantized)
+    assert any(isinstance(m, fusedops.nn.QuantizedLinear) for m in quantized.modules())
+    assert compiled._compiled_call_impl is not None
+    assert all(map(lambda a, b: a is b, model.parameters(), patched.parameters()))
+    torch.testing.assert_close(patched(**batch).loss, model(**batch).loss)
+
+
+def test_eager_is_unpatched_even_if_the_model_is_patched(model):
+    fusedops.patch(model)
+    assert not fused(variant("eager", "train").model(model))
+    assert fused(model)
+
+
+@pytest.mark.parametrize("name", ["eager", "static", "quantized:nf4+patched"])
+def test_generation_times_each_token(model, name):
+    model.generation_config.eos_token_id = None
+    (row,) = fusedops.sweep(
+        tokens,
+        model=model,
+        mode="generate",
+        variants=[name],
+        batch=2,
+        length=6,
+        new_tokens=5,
+        budget_s=2,
+    ).rows
+    assert row.samples % 4 == 0
+    assert row.samples >= 24  # 6 runs, the first token of each apart
+    assert 0 < row.first_token < row.end_to_end
+    assert row.end_to_end == pytest.approx(row.first_token + 4 * row.p50, rel=0.6)
+    assert row.tokens_per_s == pytest.approx(2 * 5 / row.end_to_end)
+
+
+def test_a_step_of_ones_own():
+    weight = torch.randn(64, 64)
+    found = fusedops.sweep(
+        lambda batch, length: torch.randn(batch, 64),
+        step=lambda x: x @ weight,
+        batch=(1, 2),
+        budget_s=1,
+    )
+    assert rows(found) == [("eager", 1, None), ("eager", 2, None)]
+    assert found.mode == "step"
+
+
+def test_points_over_the_limit_are_skipped(model):
+    ran = []
+
+    def make(batch, length):
+        ran.append(batch)
+        return tokens(batch, length)
+
+    limit = 2 * sum(p.nbytes for p in model.parameters()) + 4_000_000
+    found = fusedops.sweep(
+        make,
+        model=model,
+        variants="eager",
+        batch=(1, 2, 4096),
+        length=16,
+        memory_limit=limit,
+        budget_s=3,
+        past_knee=True,
+    )
+    *_, skipped = found.rows
+    assert ran == [1, 2]
+    assert "its predicted peak is" in skipped.skipped_reason
+    assert skipped.predicted_bytes > limit
+    assert skipped.p50 is None
+    assert f"batch 4096, length 16: skipped, {skipped.skipped_reason}" in found.table()
+
+
+def use(peak: int, activations: int, at_peak: int) -> MemoryUse:
+    zero = dict.fromkeys(("frozen", "buffers", "gradients", "inputs", "logits", "kv_cache"), 0)
+    return MemoryUse(
+        **zero,
+        parameters=100,
+        optimizer_state=200,
+        activations=activations,
+        temporaries=0,
+        peak=peak,
+        slack=0,
+        at_peak={"activations": at_peak},
+    )
+
+
+def test_peaks_of_larger_points():
+    """Linear in the batch, square in the length once two lengths are known."""
+    peaks = Peaks()
+    assert peaks.predict(1, 8) is None
+    peaks.add(1, 8, use(300 + 80, 80, 80))
+    assert peaks.predict(2, 8) == 300 + 160
+    peaks.add(2, 8, use(300 + 170, 160, 160))  # 10 bytes more a sample than the first point said
+    assert peaks.predict(4, 8) == 290 + 4 * 90
+    peaks = Peaks()
+    for batch, length in ((1, 8), (2, 8), (1, 16), (2, 16)):
+        size = batch * (3 * length + length**2)
+        peaks.add(batch, length, use(300 + size, size, size))
+    assert peaks.predict(4, 64) == pytest.approx(300 + 4 * (3 * 64 + 64**2), rel=1e-6)
+
+
+def test_a_peak_in_the_optimizer_does_not_hide_the_forwards():
+    peaks = Peaks()
+    peaks.add(1, 8, use(1000, 80, 0))
+    assert peaks.predict(2, 8) == 1000
+    assert peaks.predict(100, 8) == 300 + 8000
+
+
+def test_limits():
+    assert limit_bytes(2**30, 5) == 2**30
+    assert 5 < limit_bytes(0.5, 5) < limit_bytes(1.0, 5)
+
+
+def test_the_budget_ends_a_sweep(model):
+    found = fusedops.sweep(tokens, model=model, batch=range(1, 40), budget_s=0.5, past_knee=True)
+    assert len(found.rows) == 2 * 39
+    left = [row.skipped_reason for row in found.rows if row.skipped_reason]
+    assert left
+    assert all("the budget" in reason for reason in left)
+
+
+def test_results_go_through_json(tmp_path):
+    rows = (
+        SweepRow("eager", 1, None, 0.1, (0.09, 0.11), throughput=10.0, samples=7),
+        SweepRow(
+            "patched",
+            1,
+            None,
+            0.05,
+            (0.04, 0.06),
+            ratio=Ratio(2.0, 1.9, 2.1),
+            samples=120,
+            p95=0.06,
+            p99=0.07,
+            throughput=20.0,
+            seconds_per_sample=0.05,
+            peak_bytes=2**20,
+        ),
+        SweepRow("patched", 2, None, skipped_reason="the budget is used up"),
+    )
+    found = Sweep("train", rows, {"device": "a CPU", "threads": 1, "model": "Net"})
+    found.save(tmp_path / "sweep.json")
+    assert Sweep.load(tmp_path / "sweep.json") == found
+    assert len(json.loads((tmp_path / "sweep.json").read_text())["rows"]) == 3
+
+
+def test_the_table_says_what_it_does_not_know():
+    found = Sweep(
+        "train",
+        (
+            SweepRow(
+                "eager",
+                1,
+                None,
+                0.1,
+                (0.09, 0.11),
+                throughput=10.0,
+                samples=30,
+                seconds_per_sample=0.1,
+                p95=0.12,
+                peak_bytes=2**20,
+                noisy=True,
+            ),
+        ),
+        {},
+    )
+    head, line, note = found.table().splitlines()
+    assert head.split("  ")[0] == "variant"
+    assert "100 ms (90.0..110.0)" in line or "100 ms (90..110)" in line
+    assert "n < 100, 7.00 s more" in line
+    assert line.endswith("noisy")
+    assert note.startswith("noisy: ")
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
+def test_the_figure(tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    curve = [(1, 10.0), (2, 18.0), (4, 18.5)]
+    rows = tuple(
+        SweepRow(name, b, 8, b / t / k, None, throughput=k * t, samples=9, tokens_per_s=8 * k * t)
+        for name, k in (("eager", 1), ("patched", 2))
+        for b, t in curve
+    )
+    about = {"device": "a CPU", "threads": 1, "model": "Net"}
+    path = tmp_path / f"sweep.{ending}"
+    Sweep("train", rows, about).plot(path, p95=0.2)
+    content = path.read_bytes()
+    assert len(content) > 2000
+    if ending == "svg":
+        for text in (b"eager", b"patched", b"budget 200 ms", b"knee", b"tokens/s", b"batch 4 "):
+            assert text in content
+    with pytest.raises(ValueError, match="plot needs a row that was measured"):
+        Sweep("train", (), about).plot(path)
+
+
+BAD = {
+    "neither": ({"model": None}, ValueError, "needs either model or step, got neither"),
+    "both": ({"step": print}, ValueError, "needs either model or step, got both"),
+    "model": ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+    "batch": ({"batch": (0,)}, ValueError, "batch must be integers of at least 1, got 0"),
+    "no batch": ({"batch": ()}, ValueError, "batch must have at least one size"),
+    "length": ({"length": "long"}, ValueError, "length must be integers of at least 1, got 'l'"),
+    "mode": ({"mode": "serve"}, ValueError, "mode must be one of train, forward, generate"),
+    "variant": ({"variants": ("fast",)}, ValueError, 'variants must be "eager" or parts of'),
+    "format": ({"variants": ("quantized:int3",)}, ValueError, "format must be"),
+    "static": ({"variants": ("static",)}, ValueError, '"static" need mode "generate"'),
+    "twice": ({"variants": ("eager", "eager")}, ValueError, "variants must differ"),
+    "budget": ({"budget_s": 0}, ValueError, "budget_s must be more than 0 seconds, got 0"),
+    "fraction": ({"memory_limit": 1.5}, ValueError, "memory_limit must be bytes as an int"),
+    "limit": ({"memory_limit": "1 GiB"}, TypeError, "memory_limit must be bytes or a fraction"),
+    "tokens": ({"new_tokens": 1}, ValueError, "new_tokens must be an integer of at least 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    given, error, text = BAD[name]
+    with pytest.raises(error, match=text):
+        fusedops.sweep(tokens, **{"model": nn.Linear(2, 2)} | given)
+
+
+def test_a_step_that_raises_names_its_point(model):
+    with pytest.raises(IndexError) as raised:
+        fusedops.sweep(
+            lambda batch, length: {
+                "input_ids": torch.full((batch, length), WORDS),
+                "labels": torch.zeros(batch, length).long(),
+            },
+            model=model,
+            batch=2,
+            length=4,
+        )
+    assert "sweep: batch 2, length 4" in raised.value.__notes__
+
+
+def test_training_needs_a_loss():
+    with pytest.raises(ValueError, match='mode "train" needs a model whose output has a loss'):
+        fusedops.sweep(lambda batch, length: torch.randn(batch, 2), model=nn.Linear(2, 2))
+
+
+def test_the_command_line(tmp_path, capsys, model):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY | {"model_type": "llama"}))
+    out = tmp_path / "rows.json"
+    command = ["sweep", str(path), "--batch", "1,2", "--length", "8", "--budget", "2", "--p95", "9"]
+    assert main([*command, "--json", str(out), "--mode", "forward"]) == 0
+    shown = capsys.readouterr().out
+    assert "most throughput within 9 s: " in shown
+    assert len(Sweep.load(out).rows) == 4
+    assert main(["sweep", "no-such-model"]) == 1
+    assert "fusedops sweep: model must be a folder" in capsys.readouterr().err
