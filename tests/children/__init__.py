@@ -13,12 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]  # the working directory in which `command` finds the script
-
-
-def command(name: str, *args: Any) -> list[str]:
-    """Returns the command that runs children/NAME.py: `subprocess.run(command(...), cwd=TESTS)`."""
-    return [sys.executable, "-m", f"children.{name}", *map(str, args)]
+TESTS = Path(__file__).parents[1]  # where `forked("-m", "children.NAME")` finds a script
 
 
 class forked:
@@ -43,7 +38,7 @@ class forked:
         files = [*self.streams, theirs]
         socket.send_fds(_server(LARGE if large else SMALL), [request], files)
         os.close(theirs)
-        self.process = int(self._line(60))
+        self.process = int(self._line(None))  # after the server has imported its modules
 
     def has_ended(self) -> bool:
         return bool(select.select([self.status], [], [], 0)[0])
@@ -63,7 +58,7 @@ class forked:
         assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
         return done.stdout
 
-    def _line(self, timeout: float) -> str:
+    def _line(self, timeout: float | None) -> str:
         if not select.select([self.status], [], [], timeout)[0]:
             os.kill(self.process, signal.SIGKILL)
             raise subprocess.TimeoutExpired(self.words, timeout)
@@ -92,7 +87,7 @@ def _server(modules: tuple[str, ...]) -> socket.socket:
     """Starts a server of this process, which ends with it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = subprocess.Popen(
-        command("fork_server", theirs.fileno(), *modules),
+        [sys.executable, "-m", "children.fork_server", str(theirs.fileno()), *modules],
         cwd=TESTS,
         pass_fds=[theirs.fileno()],
     )
