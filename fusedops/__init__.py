@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fusedops.profiling.recording import recording as recording
     from fusedops.profiling.run import profile as profile
     from fusedops.sweeping.run import sweep as sweep
+    from fusedops.tuning.run import tune as tune
 
 __version__ = "0.2.0"
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "recording",
     "register_attention",
     "sweep",
+    "tune",
     "unpatch",
     "verify",
 ]
@@ -72,6 +74,7 @@ _LATER = {
     "profile": "fusedops.profiling.run",
     "recording": "fusedops.profiling.recording",
     "sweep": "fusedops.sweeping.run",
+    "tune": "fusedops.tuning.run",
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fusedops.patching import patch, quantize, unpatch
 from fusedops.patching.quantize import check_options
 
-__all__ = ["EAGER", "Variant", "variant"]
+__all__ = ["EAGER", "Variant", "shared_copy", "variant"]
 
 EAGER = "eager"
 OPTIONS = ("group_size", "scale", "input_format", "compute")  # of quantize, left at their defaults
@@ -34,7 +34,7 @@ class Variant:
         A structure of its own, with the parameters and buffers of `model`, so that variants take
         turns without undoing each other; only quantized weights are new. "eager" is unpatched.
         """
-        made = shared_copy(model, self.name)
+        made = shared_copy(model, "sweep")
         unpatch(made)
         if self.format is not None:
             quantize(made, self.format)
@@ -69,13 +69,15 @@ def variant(name: str, mode: str) -> Variant:
     return Variant(name, **known)
 
 
-def shared_copy(model: nn.Module, name: str) -> nn.Module:
+def shared_copy(model: nn.Module, caller: str) -> nn.Module:
     """A deep copy of a model whose tensors are the model's own.
 
-    Raises ValueError for a model that cannot be copied.
+    Raises ValueError, which begins with `caller`, for a model that cannot be copied.
     """
     tensors: Sequence[torch.Tensor] = [*model.parameters(), *model.buffers()]
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     except Exception as error:  # a model's own __deepcopy__ can raise anything
-        raise ValueError(f"sweep: variant {name!r} copies the model, which failed") from error
+        raise ValueError(
+            f"{caller}: model must be one that copy.deepcopy copies, got {type(model).__name__}"
+        ) from error

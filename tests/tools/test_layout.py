@@ -92,6 +92,7 @@ SHARED = {
         "simt",
         "sweeping",
         "tools",
+        "tuning",
     },
     "benchmarks/operators": {"__init__.py"},
 }
@@ -117,6 +118,7 @@ PYTHON = [
     {"fusedops.patching", "fusedops.patching.verify"},
     {"fusedops.profiling"},
     {"fusedops.sweeping"},
+    {"fusedops.tuning"},
     {"fusedops.integrations"},
     {"fusedops", "fusedops.testing"},
     {"checks.families", "fusedops.demo", "fusedops.doctor"},
