@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = [
     "Autocast",
+    "Block",
     "Ceilings",
     "Copies",
     "Evidence",
@@ -285,15 +286,32 @@ class Autocast:
 
 
 @dataclass(frozen=True)
+class Block:
+    """A repeated layer of the model that could be checkpointed.
+
+    saved: bytes that it keeps for backward, apart from its inputs and results. seconds: of its
+    forwards in a step. peak: of a step in which this one and all before it in the list are
+    checkpointed.
+    """
+
+    name: str
+    saved: int
+    seconds: float
+    peak: int
+
+
+@dataclass(frozen=True)
 class Evidence:
     """All that was measured of one step.
 
     plain: steps as they are (E0). cached: the same steps with batches kept in memory (E1). half:
     the same with half the batch (E2). fewer_threads: the same with as many threads as CPUs; only
     where torch uses more. ceilings: E3. profiled: E4. flops: of a step, by dtype. memory: bytes by
-    category. patching: what patch would fuse; None without a model, or for a patched one. autocast:
-    None where no step was tried in it. optimizers: those that may replace the user's; None where
-    none was timed. threads: torch's. cpus: the process's, by affinity and cgroup quota.
+    category. activations: bytes saved for backward by module, some of the largest. patching: what
+    patch would fuse; None without a model, or for a patched one. autocast: None where no step was
+    tried in it. optimizers: those that may replace the user's; None where none was timed. blocks:
+    those worth checkpointing, in that order; empty where activations are a small part of the peak.
+    threads: torch's. cpus: the process's, by affinity and cgroup quota.
     """
 
     plain: Run
@@ -308,8 +326,10 @@ class Evidence:
     patching: Patching | None = None
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
+    blocks: tuple[Block, ...] = ()
     flops: dict[str, int] | None = None
     memory: dict[str, int] | None = None
+    activations: dict[str, int] = field(default_factory=dict)
     device: str = "cpu"
     threads: int = 1
     cpus: float = 1.0

@@ -13,8 +13,9 @@ import fusedops
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.profiling.advice import trial
 from fusedops.profiling.advice.experiment import compare_blocks, saving
-from fusedops.profiling.advice.knobs import KNOBS, SAFE
+from fusedops.profiling.advice.knobs import KNOBS
 from fusedops.profiling.advice.rules import advise
+from fusedops.profiling.advice.trial import ALL_SAFE
 from fusedops.profiling.collect.everything import usable_cpus
 from fusedops.profiling.evidence import Loader, Tokens
 from fusedops.profiling.judge import judge
@@ -215,13 +216,13 @@ def test_measure_within_a_profile():
     options = {"data": data, "model": model, "steps": 5, "warmup": 1, "budget_s": 20.0}
     report = fusedops.profile(lambda x: model(x).sum().backward(), measure=True, **options)
     measured = {one.id for one in report.advice if one.measured}
-    assert "patch" in measured and measured <= set(SAFE)
+    assert "patch" in measured and measured <= {*ALL_SAFE}
 
 
 def test_what_cannot_be_measured():
     report, _, optimizer = live()
-    with pytest.raises(ValueError, match="measure cannot try 'workers': it must be one of patch"):
-        report.measure("workers")
+    with pytest.raises(ValueError, match="measure cannot try 'collate': it must be one of patch"):
+        report.measure("collate")
     optimizer.step = optimizer.step
     with pytest.raises(ValueError, match="the optimizer's step was replaced"):
         report.measure("adamw8bit")

@@ -8,15 +8,20 @@ from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
 from fusedops.profiling.shares import elasticity, identity
 
-__all__ = ["collate", "padding", "workers"]
+__all__ = ["collate", "free_cpus", "padding", "workers"]
 
 PADDING = 0.15  # share of the tokens from which padding matters
 BUSY = 0.1  # share of the step in which other programs had its CPU; then no CPU is free
 
 
+def free_cpus(evidence: Evidence) -> int:
+    """CPUs that torch's threads leave."""
+    return max(0, int(evidence.cpus) - evidence.threads)
+
+
 def workers(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     loader = evidence.loader
-    spare = int(evidence.cpus) - evidence.threads
+    spare = free_cpus(evidence)
     if "input" not in verdict.bounds or loader is None or loader.asynchronous or spare < 1:
         return
     if sum(evidence.plain.running) < (1 - BUSY) * sum(evidence.plain.seconds):

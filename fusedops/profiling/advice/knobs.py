@@ -9,6 +9,7 @@ import torch
 
 from fusedops.allocator import keep_freed_memory
 from fusedops.patching import patched
+from fusedops.profiling.advice.patches import ONLY_LOSS
 from fusedops.profiling.collect.everything import Subject, usable_cpus
 from fusedops.profiling.collect.optimizers import OTHERS
 
@@ -22,6 +23,16 @@ def _patch(subject: Subject) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # patch warns where it finds nothing
             kept.enter_context(patched(subject.model))
+        yield
+
+
+@contextmanager
+def _loss(subject: Subject) -> Iterator[None]:
+    assert subject.model is not None
+    with ExitStack() as kept:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kept.enter_context(patched(subject.model, **ONLY_LOSS))
         yield
 
 
@@ -67,6 +78,7 @@ def _freed_memory(subject: Subject) -> Iterator[None]:
 
 KNOBS: dict[str, Callable] = {
     "patch": _patch,
+    "loss": _loss,
     "adamw8bit": partial(_stepped_by, "adamw8bit"),
     "fused_adamw": partial(_stepped_by, "fused_adamw"),
     "bf16": _bf16,
@@ -74,13 +86,13 @@ KNOBS: dict[str, Callable] = {
     "keep_freed_memory": _freed_memory,
 }
 # The C library's setting that was there before cannot be read, so it is not put back by itself.
-SAFE = ("patch", "adamw8bit", "fused_adamw", "bf16", "threads")
+SAFE = ("patch", "loss", "adamw8bit", "fused_adamw", "bf16", "threads")
 SAME_MEMORY = ("threads", "keep_freed_memory")  # torch's tensors are the same with them
 
 
 def available(name: str, subject: Subject) -> str:
     """Why a change cannot be tried on this step; empty if it can."""
-    if name == "patch" and subject.model is None:
+    if name in ("patch", "loss") and subject.model is None:
         return "no model was given"
     if name in OTHERS:
         if type(subject.optimizer) is not torch.optim.AdamW:

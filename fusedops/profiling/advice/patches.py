@@ -10,7 +10,11 @@ from fusedops.profiling.evidence import Autocast, Evidence, Patching, SiteTime
 from fusedops.profiling.judge import Verdict
 from fusedops.profiling.show.text import saving_text
 
-__all__ = ["by_kind", "patch", "total"]
+__all__ = ["ONLY_LOSS", "by_kind", "loss", "patch", "total"]
+
+OTHERS = "norm", "residual", "attention", "mlp", "rotary", "linear"
+ONLY_LOSS = dict.fromkeys(OTHERS, False)  # of patch's arguments
+LARGEST = 3  # logits are worth it among so many of a step's largest activations
 
 FORMULA = (
     "sum over patch's calls in a step of (t of the model's code - t of the fused function), each "
@@ -36,6 +40,28 @@ def patch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         "results differ by rounding; fusedops.verify(model, batch) compares",
         FORMULA if found.timed else "",
         total(found.timed) if found.timed or found.left else None,
+    )
+
+
+def loss(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """The part of `patch` that needs no logits, where these are among the largest activations."""
+    found, memory, largest = evidence.patching, evidence.memory, evidence.activations
+    if found is None or memory is None or "loss" not in found.sites:
+        return
+    above = sum(size > memory["logits"] for size in largest.values())
+    if not memory["logits"] or above >= LARGEST:
+        return
+    timed = [site for site in found.timed if site.kind == "loss"]
+    share = memory["logits"] / memory["peak"]
+    off = ", ".join(f"{name}=False" for name in OTHERS)
+    yield Advice(
+        "loss",
+        "the loss without its logits",
+        f"logits and what the loss saves of them take {share:.0%} of the peak's size",
+        f"fusedops.patch(model, {off}); fusedops.patch(model) contains it",
+        "outputs.logits is computed when it is read, before optimizer.step()",
+        FORMULA if timed else "",
+        total(timed) if timed else None,
     )
 
 

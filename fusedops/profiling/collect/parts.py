@@ -13,14 +13,24 @@ from torch import nn
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.operators import table
 from fusedops.profiling.collect.steps import Measured
-from fusedops.profiling.evidence import Autocast, Ceilings, Gpu, OptimizerTime, Patching, Profiled
+from fusedops.profiling.evidence import (
+    Autocast,
+    Block,
+    Ceilings,
+    Gpu,
+    OptimizerTime,
+    Patching,
+    Profiled,
+)
 from fusedops.profiling.storage.measured import measure_memory
+from fusedops.profiling.storage.use import MemoryUse
 
 __all__ = ["Parts", "collect_on_cpu", "devices_of", "flops_of", "no_table"]
 
 TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
 MEMORY = 3  # measuring the memory of a step takes less than so many steps
 CHANGES = 4  # so does timing patch's sites, and a second or two
+LARGEST = 10  # modules by what they save for backward
 
 
 @dataclass
@@ -30,11 +40,18 @@ class Parts:
     gpu: Gpu | None = None
     profiled: Profiled | None = None
     memory: dict[str, int] | None = None
+    activations: dict[str, int] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     patching: Patching | None = None
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
+    blocks: tuple[Block, ...] = ()
     not_checked: list[str] = field(default_factory=list)
+
+    def use(self, use: MemoryUse) -> None:
+        """Adds a step's bytes."""
+        self.memory = {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
+        self.activations = dict(itertools.islice(use.modules.items(), LARGEST))
 
 
 def collect_on_cpu(
@@ -125,6 +142,6 @@ def _add_memory(
         except Exception as error:  # noqa: BLE001  the user's step, under hooks and a profiler
             reason = f"a watched step raised {type(error).__name__}: {error}"
         else:
-            found.memory = {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
+            found.use(use)
             return
     found.not_checked.append(f"memory: {reason}")
