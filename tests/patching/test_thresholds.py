@@ -1,14 +1,13 @@
 """Fused sites leave small sizes to torch; fuse_always overrides the thresholds."""
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
 import torch
 from axes import grid
+from children import forked
 from torch import nn
 
 import fusedops
@@ -235,8 +234,7 @@ def test_a_model_of_few_tokens_runs_every_kernel(calls, sums):
 def start(value):
     code = "from fusedops import _C; import torch"
     code += "; print(_C.own_product_pays(torch.float32, 1, 1, 1, False))"
-    kwargs = {"env": os.environ | {"FUSEDOPS_FUSE": value}, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, "-c", code], **kwargs)
+    return forked("-c", code, env=os.environ | {"FUSEDOPS_FUSE": value}).result()
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", "False"), ("always", "True")])
