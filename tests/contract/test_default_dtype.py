@@ -6,15 +6,13 @@ where new tensors are made on the meta device.
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from adamw.training import FORMATS, equal_states
 from axes import grid
-from children import TESTS, command
+from children import forked
 
 import fusedops
 from contract.default_dtype_cases import (
@@ -211,7 +209,7 @@ def test_clipping_keeps_its_bits(dtype, name):
 def patched_steps(tmp_path_factory):
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("steps")
-    subprocess.run(command("patched_defaults", folder), cwd=TESTS, check=True, timeout=300)
+    forked("-m", "children.patched_defaults", folder, large=True).printed()
     return {path.stem: torch.load(path, weights_only=False) for path in folder.iterdir()}
 
 
@@ -241,7 +239,7 @@ assert x.isfinite().all() and x.grad.device.type == "cpu"
 assert {t.device.type for t in state.values()} == {"cpu"}, state
 assert state["step"].dtype == state["exp_avg_scale"].dtype == torch.float32
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    forked("-c", code).printed(timeout=120)
 
 
 def test_attention_keeps_its_kernel_under_a_default_device(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from axes import grid
+from children import forked
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -347,7 +348,7 @@ with FlopCounterMode(display=False) as counter:
     torch.nn.functional.scaled_dot_product_attention(q, q, q)
 assert counter.get_total_flops() == 7
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    forked("-c", lines).printed()
 
 
 def test_a_second_import_finds_no_formula_twice():
@@ -358,4 +359,4 @@ import torch.utils.flop_counter
 del sys.modules["fusedops.integrations.flops"]
 import fusedops.integrations.flops
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    forked("-c", lines).printed()

@@ -208,6 +208,19 @@ def test_predicted_peaks_are_those_of_transformers_checkpointing(name):
     assert peak < 0.75 * before
 
 
+def test_a_result_that_its_block_saves_is_kept_all_the_same():
+    """A ReLU saves its result, which is the next block's input; the product before it is freed."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.ReLU()) for _ in range(2))
+    x = torch.randn(256, 64)
+
+    def call():
+        nn.Sequential(*blocks)(x).sum().backward()
+
+    model = nn.Module()
+    model.layers = blocks
+    assert [block.saved for block in cost_of_blocks(call, model, None)] == [x.nbytes] * 2
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointed_blocks_give_the_same_gradients_and_are_put_back(name):
     model, _, _, ids = training(name)

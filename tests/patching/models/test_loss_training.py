@@ -1,13 +1,12 @@
 """patch's fused loss works with PEFT, accelerate, Trainer, DDP, FSDP2 and ZeRO-3."""
 
 import importlib.util
-import subprocess
 import threading
 
 import pytest
 import torch
 from axes import grid
-from children import TESTS, command
+from children import forked
 
 from fusedops.patching import unpatch
 from patching.models.loss_cases import (
@@ -278,17 +277,12 @@ def test_a_weight_that_is_there_in_the_heads_call_alone():
 def ranks(cases, folder):
     """Runs two ranks; returns the names of the cases that passed."""
     meeting = folder / "meeting"
+    arguments = meeting, ",".join(cases)
     processes = [
-        subprocess.Popen(
-            command("sharded_loss", rank, meeting, ",".join(cases)),
-            cwd=TESTS,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+        forked("-m", "children.sharded_loss", rank, *arguments, large=True) for rank in range(2)
     ]
-    return [process.communicate(timeout=280)[0] for process in processes]
+    found = [process.result(timeout=280) for process in processes]
+    return [done.stdout + done.stderr for done in found]
 
 
 def assert_passed(case, printed):
