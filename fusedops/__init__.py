@@ -28,6 +28,7 @@ from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
+    from fusedops.integrations.transformers.latency import low_latency as low_latency
     from fusedops.profiling.compare import compare as compare
     from fusedops.profiling.planning import MemoryPlan as MemoryPlan
     from fusedops.profiling.planning import memory as memory
@@ -48,6 +49,7 @@ __all__ = [
     "functional",
     "fuse_always",
     "keep_freed_memory",
+    "low_latency",
     "nn",
     "optim",
     "patch",
@@ -70,6 +72,7 @@ _LATER = {
     "MemoryPlan": "fusedops.profiling.planning",
     "QuantizationConfig": "fusedops.integrations.transformers",
     "compare": "fusedops.profiling.compare",
+    "low_latency": "fusedops.integrations.transformers.latency",
     "memory": "fusedops.profiling.planning",
     "profile": "fusedops.profiling.run",
     "recording": "fusedops.profiling.recording",

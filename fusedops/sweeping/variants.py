@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations.transformers.latency import low_latency
 from fusedops.patching import patch, quantize, unpatch
 from fusedops.patching.quantize import check_options
 
@@ -15,7 +16,8 @@ __all__ = ["EAGER", "Variant", "shared_copy", "variant"]
 
 EAGER = "eager"
 OPTIONS = ("group_size", "scale", "input_format", "compute")  # of quantize, left at their defaults
-PARTS = ("patched", "compiled", "static", "quantized:FORMAT")
+PARTS = ("patched", "compiled", "static", "low_latency", "quantized:FORMAT")
+GENERATING = ("static", "low_latency")  # parts for mode "generate" alone
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Variant:
     patched: bool = False
     compiled: bool = False
     static: bool = False
+    low_latency: bool = False
     format: str | None = None
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -40,6 +43,8 @@ class Variant:
             quantize(made, self.format)
         if self.patched:
             patch(made)
+        if self.low_latency:
+            low_latency(made)
         if self.compiled:
             made.compile()
         return made
@@ -59,13 +64,14 @@ def variant(name: str, mode: str) -> Variant:
         if kind == "quantized" and format:
             check_options(format, dict.fromkeys(OPTIONS))
             known["format"] = format
-        elif part in ("patched", "compiled", "static"):
+        elif part in PARTS:
             known[part] = True
         else:
             wanted = f'"{EAGER}" or parts of {", ".join(PARTS)} joined by "+"'
             raise ValueError(f"sweep: variants must be {wanted}, got {name!r}")
-    if known.get("static") and mode != "generate":
-        raise ValueError(f'sweep: variants with "static" need mode "generate", got {mode!r}')
+    for part in GENERATING:
+        if known.get(part) and mode != "generate":
+            raise ValueError(f'sweep: variants with "{part}" need mode "generate", got {mode!r}')
     return Variant(name, **known)
 
 

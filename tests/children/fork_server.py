@@ -123,3 +123,4 @@ if __name__ == "__main__":
             importlib.import_module(module)
     gc.freeze()  # a collection would write to all the memory that the processes share
     serve(socket.socket(fileno=int(file)))
+    end(0)

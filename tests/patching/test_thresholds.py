@@ -245,3 +245,26 @@ def test_environment_variable(value, wanted):
 def test_another_value_of_the_variable_is_an_error():
     told = start("1").stderr.strip().splitlines()[-1]
     assert told == "ValueError: FUSEDOPS_FUSE must be 'always' or empty, got '1'"
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_few_rows_keep_their_kernel_under_compile(rows):
+    """Inductor calls oneDNN, which reads a weight of few rows at half the speed."""
+    model = nn.Sequential(nn.Linear(256, 512, bias=False)).bfloat16()
+    patch(model)
+    graphs = []
+
+    def collect(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    x = torch.randn(rows, 256).bfloat16()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.compile(model, backend=collect, fullgraph=True)(x), model(x)
+        )
+    called = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    pays = _C.few_rows_pay(BF16, rows, 512, 256, False)
+    assert any("fusedops" in name for name in called) == pays
+    assert pays == (rows == 1)
