@@ -197,7 +197,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         yield "| --: | --: | --: | --: | --: | --: |"
         yield from _table([SweepRow.from_dict(row) for row in same])
     yield "\n## Points that do not fit\n"
-    yield f"Skipped in float32 with a limit of {bytes_text(LIMIT)}, then measured, each in a process.\n"
+    yield f"Float32 points that a limit of {bytes_text(LIMIT)} skipped, then measured apart.\n"
     yield "| model | variant | batch | predicted peak | measured | error |"
     yield "| --- | --- | --: | --: | --: | --: |"
     for row in document["skipped"]:
