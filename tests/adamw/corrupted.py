@@ -1,5 +1,6 @@
 """Corrupted AdamW state dicts, each with the error that it must raise."""
 
+import copy
 import math
 import re
 
@@ -32,6 +33,12 @@ def optimizer_of(kind, named=True):
     optimizer = AdamW([{"params": listed[:2]}, {"params": listed[2:], "lr": 1e-2}], **options)
     train(optimizer, 3)
     return optimizer
+
+
+def with_a_state(kind, named=True):
+    """Returns the optimizer, and a copy of its state dict."""
+    optimizer = optimizer_of(kind, named)
+    return optimizer, copy.deepcopy(optimizer.state_dict())
 
 
 def entry(parameter, name, make):

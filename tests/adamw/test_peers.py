@@ -4,14 +4,13 @@ States are those of the packages, where they are installed, and made by hand as 
 What theirs are worth is what their own lines decode them to. The clocks of the GPU are the CPU's.
 """
 
-import io
 from dataclasses import replace
 
 import pytest
 import torch
 from axes import grid
 
-from adamw.training import assert_close, parameters, params_of, train
+from adamw.training import assert_close, parameters, params_of, through_a_file, train
 from benchmarks.harness.run import COPY, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS, stepping
@@ -20,13 +19,6 @@ from fusedops.optim.adamw.state import wide_moments
 
 # 8 bits of blocks that end within one and at one, three dimensions, and what is kept whole.
 SHAPES = [(5000,), (64, 80), (4, 8, 256), (33, 7), ()]
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def loaded(kind, params, state_dict):

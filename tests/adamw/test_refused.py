@@ -7,7 +7,7 @@ import pytest
 import torch
 from axes import grid
 
-from adamw.corrupted import CORRUPTED, entry, optimizer_of
+from adamw.corrupted import CORRUPTED, entry, optimizer_of, with_a_state
 from adamw.training import FORMATS, assert_close, assert_goes_on_alike, params_of, train
 from fusedops.optim import AdamW
 from fusedops.optim.adamw.state import SCALES, wide_moments
@@ -45,8 +45,7 @@ def refused(optimizer, state_dict, match, error=ValueError):
 @pytest.mark.parametrize("of", CORRUPTED)
 def test_a_corrupted_state_dict_changes_nothing(of):
     kind, corrupt, match = CORRUPTED[of]
-    optimizer = optimizer_of(kind)
-    state_dict = copy.deepcopy(optimizer_of(kind).state_dict())
+    optimizer, state_dict = with_a_state(kind)
     corrupt(state_dict)
     given = bits_of_what_has_some(state_dict)
     refused(optimizer, state_dict, f"AdamW: load_state_dict: .*{match}")
@@ -65,8 +64,7 @@ def bits_of_what_has_some(value):
 
 
 def test_a_parameter_without_a_name_is_said_by_its_number():
-    optimizer = optimizer_of("int8", named=False)
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("int8", named=False)
     entry(2, "exp_avg_sq", lambda t: t[:8])(state_dict)
     match = r"AdamW: load_state_dict: parameter 2: exp_avg_sq must be uint8 \[16, 512\], got uint8"
     refused(optimizer, state_dict, match)
@@ -97,8 +95,7 @@ OF_TORCH = {
 @pytest.mark.parametrize("of", OF_TORCH)
 def test_what_torch_refuses_is_refused_in_its_words(of):
     corrupt, error, match = OF_TORCH[of]
-    optimizer = optimizer_of("int8")
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("int8")
     corrupt(state_dict)
     refused(optimizer, state_dict, match, error)
     theirs = torch.optim.AdamW([{"params": group["params"]} for group in optimizer.param_groups])
@@ -162,8 +159,7 @@ def test_options_that_torch_steps_with_are_loaded(options, kind):
 
 def test_options_of_a_capturable_optimizer_are_loaded():
     """torch steps such parameters only on GPUs."""
-    optimizer = optimizer_of("float32")
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("float32")
     for group in state_dict["param_groups"]:
         group |= {"lr": torch.tensor(1e-3), "foreach": True, "capturable": True}
     optimizer.load_state_dict(state_dict)
@@ -172,8 +168,7 @@ def test_options_of_a_capturable_optimizer_are_loaded():
 
 @pytest.mark.parametrize("name", ["amsgrad", "maximize", "foreach", "fused", "differentiable"])
 def test_flags_that_an_old_state_dict_lacks_have_torchs_defaults(name):
-    optimizer = optimizer_of("float32")
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("float32")
     for group in state_dict["param_groups"]:
         del group[name]
     optimizer.load_state_dict(state_dict)
@@ -195,8 +190,7 @@ def test_a_learning_rate_that_a_schedule_ended_below_0_is_loaded():
 
 
 def test_codes_load_into_floats_with_their_scales():
-    codes = optimizer_of("int8")
-    state_dict = copy.deepcopy(codes.state_dict())
+    codes, state_dict = with_a_state("int8")
     for kind in ("float32", "bfloat16"):
         optimizer = optimizer_of(kind)
         optimizer.load_state_dict(state_dict)
@@ -212,8 +206,7 @@ def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
     """1e30 is finite, but its fourth power is not."""
     if (name, value) == ("exp_avg_scale", 1e30):
         value = -math.inf
-    trained, optimizer = optimizer_of("int8"), optimizer_of(kind)
-    state_dict = copy.deepcopy(trained.state_dict())
+    (trained, state_dict), optimizer = with_a_state("int8"), optimizer_of(kind)
     for parameter, block in ((0, 3), (0, 19), (2, 5)):
         state_dict["state"][parameter][name].view(-1)[block] = value
     optimizer.load_state_dict(state_dict)
@@ -235,8 +228,7 @@ def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
 
 
 def test_a_block_with_a_bad_scale_restarts_in_torchs_own_step():
-    optimizer = optimizer_of("float64")
-    state_dict = copy.deepcopy(optimizer_of("int8").state_dict())
+    optimizer, (_, state_dict) = optimizer_of("float64"), with_a_state("int8")
     state_dict["state"][0]["exp_avg_scale"][3] = math.nan
     optimizer.load_state_dict(state_dict)
     p = params_of(optimizer)[0]

@@ -1,7 +1,6 @@
 """AdamW loads and saves state dicts: torch's, its own, and peers'."""
 
 import copy
-import io
 import math
 import pickle
 
@@ -17,6 +16,7 @@ from adamw.training import (
     parameters,
     params_of,
     resumed,
+    through_a_file,
     train,
 )
 from fusedops.optim import AdamW, AdamW8bit
@@ -53,7 +53,7 @@ def test_goes_on_with_the_same_bits(dtype, state_dtype, how):
         through = copy.deepcopy if how == "copied" else lambda o: pickle.loads(pickle.dumps(o))
         later = through(optimizer)
     else:
-        saved = _saved(optimizer.state_dict()) if how == "saved" else None
+        saved = through_a_file(optimizer.state_dict()) if how == "saved" else None
         later = resumed(AdamW, optimizer, saved, **options)
     equal_states(optimizer, later)
     assert_goes_on_alike(optimizer, later, first=6)
@@ -149,13 +149,6 @@ def test_entries_of_others_stay():
     optimizer.state[p]["mine"] = 1.5
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.state[p]["mine"] == 1.5
-
-
-def _saved(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])

@@ -1,6 +1,7 @@
 """Training runs that AdamW tests compare, with equal gradients for all optimizers."""
 
 import copy
+import io
 
 import torch
 
@@ -43,6 +44,13 @@ def equal_states(a, b):
 
 def params_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def through_a_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
 
 
 def resumed(kind, optimizer, state_dict=None, **options):

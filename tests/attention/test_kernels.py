@@ -63,10 +63,8 @@ def test_forward_and_gradients(backend, dtype, products, feature, shape):
 @ON
 @pytest.mark.parametrize("feature", [None, *(name for name in FEATURES if name != "dropout")])
 def test_one_number(backend, feature):
-    qkv, kwargs = (
-        on(backend, *heads(1, 1, 1, 1, 1, 8)),
-        options([feature] if feature else [], 1, 1, 1, 1),
-    )
+    qkv = on(backend, *heads(1, 1, 1, 1, 1, 8))
+    kwargs = options([feature] if feature else [], 1, 1, 1, 1)
     kwargs = {k: on(backend, v)[0] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     cotangents = on(backend, drawn(4, 1, 1, 1, 8), drawn(5, 1, 1, 1))
     with fusedops.backend(backend), poisoned():
@@ -124,12 +122,11 @@ def test_sequences(backend, how, index):
     q, k, v = (t[0].transpose(0, 1) for t in heads(1, 4, 2, 64, 75, 32))
     q, k, v, cu_q, cu_k = on(backend, q, k, v, cu_q, cu_k)
     how = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **how}
+    longest = {"max_seqlen_q": 33, "max_seqlen_k": 33}
     cotangents = on(backend, drawn(4, 64, 4, 32), drawn(5, 4, 64) * 0)
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, (q, k, v), cotangents, **how)
-        known = results(
-            attention_and_lse, (q, k, v), cotangents, max_seqlen_q=33, max_seqlen_k=33, **how
-        )
+        known = results(attention_and_lse, (q, k, v), cotangents, **how, **longest)
     expected = results(attention_reference, (q, k, v), cotangents, **how)
     for one, two, other in zip(found, known, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -195,9 +192,8 @@ def test_no_width(backend, width, v_width):
 def test_empty(backend, shape):
     batch, q_heads, _, queries, *_ = shape
     qkv = on(backend, *heads(*shape))
-    cotangents = on(
-        backend, torch.ones(batch, q_heads, queries, 8), torch.ones(*shape[:2], queries)
-    )
+    of_lse = torch.ones(batch, q_heads, queries)
+    cotangents = on(backend, of_lse[..., None].expand(-1, -1, -1, 8), of_lse)
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, qkv, cotangents)
     assert found[0].shape == (batch, q_heads, queries, 8)
@@ -211,11 +207,8 @@ def test_a_window_as_wide_as_numbers_go_is_open(backend, queries):
     """No position overflows."""
     qkv = heads(1, 4, 2, queries, 37, 16, dtype=torch.float32)
     widest = 2**63 - 1
-    for window, same in (
-        ((widest, widest), (-1, -1)),
-        ((widest, 0), (-1, 0)),
-        ((2**31 - 1, 3), (-1, 3)),
-    ):
+    windows = {(widest, widest): (-1, -1), (widest, 0): (-1, 0), (2**31 - 1, 3): (-1, 3)}
+    for window, same in windows.items():
         with fusedops.backend(backend), poisoned():
             found, expected = (attention(*qkv, window=w) for w in (window, same))
         assert torch.equal(found, expected)
@@ -245,14 +238,8 @@ def test_strides(backend, dtype, products, queries):
 @pytest.mark.parametrize("queries", [3, 40])
 def test_masks_of_all_shapes(backend, queries):
     q, k, v = heads(2, 4, 2, queries, 50, 16)
-    for shape in (
-        (50,),
-        (queries, 1),
-        (4, 1, 50),
-        (2, 1, 1, 50),
-        (1, 4, queries, 50),
-        (1, 1, 1, 1),
-    ):
+    shapes = (50,), (queries, 1), (4, 1, 50), (2, 1, 1, 50), (1, 4, queries, 50), (1, 1, 1, 1)
+    for shape in shapes:
         compare((q, k, v), backend, bias=drawn(13, *shape))
         compare((q, k, v), backend, bias=drawn(13, *shape) > -1.5)
     strided = drawn(14, 2, 4, 50, queries).mT
@@ -328,9 +315,8 @@ def test_large_scores(backend):
 def test_the_same_bits_each_time(backend):
     shape = (1, 2, 1, 20, 40, 16) if interpreted(backend) else (2, 4, 2, 150, 300, 32)
     qkv = on(backend, *heads(*shape))
-    cotangents = on(
-        backend, drawn(4, *shape[:2], shape[3], shape[5]), drawn(5, *shape[:2], shape[3])
-    )
+    outer = *shape[:2], shape[3]
+    cotangents = on(backend, drawn(4, *outer, shape[5]), drawn(5, *outer))
     with fusedops.backend(backend):
         first, second = (results(attention_and_lse, qkv, cotangents) for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -363,12 +349,12 @@ def test_as_torchs(backend, causal, queries, keys):
 def test_threads_do_not_change_the_bits():
     qkv = heads(2, 4, 2, 150, 300, 32)
     cotangents = drawn(4, 2, 4, 150, 32), drawn(5, 2, 4, 150)
-    found = []
-    for number in (1, 2, 3):
+    with threads(1):
+        alone = results(attention_and_lse, qkv, cotangents, causal=True)
+    for number in (2, 3):
         with threads(number):
-            found.append(results(attention_and_lse, qkv, cotangents, causal=True))
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+            found = results(attention_and_lse, qkv, cotangents, causal=True)
+        assert all(map(torch.equal, alone, found))
 
 
 def test_keys_split_among_threads():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from axes import grid
+from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.functional import gated_activation, geglu, swiglu
@@ -164,24 +165,14 @@ def test_strided_output_gradients(kind, backend, packed):
     function, reference, kwargs = KINDS[kind]
     args = inputs((12, 64), torch.float32, packed)
     for view in (torch.t, lambda y: torch.cat([y, y.new_zeros(12, 5)], -1), lambda y: y.sum(0)):
-        check(
-            lambda *a, view=view: view(function(*a, **kwargs)),
-            lambda *a, view=view: view(reference(*a, **kwargs)),
-            args,
-            backend,
-        )
+        check(viewed(function, view), viewed(reference, view), args, backend, **kwargs)
 
 
 @grid("kind,backend", CASES, which=[0, 1])
 def test_only_one_gradient(kind, backend, which):
-    function, reference, kwargs = KINDS[kind]
-
-    def alone(run):
-        return lambda *args: run(
-            *(a if i == which else a.detach() for i, a in enumerate(args)), **kwargs
-        )
-
-    check(alone(function), alone(reference), inputs((40, 33), torch.float32), backend)
+    *both, kwargs = KINDS[kind]
+    runs = (with_gradients_of(run, which) for run in both)
+    check(*runs, inputs((40, 33), torch.float32), backend, **kwargs)
 
 
 @grid("kind,backend", CASES, dtype=FLOATS)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from axes import grid
+from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.functional import linear
@@ -111,11 +112,8 @@ OUTPUTS = {  # what becomes of the output, hence its gradient's layout
 
 @grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], layout=OUTPUTS)
 def test_strided_output_gradients(kind, backend, layout):
-    def laid_out(run):
-        return lambda *args, **how: OUTPUTS[layout](run(*args, **how))
-
-    args = inputs((12, 64), 40, torch.float32)
-    check(laid_out(linear), laid_out(linear_reference), args, backend, activation=kind)
+    runs = (viewed(run, OUTPUTS[layout]) for run in (linear, linear_reference))
+    check(*runs, inputs((12, 64), 40, torch.float32), backend, activation=kind)
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
@@ -161,14 +159,9 @@ WANTED = [(i, j, k) for i in (0, 1) for j in (0, 1) for k in (0, 1) if i + j + k
 
 @grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], wanted=WANTED)
 def test_only_some_gradients(kind, backend, wanted):
-    args = inputs((40, 33), 21, torch.float32)
-
-    def some(run):
-        return lambda *args, **how: run(
-            *(a if w else a.detach() for a, w in zip(args, wanted, strict=True)), **how
-        )
-
-    check(some(linear), some(linear_reference), args, backend, activation=kind)
+    places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    runs = (with_gradients_of(run, *places) for run in (linear, linear_reference))
+    check(*runs, inputs((40, 33), 21, torch.float32), backend, activation=kind)
 
 
 @grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], dtype=FLOATS)

@@ -17,7 +17,6 @@ from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
-    RECEIVED,
     Call,
     Drawn,
     Redrawn,
@@ -30,6 +29,7 @@ from contract.fuzzing import (
     results,
     says_what_is_wrong,
     shapes,
+    with_gradients,
     wrong_tensors,
 )
 from hypothesis import given, settings
@@ -114,9 +114,7 @@ def calls(draw: st.DrawFn, op: str, max_size: int = 32768, floats: tuple = tuple
         arguments["bias"] = parameter() if one_axis or "add" not in op else None
     arguments["eps"] = draw(st.sampled_from(EPS[:3]) | st.sampled_from(EPS))
     arguments |= draw(keywords(op))
-    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
-    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
-    return Call(op, arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
+    return draw(with_gradients(op, arguments))
 
 
 @st.composite

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from axes import grid
+from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.testing import check, device_of, gradients, placed, threads
@@ -153,18 +154,8 @@ OUTPUTS = {  # what becomes of an output, hence its gradient's layout
 
 @grid("op,backend", CASES, layout=OUTPUTS)
 def test_strided_output_gradients(op, backend, layout):
-    function, reference = FUNCTIONS[op]
-    args = inputs(op, (12, 64), torch.float16)
-
-    def laid_out(run):
-        def call(*args):
-            outputs = run(*args)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            return tuple(OUTPUTS[layout](o) for o in outputs)
-
-        return call
-
-    check(laid_out(function), laid_out(reference), args, backend)
+    runs = (viewed(run, OUTPUTS[layout]) for run in FUNCTIONS[op])
+    check(*runs, inputs(op, (12, 64), torch.float16), backend)
 
 
 @grid("op,backend", CASES, shape=[(0, 8), (3, 0), (0, 0), (2, 0, 4)])
@@ -208,19 +199,12 @@ def test_large_mean_keeps_its_variance(op, backend):
 
 @grid("op,backend", CASES, which=range(4))
 def test_only_one_gradient(op, backend, which):
-    function, reference = FUNCTIONS[op]
     args = inputs(op, (40, 33), torch.float32)
     tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     if which >= len(tensors):
         pytest.skip("fewer arguments")
-    leaf = tensors[which]
-
-    def alone(run):
-        return lambda *args: run(
-            *(a.detach() if i in tensors and i != leaf else a for i, a in enumerate(args))
-        )
-
-    check(alone(function), alone(reference), args, backend)
+    runs = (with_gradients_of(run, tensors[which]) for run in FUNCTIONS[op])
+    check(*runs, args, backend)
 
 
 @grid("op,backend", ADDS, used=[0, 1])

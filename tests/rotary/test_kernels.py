@@ -3,6 +3,7 @@
 import pytest
 import torch
 from axes import grid
+from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.functional import rotary_embedding
@@ -10,6 +11,7 @@ from fusedops.functional.rotary import rotary_embedding_reference
 from fusedops.testing import check, device_of, gradients, placed, threads
 from rotary.cases import BACKENDS, FLOATS, LAYOUTS, compare, inputs, with_table
 
+FUNCTIONS = rotary_embedding, rotary_embedding_reference
 PAIRS = pytest.mark.parametrize("interleaved", LAYOUTS, ids=["halves", "interleaved"])
 
 # heads of q and of k, positions, width, rotary: one pair, odd widths, partial, the models' widths,
@@ -134,16 +136,8 @@ def test_strided_output_gradients(backend, interleaved):
         lambda y: y.sum(0),
         lambda y: y.transpose(2, 3),
     ):
-        check(
-            *(
-                lambda q, k, run=run, view=view: tuple(
-                    map(view, run(q, k, *table, interleaved=interleaved))
-                )
-                for run in (rotary_embedding, rotary_embedding_reference)
-            ),
-            (q, k),
-            backend,
-        )
+        runs = (with_table(run, *table, interleaved=interleaved) for run in FUNCTIONS)
+        check(*(viewed(run, view) for run in runs), (q, k), backend)
 
 
 @grid(backend=BACKENDS, which=[0, 1])
@@ -151,21 +145,12 @@ def test_only_one_gradient(backend, which):
     q, k, *table = inputs((4, 2), 5, 48)
     table = placed(table, device_of(backend))
 
-    def of_one_input(run):
-        return lambda *args: run(
-            *(a if i == which else a.detach() for i, a in enumerate(args)), *table
-        )
-
-    def of_one_output(run):
-        return lambda *args: run(*args, *table)[which]
-
-    for alone in (of_one_input, of_one_output):
-        check(alone(rotary_embedding), alone(rotary_embedding_reference), (q, k), backend)
+    both = [with_table(run, *table) for run in FUNCTIONS]
+    check(*(with_gradients_of(run, which) for run in both), (q, k), backend)
+    check(*(lambda *args, run=run: run(*args)[which] for run in both), (q, k), backend)
     with fusedops.backend(backend):
         args = placed((q, k), device_of(backend))
-        found = rotary_embedding(
-            *(a.requires_grad_(i == which) for i, a in enumerate(args)), *table
-        )
+        found = both[0](*(a.requires_grad_(i == which) for i, a in enumerate(args)))
     assert [y.requires_grad for y in found] == [which == 0, which == 1]
 
 
@@ -192,9 +177,8 @@ def test_what_is_not_rotated_keeps_its_bits(backend, dtype, rotary, width):
     bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     q, k, cos, sin = inputs((3, 2), 5, width, rotary, dtype)
     for x in (q, k):
-        x.view(bits)[..., rotary:] = torch.randint(
-            -(2**15), 2**15, x[..., rotary:].shape, dtype=bits
-        )
+        rest = x.view(bits)[..., rotary:]
+        rest.copy_(torch.randint(-(2**15), 2**15, rest.shape, dtype=bits))
     args = placed((q, k, cos, sin), device_of(backend))
     with fusedops.backend(backend):
         found = rotary_embedding(*args)
@@ -208,10 +192,7 @@ def test_float64_is_exact(backend, interleaved):
     for table in (torch.float64, torch.float32):
         q, k, *tables = inputs((3, 2), 5, 24, 20, torch.float64, table=table)
         args = placed((q, k, *tables), device_of(backend))
-        runs = (
-            with_table(run, *args[2:], interleaved=interleaved)
-            for run in (rotary_embedding, rotary_embedding_reference)
-        )
+        runs = (with_table(run, *args[2:], interleaved=interleaved) for run in FUNCTIONS)
         with fusedops.backend(backend):
             found, expected = (gradients(run, args[:2]) for run in runs)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -224,10 +205,9 @@ def test_float64_of_the_kernels_own_operators(backend):
     args = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in args]
     with fusedops.backend(backend):
         found = torch.ops.fusedops.rotary_forward(*args, cos, sin, 1, False)
-        back = torch.ops.fusedops.rotary_backward(*found, cos, sin, 1, False, torch.float64)
-        alone = torch.ops.fusedops.rotary_backward(
-            None, found[1], cos, sin, 1, False, torch.float64
-        )
+        how = 1, False, torch.float64
+        back = torch.ops.fusedops.rotary_backward(*found, cos, sin, *how)
+        alone = torch.ops.fusedops.rotary_backward(None, found[1], cos, sin, *how)
     leaves = [a.clone().requires_grad_() for a in args]
     expected = rotary_embedding_reference(*leaves, cos, sin)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -270,9 +250,8 @@ def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interl
         with threads(3):
             threaded = gradients(run, (q, k))
         at = slice(70, 81)
-        few = rotary_embedding(
-            q[:, 1:2, at], k[:, :, at], cos[:, at], sin[:, at], interleaved=interleaved
-        )
+        table = cos[:, at], sin[:, at]
+        few = rotary_embedding(q[:, 1:2, at], k[:, :, at], *table, interleaved=interleaved)
     assert all(torch.equal(value, threaded[key]) for key, value in first.items())
     assert torch.equal(inside[0], first["output 0"]) and torch.equal(inside[1], first["output 1"])
     assert torch.equal(few[0], first["output 0"][:, 1:2, at])
@@ -282,10 +261,7 @@ def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interl
 @grid(backend=BACKENDS, seq=[1, 6])
 def test_memory_layout_is_kept_and_nothing_is_written_to(backend, seq):
     q, k, cos, sin = placed(inputs((4, 2), seq, 48), device_of(backend))
-    for view in (
-        lambda x: x,
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    ):
+    for view in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
         args = [view(x.detach()).requires_grad_() for x in (q, k)]
         kept = [x.detach().clone() for x in (*args, cos, sin)]
         with fusedops.backend(backend):
