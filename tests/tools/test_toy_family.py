@@ -200,9 +200,11 @@ def test_only_its_own_units_are_compiled(built):
     assert isa <= compiled and len(compiled - isa) == 3, compiled
 
 
+# The layout of the whole tree, of the family's files and of the shared ones.
+LAYOUT = f"layout and ({FAMILY} or backends or __init__ or not (point_down or harm or reader))"
 # Tests that read the list of families, and which of them concern this one.
 OF_EVERY_FAMILY = {
-    "tests/tools/test_layout.py": "layout",
+    "tests/tools/test_layout.py": f"({LAYOUT})",
     "tests/tools/test_machine_code.py": FAMILY,
     "tests/tools/test_mutants.py": FAMILY,
     "tests/package/test_backends.py": "report_names_every",

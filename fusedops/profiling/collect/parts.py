@@ -21,6 +21,7 @@ from fusedops.profiling.evidence import (
     OptimizerTime,
     Patching,
     Profiled,
+    SiteTime,
 )
 from fusedops.profiling.storage.measured import measure_memory
 from fusedops.profiling.storage.use import MemoryUse
@@ -46,6 +47,7 @@ class Parts:
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
     blocks: tuple[Block, ...] = ()
+    frozen: tuple[SiteTime, ...] = ()
     not_checked: list[str] = field(default_factory=list)
 
     def use(self, use: MemoryUse) -> None:
