@@ -1,11 +1,10 @@
 """`python -m benchmarks.bottlenecks.advice`: predicted savings of advice against measured ones.
 
-Small models of four architectures in four kinds of steps: as they are, with larger batches, with
-eager attention, and on padded batches. `fusedops.profile` advises, and `Profile.measure` tries what
-it can. Padding is measured with the same samples sorted by length and trimmed. A saving of time is
-a share of the step that was measured with it, since the machine's speed may change in between. A
-row is excluded if the measured interval contains 0. docs/profile_advice.md is written from the
-results.
+Small models of four architectures in three kinds of steps: small batches, larger ones and padded
+ones. `fusedops.profile` advises, and `Profile.measure` tries what it can. Padding is measured with
+the same samples sorted by length and trimmed. A saving of time is a share of the step that was
+measured with it, since the machine's speed may change in between. A row is excluded if the
+measured interval contains 0. docs/profile_advice.md is written from the results.
 """
 
 import argparse
@@ -15,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,12 +44,13 @@ step. Savings of memory are differences of two steps' peaks. A factor is measure
 row is excluded if the measured interval contains 0.
 
 Models have four layers of 256 and 4000 words. The steps train with torch's AdamW in float32, on
-batches of 4 x 64 tokens ("train"), the same with eager attention ("eager": `patch` and `bf16`), of
-8 x 128 tokens ("large": `checkpoint` and `loss`), and of 4 samples of 8 to 64 tokens ("padded").
-`padding` is measured with four batches against the same samples sorted by length and trimmed.
+batches of 4 x 64 tokens ("train"), of 8 x 128 tokens ("large": `checkpoint` and `loss`), and of 4
+samples of 8 to 64 tokens ("padded"). `padding` is measured with four batches against the same
+samples sorted by length and trimmed; these keep some padding, and the prediction leaves none.
 
-Advice that no report gave has no row. Neither have `batch`, `compile` and `collate`, which say
-themselves that their saving is an upper bound, and `threads`, which the profile itself measures.
+Advice that a report did not give, or that it had no time to try, has no row. Neither have `batch`,
+`compile` and `collate`, which say themselves that their saving is an upper bound, and `threads`,
+which the profile itself measures. The CPU has AMX.
 """
 STEP = Kind(batch=4, length=64)
 WINDOW = 4  # batches whose samples are sorted by length
@@ -197,7 +197,6 @@ class Steps:
 KINDS_OF_STEPS = {
     "train": Steps(STEP, plain_data),
     "large": Steps(Kind(batch=8, length=128), plain_data, ("checkpoint", "loss")),
-    "eager": Steps(replace(STEP, attention="eager"), plain_data, ("patch", "bf16")),
     "padded": Steps(STEP, padded_data, ()),
 }
 
