@@ -50,7 +50,7 @@ samples sorted by length and trimmed; these keep some padding, and the predictio
 
 Advice that a report did not give, or that it had no time to try, has no row. Neither have `batch`,
 `compile` and `collate`, which say themselves that their saving is an upper bound, and `threads`,
-which the profile itself measures. The CPU has AMX.
+which the profile itself measures.
 """
 STEP = Kind(batch=4, length=64)
 WINDOW = 4  # batches whose samples are sorted by length
