@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 LEVELS = ["none", "avx2", "avx512", "avx512_bf16"]
 KERNELS = "cpu and (test_forward_and_gradients and (33 or 1024 or 4099) or test_several)"
@@ -73,6 +74,14 @@ def test_level(level, best):
         return
     run = python(RUN_TESTS, level, COMPOSITE if level == "none" else KERNELS, *FILES, isa=level)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="no matrix unit")
+def test_a_named_level_is_without_the_matrix_unit(best):
+    plan = "from fusedops.extension import _C\n"
+    plan += "print(_C.quantized_linear_plan('nf4', 64, 256, 64, 2, 'none', 'any'))"
+    assert "matrix unit" in python(plan, isa="").stdout
+    assert "in registers" in python(plan, isa=best).stdout
 
 
 def test_unknown_level():
