@@ -11,7 +11,9 @@ WORKLOADS = {
     "sentences": "benchmarks.workloads.sentences",
     "step": "benchmarks.workloads.step",
     "small": "benchmarks.workloads.small",
+    "sweep": "benchmarks.workloads.sweep",
     "train": "benchmarks.workloads.train",
+    "tune": "benchmarks.workloads.tune",
 }
 
 ON_GPU = tuple(backends.FAMILIES)

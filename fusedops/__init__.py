@@ -28,12 +28,14 @@ from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
+    from fusedops.integrations.transformers.latency import low_latency as low_latency
     from fusedops.profiling.compare import compare as compare
     from fusedops.profiling.planning import MemoryPlan as MemoryPlan
     from fusedops.profiling.planning import memory as memory
     from fusedops.profiling.recording import recording as recording
     from fusedops.profiling.run import profile as profile
     from fusedops.sweeping.run import sweep as sweep
+    from fusedops.tuning.run import tune as tune
 
 __version__ = "0.2.0"
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "functional",
     "fuse_always",
     "keep_freed_memory",
+    "low_latency",
     "nn",
     "optim",
     "patch",
@@ -56,6 +59,7 @@ __all__ = [
     "recording",
     "register_attention",
     "sweep",
+    "tune",
     "unpatch",
     "verify",
 ]
@@ -68,10 +72,12 @@ _LATER = {
     "MemoryPlan": "fusedops.profiling.planning",
     "QuantizationConfig": "fusedops.integrations.transformers",
     "compare": "fusedops.profiling.compare",
+    "low_latency": "fusedops.integrations.transformers.latency",
     "memory": "fusedops.profiling.planning",
     "profile": "fusedops.profiling.run",
     "recording": "fusedops.profiling.recording",
     "sweep": "fusedops.sweeping.run",
+    "tune": "fusedops.tuning.run",
 }
 
 

@@ -32,6 +32,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
     _add_memory(commands.add_parser("memory", help="predict a step's memory, before it is run"))
     _add_sweep(commands.add_parser("sweep", help="latency and throughput over batch and length"))
+    _add_tune(commands.add_parser("tune", help="find settings that make a training step faster"))
     _add_bench(commands.add_parser("bench", help="a model eager, compiled and patched, in a table"))
     return parser.parse_args(argv)
 
@@ -104,6 +105,21 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=int, default=4, help="sequences (default 4)")
     command.add_argument("--length", type=int, default=256, help="tokens of each (default 256)")
     command.set_defaults(run=_bench)
+
+
+def _add_tune(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", help="folder, config.json, model type such as llama, or a cached model's name")
+    add("--batch", type=int, default=8, help="samples of an optimizer step (default 8)")
+    add("--length", type=int, default=256, help="tokens of a sequence (default 256)")
+    add("--goal", default="throughput", choices=("throughput", "latency"))
+    add("--p95", type=float, help="seconds that 95 %% of the steps may take")
+    add("--memory", type=int, help="bytes that a step may hold at its peak")
+    add("--knobs", type=lambda text: text.split(","), help="names, in order (default all)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--budget", type=float, default=600.0, help="seconds for everything (default 600)")
+    add("--json", metavar="FILE", help="write the trials there")
+    command.set_defaults(run=_tune)
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -209,11 +225,19 @@ def _bench(args: argparse.Namespace) -> int:
     return _swept(lambda: command.bench(args), "bench")
 
 
+def _tune(args: argparse.Namespace) -> int:
+    from fusedops.tuning import command
+
+    return _swept(lambda: command.tune_model(args), "tune")
+
+
 def _swept(call: Callable[[], object], name: str) -> int:
     try:
         call()
     except (ValueError, TypeError, RuntimeError, OSError, ModuleNotFoundError) as error:
-        if not str(error).startswith(("sweep: ", "bench: ")):  # a fault: keep its traceback
+        if not str(error).startswith(
+            ("sweep: ", "bench: ", "tune: ")
+        ):  # a fault: keep its traceback
             raise
         print(f"fusedops {name}: {str(error).partition(': ')[2]}", file=sys.stderr)
         return 1

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 # A graph that was compiled for another build of the operators must not stand in for this one's.
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+# Caches of what C++ code compiles to are fine: torch finds out only once what this CPU has.
+for cache in ("INDUCTOR_FX_GRAPH_CACHE", "INDUCTOR_AUTOGRAD_CACHE"):
+    os.environ[f"TORCH{cache}"] = "0"
+os.environ["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO"] = "0"
 
 collect_ignore = ["tools/toy_family"]  # test_toy_family.py copies it into a tree
+
+FIRST = ("tests/tools/", "tests/package/", "tests/profiling/", "tests/contract/")
 
 QUICK = re.compile(r"^(pytestmark = |@)pytest\.mark\.quick", re.M)
 
@@ -31,6 +36,15 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr == "quick" and collection_path.suffix == ".py":
         return QUICK.search(collection_path.read_text()) is None or None
     return None
+
+
+def pytest_collection_modifyitems(items):
+    """The longest tests, which compile or run whole programs, come first.
+
+    Then no process of pytest-xdist is left with one of them when the others are done, and the tests
+    of a file run in one process, which makes the file's fixtures once.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 @pytest.fixture(autouse=True)

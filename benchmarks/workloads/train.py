@@ -29,6 +29,8 @@ from benchmarks.workloads.step import COMPILED, EAGER, OURS, WHOLE, step, words
 LIGER = "liger"
 BATCHES, SEQUENCE, VOCABULARY = (1, 8), 2048, 128256
 STEPS = 2, 12  # untimed and timed steps
+# Modules that each contender's process starts with. None of them initialises CUDA.
+PRELOADED = ["benchmarks.workloads.train", "transformers.models.llama.modeling_llama"]
 BILLION = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -52,7 +54,10 @@ def _device() -> torch.device:
 
 
 def _apart(name: str, batch: int, threads: int) -> dict:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+    """A row from a new process, which starts with the imports that all rows share."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, context) as child:
         return child.submit(_row, name, batch, threads).result()
 
 

@@ -35,7 +35,7 @@ def sources(suffix: str) -> list[Path]:
 
 def compiled(source: Path, architectures: Sequence[str] = ARCHITECTURES) -> list[Compiled]:
     """Returns every kernel of a file, sorted by name."""
-    found = read(object_of(source, architectures))
+    found = read(device_code(source, architectures))
     names = dict(zip(found, demangled(name for _, name in found), strict=True))
     order = sorted(found, key=lambda key: (names[key], architectures.index(key[0])))
     return [
@@ -48,13 +48,14 @@ def demand_of(kernel: str) -> Demand:
     return next((DEMANDS[p] for p in DEMANDS if fnmatchcase(kernel, p)), Demand())
 
 
-def object_of(source: Path, architectures: Sequence[str]) -> bytes:
+def device_code(source: Path, architectures: Sequence[str]) -> bytes:
+    """Returns the kernels alone: nvcc parses the launchers, and g++ compiles none of them."""
     arguments = [flag for arch in architectures for flag in gencode(arch)]
-    path = BUILD / "nvcc" / f"{source.stem}-{_key(source, arguments)}.o"
+    path = BUILD / "nvcc" / f"{source.stem}-{_key(source, arguments)}.fatbin"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.o")
-        if _nvcc(source, unfinished, *flags(), "-c", "-t", "2", *arguments):
+        unfinished = path.with_suffix(f".{os.getpid()}.fatbin")
+        if _nvcc(source, unfinished, *flags(), "-fatbin", "-t", "2", *arguments):
             raise SystemExit(f"nvcc does not compile {source}")
         unfinished.rename(path)
     return path.read_bytes()

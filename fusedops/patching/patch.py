@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fusedops import notice
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import fused_modules, restore_states, states, unfuse_all
-from fusedops.patching.core.undo import afterwards, on_failure, settings
+from fusedops.patching.core.undo import afterwards, on_failure, run_at_unpatch, settings
 from fusedops.patching.counts import count_calls
 from fusedops.patching.lines.activated_linear import EPILOGUE
 from fusedops.patching.lines.layer import patch_layers
@@ -166,7 +166,11 @@ def unpatch(model: nn.Module) -> None:
     """Restores the original class of every module of `model`, bit for bit as before patch."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
-    undo = partial(unfuse_all, model)
+
+    def undo() -> None:
+        run_at_unpatch(model)
+        unfuse_all(model)
+
     with on_failure(undo), on_failure(undo):
         undo()
 

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "Autocast",
+    "Block",
     "Ceilings",
     "Copies",
     "Evidence",
     "Gpu",
     "Loader",
     "Op",
+    "OptimizerTime",
     "Patching",
     "Profiled",
     "Reserved",
@@ -256,14 +259,59 @@ class Patching:
 
 
 @dataclass(frozen=True)
+class OptimizerTime:
+    """A step of the user's optimizer, and of another one on the same tensors.
+
+    name: of the other. share: of the user's elements that the tensors have. before, after: seconds
+    of a step in pairs of blocks, of the user's optimizer and of the other.
+    """
+
+    name: str
+    share: float
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """A step in bfloat16 autocast. timed: the calls whose tensors then have other dtypes.
+
+    kept: bytes that the forward keeps for backward, as it is and in autocast. left: calls whose
+    counterpart was not found.
+    """
+
+    timed: tuple[SiteTime, ...]
+    kept: tuple[int, int] = (0, 0)
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A repeated layer of the model that could be checkpointed.
+
+    saved: bytes that it keeps for backward, apart from its inputs and results. seconds: of its
+    forwards in a step. peak: of a step in which this one and all before it in the list are
+    checkpointed.
+    """
+
+    name: str
+    saved: int
+    seconds: float
+    peak: int
+
+
+@dataclass(frozen=True)
 class Evidence:
     """All that was measured of one step.
 
     plain: steps as they are (E0). cached: the same steps with batches kept in memory (E1). half:
     the same with half the batch (E2). fewer_threads: the same with as many threads as CPUs; only
     where torch uses more. ceilings: E3. profiled: E4. flops: of a step, by dtype. memory: bytes by
-    category. patching: what patch would fuse; None without a model, or for a patched one. threads:
-    torch's. cpus: the process's, by affinity and cgroup quota.
+    category. activations: bytes saved for backward by module, some of the largest. patching: what
+    patch would fuse; None without a model, or for a patched one. autocast: None where no step was
+    tried in it. optimizers: those that may replace the user's; None where none was timed. blocks:
+    those worth checkpointing, in that order; empty where activations are a small part of the peak.
+    threads: torch's. cpus: the process's, by affinity and cgroup quota.
     """
 
     plain: Run
@@ -276,8 +324,12 @@ class Evidence:
     profiled: Profiled | None = None
     gpu: Gpu | None = None
     patching: Patching | None = None
+    autocast: Autocast | None = None
+    optimizers: tuple[OptimizerTime, ...] | None = None
+    blocks: tuple[Block, ...] = ()
     flops: dict[str, int] | None = None
     memory: dict[str, int] | None = None
+    activations: dict[str, int] = field(default_factory=dict)
     device: str = "cpu"
     threads: int = 1
     cpus: float = 1.0

@@ -13,9 +13,9 @@ from time import perf_counter
 from typing import Any
 
 from fusedops.profiling.advice.advice import Advice, Saving
-from fusedops.profiling.advice.knobs import KNOBS, SAFE, available
+from fusedops.profiling.advice.checkpoints import fitting, worthwhile
 from fusedops.profiling.advice.rules import advise
-from fusedops.profiling.advice.trial import tried
+from fusedops.profiling.advice.trial import ALL, ALL_SAFE, tried, why_not
 from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run
@@ -171,19 +171,22 @@ class Profile:
         return [
             one.id
             for one in self.advice
-            if one.measured is None and one.id in KNOBS and not available(one.id, subject)
+            if one.measured is None
+            and one.id in ALL
+            and not why_not(one.id, subject, self.evidence)
         ]
 
     def measure(self, *ids: str, budget_s: float = 60.0) -> list[Advice]:
         """Tries changes on the live step, and returns their advice with `measured`.
 
-        ids: "patch", "adamw8bit", "bf16", "threads" or "keep_freed_memory". Blocks of steps with a
-        change and without it alternate. Then the change is undone, and parameters, buffers,
-        optimizer state and generators are what they were. Only `keep_freed_memory` leaves the C
-        library with its default setting. `measured.bytes` is the difference of two steps' peaks,
-        where a change moves memory. budget_s: seconds for all of them. A change that the
-        budget has no time for, or that makes the step raise, has `measured=None`, and
-        `verdict.not_checked` says why.
+        ids: "patch", "loss", "checkpoint", "adamw8bit", "bf16", "threads", "workers" or
+        "keep_freed_memory". Blocks of steps with a change and without it alternate; for "workers"
+        they are blocks of the loop, and the DataLoader's dataset is read again. Then the change is
+        undone, and parameters, buffers, optimizer state and generators are what they were. Only
+        `keep_freed_memory` leaves the C library with its default setting. `measured.bytes` is the
+        difference of two steps' peaks, where a change moves memory. budget_s: seconds for all of
+        them. A change that the budget has no time for, or that makes the step raise, has
+        `measured=None`, and `verdict.not_checked` says why.
 
         Raises ValueError for an id that cannot be tried on this step, with the reason, and
         RuntimeError for a report that was loaded or recorded.
@@ -192,8 +195,8 @@ class Profile:
             raise RuntimeError("profile: measure needs a report that fusedops.profile made here")
         known = {one.id: one for one in self.advice}
         for name in ids:
-            others = f"it must be one of {', '.join(KNOBS)}"
-            reason = available(name, self._subject) if name in KNOBS else others
+            others = f"it must be one of {', '.join(ALL)}"
+            reason = why_not(name, self._subject, self.evidence) if name in ALL else others
             if reason:
                 raise ValueError(f"profile: measure cannot try {name!r}: {reason}")
         deadline = perf_counter() + budget_s
@@ -206,12 +209,22 @@ class Profile:
         self._advice = list(known.values())
         return [known[name] for name in ids]
 
+    def checkpoints(self, budget: int | None = None) -> list[str]:
+        """Names of the blocks to checkpoint, those with most bytes per added second first.
+
+        budget: bytes of the step's peak; the fewest blocks with which it fits are named. Without
+        one, all blocks that lower the peak. Empty where the peak is low enough, or activations are
+        a small part of it. Raises ValueError for a budget that checkpointing cannot reach.
+        """
+        chosen = worthwhile(self.evidence) if budget is None else fitting(self.evidence, budget)
+        return [block.name for block in chosen]
+
     def measure_safe(self, budget_s: float) -> None:
         """Measures the advice that leaves nothing behind, as far as it can be tried here."""
         ids = []
         for one in self.advice:
-            if one.id in SAFE and self._subject is not None:
-                reason = available(one.id, self._subject)
+            if one.id in ALL_SAFE and self._subject is not None:
+                reason = why_not(one.id, self._subject, self.evidence)
                 self._not_measured(one.id, reason)
                 ids += [one.id] if not reason else []
         self.measure(*ids, budget_s=budget_s)

@@ -12,7 +12,7 @@ from fusedops.profiling.planning.models import check_positions
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.run import sweep
 
-__all__ = ["bench", "sweep_model"]
+__all__ = ["bench", "random_tokens", "sweep_model"]
 
 COMPARED = ("eager", "compiled", "patched")
 
@@ -51,7 +51,7 @@ def _swept(args: argparse.Namespace, caller: str, past_knee: bool) -> Sweep:
     model.config.use_cache = args.mode == "generate"
     trained = model.parameters() if args.mode == "train" else None
     return sweep(
-        _random_tokens(model),
+        random_tokens(model),
         model=model,
         optimizer=None if trained is None else torch.optim.AdamW(trained, lr=1e-5),
         batch=args.batch,
@@ -64,7 +64,9 @@ def _swept(args: argparse.Namespace, caller: str, past_knee: bool) -> Sweep:
     )
 
 
-def _random_tokens(model: Any) -> Callable[[int, int | None], dict[str, torch.Tensor]]:
+def random_tokens(model: Any) -> Callable[[int, int | None], dict[str, torch.Tensor]]:
+    """A make_batch of tokens without padding, which are their own labels."""
+
     def make_batch(batch: int, length: int | None) -> dict[str, torch.Tensor]:
         assert length is not None
         ids = torch.randint(model.config.vocab_size, (batch, length), device="cpu")

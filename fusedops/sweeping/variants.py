@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations.transformers.latency import low_latency
 from fusedops.patching import patch, quantize, unpatch
 from fusedops.patching.quantize import check_options
 
-__all__ = ["EAGER", "Variant", "variant"]
+__all__ = ["EAGER", "Variant", "shared_copy", "variant"]
 
 EAGER = "eager"
 OPTIONS = ("group_size", "scale", "input_format", "compute")  # of quantize, left at their defaults
-PARTS = ("patched", "compiled", "static", "quantized:FORMAT")
+PARTS = ("patched", "compiled", "static", "low_latency", "quantized:FORMAT")
+GENERATING = ("static", "low_latency")  # parts for mode "generate" alone
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Variant:
     patched: bool = False
     compiled: bool = False
     static: bool = False
+    low_latency: bool = False
     format: str | None = None
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -34,12 +37,14 @@ class Variant:
         A structure of its own, with the parameters and buffers of `model`, so that variants take
         turns without undoing each other; only quantized weights are new. "eager" is unpatched.
         """
-        made = shared_copy(model, self.name)
+        made = shared_copy(model, "sweep")
         unpatch(made)
         if self.format is not None:
             quantize(made, self.format)
         if self.patched:
             patch(made)
+        if self.low_latency:
+            low_latency(made)
         if self.compiled:
             made.compile()
         return made
@@ -59,23 +64,26 @@ def variant(name: str, mode: str) -> Variant:
         if kind == "quantized" and format:
             check_options(format, dict.fromkeys(OPTIONS))
             known["format"] = format
-        elif part in ("patched", "compiled", "static"):
+        elif part in PARTS:
             known[part] = True
         else:
             wanted = f'"{EAGER}" or parts of {", ".join(PARTS)} joined by "+"'
             raise ValueError(f"sweep: variants must be {wanted}, got {name!r}")
-    if known.get("static") and mode != "generate":
-        raise ValueError(f'sweep: variants with "static" need mode "generate", got {mode!r}')
+    for part in GENERATING:
+        if known.get(part) and mode != "generate":
+            raise ValueError(f'sweep: variants with "{part}" need mode "generate", got {mode!r}')
     return Variant(name, **known)
 
 
-def shared_copy(model: nn.Module, name: str) -> nn.Module:
+def shared_copy(model: nn.Module, caller: str) -> nn.Module:
     """A deep copy of a model whose tensors are the model's own.
 
-    Raises ValueError for a model that cannot be copied.
+    Raises ValueError, which begins with `caller`, for a model that cannot be copied.
     """
     tensors: Sequence[torch.Tensor] = [*model.parameters(), *model.buffers()]
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     except Exception as error:  # a model's own __deepcopy__ can raise anything
-        raise ValueError(f"sweep: variant {name!r} copies the model, which failed") from error
+        raise ValueError(
+            f"{caller}: model must be one that copy.deepcopy copies, got {type(model).__name__}"
+        ) from error

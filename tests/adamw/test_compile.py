@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -45,8 +46,7 @@ OPTIONS += [{"amsgrad": True}, {"max_grad_norm": 0.5}, {"lr": torch.tensor(1e-2)
 OPTIONS += [{"foreach": True}, {"differentiable": False, "maximize": True}]
 
 
-@pytest.mark.parametrize("way", ["bound", "function", "dynamic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@grid(way=["bound", "function", "dynamic"], dtype=[torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_compiled_step_has_the_bits_of_an_eager_one(options, dtype, way):
     ours, eager = AdamW(parameters(dtype), **options), AdamW(parameters(dtype), **options)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 from contract.cuda_graphs import capture, no_synchronisation
 
 from adamw.training import FORMATS, assert_close, gradients, parameters, train
@@ -17,8 +18,7 @@ def on_the_gpu(dtype=torch.float32, shapes=SHAPES):
     return [p.detach().cuda().requires_grad_() for p in parameters(dtype, shapes)]
 
 
-@pytest.mark.parametrize("limit,launches", [(None, 1), (1.0, 2)])
-@pytest.mark.parametrize("state_dtype", FORMATS)
+@grid("limit,launches", [(None, 1), (1.0, 2)], state_dtype=FORMATS)
 def test_the_whole_model_is_one_launch_and_two_with_clipping(state_dtype, limit, launches):
     params = on_the_gpu(torch.bfloat16, [(64, 64)] * 448)
     optimizer = AdamW(params, state_dtype=state_dtype, max_grad_norm=limit)
@@ -26,8 +26,7 @@ def test_the_whole_model_is_one_launch_and_two_with_clipping(state_dtype, limit,
     assert cuda.launches(optimizer.step) == launches
 
 
-@pytest.mark.parametrize("limit", [None, 1.0])
-@pytest.mark.parametrize("state_dtype", FORMATS)
+@grid(limit=[None, 1.0], state_dtype=FORMATS)
 def test_graph_replays_what_eager_gives(state_dtype, limit):
     """The learning rate is a tensor that a scheduler changes between replays."""
 
@@ -59,8 +58,7 @@ def test_graph_replays_what_eager_gives(state_dtype, limit):
     assert all(map(torch.equal, captured, eager))
 
 
-@pytest.mark.parametrize("limit", [None, 1.0])
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+@grid(limit=[None, 1.0], kind=[AdamW, AdamW8bit])
 def test_nothing_synchronises(kind, limit):
     optimizer = kind(on_the_gpu(), max_grad_norm=limit)
     optimizer.grad_scale = torch.tensor(2.0, device="cuda")

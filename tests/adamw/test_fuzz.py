@@ -115,5 +115,4 @@ def test_as_torchs(data):
                 optimizer.load_state_dict(states)
         return params
 
-    for ours, theirs in zip(trained(AdamW), trained(torch.optim.AdamW), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(trained(AdamW), trained(torch.optim.AdamW), rtol=2e-5, atol=2e-6)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from axes import grid
 
 import fusedops
 from adamw.cases import OPTIONS, check, step_of
@@ -51,9 +52,8 @@ def test_step(backend, dtype, moments, rounding):
 
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
-@pytest.mark.parametrize(
-    "options",
-    [
+@grid(
+    options=[
         {"maximize": 1.0},
         {"amsgrad": 1.0},
         {"weight_decay": 0.0},
@@ -62,8 +62,7 @@ def test_step(backend, dtype, moments, rounding):
         {"eps": 0.1},
         {"eps": 0.0},
         {"beta1": 0.99, "beta2": 0.95},
-    ],
-    ids=str,
+    ]
 )
 def test_options(backend, moments, options):
     check(step_of(SHAPES, torch.float32, moments, backend=backend, **options), backend)
@@ -171,8 +170,7 @@ def test_an_element_that_is_not_finite_keeps_what_it_has(backend, dtype, moments
     assert found.params[0].isfinite().all()
 
 
-@pytest.mark.parametrize("limit", [0.01, 1e4])
-@pytest.mark.parametrize("more", ["grad_scale", "squares", "both"])
+@grid(limit=[0.01, 1e4], more=["grad_scale", "squares", "both"])
 def test_scaling(backend, more, limit):
     step = step_of([(300,), (7,)], backend=backend)
     device = device_of(backend)
@@ -185,7 +183,7 @@ def test_scaling(backend, more, limit):
     check(step, backend)
 
 
-@pytest.mark.parametrize(
+@grid(
     "size,grad_scale",
     [(1e-3, 64.0), (3e18, 1.0), (1e-22, 1e-3), (1e17, 1e22), (1e-3, math.inf), (1e-3, 1e-38)],
 )
@@ -304,8 +302,7 @@ def test_squares_of_many(backend, dtype):
     torch.testing.assert_close(scaled, first / wanted.sqrt(), rtol=torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@grid(dtype=FLOATS, max_norm=[0.5, 1e6])
 def test_scale(backend, dtype, max_norm):
     grads = [torch.randn(s, device=device_of(backend)).to(dtype) for s in SHAPES]
     grads.append(torch.randn(40, 30, device=device_of(backend)).to(dtype).t())
@@ -333,8 +330,7 @@ def test_codes_come_back(backend):
     v = torch.arange(256).to(torch.uint8)
     scales = torch.tensor([3.0]), torch.tensor([0.7])
     found = encoded(*decoded(m, v, *scales), key=5)
-    for ours, wanted in zip(found, (m, v, *scales), strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, (m, v, *scales), rtol=1e-6, atol=0)
 
 
 def test_chance_is_fair(backend):

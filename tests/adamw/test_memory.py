@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from adamw.corrupted import entry, optimizer_of
-from adamw.training import equal_states, params_of, train
+from adamw.corrupted import entry, optimizer_of, with_a_state
+from adamw.training import assert_goes_on_alike, equal_states, params_of, train
 from fusedops.optim.adamw.memory import Claims
 
 
@@ -109,15 +109,12 @@ def clean(value):
 @pytest.mark.parametrize("of", LOADS)
 def test_a_load_steps_as_from_a_clean_copy(of):
     kind, change = LOADS[of]
-    state_dict = copy.deepcopy(optimizer_of(kind).state_dict())
+    (optimizer, state_dict), other = with_a_state(kind), optimizer_of(kind)
     change(state_dict)
     copied = clean(state_dict)
-    optimizer, other = optimizer_of(kind), optimizer_of(kind)
     other.load_state_dict(copied)
     optimizer.load_state_dict(state_dict)
-    train(optimizer, 3, first=4)
-    train(other, 3, first=4)
-    equal_states(optimizer, other)
+    assert_goes_on_alike(optimizer, other, steps=3, first=4)
     assert all(p.isfinite().all() for p in params_of(optimizer))
 
 
@@ -136,7 +133,7 @@ def test_a_parameter_in_its_own_state():
 @pytest.mark.parametrize("kind", ["float32", "int8", "float64"])
 def test_sound_tensors_are_kept_as_torch_keeps_them(kind):
     """Views of one file's buffer too: copies would double a load's memory."""
-    optimizer, state_dict = optimizer_of(kind), copy.deepcopy(optimizer_of(kind).state_dict())
+    optimizer, state_dict = with_a_state(kind)
     first, last = (state_dict["state"][i] for i in (0, 2))
     buffer = torch.cat([last["exp_avg"].view(-1), first["exp_avg"]])
     first["exp_avg"], last["exp_avg"] = buffer[8192:], buffer[:8192].view(16, 512)
@@ -147,8 +144,7 @@ def test_sound_tensors_are_kept_as_torch_keeps_them(kind):
 
 
 def test_a_state_that_requires_gradients_gives_copies_that_do_not():
-    optimizer = optimizer_of("float32")
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("float32")
     moment = state_dict["state"][0]["exp_avg_sq"].requires_grad_()
     state_dict["state"][0] |= {"exp_avg": moment}
     optimizer.load_state_dict(state_dict)

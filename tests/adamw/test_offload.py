@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -46,9 +47,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("state_dtype", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@grid(options=OPTIONS, state_dtype=FORMATS, dtype=DTYPES)
 def test_as_without(place, dtype, state_dtype, options):
     ours = place.adamw(parameters(dtype), state_dtype=state_dtype, **options)
     wanted = AdamW(parameters(dtype), state_dtype=state_dtype, **options)
@@ -120,8 +119,7 @@ class TestParameters:
         place.train(ours), train(wanted)
         place.assert_same(ours, wanted)
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    @pytest.mark.parametrize("state_dtype", FORMATS)
+    @grid(layout=LAYOUTS, state_dtype=FORMATS)
     def test_strides(self, place, state_dtype, layout):
         def make(put):
             made = put(parameters(torch.bfloat16, [(90, 70)] * 2))
@@ -306,8 +304,7 @@ class TestOptions:
 
 
 class TestScaling:
-    @pytest.mark.parametrize("max_norm", [0.5, 1e9])
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @grid(max_norm=[0.5, 1e9], dtype=DTYPES)
     def test_clipping(self, place, dtype, max_norm):
         ours = place.adamw(parameters(dtype), max_grad_norm=max_norm)
         wanted = AdamW(parameters(dtype), max_grad_norm=max_norm)
@@ -379,8 +376,7 @@ class TestStates:
                 assert value.device == CPU and value.is_contiguous()
                 assert place.name != "cuda" or value.is_pinned()
 
-    @pytest.mark.parametrize("state_dtype", FORMATS)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @grid(state_dtype=FORMATS, dtype=DTYPES)
     def test_go_to_an_optimizer_without_and_back(self, place, dtype, state_dtype):
         options = {"state_dtype": state_dtype, "amsgrad": True}
         wanted = AdamW(parameters(dtype), **options)

@@ -4,13 +4,13 @@ States are those of the packages, where they are installed, and made by hand as 
 What theirs are worth is what their own lines decode them to. The clocks of the GPU are the CPU's.
 """
 
-import io
 from dataclasses import replace
 
 import pytest
 import torch
+from axes import grid
 
-from adamw.training import assert_close, parameters, params_of, train
+from adamw.training import assert_close, parameters, params_of, through_a_file, train
 from benchmarks.harness.run import COPY, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS, stepping
@@ -19,13 +19,6 @@ from fusedops.optim.adamw.state import wide_moments
 
 # 8 bits of blocks that end within one and at one, three dimensions, and what is kept whole.
 SHAPES = [(5000,), (64, 80), (4, 8, 256), (33, 7), ()]
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def loaded(kind, params, state_dict):
@@ -69,8 +62,7 @@ def of_bitsandbytes(state):
     ]
 
 
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@grid(kind=[AdamW, AdamW8bit], dtype=[torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW", "PagedAdamW8bit"])
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_bitsandbytes_goes_on_in_ours(name, dtype, kind):
@@ -87,8 +79,7 @@ def test_bitsandbytes_goes_on_in_ours(name, dtype, kind):
         assert_goes_on(ours, moments, 5, first=6)
 
 
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(kind=[AdamW, AdamW8bit], dtype=[torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_torchao_goes_on_in_ours(name, dtype, kind):
     peers = pytest.importorskip("torchao.optim")
@@ -146,9 +137,7 @@ def by_hand(n=5000, block=256):
     return found, maps, largest, values
 
 
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
-@pytest.mark.parametrize("block", [256, 2048])  # from 0.44 on, and before
-@pytest.mark.parametrize("hidden", [True, False])  # by 0.50, and by older ones
+@grid(kind=[AdamW, AdamW8bit], block=[256, 2048], hidden=[True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_state_as_bitsandbytes_writes_it(dtype, hidden, block, kind):
     found, maps, largest, values = by_hand(block=block)
@@ -188,8 +177,7 @@ class Coded(torch.Tensor):
         raise NotImplementedError(function)
 
 
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@grid(kind=[AdamW, AdamW8bit], dtype=[torch.float32, torch.bfloat16, torch.float64])
 def test_state_as_torchao_writes_it(dtype, kind):
     found, maps, largest, values = by_hand(5120)
     coded = [Coded(*three) for three in zip(found, largest, maps, strict=True)]

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from axes import grid
 
-from adamw.corrupted import CORRUPTED, entry, optimizer_of
-from adamw.training import FORMATS, assert_close, equal_states, params_of, train
+from adamw.corrupted import CORRUPTED, entry, optimizer_of, with_a_state
+from adamw.training import FORMATS, assert_close, assert_goes_on_alike, params_of, train
 from fusedops.optim import AdamW
 from fusedops.optim.adamw.state import SCALES, wide_moments
 
@@ -38,16 +39,13 @@ def refused(optimizer, state_dict, match, error=ValueError):
     with pytest.raises(error, match=match):
         optimizer.load_state_dict(state_dict)
     assert everything(optimizer) == before
-    train(optimizer, 2, first=4)
-    train(other, 2, first=4)
-    equal_states(optimizer, other)
+    assert_goes_on_alike(optimizer, other, steps=2, first=4)
 
 
 @pytest.mark.parametrize("of", CORRUPTED)
 def test_a_corrupted_state_dict_changes_nothing(of):
     kind, corrupt, match = CORRUPTED[of]
-    optimizer = optimizer_of(kind)
-    state_dict = copy.deepcopy(optimizer_of(kind).state_dict())
+    optimizer, state_dict = with_a_state(kind)
     corrupt(state_dict)
     given = bits_of_what_has_some(state_dict)
     refused(optimizer, state_dict, f"AdamW: load_state_dict: .*{match}")
@@ -60,15 +58,13 @@ def bits_of_what_has_some(value):
         return {key: bits_of_what_has_some(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [bits_of_what_has_some(one) for one in value]
-    strange = isinstance(value, torch.Tensor) and (
-        value.is_meta or value.is_sparse or value.is_nested
-    )
-    return repr(value) if strange else repr(bits(value))
+    tensor = isinstance(value, torch.Tensor)
+    strange = tensor and (value.is_meta or value.is_sparse or value.is_nested)
+    return repr(value if strange else bits(value))
 
 
 def test_a_parameter_without_a_name_is_said_by_its_number():
-    optimizer = optimizer_of("int8", named=False)
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("int8", named=False)
     entry(2, "exp_avg_sq", lambda t: t[:8])(state_dict)
     match = r"AdamW: load_state_dict: parameter 2: exp_avg_sq must be uint8 \[16, 512\], got uint8"
     refused(optimizer, state_dict, match)
@@ -99,8 +95,7 @@ OF_TORCH = {
 @pytest.mark.parametrize("of", OF_TORCH)
 def test_what_torch_refuses_is_refused_in_its_words(of):
     corrupt, error, match = OF_TORCH[of]
-    optimizer = optimizer_of("int8")
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("int8")
     corrupt(state_dict)
     refused(optimizer, state_dict, match, error)
     theirs = torch.optim.AdamW([{"params": group["params"]} for group in optimizer.param_groups])
@@ -148,8 +143,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["float32", "float64"])
-@pytest.mark.parametrize("options", ACCEPTED, ids=str)
+@grid(kind=["float32", "float64"], options=ACCEPTED)
 def test_options_that_torch_steps_with_are_loaded(options, kind):
     optimizer, theirs = optimizer_of(kind), optimizer_of(kind)
     theirs = torch.optim.AdamW([{"params": group["params"]} for group in theirs.param_groups])
@@ -165,8 +159,7 @@ def test_options_that_torch_steps_with_are_loaded(options, kind):
 
 def test_options_of_a_capturable_optimizer_are_loaded():
     """torch steps such parameters only on GPUs."""
-    optimizer = optimizer_of("float32")
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("float32")
     for group in state_dict["param_groups"]:
         group |= {"lr": torch.tensor(1e-3), "foreach": True, "capturable": True}
     optimizer.load_state_dict(state_dict)
@@ -175,8 +168,7 @@ def test_options_of_a_capturable_optimizer_are_loaded():
 
 @pytest.mark.parametrize("name", ["amsgrad", "maximize", "foreach", "fused", "differentiable"])
 def test_flags_that_an_old_state_dict_lacks_have_torchs_defaults(name):
-    optimizer = optimizer_of("float32")
-    state_dict = copy.deepcopy(optimizer.state_dict())
+    optimizer, state_dict = with_a_state("float32")
     for group in state_dict["param_groups"]:
         del group[name]
     optimizer.load_state_dict(state_dict)
@@ -198,26 +190,23 @@ def test_a_learning_rate_that_a_schedule_ended_below_0_is_loaded():
 
 
 def test_codes_load_into_floats_with_their_scales():
-    codes = optimizer_of("int8")
-    state_dict = copy.deepcopy(codes.state_dict())
+    codes, state_dict = with_a_state("int8")
     for kind in ("float32", "bfloat16"):
         optimizer = optimizer_of(kind)
         optimizer.load_state_dict(state_dict)
         for p, q in zip(params_of(optimizer), params_of(codes), strict=True):
             found, wanted = wide_moments(optimizer.state[p], p), wide_moments(codes.state[q], q)
-            for t, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(t, other, rtol=1e-2 if kind == "bfloat16" else 0, atol=0)
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
+            )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e30])
-@pytest.mark.parametrize("name", SCALES)
-@pytest.mark.parametrize("kind", FORMATS)
+@grid(value=[math.nan, math.inf, -1.0, 1e30], name=SCALES, kind=FORMATS)
 def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
     """1e30 is finite, but its fourth power is not."""
     if (name, value) == ("exp_avg_scale", 1e30):
         value = -math.inf
-    trained, optimizer = optimizer_of("int8"), optimizer_of(kind)
-    state_dict = copy.deepcopy(trained.state_dict())
+    (trained, state_dict), optimizer = with_a_state("int8"), optimizer_of(kind)
     for parameter, block in ((0, 3), (0, 19), (2, 5)):
         state_dict["state"][parameter][name].view(-1)[block] = value
     optimizer.load_state_dict(state_dict)
@@ -227,9 +216,8 @@ def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
         both = wide_moments(state, p), wide_moments(trained.state[q], q)
         for found, wanted in zip(*both, strict=True):
             wanted.view(-1)[bad] = 0
-            torch.testing.assert_close(
-                found, wanted, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
-            )
+            tolerance = 1e-2 if kind == "bfloat16" else 0
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=0)
         if kind == "int8" and i != 1:
             good = torch.ones(p.numel(), dtype=torch.bool).index_fill(0, torch.tensor(bad), False)
             for moment in ("exp_avg", "exp_avg_sq"):
@@ -240,8 +228,7 @@ def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
 
 
 def test_a_block_with_a_bad_scale_restarts_in_torchs_own_step():
-    optimizer = optimizer_of("float64")
-    state_dict = copy.deepcopy(optimizer_of("int8").state_dict())
+    optimizer, (_, state_dict) = optimizer_of("float64"), with_a_state("int8")
     state_dict["state"][0]["exp_avg_scale"][3] = math.nan
     optimizer.load_state_dict(state_dict)
     p = params_of(optimizer)[0]
@@ -253,8 +240,7 @@ def test_a_block_with_a_bad_scale_restarts_in_torchs_own_step():
     assert p.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", ["absmax1", "absmax2"])
+@grid(kind=FORMATS, name=["absmax1", "absmax2"])
 def test_a_block_of_bitsandbytes_with_a_bad_scale_restarts_from_zeros(name, kind):
     optimizer = optimizer_of(kind)
     state = {"step": 3}

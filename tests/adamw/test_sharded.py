@@ -1,10 +1,9 @@
 """AdamW steps correctly on several ranks: FSDP2, DDP, ZeRO, distributed checkpoints."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
-from children import TESTS, command
+from children import forked
 
 EVERYWHERE = ["fsdp", "fsdp_8bit", "clipping"]
 ON_TWO = [*EVERYWHERE, "specs", "ddp", "zero", "copies", "plain", "memory", "save"]
@@ -14,19 +13,10 @@ def run(cases: list[str], ranks: int, folder: Path) -> None:
     """Runs cases on so many ranks; fails with what the first that failed has printed."""
     meeting = folder / f"{cases[0]}-{ranks}"
     arguments = ranks, meeting, ",".join(cases), folder
-    processes = [
-        subprocess.Popen(
-            command("sharded_adamw", rank, *arguments),
-            cwd=TESTS,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    printed = [process.communicate(timeout=280)[0] for process in processes]
-    for process, text in zip(processes, printed, strict=True):
-        assert process.returncode == 0, text[-4000:]
+    script = "-m", "children.sharded_adamw"
+    processes = [forked(*script, rank, *arguments, large=True) for rank in range(ranks)]
+    for done in [process.result(timeout=280) for process in processes]:
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,24 @@
 """AdamW loads and saves state dicts: torch's, its own, and peers'."""
 
 import copy
-import io
 import math
 import pickle
 
 import pytest
 import torch
+from axes import grid
 
-from adamw.training import FORMATS, assert_close, equal_states, parameters, params_of, train
+from adamw.training import (
+    FORMATS,
+    assert_close,
+    assert_goes_on_alike,
+    equal_states,
+    parameters,
+    params_of,
+    resumed,
+    through_a_file,
+    train,
+)
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.optim.adamw.state import wide_moments
 
@@ -16,8 +26,7 @@ from fusedops.optim.adamw.state import wide_moments
 def test_ours_goes_on_in_torch():
     ours, theirs = AdamW(parameters()), torch.optim.AdamW(parameters())
     train(ours), train(theirs)
-    later = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params_of(ours)])
-    later.load_state_dict(ours.state_dict())
+    later = resumed(torch.optim.AdamW, ours)
     assert_close(train(later, first=6), train(theirs, first=6))
 
 
@@ -26,19 +35,13 @@ def test_ours_goes_on_in_torch():
 def test_torch_goes_on_in_ours(kind, state_dtype):
     theirs = kind(parameters(), amsgrad=True)
     train(theirs)
-    later = AdamW(
-        [p.detach().clone().requires_grad_() for p in params_of(theirs)],
-        amsgrad=True,
-        state_dtype=state_dtype,
-    )
-    later.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    later = resumed(AdamW, theirs, amsgrad=True, state_dtype=state_dtype)
     assert later.param_groups[0]["state_dtype"] == state_dtype
     tolerance = {"float32": 1e-6, "bfloat16": 5e-4, "int8": 5e-3}[state_dtype]
     assert_close(train(later, first=6), train(theirs, first=6), atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("state_dtype", FORMATS)
+@grid(dtype=[torch.float32, torch.bfloat16, torch.float16], state_dtype=FORMATS)
 @pytest.mark.parametrize("how", ["itself", "saved", "pickled", "copied"])
 def test_goes_on_with_the_same_bits(dtype, state_dtype, how):
     options = {"state_dtype": state_dtype, "seed": 5}
@@ -50,29 +53,18 @@ def test_goes_on_with_the_same_bits(dtype, state_dtype, how):
         through = copy.deepcopy if how == "copied" else lambda o: pickle.loads(pickle.dumps(o))
         later = through(optimizer)
     else:
-        later = AdamW(
-            [p.detach().clone().requires_grad_() for p in params_of(optimizer)], **options
-        )
-        later.load_state_dict(
-            _saved(optimizer.state_dict())
-            if how == "saved"
-            else copy.deepcopy(optimizer.state_dict())
-        )
+        saved = through_a_file(optimizer.state_dict()) if how == "saved" else None
+        later = resumed(AdamW, optimizer, saved, **options)
     equal_states(optimizer, later)
-    train(optimizer, first=6)
-    train(later, first=6)
-    equal_states(optimizer, later)
+    assert_goes_on_alike(optimizer, later, first=6)
 
 
 def test_the_seed_is_in_the_state_dict():
     optimizer = AdamW(parameters(torch.bfloat16), seed=5)
     train(optimizer)
-    later = AdamW([p.detach().clone().requires_grad_() for p in params_of(optimizer)])
-    later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    later = resumed(AdamW, optimizer)
     assert later.param_groups[0]["seed"] == 5
-    train(optimizer, first=6)
-    train(later, first=6)
-    equal_states(optimizer, later)
+    assert_goes_on_alike(optimizer, later, first=6)
 
 
 def test_torch_state_dict_of_8_bits():
@@ -82,8 +74,7 @@ def test_torch_state_dict_of_8_bits():
     assert set(found["param_groups"][0]) == set(theirs.state_dict()["param_groups"][0])
     for i, state in theirs.state_dict()["state"].items():
         assert found["state"][i].keys() == state.keys()
-    later = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params_of(ours)])
-    later.load_state_dict(found)
+    later = resumed(torch.optim.AdamW, ours, found)
     assert_close(train(later, first=6), train(theirs, first=6), atol=5e-3)
 
 
@@ -130,15 +121,8 @@ def test_states_of_bitsandbytes():
     codes = torch.arange(5000) % 256
     qmap1, qmap2 = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
     absmax = torch.rand(20) + 0.5
-    state = {
-        "step": 12,
-        "state1": codes.to(torch.uint8),
-        "state2": codes.to(torch.uint8),
-        "qmap1": qmap1,
-        "qmap2": qmap2,
-        "absmax1": absmax,
-        "absmax2": absmax,
-    }
+    state = {"step": 12, "qmap1": qmap1, "qmap2": qmap2, "absmax1": absmax, "absmax2": absmax}
+    state |= dict.fromkeys(("state1", "state2"), codes.to(torch.uint8))
     saved = optimizer.state_dict() | {"state": {0: state}}
     optimizer.load_state_dict(saved)
     m, v = wide_moments(optimizer.state[p], p)
@@ -154,8 +138,7 @@ def test_what_has_no_kernel_keeps_its_dtype(dtype):
     train(optimizer)
     for states in (optimizer.state_dict(), optimizer.torch_state_dict()):
         assert states["state"][0]["exp_avg"].dtype == dtype
-        later = AdamW8bit([p.detach().clone().requires_grad_() for p in params_of(optimizer)])
-        later.load_state_dict(copy.deepcopy(states))
+        later = resumed(AdamW8bit, optimizer, copy.deepcopy(states))
         assert later.state_dict()["state"][0]["exp_avg"].dtype == dtype
         train(later)
 
@@ -166,13 +149,6 @@ def test_entries_of_others_stay():
     optimizer.state[p]["mine"] = 1.5
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.state[p]["mine"] == 1.5
-
-
-def _saved(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])

@@ -8,10 +8,11 @@ from collections import defaultdict
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
-from adamw.training import FORMATS, assert_close, gradients, parameters, params_of, train
+from adamw.training import FORMATS, as_torchs, assert_close, gradients, parameters, train
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.testing import backends
 
@@ -34,8 +35,7 @@ def test_as_the_original(options):
     assert_close(train(ours), train(theirs))
 
 
-@pytest.mark.parametrize("state_dtype", FORMATS)
-@pytest.mark.parametrize("name", [b for b in backends("adamw_step") if b != "cuda"])
+@grid(state_dtype=FORMATS, name=[b for b in backends("adamw_step") if b != "cuda"])
 def test_every_backend_trains_alike(name, state_dtype):
     theirs = train(torch.optim.AdamW(parameters()))
     with fusedops.backend(name):
@@ -43,18 +43,16 @@ def test_every_backend_trains_alike(name, state_dtype):
     assert_close(ours, theirs, atol={"float32": 1e-6, "bfloat16": 5e-4, "int8": 5e-3}[state_dtype])
 
 
-def test_group_options_and_a_scheduler():
-    def make(kind):
-        a, b, c = parameters(shapes=[(500,), (20, 20), (7,)])
-        optimizer = kind([{"params": [a], "lr": 0.1}, {"params": [b], "weight_decay": 0.5}])
-        optimizer.add_param_group({"params": [c], "betas": (0.5, 0.6), "maximize": True})
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
-        for i in range(5):
-            train(optimizer, 1, i)
-            scheduler.step()
-        return [a, b, c]
-
-    assert_close(make(AdamW), make(torch.optim.AdamW))
+@as_torchs
+def test_group_options_and_a_scheduler(kind):
+    a, b, c = parameters(shapes=[(500,), (20, 20), (7,)])
+    optimizer = kind([{"params": [a], "lr": 0.1}, {"params": [b], "weight_decay": 0.5}])
+    optimizer.add_param_group({"params": [c], "betas": (0.5, 0.6), "maximize": True})
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
+    for i in range(5):
+        train(optimizer, 1, i)
+        scheduler.step()
+    return [a, b, c]
 
 
 def test_a_closure_is_called_with_gradients():
@@ -81,21 +79,18 @@ def test_step_hooks_are_called_once():
     assert called == ["pre", "post"]
 
 
-def test_gradients_that_come_and_go():
-    def make(kind):
-        params = parameters(shapes=[(300,), (5000,), (20,)])
-        optimizer = kind(params)
-        for i in range(6):
-            gradients(params, i)
-            for k, p in enumerate(params):
-                if (i + k) % 3 == 0:
-                    p.grad = None
-            optimizer.step()
-        return params, [optimizer.state[p]["step"].item() for p in params]
-
-    (ours, steps), (theirs, wanted) = make(AdamW), make(torch.optim.AdamW)
-    assert_close(ours, theirs)
-    assert steps == wanted == [4, 4, 4]
+@as_torchs
+def test_gradients_that_come_and_go(kind):
+    params = parameters(shapes=[(300,), (5000,), (20,)])
+    optimizer = kind(params)
+    for i in range(6):
+        gradients(params, i)
+        for k, p in enumerate(params):
+            if (i + k) % 3 == 0:
+                p.grad = None
+        optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in params] == [4, 4, 4]
+    return params
 
 
 def test_no_gradients_at_all():
@@ -104,16 +99,14 @@ def test_no_gradients_at_all():
     assert not optimizer.state
 
 
-def test_options_that_change_between_steps():
-    def make(kind):
-        optimizer = kind(parameters())
-        train(optimizer, 2)
-        optimizer.param_groups[0] |= {"lr": 0.3, "weight_decay": 0.4, "eps": 1e-3}
-        train(optimizer, 2)
-        optimizer.param_groups[0]["maximize"] = True
-        return train(optimizer, 2)
-
-    assert_close(make(AdamW), make(torch.optim.AdamW))
+@as_torchs
+def test_options_that_change_between_steps(kind):
+    optimizer = kind(parameters())
+    train(optimizer, 2)
+    optimizer.param_groups[0] |= {"lr": 0.3, "weight_decay": 0.4, "eps": 1e-3}
+    train(optimizer, 2)
+    optimizer.param_groups[0]["maximize"] = True
+    return train(optimizer, 2)
 
 
 def test_a_state_that_is_replaced_is_seen():
@@ -144,17 +137,13 @@ def test_states_that_are_thrown_away_are_seen(how):
     assert steps == wanted
 
 
-def test_tensors_that_are_swapped_are_followed():
-    optimizer, theirs = (
-        AdamW(parameters(shapes=[(50,)])),
-        torch.optim.AdamW(parameters(shapes=[(50,)])),
-    )
-    for o in (optimizer, theirs):
-        p = train(o)[0]
-        p.grad = None
-        torch.utils.swap_tensors(p, nn.Parameter(torch.ones(50)))
-        train(o)
-    assert_close(params_of(optimizer), params_of(theirs))
+@as_torchs
+def test_tensors_that_are_swapped_are_followed(kind):
+    optimizer = kind(parameters(shapes=[(50,)]))
+    p = train(optimizer)[0]
+    p.grad = None
+    torch.utils.swap_tensors(p, nn.Parameter(torch.ones(50)))
+    return train(optimizer)
 
 
 def test_a_state_goes_between_the_kernels_and_torch():
@@ -166,21 +155,17 @@ def test_a_state_goes_between_the_kernels_and_torch():
         train(optimizer, 1)
         optimizer.param_groups[0]["differentiable"] = False
         for p in train(optimizer, 1):
-            dtype = optimizer.state[p]["exp_avg"].dtype
-            assert dtype in (
-                {torch.float32, torch.int8}
-                if state_dtype == "int8"
-                else {getattr(torch, state_dtype)}
-            )
+            own = getattr(torch, state_dtype)
+            small = torch.float32 if state_dtype == "int8" else own
+            assert optimizer.state[p]["exp_avg"].dtype in (own, small)
 
 
-def test_a_parameter_that_moves_in_memory_is_seen():
-    optimizer, theirs = AdamW(parameters()), torch.optim.AdamW(parameters())
-    params, others = train(optimizer), train(theirs)
-    for p in params:
+@as_torchs
+def test_a_parameter_that_moves_in_memory_is_seen(kind):
+    optimizer = kind(parameters())
+    for p in train(optimizer):
         p.data = p.data.clone()
-    assert_close(train(optimizer), train(theirs))
-    assert len(params) == len(others)
+    return train(optimizer)
 
 
 def test_the_version_of_a_parameter_counts_up():
@@ -210,26 +195,23 @@ def test_strided_parameters(fused):
     )
 
 
-def test_channels_last():
-    def make(kind):
-        torch.manual_seed(0)
-        layer = nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
-        optimizer = kind(layer.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(torch.ones(1, 16, 8, 8)).square().sum().backward()
-            optimizer.step()
-        return list(layer.parameters())
-
-    assert_close(make(AdamW), make(torch.optim.AdamW))
+@as_torchs
+def test_channels_last(kind):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
+    optimizer = kind(layer.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 16, 8, 8)).square().sum().backward()
+        optimizer.step()
+    return list(layer.parameters())
 
 
 class TestWhatTheKernelsDoNotCover:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
     def test_dtypes(self, dtype):
         def make(kind):
-            params = parameters(shapes=[(50,), (3, 4)])
-            params += parameters(dtype, shapes=[(20,)])
+            params = parameters(shapes=[(50,), (3, 4)]) + parameters(dtype, shapes=[(20,)])
             return train(kind(params, lr=0.1))
 
         assert_close(make(AdamW), make(torch.optim.AdamW))
@@ -255,8 +237,7 @@ class TestWhatTheKernelsDoNotCover:
         wanted = torch.full((8,), 0.1 * 1j / math.sqrt(8))
         torch.testing.assert_close(optimizer.state[p]["exp_avg"], wanted.to(torch.complex64))
 
-    @pytest.mark.parametrize("state_dtype", FORMATS)
-    @pytest.mark.parametrize("foreach", [None, True])
+    @grid(state_dtype=FORMATS, foreach=[None, True])
     def test_a_parameter_with_the_negative_bit(self, foreach, state_dtype):
         def make(kind, **options):
             p = torch.randn(5000, dtype=torch.complex64, generator=_seeded()).conj().imag
@@ -327,16 +308,14 @@ def test_a_gradient_with_the_negative_bit(name, options):
             assert torch.equal(ours, wanted)
 
 
-def test_a_gradient_that_autograd_leaves_with_the_negative_bit():
-    def make(kind):
-        p = parameters(shapes=[(50,)])[0]
-        optimizer = kind([p])
-        z = torch.complex(torch.zeros(50), p) * torch.complex(torch.ones(50), torch.ones(50))
-        (z.conj().imag * torch.arange(50)).sum().backward()
-        optimizer.step()
-        return p
-
-    assert_close([make(AdamW)], [make(torch.optim.AdamW)])
+@as_torchs
+def test_a_gradient_that_autograd_leaves_with_the_negative_bit(kind):
+    p = parameters(shapes=[(50,)])[0]
+    optimizer = kind([p])
+    z = torch.complex(torch.zeros(50), p) * torch.complex(torch.ones(50), torch.ones(50))
+    (z.conj().imag * torch.arange(50)).sum().backward()
+    optimizer.step()
+    return [p]
 
 
 def test_other_threads_go_on_during_a_step():
@@ -368,9 +347,8 @@ def test_memory():
 
 
 def test_small_tensors_keep_float32():
-    optimizer = AdamW8bit(
-        parameters(shapes=[(4095,), (4096,), (65, 64), (50,)]), min_8bit_size=4096
-    )
+    shapes = [(4095,), (4096,), (65, 64), (50,)]
+    optimizer = AdamW8bit(parameters(shapes=shapes), min_8bit_size=4096)
     states = [optimizer.state[p]["exp_avg"].dtype for p in train(optimizer)]
     assert states == [torch.float32, torch.int8, torch.int8, torch.float32]
 
@@ -404,9 +382,8 @@ def test_wrong_arguments_are_refused_in_torchs_words(options):
     assert str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@grid(
+    options=[
         {"state_dtype": "int4"},
         {"block_size": 128},
         {"min_8bit_size": -1},
@@ -418,8 +395,7 @@ def test_wrong_arguments_are_refused_in_torchs_words(options):
         {"offload": "disk"},
         {"seed": -1},
         {"seed": 2**63},
-    ],
-    ids=str,
+    ]
 )
 def test_wrong_options_of_ours_are_named(options):
     name, value = next(iter(options.items()))
@@ -457,21 +433,11 @@ def test_in_the_trainer_of_hugging_face(tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=2, **sizes))
     tokens = [torch.randint(128, (16,)) for _ in range(8)]
-    arguments = TrainingArguments(
-        tmp_path,
-        max_steps=4,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        save_steps=2,
-        report_to=[],
-        use_cpu=True,
-    )
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=[{"input_ids": t, "labels": t} for t in tokens],
-        optimizer_cls_and_kwargs=(AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}),
-    )
+    how = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
+    arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=True, **how)
+    rows = [{"input_ids": t, "labels": t} for t in tokens]
+    ours = AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}
+    trainer = Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=ours)
     trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     optimizer = trainer.optimizer

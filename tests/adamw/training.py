@@ -1,6 +1,11 @@
 """Training runs that AdamW tests compare, with equal gradients for all optimizers."""
 
+import copy
+import io
+
 import torch
+
+from fusedops.optim import AdamW
 
 FORMATS = ["float32", "bfloat16", "int8"]
 SHAPES = [(5000,), (33, 7), (4096,), (1,), (0,), (64, 80), ()]
@@ -18,7 +23,7 @@ def gradients(params, seed):
 
 
 def train(optimizer, steps=5, first=1):
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     for i in range(first, first + steps):
         gradients(params, i)
         optimizer.step()
@@ -26,8 +31,7 @@ def train(optimizer, steps=5, first=1):
 
 
 def assert_close(params, others, rtol=1e-5, atol=1e-6):
-    for p, other in zip(params, others, strict=True):
-        torch.testing.assert_close(p, other, rtol=rtol, atol=atol)
+    torch.testing.assert_close(params, others, rtol=rtol, atol=atol)
 
 
 def equal_states(a, b):
@@ -40,3 +44,32 @@ def equal_states(a, b):
 
 def params_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def through_a_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def resumed(kind, optimizer, state_dict=None, **options):
+    """Returns a new optimizer over copies of the parameters, which has loaded the state dict."""
+    made = kind([p.detach().clone().requires_grad_() for p in params_of(optimizer)], **options)
+    made.load_state_dict(state_dict or copy.deepcopy(optimizer.state_dict()))
+    return made
+
+
+def assert_goes_on_alike(a, b, **first):
+    train(a, **first)
+    train(b, **first)
+    equal_states(a, b)
+
+
+def as_torchs(trained):
+    """Makes a test: the function of a kind of AdamW gives the parameters that torch's gives."""
+
+    def test(**params):
+        assert_close(trained(AdamW, **params), trained(torch.optim.AdamW, **params))
+
+    return test

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 from contract.fuzzing import (
     LAYOUTS,
     NOT_FLOATS,
@@ -25,6 +26,7 @@ from contract.fuzzing import (
     attempt,
     composite,
     drawn,
+    evaluated,
     results,
 )
 from hypothesis import given
@@ -256,12 +258,8 @@ class Terms(Rounded):
 
 def compare(call: Call, found: dict | Exception) -> None:
     """Asserts that each head is as accurate as the reference's."""
-    if isinstance(found, Exception):
-        raise found
     made, reference = call.made(), REFERENCES[call.op]
-    exactly = call.in_float64()
-    eager = results(reference, call)
-    exact = results(reference, call, exactly)
+    exactly, eager, exact = evaluated(call, found, reference)
     sizes = [size for name in NAMES[call.op] for size in made[name].shape]
     if call.op != "attention" and not call.arguments["dropout_p"] and all(sizes):
         exact |= results(torchs, call, exactly)
@@ -348,9 +346,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("bfloat16", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@grid(why=EXAMPLES, bfloat16=[False, True], backend=BACKENDS)
 def test_example(why, bfloat16, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend, bfloat16))

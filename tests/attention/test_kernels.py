@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 
 import fusedops
 from attention.cases import (
@@ -48,8 +49,7 @@ def size(shape):
 
 @ON
 @FLOATS
-@pytest.mark.parametrize("feature", [None, *FEATURES])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid(feature=[None, *FEATURES], shape=SHAPES)
 def test_forward_and_gradients(backend, dtype, products, feature, shape):
     skip_what_does_not_run(backend, dtype, size(shape))
     batch, q_heads, kv_heads, queries, keys, width = shape
@@ -63,17 +63,14 @@ def test_forward_and_gradients(backend, dtype, products, feature, shape):
 @ON
 @pytest.mark.parametrize("feature", [None, *(name for name in FEATURES if name != "dropout")])
 def test_one_number(backend, feature):
-    qkv, kwargs = (
-        on(backend, *heads(1, 1, 1, 1, 1, 8)),
-        options([feature] if feature else [], 1, 1, 1, 1),
-    )
+    qkv = on(backend, *heads(1, 1, 1, 1, 1, 8))
+    kwargs = options([feature] if feature else [], 1, 1, 1, 1)
     kwargs = {k: on(backend, v)[0] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     cotangents = on(backend, drawn(4, 1, 1, 1, 8), drawn(5, 1, 1, 1))
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, qkv, cotangents, **kwargs)
     expected = results(attention_reference, qkv, cotangents, **kwargs)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
 
 PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"mask", "bias"}]
@@ -125,12 +122,11 @@ def test_sequences(backend, how, index):
     q, k, v = (t[0].transpose(0, 1) for t in heads(1, 4, 2, 64, 75, 32))
     q, k, v, cu_q, cu_k = on(backend, q, k, v, cu_q, cu_k)
     how = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **how}
+    longest = {"max_seqlen_q": 33, "max_seqlen_k": 33}
     cotangents = on(backend, drawn(4, 64, 4, 32), drawn(5, 4, 64) * 0)
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, (q, k, v), cotangents, **how)
-        known = results(
-            attention_and_lse, (q, k, v), cotangents, max_seqlen_q=33, max_seqlen_k=33, **how
-        )
+        known = results(attention_and_lse, (q, k, v), cotangents, **how, **longest)
     expected = results(attention_reference, (q, k, v), cotangents, **how)
     for one, two, other in zip(found, known, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -140,8 +136,7 @@ def test_sequences(backend, how, index):
 
 
 @ON
-@pytest.mark.parametrize("queries", [2, 40])
-@pytest.mark.parametrize("sinks", [False, True])
+@grid(queries=[2, 40], sinks=[False, True])
 def test_queries_that_see_nothing(backend, queries, sinks):
     q, k, v = heads(2, 2, 1, queries, 30, 16)
     seen = drawn(6, 2, 1, queries, 30) > 0
@@ -159,8 +154,7 @@ def test_queries_that_see_nothing(backend, queries, sinks):
 
 
 @ON
-@pytest.mark.parametrize("queries,keys", [(2, 30), (40, 30), (2, 300)])
-@pytest.mark.parametrize("sinks", [False, True])
+@grid("queries,keys", [(2, 30), (40, 30), (2, 300)], sinks=[False, True])
 def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
     """Eager masks use it: a row with no other bias gets the mean of v, and its gradients."""
     qkv = on(backend, *heads(1, 2, 1, queries, keys, 16))
@@ -179,8 +173,7 @@ def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
     torch.testing.assert_close(plain, found[0])
     if not sinks:
         torch.testing.assert_close(plain[0, :, 0], qkv[2].mean(2).expand(1, 2, -1)[0])
-    for one, other in zip(found, run(attention_reference, *qkv), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, run(attention_reference, *qkv), rtol=1e-4, atol=1e-5)
 
 
 @ON
@@ -191,22 +184,16 @@ def test_no_width(backend, width, v_width):
     cotangents = on(backend, drawn(4, 1, 2, 3, v_width), drawn(5, 1, 2, 3))
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, qkv, cotangents, scale=1.0)
-    for one, other in zip(
-        found, results(attention_reference, qkv, cotangents, scale=1.0), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, results(attention_reference, qkv, cotangents, scale=1.0))
 
 
 @ON
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 1, 3, 4, 8), (2, 2, 1, 0, 4, 8), (2, 2, 1, 3, 0, 8)], ids=str
-)
+@grid(shape=[(0, 2, 1, 3, 4, 8), (2, 2, 1, 0, 4, 8), (2, 2, 1, 3, 0, 8)])
 def test_empty(backend, shape):
     batch, q_heads, _, queries, *_ = shape
     qkv = on(backend, *heads(*shape))
-    cotangents = on(
-        backend, torch.ones(batch, q_heads, queries, 8), torch.ones(*shape[:2], queries)
-    )
+    of_lse = torch.ones(batch, q_heads, queries)
+    cotangents = on(backend, of_lse[..., None].expand(-1, -1, -1, 8), of_lse)
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, qkv, cotangents)
     assert found[0].shape == (batch, q_heads, queries, 8)
@@ -220,11 +207,8 @@ def test_a_window_as_wide_as_numbers_go_is_open(backend, queries):
     """No position overflows."""
     qkv = heads(1, 4, 2, queries, 37, 16, dtype=torch.float32)
     widest = 2**63 - 1
-    for window, same in (
-        ((widest, widest), (-1, -1)),
-        ((widest, 0), (-1, 0)),
-        ((2**31 - 1, 3), (-1, 3)),
-    ):
+    windows = {(widest, widest): (-1, -1), (widest, 0): (-1, 0), (2**31 - 1, 3): (-1, 3)}
+    for window, same in windows.items():
         with fusedops.backend(backend), poisoned():
             found, expected = (attention(*qkv, window=w) for w in (window, same))
         assert torch.equal(found, expected)
@@ -254,14 +238,8 @@ def test_strides(backend, dtype, products, queries):
 @pytest.mark.parametrize("queries", [3, 40])
 def test_masks_of_all_shapes(backend, queries):
     q, k, v = heads(2, 4, 2, queries, 50, 16)
-    for shape in (
-        (50,),
-        (queries, 1),
-        (4, 1, 50),
-        (2, 1, 1, 50),
-        (1, 4, queries, 50),
-        (1, 1, 1, 1),
-    ):
+    shapes = (50,), (queries, 1), (4, 1, 50), (2, 1, 1, 50), (1, 4, queries, 50), (1, 1, 1, 1)
+    for shape in shapes:
         compare((q, k, v), backend, bias=drawn(13, *shape))
         compare((q, k, v), backend, bias=drawn(13, *shape) > -1.5)
     strided = drawn(14, 2, 4, 50, queries).mT
@@ -270,8 +248,7 @@ def test_masks_of_all_shapes(backend, queries):
 
 
 @ON
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("queries", [2, 40, 130])
+@grid(value=[torch.nan, torch.inf], queries=[2, 40, 130])
 def test_nan_and_inf(backend, value, queries):
     """They stay in their rows and reach every query that sees them."""
     q, k, v = heads(1, 2, 1, queries, 300 if queries == 2 else 50, 16)
@@ -322,8 +299,7 @@ def test_a_mask_hides_nan(backend, dtype, products, queries):
     k[0, :, 30:] = torch.nan
     with fusedops.backend(backend):
         found = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
 
 
 @ON
@@ -339,9 +315,8 @@ def test_large_scores(backend):
 def test_the_same_bits_each_time(backend):
     shape = (1, 2, 1, 20, 40, 16) if interpreted(backend) else (2, 4, 2, 150, 300, 32)
     qkv = on(backend, *heads(*shape))
-    cotangents = on(
-        backend, drawn(4, *shape[:2], shape[3], shape[5]), drawn(5, *shape[:2], shape[3])
-    )
+    outer = *shape[:2], shape[3]
+    cotangents = on(backend, drawn(4, *outer, shape[5]), drawn(5, *outer))
     with fusedops.backend(backend):
         first, second = (results(attention_and_lse, qkv, cotangents) for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -374,12 +349,12 @@ def test_as_torchs(backend, causal, queries, keys):
 def test_threads_do_not_change_the_bits():
     qkv = heads(2, 4, 2, 150, 300, 32)
     cotangents = drawn(4, 2, 4, 150, 32), drawn(5, 2, 4, 150)
-    found = []
-    for number in (1, 2, 3):
+    with threads(1):
+        alone = results(attention_and_lse, qkv, cotangents, causal=True)
+    for number in (2, 3):
         with threads(number):
-            found.append(results(attention_and_lse, qkv, cotangents, causal=True))
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+            found = results(attention_and_lse, qkv, cotangents, causal=True)
+        assert all(map(torch.equal, alone, found))
 
 
 def test_keys_split_among_threads():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -115,8 +116,7 @@ def test_two_kinds_of_mask_are_added(calls):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("name", ["plain", "both"])
+@grid(kind=["bool", "float"], name=["plain", "both"])
 def test_a_mask_for_each_head(kind, name):
     ours, theirs = twins(**OPTIONS[name])
     mask = masks(kind, (BATCH * HEADS, LENGTH, SOURCE))
@@ -130,8 +130,7 @@ def test_a_float_mask_has_a_gradient():
     same(ours, theirs, inputs(ours), attn_mask=mask)
 
 
-@pytest.mark.parametrize("name", ["plain", "batch_first", "bias_kv"])
-@pytest.mark.parametrize("padded", [False, True])
+@grid(name=["plain", "batch_first", "bias_kv"], padded=[False, True])
 def test_causal(name, padded, calls):
     """is_causal replaces the mask, unless there is also a padding mask."""
     ours, theirs = twins(**OPTIONS[name])
@@ -201,8 +200,8 @@ def test_nested_tensors_are_torchs(calls):
     assert not calls
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
+@grid(
+    "how,message",
     [
         ({"attn_mask": torch.zeros(2, 2, dtype=torch.bool)}, "2D attn_mask"),
         ({"key_padding_mask": torch.zeros(1, 2, dtype=torch.bool)}, "key_padded_mask"),

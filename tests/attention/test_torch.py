@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 from growth.peaks import peaks
 from torch.utils.checkpoint import checkpoint
 
@@ -51,8 +52,7 @@ def test_the_operator_of_the_kernels_takes_float64():
     lengths, how = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
     found = torch.ops.fusedops.attention_forward(q, k, v, None, None, *lengths, *how)
     expected = attention_reference(q, k, v, scale=0.5)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
 
 
 def test_compile_with_dropout():
@@ -165,9 +165,8 @@ def test_errors_name_argument_wanted_and_got():
             attention(q, k, v, causal=no_bool)
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
+@grid(name=["cu_seqlens_q", "cu_seqlens_k"], dtype=[torch.float32, torch.float64, torch.bfloat16])
+@grid(
     "starts,got",
     [
         ([1, 6], "1 at index 0"),
@@ -176,7 +175,6 @@ def test_errors_name_argument_wanted_and_got():
         ([0, 4, 3, 6], "3 at index 2 after 4"),
         ([2], "2 at index 0"),
     ],
-    ids=str,
 )
 def test_cu_seqlens_grow_from_0_to_the_tokens(starts, got, dtype, name):
     x = torch.randn(6, 2, 8, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 
 pytest.importorskip("triton")
 
@@ -25,8 +26,7 @@ def chosen(name, arch, a, monkeypatch):
     return tuple(tile[key] for key in NAMES), tile["maxnreg"]
 
 
-@pytest.mark.parametrize("name", TILES)
-@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120])
+@grid(name=TILES, arch=[80, 86, 90, 100, 120])
 def test_by_architecture_and_call(name, arch, monkeypatch):
     """sm_90 has its own tiles for plain 16-bit calls of some widths."""
     tiles = TILES[name]

@@ -1,12 +1,101 @@
 """Scripts that tests run in their own processes."""
 
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]  # the working directory in which `command` finds the script
+TESTS = Path(__file__).parents[1]  # where `forked("-m", "children.NAME")` finds a script
 
 
-def command(name: str, *args: Any) -> list[str]:
-    """Returns the command that runs children/NAME.py: `subprocess.run(command(...), cwd=TESTS)`."""
-    return [sys.executable, "-m", f"children.{name}", *map(str, args)]
+class forked:
+    """A process that runs `python *words`, and starts with torch imported.
+
+    It imports its own fusedops, under its own environment. For tests of what an import does, of
+    Python's options and its end, or of what torch reads when it is imported, use subprocess.
+    """
+
+    def __init__(
+        self,
+        *words: Any,
+        cwd: str | Path = TESTS,
+        env: Mapping[str, str] = os.environ,
+        large: bool = False,
+    ) -> None:
+        """large: whether LARGE is imported, instead of SMALL."""
+        self.words = [*map(str, words)]
+        self.streams = os.memfd_create("stdout"), os.memfd_create("stderr")
+        self.status, theirs = os.pipe()
+        request = json.dumps([self.words, str(cwd), dict(env)]).encode()
+        files = [*self.streams, theirs]
+        socket.send_fds(_server(LARGE if large else SMALL), [request], files)
+        os.close(theirs)
+        self.process = int(self._line(None))  # after the server has imported its modules
+
+    def has_ended(self) -> bool:
+        return bool(select.select([self.status], [], [], 0)[0])
+
+    def result(self, timeout: float = 300) -> subprocess.CompletedProcess:
+        """Returns what subprocess.run does; kills a process that runs longer than `timeout`."""
+        try:
+            code = int(self._line(timeout))
+        finally:
+            os.close(self.status)
+        out, errors = (self._read(stream) for stream in self.streams)
+        return subprocess.CompletedProcess(self.words, code, out, errors)
+
+    def printed(self, timeout: float = 300) -> str:
+        """Returns stdout; fails with all that the process has printed if it fails."""
+        done = self.result(timeout)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+        return done.stdout
+
+    def _line(self, timeout: float | None) -> str:
+        if not select.select([self.status], [], [], timeout)[0]:
+            os.kill(self.process, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(self.words, timeout)
+        found = b""
+        while not found.endswith(b"\n"):
+            if not (more := os.read(self.status, 1)):
+                raise EOFError("the fork server has ended")
+            found += more
+        return found.decode()
+
+    @staticmethod
+    def _read(stream: int) -> str:
+        os.lseek(stream, 0, os.SEEK_SET)
+        with open(stream, encoding="utf-8") as file:
+            return file.read()
+
+
+# Optimizers import torch._dynamo.
+SMALL = ("torch._dynamo", "numpy", "pytest")
+LARGE = (*SMALL, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+LARGE += ("transformers.models.llama.modeling_llama",)
+
+
+@functools.cache
+def _server(modules: tuple[str, ...]) -> socket.socket:
+    """Starts a server of this process, which ends with it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "children.fork_server", str(theirs.fileno()), *modules],
+        cwd=TESTS,
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
+    return ours

@@ -67,4 +67,4 @@ def fsdp(model):
 WRAPPED = {"ddp": ddp, "zero1": zero1, "fsdp": fsdp}
 
 if __name__ == "__main__":
-    mp.spawn(work, tuple(sys.argv[1:]), nprocs=WORLD)
+    mp.start_processes(work, tuple(sys.argv[1:]), nprocs=WORLD, start_method="fork")

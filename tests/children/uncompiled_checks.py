@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 from contract.family import BF16, F32, F64, FAMILIES, as_tuple, moved, over
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,8 +45,7 @@ CALLS = {
 DRAWS = {family: min(record.draws, 2) for family, record in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@grid(dtype=[F32, BF16, F64], name=CALLS)
 def test_forward_and_gradients_against_float64(name, dtype):
     function, reference, leaves = CALLS[name].both(CALLS[name].args(6, dtype=dtype))
     inputs = moved(leaves, DRAWS[name.split()[0]])
@@ -95,9 +95,7 @@ class kernels_counted(TorchDispatchMode):
 
 
 @pytest.mark.skipif(unavailable("attention", "triton") is not None, reason="needs Triton")
-@pytest.mark.parametrize(
-    "name", [name for name in TRITON if "dropout" not in name and "quantized" not in name]
-)
+@grid(name=[name for name in TRITON if "dropout" not in name and "quantized" not in name])
 def test_tritons_double_backward(name):
     """By the references: a gradient's gradient is there, and right."""
     function, reference, (x, *rest) = CALLS[name].both(CALLS[name].args(6, backend="triton"))
@@ -114,8 +112,7 @@ def test_tritons_double_backward(name):
     torch.testing.assert_close(found, twice(reference), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", [(None, "bf16"), ("int8", None), ("fp8", "exact")], ids=str)
-@pytest.mark.parametrize("format", ["int8", "nf4"])
+@grid(how=[(None, "bf16"), ("int8", None), ("fp8", "exact")], format=["int8", "nf4"])
 def test_a_quantized_product_rounds_its_operands(format, how):
     operands, layout = (found := quantized(format))[:3], found[3:]
     x, bias = drawn(5, 64), drawn(24)

@@ -172,6 +172,16 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> st.SearchStrategy[Drawn
 
 
 @st.composite
+def with_gradients(
+    draw: st.DrawFn, op: str, arguments: dict[str, Any], received: tuple[str, ...] = (*RECEIVED,)
+) -> Call:
+    """A call that wants some of its tensors' gradients."""
+    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
+    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
+    return Call(op, arguments, wanted, draw(st.sampled_from(received)))
+
+
+@st.composite
 def broken(
     draw: st.DrawFn, calls: st.SearchStrategy[Call], wrong_values: Callable, *fixed: str
 ) -> Call:
@@ -212,6 +222,24 @@ def results(function: Callable, call: Call, made: dict[str, Any] | None = None):
         return {k: v for k, v in found.items() if "gradient" in k or not summed}
     torch.manual_seed(0)
     return {f"output {i}": o for i, o in enumerate(run(receive=RECEIVED["contiguous"]))}
+
+
+def evaluated(call: Call, found: dict | Exception, reference: Callable, eager: Any = None) -> tuple:
+    """The float64 arguments, and eager's and the exact results. Raises `found` if it is an error.
+
+    eager: the reference in the arguments' dtype, if nothing else is given.
+    """
+    if isinstance(found, Exception):
+        raise found
+    exactly = call.in_float64()
+    return exactly, results(eager or reference, call), results(reference, call, exactly)
+
+
+def redrawn(call: Call, reference: Callable, exactly: dict[str, Any], key: str) -> Iterator[Tensor]:
+    """A result with its roundings drawn again."""
+    for seed in range(4):
+        with Rounded(call.accumulator(), seed):
+            yield results(reference, call, exactly)[key]
 
 
 def attempt(function, call: Call) -> dict[str, Tensor] | Exception:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adamw.cases import step_of
+from axes import grid
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -230,9 +231,7 @@ def test_a_loss_that_makes_gradients_reads_the_weight_for_each_block_of_rows(row
     assert found == sum(moves.values()) - x.nbytes - w.nbytes  # which are read once anyway
 
 
-@pytest.mark.parametrize(
-    "wanted", [(True, True, False), (True, False, False), (False, True, False)]
-)
+@grid(wanted=[(True, True, False), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize("classes", [500, 2500])
 def test_a_loss_without_gradients_and_its_backward_read_the_input_for_each_stripe(classes, wanted):
     x, w, lse = drawn(300, 64), drawn(classes, 64), drawn(300)
@@ -248,8 +247,7 @@ def test_a_loss_without_gradients_and_its_backward_read_the_input_for_each_strip
     assert again("linear_cross_entropy_backward", *args) == backward - once
 
 
-@pytest.mark.parametrize("rows", [0, 1, 128, 257, 600])
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@grid(rows=[0, 1, 128, 257, 600], kind=["int4", "int8"])
 def test_codes_are_read_for_each_block_of_rows(kind, rows):
     q = quantize_weight(drawn(48, 128), kind)
     codes, x, dy = (q.qweight, q.scales, q.zeros), drawn(rows, 128), drawn(rows, 48)
@@ -325,8 +323,7 @@ def test_generation_reads_keys_and_values_once():
     assert again("attention_forward", q, k, v, *[None] * 5, 33, 300, *how) > k.nbytes
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 200, 300), (2, 1, 1, 300), (2, 4, 200, 300)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@grid(shape=[(1, 1, 200, 300), (2, 1, 1, 300), (2, 4, 200, 300)], dtype=[torch.bool, torch.float32])
 @pytest.mark.parametrize("name", ["all", "causal"])
 def test_each_head_reads_its_part_of_a_mask(name, dtype, shape):
     q, k, v, how = attended(*CASES[name])

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from growth.families import subjects
+from growth.families import OPERATORS, subjects
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
@@ -27,93 +27,35 @@ def table(*shape):
 
 
 TARGETS = torch.randint(10, (6,), generator=torch.Generator().manual_seed(0))
-LENGTHS = torch.tensor([0, 3, 11])
-HEADS = (1, 4, 20, 16), (1, 2, 20, 16), (1, 2, 20, 16)
-QUANTIZED = {
-    format: ff.quantize_weight(torch.linspace(-1, 1, 16 * 64).view(16, 64), format)
-    for format in ("int8", "nf4")
-}
-
-# Family: (function, its inputs). Each option that a node keeps has another value somewhere.
-CASES = {
-    "norm": [
-        (lambda x, w, b: ff.layer_norm(x, (32,), w, b), lambda: [leaf(4, 32), leaf(32), leaf(32)]),
-        (lambda x: ff.rms_norm(x, (32,)), lambda: [leaf(4, 32)]),
-        (lambda x, w: ff.rms_norm(x, (4, 8), w, offset=1.0), lambda: [leaf(3, 4, 8), leaf(4, 8)]),
-        (lambda x, r, w: ff.add_rms_norm(x, r, w), lambda: [leaf(4, 32), leaf(4, 32), leaf(32)]),
-        (
-            lambda x, r, w: ff.add_layer_norm(x, r, w, dropout_p=0.3),
-            lambda: [leaf(4, 32), leaf(4, 32), leaf(32)],
-        ),
-    ],
-    "gated_activation": [
-        (lambda x, y: ff.swiglu(x, y), lambda: [leaf(4, 32), leaf(4, 32)]),
-        (lambda x: ff.swiglu(x, limit=1.0, alpha=1.3, up_offset=1.0), lambda: [leaf(4, 32)]),
-        (lambda x, y: ff.geglu(x, y), lambda: [leaf(4, 32), leaf(4, 32)]),
-    ],
-    "linear": [
-        (lambda x, w: ff.linear(x, w), lambda: [leaf(4, 32), leaf(16, 32)]),
-        (
-            lambda x, w, b: ff.linear(x, w, b, "gelu"),
-            lambda: [leaf(4, 32), leaf(16, 32), leaf(16)],
-        ),
-    ],
-    "quantized_linear": [
-        (lambda x: ff.quantized_linear(x, QUANTIZED["int8"]), lambda: [leaf(4, 64)]),
-        (
-            lambda x, b: ff.quantized_linear(x, QUANTIZED["nf4"], b, activation="silu"),
-            lambda: [leaf(4, 64), leaf(16)],
-        ),
-    ],
-    "rotary": [
-        (
-            lambda q, k, cos, sin: ff.rotary_embedding(q, k, cos, sin),
-            lambda: [leaf(1, 2, 5, 8), leaf(1, 2, 5, 8), table(1, 5, 8), table(1, 5, 8)],
-        ),
-        (
-            lambda q, k, cos, sin: ff.rotary_embedding(q, k, cos, sin, interleaved=True),
-            lambda: [leaf(1, 2, 5, 8), table(1, 2, 5, 8), table(1, 5, 4), table(1, 5, 4)],
-        ),
-    ],
+QUANTIZED = ff.quantize_weight(torch.linspace(-1, 1, 16 * 64).view(16, 64), "int8")
+# The growth tests' subjects in which each option that a node keeps has another value.
+NAMES = {
+    "norm": ["layer_norm", "rms_norm", "add_rms_norm, dropout", "add_layer_norm, dropout"],
+    "gated_activation": ["swiglu", "swiglu, packed", "geglu"],
+    "linear": ["linear", "linear, gelu"],
+    "quantized_linear": ["quantized_linear, int8", "quantized_linear, int4"],
+    "rotary": ["rotary_embedding", "rotary_embedding, interleaved"],
+    "attention": ["scaled_dot_product_attention", "attention, dropout", "attention, sequences"],
     "cross_entropy": [
-        (lambda x: ff.cross_entropy(x, TARGETS), lambda: [leaf(6, 10)]),
-        (lambda x: ff.cross_entropy(x, TARGETS, reduction="none"), lambda: [leaf(6, 10)]),
-        (lambda x: ff.cross_entropy(x, TARGETS, grad_in_forward=True), lambda: [leaf(6, 10)]),
-        (
-            lambda x, w, b: ff.linear_cross_entropy(x, w, TARGETS, linear_bias=b),
-            lambda: [leaf(6, 32), leaf(10, 32), leaf(10)],
-        ),
-        (
-            lambda x, w: ff.linear_cross_entropy(x, w, TARGETS, reduction="none", softcap=5.0),
-            lambda: [leaf(6, 32), leaf(10, 32)],
-        ),
-    ],
-    "attention": [
-        (lambda q, k, v: ff.attention(q, k, v, causal=True), lambda: [leaf(*s) for s in HEADS]),
-        (lambda q, k, v: ff.attention(q, k, v, dropout_p=0.2), lambda: [leaf(*s) for s in HEADS]),
-        (
-            lambda q, k, v, bias, sinks: ff.attention(
-                q, k, v, bias=bias, sinks=sinks, window=(3, 2), softcap=4.0, return_lse=True
-            ),
-            lambda: [*(leaf(*s) for s in HEADS), leaf(1, 1, 20, 20), leaf(4)],
-        ),
-        (
-            lambda q, k, v: ff.attention(q, k, v, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS),
-            lambda: [leaf(11, 4, 16), leaf(11, 2, 16), leaf(11, 2, 16)],
-        ),
+        "cross_entropy",
+        "cross_entropy, each row's",
+        "cross_entropy, grad_in_forward",
     ],
 }
-# Families that are not named here: the subjects of their growth tests.
-CASES |= {
-    family: [(subject.run, subject.inputs) for subject in subjects(family)]
+NAMES["attention"] += ["attention, window and softcap", "attention, sinks and bias"]
+NAMES["cross_entropy"] += ["linear_cross_entropy", "linear_cross_entropy, options"]
+CASES = {
+    family: [OPERATORS[name]() for name in NAMES[family]] if family in NAMES else subjects(family)
     for family in FAMILIES
-    if family not in CASES and family != "adamw"
+    if family != "adamw"
 }
+OF_TWO_DIMENSIONS = partial(ff.rms_norm, normalized_shape=(4, 8), offset=1.0)
 PAIRS = [
-    pytest.param(*case, id=f"{family}-{i}")
-    for family, cases in CASES.items()
-    for i, case in enumerate(cases)
+    pytest.param(subject.run, subject.inputs, id=f"{family}-{i}")
+    for family, of_family in CASES.items()
+    for i, subject in enumerate(of_family)
 ]
+PAIRS.append(pytest.param(OF_TWO_DIMENSIONS, lambda: [leaf(3, 4, 8)], id="norm of two dimensions"))
 
 
 @pytest.fixture
@@ -212,7 +154,7 @@ def test_another_option_is_another_graph(captures):
 
 def test_sizes_become_symbols(captures):
     for rows in (3, 4, 5, 6):
-        check(partial(ff.quantized_linear, qweight=QUANTIZED["int8"]), [leaf(rows, 64)])
+        check(partial(ff.quantized_linear, qweight=QUANTIZED), [leaf(rows, 64)])
     assert captures() <= 2
 
 

@@ -6,14 +6,13 @@ where new tensors are made on the meta device.
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from adamw.training import FORMATS, equal_states
-from children import TESTS, command
+from axes import grid
+from children import forked
 
 import fusedops
 from contract.default_dtype_cases import (
@@ -53,8 +52,7 @@ def _bytes(t):
 
 
 @ON
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-@pytest.mark.parametrize("of", CALLS)
+@grid(dtype=[F32, BF16, F64], of=CALLS)
 def test_a_function_and_its_reference_keep_their_bits(of, dtype, name):
     call = bound(CALLS[of], dtype)
     for run in (call.function, call.reference):
@@ -151,8 +149,7 @@ STEPS.append((BF16, {"master_weights": "remainder"}))
 
 
 @ON
-@pytest.mark.parametrize("dtype,options", STEPS, ids=str)
-@pytest.mark.parametrize("state_dtype", FORMATS)
+@grid("dtype,options", STEPS, state_dtype=FORMATS)
 @pytest.mark.parametrize("backend", [b for b in backends("adamw_step") if b != "cuda"])
 def test_steps_of_adamw_keep_their_bits(backend, state_dtype, dtype, options, name):
     draw = torch.Generator().manual_seed(0)
@@ -212,7 +209,7 @@ def test_clipping_keeps_its_bits(dtype, name):
 def patched_steps(tmp_path_factory):
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("steps")
-    subprocess.run(command("patched_defaults", folder), cwd=TESTS, check=True, timeout=300)
+    forked("-m", "children.patched_defaults", folder, large=True).printed()
     return {path.stem: torch.load(path, weights_only=False) for path in folder.iterdir()}
 
 
@@ -242,7 +239,7 @@ assert x.isfinite().all() and x.grad.device.type == "cpu"
 assert {t.device.type for t in state.values()} == {"cpu"}, state
 assert state["step"].dtype == state["exp_avg_scale"].dtype == torch.float32
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    forked("-c", code).printed(timeout=120)
 
 
 def test_attention_keeps_its_kernel_under_a_default_device(monkeypatch):
@@ -332,16 +329,15 @@ def test_every_new_tensor_of_cpp_says_its_dtype():
     assert not {path: calls for path, calls in found.items() if calls}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+@grid(
+    call=[
         "at::empty({rows, n})",
         "at::zeros_symint({rows, (n + 3) / 4})",
         "at::full({}, 1.5)",
         "torch::arange(0, f(n, 2))",
         "at::empty_strided(x.sizes(), x.strides())",
         "at::scalar_tensor(x.item<float>())",
-    ],
+    ]
 )
 def test_a_call_without_options_is_seen(call):
     right = "const auto longs = x.options().dtype(at::kLong);\nauto y = at::arange(n, longs);\n"

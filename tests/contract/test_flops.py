@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from axes import grid
+from children import forked
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -21,12 +23,8 @@ from fusedops.functional import quantized_linear as by_codes
 
 transformers.logging.set_verbosity_error()
 ROOT = Path(__file__).parents[2]
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(3, 512, (2, 256), generator=torch.Generator().manual_seed(0))
 TEXT = {"input_ids": IDS}
 IMAGES = {"pixel_values": torch.ones(2, 3, 64, 64)}  # 257 tokens
@@ -104,8 +102,7 @@ def agree(ours, theirs):
 
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("build", [llama, bert, t5, gpt2, vit])
+@grid(dtype=[torch.float32, torch.bfloat16], build=[llama, bert, t5, gpt2, vit])
 def test_a_patched_model_counts_what_it_counted(build, dtype, train, labels):
     """Dropout (train) sends torch's attention on CPUs to separate products."""
     model, inputs, targets = build()
@@ -176,8 +173,7 @@ def test_checkpointing_recomputes_the_last_linear_of_a_layer(early_stop):
         assert total(lambda: step(model, inputs, labels)) == wanted + 2 * DOWN_PROJ * early_stop
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("format", ["int8", "nf4"])
+@grid(dtype=[torch.float32, torch.bfloat16], format=["int8", "nf4"])
 @pytest.mark.parametrize("fused", [True, False], ids=["patched", "not patched"])
 def test_a_quantized_model_counts_what_frozen_weights_do(fused, format, dtype):
     model, inputs, labels = llama()
@@ -233,8 +229,7 @@ def test_a_loss_without_logits_counts_the_head_once():
             assert total(lambda: linear_cross_entropy(x, weight, targets)) == wanted / 3  # noqa: B023
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
-@pytest.mark.parametrize("trained", ["all", "input", "weight", "bias"])
+@grid(activation=[None, "gelu"], trained=["all", "input", "weight", "bias"])
 def test_linear_counts_the_products_that_run(trained, activation):
     held = {"input": torch.randn(2, 3, 5), "weight": torch.randn(7, 5), "bias": torch.randn(7)}
     for name, tensor in held.items():
@@ -244,8 +239,7 @@ def test_linear_counts_the_products_that_run(trained, activation):
     assert total(lambda: linear(*held.values(), activation).sum().backward()) == wanted
 
 
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "nf4"])
+@grid(rows=[1, 40], format=["int8", "fp8", "int4", "nf4"])
 def test_quantized_linear_counts_its_product_and_that_of_its_input(format, rows):
     x, q = torch.randn(rows, 64, requires_grad=True), quantize_weight(torch.randn(48, 64), format)
     product = 2 * rows * 48 * 64
@@ -270,8 +264,7 @@ def test_attention_counts_grouped_heads_and_widths_of_values():
         assert found == heads * (8 + 5 + wanted)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}, {"bias": True}], ids=str)
+@grid(device=["cpu", "meta"], options=[{}, {"dropout_p": 0.1}, {"bias": True}])
 def test_attention_counts_what_torchs_counts(options, device):
     """torch has a fused kernel for one of these calls: on CPUs, without options."""
     shapes = (2, 4, 40, 16), (2, 2, 40, 16), (2, 2, 40, 16)
@@ -355,7 +348,7 @@ with FlopCounterMode(display=False) as counter:
     torch.nn.functional.scaled_dot_product_attention(q, q, q)
 assert counter.get_total_flops() == 7
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    forked("-c", lines).printed()
 
 
 def test_a_second_import_finds_no_formula_twice():
@@ -366,4 +359,4 @@ import torch.utils.flop_counter
 del sys.modules["fusedops.integrations.flops"]
 import fusedops.integrations.flops
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    forked("-c", lines).printed()

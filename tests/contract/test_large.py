@@ -13,6 +13,7 @@ import pytest
 import torch
 from adamw.cases import check as check_step
 from adamw.cases import step_of
+from axes import grid
 
 import fusedops
 from fusedops.functional import cross_entropy, linear_cross_entropy
@@ -110,8 +111,7 @@ def test_linear_cross_entropy_of_so_many_logits(dtype):
     assert grown(before) < 2
 
 
-@pytest.mark.parametrize("first", [2**31 // BLOCK, 2**32, 2**55])
-@pytest.mark.parametrize("moments", ["float32", "int8"])
+@grid(first=[2**31 // BLOCK, 2**32, 2**55], moments=["float32", "int8"])
 @pytest.mark.parametrize("backend", [b for b in backends("adamw_step") if b != "cuda"])
 def test_a_step_of_a_part_behind_as_many_elements(backend, moments, first):
     """The random numbers of blocks with such numbers: as the reference's."""

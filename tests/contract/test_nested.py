@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 
 import fusedops
 from fusedops import functional as ff
@@ -204,8 +205,7 @@ def test_attention_of_jagged_tensors_is_torchs():
     assert torch.equal(got.values(), F.scaled_dot_product_attention(q, k, v).values())
 
 
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-@pytest.mark.parametrize("name", ["layer_norm", "linear"])
+@grid(layout=[torch.jagged, torch.strided], name=["layer_norm", "linear"])
 def test_torch_takes_its_strided_ones(name, layout):
     rows = [torch.randn(n, 8) for n in LENGTHS]
     x = torch.nested.nested_tensor(rows, layout=layout)
@@ -233,8 +233,7 @@ def refusals(layout):
     yield "quantized_linear", "x", lambda: ff.quantized_linear(x, QUANTIZED)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@grid(autocast=[False, True], layout=[torch.jagged, torch.strided])
 def test_the_others_name_the_argument(layout, autocast):
     for op, argument, call in refusals(layout):
         wanted = f"^{op}: {argument} must be a dense tensor, got a nest"

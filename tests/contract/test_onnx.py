@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from axes import grid
+from calling import Calls
 from torch import nn
 
 import fusedops
@@ -37,17 +39,6 @@ def check(module, *inputs, opset=17):
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     found = tuple(exported(module, *inputs, opset=opset))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-class Calls(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 def quantized(format, input_format=None):
@@ -114,8 +105,7 @@ def test_modules_of_sums(module):
     check(module(N), *torch.randn(2, 4, N))
 
 
-@pytest.mark.parametrize("format", ["int4", "nf4"])
-@pytest.mark.parametrize("module", [quantized, Dequantize])
+@grid(format=["int4", "nf4"], module=[quantized, Dequantize])
 def test_weights_of_4_bits_need_opset_18(module, format):
     x = torch.randn(4, N)
     check(module(format), x, opset=18)
@@ -134,14 +124,9 @@ ATTENTIONS = {
     "sinks": {"sinks": torch.linspace(-1, 1, 4)},
     "bool mask": {"bias": SEEN},
     "float mask": {"bias": SEEN.float() * 3},
-    "all": {
-        "causal": True,
-        "window": (5, 0),
-        "softcap": 2.0,
-        "sinks": torch.linspace(-1, 1, 4),
-        "bias": SEEN,
-    },
 }
+ATTENTIONS["all"] = {"causal": True, "window": (5, 0), "softcap": 2.0, "bias": SEEN}
+ATTENTIONS["all"] |= ATTENTIONS["sinks"]
 
 
 @pytest.mark.parametrize("how", ATTENTIONS)
@@ -150,11 +135,8 @@ def test_attention(how):
 
 
 def test_attention_of_grouped_heads_and_its_lse():
-    check(
-        Calls(partial(F.attention, return_lse=True)),
-        torch.randn(2, 4, 8, 16),
-        *torch.randn(2, 2, 2, 8, 16),
-    )
+    q, (k, v) = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 2, 8, 16)
+    check(Calls(partial(F.attention, return_lse=True)), q, k, v)
 
 
 @pytest.mark.skipif(bool(UNCOMPILED), reason="torch.searchsorted of constants is traced too")
@@ -174,42 +156,33 @@ def test_scaled_dot_product_attention():
     check(Calls(F.scaled_dot_product_attention), q, k, v, SEEN)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, **masks):
-        super().__init__()
-        self.attend = fusedops.nn.MultiheadAttention(N, 4, batch_first=True)
-        self.masks = masks
-
-    def forward(self, x):
-        return self.attend(x, x, x, need_weights=False, **self.masks)[0]
+def self_attention(**masks):
+    attend = fusedops.nn.MultiheadAttention(N, 4, batch_first=True)
+    return Calls(lambda x: attend(x, x, x, need_weights=False, **masks)[0], attend=attend)
 
 
+TRIANGLE = nn.Transformer.generate_square_subsequent_mask(8)
 MASKS = {
     "none": {},
     "attn_mask": {"attn_mask": SEEN[1, 0].logical_not().fill_diagonal_(False)},
-    "is_causal": {
-        "attn_mask": nn.Transformer.generate_square_subsequent_mask(8),
-        "is_causal": True,
-    },
+    "is_causal": {"attn_mask": TRIANGLE, "is_causal": True},
     "key_padding_mask": {"key_padding_mask": torch.arange(8).expand(2, 8) > 5},
 }
 
 
 @pytest.mark.parametrize("masks", MASKS)
 def test_multihead_attention(masks):
-    check(SelfAttention(**MASKS[masks]), torch.randn(2, 8, N))
+    check(self_attention(**MASKS[masks]), torch.randn(2, 8, N))
 
 
-class LinearLoss(nn.Module):
+def linear_loss(**how):
     """linear_cross_entropy with a head of its own."""
+    head = nn.Linear(N, 10)
 
-    def __init__(self, **how):
-        super().__init__()
-        self.head, self.how = nn.Linear(N, 10), how
+    def loss(x, target):
+        return F.linear_cross_entropy(x, head.weight, target, linear_bias=head.bias, **how)
 
-    def forward(self, x, target):
-        head = {"linear_weight": self.head.weight, "linear_bias": self.head.bias}
-        return F.linear_cross_entropy(x, target=target, **head, **self.how)
+    return Calls(loss, head=head)
 
 
 MODIFIED = {"z_loss": 0.1, "softcap": 3.0, "scale": 0.5, "reduction": "sum"}
@@ -217,8 +190,8 @@ LOSSES = {
     "cross_entropy": lambda: Calls(F.cross_entropy),
     "cross_entropy, none": lambda: Calls(partial(F.cross_entropy, reduction="none")),
     "cross_entropy, modified": lambda: Calls(partial(F.cross_entropy, **MODIFIED)),
-    "linear_cross_entropy": lambda: LinearLoss(),
-    "linear_cross_entropy, modified": lambda: LinearLoss(**MODIFIED),
+    "linear_cross_entropy": linear_loss,
+    "linear_cross_entropy, modified": lambda: linear_loss(**MODIFIED),
     "CrossEntropyLoss": lambda: fusedops.nn.CrossEntropyLoss(),
     "CrossEntropyLoss, weight": lambda: fusedops.nn.CrossEntropyLoss(torch.linspace(0.5, 1, N)),
     "LinearCrossEntropyLoss": lambda: fusedops.nn.LinearCrossEntropyLoss(N, 10, ignore_index=-100),
@@ -232,13 +205,10 @@ def test_losses(name):
     check(LOSSES[name](), torch.randn(12, N), target)
 
 
+SMOOTHED = Calls(partial(F.cross_entropy, label_smoothing=0.1))
 # What the README says does not export: name -> (module, more inputs, what the error says).
 REFUSED = {
-    "label_smoothing": (
-        Calls(partial(F.cross_entropy, label_smoothing=0.1)),
-        [torch.zeros(12, dtype=torch.long)],
-        "label_smoothing",
-    ),
+    "label_smoothing": (SMOOTHED, [torch.zeros(12, dtype=torch.long)], "label_smoothing"),
     "probabilities": (Calls(F.cross_entropy), [torch.rand(12, N)], "SoftmaxCrossEntropyLoss"),
     "fp8 inputs": (quantized("fp8", "fp8"), [], "JitScalarType"),
 }
@@ -251,16 +221,14 @@ def test_what_the_readme_excludes(name):
         exported(module, torch.randn(12, N), *inputs)
 
 
-class Outputs(nn.Module):
+def by_position(model, names):
     """A model of transformers whose inputs are tensors by position. Returns its outputs."""
 
-    def __init__(self, model, names):
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *inputs):
-        outputs = self.model(**dict(zip(self.names, inputs, strict=True)), use_cache=False)
+    def run(*inputs):
+        outputs = model(**dict(zip(names, inputs, strict=True)), use_cache=False)
         return tuple(t for t in (outputs.get("loss"), outputs.logits) if t is not None)
+
+    return Calls(run, model=model)
 
 
 KINDS = {
@@ -279,7 +247,7 @@ def test_patched_models(name):
     model, given = build(name), batch(name, "right")
     if name == "llama":
         given["labels"] = given["input_ids"]
-    outputs = Outputs(model, list(given))
+    outputs = by_position(model, list(given))
     with torch.no_grad():
         wanted = outputs(*given.values())
     with fusedops.fuse_always():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 from torch.testing._internal.common_methods_invocations import op_db
 
 from fusedops import functional as ff
@@ -29,8 +30,7 @@ def wide(value):
     return value.detach().double() if floating else value
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@grid(dtype=DTYPES, name=NAMES)
 def test_the_twin_gives_what_torch_gives(name, dtype):
     op, twin = OPERATORS[name], getattr(ff, name)
     for args, kwargs in samples(op, dtype):
@@ -75,12 +75,10 @@ def agrees_with_torch(*args, **kwargs):
         for f in (ff.scaled_dot_product_attention, F.scaled_dot_product_attention)
     )
     assert ours.keys() == torchs.keys()
-    for name, got in ours.items():
-        torch.testing.assert_close(got, torchs[name], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (3, 1, 2)], ids=str)
-@pytest.mark.parametrize("counts", [(8, 2, 4), (4, 4, 2), (4, 1, 4), (12, 4, 6), (4, 2, 2)])
+@grid(batch=[(), (2,), (3, 1, 2)], counts=[(8, 2, 4), (4, 4, 2), (4, 1, 4), (12, 4, 6), (4, 2, 2)])
 def test_key_and_value_may_have_different_head_counts(counts, batch):
     q, k, v = (heads(n, length, batch) for n, length in zip(counts, (5, 7, 7), strict=True))
     agrees_with_torch(q, k, v, enable_gqa=True)
@@ -94,8 +92,8 @@ def test_no_heads_give_what_torch_gives(counts):
     assert torch.equal(got, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
 
 
-@pytest.mark.parametrize(
-    "counts, wrong",
+@grid(
+    "counts,wrong",
     [
         ((4, 3, 4), "key"),
         ((4, 4, 3), "value"),
@@ -121,8 +119,7 @@ def result_or_error(function, *args, **kwargs):
         return type(error), str(error)
 
 
-@pytest.mark.parametrize("needs_gradient", [False, True])
-@pytest.mark.parametrize("kind", ["bool", "float"])
+@grid(needs_gradient=[False, True], kind=["bool", "float"])
 def test_a_mask_beside_is_causal_does_what_torch_does(kind, needs_gradient):
     """torch adds both in its kernel for CPUs, and raises where its plain lines run."""
     q, k, v = (heads(4, n) for n in (5, 7, 7))
@@ -139,8 +136,7 @@ def test_a_mask_beside_is_causal_does_what_torch_does(kind, needs_gradient):
             assert ours == torchs
 
 
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-@pytest.mark.parametrize("nested", ["key", "value", "key value", "query"])
+@grid(layout=[torch.jagged, torch.strided], nested=["key", "value", "key value", "query"])
 def test_nested_beside_dense_tensors_does_what_torch_does(nested, layout):
     rows = [torch.randn(n, 2, 8) for n in (3, 1, 5)]
     sequences = torch.nested.nested_tensor(rows, layout=layout).transpose(1, 2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
@@ -34,9 +35,7 @@ def skip(backend, dtype, products, shape):
 
 
 @ON
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid(dtype=FLOATS, options=OPTIONS, shape=SHAPES)
 @pytest.mark.parametrize("more", [False, True], ids=["", "weight and bias"])
 def test_forward_and_gradients(backend, dtype, options, shape, more, products):
     skip(backend, dtype, products, shape)
@@ -48,9 +47,7 @@ def test_forward_and_gradients(backend, dtype, options, shape, more, products):
 
 
 @ON
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("shape", [(50, 40, 160), (300, 40, 1500)], ids=str)
+@grid(dtype=FLOATS, reduction=["mean", "none"], shape=[(50, 40, 160), (300, 40, 1500)])
 def test_a_frozen_weight(backend, dtype, reduction, shape, products):
     """Input and bias have gradients, then only the bias."""
     rows, _, classes = shape
@@ -85,16 +82,14 @@ def test_a_float32_loss(backend, dtype, products):
 
 
 @ON
-@pytest.mark.parametrize("shape", [(0, 5, 7), (6, 0, 7), (0, 5, 0)], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@grid(shape=[(0, 5, 7), (6, 0, 7), (0, 5, 0)], reduction=["mean", "sum", "none"])
 def test_empty(backend, shape, reduction):
     x, w, b = head(*shape)
     compare_linear((x, w, targets(shape[0], shape[2]), b), backend, reduction=reduction)
 
 
 @ON
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@grid(reduction=["mean", "sum", "none"], dtype=[torch.float32, torch.float16])
 def test_every_target_is_ignored(backend, reduction, dtype):
     leaves = placed(head(6, 12, 40, dtype), device_of(backend))
     leaves = [t.requires_grad_() for t in leaves]
@@ -176,8 +171,7 @@ def same_for_threads(x, w, b):
         return all(map(torch.equal, alone, products()))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@grid(dtype=FLOATS, reduction=["mean", "none"])
 def test_threads_do_not_change_the_bits(dtype, reduction):
     leaves = [t.requires_grad_() for t in head(1030, 96, 2100, dtype)]
     target = targets(1030, 2100)

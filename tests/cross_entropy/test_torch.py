@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -16,11 +17,8 @@ from fusedops.testing import gradients
 F64 = torch.float64
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize(
-    "shape", [(7,), (5, 7), (5, 7, 3), (2, 7, 3, 4), (0, 7, 2), (5, 7, 0)], ids=str
-)
+@grid(reduction=["mean", "sum", "none"], smoothing=[0.0, 0.2])
+@grid(shape=[(7,), (5, 7), (5, 7, 3), (2, 7, 3, 4), (0, 7, 2), (5, 7, 0)])
 def test_as_torch(reduction, smoothing, shape):
     """Of any dimensions, with the classes side by side and not."""
     draw = torch.Generator().manual_seed(0)
@@ -36,8 +34,7 @@ def test_as_torch(reduction, smoothing, shape):
     for view in views:
         found = gradients(lambda x: cross_entropy(x, target, **how), (view,))
         expected = gradients(lambda x: F.cross_entropy(x, target, **how), (view,))
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, equal_nan=True)
+        torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (5, 7, 3)], ids=str)
@@ -48,13 +45,11 @@ def test_probabilities(shape):
     for how in ({}, {"reduction": "none"}, {"weight": class_weight(7), "label_smoothing": 0.2}):
         found = gradients(lambda x, p, how=how: cross_entropy(x, p, **how), (x, p))
         expected = gradients(lambda x, p, how=how: F.cross_entropy(x, p, **how), (x, p))
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value)
+        torch.testing.assert_close(found, expected)
     how = {"z_loss": 0.1, "softcap": 2.0, "scale": 0.5}
     found = gradients(lambda x, p: cross_entropy(x, p, **how), (x, p))
     expected = gradients(lambda x, p: cross_entropy_reference(x, p, **how), (x, p))
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value)
+    torch.testing.assert_close(found, expected)
 
 
 def test_old_arguments_and_dtypes_of_targets():
@@ -66,8 +61,7 @@ def test_old_arguments_and_dtypes_of_targets():
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("classes", [(7,), (7, 3), (7, 2, 2)], ids=str)
+@grid(reduction=["mean", "sum", "none"], classes=[(7,), (7, 3), (7, 2, 2)])
 @pytest.mark.parametrize("probabilities", [False, True])
 def test_as_torchs_linear_cross_entropy(reduction, classes, probabilities):
     draw = torch.Generator().manual_seed(0)
@@ -86,8 +80,7 @@ def test_as_torchs_linear_cross_entropy(reduction, classes, probabilities):
         found, expected = (
             gradients(of(f), more) for f in (linear_cross_entropy, F.linear_cross_entropy)
         )
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["", "made in the forward"])
@@ -110,8 +103,7 @@ def test_modules(made):
     )
 
 
-@pytest.mark.parametrize("out_features", [(), (3,)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@grid(out_features=[(), (3,)], bias=[False, True])
 def test_linear_module(out_features, bias):
     ours = fusedops.nn.LinearCrossEntropyLoss(
         6, 20, out_features=out_features, bias=bias, weight=class_weight(20), label_smoothing=0.1
@@ -136,7 +128,7 @@ def test_linear_module(out_features, bias):
         torch.testing.assert_close(theirs(x, target), expected)
 
 
-@pytest.mark.parametrize(
+@grid(
     "arguments,message",
     {
         "weight": ({"weight": torch.ones(4)}, r"weight must be \[5\], .* got \[4\]"),
@@ -220,8 +212,7 @@ def test_compile_of_a_float32_loss(made, dtype):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@grid(dtype=FLOATS, device=["cpu", "cuda"])
 def test_autocast_as_torch(dtype, device):
     """The loss is float32, as torch's; the product in autocast's dtype."""
     x, w, b = head(30, 16, 40, dtype)

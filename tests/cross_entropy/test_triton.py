@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
@@ -78,9 +79,7 @@ def facts(outputs):
     return [None if t is None else (t.shape, t.dtype, t.stride()) for t in outputs]
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("reduction", [NONE, MEAN, SUM])
-@pytest.mark.parametrize("made", [False, True])
+@grid(operator=OPERATORS, reduction=[NONE, MEAN, SUM], made=[False, True])
 def test_outputs_are_those_of_the_meta_kernels(operator, reduction, made):
     for dtype, loss in ((F32, F32), (F16, F16), (F16, F32)):
         op, args = operator(5, 7, dtype, reduction, loss, made)
@@ -100,8 +99,7 @@ class NeverWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("reduction", [NONE, MEAN])
+@grid(operator=OPERATORS, reduction=[NONE, MEAN])
 def test_the_host_does_not_wait(operator, reduction, small_tiles):
     op, args = operator(5, 40, F16, reduction, F32, True)
     run = getattr(triton_family, op.__name__)
@@ -111,8 +109,7 @@ def test_the_host_does_not_wait(operator, reduction, small_tiles):
             args[0].sum().item()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@grid(weighted=[False, True], smoothing=[0.0, 0.1])
 def test_a_target_that_is_no_class(weighted, smoothing, small_tiles):
     """Only its row becomes NaN."""
     rows, classes = 7, 40
@@ -164,9 +161,7 @@ def loss_and_gradient(x, target, **how):
     return loss.detach(), *torch.autograd.grad(loss.sum(), leaf)
 
 
-@pytest.mark.parametrize("classes", [1, 31, 1024, 32000, 131072 + 3])
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize("made", [False, True])
+@grid(classes=[1, 31, 1024, 32000, 131072 + 3], dtype=[F32, F16], made=[False, True])
 def test_tiles(classes, dtype, made):
     args = logits(2, classes, dtype), targets(2, classes)
     kwargs = {"reduction": "sum", "grad_in_forward": made}
@@ -247,9 +242,7 @@ STRIPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize("options", STRIPES)
-@pytest.mark.parametrize("last", [40, -40])
+@grid(dtype=[F32, F16], options=STRIPES, last=[40, -40])
 def test_stripes_of_classes(dtype, options, last, small_tiles):
     """Forward and backward over three stripes, one of them ragged, with targets in each. Each has
     larger logits than the one before, or smaller ones."""
@@ -279,8 +272,7 @@ def test_whole_rows(dtype, small_tiles):
             one, x, w, target, b, None, lse, total, *args[5:8], [True] * 3
         )
     assert torch.equal(total, (target != -100).sum().double())
-    for found, expected in zip((loss, lse, *made), (*plain[:2], *later), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close((loss, lse, *made), (*plain[:2], *later))
 
 
 def test_no_classes():

@@ -4,24 +4,27 @@ A failure prints its `Call`, which joins EXAMPLES.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
     RECEIVED,
     Call,
     Drawn,
-    Rounded,
     assert_as_good,
     broken,
     drawn,
+    evaluated,
     ours,
-    results,
+    redrawn,
     says_what_is_wrong,
     shapes,
+    with_gradients,
     wrong_tensors,
 )
 from hypothesis import given
@@ -51,10 +54,7 @@ def calls(draw: st.DrawFn, op: str, max_size: int = 32768) -> Call:
     arguments: dict[str, Any] = {"gate": draw(drawn(wide, usual))}
     arguments["up"] = None if packed else draw(drawn(shape, up_dtype))
     arguments |= draw(keywords(op))
-    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
-    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
-    received = "contiguous" if not shape else draw(st.sampled_from(list(RECEIVED)))
-    return Call(op, arguments, wanted, received)
+    return draw(with_gradients(op, arguments, (*RECEIVED,) if shape else ("contiguous",)))
 
 
 def keywords(op: str) -> st.SearchStrategy[dict[str, Any]]:
@@ -90,16 +90,8 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
     Of an infinite up the reference's gradient is inf - inf where ours is infinite, as that of
     torch's silu and gelu: they add the terms of the activation's derivative first.
     """
-    if isinstance(found, Exception):
-        raise found
-    exactly = call.in_float64()
-    eager, exact = (results(reference(call.op), call, made) for made in (None, exactly))
-
-    def rounded(key):
-        for seed in range(4):
-            with Rounded(call.accumulator(), seed):
-                yield results(reference(call.op), call, exactly)[key]
-
+    exactly, eager, exact = evaluated(call, found, reference(call.op))
+    rounded = partial(redrawn, call, reference(call.op), exactly)
     for key in [key for key in found if "gradient" in key]:
         found[key] = torch.where(found[key].isinf() & exact[key].isnan(), torch.nan, found[key])
     kernel = backend not in NOT_OURS and call.received == "contiguous"
@@ -135,8 +127,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("backend", backends("swiglu"))
+@grid(why=EXAMPLES, backend=backends("swiglu"))
 def test_example(why, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend), backend)

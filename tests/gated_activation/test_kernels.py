@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from axes import grid
+from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.functional import gated_activation, geglu, swiglu
@@ -12,8 +14,7 @@ from gated_activation.cases import BACKENDS, CASES, FLOATS, GPT_OSS, KINDS, comp
 SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001)]
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("kind,backend", CASES, dtype=FLOATS)
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_and_gradients(kind, backend, dtype, packed, shape):
@@ -25,24 +26,19 @@ def test_no_dimensions(kind, backend):
     compare(kind, backend, inputs((), torch.float32))
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0), (2, 0, 4)], ids=str)
+@grid("kind,backend", CASES, shape=[(0, 8), (3, 0), (0, 0), (2, 0, 4)])
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_empty(kind, backend, shape, packed):
     compare(kind, backend, inputs(shape, torch.float32, packed))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("up_dtype", FLOATS, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS, up_dtype=FLOATS)
 def test_up_in_another_dtype(backend, dtype, up_dtype):
     for kind in ("swiglu limited", "geglu"):
         compare(kind, backend, inputs((6, 90), dtype, up_dtype=up_dtype))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("limit", [None, 0.0, 0.5, 7.0])
-@pytest.mark.parametrize("alpha", [1.0, 1.702, -0.5, 0.0])
+@grid(backend=BACKENDS, limit=[None, 0.0, 0.5, 7.0], alpha=[1.0, 1.702, -0.5, 0.0])
 @pytest.mark.parametrize("up_offset", [0.0, 1.0, -2.5])
 def test_limit_alpha_and_offset(backend, limit, alpha, up_offset):
     kwargs = {"limit": limit, "alpha": alpha, "up_offset": up_offset}
@@ -69,8 +65,7 @@ FAR = [0.0, -0.0, 1e-6, 1e-30, 1e-45, 0.5, 5.0, 9.0, 13.2, 13.4, 19.9, 20.1, 87.
 FAR += [1e13, 1e20, 3e38, torch.inf]
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("sign", [1, -1])
+@grid("kind,backend", CASES, sign=[1, -1])
 def test_each_value_alone(kind, backend, sign):
     """Checks each element, so that none hides behind a larger one's error."""
     function, reference, kwargs = KINDS[kind]
@@ -85,10 +80,7 @@ def test_each_value_alone(kind, backend, sign):
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=2e-36, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("which", [0, 1])
+@grid("kind,backend", CASES, dtype=FLOATS, bad=[torch.nan, torch.inf, -torch.inf], which=[0, 1])
 def test_nan_and_inf_stay_where_they_are(kind, backend, dtype, bad, which):
     args = inputs((4, 70), dtype)
     args[which][2, 5] = bad
@@ -102,8 +94,9 @@ def test_float64_is_exact(kind, backend):
         args = placed(inputs((4, 50), torch.float64, packed), device_of(backend))
         with fusedops.backend(backend):
             found = gradients(function, args, **kwargs)
-        for key, value in gradients(reference, args, **kwargs).items():
-            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            found, gradients(reference, args, **kwargs), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,9 +148,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@grid("kind,backend", CASES, layout=LAYOUTS, dtype=[torch.float32, torch.float16])
 def test_strides(kind, backend, layout, dtype):
     def view():
         return LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype))
@@ -174,29 +165,17 @@ def test_strided_output_gradients(kind, backend, packed):
     function, reference, kwargs = KINDS[kind]
     args = inputs((12, 64), torch.float32, packed)
     for view in (torch.t, lambda y: torch.cat([y, y.new_zeros(12, 5)], -1), lambda y: y.sum(0)):
-        check(
-            lambda *a, view=view: view(function(*a, **kwargs)),
-            lambda *a, view=view: view(reference(*a, **kwargs)),
-            args,
-            backend,
-        )
+        check(viewed(function, view), viewed(reference, view), args, backend, **kwargs)
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("which", [0, 1])
+@grid("kind,backend", CASES, which=[0, 1])
 def test_only_one_gradient(kind, backend, which):
-    function, reference, kwargs = KINDS[kind]
-
-    def alone(run):
-        return lambda *args: run(
-            *(a if i == which else a.detach() for i, a in enumerate(args)), **kwargs
-        )
-
-    check(alone(function), alone(reference), inputs((40, 33), torch.float32), backend)
+    *both, kwargs = KINDS[kind]
+    runs = (with_gradients_of(run, which) for run in both)
+    check(*runs, inputs((40, 33), torch.float32), backend, **kwargs)
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("kind,backend", CASES, dtype=FLOATS)
 @pytest.mark.parametrize("n", [257, 264], ids=["element by element", "by vectors"])
 def test_same_bits_each_time_and_whatever_the_rows(kind, backend, dtype, n):
     function, _, kwargs = KINDS[kind]

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 
 import fusedops
 from fusedops.functional import geglu, swiglu
 from gated_activation.cases import GPT_OSS, inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("up_dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(dtype=[torch.float32, torch.bfloat16], up_dtype=[torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_as_torch(dtype, up_dtype, device):
     gate, up = inputs((4, 16), dtype, up_dtype=up_dtype)

@@ -9,10 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from calling import Calls
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,17 +61,9 @@ def training(subject: Subject, watch: Watch) -> Call:
     return lambda: step(subject, watch)
 
 
-def no_grad(subject: Subject, watch: Watch) -> Call:
+def without_gradients(mode: Callable, subject: Subject, watch: Watch) -> Call:
     def call():
-        with torch.no_grad():
-            forward(subject, watch)
-
-    return call
-
-
-def inference(subject: Subject, watch: Watch) -> Call:
-    def call():
-        with torch.inference_mode():
+        with mode():
             forward(subject, watch)
 
     return call
@@ -102,7 +96,7 @@ def retained_graphs(subject: Subject, watch: Watch) -> Call:
     return call
 
 
-def _checkpointed(subject: Subject, watch: Watch, use_reentrant: bool) -> Call:
+def checkpointed(use_reentrant: bool, subject: Subject, watch: Watch) -> Call:
     def run(*inputs):
         outputs = subject.run(*inputs)
         watch(*tree_leaves(outputs))  # those of the recomputation too
@@ -113,29 +107,10 @@ def _checkpointed(subject: Subject, watch: Watch, use_reentrant: bool) -> Call:
     )
 
 
-def reentrant_checkpoint(subject: Subject, watch: Watch) -> Call:
-    return _checkpointed(subject, watch, True)
-
-
-def checkpoint_without_reentry(subject: Subject, watch: Watch) -> Call:
-    return _checkpointed(subject, watch, False)
-
-
-class _Module(nn.Module):
-    """Wraps a function as a module, because only modules have hooks."""
-
-    def __init__(self, run: Callable) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.run(*inputs)
-
-
 def modules_of(subject: Subject) -> list[nn.Module]:
     """Returns the subject's modules. A function becomes a module."""
     if subject.module is None:
-        return [_Module(subject.run)]
+        return [Calls(subject.run)]
     return list(subject.module.modules())
 
 
@@ -438,13 +413,13 @@ def modes(subject: Subject, watch: Watch) -> Call:
 
 WAYS: dict[str, Way] = {
     "training": training,
-    "no_grad": no_grad,
+    "no_grad": partial(without_gradients, torch.no_grad),
     "exception in forward": exception_in_forward,
     "double backward": double_backward,
-    "inference": inference,
+    "inference": partial(without_gradients, torch.inference_mode),
     "retained graphs": retained_graphs,
-    "reentrant checkpoint": reentrant_checkpoint,
-    "checkpoint without reentry": checkpoint_without_reentry,
+    "reentrant checkpoint": partial(checkpointed, True),
+    "checkpoint without reentry": partial(checkpointed, False),
     "forward hooks": forward_hooks,
     "backward hooks": backward_hooks,
     "saved-tensor hooks": saved_tensor_hooks,

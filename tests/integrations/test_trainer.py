@@ -2,12 +2,11 @@
 
 import inspect
 import logging
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from children import forked
 
 import fusedops
 
@@ -112,8 +111,8 @@ for setup in (logging.getLogger, lambda: logging.basicConfig(level=logging.INFO)
             norm = torch.nn.LayerNorm(4)
             FusedOpsCallback(log_level=level).on_init_end(None, state, None, model=norm)
 """
-    command = [sys.executable, "-c", lines]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = forked("-c", lines, large=True).result()
+    assert done.returncode == 0, done.stderr
     shown = [part.count("norm: 1 of 1 fused") for part in done.stderr.split("after")]
     assert shown == [0, 1, 2] and not done.stdout
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from contract.fuzzing import (
     FLOATS,
     NOT_FLOATS,
-    RECEIVED,
     SIZES,
     Call,
     Drawn,
@@ -21,9 +20,11 @@ from contract.fuzzing import (
     attempt,
     broken,
     drawn,
+    evaluated,
     ours,
     results,
     shapes,
+    with_gradients,
     wrong_tensors,
 )
 from hypothesis import given
@@ -51,9 +52,7 @@ def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
         "bias": draw(st.none() | drawn((features,), dtype)),
         "activation": draw(st.sampled_from(list(ACTIVATIONS))),
     }
-    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
-    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
-    return Call("linear", arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
+    return draw(with_gradients("linear", arguments))
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -134,10 +133,7 @@ def bias_apart(input, weight, bias=None, activation=None):
 
 def compare(call: Call, found: dict | Exception) -> None:
     """Asserts that `found` is as accurate as torch's result in the inputs' dtype."""
-    if isinstance(found, Exception):
-        raise found
-    exactly = call.in_float64()
-    eager, exact = results(torchs, call), results(linear_reference, call, exactly)
+    exactly, eager, exact = evaluated(call, found, linear_reference, torchs)
     dtype = call.arguments["input"].dtype
 
     def rounded(key):

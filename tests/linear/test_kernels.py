@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from axes import grid
+from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.functional import linear
@@ -25,8 +27,7 @@ SHAPES = [
 FEW = [((1, 2100), 130), ((2, 1030), 75), ((6, 1500), 70), ((13, 600), 90), ((32, 1100), 68)]
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("kind,backend", CASES, dtype=FLOATS)
 @pytest.mark.parametrize("shape,features", SHAPES, ids=str)
 def test_forward_and_gradients(kind, backend, dtype, shape, features):
     compare(kind, backend, inputs(shape, features, dtype))
@@ -42,8 +43,7 @@ def compare_forward(kind, backend, args):
     assert complaint is None, (complaint, args[0].shape)
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("kind,backend", CASES, dtype=FLOATS)
 @pytest.mark.parametrize("shape,features", FEW, ids=str)
 def test_a_few_rows(kind, backend, dtype, shape, features):
     """Past a piece of the depth, a task's columns, and the rows that are packed together."""
@@ -51,16 +51,13 @@ def test_a_few_rows(kind, backend, dtype, shape, features):
         compare_forward(kind, backend, inputs(shape, features, dtype, bias))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS)
 def test_every_number_of_few_rows(backend, dtype):
     for rows in range(1, 36):
         compare_forward(None, backend, inputs((rows, 70), 21, dtype))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+@grid(backend=BACKENDS, dtype=FLOATS, rows=[1, 2, 3, 9])
 def test_a_few_rows_by_part_of_a_weight(backend, dtype, rows):
     """Its rows are apart, are all the same, or begin at any element."""
     x, weight, bias = inputs((rows, 90), 40, dtype)
@@ -82,9 +79,7 @@ def test_long_sums_are_as_exact_as_torchs(backend, shape, features):
     compare(None, backend, inputs(shape, features, torch.float32))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("which", ["input", "weight"])
+@grid(backend=BACKENDS, layout=LAYOUTS, which=["input", "weight"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strides(backend, layout, which, dtype):
     x, weight, _ = inputs((20, 45), 37, dtype)
@@ -115,14 +110,10 @@ OUTPUTS = {  # what becomes of the output, hence its gradient's layout
 }
 
 
-@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0] in (None, "gelu")])
-@pytest.mark.parametrize("layout", OUTPUTS)
+@grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], layout=OUTPUTS)
 def test_strided_output_gradients(kind, backend, layout):
-    def laid_out(run):
-        return lambda *args, **how: OUTPUTS[layout](run(*args, **how))
-
-    args = inputs((12, 64), 40, torch.float32)
-    check(laid_out(linear), laid_out(linear_reference), args, backend, activation=kind)
+    runs = (viewed(run, OUTPUTS[layout]) for run in (linear, linear_reference))
+    check(*runs, inputs((12, 64), 40, torch.float32), backend, activation=kind)
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
@@ -132,12 +123,10 @@ def test_empty(kind, backend, shape, features):
         args = placed(inputs(shape, features, torch.float32, bias), device_of(backend))
         with fusedops.backend(backend), poisoned():
             found = gradients(linear, args, activation=kind)
-        for key, value in gradients(linear_reference, args, activation=kind).items():
-            torch.testing.assert_close(found[key], value)
+        torch.testing.assert_close(found, gradients(linear_reference, args, activation=kind))
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@grid("kind,backend", CASES, bad=[float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
     for dtype in (torch.float32, torch.bfloat16):
         args = inputs((20, 70), 33, dtype)
@@ -148,17 +137,14 @@ def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
         compare(kind, backend, args)
 
 
-@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0]])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("kind,backend", [c for c in CASES if c[0]], dtype=FLOATS)
 def test_each_value_of_the_activation(kind, backend, dtype):
     z = torch.cat([torch.linspace(-30, 30, 999), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4])])
     args = (z[:, None].to(dtype), torch.ones(1, 1, dtype=dtype), None)
     compare(kind, backend, args)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("grad", [False, True])
+@grid(backend=BACKENDS, dtype=[torch.float16, torch.bfloat16], grad=[False, True])
 def test_z_is_rounded_before_the_activation(backend, dtype, grad):
     """Otherwise one in four ReLUs would differ from torch's."""
     x, weight, bias = placed(inputs((64, 200), 300, dtype), device_of(backend))
@@ -171,21 +157,14 @@ def test_z_is_rounded_before_the_activation(backend, dtype, grad):
 WANTED = [(i, j, k) for i in (0, 1) for j in (0, 1) for k in (0, 1) if i + j + k]
 
 
-@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0] in (None, "gelu")])
-@pytest.mark.parametrize("wanted", WANTED, ids=str)
+@grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], wanted=WANTED)
 def test_only_some_gradients(kind, backend, wanted):
-    args = inputs((40, 33), 21, torch.float32)
-
-    def some(run):
-        return lambda *args, **how: run(
-            *(a if w else a.detach() for a, w in zip(args, wanted, strict=True)), **how
-        )
-
-    check(some(linear), some(linear_reference), args, backend, activation=kind)
+    places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    runs = (with_gradients_of(run, *places) for run in (linear, linear_reference))
+    check(*runs, inputs((40, 33), 21, torch.float32), backend, activation=kind)
 
 
-@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0] in (None, "gelu")])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], dtype=FLOATS)
 def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
     args = placed(inputs((200, 520), 500, dtype), device_of(backend))
     with fusedops.backend(backend), threads(1):
@@ -199,9 +178,7 @@ def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
             assert torch.equal(value, threaded[key])
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 6])
+@grid("kind,backend", CASES, dtype=FLOATS, rows=[1, 6])
 def test_a_few_rows_have_the_same_bits_whatever_the_threads(kind, backend, dtype, rows):
     args = placed(inputs((rows, 700), 1000, dtype), device_of(backend))
     with fusedops.backend(backend), torch.no_grad(), threads(1):
@@ -210,8 +187,7 @@ def test_a_few_rows_have_the_same_bits_whatever_the_threads(kind, backend, dtype
             assert torch.equal(first, linear(*args, activation=kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [100, 500])
+@grid(kind=KINDS, rows=[100, 500])
 def test_by_default_it_is_as_exact_too(kind, rows):
     """Without a forced backend, the rule decides for forward and backward separately."""
     for dtype in FLOATS:

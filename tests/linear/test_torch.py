@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -39,8 +40,7 @@ def test_vmap_over_weights_sees_through_the_operator():
     torch.testing.assert_close(found, F.gelu(x @ weights.mT))
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("rows", [10, 300])
+@grid("kind,backend", CASES, rows=[10, 300])
 def test_gradients_lie_as_their_weight(kind, backend, rows):
     """So that autograd need not copy them to add them to those of Conv1D's."""
     x, weight, bias = placed(inputs((rows, 90), 110, torch.float32), device_of(backend))
@@ -60,12 +60,10 @@ def test_compile_by_default():
     for rows in (2, 300):
         args = inputs((rows, 130), 140, torch.float32)
         found, expected = gradients(compiled, (*args, "gelu")), gradients(linear, (*args, "gelu"))
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value)
+        torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(4, 24), (300, 64)], ids=str)
+@grid(kind=KINDS, shape=[(4, 24), (300, 64)])
 def test_export_with_dynamic_shapes(kind, shape):
     module = fusedops.nn.Linear(shape[1], 70, activation=kind)
     rows = torch.export.Dim("rows")
@@ -75,8 +73,7 @@ def test_export_with_dynamic_shapes(kind, shape):
 
 
 @FORCED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", [None, "gelu"])
+@grid(dtype=[torch.float32, torch.bfloat16, torch.float64], kind=[None, "gelu"])
 def test_autocast_as_torch(backend, dtype, kind):
     device = device_of(backend)
     x, weight, bias = placed(inputs((40, 16), 24, dtype), device)
@@ -155,8 +152,7 @@ def test_gradients_flow_through_a_frozen_weight_into_lora():
     with fusedops.backend("cpu"):
         found = torch.autograd.grad(loss(linear), (down, up))
     expected = torch.autograd.grad(loss(linear_reference), (down, up))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_backward_twice_needs_the_graph_to_be_kept():
@@ -198,8 +194,7 @@ def test_nested_inputs_go_to_torch():
         torch.testing.assert_close(got, F.linear(part, weight, bias))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(bias=[True, False], dtype=[torch.float32, torch.bfloat16])
 def test_module_twin(bias, dtype):
     torch.manual_seed(3)
     ours = fusedops.nn.Linear(12, 20, bias, dtype=dtype)
@@ -227,8 +222,7 @@ def test_a_module_refuses_another_activation():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gradients_on", [True, False])
+@grid(kind=KINDS, gradients_on=[True, False])
 def test_jit_trace(kind, gradients_on):
     """Its check records the call a second time without gradients: the operator is the same."""
     module, x = fusedops.nn.Linear(32, 16, activation=kind), torch.randn(4, 32)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 from contract.cuda_graphs import capture, no_synchronisation
 
 import fusedops
@@ -35,8 +36,7 @@ def step(op, args, cotangent, **kwargs):
     return (*(o.detach() for o in outputs), *grads)
 
 
-@pytest.mark.parametrize("op,backend", [c for c in CASES if "add" in c[0]])
-@pytest.mark.parametrize("shape", [(64, 512), *LONG], ids=str)
+@grid("op,backend", [c for c in CASES if "add" in c[0]], shape=[(64, 512), *LONG])
 def test_graph_draws_a_new_mask_at_each_replay(op, backend, shape):
     """Forward and backward use the same mask: dx is twice dresidual where x is kept."""
     args = inputs(op, shape)
@@ -103,8 +103,7 @@ def memory():
 
 
 @pytest.mark.xdist_group("large")  # one at a time
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(2**31 // 8192 + 3, 8192), (2**31 // 64 + 5, 64)], ids=str)
+@grid(backend=BACKENDS, shape=[(2**31 // 8192 + 3, 8192), (2**31 // 64 + 5, 64)])
 def test_more_elements_than_int32_counts(backend, shape, memory):
     """Rows are independent, so the last ones alone give the same bits."""
     need = 2 * shape[0] * shape[1] * 12  # bytes: x, residual, h, y, their gradients, other workers

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
-    RECEIVED,
     Call,
     Drawn,
     Redrawn,
@@ -29,6 +29,7 @@ from contract.fuzzing import (
     results,
     says_what_is_wrong,
     shapes,
+    with_gradients,
     wrong_tensors,
 )
 from hypothesis import given, settings
@@ -113,9 +114,7 @@ def calls(draw: st.DrawFn, op: str, max_size: int = 32768, floats: tuple = tuple
         arguments["bias"] = parameter() if one_axis or "add" not in op else None
     arguments["eps"] = draw(st.sampled_from(EPS[:3]) | st.sampled_from(EPS))
     arguments |= draw(keywords(op))
-    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
-    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
-    return Call(op, arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
+    return draw(with_gradients(op, arguments))
 
 
 @st.composite
@@ -315,8 +314,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("backend", backends("layer_norm"))
+@grid(why=EXAMPLES, backend=backends("layer_norm"))
 def test_example(why, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend), backend)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from axes import grid
+from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.testing import check, device_of, gradients, placed, threads
@@ -21,9 +23,7 @@ from norm.cases import (
 SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001)]
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid("op,backend", CASES, dtype=FLOATS, shape=SHAPES)
 def test_forward_and_gradients(op, backend, dtype, shape):
     interpreted_bf16(backend, dtype)
     compare(op, backend, inputs(op, shape, dtype))
@@ -35,8 +35,7 @@ def test_more_rows_than_are_added_at_a_time(op, backend, shape):
     compare(op, backend, inputs(op, shape, torch.float16))
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("op,backend", CASES, dtype=FLOATS)
 def test_no_parameters(op, backend, dtype):
     interpreted_bf16(backend, dtype)
     args = inputs(op, (7, 130), dtype)
@@ -47,10 +46,8 @@ def test_no_parameters(op, backend, dtype):
         compare(op, backend, (*args[:2], None, args[3]))
 
 
-@pytest.mark.parametrize("op,backend", [c for c in CASES if "rms" in c[0]])
-@pytest.mark.parametrize("rounding", ["torch", "llama"])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+@grid("op,backend", [c for c in CASES if "rms" in c[0]], rounding=["torch", "llama"])
+@grid(offset=[0.0, 1.0], weight_dtype=FLOATS)
 def test_roundings(op, backend, rounding, offset, weight_dtype):
     interpreted_bf16(backend, weight_dtype)
     for dtype in FLOATS[: 2 if interpreted(backend) else 3]:
@@ -58,17 +55,13 @@ def test_roundings(op, backend, rounding, offset, weight_dtype):
         compare(op, backend, args, rounding=rounding, offset=offset)
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("op,backend", CASES, weight_dtype=FLOATS, dtype=FLOATS)
 def test_weight_in_another_dtype(op, backend, dtype, weight_dtype):
     interpreted_bf16(backend, dtype, weight_dtype)
     compare(op, backend, inputs(op, (9, 77), dtype, weight_dtype))
 
 
-@pytest.mark.parametrize("op,backend", ADDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("residual_dtype", FLOATS, ids=str)
+@grid("op,backend", ADDS, dtype=FLOATS, residual_dtype=FLOATS)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_residual_in_another_dtype(op, backend, dtype, residual_dtype, weight_dtype):
     interpreted_bf16(backend, dtype, residual_dtype, weight_dtype)
@@ -81,9 +74,7 @@ def test_bias_in_another_dtype_than_weight(op, backend):
     compare(op, backend, (*args, bias.float(), eps))
 
 
-@pytest.mark.parametrize("op,backend", ADDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@grid("op,backend", ADDS, dtype=FLOATS, p=[0.1, 0.5, 0.9])
 def test_dropout(op, backend, dtype, p):
     interpreted_bf16(backend, dtype)
     for shape in [(3, 70), (2, 3, 1027)]:
@@ -99,10 +90,8 @@ def test_dropping_everything_leaves_the_residual(op, backend):
     assert not found["gradient 0"].any() and found["gradient 1"].all()
 
 
-@pytest.mark.parametrize("op,backend", [c for c in CASES if "rms" in c[0]])
-@pytest.mark.parametrize("rounding", ["torch", "llama"])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@grid("op,backend", [c for c in CASES if "rms" in c[0]], rounding=["torch", "llama"])
+@grid(offset=[0.0, 1.0], weight_dtype=[torch.float32, torch.float16, torch.bfloat16])
 def test_rounds_where_the_reference_does(op, backend, rounding, offset, weight_dtype):
     """The yardstick does not detect a missing rounding, but the bits do.
 
@@ -132,8 +121,7 @@ def test_float64_is_exact(op, backend):
     args = placed(inputs(op, (4, 50), torch.float64), device_of(backend))
     with fusedops.backend(backend):
         found = gradients(function, args)
-    for key, value in gradients(reference, args).items():
-        torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, gradients(reference, args), rtol=1e-12, atol=1e-12)
 
 
 LAYOUTS = {
@@ -147,9 +135,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@grid("op,backend", CASES, layout=LAYOUTS, dtype=[torch.float32, torch.float16])
 def test_strides(op, backend, layout, dtype):
     def view():
         return LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype))
@@ -166,25 +152,13 @@ OUTPUTS = {  # what becomes of an output, hence its gradient's layout
 }
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("layout", OUTPUTS)
+@grid("op,backend", CASES, layout=OUTPUTS)
 def test_strided_output_gradients(op, backend, layout):
-    function, reference = FUNCTIONS[op]
-    args = inputs(op, (12, 64), torch.float16)
-
-    def laid_out(run):
-        def call(*args):
-            outputs = run(*args)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            return tuple(OUTPUTS[layout](o) for o in outputs)
-
-        return call
-
-    check(laid_out(function), laid_out(reference), args, backend)
+    runs = (viewed(run, OUTPUTS[layout]) for run in FUNCTIONS[op])
+    check(*runs, inputs(op, (12, 64), torch.float16), backend)
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0), (2, 0, 4)], ids=str)
+@grid("op,backend", CASES, shape=[(0, 8), (3, 0), (0, 0), (2, 0, 4)])
 def test_empty(op, backend, shape):
     compare(op, backend, inputs(op, shape, torch.float32))
 
@@ -196,8 +170,7 @@ def test_several_normalised_dimensions(op, backend):
     compare(op, backend, (x, residual if "add" in op else (5, 6), *parameters, 1e-6))
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@grid("op,backend", CASES, bad=[float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_stay_in_their_row(op, backend, bad):
     args = inputs(op, (4, 70), torch.float32)
     args[0][2, 5] = bad
@@ -224,34 +197,24 @@ def test_large_mean_keeps_its_variance(op, backend):
     compare(op, backend, args)
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("which", range(4))
+@grid("op,backend", CASES, which=range(4))
 def test_only_one_gradient(op, backend, which):
-    function, reference = FUNCTIONS[op]
     args = inputs(op, (40, 33), torch.float32)
     tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     if which >= len(tensors):
         pytest.skip("fewer arguments")
-    leaf = tensors[which]
-
-    def alone(run):
-        return lambda *args: run(
-            *(a.detach() if i in tensors and i != leaf else a for i, a in enumerate(args))
-        )
-
-    check(alone(function), alone(reference), args, backend)
+    runs = (with_gradients_of(run, tensors[which]) for run in FUNCTIONS[op])
+    check(*runs, args, backend)
 
 
-@pytest.mark.parametrize("op,backend", ADDS)
-@pytest.mark.parametrize("used", [0, 1])
+@grid("op,backend", ADDS, used=[0, 1])
 def test_unused_output(op, backend, used):
     function, reference = FUNCTIONS[op]
     args = inputs(op, (5, 33), torch.float32)
     check(lambda *a: function(*a)[used], lambda *a: reference(*a)[used], args, backend)
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("op,backend", CASES, dtype=FLOATS)
 @pytest.mark.parametrize("n", [257, 264], ids=["element by element", "by vectors"])
 def test_same_bits_each_time_and_whatever_the_rows(op, backend, dtype, n):
     function, _ = FUNCTIONS[op]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -19,9 +20,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("ours,theirs,kwargs", MODULES)
-@pytest.mark.parametrize("shape", [12, (12,), (3, 4)], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid("ours,theirs,kwargs", MODULES, shape=[12, (12,), (3, 4)], dtype=FLOATS)
 def test_module_twins(ours, theirs, kwargs, shape, dtype):
     a, b = ours(shape, **kwargs, dtype=dtype), theirs(shape, **kwargs, dtype=dtype)
     for parameter in b.parameters():
@@ -35,7 +34,7 @@ def test_module_twins(ours, theirs, kwargs, shape, dtype):
     assert list(a.state_dict()) == list(b.state_dict()) and repr(a) == repr(b)
 
 
-@pytest.mark.parametrize(
+@grid(
     "module,twin", [(fusedops.nn.AddLayerNorm, nn.LayerNorm), (fusedops.nn.AddRMSNorm, nn.RMSNorm)]
 )
 @pytest.mark.parametrize("shape,affine", [(12, True), ((3, 4), True), ((3, 4), False)], ids=str)

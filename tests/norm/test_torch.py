@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -68,8 +69,7 @@ def test_dropout_mask_is_the_reference_and_opaque_to_the_compiler():
     torch.library.opcheck(mask, (seed, 20, 65, 0.5))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16])
 def test_autocast_as_torch(backend, dtype):
     interpreted_bf16(backend, torch.bfloat16)
     device = device_of(backend)
@@ -83,8 +83,7 @@ def test_autocast_as_torch(backend, dtype):
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("op", FUNCTIONS)
-@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(op=FUNCTIONS, residual_dtype=[torch.float32, torch.bfloat16])
 def test_cuda_autocast_runs_norms_in_float32(op, residual_dtype):
     # the kernel of the AutocastCUDA key, which needs no GPU
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from children import forked
 
 import fusedops
 from fusedops import backends
@@ -21,11 +22,8 @@ from fusedops.functional import layer_norm
 
 def run(*args, **env):
     """Runs a Python process; returns its output and errors, and whether it succeeded."""
-    command = [sys.executable, *args]
-    done = subprocess.run(
-        command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return done.stdout, done.returncode == 0
+    done = forked(*args, env=os.environ | env).result()
+    return done.stdout + done.stderr, done.returncode == 0
 
 
 def test_unknown_backend_names_the_known_ones():
@@ -234,7 +232,9 @@ def suspended():
 
 {lines}
 """
-    assert run("-W", "ignore", "-c", code) == ("", True)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 def test_a_backend_that_fails_on_the_way_is_not_forced(monkeypatch):

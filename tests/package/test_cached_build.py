@@ -7,13 +7,12 @@ import fnmatch
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from children import forked
 
 from fusedops import toolchain
 from fusedops.cache import cache_folder, publish, work_folder
@@ -60,21 +59,13 @@ def environment(package, cache, **changed):
 
 
 def start(package, cache, *args, **changed):
-    return subprocess.Popen(
-        [sys.executable, *args],
-        cwd=package,
-        env=environment(package, cache, **changed),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return forked(*args, cwd=package, env=environment(package, cache, **changed))
 
 
 def run(package, cache, *args, **changed):
     """Returns the exit status, stdout and stderr."""
-    process = start(package, cache, *args, **changed)
-    printed = process.communicate()
-    return process.returncode, *printed
+    done = start(package, cache, *args, **changed).result()
+    return done.returncode, done.stdout, done.stderr
 
 
 BUILD = ("-m", "fusedops", "build")
@@ -196,14 +187,13 @@ def finished(cache):
 def test_two_builds_at_a_time(package, tmp_path):
     """An import in between finds no library or a complete one, with its record."""
     builders = [start(package, tmp_path, *BUILD) for _ in range(2)]
-    while any(builder.poll() is None for builder in builders):
+    while not all(builder.has_ended() for builder in builders):
         for library in finished(tmp_path):
             assert json.loads(library.with_suffix(".json").read_text())
         printed = run(package, tmp_path, "-c", INFO)[1]
         assert printed.endswith((" compiled\n", " not compiled on this machine\n"))
     for builder in builders:
-        printed = builder.communicate()
-        assert builder.returncode == 0, printed
+        builder.printed()
     assert run(package, tmp_path, "-c", INFO)[1].endswith(" compiled\n")
 
 

@@ -1,13 +1,12 @@
 """The demo runs end to end on a tiny model and reports correctly."""
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from children import forked
 
 from fusedops import __main__ as command_line
 from fusedops import demo
@@ -36,20 +35,18 @@ def test_quick_demo(tmp_path, capsys):
 
 
 def test_the_demo_without_rich_and_matplotlib(tmp_path):
-    command = [sys.executable, "tests/children/without.py", "matplotlib,rich", "fusedops", "demo"]
-    run = subprocess.run(
-        [*command, "--quick", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    words = ["tests/children/without.py", "matplotlib,rich", "fusedops", "demo"]
+    words += ["--quick", "--out", tmp_path]
+    printed = forked(*words, cwd=ROOT, large=True).printed()
     assert not (tmp_path / "demo.png").exists()
     results = json.loads((tmp_path / "demo.json").read_text())
-    assert f"wrote {tmp_path / 'demo.json'}\n" in run.stdout
+    assert f"wrote {tmp_path / 'demo.json'}\n" in printed
     words = ["peak memory, fresh process"]
     words += [
         f"{results['contenders'][name]['peak_bytes'] / 2**20:,.0f} MiB"
         for name in results["contenders"]
     ]
-    line = next(line for line in run.stdout.splitlines() if line.startswith(words[0]))
+    line = next(line for line in printed.splitlines() if line.startswith(words[0]))
     assert all(word in line for word in words)
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import forked
 
 pytest.importorskip("transformers")
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -95,9 +96,7 @@ CACHES = ".__slotnames__", "torch.jit._builtins._builtin_table", "torch.ops._dir
 
 @pytest.fixture(scope="module")
 def changed():
-    command = [sys.executable, "-W", "ignore", "-c", SNAPSHOT + RUN]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(forked("-c", SNAPSHOT + RUN, large=True).printed().splitlines()[-1])
     return {when: [n for n in names if not n.endswith(CACHES)] for when, names in found.items()}
 
 
@@ -136,7 +135,7 @@ fusedops.patch(model, attention={attention})
 after = [[*table._global_mapping] for table in (AttentionInterface, AttentionMaskInterface)]
 assert after == [names + ["fusedops"] * {attention} for names in before], after
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", SNAPSHOT + lines], check=True)
+    forked("-c", SNAPSHOT + lines, large=True).printed()
 
 
 def test_the_finder_imports_none_of_what_it_waits_for():

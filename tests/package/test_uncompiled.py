@@ -7,14 +7,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 import torch
-from children import TESTS, uncompiled_checks
+from children import TESTS, forked, uncompiled_checks
 
 from fusedops import extension
 from fusedops.toolchain import library_name
@@ -43,13 +42,7 @@ functional.layer_norm(torch.ones(2, 8), (8,))
 def python(*args, cwd=ROOT, **environment):
     """Runs a new interpreter; returns its exit status, stdout and stderr."""
     environment = {"FUSEDOPS_COMPILED": "", "FUSEDOPS_REQUIRE": ""} | environment
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
+    return forked(*args, cwd=cwd, env=os.environ | environment).result()
 
 
 @pytest.fixture
@@ -222,7 +215,7 @@ def test_every_use_warns_once(name):
 
 
 def test_a_compiled_part_does_not_warn():
-    run = python("-W", "error::UserWarning", "-c", USE)
+    run = python("-c", "import warnings\nwarnings.simplefilter('error', UserWarning)\n" + USE)
     assert run.returncode == 0, run.stderr
 
 

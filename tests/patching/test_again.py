@@ -110,10 +110,27 @@ WRAPPERS = {
 }
 
 
+def patched_llama(loss=True, **config):
+    model = llama(**config)
+    return model, fusedops.patch(model, loss=loss)
+
+
+def loss_of(report):
+    (site,) = (site for site in report.fused if site.kind == "loss")
+    return site
+
+
+def assert_loss_of_logits(model, report, reason):
+    """The report says why, logits are made, and another look changes nothing."""
+    loss = loss_of(report)
+    assert (loss.now, loss.reason) == ("cross_entropy", f"computed from logits: {reason}")
+    assert count(losses, cross_entropy, lambda: model(IDS, labels=LABELS)) == 1
+    assert not look_again(model, report)
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapper_that_calls_the_forward_changes_nothing(wrapper):
-    model = llama()
-    report = fusedops.patch(model)
+    model, report = patched_llama()
     before = str(report)
     for module in [*model.modules()]:
         if "norm" in type(module).__name__.lower() or module is model:
@@ -138,20 +155,18 @@ def count(home, function, run):
 
 def test_hooks_of_accelerate_change_nothing_but_the_loss():
     """They put a forward on every module; on the head's the logits are made."""
-    model = llama()
-    report = fusedops.patch(model)
+    model, report = patched_llama()
     for module in [*model.modules()]:
         add_hook_to_module(module, ModelHook())
     assert look_again(model, report) and not report.skipped
-    (loss,) = (site for site in report.fused if site.kind == "loss")
+    loss = loss_of(report)
     assert (loss.now, loss.reason) == ("cross_entropy", "computed from logits: the head has hooks")
     assert not count(heads, linear_cross_entropy, lambda: model(IDS, labels=LABELS))
     assert not look_again(model, report)
 
 
 def test_a_module_whose_forward_was_replaced_is_left():
-    model = llama()
-    report = fusedops.patch(model)
+    model, report = patched_llama()
     fused = report.coverage["norm"]
     norm = model.model.layers[1].input_layernorm
     method(norm, another_norm)
@@ -194,11 +209,10 @@ def reads_the_dtype(model):
 
 @pytest.mark.parametrize("keeps", [True, "keep_logits"])
 def test_a_wrapper_that_reads_the_head_may_have_one_of_its_own(keeps):
-    model = llama()
-    report = fusedops.patch(model, loss=keeps)
+    model, report = patched_llama(loss=keeps)
     reads_the_dtype(model)
     assert look_again(model, report)
-    (loss,) = (site for site in report.fused if site.kind == "loss")
+    loss = loss_of(report)
     may = f"forward of {__name__} may compute the loss with its own head"
     assert loss.now == "linear_cross_entropy" and loss.reason.endswith(may)
     assert loss.reason.startswith("keep_logits") == (keeps == "keep_logits")
@@ -220,11 +234,7 @@ def test_a_forward_without_a_head_of_its_own_has_the_loss_of_logits(function):
     model = llama()
     function(model) if function is reads_the_dtype else method(model, function)
     report = fusedops.patch(model)
-    (loss,) = (site for site in report.fused if site.kind == "loss")
-    reason = "computed from logits: the model has its own forward"
-    assert (loss.now, loss.reason) == ("cross_entropy", reason)
-    assert count(losses, cross_entropy, lambda: model(IDS, labels=LABELS)) == 1
-    assert not look_again(model, report)
+    assert_loss_of_logits(model, report, "the model has its own forward")
 
 
 def test_the_forward_from_before_patch_is_not_the_fused_one():
@@ -237,9 +247,7 @@ def test_the_forward_from_before_patch_is_not_the_fused_one():
     (left,) = report.skipped
     reason = "forward of transformers.models.llama.modeling_llama replaces its forward"
     assert (left.path, left.reason) == ("model.norm", reason)
-    (loss,) = (site for site in report.fused if site.kind == "loss")
-    assert loss.reason == f"computed from logits: by_its_name of {__name__} replaces its forward"
-    assert count(losses, cross_entropy, lambda: model(IDS, labels=LABELS)) == 1
+    assert_loss_of_logits(model, report, f"by_its_name of {__name__} replaces its forward")
 
 
 def test_a_long_list_holds_no_forward():
@@ -264,7 +272,7 @@ def test_a_forward_that_asks_the_model_for_its_loss_has_ours_of_logits():
     method(again, forward)
     assert look_again(again, before)
     for one, of in ((model, report), (again, before)):
-        (site,) = (site for site in of.fused if site.kind == "loss")
+        site = loss_of(of)
         assert site.now == "cross_entropy" and site.reason.startswith("computed from logits: ")
         assert count(losses, cross_entropy, lambda: one(IDS, LABELS)) == 1  # noqa: B023
         assert "keep_logits" not in str(of)
@@ -284,21 +292,17 @@ def reasons(report, kind):
 
 
 def test_an_attention_that_was_set_since():
-    model = llama()
-    report = fusedops.patch(model)
+    model, report = patched_llama()
     assert report.coverage["attention"] == (2, 2)
     model.set_attn_implementation("eager")
     assert look_again(model, report) and report.coverage["attention"] == (0, 2)
-    assert (
-        reasons(report, "attention") == {"the implementation was set to eager after patch"}
-        and len(report.skipped) == 2
-    )
+    assert reasons(report, "attention") == {"the implementation was set to eager after patch"}
+    assert len(report.skipped) == 2
     assert not look_again(model, report)
 
 
 def test_weights_that_are_wanted_since():
-    model = llama(attn_implementation="eager")
-    report = fusedops.patch(model)
+    model, report = patched_llama(attn_implementation="eager")
     assert not look_again(model, report)
     model.config.output_attentions = True
     assert look_again(model, report)
@@ -307,8 +311,7 @@ def test_weights_that_are_wanted_since():
 
 
 def test_a_model_that_is_unpatched():
-    model = llama()
-    report = fusedops.patch(model)
+    model, report = patched_llama()
     fused = len(report.fused)
     fusedops.unpatch(model)
     assert look_again(model, report) and not report.fused
@@ -327,22 +330,16 @@ def test_quantized_layers_stay():
 
 def test_modules_that_were_replaced():
     """A new head has the loss of logits."""
-    model = llama()
-    report = fusedops.patch(model)
+    model, report = patched_llama()
     model.model.norm, model.lm_head = nn.RMSNorm(32), nn.Linear(32, 64, bias=False)
     assert look_again(model, report)
     (left,) = report.skipped
     assert (left.path, left.reason) == ("model.norm", "it is no longer fused")
-    (loss,) = (site for site in report.fused if site.kind == "loss")
-    reason = "computed from logits: the head is no longer fused"
-    assert (loss.now, loss.reason) == ("cross_entropy", reason)
-    assert count(losses, cross_entropy, lambda: model(IDS, labels=LABELS)) == 1
-    assert not look_again(model, report)
+    assert_loss_of_logits(model, report, "the head is no longer fused")
 
 
 def test_another_loss_function():
-    model = llama()
-    report = fusedops.patch(model)
+    model, report = patched_llama()
     model.loss_function = lambda logits, *args, **kwargs: logits.sum()
     assert look_again(model, report) and report.coverage["loss"] == (0, 1)
     assert reasons(report, "loss") == {"another loss_function was set after patch"}
@@ -366,8 +363,7 @@ def test_a_class_on_top_with_a_forward_of_its_own(calls):
 
 def test_a_site_that_moved_stays_as_it_was():
     """PEFT puts adapters around modules."""
-    model = llama()
-    report = fusedops.patch(model)
+    model, report = patched_llama()
     before = str(report)
     inner = model.model.layers
     model.model.layers = nn.ModuleList([nn.Sequential(layer) for layer in inner])

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from axes import grid
+from calling import Calls
 from torch import nn
 from torch.testing import assert_close
 
@@ -30,15 +32,6 @@ class Llama(nn.Module):
 
     def forward(self, x):
         return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
-
-
-class Encoder(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(inputs_embeds=x).last_hidden_state
 
 
 class Up(nn.Module):
@@ -95,20 +88,14 @@ def linears():
     return built
 
 
-def test_few_elements_are_inductors(model):
-    assert operators(model, inputs(LOOP - N)) == []
+@grid("elements,wanted", [(LOOP - N, set()), (LOOP, FUSED)])
+def test_few_elements_are_inductors_and_many_are_ours(model, elements, wanted):
+    assert set(operators(model, inputs(elements))) == wanted
 
 
-def test_many_elements_are_ours(model):
-    assert set(operators(model, inputs(LOOP))) == FUSED
-
-
-def test_products_of_few_elements_are_inductors(linears):
-    assert operators(linears, inputs(PRODUCT - N)) == []
-
-
-def test_products_of_many_elements_are_ours(linears):
-    assert operators(linears, inputs(PRODUCT)) == ["linear", "linear"]
+@grid("elements,wanted", [(PRODUCT - N, []), (PRODUCT, ["linear", "linear"])])
+def test_products_of_few_elements_are_inductors_and_others_ours(linears, elements, wanted):
+    assert operators(linears, inputs(elements)) == wanted
 
 
 @pytest.mark.parametrize(("length", "wanted"), [(8, set()), (40, set()), (256, {"attention"})])
@@ -118,7 +105,8 @@ def test_attention_with_a_bias(length, wanted):
     sizes = {"d_model": N, "d_ff": N, "d_kv": N // 4, "num_heads": 4, "num_layers": 1}
     model = transformers.T5EncoderModel(transformers.T5Config(**sizes, vocab_size=32)).eval()
     patch(model, **dict.fromkeys(("norm", "residual", "mlp", "linear"), False))
-    assert set(operators(Encoder(model), inputs(length * N))) == wanted
+    encoder = Calls(lambda x: model(inputs_embeds=x).last_hidden_state, model=model)
+    assert set(operators(encoder, inputs(length * N))) == wanted
 
 
 def test_eager_calls_of_few_elements_are_ours(model, sums):
@@ -180,23 +168,17 @@ def gradients(run, model, x):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("always", [False, True], ids=["by size", "any size"])
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("name", ["llama", "bert", "gemma2"])
+@grid(side=[None, "left"], name=["llama", "bert", "gemma2"])
 def test_jit_trace(name, side, always):
     """Sizes are tensors then. Gemma 2's attention is eager's, with a mask of numbers."""
     model, given = build(name), batch(name, side)
 
-    class Logits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, *tensors):
-            return self.model(**dict(zip(given, tensors, strict=True)), use_cache=False).logits
+    def logits(*tensors):
+        return model(**dict(zip(given, tensors, strict=True)), use_cache=False).logits
 
     with fuse_always() if always else nullcontext(), torch.no_grad():
         patch(model)
-        run, tensors = Logits(), tuple(given.values())
+        run, tensors = Calls(logits, model=model), tuple(given.values())
         wanted = run(*tensors)
         traced = torch.jit.trace(run, tensors)
         assert_close(traced(*tensors), wanted, rtol=1e-4, atol=1e-5)
@@ -212,20 +194,11 @@ def test_jit_trace_with_gradients(attention):
     patch(model, attention=attention)
     ids = given["input_ids"]
 
-    class Logits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids):
-            return self.model(input_ids=ids, use_cache=False).logits
-
-    assert_close(torch.jit.trace(Logits(), (ids,))(ids), model(ids).logits, rtol=1e-4, atol=1e-5)
+    run = Calls(lambda ids: model(input_ids=ids, use_cache=False).logits, model=model)
+    assert_close(torch.jit.trace(run, (ids,))(ids), model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "was"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")]
-)
+@grid("name,was", [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
 def test_attention_is_ours_in_a_graph(name, was, any_size):
     """Its view of the config is read by torch.compile too."""
     model, found = build(name), []

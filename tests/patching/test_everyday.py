@@ -7,6 +7,7 @@ from weakref import ref
 
 import pytest
 import torch
+from axes import grid
 from torch.testing import assert_close
 
 from fusedops import patch, patched, quantize, unpatch
@@ -74,8 +75,7 @@ def step(model, given):
 
 def close(got, wanted, **near):
     assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert_close(one, other, **(near or NEAR))
+    assert_close(got, wanted, **near or NEAR)
 
 
 def generated(model, given, **how):
@@ -85,8 +85,7 @@ def generated(model, given, **how):
     return model.generate(**given, **how)
 
 
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
+@grid(search=SEARCHES, name=["llama", "gemma2", "gpt2", "t5"])
 def test_generate(name, search):
     side = None if "static" in search else "left"  # a mask says what causal would
     model, given, kwargs = build(name), batch(name, side), SEARCHES[search]
@@ -111,8 +110,7 @@ def test_assisted_generation(whom):
     assert torch.equal(generated(model, given, assistant_model=assistant), wanted)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ALL)
+@grid(side=["left", "right"], name=ALL)
 def test_padding(name, side):
     """Of padding, an output is what it may be: which tokens it sees is nobody's choice."""
     model, kwargs = build(name), batch(name, side)
@@ -151,8 +149,7 @@ def test_arguments(name, how):
     same_with(name, how)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize("kept", [0, 1, torch.tensor([0, 3])], ids=str)
+@grid(name=CAUSAL, kept=[0, 1, torch.tensor([0, 3])])
 def test_logits_to_keep(name, kept):
     same_with(name, {"logits_to_keep": kept})
 
@@ -177,8 +174,7 @@ def test_to_another_dtype_and_back(name):
         close(outputs(model.to(dtype), given), outputs(other.to(dtype), given))
 
 
-@pytest.mark.parametrize("when", ["before patch", "after patch"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@grid(when=["before patch", "after patch"], name=["llama", "gpt2", "t5"])
 def test_new_embeddings(name, when):
     model, given = build(name), batch(name)
     other = copy.deepcopy(model)
@@ -277,8 +273,7 @@ def test_quantized(format):
     assert torch.equal(generated(model, given), generated(other, given))
 
 
-@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@grid(kind=["DynamicCache", "StaticCache"], name=["llama", "gemma2"])
 def test_a_cache_of_the_callers(name, kind):
     """The patched and the unpatched model fill it in turns."""
     model, ids = build(name), batch(name)["input_ids"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -173,8 +174,7 @@ def test_verify():
     assert count >= 150
 
 
-@pytest.mark.parametrize("times", [1, 3])
-@pytest.mark.parametrize("block", [afterwards, on_failure])
+@grid(times=[1, 3], block=[afterwards, on_failure])
 def test_interrupts_that_follow_one_another(block, times):
     done, tried = [], []
 

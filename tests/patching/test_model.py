@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 from fusedops.patching import PatchReport, Site, patch, patched, unpatch
@@ -165,8 +166,7 @@ def test_generate_and_hidden_states(model):
     assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), tokens)
     got = model(IDS, output_hidden_states=True, output_attentions=True)
     assert len(got.hidden_states) == len(wanted.hidden_states) == 3
-    for one, other in zip(got.hidden_states, wanted.hidden_states, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(got.hidden_states, wanted.hidden_states)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -178,8 +178,7 @@ def test_gradient_checkpointing_goes_on_recomputing(model, reentrant):
     runs = []
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    for one, other in zip(gradients(model), wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(gradients(model), wanted)
     assert len(runs) == 4
 
 
@@ -206,8 +205,7 @@ def test_checkpointing_draws_the_same_dropout_again(reentrant):
     wanted = gradients_of_bert(model)
     checkpoint(model, reentrant)
     torch.manual_seed(5)
-    for one, other in zip(gradients_of_bert(model), wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(gradients_of_bert(model), wanted)
 
 
 def gradients_of_bert(model):
@@ -223,9 +221,7 @@ def gemma3():
     return transformers.Gemma3ForCausalLM(config)
 
 
-@pytest.mark.parametrize(
-    ("build", "backend"), [(llama, "aot_eager"), (bert, "eager"), (gemma3, "eager")]
-)
+@grid("build,backend", [(llama, "aot_eager"), (bert, "eager"), (gemma3, "eager")])
 def test_compile_in_one_graph(build, backend):
     model = build().eval()
     wanted = model(IDS).logits
@@ -452,8 +448,7 @@ def test_bad_arguments(model):
         patch(model, quantize="int3")
 
 
-@pytest.mark.parametrize("build", [llama, bert])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(build=[llama, bert], dtype=[torch.float32, torch.bfloat16])
 def test_verify(build, dtype):
     model = build().to(dtype).train()
     state, modes = torch.get_rng_state(), [m.training for m in model.modules()]

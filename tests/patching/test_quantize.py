@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -248,8 +249,7 @@ def equal(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("safe, dtype", [(False, torch.float32), (True, torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("format", FORMATS)
+@grid("safe,dtype", [(False, torch.float32), (True, torch.bfloat16)], format=FORMATS)
 def test_peft_merges_and_unmerges(format, safe, dtype, caplog):
     model = with_lora(format, dtype)
     before, beside = codes(model), model(input_ids=IDS).logits

@@ -1,6 +1,6 @@
 """The report's table folds repeated layers into one row, and nothing else."""
 
-import pytest
+from axes import grid
 
 from fusedops.patching import PatchReport, Site
 
@@ -10,8 +10,8 @@ def paths(*names):
     return [line.split()[1] for line in str(report).splitlines()[3:]]
 
 
-@pytest.mark.parametrize(
-    ("names", "rows"),
+@grid(
+    "names,rows",
     [
         (["norm"], ["norm"]),
         ([f"layers.{i}.norm" for i in range(12)], ["layers.0-11.norm"]),

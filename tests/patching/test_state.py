@@ -3,11 +3,10 @@
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from children import forked
 from torch import nn
 
 from fusedops.patching import patch, unpatch
@@ -103,7 +102,7 @@ import pickle, sys
 held = pickle.load(open({str(file)!r}, "rb"))
 assert held["_fusedops"] is None and "fusedops" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    forked("-c", code).printed()
 
 
 def test_a_module_loaded_from_such_a_pickle_can_be_patched(model):

@@ -1,13 +1,13 @@
 """Fused sites leave small sizes to torch; fuse_always overrides the thresholds."""
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
 import torch
+from axes import grid
+from children import forked
 from torch import nn
 
 import fusedops
@@ -45,7 +45,7 @@ class Layer(nn.Module):
     is_causal, num_key_value_groups, layer_idx = False, 2, 0
 
 
-@pytest.mark.parametrize(
+@grid(
     "queries,keys,dtype,trains,taken",
     [
         (1, 1, BF16, False, True),
@@ -74,8 +74,8 @@ def test_attention_of_few_numbers(queries, keys, dtype, trains, taken, calls):
 BYTES = 2 * IDS.numel() * 64
 
 
-@pytest.mark.parametrize(
-    ("dtype", "limit", "wanted"),
+@grid(
+    "dtype,limit,wanted",
     [(BF16, None, True), (BF16, BYTES, True), (BF16, BYTES - 1, False), (F32, None, False)],
 )
 def test_few_logits_are_made_in_bfloat16(dtype, limit, wanted, monkeypatch):
@@ -234,8 +234,7 @@ def test_a_model_of_few_tokens_runs_every_kernel(calls, sums):
 def start(value):
     code = "from fusedops import _C; import torch"
     code += "; print(_C.own_product_pays(torch.float32, 1, 1, 1, False))"
-    kwargs = {"env": os.environ | {"FUSEDOPS_FUSE": value}, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, "-c", code], **kwargs)
+    return forked("-c", code, env=os.environ | {"FUSEDOPS_FUSE": value}).result()
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", "False"), ("always", "True")])
@@ -246,3 +245,26 @@ def test_environment_variable(value, wanted):
 def test_another_value_of_the_variable_is_an_error():
     told = start("1").stderr.strip().splitlines()[-1]
     assert told == "ValueError: FUSEDOPS_FUSE must be 'always' or empty, got '1'"
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_few_rows_keep_their_kernel_under_compile(rows):
+    """Inductor calls oneDNN, which reads a weight of few rows at half the speed."""
+    model = nn.Sequential(nn.Linear(256, 512, bias=False)).bfloat16()
+    patch(model)
+    graphs = []
+
+    def collect(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    x = torch.randn(rows, 256).bfloat16()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.compile(model, backend=collect, fullgraph=True)(x), model(x)
+        )
+    called = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    pays = _C.few_rows_pay(BF16, rows, 512, 256, False)
+    assert any("fusedops" in name for name in called) == pays
+    assert pays == (rows == 1)

@@ -1,7 +1,5 @@
 """fusedops.verify compares every fused module with the original and locates errors."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from fusedops import functional, patch, patched, unpatch, verify
 from fusedops.patching.core.swap import fused_modules
 from fusedops.patching.modules import linear
 from fusedops.patching.yardstick import MORE, Yardstick
+from patching.quiet import quietly
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -96,9 +95,8 @@ def test_any_module_and_a_plain_tensor():
 def test_what_is_no_module_is_an_error():
     with pytest.raises(TypeError, match=r"verify: model must be a torch.nn.Module, got dict"):
         verify({}, torch.zeros(1))
-    with pytest.raises(ValueError, match="floating-point results"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        verify(torch.nn.Flatten(), torch.zeros(2, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match="floating-point results"):
+        quietly(verify, torch.nn.Flatten(), torch.zeros(2, 2, dtype=torch.long))
 
 
 def test_rounding_that_is_right_by_luck_is_seen_again():
@@ -127,9 +125,7 @@ def test_a_model_that_keeps_its_last_run_can_be_verified():
 
     model = Keeps(4, 4)
     model(torch.randn(2, 4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch(model, verify=torch.randn(2, 4))
+    quietly(patch, model, verify=torch.randn(2, 4))
 
 
 def test_positional_arguments():

@@ -47,6 +47,9 @@ class Cuda:
     def memory_stats(self, index):
         return STATS | {"allocation.all.allocated": self.tensors}
 
+    def device_count(self):
+        return 1
+
     def get_device_properties(self, index):
         return SimpleNamespace(name="A GPU", uuid="1234")
 

@@ -265,7 +265,11 @@ def test_a_saved_report_is_the_same(tmp_path):
     report = profiled()
     report.save(tmp_path / "report.json")
     loaded = Profile.load(tmp_path / "report.json")
-    assert loaded.to_dict() == report.to_dict() and str(loaded) == str(report)
+    assert loaded.to_dict() == report.to_dict()
+    here = re.sub(
+        r"\n +report\.measure\([^)]*\) tries them here and\s+undoes them", "", str(report)
+    )
+    assert str(loaded) == here
     with pytest.raises(RuntimeError, match=r"needs a report that fusedops\.profile made"):
         loaded.trace(tmp_path / "trace.json")
 

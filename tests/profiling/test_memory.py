@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import forked
 
 import fusedops
 from fusedops.profiling.storage import measure_memory
@@ -65,8 +66,7 @@ def measured():
 
     def of(name, number):
         if name not in found:
-            run = [sys.executable, str(CHILD), name, json.dumps(VARIANTS[name])]
-            printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+            printed = forked(CHILD, name, json.dumps(VARIANTS[name]), large=True).printed()
             found[name] = json.loads(printed.splitlines()[-1])
         return found[name][number]
 
@@ -279,9 +279,8 @@ def test_two_real_ranks(strategy, checkpoint, tmp_path):
 
 
 def peak_of_a_rank(store, strategy, checkpoint):
-    run = [sys.executable, str(CHILD.with_name("rank_memory.py")), strategy, str(store)]
-    run += ["checkpoint"] * checkpoint
-    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    words = [CHILD.with_name("rank_memory.py"), strategy, store, *["checkpoint"] * checkpoint]
+    printed = forked(*words, large=True).printed()
     return int(printed.split()[-1])
 
 

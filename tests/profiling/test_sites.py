@@ -15,11 +15,11 @@ import transformers
 from torch import nn
 
 import fusedops
-from benchmarks.bottlenecks.patching import Row, table
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.advice.patches import by_kind
 from fusedops.profiling.advice.rules import advise
-from fusedops.profiling.collect.sites import FEWEST, ROUNDS, UNSEEN, time_sites
+from fusedops.profiling.collect.rounds import FEWEST, ROUNDS
+from fusedops.profiling.collect.sites import UNSEEN, time_sites
 from fusedops.profiling.evidence import Evidence, Patching, SiteTime
 from fusedops.profiling.judge import judge
 from profiling.synthetic import MS, matmul, step
@@ -305,16 +305,3 @@ def test_evidence_from_before_this_field_loads():
     old = json.loads(line)["evidence"]
     assert "patching" not in old
     assert Evidence.from_dict(old).patching is None
-
-
-def test_the_table_of_predicted_and_measured_savings():
-    """A row whose interval contains 0 does not count; a wrong sign is not within a factor of 2."""
-
-    def row(predicted, measured, low, high):
-        return Row("llama", "train", 40 * MS, predicted, measured, low, high, 2**20, 2**21)
-
-    rows = [row(0.03, 0.02, 0.01, 0.04), row(0.01, 0.03, 0.01, 0.04)]
-    rows += [row(-0.01, 0.01, 0.005, 0.02), row(0.09, 0.01, -0.01, 0.02)]
-    *_, excluded, verdict = table(rows)
-    assert excluded == "\n1 of 4 rows excluded. Of the 3 others:"
-    assert verdict == "the sign is right in 2, and the factor is at most 2 in 1."

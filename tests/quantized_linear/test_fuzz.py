@@ -12,7 +12,6 @@ import torch
 from contract.fuzzing import (
     FLOATS,
     NOT_FLOATS,
-    RECEIVED,
     SIZES,
     Call,
     Drawn,
@@ -20,10 +19,12 @@ from contract.fuzzing import (
     assert_as_good,
     broken,
     drawn,
+    evaluated,
     ours,
     results,
     says_what_is_wrong,
     shapes,
+    with_gradients,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,9 +58,7 @@ def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
         "input_format": input_format,
         "compute": compute,
     }
-    tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
-    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
-    return Call("quantized_linear", arguments, wanted, draw(st.sampled_from(list(RECEIVED))))
+    return draw(with_gradients("quantized_linear", arguments))
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -109,11 +108,8 @@ def activated_by_torch(seed: int):
 
 def compare(call: Call, found: dict | Exception) -> None:
     """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
-    if isinstance(found, Exception):
-        raise found
-    made, exactly = call.made(), call.in_float64()
-    eager, exact = results(reference, call), results(reference, call, exactly)
-
+    exactly, eager, exact = evaluated(call, found, reference)
+    made = call.made()
     dtype = torch.promote_types(made["x"].dtype, torch.float32)
 
     def rounded(key):

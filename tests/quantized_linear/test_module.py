@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -247,8 +248,8 @@ def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):
     assert "registers" in plain._plan("cuda", 1) and plain._plan("cuda", 5) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "words"),
+@grid(
+    "name,rows,words",
     [
         ("triton", 1, "a Triton kernel"),
         ("simt", 1, "a CUDA C++ kernel"),
@@ -312,9 +313,7 @@ def test_a_checkpoint_of_bitsandbytes(compressed):
     assert same(module, QuantizedLinear.from_linear(linear, "nf4"))
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", FORMATS)
+@grid(assign=[False, True], value=[math.nan, math.inf, -math.inf], kind=FORMATS)
 def test_a_load_warns_of_scales_that_are_not_finite(kind, value, assign):
     module, _, x = layer(kind)
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": module})})

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from axes import grid
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
@@ -49,9 +50,7 @@ def test_a_weight_in_scratch_memory_of_any_size(kind, activation, scratch):
         compare(weight, "triton", args, activation=activation)
 
 
-@pytest.mark.parametrize(
-    "way,rows", [("gemv", 4), ("split", 64), ("tiles", 1024), ("scratch", 1025)]
-)
+@grid("way,rows", [("gemv", 4), ("split", 64), ("tiles", 1024), ("scratch", 1025)])
 def test_ways(way, rows):
     """The last number of rows of each, and the first of the last."""
     assert _C.quantized_linear_way(rows, "none", "any") == way
@@ -91,9 +90,7 @@ def test_parts_fill_the_gpu_and_are_worth_a_program():
     assert call.parts_of(1, 0, DEVICE) == call.parts_of(0, 1, DEVICE) == 1
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("k", [1, 33, 5000])
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@grid(dtype=FLOATS, k=[1, 33, 5000], format=["int8", "fp8"])
 def test_rows_of_codes(dtype, k, format):
     """They equal the reference's: halves go to even codes, and nothing is rounded twice."""
     x = torch.randn(7, k, generator=torch.Generator().manual_seed(3)).to(dtype)

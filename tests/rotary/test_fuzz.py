@@ -3,10 +3,12 @@
 A failure prints its `Call`, which joins EXAMPLES.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
@@ -14,12 +16,12 @@ from contract.fuzzing import (
     SIZES,
     Call,
     Drawn,
-    Rounded,
     assert_as_good,
     broken,
     drawn,
+    evaluated,
     ours,
-    results,
+    redrawn,
     says_what_is_wrong,
     wrong_tensors,
 )
@@ -76,17 +78,9 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
 
 def compare(call: Call, found: dict | Exception) -> None:
     """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
-    if isinstance(found, Exception):
-        raise found
-    exactly = call.in_float64()
-    eager, exact = (results(rotary_embedding_reference, call, made) for made in (None, exactly))
-
-    def rounded(key):
-        for seed in range(4):
-            with Rounded(call.accumulator(), seed):
-                yield results(rotary_embedding_reference, call, exactly)[key]
-
-    assert_as_good(found, eager, exact, rounded)
+    exactly, *others = evaluated(call, found, rotary_embedding_reference)
+    rounded = partial(redrawn, call, rotary_embedding_reference, exactly)
+    assert_as_good(found, *others, rounded)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -123,8 +117,7 @@ EXAMPLES: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("why", EXAMPLES)
-@pytest.mark.parametrize("backend", backends(OP))
+@grid(why=EXAMPLES, backend=backends(OP))
 def test_example(why, backend):
     call = EXAMPLES[why].on(backend)
     compare(call, ours(call, backend))

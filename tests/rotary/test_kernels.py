@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from axes import grid
+from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.functional import rotary_embedding
@@ -9,6 +11,7 @@ from fusedops.functional.rotary import rotary_embedding_reference
 from fusedops.testing import check, device_of, gradients, placed, threads
 from rotary.cases import BACKENDS, FLOATS, LAYOUTS, compare, inputs, with_table
 
+FUNCTIONS = rotary_embedding, rotary_embedding_reference
 PAIRS = pytest.mark.parametrize("interleaved", LAYOUTS, ids=["halves", "interleaved"])
 
 # heads of q and of k, positions, width, rotary: one pair, odd widths, partial, the models' widths,
@@ -26,16 +29,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS, shape=SHAPES)
 @PAIRS
 def test_forward_and_gradients(backend, dtype, shape, interleaved):
     compare(backend, inputs(*shape, dtype), interleaved=interleaved)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("which", ["batch", "heads of q", "heads of k", "seq", "rotary", "width"])
+@grid(backend=BACKENDS, which=["batch", "heads of q", "heads of k", "seq", "rotary", "width"])
 def test_empty(backend, which):
     heads = 0 if which == "heads of q" else 3, 0 if which == "heads of k" else 2
     seq, width = 0 if which == "seq" else 5, 0 if which == "width" else 8
@@ -45,9 +45,7 @@ def test_empty(backend, which):
     compare(backend, args, interleaved=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("table", FLOATS, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS, table=FLOATS)
 @PAIRS
 def test_a_table_in_another_dtype(backend, dtype, table, interleaved):
     for rotary in (64, 20):
@@ -77,8 +75,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", FORMS)
+@grid(backend=BACKENDS, form=FORMS)
 @PAIRS
 def test_forms(backend, form, interleaved):
     heads, table, dim = FORMS[form]
@@ -104,9 +101,7 @@ STRIDES = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", STRIDES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@grid(backend=BACKENDS, layout=STRIDES, dtype=[torch.float32, torch.float16])
 @PAIRS
 def test_strides(backend, layout, dtype, interleaved):
     def view():
@@ -117,8 +112,7 @@ def test_strides(backend, layout, dtype, interleaved):
         compare(backend, (q, k, cos, sin), interleaved=interleaved)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", STRIDES)
+@grid(backend=BACKENDS, layout=STRIDES)
 def test_strides_of_the_table(backend, layout):
     q, k, *_ = inputs((3, 2), 12, 64, batch=4)
 
@@ -142,44 +136,25 @@ def test_strided_output_gradients(backend, interleaved):
         lambda y: y.sum(0),
         lambda y: y.transpose(2, 3),
     ):
-        check(
-            *(
-                lambda q, k, run=run, view=view: tuple(
-                    map(view, run(q, k, *table, interleaved=interleaved))
-                )
-                for run in (rotary_embedding, rotary_embedding_reference)
-            ),
-            (q, k),
-            backend,
-        )
+        runs = (with_table(run, *table, interleaved=interleaved) for run in FUNCTIONS)
+        check(*(viewed(run, view) for run in runs), (q, k), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("which", [0, 1])
+@grid(backend=BACKENDS, which=[0, 1])
 def test_only_one_gradient(backend, which):
     q, k, *table = inputs((4, 2), 5, 48)
     table = placed(table, device_of(backend))
 
-    def of_one_input(run):
-        return lambda *args: run(
-            *(a if i == which else a.detach() for i, a in enumerate(args)), *table
-        )
-
-    def of_one_output(run):
-        return lambda *args: run(*args, *table)[which]
-
-    for alone in (of_one_input, of_one_output):
-        check(alone(rotary_embedding), alone(rotary_embedding_reference), (q, k), backend)
+    both = [with_table(run, *table) for run in FUNCTIONS]
+    check(*(with_gradients_of(run, which) for run in both), (q, k), backend)
+    check(*(lambda *args, run=run: run(*args)[which] for run in both), (q, k), backend)
     with fusedops.backend(backend):
         args = placed((q, k), device_of(backend))
-        found = rotary_embedding(
-            *(a.requires_grad_(i == which) for i, a in enumerate(args)), *table
-        )
+        found = both[0](*(a.requires_grad_(i == which) for i, a in enumerate(args)))
     assert [y.requires_grad for y in found] == [which == 0, which == 1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS)
 def test_gradients_of_cos_and_sin(backend, dtype):
     for table in (dtype, torch.float32):
         args = inputs((4, 2), 5, 48, 32, dtype, table=table)
@@ -187,10 +162,7 @@ def test_gradients_of_cos_and_sin(backend, dtype):
         check(rotary_embedding, rotary_embedding_reference, args, backend, interleaved=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("which", range(4))
+@grid(backend=BACKENDS, dtype=FLOATS, bad=[torch.nan, torch.inf, -torch.inf], which=range(4))
 @PAIRS
 def test_nan_and_inf_stay_in_their_pairs(backend, dtype, bad, which, interleaved):
     args = inputs((2, 2), 5, 24, 20, dtype)
@@ -198,17 +170,15 @@ def test_nan_and_inf_stay_in_their_pairs(backend, dtype, bad, which, interleaved
     compare(backend, args, interleaved=interleaved)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid(backend=BACKENDS, dtype=FLOATS)
 @pytest.mark.parametrize("rotary,width", [(0, 40), (8, 40), (32, 64), (6, 37)])
 def test_what_is_not_rotated_keeps_its_bits(backend, dtype, rotary, width):
     """Including denormals and NaNs with a payload."""
     bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     q, k, cos, sin = inputs((3, 2), 5, width, rotary, dtype)
     for x in (q, k):
-        x.view(bits)[..., rotary:] = torch.randint(
-            -(2**15), 2**15, x[..., rotary:].shape, dtype=bits
-        )
+        rest = x.view(bits)[..., rotary:]
+        rest.copy_(torch.randint(-(2**15), 2**15, rest.shape, dtype=bits))
     args = placed((q, k, cos, sin), device_of(backend))
     with fusedops.backend(backend):
         found = rotary_embedding(*args)
@@ -222,14 +192,10 @@ def test_float64_is_exact(backend, interleaved):
     for table in (torch.float64, torch.float32):
         q, k, *tables = inputs((3, 2), 5, 24, 20, torch.float64, table=table)
         args = placed((q, k, *tables), device_of(backend))
-        runs = (
-            with_table(run, *args[2:], interleaved=interleaved)
-            for run in (rotary_embedding, rotary_embedding_reference)
-        )
+        runs = (with_table(run, *args[2:], interleaved=interleaved) for run in FUNCTIONS)
         with fusedops.backend(backend):
             found, expected = (gradients(run, args[:2]) for run in runs)
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -239,10 +205,9 @@ def test_float64_of_the_kernels_own_operators(backend):
     args = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in args]
     with fusedops.backend(backend):
         found = torch.ops.fusedops.rotary_forward(*args, cos, sin, 1, False)
-        back = torch.ops.fusedops.rotary_backward(*found, cos, sin, 1, False, torch.float64)
-        alone = torch.ops.fusedops.rotary_backward(
-            None, found[1], cos, sin, 1, False, torch.float64
-        )
+        how = 1, False, torch.float64
+        back = torch.ops.fusedops.rotary_backward(*found, cos, sin, *how)
+        alone = torch.ops.fusedops.rotary_backward(None, found[1], cos, sin, *how)
     leaves = [a.clone().requires_grad_() for a in args]
     expected = rotary_embedding_reference(*leaves, cos, sin)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -272,9 +237,7 @@ def test_heads_of_another_width(backend):
     compare(backend, (q[..., :32].contiguous(), k, cos, sin), interleaved=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("width", [64, 50])
+@grid(backend=BACKENDS, dtype=FLOATS, width=[64, 50])
 @PAIRS
 def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interleaved):
     """Threads, positions, heads and strides change no bit."""
@@ -287,23 +250,18 @@ def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interl
         with threads(3):
             threaded = gradients(run, (q, k))
         at = slice(70, 81)
-        few = rotary_embedding(
-            q[:, 1:2, at], k[:, :, at], cos[:, at], sin[:, at], interleaved=interleaved
-        )
+        table = cos[:, at], sin[:, at]
+        few = rotary_embedding(q[:, 1:2, at], k[:, :, at], *table, interleaved=interleaved)
     assert all(torch.equal(value, threaded[key]) for key, value in first.items())
     assert torch.equal(inside[0], first["output 0"]) and torch.equal(inside[1], first["output 1"])
     assert torch.equal(few[0], first["output 0"][:, 1:2, at])
     assert torch.equal(few[1], first["output 1"][:, :, at])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seq", [1, 6])
+@grid(backend=BACKENDS, seq=[1, 6])
 def test_memory_layout_is_kept_and_nothing_is_written_to(backend, seq):
     q, k, cos, sin = placed(inputs((4, 2), seq, 48), device_of(backend))
-    for view in (
-        lambda x: x,
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    ):
+    for view in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
         args = [view(x.detach()).requires_grad_() for x in (q, k)]
         kept = [x.detach().clone() for x in (*args, cos, sin)]
         with fusedops.backend(backend):

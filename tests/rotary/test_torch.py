@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from axes import grid
 
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
@@ -22,10 +23,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("table", FLOATS, ids=str)
-@pytest.mark.parametrize("dim", [1, 2])
+@grid(model=MODELS, dtype=FLOATS, table=FLOATS, dim=[1, 2])
 def test_as_transformers(model, dtype, table, dim):
     interleaved, back = MODELS[model]
     theirs = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
@@ -63,9 +61,7 @@ def test_double_backward_of_a_kernel(interleaved):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("table", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rotary", [32, 20])
+@grid(dtype=[torch.float32, torch.bfloat16], table=[torch.float32, torch.bfloat16], rotary=[32, 20])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_as_transformers_lines(dtype, table, rotary, device):
     args = inputs((3, 2), 5, 32, rotary, dtype, table=table)

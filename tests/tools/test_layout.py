@@ -77,6 +77,8 @@ SHARED = {
     "fusedops/nn": {"__init__.py"},
     "fusedops/optim": {"__init__.py"},
     "tests": {
+        "axes.py",
+        "calling.py",
         "children",
         "conftest.py",
         "contract",
@@ -90,6 +92,7 @@ SHARED = {
         "simt",
         "sweeping",
         "tools",
+        "tuning",
     },
     "benchmarks/operators": {"__init__.py"},
 }
@@ -114,8 +117,9 @@ PYTHON = [
     {"fusedops.patching.patch"},
     {"fusedops.patching", "fusedops.patching.verify"},
     {"fusedops.profiling"},
-    {"fusedops.sweeping"},
     {"fusedops.integrations"},
+    {"fusedops.sweeping"},
+    {"fusedops.tuning"},
     {"fusedops", "fusedops.testing"},
     {"checks.families", "fusedops.demo", "fusedops.doctor"},
     {"fusedops.__main__"},

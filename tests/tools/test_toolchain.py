@@ -1,13 +1,12 @@
 """The build finds compilers and CUDA on other machines."""
 
 import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from children import forked
 
 from fusedops import building, toolchain
 from fusedops.toolchain import Torch
@@ -79,8 +78,7 @@ fusedops.functional.swiglu(torch.ones(2, 8))
 
 def test_a_machine_without_kernels_is_not_told_to_compile():
     environment = os.environ | {"FUSEDOPS_REQUIRE": "", "FUSEDOPS_COMPILED": ""}
-    command = [sys.executable, "-c", ELSEWHERE]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = forked("-c", ELSEWHERE, env=environment).result()
     assert run.returncode == 0, run.stderr
     assert "kernels need Linux on x86-64, but this is linux on aarch64" in run.stdout
     assert "fusedops has no compiled part (kernels need Linux on x86-64" in run.stderr
@@ -146,9 +144,6 @@ def test_builds_in_one_folder_run_in_turn(tmp_path):
     )
     torch_package(tmp_path / "torches" / "2.13" / "torch", "a")
     environment = os.environ | {"FUSEDOPS_TORCHES": str(tmp_path / "torches")}
-    command = [sys.executable, "-c", code]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    builds = [subprocess.Popen(command, env=environment, **pipes) for _ in range(2)]
+    builds = [forked("-c", code, env=environment) for _ in range(2)]
     for build in builds:
-        _, errors = build.communicate()
-        assert build.returncode == 0, errors
+        build.printed()

@@ -9,12 +9,10 @@ import filecmp
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from children import command
+from children import forked
 
 from fusedops.extension import BUILD, UNCOMPILED
 from tools import test_layout as layout
@@ -104,18 +102,8 @@ def run(folder, words, **environment):
     unset = ("FUSEDOPS_BACKEND", "FUSEDOPS_CPU_ISA")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     path = os.pathsep.join([str(folder), str(folder / "tests")])
-    done = subprocess.run(
-        words,
-        cwd=folder,
-        env=kept
-        | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-        | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    return forked(*words, cwd=folder, env=kept | own | environment).printed(timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +112,7 @@ def built(tree):
     if UNCOMPILED or not (ROOT / "build" / "temp" / "build.ninja").exists():
         pytest.skip("needs the objects that `make build` leaves in build/temp")
     simt = {"FUSEDOPS_SIMT": "1"} if BUILD.get("simt") else {}
-    words = command("toy_build", ROOT)
+    words = ["-m", "children.toy_build", ROOT]
     return tree, run(tree, words, FUSEDOPS_COMPILED="0", **BUILD.get("flags", {}), **simt)
 
 
@@ -212,9 +200,11 @@ def test_only_its_own_units_are_compiled(built):
     assert isa <= compiled and len(compiled - isa) == 3, compiled
 
 
+# The layout of the whole tree, of the family's files and of the shared ones.
+LAYOUT = f"layout and ({FAMILY} or backends or __init__ or not (point_down or harm or reader))"
 # Tests that read the list of families, and which of them concern this one.
 OF_EVERY_FAMILY = {
-    "tests/tools/test_layout.py": "layout",
+    "tests/tools/test_layout.py": f"({LAYOUT})",
     "tests/tools/test_machine_code.py": FAMILY,
     "tests/tools/test_mutants.py": FAMILY,
     "tests/package/test_backends.py": "report_names_every",
@@ -232,7 +222,7 @@ OF_EVERY_FAMILY = {
 
 def test_its_tests_and_those_of_every_family_pass(built):
     tree, _ = built
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{FAMILY}"]
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{FAMILY}"]
     chosen = " or ".join(dict.fromkeys(OF_EVERY_FAMILY.values()))
     done = run(tree, [*words, *OF_EVERY_FAMILY, "-k", chosen, "-rA"])
     passed = {line.partition("::")[0] for line in done.splitlines() if line.startswith("PASSED ")}
@@ -240,7 +230,7 @@ def test_its_tests_and_those_of_every_family_pass(built):
 
 
 def test_it_runs_without_a_compiled_part(tree):
-    words = [sys.executable, "-W", "ignore", "-c", UNCOMPILED_CALL]
+    words = ["-c", UNCOMPILED_CALL]
     report = run(tree, words, FUSEDOPS_COMPILED="0")
     assert re.search(rf"^{FAMILY} +composite ", report, re.M)
 
@@ -249,7 +239,5 @@ def test_its_benchmark_runs(built):
     """One row, from the family's table, against the reference."""
     tree, _ = built
     words = [FAMILY, "--quick", "--seconds", "0.01", "--allocator", "default"]
-    out = run(
-        tree, [sys.executable, "-m", "benchmarks", *words, "--match", "forward float32 [1, 4096]"]
-    )
+    out = run(tree, ["-m", "benchmarks", *words, "--match", "forward float32 [1, 4096]"])
     assert "fusedops" in out and "eager" in out, out

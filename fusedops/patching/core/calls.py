@@ -122,6 +122,11 @@ class Watch(TorchDispatchMode):
         self._before: Any = None
         self._observers: Any = None
 
+    @property
+    def inside(self) -> bool:
+        """Whether a registered function runs now."""
+        return bool(self._running)
+
     def __enter__(self) -> "Watch":
         self._before = sys.getprofile()
         if self._before is not None and not callable(self._before):  # written in C, as cProfile is

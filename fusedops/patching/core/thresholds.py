@@ -50,6 +50,9 @@ FEW_QUERIES = 16
 KEYS, KEYS_IN_TRAINING = 128, 512  # for few queries
 SCORES, WIDE_SCORES = 128 * 128, 256 * 256  # queries times keys for many queries, 16-bit and 32-bit
 
+FEW_ROWS = (32, 16, 8, 4, 2, 1)  # that are tried for the most rows of a machine's kernel
+_few_rows: dict[tuple, int] = {}  # (dtype, columns, depth, transposed) -> the most rows
+
 _blocks: set[object] = set()
 _always = False  # whether _blocks has any; torch.compile guards on it
 
@@ -142,9 +145,21 @@ def linear_loses(weight: Tensor, transposed: bool) -> str:
         return f"for {dtype} on {where} torch's matmul is already as fast"
     if _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
         return ""
-    if _C.few_rows_pay(weight.dtype, 1, columns, depth, transposed):
+    if _note_few_rows(weight, transposed):
         return ""
     return "torch's matmul of this size is as fast on this machine"
+
+
+def _note_few_rows(weight: Tensor, transposed: bool) -> int:
+    """The most rows for which the kernel of few rows is faster; 0 if there are none.
+
+    It is kept for `inductor_multiplies`, since torch.compile cannot trace a call of the library.
+    """
+    columns, depth = weight.shape[::-1] if transposed else weight.shape
+    pays = partial(_C.few_rows_pay, weight.dtype)
+    most = next((n for n in FEW_ROWS if pays(n, columns, depth, transposed)), 0)
+    _few_rows[weight.dtype, columns, depth, transposed] = most
+    return most
 
 
 def inductor_fuses(x: Any) -> bool:
@@ -152,9 +167,16 @@ def inductor_fuses(x: Any) -> bool:
     return _may_compile(x) and not _certain(x.numel() >= LOOP)
 
 
-def inductor_multiplies(x: Any) -> bool:
-    """Whether to leave the matmul of x to the one that Inductor calls."""
-    return _may_compile(x) and _certain(x.numel() < PRODUCT)
+def inductor_multiplies(x: Any, weight: Tensor, transposed: bool) -> bool:
+    """Whether to leave the product to the matmul that Inductor calls; few rows have a kernel.
+
+    weight: [columns, depth], transposed if the module keeps it as [depth, columns].
+    """
+    if not _may_compile(x) or not _certain(x.numel() < PRODUCT):
+        return False
+    columns, depth = weight.shape
+    most = _few_rows.get((weight.dtype, columns, depth, transposed), 0)
+    return not _certain(x.numel() <= most * x.shape[-1])
 
 
 def _may_compile(x: Any) -> bool:

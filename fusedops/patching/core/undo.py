@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import call
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -22,7 +24,9 @@ from torch.utils._python_dispatch import (
     _push_mode as _push_dispatch_mode,
 )
 
-__all__ = ["afterwards", "on_failure", "settings"]
+__all__ = ["afterwards", "at_unpatch", "on_failure", "run_at_unpatch", "settings"]
+
+_at_unpatch: "WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]]" = WeakKeyDictionary()
 
 
 @contextmanager
@@ -67,6 +71,18 @@ def _to_its_end(
             interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+def at_unpatch(model: nn.Module, restore: Callable[[nn.Module], object]) -> None:
+    """Lets `unpatch` run the idempotent `restore` on the model. The first one given stays."""
+    _at_unpatch.setdefault(model, restore)
+
+
+def run_at_unpatch(model: nn.Module) -> None:
+    """Runs what `at_unpatch` was given for the model. Idempotent."""
+    if restore := _at_unpatch.get(model):
+        restore(model)
+        _at_unpatch.pop(model, None)
 
 
 def settings() -> Callable[[], None]:

@@ -108,10 +108,11 @@ def patch_linear(module: nn.Module) -> str:
 
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """The operands of `linear` for the module now; None if its own code has to run."""
-    if inductor_multiplies(x):  # first, as torch.compile guards what is read
-        return None
     form = active_state(module).form
-    return form and form.operands(module, x)
+    found = form and form.operands(module, x)
+    if found and inductor_multiplies(x, found[0], form.transposed):
+        return None
+    return found
 
 
 def _itself(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -9,12 +9,14 @@ __all__ = ["Advice", "Saving"]
 class Saving:
     """Of a step. seconds: less time, negative where it is slower. bytes: less memory.
 
-    interval: of the seconds, 95 %; a prediction has none. None stands for what is not known.
+    interval: of the seconds, 95 %; a prediction has none. step: seconds of the step without the
+    change, in the experiment that measured the saving. None stands for what is not known.
     """
 
     seconds: float | None = None
     bytes: int | None = None
     interval: tuple[float, float] | None = None
+    step: float | None = None
 
 
 @dataclass(frozen=True)

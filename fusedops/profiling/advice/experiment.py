@@ -10,57 +10,71 @@ from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.collect.clock import preempted_seconds
 from fusedops.profiling.timing import Ratio, paired_ratio
 
-__all__ = ["TooSlow", "compare_blocks", "fewest_seconds", "ratio_of", "saving"]
+__all__ = ["TooSlow", "compare_blocks", "fewest_seconds", "ratio_of", "saving", "wall_seconds"]
 
 BLOCK = 3  # steps of a block that are timed, after one that is not
 FEWEST, MOST = 12, 60  # pairs of blocks
 
 Change = Callable[[], AbstractContextManager[object]]
+Call = Callable[[], object]
 
 
 class TooSlow(TimeoutError):
     """A change makes the step so slow that the budget has no time for the fewest blocks."""
 
 
-def fewest_seconds(step: float) -> float:
+def fewest_seconds(step: float, untimed: int = 1) -> float:
     """How long the fewest blocks take if a step takes `step` seconds with the change too."""
-    return 2 * FEWEST * (1 + BLOCK) * step
+    return 2 * FEWEST * (untimed + BLOCK) * step
+
+
+def running_seconds(call: Call) -> float:
+    """How long a call runs, without the time in which other programs had the CPU."""
+    delayed, start = preempted_seconds(), perf_counter()
+    call()
+    seconds = perf_counter() - start
+    return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))
+
+
+def wall_seconds(call: Call) -> float:
+    """How long a call takes."""
+    start = perf_counter()
+    call()
+    return perf_counter() - start
 
 
 def compare_blocks(
-    call: Callable[[], object], change: Change, budget_s: float
+    call: Call,
+    change: Change,
+    budget_s: float,
+    untimed: int = 1,
+    seconds_of: Callable[[Call], float] = running_seconds,
 ) -> tuple[list[float], list[float]]:
     """Median seconds of each block without the change, and of each block with it.
 
-    The order alternates (AB, BA), so that a machine that becomes slower favours neither. Time in
-    which other programs had the CPU is left out. Raises TooSlow if the fewest blocks are not done
-    after twice the budget.
+    The order alternates (AB, BA), so that a machine that becomes slower favours neither. untimed:
+    steps at a block's begin. seconds_of: times a call; by default time in which other programs had
+    the CPU is left out. Raises TooSlow if the fewest blocks are not done after twice the budget.
     """
+
+    def block() -> float:
+        for _ in range(untimed):
+            call()
+        return median(seconds_of(call) for _ in range(BLOCK))
+
     without: list[float] = []
     changed: list[float] = []
     deadline = perf_counter() + budget_s
     while len(without) < FEWEST or (len(without) < MOST and perf_counter() < deadline):
         if len(without) % 2 == 0:
-            without.append(_block(call))
+            without.append(block())
         with change():
-            changed.append(_block(call))
+            changed.append(block())
         if len(without) < len(changed):
-            without.append(_block(call))
+            without.append(block())
         if len(without) < FEWEST and perf_counter() > deadline + budget_s:
             raise TooSlow("the change makes the step too slow for the budget")
     return without, changed
-
-
-def _block(call: Callable[[], object]) -> float:
-    call()
-    return median(_running(call) for _ in range(BLOCK))
-
-
-def _running(call: Callable[[], object]) -> float:
-    delayed, start = preempted_seconds(), perf_counter()
-    call()
-    seconds = perf_counter() - start
-    return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))
 
 
 def ratio_of(without: list[float], changed: list[float]) -> Ratio:
@@ -91,4 +105,4 @@ def saving(without: list[float], changed: list[float], bytes_saved: int | None =
     base = median(without)
     ratio = ratio_of(without, changed)
     low, middle, high = (base * (1 - 1 / r) for r in (ratio.low, ratio.median, ratio.high))
-    return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high))
+    return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high), step=base)

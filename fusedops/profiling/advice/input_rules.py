@@ -3,19 +3,25 @@
 from collections.abc import Iterator
 
 from fusedops.profiling.advice.advice import Advice, Saving
-from fusedops.profiling.advice.steps import full_step, optimizer_step, step
+from fusedops.profiling.advice.steps import around_optimizer, full_step, step
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
+from fusedops.profiling.shares import elasticity, identity
 
-__all__ = ["collate", "padding", "workers"]
+__all__ = ["collate", "free_cpus", "padding", "workers"]
 
 PADDING = 0.15  # share of the tokens from which padding matters
 BUSY = 0.1  # share of the step in which other programs had its CPU; then no CPU is free
 
 
+def free_cpus(evidence: Evidence) -> int:
+    """CPUs that torch's threads leave."""
+    return max(0, int(evidence.cpus) - evidence.threads)
+
+
 def workers(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     loader = evidence.loader
-    spare = int(evidence.cpus) - evidence.threads
+    spare = free_cpus(evidence)
     if "input" not in verdict.bounds or loader is None or loader.asynchronous or spare < 1:
         return
     if sum(evidence.plain.running) < (1 - BUSY) * sum(evidence.plain.seconds):
@@ -56,12 +62,15 @@ def padding(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     if tokens.real is None or not tokens.padded or 1 - tokens.real / tokens.padded < PADDING:
         return
     share = 1 - tokens.real / tokens.padded
+    measured = elasticity(evidence, identity(evidence))
+    power = 1.0 if measured is None else min(1.0, max(0.0, measured))
     yield Advice(
         "padding",
         "batches of similar lengths, or packed sequences",
         f"{share:.0%} of the tokens are padding",
         "sort by length within a window, or pack and pass cu_seqlens to fusedops' attention",
         "the order of samples changes",
-        "T of forward and backward x padding",
-        Saving(seconds=share * max(0.0, step(evidence) - optimizer_step(evidence))),
+        f"{'at most: ' if measured is None else ''}T of forward and backward x (1 - (real tokens / "
+        "all tokens)^elasticity), the elasticity measured with half the batch",
+        Saving(seconds=around_optimizer(evidence) * (1 - (1 - share) ** power)),
     )

@@ -3,13 +3,15 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 
 from fusedops.allocator import keep_freed_memory
-from fusedops.optim import AdamW8bit
 from fusedops.patching import patched
+from fusedops.profiling.advice.patches import ONLY_LOSS
 from fusedops.profiling.collect.everything import Subject, usable_cpus
+from fusedops.profiling.collect.optimizers import OTHERS
 
 __all__ = ["KNOBS", "SAFE", "SAME_MEMORY", "available"]
 
@@ -25,13 +27,21 @@ def _patch(subject: Subject) -> Iterator[None]:
 
 
 @contextmanager
-def _adamw8bit(subject: Subject) -> Iterator[None]:
-    """The user's optimizer object steps as an AdamW8bit of the same settings."""
+def _loss(subject: Subject) -> Iterator[None]:
+    assert subject.model is not None
+    with ExitStack() as kept:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kept.enter_context(patched(subject.model, **ONLY_LOSS))
+        yield
+
+
+@contextmanager
+def _stepped_by(name: str, subject: Subject) -> Iterator[None]:
+    """The user's optimizer object steps as another one of the same settings."""
     optimizer = subject.optimizer
     assert optimizer is not None
-    names = ("lr", "betas", "eps", "weight_decay", "params")
-    groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
-    other = AdamW8bit(groups)
+    other = OTHERS[name](optimizer.param_groups)
     optimizer.step = other.step  # type: ignore[method-assign]
     try:
         yield
@@ -68,21 +78,23 @@ def _freed_memory(subject: Subject) -> Iterator[None]:
 
 KNOBS: dict[str, Callable] = {
     "patch": _patch,
-    "adamw8bit": _adamw8bit,
+    "loss": _loss,
+    "adamw8bit": partial(_stepped_by, "adamw8bit"),
+    "fused_adamw": partial(_stepped_by, "fused_adamw"),
     "bf16": _bf16,
     "threads": _threads,
     "keep_freed_memory": _freed_memory,
 }
 # The C library's setting that was there before cannot be read, so it is not put back by itself.
-SAFE = ("patch", "adamw8bit", "bf16", "threads")
+SAFE = ("patch", "loss", "adamw8bit", "fused_adamw", "bf16", "threads")
 SAME_MEMORY = ("threads", "keep_freed_memory")  # torch's tensors are the same with them
 
 
 def available(name: str, subject: Subject) -> str:
     """Why a change cannot be tried on this step; empty if it can."""
-    if name == "patch" and subject.model is None:
+    if name in ("patch", "loss") and subject.model is None:
         return "no model was given"
-    if name == "adamw8bit":
+    if name in OTHERS:
         if type(subject.optimizer) is not torch.optim.AdamW:
             return "the optimizer is not torch.optim.AdamW"
         if "step" in vars(subject.optimizer):  # a scheduler has wrapped it

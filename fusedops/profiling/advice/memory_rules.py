@@ -1,39 +1,17 @@
-"""Advice that makes a step smaller: its state and its weights."""
+"""Advice that makes a step smaller: its weights."""
 
 from collections.abc import Iterator
 
 from fusedops.profiling.advice.advice import Advice, Saving
+from fusedops.profiling.advice.steps import optimizer_step
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
-from fusedops.profiling.shares import bandwidth
 
-__all__ = ["adamw8bit", "quantize_lora"]
+__all__ = ["offload", "quantize_lora", "zero"]
 
-STATE, FROZEN = 0.05, 0.5  # shares from which state and frozen weights matter
+FROZEN = 0.5  # share of the parameters from which frozen weights matter
+STATE = 0.3  # of the peak: from there on state is worth another place
 INT4 = 4.5 / 8  # bytes of an nf4 weight with its scale
-STATE_8BIT = 2.03  # bytes of AdamW8bit's state for a parameter; AdamW's are 8
-
-
-def adamw8bit(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    about = evidence.about
-    elements, state = about.get("adamw_elements", 0), about.get("adamw_bytes", 0)
-    held = state + about.get("parameter_bytes", 0)
-    if not elements or state < STATE * held or evidence.ceilings is None:
-        return
-    saved = round((state / elements - STATE_8BIT) * elements)
-    if saved <= 0:
-        return
-    seconds = 2 * saved / bandwidth(evidence.ceilings, 2**40)
-    yield Advice(
-        "adamw8bit",
-        "AdamW8bit",
-        f"the optimizer's state has {state / elements:.3g} bytes a parameter",
-        "fusedops.optim.AdamW8bit(model.parameters(), ...)",
-        "moments are rounded to 8 bits; compare the loss",
-        "(bytes a parameter - 2.03) x parameters of 4096 elements and more; their reading and "
-        "writing at this machine's bandwidth",
-        Saving(seconds=seconds, bytes=saved),
-    )
 
 
 def quantize_lora(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
@@ -53,3 +31,48 @@ def quantize_lora(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         "bytes of frozen parameters - 4.5 bits of each element",
         Saving(bytes=saved),
     )
+
+
+def offload(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """The optimizer's state in the host's memory, which a GPU's step can reach over its bus."""
+    state, share = _state(evidence)
+    if evidence.device == "cpu" or share < STATE:
+        return
+    yield Advice(
+        "offload",
+        "the optimizer's state in the host's memory",
+        f"the optimizer's state takes {share:.0%} of the peak",
+        "DeepSpeed's offload_optimizer, or CPUOffloadPolicy of torch's fully_shard",
+        "gradients and parameters cross the bus in each step, and the CPU computes the update",
+        "bytes of the optimizer's state; the seconds depend on the bus and the CPU",
+        Saving(bytes=state),
+    )
+
+
+def zero(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """The optimizer's state divided among ranks: those of the job, else this machine's GPUs."""
+    state, share = _state(evidence)
+    ranks = evidence.processes if evidence.processes > 1 else evidence.about.get("gpus", 1)
+    if ranks < 2 or share < STATE or evidence.about.get("sharded"):
+        return
+    running = evidence.processes > 1
+    saved = optimizer_step(evidence) * (1 - 1 / ranks) if running else None
+    where = f"{ranks} ranks" if running else f"this machine's {ranks} GPUs"
+    yield Advice(
+        "zero",
+        f"ZeRO: the optimizer's state divided among {where}",
+        f"each rank holds all of the state, {share:.0%} of the peak",
+        "torch.distributed.optim.ZeroRedundancyOptimizer, or fully_shard for parameters too",
+        "checkpoints must gather the state" if running else "a job of several processes",
+        "bytes of the state x (1 - 1/N), as in fusedops.memory's zero1; of a running job also the "
+        "optimizer's seconds x (1 - 1/N), since the exchange moves as much as all-reduce",
+        Saving(seconds=saved, bytes=state - -(-state // ranks)),
+    )
+
+
+def _state(evidence: Evidence) -> tuple[int, float]:
+    """Bytes of the optimizer's state, and their share of the peak."""
+    memory = evidence.memory
+    if not memory or not memory.get("peak"):
+        return 0, 0.0
+    return memory["optimizer_state"], memory["optimizer_state"] / memory["peak"]

@@ -6,11 +6,15 @@ from dataclasses import replace
 from statistics import median
 
 from fusedops.profiling.advice.advice import Advice, Saving
-from fusedops.profiling.evidence import Evidence, Patching, SiteTime
+from fusedops.profiling.evidence import Autocast, Evidence, Patching, SiteTime
 from fusedops.profiling.judge import Verdict
 from fusedops.profiling.show.text import saving_text
 
-__all__ = ["by_kind", "patch"]
+__all__ = ["ONLY_LOSS", "by_kind", "loss", "patch", "total"]
+
+OTHERS = "norm", "residual", "attention", "mlp", "rotary", "linear"
+ONLY_LOSS = dict.fromkeys(OTHERS, False)  # of patch's arguments
+LARGEST = 3  # logits are worth it among so many of a step's largest activations
 
 FORMULA = (
     "sum over patch's calls in a step of (t of the model's code - t of the fused function), each "
@@ -35,20 +39,43 @@ def patch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         "fusedops.patch(model)",
         "results differ by rounding; fusedops.verify(model, batch) compares",
         FORMULA if found.timed else "",
-        _sum(found.timed) if found.timed or found.left else None,
+        total(found.timed) if found.timed or found.left else None,
     )
 
 
-def by_kind(found: Patching) -> dict[str, Saving]:
+def loss(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """The part of `patch` that needs no logits, where these are among the largest activations."""
+    found, memory, largest = evidence.patching, evidence.memory, evidence.activations
+    if found is None or memory is None or "loss" not in found.sites:
+        return
+    above = sum(size > memory["logits"] for size in largest.values())
+    if not memory["logits"] or above >= LARGEST:
+        return
+    timed = [site for site in found.timed if site.kind == "loss"]
+    share = memory["logits"] / memory["peak"]
+    off = ", ".join(f"{name}=False" for name in OTHERS)
+    yield Advice(
+        "loss",
+        "the loss without its logits",
+        f"logits and what the loss saves of them take {share:.0%} of the peak's size",
+        f"fusedops.patch(model, {off}); fusedops.patch(model) contains it",
+        "outputs.logits is computed when it is read, before optimizer.step()",
+        FORMULA if timed else "",
+        total(timed) if timed else None,
+    )
+
+
+def by_kind(found: Patching | Autocast) -> dict[str, Saving]:
     """What a step would save at the sites of each kind, the most first."""
     sites: dict[str, list[SiteTime]] = defaultdict(list)
     for site in found.timed:
         sites[site.kind].append(site)
-    savings = {kind: _sum(same) for kind, same in sites.items()}
+    savings = {kind: total(same) for kind, same in sites.items()}
     return dict(sorted(savings.items(), key=lambda pair: -(pair[1].seconds or 0.0)))
 
 
-def _sum(sites: Iterable[SiteTime]) -> Saving:
+def total(sites: Iterable[SiteTime]) -> Saving:
+    """What a step saves at all of these."""
     sites = list(sites)
     seconds = sum(site.calls * _seconds(site) for site in sites)
     return Saving(seconds=seconds, bytes=sum(site.bytes for site in sites))

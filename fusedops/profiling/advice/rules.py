@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 
 from fusedops.profiling.advice.advice import Advice
+from fusedops.profiling.advice.checkpoints import checkpoint
 from fusedops.profiling.advice.input_rules import collate, padding, workers
-from fusedops.profiling.advice.memory_rules import adamw8bit, quantize_lora
-from fusedops.profiling.advice.patches import patch
+from fusedops.profiling.advice.memory_rules import offload, quantize_lora, zero
+from fusedops.profiling.advice.optimizer_rules import adamw8bit, fused_adamw
+from fusedops.profiling.advice.patches import loss, patch
+from fusedops.profiling.advice.precision import bf16
 from fusedops.profiling.advice.time_rules import (
     batch,
-    bf16,
     compiled,
     freed_memory,
     nothing,
@@ -30,8 +32,13 @@ RULES: tuple[Rule, ...] = (
     compiled,
     bf16,
     adamw8bit,
+    fused_adamw,
     quantize_lora,
+    checkpoint,
+    offload,
+    zero,
     patch,
+    loss,
     nothing,
 )
 

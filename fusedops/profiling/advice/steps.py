@@ -4,7 +4,7 @@ from statistics import median
 
 from fusedops.profiling.evidence import Evidence
 
-__all__ = ["full_step", "optimizer_step", "step"]
+__all__ = ["around_optimizer", "full_step", "optimizer_step", "step"]
 
 
 def step(evidence: Evidence) -> float:
@@ -18,6 +18,12 @@ def full_step(evidence: Evidence) -> float:
 
 
 def optimizer_step(evidence: Evidence) -> float:
-    """Seconds in the optimizer's step; 0 where it was not seen."""
+    """Seconds in the optimizer's step, other programs' part left out; 0 where it was not seen."""
     run = evidence.cached or evidence.plain
-    return median(run.optimizer) if run.optimizer else 0.0
+    parts = zip(run.optimizer, run.running, run.seconds, strict=False)
+    return median([o * r / s for o, r, s in parts] or [0.0])
+
+
+def around_optimizer(evidence: Evidence) -> float:
+    """Seconds of a step without the optimizer's."""
+    return max(0.0, step(evidence) - optimizer_step(evidence))

@@ -1,17 +1,16 @@
-"""Advice that makes a step faster: its allocation, threads, calls and precision."""
+"""Advice that makes a step faster: its allocation, threads and calls."""
 
 from collections.abc import Iterator
 from statistics import median
 
 from fusedops.profiling.advice.advice import Advice, Saving
-from fusedops.profiling.advice.steps import full_step, optimizer_step, step
+from fusedops.profiling.advice.steps import around_optimizer, full_step
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
-from fusedops.profiling.shares import elasticity, identity, op_seconds
+from fusedops.profiling.shares import elasticity, identity
 
-__all__ = ["batch", "bf16", "compiled", "freed_memory", "nothing", "threads"]
+__all__ = ["batch", "compiled", "freed_memory", "nothing", "threads"]
 
-FASTER = 1.5  # how many times as fast bfloat16 products must be to be worth it
 PEAK = 0.75  # of the ceiling: from there on nothing here helps a compute-bound step
 
 
@@ -48,16 +47,25 @@ def batch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     found = elasticity(evidence, identity(evidence))
     if "launch" not in verdict.bounds or found is None:
         return
-    both = max(0.0, step(evidence) - optimizer_step(evidence))
     yield Advice(
         "batch",
         "twice the batch",
         f"half the batch saves little (elasticity {found:.2f}), so twice the batch costs little",
         "a larger batch_size; fewer gradient accumulation steps keep the optimizer's batch",
         "more memory for activations; another batch size may need another learning rate",
-        "for the same samples: T of forward and backward x (1 - 2^(elasticity - 1))",
-        Saving(seconds=both * max(0.0, 1 - 2 ** (found - 1))),
+        "at most, for the same samples: T of forward and backward x (1 - 2^(elasticity - 1)); "
+        "bytes: activations and logits, which double",
+        Saving(
+            seconds=around_optimizer(evidence) * max(0.0, 1 - 2 ** (found - 1)),
+            bytes=_of_samples(evidence),
+        ),
     )
+
+
+def _of_samples(evidence: Evidence) -> int | None:
+    """The bytes, as a loss, that grow with the number of samples."""
+    memory = evidence.memory
+    return None if memory is None else -memory["activations"] - memory["logits"]
 
 
 def compiled(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
@@ -72,27 +80,6 @@ def compiled(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         "compiling takes a minute or more, and again for each new shape",
         "an upper bound: operator calls x the cost of one",
         Saving(seconds=calls * evidence.ceilings.op_seconds),
-    )
-
-
-def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    peaks = evidence.ceilings.flops if evidence.ceilings else {}
-    found = op_seconds(evidence, identity(evidence))
-    if found is None or not {"float32", "bfloat16"} <= set(peaks):
-        return
-    products = sum(s for op, s in found[0].items() if op.flops and op.dtype == "float32")
-    ratio = peaks["bfloat16"] / peaks["float32"]
-    if ratio < FASTER or products < 0.1 * step(evidence):
-        return
-    yield Advice(
-        "bf16",
-        "bfloat16 products",
-        f"float32 products take {products / step(evidence):.0%}; bfloat16 ones are {ratio:.1f} "
-        "times as fast here",
-        f'with torch.autocast("{evidence.device}", torch.bfloat16): around the forward',
-        "sums of products have 8 bits; compare the loss",
-        "time of float32 products x (1 - 1 / measured ratio)",
-        Saving(seconds=products * (1 - 1 / ratio)),
     )
 
 

@@ -1,36 +1,65 @@
 """Tries one change on the live step, measures its saving of time and memory, and undoes it."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
 
 from fusedops.profiling.advice.advice import Saving
-from fusedops.profiling.advice.experiment import TooSlow, compare_blocks, fewest_seconds, saving
-from fusedops.profiling.advice.knobs import KNOBS, SAME_MEMORY
+from fusedops.profiling.advice.checkpoints import worthwhile
+from fusedops.profiling.advice.experiment import (
+    TooSlow,
+    compare_blocks,
+    fewest_seconds,
+    saving,
+    wall_seconds,
+)
+from fusedops.profiling.advice.input_rules import free_cpus
+from fusedops.profiling.advice.knobs import KNOBS, SAFE, SAME_MEMORY, available
+from fusedops.profiling.advice.loading import Loop, why_no_workers
+from fusedops.profiling.advice.recompute import checkpointed
 from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.storage.measured import measure_memory
 
-__all__ = ["tried"]
+__all__ = ["ALL", "ALL_SAFE", "tried", "why_not"]
 
+MORE = ("checkpoint", "workers")
+ALL, ALL_SAFE = (*KNOBS, *MORE), (*SAFE, *MORE)
 WATCHED = 10  # two steps whose memory is watched, and one before each, take less than so many
+
+Call = Callable[[], Any]
+Blocks = tuple[list[float], list[float]]
+
+
+def why_not(name: str, subject: Subject, evidence: Evidence) -> str:
+    """Why a change cannot be tried on this step; empty if it can."""
+    if name == "workers":
+        none = "" if free_cpus(evidence) else "no CPU is free for a worker"
+        return why_no_workers(subject.data) or none
+    if name == "checkpoint":
+        if subject.model is None:
+            return "no model was given"
+        none = "no block was measured whose checkpointing lowers the peak"
+        return "" if worthwhile(evidence) else none
+    return available(name, subject)
 
 
 def tried(
-    name: str, subject: Subject, evidence: Evidence, call: Callable[[], Any], budget_s: float
+    name: str, subject: Subject, evidence: Evidence, call: Call, budget_s: float
 ) -> tuple[Saving | None, str]:
     """What a change saves, or None and the reason. Everything is put back."""
-    step = median((evidence.cached or evidence.plain).seconds)
-    watched = 0.0 if name in SAME_MEMORY else WATCHED * step
-    if fewest_seconds(step) + watched > budget_s:
-        return None, "the budget had no time for it"
-    change = partial(KNOBS[name], subject)
     kept = Snapshot(subject.model, subject.optimizer)
     try:
+        if name == "workers":
+            return saving(*_loop(subject, evidence, budget_s)), ""
+        step = median((evidence.cached or evidence.plain).seconds)
+        watched = 0.0 if name in SAME_MEMORY else WATCHED * step
+        _check(fewest_seconds(step) + watched, budget_s)
+        change = _change(name, subject, evidence)
         blocks = compare_blocks(call, change, budget_s - watched)
         kept.restore()
         saved = None if name in SAME_MEMORY else _bytes(subject, evidence, call, change)
@@ -43,8 +72,41 @@ def tried(
         kept.restore()
 
 
+def _check(needed_s: float, budget_s: float) -> None:
+    if needed_s > budget_s:
+        raise TooSlow("the budget had no time for it")
+
+
+def _change(
+    name: str, subject: Subject, evidence: Evidence
+) -> Callable[[], AbstractContextManager[Any]]:
+    if name == "checkpoint":
+        assert subject.model is not None
+        names = [block.name for block in worthwhile(evidence)]
+        return partial(checkpointed, subject.model, names)
+    return partial(KNOBS[name], subject)
+
+
+def _loop(subject: Subject, evidence: Evidence, budget_s: float) -> Blocks:
+    """Blocks of the loop with its loader and with workers, which take CPUs from nobody else."""
+    driver = _driver(subject, evidence)
+
+    def step(batch: Any) -> None:
+        subject.step(batch)
+        if driver is not None:
+            driver.synchronize()
+
+    assert subject.data is not None
+    loop = Loop(step, subject.data, free_cpus(evidence))  # type: ignore[arg-type]
+    _check(fewest_seconds(median(evidence.plain.seconds), loop.untimed), budget_s)
+    try:
+        return compare_blocks(loop.once, loop.change, budget_s, loop.untimed, wall_seconds)
+    finally:
+        loop.close()
+
+
 def _bytes(
-    subject: Subject, evidence: Evidence, call: Callable[[], Any], change: Callable[[], Any]
+    subject: Subject, evidence: Evidence, call: Call, change: Callable[[], Any]
 ) -> int | None:
     """How much lower a step's peak is with the change; None where it cannot be measured."""
     try:
@@ -54,15 +116,18 @@ def _bytes(
     return before - after
 
 
-def _peak(
-    subject: Subject, evidence: Evidence, call: Callable[[], Any], way: Callable[[], Any]
-) -> int:
+def _peak(subject: Subject, evidence: Evidence, call: Call, way: Callable[[], Any]) -> int:
     """Bytes of a step's peak, after one that makes the optimizer's state."""
     with way():
         call()
         optimizer = subject.optimizer
         # A change may let another optimizer step. Then the memory of the user's does not count.
         stepping = getattr(getattr(optimizer, "step", None), "__self__", optimizer)
-        driver = Driver(index=subject.device_index) if evidence.gpu is not None else None
+        driver = _driver(subject, evidence)
         use = measure_memory(call, model=subject.model, optimizer=stepping, driver=driver)
         return use.peak
+
+
+def _driver(subject: Subject, evidence: Evidence) -> Driver | None:
+    """Of the GPU that the step uses."""
+    return None if evidence.gpu is None else Driver(index=subject.device_index)

@@ -13,11 +13,13 @@ from fusedops.backends import cpu_name, version_of
 from fusedops.machine import cpu_quota, cpus
 from fusedops.patching.quantize import sites
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
+from fusedops.profiling.collect.blocks import add_blocks
+from fusedops.profiling.collect.changes import time_changes
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
 from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
-from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of, time_patch
+from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Run
@@ -80,11 +82,14 @@ def collect(
         if on_gpu := uses_gpu(model, measured, driver.kind):
             measured = _without_preemptions(measured)
             found |= {"device": driver.properties().name, "cpu": found["device"]}
+            found["gpus"] = driver.count()
             parts = collect_on_gpu(measured, model, optimizer, driver, start + budget_s, tick)
         else:
             parts = collect_on_cpu(measured, model, optimizer, start + budget_s, tick)
         if model is not None:
-            time_patch(parts, measured, model, optimizer, start + budget_s, restore)
+            time_changes(parts, measured, model, optimizer, start + budget_s, restore)
+            gpu = driver if on_gpu else None
+            add_blocks(parts, measured, model, optimizer, start + budget_s, gpu)
     finally:
         if kept is not None:
             kept.restore()
@@ -158,6 +163,10 @@ def _evidence(
         flops=flops_of(parts.profiled),
         memory=parts.memory,
         patching=parts.patching,
+        activations=parts.activations,
+        blocks=parts.blocks,
+        autocast=parts.autocast,
+        optimizers=parts.optimizers,
         device=device,
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
@@ -172,6 +181,13 @@ def _quantizable(model: nn.Module) -> list[Tensor]:
     """Frozen weights that `fusedops.quantize` would quantize: no embedding, no head."""
     linears = {module for _, module, reason in sites(model, ("lm_head",)) if not reason}
     return [one.weight for one in linears if not one.weight.requires_grad]
+
+
+def _checkpointing(model: nn.Module) -> str:
+    """The method of transformers that checkpoints all blocks; empty without one."""
+    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    supported = getattr(model, "supports_gradient_checkpointing", False)
+    return next((name for name in names if supported and hasattr(model, name)), "")
 
 
 def about(
@@ -195,6 +211,8 @@ def about(
             "model": type(model).__name__,
             "parameters": sum(p.numel() for p in parameters),
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+            "checkpointing": _checkpointing(model),
+            "sharded": any(hasattr(p, "_local_tensor") for p in parameters),
         }
     if isinstance(optimizer, torch.optim.AdamW):
         state = {p: values for p, values in optimizer.state.items() if p.numel() >= BLOCKED}

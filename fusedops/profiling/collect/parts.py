@@ -12,17 +12,25 @@ from torch import nn
 
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.operators import table
-from fusedops.profiling.collect.sites import time_sites
-from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured
-from fusedops.profiling.evidence import Ceilings, Gpu, Patching, Profiled
+from fusedops.profiling.evidence import (
+    Autocast,
+    Block,
+    Ceilings,
+    Gpu,
+    OptimizerTime,
+    Patching,
+    Profiled,
+)
 from fusedops.profiling.storage.measured import measure_memory
+from fusedops.profiling.storage.use import MemoryUse
 
-__all__ = ["Parts", "collect_on_cpu", "devices_of", "flops_of", "time_patch"]
+__all__ = ["Parts", "collect_on_cpu", "devices_of", "flops_of", "no_table"]
 
 TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
 MEMORY = 3  # measuring the memory of a step takes less than so many steps
-SITES = 4  # so does timing patch's sites, and a second or two
+CHANGES = 4  # so does timing patch's sites, and a second or two
+LARGEST = 10  # modules by what they save for backward
 
 
 @dataclass
@@ -32,9 +40,18 @@ class Parts:
     gpu: Gpu | None = None
     profiled: Profiled | None = None
     memory: dict[str, int] | None = None
+    activations: dict[str, int] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     patching: Patching | None = None
+    autocast: Autocast | None = None
+    optimizers: tuple[OptimizerTime, ...] | None = None
+    blocks: tuple[Block, ...] = ()
     not_checked: list[str] = field(default_factory=list)
+
+    def use(self, use: MemoryUse) -> None:
+        """Adds a step's bytes."""
+        self.memory = {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
+        self.activations = dict(itertools.islice(use.modules.items(), LARGEST))
 
 
 def collect_on_cpu(
@@ -81,12 +98,12 @@ def _add_table(
     deadline: float,
     tick: Callable[[], None],
 ) -> None:
-    reason = _no_table(model)
+    reason = no_table(model)
     if not reason and perf_counter() + TABLE * longest + 2 > deadline:
         reason = "the budget had no time for it"
     if not reason:
         try:
-            last = deadline - (MEMORY + SITES) * longest - 2
+            last = deadline - (MEMORY + CHANGES) * longest - 2
             found.profiled = table(measured.call, last, tick)
             return
         except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
@@ -94,7 +111,8 @@ def _add_table(
     found.not_checked.append(f"operators: {reason}")
 
 
-def _no_table(model: nn.Module | None) -> str:
+def no_table(model: nn.Module | None) -> str:
+    """Why a model's operators cannot be recorded one by one; empty if they can."""
     devices = sorted(devices_of(model))
     if len(devices) > 1:
         return f"the model is on {len(devices)} devices, {', '.join(devices)}"
@@ -124,34 +142,6 @@ def _add_memory(
         except Exception as error:  # noqa: BLE001  the user's step, under hooks and a profiler
             reason = f"a watched step raised {type(error).__name__}: {error}"
         else:
-            found.memory = {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
+            found.use(use)
             return
     found.not_checked.append(f"memory: {reason}")
-
-
-def time_patch(
-    found: Parts,
-    measured: Measured,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    deadline: float,
-    restore: bool,
-) -> None:
-    """Adds what patch would fuse; its calls are timed on a CPU only.
-
-    restore: whether the caller puts everything back at the end, so that it is not done here.
-    """
-    longest = median((measured.cached or measured.plain).seconds)
-    reason = _no_table(model)
-    if not reason and devices_of(model) - {"cpu"}:
-        reason = "only calls on CPUs are timed"
-    if not reason and perf_counter() + SITES * longest + 2 > deadline:
-        reason = "the budget had no time for it"
-    kept = None if restore or reason else Snapshot(model, optimizer)
-    try:
-        found.patching, reason = time_sites(model, measured.call, deadline, reason)
-    finally:
-        if kept is not None:
-            kept.restore()
-    if reason:
-        found.not_checked.append(f"saving of patch: {reason}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fusedops.patching.core.calls import Call
+from fusedops.patching.core.calls import Call, Repeat
 from fusedops.patching.core.swap import original_class
-from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.profiling.collect.rounds import running_seconds
 
-__all__ = ["Replay"]
+__all__ = ["Replay", "of_function"]
 
 SHORT_S = 100e-6  # for a shorter call, it takes too long to ask for how long other programs ran
 
@@ -97,10 +98,7 @@ class Replay:
             start = perf_counter()
             self._run(patched)
             return perf_counter() - start
-        delayed, start = preempted_seconds(), perf_counter()
-        self._run(patched)
-        seconds = perf_counter() - start
-        return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))
+        return running_seconds(partial(self._run, patched))
 
     def _forward(self, patched: bool) -> Any:
         args, kwargs = tree_unflatten(self.given, self.form)
@@ -115,6 +113,13 @@ class Replay:
             if self._cotangents is None:
                 self._cotangents = [torch.ones_like(t) for t in outputs]
             torch.autograd.grad(outputs, self.leaves, self._cotangents, allow_unused=True)
+
+
+def of_function(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Replay:
+    """The call of a function of torch; it is repeated in the same way patched or not."""
+    name = getattr(function, "__name__", "")
+    repeat = Repeat(function, function, args, kwargs)
+    return Replay(Call(name, nn.Identity(), repeat, "", None, 0, 0))
 
 
 def _is_checkpointed() -> bool:

@@ -4,9 +4,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from statistics import median
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,14 +13,12 @@ from fusedops.patching import patched
 from fusedops.patching.core.calls import Call, Watch
 from fusedops.patching.core.swap import fused_modules, original
 from fusedops.profiling.collect.replay import Replay
+from fusedops.profiling.collect.rounds import Timing, rounds
 from fusedops.profiling.evidence import Patching, SiteTime
 from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["time_sites"]
 
-ROUNDS, FEWEST = 10, 4  # pairs of blocks of a call, as it is and patched; fewer of a long call
-TIMED_S = 20e-3  # of a call, as it is and patched
-CYCLES = 10  # at most so many calls in a block
 SAMPLES = 4  # calls that stand for all with the same key
 UNSEEN = "no call of a site was seen; those of a compiled model are not"
 
@@ -63,12 +59,13 @@ def _timed(
         return Patching(sites), UNSEEN
     calls = seen.of_kernels(watch.calls)
     timings = [Timing(seen.samples[key]) for key in calls]
+    around = partial(_as, model)
     for one in timings:
-        one.warm_up(model)
+        one.warm_up(around)
     sizes = [_bytes(model, seen.samples[key][0], made) for key, made in calls.items()]
-    _rounds(model, timings, deadline)
+    rounds(timings, deadline, around)
     timed = (
-        t.site(len(made), n) for t, made, n in zip(timings, calls.values(), sizes, strict=True)
+        _site(t, len(made), n) for t, made, n in zip(timings, calls.values(), sizes, strict=True)
     )
     return Patching(sites, tuple(timed), sum(not one.kernel for one in watch.calls)), ""
 
@@ -95,71 +92,14 @@ class _Seen:
         return found
 
 
-def _as(fused: bool, model: nn.Module) -> AbstractContextManager[None]:
+def _as(model: nn.Module, fused: bool) -> AbstractContextManager[None]:
     return nullcontext() if fused else original(model)
 
 
-@dataclass
-class Timing:
-    """Calls with the same key, and their times in pairs of blocks, as they are and patched."""
-
-    samples: list[Replay]
-    before: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-
-    def warm_up(self, model: nn.Module) -> None:
-        for fused in (False, True):
-            with _as(fused, model):
-                for one in self.samples:
-                    one.warm_up(fused)
-
-    @property
-    def seconds(self) -> float:
-        """Of a call, roughly."""
-        return median(one.seconds for one in self.samples)
-
-    @property
-    def calls(self) -> int:
-        """In a block."""
-        return max(1, min(CYCLES, int(TIMED_S / ROUNDS / self.seconds)))
-
-    def sample(self, number: int) -> Replay:
-        return self.samples[number % len(self.samples)]
-
-    def site(self, calls: int, size: int) -> SiteTime:
-        one = self.samples[0]
-        times = tuple(self.before), tuple(self.after)
-        return SiteTime(one.kind, one.name, one.shapes, calls, *times, size)
-
-
-def _rounds(model: nn.Module, timings: list[Timing], deadline: float) -> None:
-    """Times a pair of blocks of each call in every round; of a long call, in fewer rounds.
-
-    Every second round begins with the patched model, so that a machine that becomes slower favours
-    neither.
-    """
-    for done in range(ROUNDS):
-        start = perf_counter()
-        due = [t for t in timings if done < FEWEST or done * t.seconds < TIMED_S]
-        for fused in (done % 2 == 1, done % 2 == 0):
-            with _as(fused, model):
-                _blocks(due, fused, done)
-        if done + 1 >= FEWEST and 2 * perf_counter() - start > deadline:
-            break
-
-
-def _blocks(timings: list[Timing], fused: bool, first: int) -> None:
-    """Times a block of each call: one call of each, then another of each, and so on.
-
-    As in a step, other sites run between two calls of the same one, and use the caches.
-    """
-    times: list[list[float]] = [[] for _ in timings]
-    for cycle in range(CYCLES):
-        for one, own in zip(timings, times, strict=True):
-            if cycle < one.calls:
-                own.append(one.sample(first + cycle).timed(fused))
-    for one, own in zip(timings, times, strict=True):
-        (one.after if fused else one.before).append(median(own))
+def _site(timing: Timing[Replay], calls: int, size: int) -> SiteTime:
+    one = timing.samples[0]
+    times = tuple(timing.before), tuple(timing.after)
+    return SiteTime(one.kind, one.name, one.shapes, calls, *times, size)
 
 
 def _bytes(model: nn.Module, one: Replay, calls: list[Call]) -> int:
@@ -174,7 +114,7 @@ def _bytes(model: nn.Module, one: Replay, calls: list[Call]) -> int:
 
 
 def _held(model: nn.Module, one: Replay, fused: bool) -> int:
-    with _as(fused, model):
+    with _as(model, fused):
         if one.kind == "loss":
             return measure_memory(one.step(fused)).peak
         return one.saved_bytes(fused)

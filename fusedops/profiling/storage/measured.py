@@ -24,7 +24,7 @@ from fusedops.profiling.storage.profiled import Marks, has_storage, profiled_liv
 from fusedops.profiling.storage.use import MemoryUse
 from fusedops.profiling.storage.watch import Watch, local, static_tensors
 
-__all__ = ["measure_memory"]
+__all__ = ["measure_memory", "watched_lives"]
 
 
 def measure_memory(
@@ -48,12 +48,24 @@ def measure_memory(
     """
     device = torch.device("cpu") if driver is None else driver.device
     _check(step, model, optimizer, device)
+    frozen = _frozen(model)
+    lives = watched_lives(step, model, optimizer, Marks(device))
+    remains = sum(life.bytes for life in lives if life.end == math.inf)
+    return _use(lives, frozen, _resident() - remains if driver is None else _unused(driver))
+
+
+def watched_lives(
+    step: Callable[[], object],
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    marks: Marks,
+) -> list[Life]:
+    """The life of each allocation in one step, with what it holds. marks: of the device."""
     before: dict[int, Life] = {}
     for t, category, module in static_tensors(model, optimizer):
-        if has_storage(t, device):
+        if has_storage(t, marks.device):
             storage = t.untyped_storage()
             before.setdefault(storage.data_ptr(), Life(storage.nbytes())).hold(category, module)
-    frozen = _frozen(model)
 
     def watched(marks: Marks) -> None:
         with nullcontext() if model is None else Watch(model, marks.see):
@@ -61,9 +73,7 @@ def measure_memory(
         for t, category, module in static_tensors(model, optimizer):
             marks.see(t, category, module)
 
-    lives = profiled_lives(watched, before, device)
-    remains = sum(life.bytes for life in lives if life.end == math.inf)
-    return _use(lives, frozen, _resident() - remains if driver is None else _unused(driver))
+    return profiled_lives(watched, before, marks)
 
 
 def _unused(driver: Driver) -> int:

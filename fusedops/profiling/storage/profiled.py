@@ -16,6 +16,7 @@ from fusedops.profiling.storage.lives import ALWAYS, Life
 __all__ = ["Marks", "has_storage", "lives_of", "profiled_lives"]
 
 MARK = "fusedops::holds "
+SHARED = "shared"
 CPU = torch.device("cpu")
 KINDS = {"cpu": 0, "cuda": 1}  # in a trace
 
@@ -24,19 +25,32 @@ class Marks:
     """Notes in the profile that a tensor holds something.
 
     The trace knows allocations by their addresses, which are used again and again; a note's place
-    in the trace tells which allocation it is about.
+    in the trace tells which allocation it is about. times: (label, time) of each `at`, once the
+    trace was read.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
-        self.notes: list[tuple[int, int, str, str]] = []  # address, bytes, category, module
+        # address, bytes, category, module; without an address it is a time's label
+        self.notes: list[tuple[int, int, str, str]] = []
+        self.times: list[tuple[str, float]] = []
 
     def see(self, t: Tensor, category: str, module: str) -> None:
-        if not has_storage(t, self.device):
-            return
-        with record_function(f"{MARK}{len(self.notes)}"):
+        if has_storage(t, self.device):
             storage = t.untyped_storage()
-            self.notes.append((storage.data_ptr(), storage.nbytes(), category, module))
+            self._note(storage.data_ptr(), storage.nbytes(), category, module)
+
+    def share(self, t: Tensor) -> None:
+        """Notes that a tensor is a block's input or result."""
+        self.see(t, SHARED, "")
+
+    def at(self, label: str) -> None:
+        """Notes the time."""
+        self._note(0, 0, "", label)
+
+    def _note(self, *about: Any) -> None:
+        with record_function(f"{MARK}{len(self.notes)}"):
+            self.notes.append(about)
 
 
 def has_storage(t: Tensor, device: torch.device = CPU) -> bool:
@@ -48,15 +62,16 @@ def has_storage(t: Tensor, device: torch.device = CPU) -> bool:
 def profiled_lives(
     call: Callable[[Marks], object],
     before: Mapping[int, Life] | None = None,
-    device: torch.device = CPU,
+    marks: Marks | None = None,
 ) -> list[Life]:
     """The life of each allocation in a call, and of those before it that are given or noted.
 
-    before: known allocations by address. Memory that a library takes from the system, or from the
-    driver, is not seen by torch's profiler. A GPU's allocations are those of torch's allocator.
+    before: known allocations by address. marks: of the device, for the call. Memory that a library
+    takes from the system, or from the driver, is not seen by torch's profiler. A GPU's allocations
+    are those of torch's allocator.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts
-    marks = Marks(device)
+    marks = marks or Marks()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call(marks)
     return list(lives_of(_events(profiled), marks, dict(before or {})))
@@ -69,10 +84,16 @@ def lives_of(events: Iterable[Any], marks: Marks, alive: dict[int, Life]) -> Ite
     for event in events:
         if event["name"].startswith(MARK):
             address, size, category, module = marks.notes[int(event["name"][len(MARK) :])]
+            if not address:
+                marks.times.append((module, event["ts"]))
+                continue
             if address not in alive:  # allocated before the call
                 alive[address] = Life(size, ALWAYS)
                 yield alive[address]
-            alive[address].hold(category, module)
+            if category == SHARED:
+                alive[address].shared = True
+            else:
+                alive[address].hold(category, module)
             continue
         about = event["args"]
         if about["Device Type"] != kind or index not in (None, about["Device Id"]):

@@ -153,24 +153,14 @@ class DropoutStillNeeded(Layer):
         return total + dropped
 
 
+DROPOUT = [NormInIf, ModuleDropout, InlineDropout, FunctionalDropout]
+OTHERS = [KeepsBoth, Annotated, ThreeTerms, AfterIf, EarlyReturn, InLoop, TwoCalls]
 FUSED = {
     PreNorm: ["after"],
     PostNorm: ["norm", "after"],
-    KeepsBoth: ["norm"],
-    Annotated: ["norm"],
-    ThreeTerms: ["norm"],
     AcrossIf: ["norm", "after", "after"],
-    NormInIf: ["norm"],
-    AfterIf: ["norm"],
-    EarlyReturn: ["norm"],
-    InLoop: ["norm"],
-    ModuleDropout: ["norm"],
-    InlineDropout: ["norm"],
-    FunctionalDropout: ["norm"],
-    TwoCalls: ["norm"],
-    DropoutStillNeeded: ["norm"],
+    **{kind: ["norm"] for kind in [*OTHERS, *DROPOUT, DropoutStillNeeded]},
 }
-DROPOUT = [NormInIf, ModuleDropout, InlineDropout, FunctionalDropout]
 
 
 class InPlace(Layer):
@@ -320,21 +310,13 @@ class FlagMadeBetween(Layer):
         return hidden
 
 
+CONDITIONS = [StateInTest, CacheInTest, ListInTest, GlobalInTest, FlagChangedInSum, FlagMadeBetween]
+FORMS = [TorchAdd, Cast, OnSelf, InExpression, ByKeyword]
 LEFT = {
-    StateInTest: "the condition of the `if`",
-    CacheInTest: "the condition of the `if`",
-    ListInTest: "the condition of the `if`",
-    GlobalInTest: "the condition of the `if`",
-    FlagChangedInSum: "the condition of the `if`",
-    TorchAdd: "the sum or its norm call is written in an unsupported form",
-    Cast: "the sum or its norm call is written in an unsupported form",
-    OnSelf: "the sum or its norm call is written in an unsupported form",
-    InExpression: "the sum or its norm call is written in an unsupported form",
-    ByKeyword: "the sum or its norm call is written in an unsupported form",
+    **dict.fromkeys(CONDITIONS, "the condition of the `if`"),
+    **dict.fromkeys(FORMS, "the sum or its norm call is written in an unsupported form"),
+    **dict.fromkeys([UsedBetween, Reshaped], "is used between the sum and the norm"),
     InPlace: "the sum is computed in place",
-    FlagMadeBetween: "the condition of the `if`",
-    UsedBetween: "is used between the sum and the norm",
-    Reshaped: "is used between the sum and the norm",
     InAnotherBlock: "not in the same block",
 }
 

@@ -1,10 +1,10 @@
 """patch rewrites gated MLPs; the new forward equals the original."""
 
 import copy
-import warnings
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,6 +22,7 @@ from patching.lines.mlp_cases import (
     Packed,
     PackedCall,
 )
+from patching.quiet import quietly
 
 transformers = pytest.importorskip("transformers")
 
@@ -65,9 +66,7 @@ def results(model, x):
 def assert_same(model, x):
     """Asserts that patching changes no result, and that unpatch restores every bit."""
     eager, exact = results(model, x), results(copy.deepcopy(model).double(), x.double())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing is fused
-        report = patch(model, linear=False)
+    report = quietly(patch, model, linear=False)
     for got, *others in zip(results(model, x), eager, exact, strict=True):
         assert (got is None) == (others[0] is None)
         assert got is None or yardstick(got, *others) is None
@@ -77,8 +76,7 @@ def assert_same(model, x):
     return report
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", FUSED)
+@grid(dtype=[torch.float32, torch.bfloat16], cls=FUSED)
 def test_fused(cls, dtype, calls):
     model = build(cls).to(dtype)
     report = assert_same(model, torch.randn(3, 5, N, dtype=dtype))
@@ -97,9 +95,8 @@ def test_left(cls, calls):
 @pytest.mark.parametrize("cls", CHANGED)
 def test_what_may_change_in_between_is_activated_where_it_was(cls, calls):
     model, x = build(cls).eval(), torch.randn(2, N)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing to fuse
-        patch(model, linear=False)
+    with torch.no_grad():
+        quietly(patch, model, linear=False)
         got, seen = model(x.clone()), getattr(model[0], "last", x)
         torch.testing.assert_close(got, cls.forward(model[0], x.clone()))
         torch.testing.assert_close(seen, getattr(model[0], "last", x))
@@ -120,9 +117,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("act", "now"), [(act, now) for now, acts in ACTIVATIONS.items() for act in acts], ids=str
-)
+@grid("act,now", [(act, now) for now, acts in ACTIVATIONS.items() for act in acts])
 def test_activations(act, now, calls):
     report = assert_same(build(Llama, act), torch.randn(3, 5, N))
     assert [site.now for site in sites(report.fused)] == [now]
@@ -175,16 +170,11 @@ class Remembers(nn.Module):
         return F.silu(x)
 
 
-OTHERS = {
-    Clamped(): "activation is not SiLU, GELU or ReLU",
-    Limited(): "activation is not SiLU, GELU or ReLU",
+UNKNOWN = [Clamped(), Limited(), nn.Tanh(), WrongGradient(), OnlyInEval(), InFloat32()]
+UNKNOWN.append(transformers.activations.ClippedGELUActivation(-10, 10))
+OTHERS = dict.fromkeys(UNKNOWN, "activation is not SiLU, GELU or ReLU") | {
     Remembers(): "its activation changes attributes when called",
     nn.ReLU(): "there is no fused gated function for relu",
-    nn.Tanh(): "activation is not SiLU, GELU or ReLU",
-    WrongGradient(): "activation is not SiLU, GELU or ReLU",
-    OnlyInEval(): "activation is not SiLU, GELU or ReLU",
-    InFloat32(): "activation is not SiLU, GELU or ReLU",
-    transformers.activations.ClippedGELUActivation(-10, 10): "activation is not SiLU, GELU or ReLU",
     transformers.activations.GELUActivation(use_gelu_python=True): "self.act",
 }
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 from fusedops.patching import patch, unpatch
@@ -34,8 +35,7 @@ def gradients(model, x, *args):
     return y, torch.autograd.grad(y, [x, *model.parameters()], cotangent, allow_unused=True)
 
 
-@pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(kind=FUSED, dtype=[torch.float32, torch.bfloat16])
 def test_fused(kind, dtype):
     model = build(kind).to(dtype).eval()
     x = torch.randn(2, 5, N).to(dtype).requires_grad_()

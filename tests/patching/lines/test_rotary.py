@@ -2,17 +2,18 @@
 
 import importlib
 import types
-import warnings
 import weakref
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 from fusedops.patching import patch, unpatch
 from fusedops.patching.lines import rotary
 from fusedops.patching.lines.rotary import UNKNOWN, rotation_of
 from fusedops.testing import yardstick
+from patching.quiet import quietly
 
 transformers = pytest.importorskip("transformers")
 
@@ -136,18 +137,11 @@ rotary_of_a_closure = within(1.0)
 
 
 SHAPE = "it does not take q, k, cos, sin"
+OTHER_RESULTS = [rotary_backwards, rotary_of_q, rotary_scaled, rotary_detached, rotary_in_place]
+OTHER_RESULTS += [rotary_in_bfloat16, rotary_at_one_dim, rotary_reordered, rotary_of_three]
 REFUSED = {
-    rotary_backwards: UNKNOWN,
-    rotary_of_q: UNKNOWN,
-    rotary_scaled: UNKNOWN,
-    rotary_detached: UNKNOWN,
-    rotary_in_place: UNKNOWN,
-    rotary_in_bfloat16: UNKNOWN,
-    rotary_at_one_dim: UNKNOWN,
-    rotary_reordered: UNKNOWN,
-    rotary_swapped: SHAPE,
-    rotary_of_more: SHAPE,
-    rotary_of_three: UNKNOWN,
+    **dict.fromkeys(OTHER_RESULTS, UNKNOWN),
+    **dict.fromkeys([rotary_swapped, rotary_of_more], SHAPE),
     rotary_at_no_dim: "its unsqueeze_dim is None, not 1 or 2",
     rotary_raises: "running it raised KeyError",
     rotary_of_few: rotary.BRANCHES,
@@ -234,9 +228,7 @@ def build(cls=Attention):
 
 
 def patched_sites(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing is fused
-        report = patch(model, linear=False)
+    report = quietly(patch, model, linear=False)
     return [site for site in [*report.fused, *report.skipped] if site.kind == "rotary"]
 
 
@@ -249,10 +241,8 @@ def results(model, x, *table):
     return [y.detach(), *(g for g in grads if g is not None)]
 
 
-@pytest.mark.parametrize("cls", [Attention, HeadsLast])
-@pytest.mark.parametrize("function", [rotary_llama, rotary_partial, rotary_back])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("table", [torch.float32, torch.bfloat16], ids=str)
+@grid(cls=[Attention, HeadsLast], function=[rotary_llama, rotary_partial, rotary_back])
+@grid(dtype=[torch.float32, torch.bfloat16], table=[torch.float32, torch.bfloat16])
 def test_fused(cls, function, dtype, table, monkeypatch, calls):
     use(monkeypatch, function)
     model, args = build(cls).to(dtype), inputs(dtype, table)
@@ -336,16 +326,12 @@ def test_another_function_in_its_place_is_called(monkeypatch, calls):
     assert patched_sites(model)[0].now
 
 
-def test_another_helper_is_looked_at_again(monkeypatch):
-    assert isinstance(rotation_of(rotary_llama), rotary.Rotation)
+@pytest.mark.parametrize("function", [rotary_llama, rotary_back])
+def test_another_helper_is_looked_at_again(function, monkeypatch):
+    """And a helper of a helper."""
+    assert isinstance(rotation_of(function), rotary.Rotation)
     monkeypatch.setitem(globals(), "rotate_half", lambda x: -x)
-    assert rotation_of(rotary_llama) == UNKNOWN
-
-
-def test_a_helper_of_a_helper_is_looked_at_again(monkeypatch):
-    assert isinstance(rotation_of(rotary_back), rotary.Rotation)
-    monkeypatch.setitem(globals(), "rotate_half", lambda x: -x)
-    assert rotation_of(rotary_back) == UNKNOWN
+    assert rotation_of(function) == UNKNOWN
 
 
 def test_a_function_that_nobody_else_holds_goes():

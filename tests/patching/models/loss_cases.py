@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +10,10 @@ import transformers
 from fusedops.patching import patch
 from fusedops.patching.models.loss.logits import LazyLogits
 from fusedops.testing import within
+from patching.architectures import PLAIN
+from patching.quiet import quietly
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = PLAIN
 IDS = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
 LABELS = torch.where(torch.arange(8) < 3, -100, IDS)
 BATCHES = torch.randint(3, 64, (8, 2, 8), generator=torch.Generator().manual_seed(1))
@@ -61,9 +53,7 @@ def patched(model):
 
 
 def loss_site(model, **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing was fused
-        report = patch(model, **OTHERS | how)
+    report = quietly(patch, model, **OTHERS | how)
     (site,) = (site for site in [*report.fused, *report.skipped] if site.kind == "loss")
     return site
 
@@ -95,13 +85,7 @@ def several(model, **call):
 
 
 def causal_loss(
-    logits,
-    labels,
-    vocab_size,
-    num_items_in_batch=None,
-    ignore_index=-100,
-    shift_labels=None,
-    **kwargs,
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_
 ):
     """transformers' ForCausalLMLoss, in the logits' dtype."""
     if shift_labels is None:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from axes import grid
 
 import fusedops
 from fusedops.patching import Site, patch, patched, unpatch
@@ -71,8 +72,7 @@ def test_a_site_says_what_was_and_is():
     assert site == Site("model.layers.1.self_attn", "attention", "LlamaAttention/sdpa", "attention")
 
 
-@pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("name", MODELS)
+@grid(side=[None, "left", "right"], name=MODELS)
 def test_same_outputs_loss_and_gradients(name, side, calls):
     """Compares with verify's yardstick."""
     if name == "whisper" and side:
@@ -111,9 +111,7 @@ def test_verify_sees(bug, monkeypatch):
     assert model.config is config and names(model) == {"eager" if name in EAGER else "sdpa"}
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("name", [*DECODERS, "t5", "whisper"])
+@grid(cache=["dynamic", "static"], side=[None, "left"], name=[*DECODERS, "t5", "whisper"])
 def test_generate(name, side, cache, calls):
     """Greedy tokens and their logits are equal."""
     if name == "whisper" and (side or cache == "static"):

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from axes import grid
 
 from fusedops.patching import patch, unpatch
 from fusedops.patching.models.attention import interface
@@ -53,16 +54,13 @@ def same(args, mask, layer=None, **kwargs):
 SEEN = torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]], dtype=torch.bool)[:, None, None]
 
 
-@pytest.mark.parametrize("scaling", [None, 0.7])
-@pytest.mark.parametrize("is_causal", [None, True, False])
-@pytest.mark.parametrize("of_module", [True, False])
+@grid(scaling=[None, 0.7], is_causal=[None, True, False], of_module=[True, False])
 def test_causal_is_the_arguments_or_the_modules(of_module, is_causal, scaling, calls):
     same(heads(), None, Layer(of_module), is_causal=is_causal, scaling=scaling)
     assert calls[0]["causal"] is (of_module if is_causal is None else is_causal)
 
 
-@pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("bias", [False, True])
+@grid(kind=["bool", "float"], bias=[False, True])
 def test_masks(kind, bias, calls):
     mask = SEEN if kind == "bool" else torch.where(SEEN, 0.25, -1e9).double()
     more = {"position_bias": torch.randn(1, 4, 5, 5).double().requires_grad_()} if bias else {}

@@ -9,6 +9,7 @@ from inspect import signature
 
 import pytest
 import torch
+from axes import grid
 
 from fusedops.patching import patch, unpatch
 from fusedops.patching.core import config as views
@@ -67,8 +68,7 @@ def weights(outputs):
 # What is set in the config of a patched model.
 
 
-@pytest.mark.parametrize("of_all", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@grid(of_all=[False, True], name=NAMES)
 def test_weights_by_the_config(name, of_all, calls):
     """Of an encoder-decoder its stacks hold configs of their own."""
     (model, kwargs), (plain, _) = fused(name, "eager"), made(name, "eager")
@@ -107,8 +107,7 @@ def test_weights_that_sdpa_has_not(name):
     assert not model.config.output_attentions
 
 
-@pytest.mark.parametrize("was", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", NAMES)
+@grid(was=["sdpa", "eager"], name=NAMES)
 def test_set_attn_implementation(name, was, calls):
     model, kwargs = fused(name, was)
     plain, _ = made(name, was)
@@ -182,8 +181,7 @@ def again(model, tmp_path, how):
 WAYS = "class", "_from_config", "AutoModel", "deepcopy", "config file", "from_pretrained"
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+@grid(how=WAYS, name=NAMES)
 def test_a_second_model_runs_its_own_attention(name, how, tmp_path, calls):
     model, kwargs = fused(name)
     other = again(model, tmp_path, how).eval()
@@ -195,8 +193,7 @@ def test_a_second_model_runs_its_own_attention(name, how, tmp_path, calls):
     assert {config._attn_implementation for config in configs(other)} == {"sdpa"}
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@grid(how=WAYS, name=["llama", "bert", "t5"])
 def test_a_second_model_by_a_class_with_all_patched(name, how, tmp_path):
     """Of Llama's the model itself has another class: the others have loss code of their own."""
     model, kwargs = made(name)
@@ -219,8 +216,7 @@ def test_a_second_module_by_a_class_with_all_patched(name):
     assert again and not any(map(fused_modules, again))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", NAMES)
+@grid(implementation=["sdpa", "eager"], name=NAMES)
 def test_a_second_model_by_another_implementation(name, implementation, tmp_path):
     model, kwargs = fused(name, "eager" if implementation == "sdpa" else "sdpa")
     want = model(**kwargs)[0]

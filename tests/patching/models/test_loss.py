@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+from axes import grid
+from calling import Calls
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,9 +76,7 @@ def check(model, **call):
     return results(model, **call)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("build", [llama, biased, gemma2, cohere])
-@pytest.mark.parametrize("call", CALLS)
+@grid(dtype=[torch.float32, torch.bfloat16], build=[llama, biased, gemma2, cohere], call=CALLS)
 def test_arguments_of_the_loss(call, build, dtype, fused):
     outputs = check(build().to(dtype), **CALLS[call])
     assert not made(outputs) and fused[-1] == "linear_cross_entropy"
@@ -262,15 +262,8 @@ def test_compile():
 
 
 def test_export_and_trace():
-    class Step(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = patched(llama(use_cache=False))
-
-        def forward(self, ids):
-            return self.model(ids, labels=ids).loss
-
-    step = Step()
+    model = patched(llama(use_cache=False))
+    step = Calls(lambda ids: model(ids, labels=ids).loss, model=model)
     wanted = step(IDS)
     torch.testing.assert_close(torch.export.export(step, (IDS,)).module()(IDS), wanted)
     torch.testing.assert_close(torch.jit.trace(step, (IDS,))(IDS), wanted)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 
 from fusedops.patching import unpatch
 from patching.architectures import BART, DECODERS, GPT, GROUPED, PLAIN, WIDE
@@ -88,8 +89,7 @@ def compare(model):
     return site
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@grid(dtype=[torch.float32, torch.bfloat16], name=MODELS)
 def test_loss_and_gradients(name, dtype):
     model = build(name, MODELS[name]).to(dtype)
     with torch.no_grad():
@@ -103,8 +103,7 @@ def test_loss_and_gradients(name, dtype):
     assert type(model(input_ids=IDS, labels=IDS).logits) is torch.Tensor
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@grid(dtype=[torch.float32, torch.bfloat16], name=MODELS)
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
 def test_with_lora_on_the_head(name, dtype):
     model = with_lora(build(name, MODELS[name])).to(dtype)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import grid
 
 import fusedops
 from fusedops.optim import AdamW
@@ -63,8 +64,7 @@ def losses(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, AdamW])
-@pytest.mark.parametrize("build", BUILDS)
+@grid(optimizer=[torch.optim.SGD, torch.optim.AdamW, AdamW], build=BUILDS)
 def test_logits_first_read_after_the_step_are_the_forwards(build, optimizer, losses):
     with torch.no_grad():
         wanted = build()(IDS, labels=LABELS).logits
@@ -98,8 +98,7 @@ def test_autocast(dtype, losses):
     assert len(losses) == 1 and torch.equal(outputs.logits.detach(), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("build", BUILDS)
+@grid(dtype=DTYPES, build=BUILDS)
 def test_losses_and_gradients_are_those_of_true(build, dtype):
     results = []
     for loss in (True, "keep_logits"):
@@ -193,8 +192,7 @@ def of_another_class(build, kind):
 KINDS = {"dataclass": Plain, "slots": Hidden, "list": lambda *both: Plain(both[0], [both[1]])}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("build", BUILDS)
+@grid(kind=KINDS, build=BUILDS)
 def test_outputs_of_any_class(build, kind, losses):
     with torch.no_grad():
         wanted = build()(IDS, labels=LABELS).logits
@@ -241,8 +239,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("which", ADAPTERS)
+@grid(order=["before", "after"], which=ADAPTERS)
 def test_adapters(which, order):
     def run(patches):
         model = llama()

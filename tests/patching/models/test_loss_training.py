@@ -1,12 +1,12 @@
 """patch's fused loss works with PEFT, accelerate, Trainer, DDP, FSDP2 and ZeRO-3."""
 
 import importlib.util
-import subprocess
 import threading
 
 import pytest
 import torch
-from children import TESTS, command
+from axes import grid
+from children import forked
 
 from fusedops.patching import unpatch
 from patching.models.loss_cases import (
@@ -65,9 +65,7 @@ def same(ours, theirs):
     return were_made
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("build", [llama, gemma2])
-@pytest.mark.parametrize("name", ADAPTERS)
+@grid(order=["before", "after"], build=[llama, gemma2], name=ADAPTERS)
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:.*tied")
 def test_adapters(name, build, order):
     ours, theirs = models(ADAPTERS[name], order, build)
@@ -279,17 +277,12 @@ def test_a_weight_that_is_there_in_the_heads_call_alone():
 def ranks(cases, folder):
     """Runs two ranks; returns the names of the cases that passed."""
     meeting = folder / "meeting"
+    arguments = meeting, ",".join(cases)
     processes = [
-        subprocess.Popen(
-            command("sharded_loss", rank, meeting, ",".join(cases)),
-            cwd=TESTS,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+        forked("-m", "children.sharded_loss", rank, *arguments, large=True) for rank in range(2)
     ]
-    return [process.communicate(timeout=280)[0] for process in processes]
+    found = [process.result(timeout=280) for process in processes]
+    return [done.stdout + done.stderr for done in found]
 
 
 def assert_passed(case, printed):

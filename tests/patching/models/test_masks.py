@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from axes import grid
 
 from fusedops.functional import attention
 from fusedops.patching import patch
@@ -31,8 +32,7 @@ def triangle(n, batch=1):
     return torch.ones(batch, 1, n, n, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize("n", SIDES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid(n=SIDES, dtype=FLOATS)
 def test_causal(dtype, n):
     for rows in (1, 3):
         mask = eager_mask(rows, n, n, dtype=dtype)
@@ -40,8 +40,7 @@ def test_causal(dtype, n):
         assert simplest(mask.masked_fill(mask != 0, -torch.inf))[1] == (n == 1)  # bools
 
 
-@pytest.mark.parametrize("n", SIDES[1:])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid(n=SIDES[1:], dtype=FLOATS)
 def test_one_element_that_is_not_causal(dtype, n):
     """Wherever it is, and whatever its value."""
     least = torch.finfo(dtype).min
@@ -66,8 +65,7 @@ def test_all_is_seen(dtype):
         assert simplest(torch.zeros(shape, dtype=dtype)) == (None, False)
 
 
-@pytest.mark.parametrize("hidden", [None, -torch.inf])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@grid(hidden=[None, -torch.inf], dtype=FLOATS)
 def test_bools(dtype, hidden):
     for shape in ((2, 1, 1, 9), (2, 1, 5, 9), (1, 4, 9, 9), (2, 1, 200, 200)):
         seen = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7

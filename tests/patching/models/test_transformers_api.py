@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from axes import grid
 
 from fusedops import patch, unpatch
 from fusedops.patching.models.transformers_api import RELIANCES, missing_api
@@ -27,8 +28,8 @@ def hide(monkeypatch, place, name):
     monkeypatch.delattr(f"transformers.{place}.{name}")
 
 
-@pytest.mark.parametrize(
-    ("kind", "place", "name"),
+@grid(
+    "kind,place,name",
     [
         ("attention", "masking_utils", "sdpa_mask"),
         ("attention", "modeling_utils", "AttentionInterface"),

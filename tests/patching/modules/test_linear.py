@@ -1,10 +1,10 @@
 """patch fuses linears, and activations that follow them in a forward."""
 
 import copy
-import warnings
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
@@ -13,6 +13,7 @@ from fusedops.patching import patch, unpatch
 from fusedops.patching.lines import activated_linear as epilogue
 from fusedops.patching.modules import linear as linears
 from fusedops.testing import yardstick
+from patching.quiet import quietly
 
 transformers = pytest.importorskip("transformers")
 Conv1D = transformers.pytorch_utils.Conv1D
@@ -150,8 +151,7 @@ def assert_same(model, x):
     return {site.path: site.now or site.reason for site in [*report.fused, *report.skipped]}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", FOLDED)
+@grid(dtype=[torch.float32, torch.bfloat16], cls=FOLDED)
 def test_the_activation_goes_into_the_linear(cls, dtype, calls):
     found = assert_same(build(cls).to(dtype), torch.randn(3, 5, N, dtype=dtype))
     assert found == {"0.fc1": "linear(activation='gelu')", "0.fc2": "linear"}
@@ -165,8 +165,8 @@ def test_the_activation_stays(cls, calls):
     assert calls == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("act", "name"),
+@grid(
+    "act,name",
     [
         (nn.ReLU(), "relu"),
         (nn.SiLU(), "silu"),
@@ -176,7 +176,6 @@ def test_the_activation_stays(cls, calls):
         (transformers.activations.QuickGELUActivation(), None),
         (nn.Tanh(), None),
     ],
-    ids=str,
 )
 def test_activations(act, name, calls):
     assert_same(build(Inline, act), torch.randn(3, 5, N))
@@ -198,8 +197,7 @@ class Written(nn.Linear):
         return hidden if self.bias is None else hidden + self.bias
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("width", [N, 2 * N])
+@grid(bias=[True, False], width=[N, 2 * N])
 def test_a_linear_in_other_lines_is_fused(bias, width, calls):
     model = nn.Sequential(Written(N, width, bias=bias))
     assert assert_same(model, torch.randn(3, 5, N)) == {"0": "linear"}
@@ -225,9 +223,7 @@ class Frozen(Grown):
 
 
 def skipped(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing is fused
-        return [site.reason for site in patch(model).skipped if site.kind == "linear"]
+    return [site.reason for site in quietly(patch, model).skipped if site.kind == "linear"]
 
 
 def test_a_linear_with_a_forward_of_its_own_is_left():
@@ -431,9 +427,7 @@ def test_tied_weights_stay_tied():
     assert model[0].weight.grad is model[1].weight.grad is not None
 
 
-@pytest.mark.parametrize(
-    "wrong", [torch.randn(2, N + 1), torch.arange(N), torch.randn(2, N).double()]
-)
+@grid(wrong=[torch.randn(2, N + 1), torch.arange(N), torch.randn(2, N).double()])
 def test_bad_input_gets_the_error_that_nn_linear_gives(wrong):
     model = nn.Sequential(nn.Linear(N, N))
     with pytest.raises((RuntimeError, TypeError)):
@@ -474,8 +468,6 @@ def test_compile_in_one_graph():
 
 def test_switched_off(calls):
     model = build(Inline)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = patch(model, linear=False)
+    report = quietly(patch, model, linear=False)
     assert not report.fused and not calls
     assert type(model[0]) is Inline and type(model[0].fc1) is nn.Linear

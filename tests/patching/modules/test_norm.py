@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 from torch.nn import functional as F
 
@@ -140,8 +141,7 @@ def holder(norm):
     return nn.Sequential(norm)
 
 
-@pytest.mark.parametrize("formula", RECOGNISED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(formula=RECOGNISED, dtype=[torch.float32, torch.bfloat16])
 def test_recognised_and_equal(formula, dtype):
     model = holder(RECOGNISED[formula]()).to(dtype)
     x = torch.randn(7, 3, N, dtype=dtype, requires_grad=True)
@@ -171,8 +171,8 @@ def test_left_with_a_reason(reason):
     assert type(model[0]) is was
 
 
-@pytest.mark.parametrize(
-    ("dtype", "moved", "steps", "equal"),
+@grid(
+    "dtype,moved,steps,equal",
     [
         (torch.bfloat16, 20, 1, True),
         (torch.bfloat16, 30, 1, False),
@@ -278,8 +278,8 @@ def test_other_calls_reach_the_original(calls):
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    ("view", "runs"),
+@grid(
+    "view,runs",
     [
         (lambda x: x.transpose(1, 2), ["rms_norm"]),  # a query with its heads in front
         (lambda x: x.permute(2, 0, 1, 3)[1:], ["rms_norm"]),

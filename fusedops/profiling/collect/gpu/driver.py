@@ -51,6 +51,10 @@ class Driver:
         """The caching allocator's statistics."""
         return dict(self.cuda.memory_stats(self.index)) if self.active else {}
 
+    def count(self) -> int:
+        """How many GPUs the machine has."""
+        return int(self.cuda.device_count())
+
     def properties(self) -> Any:
         """torch's: a name, a uuid and more."""
         return self.cuda.get_device_properties(self.index)

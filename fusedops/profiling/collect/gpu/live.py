@@ -82,7 +82,7 @@ def collect_on_gpu(
         EXPORT_S,
     )
     if use is not None:
-        found.memory = {k: v for k, v in use.to_dict().items() if isinstance(v, int)}
+        found.use(use)
     if events is None:
         return found
     slowed = clocks[-1] if clocks else None

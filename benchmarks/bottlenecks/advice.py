@@ -1,0 +1,293 @@
+"""`python -m benchmarks.bottlenecks.advice`: predicted savings of advice against measured ones.
+
+Small models of four architectures in three kinds of steps: as they are, on padded batches, and with
+more threads than CPUs. `fusedops.profile` advises, and `Profile.measure` tries all that it can.
+Padding is measured with the same samples sorted by length and trimmed. A saving of time is a share
+of the step that was measured with it, since the machine's speed may change in between. A row is
+excluded if the measured interval contains 0. docs/profile_advice.md is written from the results.
+"""
+
+import argparse
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import fusedops
+from benchmarks.bottlenecks.models import CONFIGS, KINDS, VOCABULARY, workload
+from benchmarks.harness import report
+from fusedops.profiling.advice.advice import Saving
+from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
+from fusedops.profiling.report import Profile
+
+__all__ = ["PAGE", "RESULTS", "Row", "page", "sorted_and_trimmed", "table"]
+
+RESULTS = "benchmarks/results/intel-xeon/profile-advice.json"
+PAGE = "docs/profile_advice.md"
+HEADER = """# What advice saves: predicted and measured
+
+`python -m benchmarks.bottlenecks.advice` writes this page. `fusedops.profile` predicts what each
+advice saves of a step ([profile.md](profile.md#advice)), and blocks of steps with and without the
+change measure it. Savings of time are shares of the step; a negative one is a slower step. Savings
+of memory are differences of two steps' peaks. Models have four layers of 256 and 4000 words; the
+steps train on batches of 4 x 128 tokens with torch's AdamW in float32. "padded": samples have 16 to
+128 tokens; `padding` is measured with eight batches against the same samples sorted by length and
+trimmed. "threads": two threads on one CPU, against one. A row is excluded if its interval contains
+0. The factor is measured over predicted. Advice that the report does not give has no row; neither
+have `batch`, `compile`, `workers` and `collate`, which say themselves that they are upper bounds or
+need another loader.
+"""
+WINDOW = 8  # batches whose samples are sorted by length
+SHORTEST = 16  # tokens of a padded sample
+Pairs = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step's savings by one advice, of time as shares of it.
+
+    step: its seconds while its saving was measured. low, high: the 95 % interval of the measured.
+    None for what was not predicted, or not measured.
+    """
+
+    model: str
+    kind: str
+    advice: str
+    step: float
+    predicted: float | None
+    measured: float
+    low: float
+    high: float
+    predicted_bytes: int | None = None
+    measured_bytes: int | None = None
+
+    @property
+    def judged(self) -> bool:
+        """Whether a prediction of time can be compared."""
+        return self.predicted is not None and not self.low <= 0 <= self.high
+
+    @property
+    def factor(self) -> float | None:
+        """Measured over predicted, negative with a wrong sign."""
+        return self.measured / self.predicted if self.predicted else None
+
+    @property
+    def right(self) -> bool:
+        """Whether the prediction is within a factor of 2, with the right sign."""
+        return self.factor is not None and 0.5 <= self.factor <= 2
+
+
+def rows(name: str, kind: str, budget_s: float) -> Iterator[Row]:
+    """Profiles a model's steps, and measures what was advised."""
+    with KINDS_OF_STEPS[kind].around():
+        model, optimizer, step = workload(name, KINDS["train"])
+        data = KINDS_OF_STEPS[kind].data(name)
+        about = {"data": data, "model": model, "optimizer": optimizer}
+        profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
+        print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
+        ids = [one for one in profile.measurable if one in KINDS_OF_STEPS[kind].ids(profile)]
+        fewest = max(budget_s, 1.5 * fewest_seconds(profile.time.seconds))
+        for one in ids:
+            profile.measure(one, budget_s=fewest)
+        padding = kind == "padded" and "padding" in {one.id for one in profile.advice}
+        measured = {"padding": trimmed(step, data, fewest)} if padding else {}
+        yield from of_profile(profile, name, kind, measured)
+
+
+def of_profile(
+    profile: Profile, name: str, kind: str, measured: Mapping[str, Saving]
+) -> Iterator[Row]:
+    """A row of each measured advice. measured: what `Profile.measure` cannot try."""
+    base = median((profile.evidence.cached or profile.evidence.plain).running)
+    for one in profile.advice:
+        found, predicted = measured.get(one.id, one.measured), one.predicted or Saving()
+        if found is None or found.interval is None or found.seconds is None:
+            continue
+        assert found.step is not None
+        share = None if predicted.seconds is None else predicted.seconds / base
+        shares = (value / found.step for value in (found.seconds, *found.interval))
+        yield Row(name, kind, one.id, found.step, share, *shares, predicted.bytes, found.bytes)
+
+
+def plain_data(name: str) -> list[Any]:
+    return [torch.randint(0, VOCABULARY, (4, 128)) for _ in range(40)]
+
+
+def padded_data(name: str) -> list[dict[str, Tensor]]:
+    """Batches with samples of random lengths, each as long as its longest sample."""
+    random = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(40):
+        lengths = torch.randint(SHORTEST, 129, (4,), generator=random)
+        mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        ids = torch.randint(1, VOCABULARY, mask.shape, generator=random) * mask
+        labels = ids.masked_fill(mask == 0, -100)
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return batches
+
+
+def sorted_and_trimmed(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The same samples in batches of similar lengths."""
+    size = len(batches[0]["input_ids"])
+    samples = [
+        {key: value[i][: int(one["attention_mask"][i].sum())] for key, value in one.items()}
+        for one in batches
+        for i in range(size)
+    ]
+    samples.sort(key=lambda sample: len(sample["input_ids"]))
+    groups = [samples[i : i + size] for i in range(0, len(samples), size)]
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return [
+        {
+            key: torch.nn.utils.rnn.pad_sequence([one[key] for one in group], True, value)
+            for key, value in fill.items()
+        }
+        for group in groups
+    ]
+
+
+def trimmed(step: Callable[[Any], None], data: list[dict[str, Tensor]], budget_s: float) -> Saving:
+    """What a step saves if batches have similar lengths: blocks of eight batches each."""
+    batches = {False: data[:WINDOW], True: sorted_and_trimmed(data[:WINDOW])}
+    similar = False
+
+    @contextmanager
+    def change() -> Iterator[None]:
+        nonlocal similar
+        similar = True
+        yield
+        similar = False
+
+    def call() -> None:
+        for batch in batches[similar]:
+            step(batch)
+
+    whole = saving(*compare_blocks(call, change, WINDOW * budget_s))
+    assert whole.seconds is not None and whole.interval is not None and whole.step is not None
+    low, high = whole.interval
+    interval = low / WINDOW, high / WINDOW
+    return Saving(whole.seconds / WINDOW, None, interval, whole.step / WINDOW)
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def two_threads_on_one_cpu() -> Iterator[None]:
+    """Threads that torch starts here are bound to the same CPU for good."""
+    threads, cpus = torch.get_num_threads(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, cpus)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A kind of steps: its data, the advice to measure, and what is entered around all of it."""
+
+    data: Callable[[str], list[Any]]
+    ids: Callable[[Profile], list[str]]
+    around: Callable[[], Any] = as_it_is
+
+
+def _all(profile: Profile) -> list[str]:
+    return [one.id for one in profile.advice]
+
+
+KINDS_OF_STEPS = {
+    "train": Steps(plain_data, _all),
+    "padded": Steps(padded_data, lambda profile: []),
+    "threads": Steps(plain_data, lambda profile: ["threads"], two_threads_on_one_cpu),
+}
+
+
+def table(found: list[Row]) -> Iterator[str]:
+    yield "| model | step | advice | ms | predicted | measured (95 %) | factor | MiB | measured |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for r in found:
+        predicted = "-" if r.predicted is None else f"{r.predicted:.1%}"
+        factor = "excluded" if not r.judged else f"{r.factor:.2f}"
+        measured = f"{r.measured:.1%} ({r.low:.1%}..{r.high:.1%})"
+        sizes = f"{_mib(r.predicted_bytes)} | {_mib(r.measured_bytes)}"
+        cells = f"{r.step * 1e3:.0f} | {predicted} | {measured} | {factor} | {sizes}"
+        yield f"| {r.model} | {r.kind} | {r.advice} | {cells} |"
+    yield ""
+    yield from _summary(found)
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:.1f}"
+
+
+def _summary(found: list[Row]) -> Iterator[str]:
+    judged = [r for r in found if r.judged]
+    signs = sum((r.predicted or 0) * r.measured > 0 for r in judged)
+    right = sum(r.right for r in judged)
+    yield f"{len(found) - len(judged)} of {len(found)} rows are excluded. Of the {len(judged)}"
+    yield f"others, the sign is right in {signs}, and the factor is at most 2 in {right}."
+    yield ""
+    yield "| advice | rows | excluded | sign right | within a factor of 2 |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, count in Counter(r.advice for r in found).items():
+        own = [r for r in judged if r.advice == name]
+        signs = sum((r.predicted or 0) * r.measured > 0 for r in own)
+        yield f"| {name} | {count} | {count - len(own)} | {signs} | {sum(r.right for r in own)} |"
+
+
+def page(document: dict[str, Any]) -> str:
+    """docs/profile_advice.md, from a document of results."""
+    found, load = document["environment"], document["load"]
+    where = f"{found['device']}, {found['threads']} thread, torch {found['torch']}"
+    lines = table([Row(**one) for one in document["rows"]])
+    return "\n".join((HEADER, f"{where}, {found['date'][:10]}; load {load}.", "", *lines, ""))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks.advice")
+    parser.add_argument("models", nargs="*", default=list(CONFIGS), help="all without one")
+    kinds = list(KINDS_OF_STEPS)
+    parser.add_argument("--kinds", nargs="*", default=kinds, choices=kinds)
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=20.0,
+        help="seconds of a profile, and at least of a measurement",
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", default=RESULTS, help="results (default %(default)s)")
+    parser.add_argument("--markdown", default=PAGE, help="page (default %(default)s)")
+    parser.add_argument("--only-write", action="store_true", help="write the page from the results")
+    args = parser.parse_args()
+    if not args.only_write:
+        torch.set_num_threads(args.threads)
+        transformers.logging.set_verbosity_error()
+        warnings.simplefilter("ignore")
+        found, loads = [], []
+        for kind in args.kinds:
+            for name in args.models:
+                found += rows(name, kind, args.budget)
+                loads.append(os.getloadavg()[0])
+                print(*table(found), sep="\n", flush=True)
+        load = f"{min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} CPUs"
+        report.save(args, [asdict(one) for one in found], [], load=load)
+    Path(args.markdown).write_text(page(json.loads(Path(args.json).read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Sweeps training steps of four models, patched and unpatched: `python -m benchmarks sweep`.
+
+Llama, BERT, GPT-2 and T5 of about 20 million parameters, built from configs, in float32 and
+bfloat16, batches of 1 to 16 sequences of 256 tokens, with torch's AdamW. Writes the rows,
+docs/sweep_models.md and a figure of each sweep; `--only-write` makes the page from the rows.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import fusedops
+from benchmarks.harness import report
+from fusedops.profiling.reasons import bytes_text, seconds_text
+from fusedops.profiling.timing import Ratio
+from fusedops.sweeping.result import Sweep
+from fusedops.sweeping.row import SweepRow
+
+PAGE = Path("docs/sweep_models.md")
+FIGURES = Path("docs/images")
+LEAST, MEDIAN = 1.0, 1.15  # of an interval's upper end at each point; of the median over points
+HEADER = """# Training steps of four models, patched and unpatched
+
+`python -m benchmarks sweep` writes this page, with [`fusedops.sweep`](sweep.md). The models have
+random weights from configs, about 20 million parameters and {words} words; a step is `zero_grad`,
+forward, backward and torch's AdamW on sequences of {length} tokens. "times as fast" is the median
+of paired ratios, patched over eager, with its 95 % interval.
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    length: int = 256
+    hidden: int = 384
+    layers: int = 8
+    words: int = 8192
+    budget_s: float = 150.0
+
+
+QUICK = Settings(batches=(1, 2), length=16, hidden=64, layers=2, words=256, budget_s=4.0)
+
+
+def configs(settings: Settings) -> dict[str, Callable[..., Any]]:
+    hidden, layers = settings.hidden, settings.layers
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+    }
+    t5 = {"d_model": hidden, "d_kv": 64, "d_ff": 4 * hidden, "num_heads": hidden // 64}
+    return {
+        "llama": partial(transformers.LlamaConfig, intermediate_size=8 * hidden // 3, **sizes),
+        "gpt2": partial(
+            transformers.GPT2Config, n_embd=hidden, n_layer=layers, n_head=hidden // 64
+        ),
+        "bert": partial(transformers.BertConfig, intermediate_size=4 * hidden, **sizes),
+        "t5": partial(
+            transformers.T5Config, num_layers=layers // 2, decoder_start_token_id=0, **t5
+        ),
+    }
+
+
+HEADS = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+
+
+def measure(args: Namespace) -> int:
+    """Sweeps each model in each dtype. Returns the exit status: 1 if a goal is missed."""
+    settings = QUICK if args.quick else Settings()
+    rows: list[dict] = []
+    for name in configs(settings):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = _swept(name, dtype, settings)
+            print(f"{name}, {dtype}\n{found}", flush=True)
+            rows += [{"model": name, "dtype": _dtype(dtype), **row.to_dict()} for row in found.rows]
+            if not args.quick:
+                found.plot(FIGURES / f"sweep-{name}-{_dtype(dtype)}.svg")
+    goals = _goals(rows)
+    report.save(args, rows, goals, settings=asdict(settings))
+    if not args.quick:
+        PAGE.write_text(page(json.loads(Path(args.json).read_text())))
+    return int(any(not goal["met"] for goal in goals))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _swept(name: str, dtype: torch.dtype, settings: Settings) -> Sweep:
+    torch.manual_seed(0)
+    config = configs(settings)[name](vocab_size=settings.words)
+    model = HEADS.get(name, transformers.AutoModelForCausalLM).from_config(config, dtype=dtype)
+
+    def make_batch(batch: int, length: int | None) -> dict[str, Tensor]:
+        ids = torch.randint(settings.words, (batch, length or 1))
+        return {"input_ids": ids, "labels": ids}
+
+    return fusedops.sweep(
+        make_batch,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        batch=settings.batches,
+        length=settings.length,
+        budget_s=settings.budget_s,
+        past_knee=True,
+    )
+
+
+def _goals(rows: list[dict]) -> list[dict]:
+    """The least upper end of an interval, and the median ratio, over all points."""
+    ratios = [Ratio(*row["ratio"]) for row in rows if row["ratio"] is not None]
+    if not ratios:
+        return []
+    least, middle = min(r.high for r in ratios), median(r.median for r in ratios)
+    asked = {
+        "least upper end of an interval": (LEAST, least),
+        "median over points": (MEDIAN, middle),
+    }
+    return [
+        {
+            "title": title,
+            "what": "eager",
+            "asked": wanted,
+            "measured": found,
+            "met": found >= wanted,
+        }
+        for title, (wanted, found) in asked.items()
+    ]
+
+
+def page(document: dict[str, Any]) -> str:
+    """docs/sweep_models.md, from a document of results."""
+    return "\n".join(_lines(document)) + "\n"
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    about, settings = document["environment"], document["settings"]
+    yield HEADER.format(words=settings["words"], length=settings["length"])
+    where = f"{about['device']}, {about['threads']} thread, torch {about['torch']}"
+    yield f"{where}, transformers {about['transformers']}, {about['date'][:10]}.\n"
+    for goal in document["goals"]:
+        met = "met" if goal["met"] else "missed"
+        yield f"- {goal['title']}: {goal['measured']:.2f}, asked {goal['asked']:.2f}, {met}"
+    for name, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in document["rows"]):
+        same = [r for r in document["rows"] if (r["model"], r["dtype"]) == (name, dtype)]
+        yield f"\n## {name}, {dtype}\n"
+        yield f"![Latency against throughput, {name}, {dtype}](images/sweep-{name}-{dtype}.svg)\n"
+        yield "| batch | eager | patched | times as fast | tokens/s, patched | peak, patched |"
+        yield "| --: | --: | --: | --: | --: | --: |"
+        yield from _table([SweepRow.from_dict(row) for row in same])
+
+
+def _table(rows: list[SweepRow]) -> Iterator[str]:
+    for batch in dict.fromkeys(row.batch for row in rows):
+        eager, patched = (row for row in rows if row.batch == batch)
+        if eager.p50 is None or patched.p50 is None:
+            yield f"| {batch} | {eager.skipped_reason or patched.skipped_reason} | | | | |"
+            continue
+        times = f"{seconds_text(eager.p50)} | {seconds_text(patched.p50)} | {patched.ratio}"
+        noisy = " (noisy)" if eager.noisy or patched.noisy else ""
+        peak = bytes_text(patched.peak_bytes or 0)
+        yield f"| {batch} | {times}{noisy} | {patched.tokens_per_s:,.0f} | {peak} |"

@@ -1,0 +1,81 @@
+"""Times parts of a step under a change: patched, in autocast, with another optimizer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from fusedops.profiling.collect.autocast import time_autocast
+from fusedops.profiling.collect.optimizers import time_optimizers
+from fusedops.profiling.collect.parts import CHANGES, Parts, devices_of, no_table
+from fusedops.profiling.collect.sites import time_sites
+from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.collect.steps import Measured
+
+__all__ = ["time_changes"]
+
+CAST = 6  # a step in autocast and its repeated calls take less than so many steps, and a second
+
+
+def time_changes(
+    found: Parts,
+    measured: Measured,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    deadline: float,
+    restore: bool,
+) -> None:
+    """Adds what was timed on a CPU, and why the rest was not.
+
+    deadline: of `perf_counter`. restore: whether the caller puts everything back at the end, so
+    that it is not done here.
+    """
+    longest = median((measured.cached or measured.plain).seconds)
+
+    def reason_against(steps: int) -> str:
+        reason = no_table(model)
+        if not reason and devices_of(model) - {"cpu"}:
+            reason = "only calls on CPUs are timed"
+        if not reason and perf_counter() + steps * longest + 2 > deadline:
+            reason = "the budget had no time for it"
+        return reason
+
+    def note(what: str, reason: str) -> None:
+        found.not_checked += [f"saving of {what}: {reason}"] if reason else []
+
+    reason = reason_against(CHANGES)
+    with _undone(model, optimizer, not restore and not reason):
+        found.patching, reason = time_sites(model, measured.call, deadline, reason)
+    note("patch", reason)
+    found.optimizers, reason = time_optimizers(optimizer, deadline)
+    note("another AdamW", reason)
+    if not _may_gain(found):
+        return
+    reason = reason_against(CAST)
+    if not reason:
+        with _undone(model, optimizer, not restore):
+            found.autocast, reason = time_autocast(measured.call, deadline)
+    note("bf16", reason)
+
+
+def _may_gain(found: Parts) -> bool:
+    """Whether the step has float32 products, and this machine is faster at bfloat16 ones."""
+    peaks = found.ceilings.flops if found.ceilings else {}
+    flops = [op for op in (found.profiled.ops if found.profiled else ()) if op.flops]
+    faster = peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0)
+    return faster and any(op.dtype == "float32" for op in flops)
+
+
+@contextmanager
+def _undone(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, active: bool
+) -> Iterator[None]:
+    kept = Snapshot(model, optimizer) if active else None
+    try:
+        yield
+    finally:
+        if kept is not None:
+            kept.restore()

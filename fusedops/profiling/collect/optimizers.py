@@ -1,0 +1,136 @@
+"""Times an optimizer step by AdamW as the user has it, by AdamW8bit and by fused AdamWs.
+
+The steps run on random tensors with the shapes, dtypes and settings of the user's parameters, so
+that nothing of the user's changes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops.optim import AdamW, AdamW8bit
+from fusedops.profiling.collect.rounds import Timing, rounds, running_seconds
+from fusedops.profiling.evidence import OptimizerTime
+
+__all__ = ["OTHERS", "time_optimizers"]
+
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+MOST = 2**28 // (4 + 4 + 8 + 8)  # elements: 256 MiB of parameters, gradients and two states
+LARGEST = 2**22  # elements of one tensor that stands for a larger one
+WANTED_S = 3.0  # the budget must have so much time left
+
+Groups = list[dict[str, Any]]
+
+
+def _with_settings(groups: Groups) -> Groups:
+    """The groups with what a different AdamW takes over from the user's."""
+    names = ("params", *SETTINGS)
+    return [{name: group[name] for name in names if name in group} for group in groups]
+
+
+def _fused_by_torch(groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_with_settings(groups), fused=True)
+
+
+# What may replace the user's optimizer, made of its parameters' groups.
+OTHERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
+    "adamw8bit": lambda groups: AdamW8bit(_with_settings(groups)),
+    "fused_adamw": lambda groups: AdamW(_with_settings(groups)),
+    "torch_fused": _fused_by_torch,
+}
+
+
+def time_optimizers(
+    optimizer: torch.optim.Optimizer | None, deadline: float
+) -> tuple[tuple[OptimizerTime, ...] | None, str]:
+    """A step of each optimizer that may replace the user's; or None and the reason.
+
+    deadline: of `perf_counter`. Empty for other optimizers than AdamW, for 8-bit states, and before
+    the first step.
+    """
+    if optimizer is None or type(optimizer) not in (torch.optim.AdamW, AdamW):
+        return (), ""
+    if not optimizer.state:
+        return (), ""
+    if type(optimizer) is AdamW and optimizer.defaults["state_dtype"] != "float32":
+        return (), ""
+    if any(p.device.type != "cpu" for p in optimizer.state):
+        return None, "only steps on CPUs are timed"
+    if perf_counter() + WANTED_S > deadline:
+        return None, "the budget had no time for it"
+    names = list(OTHERS) if _is_plain(optimizer) else ["adamw8bit"]
+    try:
+        return _timed(optimizer, names, deadline), ""
+    except Exception as error:  # noqa: BLE001  settings that another optimizer may not take
+        return None, f"a step of it raised {type(error).__name__}: {error}"
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is torch's and not fused yet."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer) is torch.optim.AdamW and not fused
+
+
+def _timed(
+    optimizer: torch.optim.Optimizer, names: list[str], deadline: float
+) -> tuple[OptimizerTime, ...]:
+    groups, share = _stand_ins(optimizer, torch.Generator().manual_seed(0))
+    mine = _like(optimizer, groups)
+    found = []
+    for name in names:
+        timing = Timing([_Steps(mine, OTHERS[name](groups))])
+        timing.warm_up()
+        rounds([timing], deadline)
+        found.append(OptimizerTime(name, share, tuple(timing.before), tuple(timing.after)))
+    return tuple(found)
+
+
+class _Steps:
+    """Two optimizers of the same parameters, each with a state of its own."""
+
+    def __init__(self, mine: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+        self.mine, self.other = mine, other
+        self.seconds = 0.0
+
+    def warm_up(self, changed: bool) -> None:
+        self.timed(changed)  # makes the state
+        self.seconds = self.timed(changed)
+
+    def timed(self, changed: bool) -> float:
+        return running_seconds((self.other if changed else self.mine).step)
+
+
+def _like(optimizer: torch.optim.Optimizer, groups: Groups) -> torch.optim.Optimizer:
+    ours = dict(getattr(optimizer, "_ours", {}))
+    return type(optimizer)(groups, **ours)  # type: ignore[arg-type]
+
+
+def _stand_ins(optimizer: torch.optim.Optimizer, random: torch.Generator) -> tuple[Groups, float]:
+    """Groups of random parameters with gradients, and their share of the user's elements.
+
+    Parameters without state had no gradient. Of many parameters with the same shape, and of large
+    ones, a part stands for all.
+    """
+    stepped = [
+        (group, [p for p in group["params"] if p in optimizer.state])
+        for group in optimizer.param_groups
+    ]
+    elements = sum(p.numel() for _, own in stepped for p in own)
+    every = max(1, -(-elements // MOST))
+    groups = [group | {"params": [*_made(own, every, random)]} for group, own in stepped if own]
+    made = sum(p.numel() for group in groups for p in group["params"])
+    return groups, made / max(1, elements)
+
+
+def _made(own: list[Tensor], every: int, random: torch.Generator) -> Iterator[Tensor]:
+    kinds = Counter((tuple(p.shape), p.dtype) for p in own)
+    for (shape, dtype), count in kinds.items():
+        small = shape if every == 1 or torch.Size(shape).numel() <= LARGEST else (LARGEST,)
+        for _ in range(-(-count // every)):
+            p = torch.randn(small, generator=random).to(dtype).requires_grad_()
+            p.grad = (1e-3 * torch.randn(small, generator=random)).to(dtype)
+            yield p

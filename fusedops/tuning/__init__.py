@@ -1,0 +1,1 @@
+"""`fusedops.tune`: turns one knob of a training step at a time, and keeps what helps."""

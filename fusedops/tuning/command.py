@@ -1,0 +1,35 @@
+"""`fusedops tune`: a model of transformers with random weights and tokens."""
+
+import argparse
+
+import torch
+
+from fusedops.profiling.command import build
+from fusedops.profiling.planning.models import check_positions
+from fusedops.sweeping.command import random_tokens
+from fusedops.tuning.run import tune
+from fusedops.tuning.trial import Tuning
+
+__all__ = ["tune_model"]
+
+
+def tune_model(args: argparse.Namespace) -> Tuning:
+    """Tunes the model that the command line names, with AdamW; prints trials and code."""
+    model = build(args.model, args.dtype, "tune")
+    check_positions(model, args.length, "tune")
+    found = tune(
+        random_tokens(model),
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5),
+        batch=args.batch,
+        length=args.length,
+        goal=args.goal,
+        p95=args.p95,
+        memory=args.memory,
+        knobs=args.knobs,
+        budget_s=args.budget,
+    )
+    print(found)
+    if args.json:
+        found.save(args.json)
+    return found

@@ -1,0 +1,90 @@
+"""`fusedops.tune`: a baseline, then one knob at a time, then the winner against the baseline."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.patching.core.snapshot import Snapshot
+from fusedops.profiling.progress import progress
+from fusedops.profiling.timing import environment
+from fusedops.tuning.arguments import checked
+from fusedops.tuning.knobs import Subject
+from fusedops.tuning.rules import Limits
+from fusedops.tuning.setting import Setting
+from fusedops.tuning.trial import Trial, Tuning
+from fusedops.tuning.tuner import Tuner
+
+__all__ = ["tune"]
+
+LAST_PART = 0.2  # of the budget: the winner against the baseline
+
+
+def tune(
+    make_batch: Callable[[int, int | None], Any],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: int,
+    length: int | None = None,
+    goal: str = "throughput",
+    p95: float | None = None,
+    memory: int | None = None,
+    knobs: Iterable[str] | None = None,
+    budget_s: float = 600.0,
+) -> Tuning:
+    """Finds settings that make a training step faster, one knob after the other.
+
+    make_batch(batch, length): gives the model's keyword arguments, labels included. batch: samples
+    of an optimizer step. goal: "throughput" (samples a second) or "latency" (seconds of a step).
+    p95: seconds that a step may take in 95 % of steps. memory: bytes that a step may hold at its
+    peak. A step over a limit is brought under it first; for p95 by smaller batches, if nothing else
+    is enough. knobs: names of `KNOBS`, in the order to try them; all by default. budget_s: seconds
+    for everything.
+
+    Each knob is compared with what was kept before, in turns; what is faster beyond the 95 %
+    interval is kept. Every trial says how it changes results, and its loss after a few steps. The
+    setting that wins is compared with the baseline again. The code that is printed is the code that
+    was measured.
+
+    Afterwards model, optimizer, threads and the default random generators are what they were.
+    Raises ValueError or TypeError for arguments that it cannot use.
+    """
+    names = checked(make_batch, model, optimizer, batch, goal, p95, memory, knobs, budget_s)
+    start = perf_counter()
+    tuner = Tuner(
+        Subject(model, optimizer, limited=memory is not None),
+        make_batch,
+        length,
+        goal,
+        Limits(p95, memory),
+        start + (1 - LAST_PART) * budget_s,
+        start + budget_s,
+        len(names),
+    )
+    kept = Snapshot(model, optimizer)
+    with _put_back(kept), progress("tuning", len(names) + 2) as tick:
+        trials = tuple(_ticked(tuner.trials(Setting(batch), names, kept), tick))
+        best = [trial.setting for trial in trials if trial.kept][-1]
+        ratio = tuner.final(trials[0].setting, best)
+    about = environment(torch.get_num_threads(), torch.device("cpu"))
+    return Tuning(trials, best, ratio, goal, about | {"model": type(model).__name__})
+
+
+def _ticked(trials: Iterator[Trial], tick: Callable[[], None]) -> Iterator[Trial]:
+    for trial in trials:
+        tick()
+        yield trial
+
+
+@contextmanager
+def _put_back(kept: Snapshot) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        kept.restore()

@@ -1,0 +1,172 @@
+"""The trials of `fusedops.tune`: each knob on top of what was kept, compared in turns."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from fusedops.patching.core.snapshot import Snapshot
+from fusedops.profiling.storage.measured import measure_memory
+from fusedops.profiling.timing import Ratio, paired_ratio
+from fusedops.sweeping.quantiles import quantile
+from fusedops.sweeping.sampling import Samples, TooSlow, sample
+from fusedops.tuning.knobs import KNOBS, Knob, Subject
+from fusedops.tuning.rules import Limits, Measured, judge
+from fusedops.tuning.running import Running
+from fusedops.tuning.setting import Setting
+from fusedops.tuning.trial import Trial
+
+__all__ = ["Tuner"]
+
+LOSS_STEPS = 4  # steps after which the losses are compared
+WARMUP = 2
+
+
+@dataclass
+class Tuner:
+    """The trials of one call. end: when trials must be done. deadline: when everything must be."""
+
+    subject: Subject
+    make_batch: Callable[[int, int | None], Any]
+    length: int | None
+    goal: str
+    limits: Limits
+    end: float
+    deadline: float
+    knobs: int = len(KNOBS)
+    baseline_loss: float = 0.0
+
+    def trials(self, start: Setting, names: list[str], kept: Snapshot) -> Iterator[Trial]:
+        """The baseline, then a trial of each knob, then of smaller batches if p95 asks for them."""
+        batches = [self._made(start.batch) for _ in range(LOSS_STEPS)]
+        trial = best = self._baseline(start, batches, kept)
+        yield best
+        for i, name in enumerate(names):
+            share = (self.end - perf_counter()) / (len(names) - i + self._smaller())
+            again = True
+            while again:
+                trial = self._tried(KNOBS[name], best, batches, kept, share)
+                yield trial
+                again = trial.kept and name == "micro_batch"
+                best = trial if trial.kept else best
+        while self.limits.over_p95(best.measured) and best.setting.batch > 1:
+            share = (self.end - perf_counter()) / 2
+            trial = self._tried(SMALLER, best, batches, kept, share)
+            yield trial
+            if not trial.kept:
+                return
+            best = trial
+
+    def _smaller(self) -> int:
+        """Trials for which time is kept: of smaller batches, where p95 may ask for them."""
+        return 0 if self.limits.p95 is None else 2
+
+    def final(self, base: Setting, best: Setting) -> Ratio:
+        """The winner against the baseline, in turns; 1 if nothing was kept.
+
+        Raises TooSlow if the fewest rounds take twice the time that was left for them.
+        """
+        if base == best:
+            return Ratio(1.0, 1.0, 1.0)
+        runs = [self._running(base), self._running(best)]
+        for run in runs * WARMUP:
+            run()
+        seconds = max(0.0, self.deadline - perf_counter())
+        before, after = sample(runs, None, seconds, self.deadline + self.deadline - self.end)
+        return self._ratio(base, before, best, after)
+
+    def _made(self, batch: int) -> Any:
+        made = self.make_batch(batch, self.length)
+        whole = isinstance(made, Mapping) and all(
+            isinstance(t, torch.Tensor) for t in made.values()
+        )
+        if not whole:
+            raise TypeError(
+                f"tune: make_batch must give a dictionary of tensors, got {type(made).__name__}"
+            )
+        return dict(made)
+
+    def _running(self, setting: Setting) -> Running:
+        return Running(setting, self.subject, self.make_batch, self.length)
+
+    def _baseline(self, setting: Setting, batches: list[Any], kept: Snapshot) -> Trial:
+        loss, run = self._loss(setting, batches, kept), self._running(setting)
+        peak = self._prepared(run)
+        share = (self.end - perf_counter()) / (1 + self.knobs + self._smaller())
+        (samples,) = sample([run], None, share, self.end)
+        self.baseline_loss = loss
+        self.subject = replace(self.subject, input_share=self._input_share(setting, samples))
+        found = _measured(samples, peak)
+        return Trial("baseline", setting, found, loss=loss, baseline_loss=loss, kept=True)
+
+    def _input_share(self, setting: Setting, samples: Samples) -> float:
+        """Of the step, that make_batch takes."""
+        start = perf_counter()
+        for _ in range(LOSS_STEPS):
+            self._made(setting.batch)
+        return (perf_counter() - start) / LOSS_STEPS / median(samples.seconds)
+
+    def _loss(self, setting: Setting, batches: list[Any], kept: Snapshot) -> float:
+        """After a few steps from the user's parameters and generators."""
+        kept.restore()
+        try:
+            return self._running(setting).loss(batches)
+        finally:
+            kept.restore()
+
+    def _prepared(self, run: Running) -> int:
+        for _ in range(WARMUP):
+            run()
+        return measure_memory(run, model=run.model, optimizer=run.optimizer).peak
+
+    def _tried(
+        self,
+        knob: Knob,
+        best: Trial,
+        batches: list[Any],
+        kept: Snapshot,
+        seconds: float,
+    ) -> Trial:
+        """Turns a knob on the current setting, and compares both in turns."""
+        setting = best.setting
+        if why := knob.without(self.subject, setting):
+            return Trial(knob.name, setting, why=why)
+        if perf_counter() > self.end:
+            return Trial(knob.name, setting, why="the budget is used up")
+        turned = knob.turn(setting)
+        start = perf_counter()
+        try:
+            loss = self._loss(turned, batches, kept)
+            runs = [self._running(setting), self._running(turned)]
+            peaks = [self._prepared(run) for run in runs]
+            left = max(0.0, seconds - (perf_counter() - start))
+            found = sample(runs, None, left, self.end)
+        except TooSlow as error:
+            return Trial(knob.name, setting, why=str(error))
+        before, after = map(_measured, found, peaks)
+        ratio = self._ratio(setting, found[0], turned, found[1])
+        is_kept, why = judge(before, after, ratio, self.limits, knob.least)
+        return Trial(
+            knob.name, turned, after, ratio, loss, self.baseline_loss, knob.results, is_kept, why
+        )
+
+    def _ratio(self, base: Setting, before: Samples, other: Setting, after: Samples) -> Ratio:
+        """Of samples a second, or of steps a second for goal "latency"."""
+        sizes = (base.batch, other.batch) if self.goal == "throughput" else (1, 1)
+        pairs = zip(sizes, (before, after), strict=True)
+        first, second = ([s / size for s in samples.seconds] for size, samples in pairs)
+        return paired_ratio(first, second)
+
+
+SMALLER = Knob(
+    "batch",
+    "an optimizer step sees fewer samples",
+    lambda setting: replace(setting, batch=setting.batch // 2, micro_batches=1),
+)
+
+
+def _measured(samples: Samples, peak: int) -> Measured:
+    return Measured(median(samples.seconds), quantile(samples.seconds, 0.95), peak)

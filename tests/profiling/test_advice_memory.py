@@ -1,0 +1,370 @@
+"""Advice that saves memory: checkpointing, the loss, offload, ZeRO; and the loop with workers."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+import fusedops
+from fusedops.patching.core.swap import fused_modules
+from fusedops.profiling.advice.checkpoints import REST
+from fusedops.profiling.advice.loading import Loop, why_no_workers
+from fusedops.profiling.advice.recompute import checkpointed
+from fusedops.profiling.advice.rules import advise
+from fusedops.profiling.advice.trial import why_not
+from fusedops.profiling.collect.blocks import LARGE, cost_of_blocks
+from fusedops.profiling.collect.everything import Subject
+from fusedops.profiling.evidence import Block, Evidence, Loader, Patching, SiteTime
+from fusedops.profiling.judge import judge
+from fusedops.profiling.report import Profile
+from fusedops.profiling.storage.checkpoints import BlockUse, Forward
+from fusedops.profiling.storage.lives import ALWAYS, Life
+from fusedops.profiling.storage.measured import measure_memory
+from profiling.synthetic import MS, gpu_step, matmul, run, step, tiny
+from profiling.test_collect import everything, same
+
+MIB = 2**20
+MEMORY = {"peak": 100 * MIB, "activations": 50 * MIB, "logits": 12 * MIB}
+MEMORY |= {"optimizer_state": 30 * MIB}
+BLOCKS = (
+    Block("layers.0", 20 * MIB, 4 * MS, 80 * MIB),
+    Block("layers.1", 20 * MIB, 4 * MS, 62 * MIB),
+    Block("layers.2", 2 * MIB, 4 * MS, 62 * MIB),
+)
+
+
+def advice(evidence):
+    return {one.id: one for one in advise(evidence, judge(evidence))}
+
+
+def recomputed(**changes):
+    return step(matmul(10 * MS), **({"memory": MEMORY, "blocks": BLOCKS} | changes))
+
+
+def test_blocks_are_checkpointed_until_the_peak_falls_no_further():
+    one = advice(recomputed())["checkpoint"]
+    assert (one.predicted.bytes, one.predicted.seconds) == (38 * MIB, pytest.approx(-8 * MS))
+    assert "2 blocks" in one.title and "each block gives 5 MiB for each added ms" in one.why
+    last = replace(BLOCKS[2], peak=round((1 - 2 * REST) * 62 * MIB))
+    one = advice(recomputed(blocks=(*BLOCKS[:2], last)))["checkpoint"]
+    assert one.predicted.seconds == pytest.approx(-12 * MS) and "layers.2 512 KiB" in one.why
+
+
+def test_checkpointing_needs_large_activations_and_a_lower_peak():
+    few = MEMORY | {"activations": round(LARGE * 100 * MIB) - 1}
+    higher = tuple(replace(block, peak=101 * MIB) for block in BLOCKS)
+    for changes in ({"memory": few}, {"memory": None}, {"blocks": ()}, {"blocks": higher}):
+        assert "checkpoint" not in advice(recomputed(**changes))
+    assert "checkpoint" in advice(recomputed(memory=few | {"activations": 40 * MIB}))
+
+
+def test_transformers_method_is_the_change_where_there_is_one():
+    assert "checkpoint(block" in advice(recomputed())["checkpoint"].how
+    about = {"checkpointing": "activation_checkpointing_enable"}
+    one = advice(recomputed(about=about))["checkpoint"]
+    assert one.how.startswith("model.activation_checkpointing_enable() for all blocks")
+
+
+def test_checkpoints_fit_a_budget():
+    report = Profile(recomputed())
+    assert report.checkpoints() == ["layers.0", "layers.1"]
+    assert report.checkpoints(100 * MIB) == []
+    assert report.checkpoints(99 * MIB) == report.checkpoints(80 * MIB) == ["layers.0"]
+    assert report.checkpoints(79 * MIB) == ["layers.0", "layers.1"]
+    with pytest.raises(ValueError, match=f"budget must be at least {62 * MIB} bytes, the lowest"):
+        report.checkpoints(61 * MIB)
+    with pytest.raises(ValueError, match="the memory of a step, which was not measured"):
+        Profile(recomputed(memory=None)).checkpoints(1)
+    assert Evidence.from_dict(report.evidence.to_dict()) == report.evidence
+
+
+def site(kind, before, after, size=0):
+    return SiteTime(kind, "Head", "[8, 8]", 1, (before,) * 4, (after,) * 4, size)
+
+
+def test_the_loss_alone_where_logits_are_among_the_largest_activations():
+    timed = (site("loss", 5 * MS, 3 * MS, 9 * MIB), site("norm", 2 * MS, 1 * MS, 4 * MIB))
+    found = recomputed(
+        patching=Patching({"loss": 1, "norm": 4}, timed),
+        activations={"layers.0": 20 * MIB, "layers.1": 13 * MIB, "layers.2": 11 * MIB},
+    )
+    one = advice(found)["loss"]
+    assert (one.predicted.seconds, one.predicted.bytes) == (pytest.approx(2 * MS), 9 * MIB)
+    assert "norm=False" in one.how and "loss=" not in one.how
+    larger = found.activations | {"head": 14 * MIB}
+    assert "loss" not in advice(replace(found, activations=larger))
+    assert "loss" not in advice(replace(found, patching=Patching({"norm": 4}, timed[1:])))
+    assert "loss" not in advice(replace(found, memory=MEMORY | {"logits": 0}))
+    untimed = replace(found, patching=Patching({"loss": 1}))
+    assert advice(untimed)["loss"].predicted is None
+
+
+def test_state_goes_to_the_host_only_from_a_gpu():
+    on_gpu = replace(gpu_step(), memory=MEMORY)
+    assert advice(on_gpu)["offload"].predicted.bytes == 30 * MIB
+    assert "offload" not in advice(replace(on_gpu, memory=MEMORY | {"optimizer_state": 29 * MIB}))
+    assert "offload" not in advice(recomputed())
+
+
+def test_zero_divides_the_state_among_ranks_that_there_are():
+    steps = run(10 * MS)
+    steps = replace(steps, optimizer=(4 * MS,) * len(steps.seconds))
+    one = advice(recomputed(processes=4, cached=steps))["zero"]
+    assert one.predicted.bytes == round(0.75 * 30 * MIB)
+    assert one.predicted.seconds == pytest.approx(3 * MS)
+    gpus = replace(gpu_step(), memory=MEMORY, about={"gpus": 2})
+    one = advice(gpus)["zero"]
+    assert (one.predicted.seconds, one.predicted.bytes) == (None, 15 * MIB)
+    for none in (
+        recomputed(),
+        recomputed(processes=4, about={"sharded": True}),
+        recomputed(processes=4, memory=MEMORY | {"optimizer_state": 29 * MIB}),
+        replace(gpus, about={"gpus": 1}),
+    ):
+        assert "zero" not in advice(none)
+
+
+def test_zero_saves_what_memory_plans():
+    config = transformers.LlamaConfig(**SIZES)
+    sizes = {"batch": 1, "length": 8}
+    whole, part = (
+        fusedops.memory(config, world=world, strategy="zero1", **sizes).optimizer_state
+        for world in (1, 4)
+    )
+    memory = {"optimizer_state": whole, "peak": 2 * whole, "activations": 0, "logits": 0}
+    one = advice(recomputed(processes=4, memory=memory))["zero"]
+    assert one.predicted.bytes == pytest.approx(whole - part, rel=1e-3)
+
+
+def test_a_peak_with_recomputation_follows_from_the_lives():
+    """Two blocks keep 10 and 20 bytes until their backward; the loss adds 5 at time 5."""
+    lives = [
+        Life(100),
+        Life(10, 1, 9, "activations", "a.x"),
+        Life(20, 3, 7, "activations", "b.x"),
+        Life(5, 5, 6),
+        Life(4, 8, 8.5),  # a gradient within the first block's backward
+    ]
+    forwards = {"a": [Forward(2, 9, 10, 0)], "b": [Forward(4, 7, 20, 3)]}
+    assert [*BlockUse(lives, forwards).peaks(["a", "b"])] == [135, 125, 123]
+    assert [*BlockUse(lives, forwards).peaks(["b", "a"])] == [135, 133, 123]
+    assert BlockUse(lives, forwards).saved("b") == 20 and lives[0].start == ALWAYS
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "bert": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(**{k: v for k, v in SIZES.items() if "key_value" not in k})
+    ),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(decoder_start_token_id=0, **T5)
+    ),
+}
+
+
+def training(name, batch=4, length=64, words=64):
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    model.resize_token_embeddings(words)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, train, torch.randint(words, (batch, length))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_predicted_peaks_are_those_of_transformers_checkpointing(name):
+    model, optimizer, train, ids = training(name)
+
+    def call():
+        train(ids)
+
+    call()
+    before = measure_memory(call, model=model, optimizer=optimizer).peak
+    blocks = cost_of_blocks(call, model, optimizer)
+    assert len(blocks) == (4 if name == "t5" else 3)
+    rates = [block.saved / block.seconds for block in blocks]
+    assert rates == sorted(rates, reverse=True)
+    model.activation_checkpointing_enable()
+    for count in range(1, len(blocks) + 1):
+        names = [block.name for block in blocks[:count]]
+        for path, module in model.named_modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = path in names
+        peak = measure_memory(call, model=model, optimizer=optimizer).peak
+        assert abs(blocks[count - 1].peak - peak) <= 0.03 * before
+    assert peak < 0.75 * before
+
+
+def test_a_result_that_its_block_saves_is_kept_all_the_same():
+    """A ReLU saves its result, which is the next block's input; the product before it is freed."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.ReLU()) for _ in range(2))
+    x = torch.randn(256, 64)
+
+    def call():
+        nn.Sequential(*blocks)(x).sum().backward()
+
+    model = nn.Module()
+    model.layers = blocks
+    assert [block.saved for block in cost_of_blocks(call, model, None)] == [x.nbytes] * 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointed_blocks_give_the_same_gradients_and_are_put_back(name):
+    model, _, _, ids = training(name)
+    names = [block for block, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
+    names = [one for one in names if one.rpartition(".")[2].isdigit()]
+
+    def gradients():
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected, ran = gradients(), []
+    held = {path: dict(vars(module)) for path, module in model.named_modules()}
+    handle = model.get_submodule(names[0]).register_forward_hook(lambda *_: ran.append(1))
+    inner = next(m for m in model.get_submodule(names[0]).modules() if isinstance(m, nn.Linear))
+    inner_handle = inner.register_forward_hook(lambda *_: ran.append(2))
+    with checkpointed(model, names):
+        assert same(expected, gradients())
+    handle.remove(), inner_handle.remove()
+    assert ran.count(1) == 1 and ran.count(2) == 2
+    now = {path: dict(vars(module)) for path, module in model.named_modules()}
+    assert [v.keys() for v in now.values()] == [v.keys() for v in held.values()]
+    with checkpointed(model, names), pytest.raises(KeyError), checkpointed(model, names):
+        raise KeyError
+    assert "forward" not in vars(model.get_submodule(names[0]))
+
+
+def test_a_forward_of_the_users_own_is_put_back():
+    model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
+    own = model[0].forward = lambda x: x + 1
+    with checkpointed(model, ["0"]):
+        assert model[0].forward is not own
+        assert model[0](torch.ones(2, requires_grad=True)).tolist() == [2, 2]
+    assert model[0].forward is own
+
+
+@pytest.mark.parametrize("change", ["checkpoint", "loss"])
+def test_measured_bytes_are_the_predicted_ones_and_all_is_put_back(change, any_size):
+    model, optimizer, train, ids = training("llama", batch=8, words=1024)
+    options = {"data": [ids] * 40, "optimizer": optimizer}
+    report = fusedops.profile(train, model=model, steps=5, warmup=1, **options)
+    assert change in report.measurable
+    before, classes = everything(model, optimizer), [type(m) for m in model.modules()]
+    (one,) = report.measure(change, budget_s=60.0)
+    assert one.measured.bytes == pytest.approx(one.predicted.bytes, rel=0.1) and one.predicted.bytes
+    assert one.measured.interval[0] <= one.measured.seconds <= one.measured.interval[1]
+    assert same(before, everything(model, optimizer)) and not fused_modules(model)
+    assert [type(m) for m in model.modules()] == classes
+
+
+class Items(Dataset):
+    def __init__(self, count=64):
+        self.items = torch.arange(float(count)).reshape(-1, 1)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index], torch.utils.data.get_worker_info() is not None
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(1)] * 4)
+
+
+def test_a_loop_with_workers_reads_the_same_batches_and_ends_them():
+    generator = torch.Generator().manual_seed(3)
+    sampler = RandomSampler(Items(), generator=generator)
+    loader = DataLoader(Items(), batch_size=8, sampler=sampler)
+    seen, state = [], generator.get_state()
+    loop = Loop(seen.append, loader, 1)
+    for _ in range(9):  # more than an epoch
+        loop.once()
+    with loop.change():
+        for _ in range(8):
+            loop.once()
+    loop.once()
+    workers = loop._other._iterator._workers
+    assert all(worker.is_alive() for worker in workers)
+    by_worker = [bool(flags.all()) for _, flags in seen]
+    assert by_worker == [False] * 9 + [True] * 8 + [False]
+    for epoch in (seen[:8], seen[9:17]):
+        items = torch.cat([batch for batch, _ in epoch])
+        assert sorted(items.flatten().tolist()) == list(range(64))
+    loop.close()
+    assert not any(worker.is_alive() for worker in workers)
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_data_that_workers_cannot_read():
+    items = Items()
+    assert why_no_workers(DataLoader(items)) == ""
+    assert why_no_workers([items]) == "the data is not a torch DataLoader"
+    assert "iterable dataset" in why_no_workers(DataLoader(Stream()))
+    assert why_no_workers(DataLoader(items, num_workers=2)) == "the DataLoader has 2 workers"
+
+
+def test_what_cannot_be_tried_says_why():
+    def because(name, evidence, **parts):
+        return why_not(name, Subject(print, **parts), evidence)
+
+    busy, loader = recomputed(cpus=1.0), DataLoader(Items())
+    assert because("workers", busy, data=loader) == "no CPU is free for a worker"
+    assert because("workers", recomputed(), data=loader) == ""
+    for name in ("checkpoint", "loss", "patch"):
+        assert because(name, recomputed()) == "no model was given"
+    assert "no block was measured" in because(
+        "checkpoint", recomputed(blocks=()), model=nn.Linear(1, 1)
+    )
+
+
+class Slow(Dataset):
+    """Each item sleeps, so that a worker saves most of the wait even on a busy machine."""
+
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        time.sleep(2e-3)
+        return torch.randn(16)
+
+
+def test_workers_are_measured_on_the_whole_loop():
+    loader = DataLoader(Slow(), batch_size=4, shuffle=True)
+    model = nn.Linear(16, 16)
+
+    def compute(batch):
+        end = time.perf_counter() + 6e-3
+        while time.perf_counter() < end:
+            model(batch)
+
+    report = fusedops.profile(compute, data=loader, model=model, steps=8, warmup=1)
+    evidence = replace(report.evidence, cpus=2.0, threads=1)
+    report.evidence, report._advice = evidence, advise(evidence, report.verdict)
+    state = torch.get_rng_state()
+    (one,) = report.measure("workers", budget_s=60.0)
+    low, high = one.measured.interval
+    assert 0 < low <= one.measured.seconds <= high and one.measured.bytes is None
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_batch_costs_memory():
+    loader = Loader(batches_per_s=25.0)
+    evidence = step(tiny(10 * MS), elasticity=0.0, memory=MEMORY, loader=loader)
+    assert advice(evidence)["batch"].predicted.bytes == -62 * MIB

@@ -1,0 +1,152 @@
+"""Times of other AdamWs: on which tensors they step, and what is predicted from them."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from time import perf_counter
+
+import pytest
+import torch
+from torch import nn
+
+from fusedops.optim import AdamW, AdamW8bit
+from fusedops.profiling.advice.rules import advise
+from fusedops.profiling.collect import optimizers
+from fusedops.profiling.collect.optimizers import OTHERS, time_optimizers
+from fusedops.profiling.evidence import Evidence, OptimizerTime
+from fusedops.profiling.judge import judge
+from profiling.synthetic import MS, matmul, run, step
+from profiling.test_collect import everything, same
+
+
+def trained(kind=torch.optim.AdamW, **options):
+    """A model of 8 x 64 x 64 weights and 4 biases, two of which never get a gradient."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=i < 4) for i in range(8)))
+    model[0].weight.requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    optimizer = kind(model.parameters(), **options)
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def timed(optimizer, seconds=30.0):
+    return time_optimizers(optimizer, perf_counter() + seconds)
+
+
+def test_steps_on_tensors_of_the_parameters_that_were_stepped():
+    _, optimizer = trained(lr=0.125, weight_decay=0.5)
+    groups, share = optimizers._stand_ins(optimizer, torch.Generator())
+    (group,) = groups
+    shapes = Counter(tuple(p.shape) for p in group["params"])
+    assert shapes == {(64, 64): 7, (64,): 3} and share == 1
+    assert group["lr"] == 0.125 and group["weight_decay"] == 0.5
+    assert all(p.grad is not None and p.grad.any() for p in group["params"])
+    assert not any(p is q for p in group["params"] for q in optimizer.state)
+
+
+def test_a_part_stands_for_large_models(monkeypatch):
+    _, optimizer = trained()
+    monkeypatch.setattr(optimizers, "MOST", 8192)
+    monkeypatch.setattr(optimizers, "LARGEST", 2048)
+    groups, share = optimizers._stand_ins(optimizer, torch.Generator())
+    made = sum(p.numel() for p in groups[0]["params"])
+    assert made == 2 * 2048 + 64 and share == pytest.approx(made / (7 * 4096 + 3 * 64))
+
+
+def test_nothing_of_the_users_changes():
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    found, reason = timed(optimizer)
+    assert not reason and [one.name for one in found] == ["adamw8bit", "fused_adamw", "torch_fused"]
+    assert same(before, everything(model, optimizer))
+
+
+class Slow(torch.optim.SGD):
+    """Steps in 3 ms."""
+
+    def step(self, closure=None):
+        time.sleep(3 * MS)
+
+
+def test_the_other_optimizer_is_the_one_that_is_timed(monkeypatch):
+    _, optimizer = trained()
+    monkeypatch.setitem(OTHERS, "fused_adamw", lambda groups: Slow(groups[0]["params"]))
+    found = {one.name: one for one in timed(optimizer)[0]}
+    assert min(found["fused_adamw"].after) > 2.9 * MS > min(found["fused_adamw"].before)
+    assert min(found["adamw8bit"].after) < 2.9 * MS
+
+
+def test_which_optimizers_may_be_replaced():
+    def names(*args, **options):
+        return [one.name for one in timed(trained(*args, **options)[1])[0]]
+
+    assert names(fused=True) == names(AdamW) == ["adamw8bit"]
+    assert names(AdamW8bit) == names(torch.optim.SGD) == []
+    assert timed(torch.optim.AdamW([torch.ones(2, requires_grad=True)])) == ((), "")
+    assert timed(None) == ((), "")
+
+
+def test_why_nothing_was_timed(monkeypatch):
+    _, optimizer = trained()
+    assert timed(optimizer, 0.0) == (None, "the budget had no time for it")
+    monkeypatch.setitem(OTHERS, "adamw8bit", lambda groups: 1 / 0)
+    found, reason = timed(optimizer)
+    assert found is None and reason == "a step of it raised ZeroDivisionError: division by zero"
+
+
+# The advice is a function of the evidence.
+
+ABOUT = {"adamw_elements": 10**6, "adamw_bytes": 8 * 10**6, "parameter_bytes": 4 * 10**6}
+
+
+def evidence(*found, optimizer=10 * MS, preempted=0.0, about=ABOUT):
+    """A step of 40 ms, of which the optimizer takes 10; other programs interrupt it."""
+    cached = run(40 * MS, seed=1, preempted=preempted)
+    cached = replace(cached, optimizer=(optimizer,) * len(cached.seconds))
+    return replace(step(matmul(40 * MS)), cached=cached, about=about, optimizers=found or None)
+
+
+def predicted(found, name):
+    (one,) = [one for one in advise(found, judge(found)) if one.id == name]
+    return one.predicted
+
+
+def other(name, before, after, share=1.0):
+    """One of the pairs of blocks was disturbed."""
+    return OptimizerTime(name, share, (before,) * 5 + (9.0,), (after,) * 6)
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "fused_adamw"])
+def test_a_saving_is_a_share_of_the_optimizers_time(name):
+    found = evidence(other(name, 4 * MS, 1 * MS))
+    assert predicted(found, name).seconds == pytest.approx(7.5 * MS, rel=0.01)
+    interrupted = evidence(other(name, 4 * MS, 1 * MS), preempted=20 * MS)
+    assert predicted(interrupted, name).seconds == pytest.approx(3.75 * MS, rel=0.05)
+
+
+def test_an_optimizer_that_was_not_seen_takes_what_its_tensors_took():
+    found = evidence(other("fused_adamw", 4 * MS, 1 * MS, share=0.5), optimizer=0.0)
+    assert predicted(found, "fused_adamw").seconds == pytest.approx(6 * MS)
+
+
+def test_adamw8bit_saves_what_its_state_is_smaller():
+    found = evidence()
+    assert predicted(found, "adamw8bit").bytes == 5_970_000
+    assert predicted(found, "adamw8bit").seconds is None
+    compact = evidence(about=ABOUT | {"adamw_bytes": 2_030_000})
+    assert "adamw8bit" not in {one.id for one in advise(compact, judge(compact))}
+
+
+def test_a_slower_optimizer_is_advised_for_its_bytes_only():
+    found = evidence(other("adamw8bit", 4 * MS, 8 * MS), other("fused_adamw", 4 * MS, 8 * MS))
+    assert predicted(found, "adamw8bit").seconds == pytest.approx(-10 * MS)
+    assert "fused_adamw" not in {one.id for one in advise(found, judge(found))}
+
+
+def test_saved_evidence_gives_the_same_advice(tmp_path):
+    found = evidence(other("adamw8bit", 4 * MS, 1 * MS), other("torch_fused", 4 * MS, 2 * MS))
+    found.save(tmp_path / "evidence.json")
+    loaded = Evidence.load(tmp_path / "evidence.json")
+    assert loaded == found
+    assert advise(loaded, judge(loaded)) == advise(found, judge(found))

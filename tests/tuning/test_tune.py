@@ -1,0 +1,258 @@
+"""fusedops.tune: the rules, the printed code, and whole runs on small models."""
+
+import copy
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.__main__ import main
+from fusedops.patching.core.swap import fused_modules
+from fusedops.profiling.timing import Ratio
+from fusedops.tuning.knobs import KNOBS, Subject
+from fusedops.tuning.rules import Limits, Measured, judge
+from fusedops.tuning.setting import Setting
+
+WORDS = 96
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": WORDS,
+}
+FASTER, SLOWER, SAME = Ratio(1.2, 1.1, 1.3), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.9, 1.1)
+SLIGHTLY = Ratio(1.015, 1.01, 1.03)
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+
+
+def tokens(batch, length):
+    ids = torch.randint(WORDS, (batch, length or 8))
+    return {"input_ids": ids, "labels": ids}
+
+
+RULES = {
+    # name: (before, after, ratio, limits, kept, why)
+    "faster": ((1.0, 100), (0.8, 100), FASTER, {}, True, "faster"),
+    "slower": ((1.0, 100), (1.2, 50), SLOWER, {}, False, "slower"),
+    "same": ((1.0, 100), (1.0, 50), SAME, {}, False, "no difference"),
+    "too large": ((1.0, 90), (0.8, 110), FASTER, {"memory": 100}, False, "over the memory limit"),
+    "was too large": ((1.0, 120), (1.5, 110), SLOWER, {"memory": 100}, True, "less memory"),
+    "stays too large": ((1.0, 120), (0.5, 119), FASTER, {"memory": 100}, False, "does not bring"),
+    "too late": ((1.0, 1), (1.2, 1), FASTER, {"p95": 1.1}, False, "over the p95 budget"),
+    "was too late": ((1.5, 1), (1.3, 1), SAME, {"p95": 1.1}, True, "closer to the p95"),
+    "stays too late": ((1.5, 1), (1.6, 1), SAME, {"p95": 1.1}, False, "not closer"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_what_is_kept(name):
+    (was, held), (seconds, holds), ratio, limits, kept, why = RULES[name]
+    before, after = Measured(was, was, held), Measured(seconds, seconds, holds)
+    found, text = judge(before, after, ratio, Limits(**limits))
+    assert found == kept
+    assert text.startswith(why)
+
+
+def test_what_alters_results_must_gain_two_percent():
+    step = Measured(1.0, None, 1)
+    assert judge(step, step, SLIGHTLY, Limits(), KNOBS["patch"].least) == (True, "faster")
+    kept, why = judge(step, step, SLIGHTLY, Limits(), KNOBS["bf16"].least)
+    assert (kept, why) == (False, "less than 2% faster")
+
+
+def test_a_p95_that_is_not_known_counts_by_the_median():
+    assert Limits(p95=1.0).over_p95(Measured(1.1, None, 1))
+    assert not Limits(p95=1.0).over_p95(Measured(0.9, None, 1))
+
+
+def ran(setting: Setting, steps: int = 3) -> tuple[nn.Module, list[float]]:
+    """The model after a few steps of the setting's code, and the losses."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    defined: dict = {}
+    exec(setting.code, defined)
+    model, optimizer, step = defined["tuned"](model, optimizer)
+    torch.manual_seed(1)
+    return model, [float(step(tokens(8, 8))) for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("more", "near"),
+    [
+        ({"patch": True}, 1e-5),
+        ({"optimizer": "fusedops.optim.AdamW"}, 1e-5),
+        ({"optimizer": "fusedops.optim.AdamW8bit"}, 1e-2),
+        ({"bf16": True}, 2e-2),
+        ({"checkpoint": True}, 1e-6),
+        ({"micro_batches": 2}, 1e-5),
+        ({"micro_batches": 4, "bf16": True, "patch": True}, 2e-2),
+        ({"compile": True}, 1e-5),
+    ],
+    ids=str,
+)
+def test_the_code_trains(more, near):
+    """Its losses are the plain step's."""
+    _, plain = ran(Setting(8))
+    model, losses = ran(replace(Setting(8), **more))
+    assert losses == pytest.approx(plain, rel=near)
+    assert bool(fused_modules(model)) == more.get("patch", False)
+
+
+def test_the_code_takes_up_the_optimizers_state():
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**tokens(2, 8)).loss.backward()
+    optimizer.step()
+    defined: dict = {}
+    exec(Setting(8, optimizer="fusedops.optim.AdamW").code, defined)
+    _, other, _ = defined["tuned"](model, optimizer)
+    for p, state in optimizer.state.items():
+        torch.testing.assert_close(other.state[p]["exp_avg"], state["exp_avg"])
+
+
+def test_the_code_quantizes_frozen_weights():
+    model, losses = ran(Setting(8, quantize="nf4"))
+    assert any(isinstance(m, fusedops.nn.QuantizedLinear) for m in model.modules())
+    assert losses == pytest.approx(ran(Setting(8))[1], rel=0.05)
+
+
+def test_a_run_leaves_everything_as_it_was(tmp_path):
+    """Bit for bit, within the budget; and the winner's code runs in a fresh process."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**tokens(2, 8)).loss.backward()
+    optimizer.step()
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    generator, threads, start = torch.get_rng_state(), torch.get_num_threads(), time.monotonic()
+    names = ["patch", "fused_adamw", "checkpoint", "workers", "quantize_lora"]
+    found = fusedops.tune(
+        tokens, model=model, optimizer=optimizer, batch=4, length=8, knobs=names, budget_s=20
+    )
+    assert time.monotonic() - start < 30
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), state, rtol=0, atol=0)
+    assert all(map(torch.equal, gradients, [p.grad for p in model.parameters()]))
+    assert (torch.get_num_threads(), fused_modules(model)) == (threads, set())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [trial.knob for trial in found.trials] == ["baseline", *names]
+    tried = [trial for trial in found.trials if trial.found is not None]
+    assert [trial.knob for trial in tried] == ["baseline", "patch", "fused_adamw"]
+    for trial in tried:
+        assert trial.loss == pytest.approx(trial.baseline_loss, rel=1e-4)
+        assert trial.found.peak_bytes > 0
+    assert found.best == [trial.setting for trial in found.trials if trial.kept][-1]
+    assert found.code in str(found)
+    found.save(tmp_path / "tuning.json")
+    assert json.loads((tmp_path / "tuning.json").read_text())["code"] == found.code
+    subprocess.run([sys.executable, "-c", found.code], check=True)
+
+
+class Slow(nn.Module):
+    """Takes 10 ms for each sample, or 30 ms for each call."""
+
+    def __init__(self, per_sample: float = 0.0, per_call: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.per_sample, self.per_call = per_sample, per_call
+
+    def forward(self, x, labels):
+        time.sleep(self.per_sample * len(x) + self.per_call)
+        return SimpleNamespace(loss=(self.weight * x - labels).square().mean())
+
+
+def samples(batch, length):
+    return {"x": torch.ones(batch, 4), "labels": torch.zeros(batch, 4)}
+
+
+def test_a_slower_knob_is_undone():
+    model = Slow(per_call=0.03)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = fusedops.tune(
+        samples,
+        model=model,
+        optimizer=optimizer,
+        batch=8,
+        knobs=["micro_batch", "adamw8bit"],
+        budget_s=5,
+    )
+    _, micro, adamw = found.trials
+    assert (micro.kept, micro.why) == (False, "slower")
+    assert micro.ratio.median < 0.7
+    assert adamw.why == "the optimizer is a SGD, not torch.optim.AdamW"
+    assert found.best == Setting(8)
+    assert found.ratio == (1.0, 1.0, 1.0)
+
+
+def test_smaller_batches_meet_a_p95_budget():
+    model = Slow(per_sample=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = fusedops.tune(
+        samples, model=model, optimizer=optimizer, batch=8, p95=0.06, knobs=[], budget_s=12
+    )
+    assert [trial.knob for trial in found.trials] == ["baseline", "batch"]
+    assert found.best.batch == 4
+    assert found.ratio.median == pytest.approx(1.0, abs=0.2)  # of samples a second
+    assert found.code.startswith("# 4 samples in each batch")
+
+
+def test_knobs_say_why_they_cannot_be_turned():
+    model = Slow()
+    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reasons = {name: knob.without(subject, Setting(1)) for name, knob in KNOBS.items()}
+    assert reasons["adamw8bit"] == "the optimizer is a SGD, not torch.optim.AdamW"
+    assert reasons["checkpoint"] == "the model has no gradient_checkpointing_enable()"
+    assert reasons["micro_batch"] == "the batch has one sample"
+    assert reasons["workers"] == "make_batch takes 0.0% of the step"
+    assert reasons["quantize_lora"] == "less than half of the parameters is frozen linears"
+    assert not KNOBS["workers"].without(replace(subject, input_share=0.5), Setting(1))
+
+
+def test_the_command_line(tmp_path, capsys):
+    path, out = tmp_path / "config.json", tmp_path / "tuning.json"
+    path.write_text(json.dumps(TINY | {"model_type": "llama"}))
+    command = ["tune", str(path), "--batch", "2", "--length", "8", "--knobs", "patch"]
+    assert main([*command, "--budget", "8", "--json", str(out)]) == 0
+    assert "def tuned(model, optimizer):" in capsys.readouterr().out
+    assert json.loads(out.read_text())["trials"][1]["knob"] == "patch"
+    assert main(["tune", "no-such-model"]) == 1
+    assert "fusedops tune: model must be a folder" in capsys.readouterr().err
+
+
+BAD = {
+    "model": ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+    "optimizer": ({"optimizer": None}, TypeError, "optimizer must be a torch.optim.Optimizer"),
+    "batch": ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
+    "goal": ({"goal": "joy"}, ValueError, "goal must be one of throughput, latency, got 'joy'"),
+    "knob": ({"knobs": ["luck"]}, ValueError, "knobs must be among patch, .* got 'luck'"),
+    "budget": ({"budget_s": 0}, ValueError, "budget_s must be more than 0, got 0"),
+    "memory": ({"memory": 0.5}, TypeError, "memory must be bytes as an integer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    given, error, text = BAD[name]
+    model = Slow()
+    fine = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "batch": 2}
+    with pytest.raises(error, match=text):
+        fusedops.tune(samples, **fine | given)
+
+
+def test_batches_must_be_dictionaries_of_tensors():
+    model = Slow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="make_batch must give a dictionary of tensors, got list"):
+        fusedops.tune(lambda batch, length: [1], model=model, optimizer=optimizer, batch=2)
