@@ -7,9 +7,6 @@
 #include <cstdlib>
 #include <string>
 
-#include "csrc/cpu/matrix_unit.h"
-#include "csrc/ops/cpu_features.h"
-
 namespace fusedops::cpu {
 namespace {
 
@@ -24,17 +21,11 @@ Isa best() {
   return bf16 ? Isa::avx512_bf16 : Isa::avx512;
 }
 
-// Returns FUSEDOPS_CPU_ISA, or an empty string.
-std::string wanted_isa() {
-  const char* const wanted = std::getenv("FUSEDOPS_CPU_ISA");
-  return wanted == nullptr ? "" : wanted;
-}
-
 Isa choose() {
-  const auto wanted = wanted_isa();
-  if (wanted.empty()) return best();
+  const char* const wanted = std::getenv("FUSEDOPS_CPU_ISA");
+  if (wanted == nullptr || *wanted == '\0') return best();
   for (const auto isa : {Isa::none, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
-    if (wanted != isa_name(isa)) continue;
+    if (std::string(wanted) != isa_name(isa)) continue;
     TORCH_CHECK(isa <= best(), "FUSEDOPS_CPU_ISA: this CPU has ", isa_name(best()), ", got ",
                 wanted);
     return isa;
@@ -56,11 +47,6 @@ const char* isa_name(Isa isa) {
 Isa isa() {
   static const Isa chosen = choose();
   return chosen;
-}
-
-bool has_matrix_unit() {
-  static const bool found = wanted_isa().empty() && isa() == Isa::avx512_bf16 && has_amx();
-  return found;
 }
 
 }  // namespace fusedops::cpu

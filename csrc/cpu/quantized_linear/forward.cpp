@@ -5,7 +5,7 @@
 // x. For a few rows codes are decoded in registers. Up to kMany rows of x read decoded rows from
 // the cache: with up to kFew rows of x a row of codes is read from end to end, with more a piece of
 // the depth is read for all columns. More rows use transposed tiles, by oneDNN. If the CPU has a
-// matrix unit (AMX), it multiplies all rows but a single one of int8. Codes are read once for each
+// matrix unit (AMX), it multiplies 2 rows or more, and 1 row of fp8. Codes are read once for each
 // kMostRows rows. The order of sums does not depend on the number of threads.
 
 #include <ATen/Functions.h>
@@ -24,7 +24,6 @@
 #include "csrc/cpu/isa/quantized_linear/few.h"
 #include "csrc/cpu/isa/quantized_linear/tiles.h"
 #include "csrc/cpu/gemm.h"
-#include "csrc/cpu/matrix_unit.h"
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 
@@ -85,10 +84,10 @@ struct Plan {
   Operand operand;
   Way way;
 
-  // Returns the fewest rows for the matrix unit. One row of int8 is as fast in registers.
+  // Returns the fewest rows for the matrix unit. One row is faster in registers, except in fp8.
   int64_t unit_rows(const Codes& w) const {
     if (operand != Operand::bfloat16 || !has_matrix_unit()) return kNoRows;
-    return w.format == WeightFormat::int8 ? 2 : 1;
+    return w.format == WeightFormat::fp8 ? 1 : 2;
   }
 
   Plan(const Codes& w, int64_t rows, InputFormat rounds, Compute compute)
