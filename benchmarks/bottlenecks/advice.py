@@ -1,10 +1,10 @@
 """`python -m benchmarks.bottlenecks.advice`: predicted savings of advice against measured ones.
 
-Small models of four architectures in three kinds of steps: as they are, on padded batches, and with
-more threads than CPUs. `fusedops.profile` advises, and `Profile.measure` tries all that it can.
-Padding is measured with the same samples sorted by length and trimmed. A saving of time is a share
-of the step that was measured with it, since the machine's speed may change in between. A row is
-excluded if the measured interval contains 0. docs/profile_advice.md is written from the results.
+Small models of four architectures in three kinds of steps: small batches, larger ones and padded
+ones. `fusedops.profile` advises, and `Profile.measure` tries what it can. Padding is measured with
+the same samples sorted by length and trimmed. A saving of time is a share of the step that was
+measured with it, since the machine's speed may change in between. A row is excluded if the
+measured interval contains 0. docs/profile_advice.md is written from the results.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +24,11 @@ import transformers
 from torch import Tensor
 
 import fusedops
-from benchmarks.bottlenecks.models import CONFIGS, KINDS, VOCABULARY, workload
+from benchmarks.bottlenecks.models import CONFIGS, VOCABULARY, Kind, workload
 from benchmarks.harness import report
 from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
+from fusedops.profiling.advice.trial import ALL
 from fusedops.profiling.report import Profile
 
 __all__ = ["PAGE", "RESULTS", "Row", "page", "sorted_and_trimmed", "table"]
@@ -37,18 +38,23 @@ PAGE = "docs/profile_advice.md"
 HEADER = """# What advice saves: predicted and measured
 
 `python -m benchmarks.bottlenecks.advice` writes this page. `fusedops.profile` predicts what each
-advice saves of a step ([profile.md](profile.md#advice)), and blocks of steps with and without the
-change measure it. Savings of time are shares of the step; a negative one is a slower step. Savings
-of memory are differences of two steps' peaks. Models have four layers of 256 and 4000 words; the
-steps train on batches of 4 x 128 tokens with torch's AdamW in float32. "padded": samples have 16 to
-128 tokens; `padding` is measured with eight batches against the same samples sorted by length and
-trimmed. "threads": two threads on one CPU, against one. A row is excluded if its interval contains
-0. The factor is measured over predicted. Advice that the report does not give has no row; neither
-have `batch`, `compile`, `workers` and `collate`, which say themselves that they are upper bounds or
-need another loader.
+advice saves of a step ([profile.md](profile.md#advice)), and blocks of steps with the change and
+without it measure the saving. Savings of time are shares of the step; a negative one is a slower
+step. Savings of memory are differences of two steps' peaks. A factor is measured over predicted. A
+row is excluded if the measured interval contains 0.
+
+Models have four layers of 256 and 4000 words. The steps train with torch's AdamW in float32, on
+batches of 4 x 64 tokens ("train"), of 8 x 128 tokens ("large": `checkpoint` and `loss`), and of 4
+samples of 8 to 64 tokens ("padded"). `padding` is measured with four batches against the same
+samples sorted by length and trimmed; these keep some padding, and the prediction leaves none.
+
+Advice that a report did not give, or that it had no time to try, has no row. Neither have `batch`,
+`compile` and `collate`, which say themselves that their saving is an upper bound, and `threads`,
+which the profile itself measures.
 """
-WINDOW = 8  # batches whose samples are sorted by length
-SHORTEST = 16  # tokens of a padded sample
+STEP = Kind(batch=4, length=64)
+WINDOW = 4  # batches whose samples are sorted by length
+SHORTEST = 8  # tokens of a padded sample
 Pairs = tuple[list[float], list[float]]
 
 
@@ -89,19 +95,19 @@ class Row:
 
 def rows(name: str, kind: str, budget_s: float) -> Iterator[Row]:
     """Profiles a model's steps, and measures what was advised."""
-    with KINDS_OF_STEPS[kind].around():
-        model, optimizer, step = workload(name, KINDS["train"])
-        data = KINDS_OF_STEPS[kind].data(name)
-        about = {"data": data, "model": model, "optimizer": optimizer}
-        profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
-        print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
-        ids = [one for one in profile.measurable if one in KINDS_OF_STEPS[kind].ids(profile)]
-        fewest = max(budget_s, 1.5 * fewest_seconds(profile.time.seconds))
-        for one in ids:
-            profile.measure(one, budget_s=fewest)
-        padding = kind == "padded" and "padding" in {one.id for one in profile.advice}
-        measured = {"padding": trimmed(step, data, fewest)} if padding else {}
-        yield from of_profile(profile, name, kind, measured)
+    steps = KINDS_OF_STEPS[kind]
+    model, optimizer, step = workload(name, steps.step)
+    data = steps.data(steps.step)
+    about = {"data": data, "model": model, "optimizer": optimizer}
+    profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
+    print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
+    longest = 1.5 * fewest_seconds(profile.time.seconds)
+    for one in profile.measurable:
+        if one in steps.tried:
+            profile.measure(one, budget_s=longest)
+    padding = kind == "padded" and "padding" in {one.id for one in profile.advice}
+    measured = {"padding": trimmed(step, data, longest)} if padding else {}
+    yield from of_profile(profile, name, kind, measured)
 
 
 def of_profile(
@@ -119,16 +125,16 @@ def of_profile(
         yield Row(name, kind, one.id, found.step, share, *shares, predicted.bytes, found.bytes)
 
 
-def plain_data(name: str) -> list[Any]:
-    return [torch.randint(0, VOCABULARY, (4, 128)) for _ in range(40)]
+def plain_data(step: Kind) -> list[Any]:
+    return [torch.randint(0, VOCABULARY, (step.batch, step.length)) for _ in range(40)]
 
 
-def padded_data(name: str) -> list[dict[str, Tensor]]:
+def padded_data(step: Kind) -> list[dict[str, Tensor]]:
     """Batches with samples of random lengths, each as long as its longest sample."""
     random = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(40):
-        lengths = torch.randint(SHORTEST, 129, (4,), generator=random)
+        lengths = torch.randint(SHORTEST, step.length + 1, (step.batch,), generator=random)
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
         ids = torch.randint(1, VOCABULARY, mask.shape, generator=random) * mask
         labels = ids.masked_fill(mask == 0, -100)
@@ -157,7 +163,7 @@ def sorted_and_trimmed(batches: list[dict[str, Tensor]]) -> list[dict[str, Tenso
 
 
 def trimmed(step: Callable[[Any], None], data: list[dict[str, Tensor]], budget_s: float) -> Saving:
-    """What a step saves if batches have similar lengths: blocks of eight batches each."""
+    """What a step saves if batches have similar lengths: blocks of a window of batches."""
     batches = {False: data[:WINDOW], True: sorted_and_trimmed(data[:WINDOW])}
     similar = False
 
@@ -179,41 +185,19 @@ def trimmed(step: Callable[[Any], None], data: list[dict[str, Tensor]], budget_s
     return Saving(whole.seconds / WINDOW, None, interval, whole.step / WINDOW)
 
 
-@contextmanager
-def as_it_is() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def two_threads_on_one_cpu() -> Iterator[None]:
-    """Threads that torch starts here are bound to the same CPU for good."""
-    threads, cpus = torch.get_num_threads(), os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cpus)})
-    torch.set_num_threads(2)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, cpus)
-
-
 @dataclass(frozen=True)
 class Steps:
-    """A kind of steps: its data, the advice to measure, and what is entered around all of it."""
+    """A kind of steps: its size, its data, and the advice that `Profile.measure` tries."""
 
-    data: Callable[[str], list[Any]]
-    ids: Callable[[Profile], list[str]]
-    around: Callable[[], Any] = as_it_is
-
-
-def _all(profile: Profile) -> list[str]:
-    return [one.id for one in profile.advice]
+    step: Kind
+    data: Callable[[Kind], list[Any]]
+    tried: Container[str] = ALL
 
 
 KINDS_OF_STEPS = {
-    "train": Steps(plain_data, _all),
-    "padded": Steps(padded_data, lambda profile: []),
-    "threads": Steps(plain_data, lambda profile: ["threads"], two_threads_on_one_cpu),
+    "train": Steps(STEP, plain_data),
+    "large": Steps(Kind(batch=8, length=128), plain_data, ("checkpoint", "loss")),
+    "padded": Steps(STEP, padded_data, ()),
 }
 
 
@@ -222,7 +206,7 @@ def table(found: list[Row]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for r in found:
         predicted = "-" if r.predicted is None else f"{r.predicted:.1%}"
-        factor = "excluded" if not r.judged else f"{r.factor:.2f}"
+        factor = f"{r.factor or 0:.2f}" if r.judged else "excluded"
         measured = f"{r.measured:.1%} ({r.low:.1%}..{r.high:.1%})"
         sizes = f"{_mib(r.predicted_bytes)} | {_mib(r.measured_bytes)}"
         cells = f"{r.step * 1e3:.0f} | {predicted} | {measured} | {factor} | {sizes}"
@@ -253,9 +237,28 @@ def _summary(found: list[Row]) -> Iterator[str]:
 def page(document: dict[str, Any]) -> str:
     """docs/profile_advice.md, from a document of results."""
     found, load = document["environment"], document["load"]
+    busy = f"load {load['low']:.1f} to {load['high']:.1f} on {load['cpus']} CPUs"
     where = f"{found['device']}, {found['threads']} thread, torch {found['torch']}"
     lines = table([Row(**one) for one in document["rows"]])
-    return "\n".join((HEADER, f"{where}, {found['date'][:10]}; load {load}.", "", *lines, ""))
+    return "\n".join((HEADER, f"{where}, {found['date'][:10]}; {busy}.", "", *lines, ""))
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measures, and writes the results; with `add`, beside those of other steps."""
+    found, loads = [], []
+    for kind in args.kinds:
+        for name in args.models:
+            found += rows(name, kind, args.budget)
+            loads.append(os.getloadavg()[0])
+            print(*table(found), sep="\n", flush=True)
+    if args.add:
+        before = json.loads(Path(args.json).read_text())
+        again = {(r.model, r.kind) for r in found}
+        kept = [Row(**one) for one in before["rows"]]
+        found = [r for r in kept if (r.model, r.kind) not in again] + found
+        loads += [before["load"]["low"], before["load"]["high"]]
+    load = {"low": min(loads), "high": max(loads), "cpus": os.cpu_count()}
+    report.save(args, [asdict(one) for one in found], [], load=load)
 
 
 def main() -> None:
@@ -263,29 +266,18 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(CONFIGS), help="all without one")
     kinds = list(KINDS_OF_STEPS)
     parser.add_argument("--kinds", nargs="*", default=kinds, choices=kinds)
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=20.0,
-        help="seconds of a profile, and at least of a measurement",
-    )
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds of a profile")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", default=RESULTS, help="results (default %(default)s)")
     parser.add_argument("--markdown", default=PAGE, help="page (default %(default)s)")
+    parser.add_argument("--add", action="store_true", help="keep the results of other steps")
     parser.add_argument("--only-write", action="store_true", help="write the page from the results")
     args = parser.parse_args()
     if not args.only_write:
         torch.set_num_threads(args.threads)
         transformers.logging.set_verbosity_error()
         warnings.simplefilter("ignore")
-        found, loads = [], []
-        for kind in args.kinds:
-            for name in args.models:
-                found += rows(name, kind, args.budget)
-                loads.append(os.getloadavg()[0])
-                print(*table(found), sep="\n", flush=True)
-        load = f"{min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} CPUs"
-        report.save(args, [asdict(one) for one in found], [], load=load)
+        measure(args)
     Path(args.markdown).write_text(page(json.loads(Path(args.json).read_text())))
 
 

@@ -13,8 +13,8 @@ from fusedops.profiling.timing import Ratio, spread
 OURS = "fusedops"
 LAUNCHES, MS, TFLOP_PER_S, BESIDE = "launches", "ms", "TFLOP/s", "bytes beside the results"
 SMALLEST_COSINE, MEAN_COSINE = "smallest cosine", "mean cosine"
-SECONDS = "seconds"
-ABSOLUTE = (SECONDS, LAUNCHES, MS, TFLOP_PER_S, BESIDE, SMALLEST_COSINE, MEAN_COSINE)
+SECONDS, SHARE = "seconds", "share"
+ABSOLUTE = (SECONDS, SHARE, LAUNCHES, MS, TFLOP_PER_S, BESIDE, SMALLEST_COSINE, MEAN_COSINE)
 
 
 @dataclass(frozen=True)

@@ -311,7 +311,8 @@ class Evidence:
     patch would fuse; None without a model, or for a patched one. autocast: None where no step was
     tried in it. optimizers: those that may replace the user's; None where none was timed. blocks:
     those worth checkpointing, in that order; empty where activations are a small part of the peak.
-    threads: torch's. cpus: the process's, by affinity and cgroup quota.
+    frozen: calls of frozen linears, as they are and quantized. threads: torch's. cpus: the
+    process's, by affinity and cgroup quota.
     """
 
     plain: Run
@@ -327,6 +328,7 @@ class Evidence:
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
     blocks: tuple[Block, ...] = ()
+    frozen: tuple[SiteTime, ...] = ()
     flops: dict[str, int] | None = None
     memory: dict[str, int] | None = None
     activations: dict[str, int] = field(default_factory=dict)

@@ -272,6 +272,47 @@ def test_measured_bytes_are_the_predicted_ones_and_all_is_put_back(change, any_s
     assert [type(m) for m in model.modules()] == classes
 
 
+def frozen_model():
+    torch.manual_seed(0)
+    layers = nn.Linear(256, 256), nn.Linear(256, 512), nn.Linear(512, 4)
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    return model, torch.optim.SGD(layers[2].parameters(), lr=0.1)
+
+
+def test_quantized_frozen_weights_are_predicted_measured_and_put_back():
+    model, optimizer = frozen_model()
+
+    def train(x):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options = {"data": [torch.randn(8, 256)] * 40, "optimizer": optimizer}
+    report = fusedops.profile(train, model=model, steps=5, warmup=1, **options)
+    rows = {row.shapes: row.calls for row in report.evidence.frozen}
+    assert rows == {"[8, 256] [256, 256]": 1, "[8, 256] [512, 256]": 1}
+    before, layers = everything(model, optimizer), [*model.children()]
+    (one,) = report.measure("quantize_lora", budget_s=60.0)
+    assert one.predicted.seconds is not None
+    weights = 256 * 256 + 512 * 256
+    assert one.predicted.bytes == round((4 - 4.5 / 8) * weights)
+    assert one.measured.bytes == pytest.approx(one.predicted.bytes, rel=0.05)
+    assert same(before, everything(model, optimizer))
+    assert [*map(id, model.children())] == [*map(id, layers)]
+    assert Evidence.from_dict(report.evidence.to_dict()) == report.evidence
+
+
+def test_seconds_of_quantized_weights_are_the_sum_over_calls():
+    about = {"parameter_bytes": 4000, "frozen_bytes": 3200, "frozen_elements": 800}
+    calls = replace(site("quantize", 3 * MS, 5 * MS), calls=4)
+    found = recomputed(about=about, frozen=(calls, site("quantize", 4 * MS, 3 * MS)))
+    assert advice(found)["quantize_lora"].predicted.seconds == pytest.approx(-7 * MS)
+    unfrozen = Subject(print, model=nn.Sequential(nn.Linear(2, 2)))
+    assert why_not("quantize_lora", unfrozen, found).startswith("no linear is frozen")
+
+
 class Items(Dataset):
     def __init__(self, count=64):
         self.items = torch.arange(float(count)).reshape(-1, 1)

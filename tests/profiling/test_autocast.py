@@ -120,12 +120,14 @@ def test_a_step_is_run_twice_and_nothing_of_it_is_repeated():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
         def call():
-            model.count.add_(1.0)
-            model.count += 1.0
-            model(x).sum().backward()
+            y = model(x)
+            model.count.add_(y.detach().sum())
+            model.count += y.detach().sum()
+            y.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
+        call()  # makes the momentum, so that all later steps call the same functions
         steps(call)
         return everything(model, optimizer)
 
@@ -135,6 +137,17 @@ def test_a_step_is_run_twice_and_nothing_of_it_is_repeated():
             call()
 
     assert same(trained(timed), trained(twice))
+
+
+def test_a_teachers_calls_are_timed_too():
+    model, x = Chain(), torch.randn(32, 64)
+
+    def distil():
+        with torch.no_grad():
+            wanted = model(x)
+        (model(x) - wanted).square().sum().backward()
+
+    assert calls(timed(distil))["linear"] == 6
 
 
 def test_kept_bytes_are_exact():

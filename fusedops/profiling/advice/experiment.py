@@ -7,7 +7,7 @@ from statistics import median
 from time import perf_counter
 
 from fusedops.profiling.advice.advice import Saving
-from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.profiling.collect.rounds import running_seconds
 from fusedops.profiling.timing import Ratio, paired_ratio
 
 __all__ = ["TooSlow", "compare_blocks", "fewest_seconds", "ratio_of", "saving", "wall_seconds"]
@@ -26,14 +26,6 @@ class TooSlow(TimeoutError):
 def fewest_seconds(step: float, untimed: int = 1) -> float:
     """How long the fewest blocks take if a step takes `step` seconds with the change too."""
     return 2 * FEWEST * (untimed + BLOCK) * step
-
-
-def running_seconds(call: Call) -> float:
-    """How long a call runs, without the time in which other programs had the CPU."""
-    delayed, start = preempted_seconds(), perf_counter()
-    call()
-    seconds = perf_counter() - start
-    return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))
 
 
 def wall_seconds(call: Call) -> float:

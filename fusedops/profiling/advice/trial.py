@@ -6,6 +6,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from fusedops.patching.quantize import quantized_layer
 from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.advice.checkpoints import worthwhile
 from fusedops.profiling.advice.experiment import (
@@ -20,6 +21,7 @@ from fusedops.profiling.advice.knobs import KNOBS, SAFE, SAME_MEMORY, available
 from fusedops.profiling.advice.loading import Loop, why_no_workers
 from fusedops.profiling.advice.recompute import checkpointed
 from fusedops.profiling.collect.everything import Subject
+from fusedops.profiling.collect.frozen import FORMAT, quantizable, quantized
 from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Evidence
@@ -27,7 +29,7 @@ from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["ALL", "ALL_SAFE", "tried", "why_not"]
 
-MORE = ("checkpoint", "workers")
+MORE = ("checkpoint", "quantize_lora", "workers")
 ALL, ALL_SAFE = (*KNOBS, *MORE), (*SAFE, *MORE)
 WATCHED = 10  # two steps whose memory is watched, and one before each, take less than so many
 
@@ -45,6 +47,10 @@ def why_not(name: str, subject: Subject, evidence: Evidence) -> str:
             return "no model was given"
         none = "no block was measured whose checkpointing lowers the peak"
         return "" if worthwhile(evidence) else none
+    if name == "quantize_lora":
+        if subject.model is None:
+            return "no model was given"
+        return "" if quantizable(subject.model) else "no linear is frozen that quantize would take"
     return available(name, subject)
 
 
@@ -84,6 +90,11 @@ def _change(
         assert subject.model is not None
         names = [block.name for block in worthwhile(evidence)]
         return partial(checkpointed, subject.model, names)
+    if name == "quantize_lora":
+        assert subject.model is not None
+        found = quantizable(subject.model).items()
+        layers = {path: quantized_layer(path, linear, FORMAT, {}) for path, linear in found}
+        return partial(quantized, subject.model, layers)
     return partial(KNOBS[name], subject)
 
 

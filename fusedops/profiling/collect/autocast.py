@@ -28,11 +28,10 @@ Key = Any
 
 
 class Seen(NamedTuple):
-    """A call: its key, shapes, gradient mode, and dtypes of inputs and results, if known."""
+    """A call: its key, shapes, and dtypes of inputs and results, if known."""
 
     key: Key
     shapes: str
-    gradients: bool
     dtypes: tuple | None
 
 
@@ -104,8 +103,7 @@ class _Step(TorchFunctionMode):
 
     def _add(self, replay: Replay, dtypes: tuple | None) -> None:
         self.samples.setdefault(replay.key, replay)
-        seen = Seen(replay.key, replay.shapes, replay.gradients, dtypes)
-        self.calls[replay.kind].append(seen)
+        self.calls[replay.kind].append(Seen(replay.key, replay.shapes, dtypes))
 
     def pack(self, t: Tensor) -> Tensor:
         if self._in_backward:  # that was another forward
@@ -150,12 +148,7 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _pairs(plain: _Step, cast: _Step) -> tuple[Counter[tuple[Key, Key]], int]:
-    """How often each pair of keys occurs whose dtypes differ, and how many calls have no pair.
-
-    If the step has gradients, calls without them are no part of the model's: an optimizer's, or a
-    mask's.
-    """
-    trains = any(one.gradients for calls in plain.calls.values() for one in calls)
+    """How often each pair of keys occurs whose dtypes differ, and how many calls have no pair."""
     found: Counter[tuple[Key, Key]] = Counter()
     left = 0
     for name, calls in plain.calls.items():
@@ -164,8 +157,6 @@ def _pairs(plain: _Step, cast: _Step) -> tuple[Counter[tuple[Key, Key]], int]:
             left += len(calls)
             continue
         for one, other in zip(calls, others, strict=True):
-            if one.gradients != trains:
-                continue
             if one.dtypes is None or one.dtypes != other.dtypes:
                 found[one.key, other.key] += 1
     return found, left

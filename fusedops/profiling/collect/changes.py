@@ -10,14 +10,15 @@ from torch import nn
 
 from fusedops.profiling.collect.autocast import time_autocast
 from fusedops.profiling.collect.optimizers import time_optimizers
-from fusedops.profiling.collect.parts import CHANGES, Parts, devices_of, no_table
+from fusedops.profiling.collect.parts import Parts, devices_of, no_table
 from fusedops.profiling.collect.sites import time_sites
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured
 
 __all__ = ["time_changes"]
 
-CAST = 6  # a step in autocast and its repeated calls take less than so many steps, and a second
+SITES = 4  # timing patch's sites takes less than so many steps, and a second or two
+CAST = 6  # so do two steps with the calls of one in autocast
 
 
 def time_changes(
@@ -46,7 +47,7 @@ def time_changes(
     def note(what: str, reason: str) -> None:
         found.not_checked += [f"saving of {what}: {reason}"] if reason else []
 
-    reason = reason_against(CHANGES)
+    reason = reason_against(SITES)
     with _undone(model, optimizer, not restore and not reason):
         found.patching, reason = time_sites(model, measured.call, deadline, reason)
     note("patch", reason)

@@ -3,20 +3,21 @@
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fusedops.backends import cpu_name, version_of
 from fusedops.machine import cpu_quota, cpus
-from fusedops.patching.quantize import sites
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.blocks import add_blocks
 from fusedops.profiling.collect.changes import time_changes
 from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
+from fusedops.profiling.collect.frozen import quantizable, time_frozen
 from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
 from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of
@@ -90,6 +91,8 @@ def collect(
             time_changes(parts, measured, model, optimizer, start + budget_s, restore)
             gpu = driver if on_gpu else None
             add_blocks(parts, measured, model, optimizer, start + budget_s, gpu)
+            if 2 * found["frozen_bytes"] >= found["parameter_bytes"] > 0:
+                _add_frozen(parts, measured, model, start + budget_s)
     finally:
         if kept is not None:
             kept.restore()
@@ -103,6 +106,13 @@ def usable_cpus() -> float:
     """CPUs that the process may use, by its affinity and its cgroup's quota."""
     quota = cpu_quota()
     return float(cpus()) if quota is None else min(float(cpus()), quota)
+
+
+def _add_frozen(parts: Parts, measured: Measured, model: nn.Module, deadline: float) -> None:
+    """Adds the times of frozen linears, if they are most of the model."""
+    longest = median((measured.cached or measured.plain).seconds)
+    parts.frozen, reason = time_frozen(model, measured.call, longest, deadline)
+    parts.not_checked += [f"saving of quantize: {reason}"] if reason else []
 
 
 def _without_preemptions(measured: Measured) -> Measured:
@@ -165,6 +175,7 @@ def _evidence(
         patching=parts.patching,
         activations=parts.activations,
         blocks=parts.blocks,
+        frozen=parts.frozen,
         autocast=parts.autocast,
         optimizers=parts.optimizers,
         device=device,
@@ -175,12 +186,6 @@ def _evidence(
         not_checked=tuple(not_checked),
     )
     return replace(evidence, ceilings=raised(evidence))
-
-
-def _quantizable(model: nn.Module) -> list[Tensor]:
-    """Frozen weights that `fusedops.quantize` would quantize: no embedding, no head."""
-    linears = {module for _, module, reason in sites(model, ("lm_head",)) if not reason}
-    return [one.weight for one in linears if not one.weight.requires_grad]
 
 
 def _checkpointing(model: nn.Module) -> str:
@@ -203,7 +208,7 @@ def about(
     }
     if model is not None:
         parameters = list(model.parameters())
-        frozen = _quantizable(model)
+        frozen = [linear.weight for linear in quantizable(model).values()]
         found |= {
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "frozen_bytes": sum(p.nbytes for p in frozen),

@@ -21,6 +21,7 @@ from fusedops.profiling.evidence import (
     OptimizerTime,
     Patching,
     Profiled,
+    SiteTime,
 )
 from fusedops.profiling.storage.measured import measure_memory
 from fusedops.profiling.storage.use import MemoryUse
@@ -29,7 +30,7 @@ __all__ = ["Parts", "collect_on_cpu", "devices_of", "flops_of", "no_table"]
 
 TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
 MEMORY = 3  # measuring the memory of a step takes less than so many steps
-CHANGES = 4  # so does timing patch's sites, and a second or two
+CHANGES, CHANGES_S = 10, 6.0  # timing parts of a step under changes: so many steps, and seconds
 LARGEST = 10  # modules by what they save for backward
 
 
@@ -46,6 +47,7 @@ class Parts:
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
     blocks: tuple[Block, ...] = ()
+    frozen: tuple[SiteTime, ...] = ()
     not_checked: list[str] = field(default_factory=list)
 
     def use(self, use: MemoryUse) -> None:
@@ -103,7 +105,7 @@ def _add_table(
         reason = "the budget had no time for it"
     if not reason:
         try:
-            last = deadline - (MEMORY + CHANGES) * longest - 2
+            last = deadline - (MEMORY + CHANGES) * longest - CHANGES_S
             found.profiled = table(measured.call, last, tick)
             return
         except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
