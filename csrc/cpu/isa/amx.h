@@ -16,22 +16,18 @@ namespace CPU_CAPABILITY {
 
 constexpr int kTileRows = 16, kTileBytes = 64, kTiles = 8;
 
-// Makes all tiles usable, at full size, until the end of the scope.
-class TileScope {
- public:
-  TileScope() {
-    struct {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < kTiles; ++i) config.bytes[i] = kTileBytes, config.rows[i] = kTileRows;
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
-  ~TileScope() { asm volatile("tilerelease"); }
-  TileScope(const TileScope&) = delete;
-  TileScope& operator=(const TileScope&) = delete;
-};
+// Makes all tiles usable, at full size, until release_tiles. Not a scope with a destructor:
+// unwinding would add a symbol that all instruction sets share.
+inline void configure_tiles() {
+  struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int i = 0; i < kTiles; ++i) config.bytes[i] = kTileBytes, config.rows[i] = kTileRows;
+  asm volatile("ldtilecfg %0" ::"m"(config));
+}
+inline void release_tiles() { asm volatile("tilerelease"); }
 
 template <int kTile>
 FUSEDOPS_INLINE void zero_tile() {

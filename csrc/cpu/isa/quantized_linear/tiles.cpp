@@ -78,11 +78,11 @@ void multiply_count(int64_t count, Args&&... args) {
 }  // namespace
 
 void multiply_tiles(const Codes& w, const TileProducts& args, int64_t begin, int64_t end) {
-  const TileScope scope;
   alignas(64) Pieces pieces;  // not filled: rows past the end of w give sums that nobody reads
   const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
   const int64_t passes = (tiles + kTilesOfX - 1) / kTilesOfX,
                 at_once = (tiles + passes - 1) / passes;
+  configure_tiles();
   for (int64_t first = 0; first < tiles; first += at_once) {
     const auto* const x = args.x + first * kTileRows * args.depth;
     float* const sums = args.sums + first * kTileRows * args.ld_sums;
@@ -91,6 +91,7 @@ void multiply_tiles(const Codes& w, const TileProducts& args, int64_t begin, int
                      std::min<int64_t>(kTileRows, end - row), pieces, sums + row - begin);
     }
   }
+  release_tiles();
 }
 
 #else
