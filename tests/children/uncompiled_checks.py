@@ -275,10 +275,11 @@ def test_patched_llama_trains():
         m(input_ids=ids, labels=ids).loss.backward()
     for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+        b.grad = a.grad.clone()  # a first step divides by |gradient|: rounding would be all of it
     torch.optim.AdamW(plain.parameters(), 1e-2).step()
     optim.AdamW(model.parameters(), 1e-2).step()
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
     fusedops.verify(model, {"input_ids": ids, "labels": ids})
     fusedops.unpatch(model)
     assert type(model) is type(plain)
