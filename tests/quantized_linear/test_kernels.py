@@ -12,7 +12,12 @@ from contract.wrapped import viewed
 from linear.cases import LAYOUTS
 
 import fusedops
-from fusedops.functional import QuantizedWeight, dequantize_weight, quantized_linear
+from fusedops.functional import (
+    QuantizedWeight,
+    dequantize_weight,
+    quantize_weight,
+    quantized_linear,
+)
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import dequantize_weight_reference, rounded_rows
 from fusedops.testing import check, device_of, gradients, placed, poisoned, threads
@@ -78,6 +83,24 @@ def test_integer_products(kind, backend, dtype, shape, features):
     weight = quantized(kind, random_weight(features, shape[-1]))
     args = inputs(shape, features, dtype)
     compare(weight, backend, args, input_format="int8", compute="int8")
+
+
+# A matrix unit multiplies tiles of 16 rows, up to 6 at once, in pieces of the depth of 512. Blocks
+# of 128 codes of 4 bits are decoded at once if the depth and the groups allow it.
+@pytest.mark.parametrize("format,group_size", [*product(["int4"], [32, 64, 128]), ("nf4", None)])
+@pytest.mark.parametrize("rows,depth", [(2, 1152), (17, 512), (40, 1280), (100, 640), (230, 1100)])
+def test_tiles_of_4_bit_codes(format, group_size, rows, depth):
+    weight = quantize_weight(random_weight(37, depth), format, group_size=group_size)
+    for dtype in FLOATS:
+        compare(weight, "cpu", inputs((rows, depth), 37, dtype))
+
+
+@pytest.mark.parametrize("format,group_size", [("int8", None), ("int8", 48), ("fp8", None)])
+@pytest.mark.parametrize("rows,depth", [(1, 600), (2, 1152), (33, 1033), (100, 640)])
+def test_tiles_of_8_bit_codes(format, group_size, rows, depth):
+    weight = quantize_weight(random_weight(37, depth), format, group_size=group_size)
+    for dtype in FLOATS:
+        compare(weight, "cpu", inputs((rows, depth), 37, dtype))
 
 
 @grid("kind,backend", CASES, activation=ACTIVATIONS, dtype=FLOATS)
