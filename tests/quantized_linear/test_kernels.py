@@ -214,17 +214,17 @@ def test_inputs_have_the_codes_of_the_reference(backend, input_format, rows):
     torch.testing.assert_close(found.cpu(), rounded_rows(x, input_format), rtol=0, atol=0)
 
 
-@grid(backend=BACKENDS, rows=[1, 5], compute=[None, "exact"])
-def test_every_code_of_fp8(backend, rows, compute):
-    """One column per code; two of the 256 codes are NaN."""
+@grid(backend=BACKENDS, rows=[1, 5], compute=[None, "exact"], at=[5, 32])
+def test_every_code_of_fp8(backend, rows, compute, at):
+    """One column per code, in the first 32 of its row and after them; two of the codes are NaN."""
     codes = torch.zeros(256, 33, dtype=torch.uint8)
-    codes[:, 32] = torch.arange(256)
+    codes[:, at] = torch.arange(256)
     codes = codes.view(torch.float8_e4m3fn)
     q = QuantizedWeight("fp8", 256, 33, 33, codes, torch.ones(256, 1)).to(device_of(backend))
     x = torch.ones(rows, 33, device=device_of(backend))
     with fusedops.backend(backend):
         y = quantized_linear(x, q, compute=compute)
-    expected = codes[:, 32].float().expand(rows, -1)
+    expected = codes[:, at].float().expand(rows, -1)
     torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
