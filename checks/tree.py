@@ -4,6 +4,7 @@ The working tree stays unchanged. The copy stays under build/, so that the next 
 changed files.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -82,9 +83,15 @@ class Tree:
         shutil.copy2(work / library.name, library)
 
     def pytest(self, selection: str, timeout: float | None = None) -> subprocess.CompletedProcess:
-        """Runs the tests that a command line selects, until the first failure."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        return self._run([*command, *shlex.split(selection)], False, timeout, tuple(self.preload))
+        """Runs the tests that a command line selects, until the first failure.
+
+        It may begin with environment variables, NAME=value.
+        """
+        words = shlex.split(selection)
+        variables = [*itertools.takewhile(re.compile(r"[A-Z_]+=").match, words)]
+        command = ["env", *variables, sys.executable, "-m", "pytest", "-x", "-q"]
+        command += ["-p", "no:cacheprovider", *words[len(variables) :]]
+        return self._run(command, False, timeout, tuple(self.preload))
 
     def _run(
         self,

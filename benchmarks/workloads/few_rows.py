@@ -6,6 +6,7 @@ and our quantized formats alternate, bitsandbytes' NF4 where it is installed, an
 bytes as the weight has, which shows how fast a plain loop reads memory here.
 """
 
+import copy
 import importlib
 import itertools
 from argparse import Namespace
@@ -92,7 +93,8 @@ def _contenders(
     for name in FORMATS:
         bits = 8 if name in ("int8", "fp8") else 4
         count = _count(columns * depth * bits // 8, most)
-        yield name, [_quantized(draw() / depth**0.5, dtype, name) for _ in range(count)]
+        layer = _quantized(draw() / depth**0.5, dtype, name)  # quantizing each takes minutes
+        yield name, [copy.deepcopy(layer) for _ in range(count)]
     if dtype != torch.float16 and (bnb := _bitsandbytes()) is not None:
         yield BNB, [_nf4_of(bnb, draw() / depth**0.5) for _ in range(_count(size // 4, most))]
 

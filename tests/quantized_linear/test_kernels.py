@@ -12,7 +12,12 @@ from contract.wrapped import viewed
 from linear.cases import LAYOUTS
 
 import fusedops
-from fusedops.functional import QuantizedWeight, dequantize_weight, quantized_linear
+from fusedops.functional import (
+    QuantizedWeight,
+    dequantize_weight,
+    quantize_weight,
+    quantized_linear,
+)
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import dequantize_weight_reference, rounded_rows
 from fusedops.testing import check, device_of, gradients, placed, poisoned, threads
@@ -78,6 +83,24 @@ def test_integer_products(kind, backend, dtype, shape, features):
     weight = quantized(kind, random_weight(features, shape[-1]))
     args = inputs(shape, features, dtype)
     compare(weight, backend, args, input_format="int8", compute="int8")
+
+
+# A matrix unit multiplies tiles of 16 rows, up to 6 at once, in pieces of the depth of 512. Blocks
+# of 128 codes of 4 bits are decoded at once if the depth and the groups allow it.
+@pytest.mark.parametrize("format,group_size", [*product(["int4"], [32, 64, 128]), ("nf4", None)])
+@pytest.mark.parametrize("rows,depth", [(2, 1152), (17, 512), (40, 1280), (100, 640), (230, 1100)])
+def test_tiles_of_4_bit_codes(format, group_size, rows, depth):
+    weight = quantize_weight(random_weight(37, depth), format, group_size=group_size)
+    for dtype in FLOATS:
+        compare(weight, "cpu", inputs((rows, depth), 37, dtype))
+
+
+@pytest.mark.parametrize("format,group_size", [("int8", None), ("int8", 48), ("fp8", None)])
+@pytest.mark.parametrize("rows,depth", [(1, 600), (2, 1152), (33, 1033), (100, 640)])
+def test_tiles_of_8_bit_codes(format, group_size, rows, depth):
+    weight = quantize_weight(random_weight(37, depth), format, group_size=group_size)
+    for dtype in FLOATS:
+        compare(weight, "cpu", inputs((rows, depth), 37, dtype))
 
 
 @grid("kind,backend", CASES, activation=ACTIVATIONS, dtype=FLOATS)
@@ -191,17 +214,17 @@ def test_inputs_have_the_codes_of_the_reference(backend, input_format, rows):
     torch.testing.assert_close(found.cpu(), rounded_rows(x, input_format), rtol=0, atol=0)
 
 
-@grid(backend=BACKENDS, rows=[1, 5], compute=[None, "exact"])
-def test_every_code_of_fp8(backend, rows, compute):
-    """One column per code; two of the 256 codes are NaN."""
+@grid(backend=BACKENDS, rows=[1, 5], compute=[None, "exact"], at=[5, 32])
+def test_every_code_of_fp8(backend, rows, compute, at):
+    """One column per code, in the first 32 of its row and after them; two of the codes are NaN."""
     codes = torch.zeros(256, 33, dtype=torch.uint8)
-    codes[:, 32] = torch.arange(256)
+    codes[:, at] = torch.arange(256)
     codes = codes.view(torch.float8_e4m3fn)
     q = QuantizedWeight("fp8", 256, 33, 33, codes, torch.ones(256, 1)).to(device_of(backend))
     x = torch.ones(rows, 33, device=device_of(backend))
     with fusedops.backend(backend):
         y = quantized_linear(x, q, compute=compute)
-    expected = codes[:, 32].float().expand(rows, -1)
+    expected = codes[:, at].float().expand(rows, -1)
     torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from children import forked
 
 LEVELS = ["none", "avx2", "avx512", "avx512_bf16"]
@@ -31,6 +32,10 @@ FILES = [
     "tests/rotary/test_kernels.py",
     "tests/rotary/test_torch.py",
 ]
+
+# A named level is without the matrix unit, which multiplies with quantized weights.
+MATRIX_UNIT = torch.cpu._is_amx_tile_supported()
+QUANTIZED = ["tests/quantized_linear/test_kernels.py"]
 
 RUN_TESTS = """
 import sys
@@ -65,11 +70,20 @@ def test_level(level, best):
         assert run.returncode == 1
         assert f"FUSEDOPS_CPU_ISA: this CPU has {best}, got {level}" in run.stderr
         return
-    if level == best:  # whose kernels all other tests run
+    if level == best and not MATRIX_UNIT:  # whose kernels all other tests run
         assert cpu_isa(level).stdout.strip() == level
         return
-    run = python(RUN_TESTS, level, COMPOSITE if level == "none" else KERNELS, *FILES, isa=level)
+    files = QUANTIZED if level == best else FILES
+    run = python(RUN_TESTS, level, COMPOSITE if level == "none" else KERNELS, *files, isa=level)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(not MATRIX_UNIT, reason="no matrix unit")
+def test_a_named_level_is_without_the_matrix_unit(best):
+    plan = "from fusedops.extension import _C\n"
+    plan += "print(_C.quantized_linear_plan('nf4', 64, 256, 64, 2, 'none', 'any'))"
+    assert "matrix unit" in python(plan, isa="").stdout
+    assert "in registers" in python(plan, isa=best).stdout
 
 
 def test_unknown_level():

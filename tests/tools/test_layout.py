@@ -54,6 +54,7 @@ SHARED = {
     "csrc/python": {"exports.h", "python.cpp"},
     "csrc/cpu": {"activation.h", "gemm.cpp", "gemm.h", "grain.h", "isa", "isa.cpp", "isa.h"},
     "csrc/cpu/isa": {
+        "amx.h",
         "dropout.h",
         "exp.h",
         "gates.h",

@@ -4,8 +4,9 @@
 // x is rounded once, to the operand's format. A task is kColumns columns of y for kMostRows rows of
 // x. For a few rows codes are decoded in registers. Up to kMany rows of x read decoded rows from
 // the cache: with up to kFew rows of x a row of codes is read from end to end, with more a piece of
-// the depth is read for all columns. More rows use transposed tiles, by oneDNN. Codes are read once
-// for each kMostRows rows. The order of sums does not depend on the number of threads.
+// the depth is read for all columns. More rows use transposed tiles, by oneDNN. If the CPU has a
+// matrix unit (AMX), it multiplies 2 rows or more, and 1 row of fp8. Codes are read once for each
+// kMostRows rows. The order of sums does not depend on the number of threads.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -13,12 +14,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "csrc/cpu/activation.h"
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 #include "csrc/cpu/isa/quantized_linear/few.h"
+#include "csrc/cpu/isa/quantized_linear/tiles.h"
 #include "csrc/cpu/gemm.h"
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/cpu/quantized_linear/weight.h"
@@ -26,11 +30,12 @@
 namespace fusedops::cpu::quantized_linear {
 namespace {
 
-constexpr int64_t kMostRows = 256;      // rows of x per block
-constexpr int64_t kColumns = 128;       // columns of y per task; their sums stay in scratch memory
-constexpr int64_t kFew = 16;            // up to this many rows of x fit the cache in full depth
-constexpr int64_t kMany = 32;           // above this many rows, tiles are transposed for a matmul
-constexpr int64_t kDepth = 2048;        // bytes of a row per piece of the depth
+constexpr int64_t kMostRows = 256;  // rows of x per block
+constexpr int64_t kColumns = 128;   // columns of y per task; their sums stay in scratch memory
+constexpr int64_t kFew = 16;        // up to this many rows of x fit the cache in full depth
+constexpr int64_t kMany = 32;       // above this many rows, tiles are transposed for a matmul
+constexpr int64_t kDepth = 2048;    // bytes of a row per piece of the depth
+constexpr int64_t kNoRows = std::numeric_limits<int64_t>::max();
 constexpr int64_t kTileDepth = 256;     // elements of a tile's row
 constexpr int64_t kProducts = 1 << 18;  // approximate number of multiplications per task
 
@@ -71,17 +76,25 @@ struct Input {
   }
 };
 
-// Where codes are decoded: in registers, in place, row-wise in cache, or in cached tiles.
-enum class Way { registers, as_they_lie, rows, tiles };
+// Where codes are decoded: in registers, in place, row-wise in cache, in cached tiles for oneDNN,
+// or in cached tiles for the matrix unit.
+enum class Way { registers, as_they_lie, rows, tiles, matrix_unit };
 
 struct Plan {
   Operand operand;
   Way way;
 
+  // Returns the fewest rows for the matrix unit. One row is faster in registers, except in fp8.
+  int64_t unit_rows(const Codes& w) const {
+    if (operand != Operand::bfloat16 || !has_matrix_unit()) return kNoRows;
+    return w.format == WeightFormat::fp8 ? 1 : 2;
+  }
+
   Plan(const Codes& w, int64_t rows, InputFormat rounds, Compute compute)
       : operand(rounds == InputFormat::int8 && multiplies_integers(w) ? Operand::integer
                                                                       : floating_operand(compute)),
         way(operand == Operand::integer ? of_integers(w)
+            : rows >= unit_rows(w)      ? Way::matrix_unit
             : rows <= kFewRows          ? of_few(w, operand)
             : rows <= kMany             ? Way::rows
                                         : of_many(operand)) {}
@@ -101,6 +114,37 @@ struct Plan {
   }
 };
 
+// x for the matrix unit, as TileProducts describes it.
+struct Packed {
+  int64_t depth;
+  bool turned;
+  Tensor numbers;
+
+  Packed(const Codes& w, const Input& x)
+      : depth(x.ld),
+        turned(!w.of_bytes() && w.k % kHalves == 0 && (w.group_size == 64 || w.group_size == 128)),
+        numbers(at::empty_like(x.numbers)) {
+    at::parallel_for(0, at::divup(x.rows, kEdge), 1, [&](int64_t tile, int64_t end) {
+      for (; tile < end; ++tile) pack(x, tile * kEdge);
+    });
+  }
+  // The tile that begins with this row of x.
+  uint16_t* at(int64_t row) const {
+    return static_cast<uint16_t*>(numbers.mutable_data_ptr()) + row * depth;
+  }
+
+ private:
+  void pack(const Input& x, int64_t row) const {
+    const auto* from = static_cast<const uint16_t*>(x.at(row, 0));
+    const std::unique_ptr<uint16_t[]> held(new uint16_t[turned ? kEdge * depth : 0]);
+    for (int64_t i = 0; turned && i < std::min(kEdge, x.rows - row); ++i) {
+      turn_halves_for_isa()(from + i * depth, depth, held.get() + i * depth);
+    }
+    transpose_for_isa()(reinterpret_cast<const float*>(turned ? held.get() : from), depth / 2,
+                        kEdge, depth / 2, reinterpret_cast<float*>(at(row)), kEdge);
+  }
+};
+
 // A few rows of x for codes that are decoded in registers: in the order of 4-bit codes, or as
 // float32 for 8-bit codes.
 struct Turned {
@@ -116,8 +160,9 @@ struct Turned {
     }
     halves.resize(numbers.size());
     for (int64_t i = 0; i < x.rows; ++i) {
-      turn_halves_for_isa()(static_cast<const uint16_t*>(x.at(i, 0)), x.ld,
-                            halves.data() + i * x.ld, numbers.data() + i * x.ld / kCodesOfLane);
+      const auto* const row = static_cast<const uint16_t*>(x.at(i, 0));
+      turn_halves_for_isa()(row, x.ld, halves.data() + i * x.ld);
+      sum_lanes_for_isa()(row, x.ld, numbers.data() + i * x.ld / kCodesOfLane);
     }
   }
 };
@@ -133,11 +178,13 @@ struct Outputs {
 // Computes blocks of y. The scratch belongs to one thread.
 class OutputBlock {
  public:
-  OutputBlock(const Codes& w, const Input& x, Way way, const FewRows& few, const Outputs& out)
+  OutputBlock(const Codes& w, const Input& x, Way way, const FewRows& few, const Packed* packed,
+              const Outputs& out)
       : w_(w),
         x_(x),
         way_(way),
         few_(few),
+        packed_(packed),
         out_(out),
         scaled_(!w.a_scale_a_row()),
         codes_(way == Way::tiles ? kColumns * kTileDepth * sizeof(BFloat16) : 8 * kDepth),
@@ -154,6 +201,12 @@ class OutputBlock {
         if (w_.zeros != nullptr && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
         break;
       case Way::tiles: add_tiles(row, rows, begin, columns); break;
+      case Way::matrix_unit:
+        multiply_tiles_for_isa()(w_,
+                                 {packed_->at(row), rows, packed_->depth, packed_->turned, scaled_,
+                                  sums_.data(), kColumns},
+                                 begin, begin + columns);
+        break;
       default: add_pieces(row, rows, begin, columns);
     }
     for (int64_t i = 0; i < rows; ++i) finish(row + i, sums_.data() + i * kColumns, begin, columns);
@@ -247,6 +300,7 @@ class OutputBlock {
   const Input& x_;
   Way way_;
   FewRows few_;
+  const Packed* packed_;  // for the matrix unit, else null
   const Outputs& out_;
   bool scaled_;
   std::vector<char> codes_;
@@ -261,10 +315,12 @@ void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
   const auto turned = turns ? Turned(w, x) : Turned();
   FewRows few{x.at(0, 0), narrow, x.ld, x.rows, turned.numbers.data(), nullptr, kColumns};
   if (turns) few.x = w.of_bytes() ? static_cast<const void*>(few.lanes) : turned.halves.data();
+  std::optional<Packed> packed;
+  if (way == Way::matrix_unit) packed.emplace(w, x);
   const int64_t grain = kProducts / (std::min(x.rows, kMostRows) * kColumns * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
     const BrgemmScope scope;
-    OutputBlock block(w, x, way, few, out);
+    OutputBlock block(w, x, way, few, packed ? &*packed : nullptr, out);
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / across * kMostRows, begin = i % across * kColumns;
       block.run(row, std::min(kMostRows, x.rows - row), begin, std::min(kColumns, w.n - begin));
@@ -303,10 +359,11 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
                                                                   : "float32";
   switch (plan.way) {
     case Way::registers:
-      return "codes become " + operand + " in registers, of at most " + std::to_string(kFewRows) +
-             " rows of input";
+      return "codes become " + operand + " in registers, of at most " +
+             std::to_string(std::min(kFewRows, plan.unit_rows(w) - 1)) + " rows of input";
     case Way::as_they_lie: return "codes of int8 are multiplied as they lie";
     case Way::rows: return "codes become " + operand + " in a cache, a few rows at a time";
+    case Way::matrix_unit: return "codes become " + operand + " in tiles of the matrix unit";
     default:
       return "codes become " + operand + " in tiles that oneDNN multiplies, from " +
              std::to_string(kMany + 1) + " rows of input on";

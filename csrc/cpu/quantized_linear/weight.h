@@ -1,7 +1,10 @@
 // How the loops read a weight's tensors, and the operands of its products.
 #pragma once
 
+#include <cstdlib>
+
 #include "csrc/cpu/isa/quantized_linear/codes.h"
+#include "csrc/ops/cpu_features.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops::cpu::quantized_linear {
@@ -22,6 +25,15 @@ inline bool has_kernel(c10::ScalarType dtype) { return isa() != Isa::none && dty
 inline Operand floating_operand(Compute compute) {
   const bool rounds = compute == Compute::any || compute == Compute::bf16;
   return rounds && isa() == Isa::avx512_bf16 ? Operand::bfloat16 : Operand::float32;
+}
+
+// Whether Intel's matrix unit multiplies. A named FUSEDOPS_CPU_ISA leaves it out.
+inline bool has_matrix_unit() {
+  static const bool found = [] {
+    const char* const wanted = std::getenv("FUSEDOPS_CPU_ISA");
+    return (wanted == nullptr || *wanted == '\0') && isa() == Isa::avx512_bf16 && has_amx();
+  }();
+  return found;
 }
 
 }  // namespace fusedops::cpu::quantized_linear

@@ -60,6 +60,25 @@ inline __m512 from_e4m3(__m128i codes) {
 }
 #endif
 
+#if defined(__AVX512BF16__)
+// The bfloat16 numbers of float8_e4m3fn's codes 0 to 7, whose exponent is 0: multiples of 2^-9.
+alignas(64) constexpr uint16_t kTinyE4m3[32] = {0,      0x3b00, 0x3b80, 0x3bc0,
+                                                0x3c00, 0x3c20, 0x3c40, 0x3c60};
+
+// Converts 32 float8_e4m3fn to bfloat16.
+inline __m512i widen_e4m3(__m256i codes) {
+  const __m512i tiny = _mm512_load_si512(kTinyE4m3);
+  const __m512i wide = _mm512_cvtepu8_epi16(codes);
+  const __m512i size = _mm512_and_si512(wide, _mm512_set1_epi16(127));
+  __m512i number = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+  const auto is_tiny = _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8));
+  number = _mm512_mask_permutexvar_epi16(number, is_tiny, size, tiny);
+  const auto is_nan = _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(127));
+  number = _mm512_mask_mov_epi16(number, is_nan, _mm512_set1_epi16(0x7fc0));
+  return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_xor_si512(wide, size), 8));
+}
+#endif
+
 inline Floats load(const uint8_t* p, Full) {
 #if defined(CPU_CAPABILITY_AVX512)
   const auto* const codes = reinterpret_cast<const __m128i*>(p);

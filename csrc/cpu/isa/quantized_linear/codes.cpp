@@ -102,6 +102,42 @@ void each_group(int64_t begin, int64_t end, int64_t size, const Function& f) {
   }
 }
 
+#if defined(__AVX512BF16__)
+// Decodes n codes from the flattened weight's code `first` on, in turn_halves' order.
+// numbers(group): the values of a group's codes. A register has codes of two groups: an index in
+// its upper half has bit 4 set, to look up the second one.
+template <class Numbers>
+FUSEDOPS_INLINE void look_up_turned(const Codes& w, int64_t first, int64_t n,
+                                    const Numbers& numbers, BFloat16* out) {
+  const uint8_t* const bytes = w.codes + first / 2;
+  const __m512i low_bits = _mm512_set1_epi16(15);
+  const __m512i second = _mm512_inserti64x4(__m512i{}, _mm256_set1_epi16(16), 1);
+  const int64_t next = w.group_size < kHalves ? 1 : 0;
+  int64_t group = first / w.group_size;
+  for (int64_t i = 0; i < n; i += kHalves, group += 1 + next) {
+    const __m512i codes = _mm512_loadu_si512(bytes + i / 2);
+    const __m512i table = narrow<BFloat16>({numbers(group).all(), numbers(group + next).all()});
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; ++s) {
+      const __m512i shifted = _mm512_srli_epi16(codes, 4 * s);
+      constexpr int kAndOr = 0xea;  // (a & b) | c
+      const __m512i index = _mm512_ternarylogic_epi32(shifted, low_bits, second, kAndOr);
+      _mm512_storeu_si512(out + i + 32 * s, _mm512_permutexvar_epi16(index, table));
+    }
+  }
+}
+
+void read_turned(const Codes& w, const ReadCodes& args, int64_t row, BFloat16* out) {
+  const int64_t first = row * w.k + args.begin, n = args.end - args.begin;
+  if (w.format == WeightFormat::nf4) {
+    look_up_turned(w, first, n, [&](int64_t group) { return Nf4Numbers{w.scales[group]}; }, out);
+  } else {
+    const auto numbers = [&](int64_t i) { return Int4Numbers{w.zeros[i], w.scales[i]}; };
+    look_up_turned(w, first, n, numbers, out);
+  }
+}
+#endif
+
 template <class T>
 void read_int4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   const int64_t groups = groups_of(w.k, w.group_size);
@@ -121,14 +157,27 @@ void read_nf4(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   });
 }
 
+// Converts codes to T, which represents them exactly.
+template <class Code, class T, class Part>
+FUSEDOPS_INLINE void convert(const Code* codes, T* out, Part part) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<Code, uint8_t> && std::is_same_v<T, BFloat16> &&
+                std::is_same_v<Part, Full>) {
+    const auto* const bytes = reinterpret_cast<const __m256i*>(codes);
+    _mm512_storeu_si512(out, widen_e4m3(_mm256_loadu_si256(bytes)));
+    return;
+  }
+#endif
+  store(out, load(codes, part), part);
+}
+
 // Code: int8_t, or uint8_t for e4m3.
 template <class Code, class T>
 void read_bytes(const Codes& w, const ReadCodes& args, int64_t row, T* out) {
   const auto* const codes = reinterpret_cast<const Code*>(w.codes) + row * w.k;
   if (!args.scaled) {
-    each_step(args.end - args.begin, [&](int64_t j, auto part) {
-      store(out + j, load(codes + args.begin + j, part), part);
-    });
+    each_step(args.end - args.begin,
+              [&](int64_t j, auto part) { convert(codes + args.begin + j, out + j, part); });
     return;
   }
   const int64_t groups = groups_of(w.k, w.group_size);
@@ -145,6 +194,14 @@ void read_rows_of(const Codes& w, const ReadCodes& args) {
   const int64_t n = args.end - args.begin;
   auto* out = static_cast<T*>(args.out);
   for (int64_t row = args.row; row < args.row + args.rows; ++row, out += args.ld) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (args.turned) {
+        read_turned(w, args, row, out);
+        continue;
+      }
+    }
+#endif
     switch (w.format) {
       case WeightFormat::int8: read_bytes<int8_t>(w, args, row, out); break;
       case WeightFormat::fp8: read_bytes<uint8_t>(w, args, row, out); break;

@@ -8,6 +8,8 @@ namespace fusedops::cpu::quantized_linear {
 
 using namespace fusedops::quantized_linear;
 
+constexpr int64_t kHalves = 128;  // 4-bit codes per register
+
 // A quantized weight [n, k].
 struct Codes {
   const uint8_t* codes;
@@ -36,13 +38,16 @@ constexpr int64_t size_of(Operand operand) {
 }
 
 // Decodes rows [row, row + rows) and columns [begin, end) of a weight to out [rows, ld]. If not
-// scaled, the caller applies each row's scale. begin is a multiple of 2.
+// scaled, the caller applies each row's scale. begin is a multiple of 2. turned: in turn_halves'
+// order; the codes are of 4 bits, in groups of 64 or 128, begin and end are multiples of kHalves,
+// and the operand is bfloat16.
 struct ReadCodes {
   int64_t row, rows, begin, end;
   void* out;
   int64_t ld;
   bool scaled;
   Operand operand;
+  bool turned = false;
 };
 FUSEDOPS_ISA_FUNCTION(read_codes, const Codes& weight, const ReadCodes& args)
 

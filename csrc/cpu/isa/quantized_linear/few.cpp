@@ -111,31 +111,16 @@ void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end)
 #endif
 
 #if defined(__AVX512BF16__)
-// Converts 32 float8_e4m3fn to bfloat16. tiny: a table of the numbers whose exponent is 0.
-inline __m512i widen_e4m3(__m256i codes, __m512i tiny) {
-  const __m512i wide = _mm512_cvtepu8_epi16(codes);
-  const __m512i size = _mm512_and_si512(wide, _mm512_set1_epi16(127));
-  __m512i number = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
-  const auto is_tiny = _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8));
-  number = _mm512_mask_permutexvar_epi16(number, is_tiny, size, tiny);
-  const auto is_nan = _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(127));
-  number = _mm512_mask_mov_epi16(number, is_nan, _mm512_set1_epi16(0x7fc0));
-  return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_xor_si512(wide, size), 8));
-}
-
 // Two sums per row: a single one would be one long dependency chain, and one indexed by j would be
 // kept in memory.
 template <int kRows>
 void add_e4m3(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
-  uint16_t tiny[32] = {};
-  for (int i = 0; i < 8; ++i) tiny[i] = std::bit_cast<uint32_t>(i * 0x1p-9f) >> 16;
-  const __m512i table = _mm512_loadu_si512(tiny);
   const auto* const x = static_cast<const uint16_t*>(args.x);
   for (int64_t n = begin; n < end; ++n) {
     const uint8_t* const codes = w.at(n, 0);
     __m512 sums[2][kRows] = {};
     const auto add = [&](int64_t j, __m256i some, __m512* to) {
-      const __m512i numbers = widen_e4m3(some, table);
+      const __m512i numbers = widen_e4m3(some);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         const __m512i row = _mm512_loadu_si512(x + r * args.ld + j);
@@ -192,16 +177,37 @@ void add_few_rows(const Codes& weight, const FewRows& args, int64_t begin, int64
   }
 }
 
-void turn_halves(const uint16_t* x, int64_t k, uint16_t* out, float* lanes) {
+void turn_halves(const uint16_t* x, int64_t k, uint16_t* out) {
   constexpr int kPlace[4] = {1, 0, 3, 2};  // the index of a code in its two bytes, by its shift
-  for (int64_t i = 0; i < k; i += kHalves, x += kHalves, out += kHalves, lanes += 16) {
+#if defined(CPU_CAPABILITY_AVX512)
+  uint16_t fourth[32] = {};
+  for (int i = 0; i < 16; ++i) fourth[i] = 4 * i;
+  const __m512i every_fourth = _mm512_loadu_si512(fourth);
+#endif
+  for (int64_t i = 0; i < k; i += kHalves, x += kHalves, out += kHalves) {
+#if defined(CPU_CAPABILITY_AVX512)
+    // Of every 4 elements one, by its place.
+    const auto quarter = [&](int from, int place) {
+      const __m512i index = _mm512_add_epi16(every_fourth, _mm512_set1_epi16(place));
+      const __m512i two = _mm512_permutex2var_epi16(_mm512_loadu_si512(x + from), index,
+                                                    _mm512_loadu_si512(x + from + 32));
+      return _mm512_castsi512_si256(two);
+    };
+    for (int s = 0; s < 4; ++s) {
+      const __m512i low = _mm512_castsi256_si512(quarter(0, kPlace[s]));
+      _mm512_storeu_si512(out + 32 * s, _mm512_inserti64x4(low, quarter(64, kPlace[s]), 1));
+    }
+#else
     for (int j = 0; j < kHalves; ++j) out[j] = x[j % 32 * 4 + kPlace[j / 32]];
-    for (int lane = 0; lane < 16; ++lane) {
-      lanes[lane] = 0;
-      for (int j = 0; j < kCodesOfLane; ++j) {
-        lanes[lane] +=
-            std::bit_cast<float>(static_cast<uint32_t>(x[kCodesOfLane * lane + j]) << 16);
-      }
+#endif
+  }
+}
+
+void sum_lanes(const uint16_t* x, int64_t k, float* lanes) {
+  for (int64_t i = 0; i < k; i += kCodesOfLane, ++lanes) {
+    *lanes = 0;
+    for (int j = 0; j < kCodesOfLane; ++j) {
+      *lanes += std::bit_cast<float>(static_cast<uint32_t>(x[i + j]) << 16);
     }
   }
 }

@@ -6,7 +6,6 @@
 namespace fusedops::cpu::quantized_linear {
 
 constexpr int64_t kFewRows = 4;
-constexpr int64_t kHalves = 128;     // 4-bit codes per register
 constexpr int64_t kCodesOfLane = 8;  // codes whose products are summed in one 32-bit lane
 
 // sums [rows, ld_sums] = x w^T for rows [begin, end) of w and at most kFewRows rows of x [rows,
@@ -23,8 +22,11 @@ struct FewRows {
 FUSEDOPS_ISA_FUNCTION(add_few_rows, const Codes& weight, const FewRows& args, int64_t begin,
                       int64_t end)
 
-// Reorders a bfloat16 row x [k] like the 4-bit codes are read, to out [k]. Also sums the elements
-// of each lane, to lanes [k / kCodesOfLane]. k is a multiple of kHalves.
-FUSEDOPS_ISA_FUNCTION(turn_halves, const uint16_t* x, int64_t k, uint16_t* out, float* lanes)
+// Reorders a bfloat16 row x [k] like the 4-bit codes are read, to out [k]. k is a multiple of
+// kHalves.
+FUSEDOPS_ISA_FUNCTION(turn_halves, const uint16_t* x, int64_t k, uint16_t* out)
+
+// Sums the elements of each lane of x [k], before it is turned, to lanes [k / kCodesOfLane].
+FUSEDOPS_ISA_FUNCTION(sum_lanes, const uint16_t* x, int64_t k, float* lanes)
 
 }  // namespace fusedops::cpu::quantized_linear
