@@ -48,7 +48,8 @@ def bench(args: argparse.Namespace) -> Sweep:
 def _swept(args: argparse.Namespace, caller: str, past_knee: bool) -> Sweep:
     model = build(args.model, args.dtype, caller)
     check_positions(model, max(args.length) + args.new_tokens * (args.mode == "generate"), caller)
-    model.config.use_cache = args.mode == "generate"
+    if args.mode == "generate":  # `build` makes models that train, without a cache
+        model.config.use_cache = model.generation_config.use_cache = True
     trained = model.parameters() if args.mode == "train" else None
     return sweep(
         random_tokens(model),

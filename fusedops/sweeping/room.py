@@ -49,8 +49,9 @@ class Peaks:
         """The peak of a point; None before the first one was measured."""
         if not self.points:
             return None
-        features = _features((batch, length or 1), self._known())
-        forward = float(torch.dot(self._fit(), torch.tensor(features, dtype=torch.float64)))
+        fit = self._fit()
+        features = _features((batch, length or 1), len(fit))
+        forward = float(torch.dot(fit, torch.tensor(features, dtype=torch.float64)))
         return max(self.largest, round(forward))
 
     def _known(self) -> int:
@@ -64,7 +65,14 @@ class Peaks:
             batch, length, peak = self.points[0]
             values = [self.fixed, max(0, peak - self.fixed) / (batch * length)]
             return torch.tensor(values, dtype=torch.float64)
-        features = [_features((b, length), self._known()) for b, length, _ in self.points]
+        for terms in range(self._known(), 1, -1):
+            solved = self._solved(terms)
+            if bool((solved[1:] >= 0).all()):  # bytes do not shrink with the batch or the length
+                return solved
+        return solved
+
+    def _solved(self, terms: int) -> torch.Tensor:
+        features = [_features((b, length), terms) for b, length, _ in self.points]
         rows = torch.tensor(features, dtype=torch.float64)
         largest = rows.amax(0)
         peaks = torch.tensor([[max(1, p)] for *_, p in self.points], dtype=torch.float64)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fusedops.patching.core.snapshot import Snapshot
+from fusedops.patching.core.undo import afterwards
 from fusedops.profiling.progress import progress
 from fusedops.profiling.reasons import bytes_text
 from fusedops.profiling.storage.measured import measure_memory
@@ -58,8 +59,9 @@ def sweep(
     variant "eager".
 
     variants: "eager", or parts joined by "+": "patched" (`fusedops.patch`), "compiled"
-    (`torch.compile`), "quantized:nf4" (`fusedops.quantize`), "static" (a static cache, in mode
-    "generate"). They share the model's parameters and take turns at each point.
+    (`torch.compile`), "quantized:nf4" (`fusedops.quantize`); in mode "generate" also "static" (a
+    static cache) and "low_latency" (`fusedops.low_latency`). They share the model's parameters
+    and take turns at each point.
 
     budget_s: seconds for all points. memory_limit: an int is bytes of a step's peak, a float a
     fraction of the memory that is available at the start. The peak of a point is predicted from
@@ -84,7 +86,10 @@ def sweep(
 
 @dataclass
 class Contender:
-    """A variant at work. rows: that were measured, by length. ended: why no larger batch is."""
+    """A variant at work.
+
+    rows: the measured ones, by length. ended: why larger batches are skipped, by length.
+    """
 
     name: str
     run: Run
@@ -110,11 +115,9 @@ def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepR
 
 @contextmanager
 def _put_back(asked: Asked) -> Iterator[None]:
-    kept = Snapshot(asked.model, asked.optimizer)
-    try:
+    restore = Snapshot(asked.model, asked.optimizer).restore
+    with afterwards(restore), afterwards(restore):
         yield
-    finally:
-        kept.restore()
 
 
 def _contenders(asked: Asked, new_tokens: int) -> Iterator[Contender]:
@@ -241,7 +244,7 @@ def _row(mode: str, contender: Contender, place: _Place, batch: Any, samples: Sa
     row = place.row(
         contender,
         p50=median(latencies),
-        p50_interval=median_interval(latencies),
+        p50_interval=median_interval(_paired(samples)),
         p95=quantile(latencies, 0.95),
         p99=quantile(latencies, 0.99),
         seconds_per_sample=whole / place.batch,

@@ -55,7 +55,8 @@ def sample(runs: Sequence[Run], batch: Any, seconds: float, deadline: float) -> 
             timed, disturbed = _watched(run, batch)
             found[i].runs.append(timed)
             found[i].disturbed.append(disturbed)
-    _repeat(runs, batch, found, min(deadline, start + 2 * seconds))
+    took = perf_counter() - start
+    _repeat(runs, batch, found, min(deadline, start + took + max(seconds, took)))
     return found
 
 

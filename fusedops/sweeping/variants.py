@@ -10,6 +10,7 @@ from torch import nn
 
 from fusedops.integrations.transformers.latency import low_latency
 from fusedops.patching import patch, quantize, unpatch
+from fusedops.patching.core.undo import undo_in_copy
 from fusedops.patching.quantize import check_options
 
 __all__ = ["EAGER", "Variant", "shared_copy", "variant"]
@@ -22,7 +23,7 @@ GENERATING = ("static", "low_latency")  # parts for mode "generate" alone
 
 @dataclass(frozen=True)
 class Variant:
-    """A name such as "compiled+patched", and what it asks for."""
+    """A name such as "compiled+patched", and its parts."""
 
     name: str
     patched: bool = False
@@ -38,6 +39,7 @@ class Variant:
         turns without undoing each other; only quantized weights are new. "eager" is unpatched.
         """
         made = shared_copy(model, "sweep")
+        undo_in_copy(model, made)
         unpatch(made)
         if self.format is not None:
             quantize(made, self.format)
@@ -62,7 +64,7 @@ def variant(name: str, mode: str) -> Variant:
     for part in parts:
         kind, _, format = part.partition(":")
         if kind == "quantized" and format:
-            check_options(format, dict.fromkeys(OPTIONS))
+            _check_format(format)
             known["format"] = format
         elif part in PARTS:
             known[part] = True
@@ -73,6 +75,13 @@ def variant(name: str, mode: str) -> Variant:
         if known.get(part) and mode != "generate":
             raise ValueError(f'sweep: variants with "{part}" need mode "generate", got {mode!r}')
     return Variant(name, **known)
+
+
+def _check_format(format: str) -> None:
+    try:
+        check_options(format, dict.fromkeys(OPTIONS))
+    except ValueError as error:
+        raise ValueError(f"sweep: variants: {error}") from error
 
 
 def shared_copy(model: nn.Module, caller: str) -> nn.Module:

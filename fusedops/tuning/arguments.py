@@ -41,6 +41,8 @@ def checked(
         raise ValueError(f"tune: batch must be at least 1, got {batch}")
     if goal not in GOALS:
         raise ValueError(f"tune: goal must be one of {', '.join(GOALS)}, got {goal!r}")
+    if not isinstance(budget_s, int | float):
+        raise TypeError(f"tune: budget_s must be seconds, got {type(budget_s).__name__}")
     for name, value in (("p95", p95), ("memory", memory), ("budget_s", budget_s)):
         if value is not None and not value > 0:
             raise ValueError(f"tune: {name} must be more than 0, got {value}")

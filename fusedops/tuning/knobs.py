@@ -56,11 +56,18 @@ def _no_checkpointing(subject: Subject, setting: Setting) -> str:
 
 
 def _no_parts(subject: Subject, setting: Setting) -> str:
-    return "" if setting.batch >= 2 else "the batch has one sample"
+    fits = setting.batch % (2 * setting.micro_batches) == 0
+    return (
+        "" if fits else f"{setting.batch} samples have no {2 * setting.micro_batches} equal parts"
+    )
+
+
+def _cpus() -> int:
+    return max(1, int(usable_cpus()))
 
 
 def _no_threads(subject: Subject, setting: Setting) -> str:
-    there, used = int(usable_cpus()), setting.threads or torch.get_num_threads()
+    there, used = _cpus(), setting.threads or torch.get_num_threads()
     return "" if used != there else f"torch uses all {there} CPUs already"
 
 
@@ -117,7 +124,7 @@ KNOBS: dict[str, Knob] = {
         Knob(
             "threads",
             "sums are split differently",
-            lambda s: replace(s, threads=int(usable_cpus())),
+            lambda s: replace(s, threads=_cpus()),
             _no_threads,
         ),
         Knob("compile", ROUNDING, lambda s: replace(s, compile=True), _no_compiler),

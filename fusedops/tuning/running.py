@@ -1,13 +1,14 @@
 """A training step in one setting, at work on the model's own parameters."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from fusedops.patching import unpatch
 from fusedops.sweeping.modes import Timed
 from fusedops.sweeping.variants import shared_copy
 from fusedops.tuning.knobs import Subject
@@ -32,11 +33,8 @@ class Running:
         before = torch.get_num_threads()
         defined: dict[str, Any] = {}
         exec(setting.code, defined)  # this package's own text: see Setting
-        copied = shared_copy(subject.model, "tune")
-        if not setting.patch:
-            unpatch(copied)
         try:
-            found = defined["tuned"](copied.train(), subject.optimizer)
+            found = defined["tuned"](shared_copy(subject.model, "tune"), subject.optimizer)
             self.model, self.optimizer, self.step = found
         finally:
             torch.set_num_threads(before)
@@ -44,21 +42,29 @@ class Running:
 
     def __call__(self, batch: Any = None) -> Timed:
         """Fetches the next batch and runs a step on it; the batch that is given is not used."""
+        with self._threads():
+            start = perf_counter()
+            self.step(next(self.batches))
+            return Timed(perf_counter() - start)
+
+    def loss(self, batches: list[Any], size: int) -> float:
+        """The last loss of steps on these batches of `size` samples, cut to the setting's batch."""
+        with self._threads():
+            for batch in batches:
+                loss = self.step({name: self._cut(t, size) for name, t in batch.items()})
+        return float(loss)
+
+    def _cut(self, t: Tensor, size: int) -> Tensor:
+        return t[: self.setting.batch] if t.dim() and len(t) == size else t
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
-        start = perf_counter()
         try:
-            self.step(next(self.batches))
+            yield
         finally:
             torch.set_num_threads(before)
-        return Timed(perf_counter() - start)
-
-    def loss(self, batches: list[Any]) -> float:
-        """The last loss of steps on these batches, cut to the setting's size."""
-        for batch in batches:
-            cut = {name: tensor[: self.setting.batch] for name, tensor in batch.items()}
-            loss = self.step(cut)
-        return float(loss)
 
 
 class _Endless(IterableDataset):

@@ -19,19 +19,25 @@ def tuned(model, optimizer):
     """Sets up what fusedops.tune found. Returns the model, the optimizer and step(batch)."""
 '''
 ADAMW = """\
-    names = "params", "lr", "betas", "eps", "weight_decay"
+    names = "params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"
     groups = [{{name: group[name] for name in names}} for group in optimizer.param_groups]
     state = optimizer.state_dict()
     optimizer = {optimizer}(groups)
     if state["state"]:
         optimizer.load_state_dict(state)
 """
-# A batch is keyword arguments: tensors are cut along their first dimension.
-PARTS = """\
+PARTS = '''\
     def parts(batch):
-        cut = {{name: tensor.chunk({micro_batches}) for name, tensor in batch.items()}}
-        return [dict(zip(cut, values)) for values in zip(*cut.values())]
+        """Cuts the tensors that have a row for each of {batch} samples."""
+        for i in range(0, {batch}, {size}):
+            cut = slice(i, i + {size})
+            rows = {{k: t.dim() > 0 and len(t) == {batch} for k, t in batch.items()}}
+            yield {{k: t[cut] if rows[k] else t for k, t in batch.items()}}
 
+'''
+FROZEN = """\
+    trained = [name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad]
+    fusedops.quantize(model, "{format}", skip=["lm_head", *filter(None, trained)])
 """
 
 
@@ -63,10 +69,11 @@ class Setting:
 
     def _lines(self) -> Iterator[str]:
         yield HEAD
+        yield "    model.train()\n"
         if self.threads is not None:
             yield f"    torch.set_num_threads({self.threads})\n"
         if self.quantize is not None:
-            yield f'    fusedops.quantize(model, "{self.quantize}")\n'
+            yield FROZEN.format(format=self.quantize)
         if self.patch:
             yield "    fusedops.patch(model)\n"
         if self.checkpoint:
@@ -83,7 +90,7 @@ class Setting:
         """The lines of step(batch)."""
         many = self.micro_batches > 1
         if many:
-            yield PARTS.format(micro_batches=self.micro_batches)
+            yield PARTS.format(batch=self.batch, size=self.batch // self.micro_batches)
         yield "    def step(batch):\n        optimizer.zero_grad()\n"
         indent = " " * 8
         if many:

@@ -1,5 +1,6 @@
 """The trials of `fusedops.tune`: each knob on top of what was kept, compared in turns."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -37,10 +38,12 @@ class Tuner:
     end: float
     deadline: float
     knobs: int = len(KNOBS)
+    size: int = 0  # samples of the baseline's batch
     baseline_loss: float = 0.0
 
     def trials(self, start: Setting, names: list[str], kept: Snapshot) -> Iterator[Trial]:
         """The baseline, then a trial of each knob, then of smaller batches if p95 asks for them."""
+        self.size = start.batch
         batches = [self._made(start.batch) for _ in range(LOSS_STEPS)]
         trial = best = self._baseline(start, batches, kept)
         yield best
@@ -65,17 +68,14 @@ class Tuner:
         return 0 if self.limits.p95 is None else 2
 
     def final(self, base: Setting, best: Setting) -> Ratio:
-        """The winner against the baseline, in turns; 1 if nothing was kept.
-
-        Raises TooSlow if the fewest rounds take twice the time that was left for them.
-        """
+        """The winner against the baseline, in turns; 1 if nothing was kept."""
         if base == best:
             return Ratio(1.0, 1.0, 1.0)
         runs = [self._running(base), self._running(best)]
         for run in runs * WARMUP:
             run()
         seconds = max(0.0, self.deadline - perf_counter())
-        before, after = sample(runs, None, seconds, self.deadline + self.deadline - self.end)
+        before, after = sample(runs, None, seconds, math.inf)
         return self._ratio(base, before, best, after)
 
     def _made(self, batch: int) -> Any:
@@ -96,7 +96,10 @@ class Tuner:
         loss, run = self._loss(setting, batches, kept), self._running(setting)
         peak = self._prepared(run)
         share = (self.end - perf_counter()) / (1 + self.knobs + self._smaller())
-        (samples,) = sample([run], None, share, self.end)
+        try:
+            (samples,) = sample([run], None, share, self.end)
+        except TooSlow as error:
+            raise ValueError(f"tune: budget_s must be enough for more steps: {error}") from error
         self.baseline_loss = loss
         self.subject = replace(self.subject, input_share=self._input_share(setting, samples))
         found = _measured(samples, peak)
@@ -104,16 +107,18 @@ class Tuner:
 
     def _input_share(self, setting: Setting, samples: Samples) -> float:
         """Of the step, that make_batch takes."""
-        start = perf_counter()
+        times = []
         for _ in range(LOSS_STEPS):
+            start = perf_counter()
             self._made(setting.batch)
-        return (perf_counter() - start) / LOSS_STEPS / median(samples.seconds)
+            times.append(perf_counter() - start)
+        return median(times) / median(samples.seconds)
 
     def _loss(self, setting: Setting, batches: list[Any], kept: Snapshot) -> float:
         """After a few steps from the user's parameters and generators."""
         kept.restore()
         try:
-            return self._running(setting).loss(batches)
+            return self._running(setting).loss(batches, self.size)
         finally:
             kept.restore()
 
@@ -146,6 +151,8 @@ class Tuner:
             found = sample(runs, None, left, self.end)
         except TooSlow as error:
             return Trial(knob.name, setting, why=str(error))
+        except Exception as error:  # noqa: BLE001 - the user's model under a change may raise anything
+            return Trial(knob.name, setting, why=f"the step raised {type(error).__name__}: {error}")
         before, after = map(_measured, found, peaks)
         ratio = self._ratio(setting, found[0], turned, found[1])
         is_kept, why = judge(before, after, ratio, self.limits, knob.least)

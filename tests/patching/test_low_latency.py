@@ -7,6 +7,7 @@ from torch import nn
 import fusedops
 from fusedops.nn import QuantizedLinear
 from fusedops.patching.core.swap import fused_modules
+from fusedops.sweeping.variants import variant
 
 transformers = pytest.importorskip("transformers")
 
@@ -80,6 +81,25 @@ def test_twice_is_undone_once(model):
     fusedops.low_latency(model)
     fusedops.unpatch(model)
     fusedops.unpatch(model)
+    assert model.generation_config is before
+
+
+def test_the_last_call_counts(model):
+    before = model.generation_config
+    fusedops.low_latency(model)
+    fusedops.low_latency(model, compile=False)
+    assert model.generation_config.compile_config is None
+    fusedops.low_latency(model, cache="dynamic", compile=False)
+    assert model.generation_config is before
+
+
+def test_an_eager_variant_is_eager(model):
+    before = model.generation_config
+    fusedops.low_latency(model)
+    eager = variant("eager", "generate").model(model)
+    assert eager.generation_config is before
+    assert model.generation_config.cache_implementation == "static"
+    fusedops.unpatch(nn.ModuleList([model]))
     assert model.generation_config is before
 
 

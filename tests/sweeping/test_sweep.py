@@ -12,6 +12,7 @@ from fusedops.__main__ import main
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.storage.use import MemoryUse
 from fusedops.profiling.timing import Ratio
+from fusedops.sweeping import sampling
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.row import SweepRow
@@ -25,6 +26,12 @@ TINY = {
     "num_attention_heads": 2,
     "vocab_size": WORDS,
 }
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    """Sweeps end by their rounds and not by the clock of a busy machine."""
+    monkeypatch.setattr(sampling, "MOST", 7)
 
 
 @pytest.fixture
@@ -62,7 +69,7 @@ def test_training_leaves_everything_as_it_was(model):
         batch=(1, 2),
         length=(8, 16),
         variants=("eager", "patched", "quantized:int8"),
-        budget_s=6,
+        budget_s=300,
     )
     points = [(b, n) for n in (8, 16) for b in (1, 2)]
     names = ("eager", "patched", "quantized:int8")
@@ -114,7 +121,7 @@ def test_generation_times_each_token(model, name):
         batch=2,
         length=6,
         new_tokens=5,
-        budget_s=2,
+        budget_s=300,
     ).rows
     assert row.samples % 4 == 0
     assert row.samples >= 24  # 6 runs, the first token of each apart
@@ -129,7 +136,7 @@ def test_a_step_of_ones_own():
         lambda batch, length: torch.randn(batch, 64),
         step=lambda x: x @ weight,
         batch=(1, 2),
-        budget_s=1,
+        budget_s=300,
     )
     assert rows(found) == [("eager", 1, None), ("eager", 2, None)]
     assert found.mode == "step"
@@ -150,7 +157,7 @@ def test_points_over_the_limit_are_skipped(model):
         batch=(1, 2, 4096),
         length=16,
         memory_limit=limit,
-        budget_s=3,
+        budget_s=300,
         past_knee=True,
     )
     *_, skipped = found.rows
@@ -293,7 +300,7 @@ BAD = {
     "length": ({"length": "long"}, ValueError, "length must be integers of at least 1, got 'l'"),
     "mode": ({"mode": "serve"}, ValueError, "mode must be one of train, forward, generate"),
     "variant": ({"variants": ("fast",)}, ValueError, 'variants must be "eager" or parts of'),
-    "format": ({"variants": ("quantized:int3",)}, ValueError, "format must be"),
+    "format": ({"variants": ("quantized:int3",)}, ValueError, "sweep: variants: .*format must be"),
     "static": ({"variants": ("static",)}, ValueError, '"static" need mode "generate"'),
     "twice": ({"variants": ("eager", "eager")}, ValueError, "variants must differ"),
     "budget": ({"budget_s": 0}, ValueError, "budget_s must be more than 0 seconds, got 0"),
@@ -329,11 +336,29 @@ def test_training_needs_a_loss():
         fusedops.sweep(lambda batch, length: torch.randn(batch, 2), model=nn.Linear(2, 2))
 
 
-def test_the_command_line(tmp_path, capsys, model):
+def test_the_command_line_generates_with_a_cache(tmp_path, monkeypatch):
+    """After the prompt each forward sees one token."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY | {"model_type": "llama"}))
+    lengths = []
+    embed = nn.Embedding.forward
+
+    def forward(self, ids):
+        lengths.append(ids.shape[-1])
+        return embed(self, ids)
+
+    monkeypatch.setattr(nn.Embedding, "forward", forward)
+    command = ["sweep", str(path), "--batch", "1", "--length", "8", "--variants", "eager"]
+    assert main([*command, "--mode", "generate", "--new-tokens", "4"]) == 0
+    assert lengths[:4] == [8, 1, 1, 1]
+
+
+def test_the_command_line(tmp_path, capsys, model, monkeypatch):
+    monkeypatch.setattr(sampling, "MOST", 20)  # p95 needs as many
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY | {"model_type": "llama"}))
     out = tmp_path / "rows.json"
-    command = ["sweep", str(path), "--batch", "1,2", "--length", "8", "--budget", "2", "--p95", "9"]
+    command = ["sweep", str(path), "--batch", "1,2", "--length", "8", "--p95", "9"]
     assert main([*command, "--json", str(out), "--mode", "forward"]) == 0
     shown = capsys.readouterr().out
     assert "most throughput within 9 s: " in shown

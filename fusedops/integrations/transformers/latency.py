@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fusedops.patching import PatchReport, patch
-from fusedops.patching.core.undo import at_unpatch
+from fusedops.patching.core.undo import at_unpatch, run_at_unpatch
 
 __all__ = ["low_latency"]
 
@@ -34,6 +34,7 @@ def low_latency(
     """
     _check(model, cache, compile)
     report = patch(model, quantize=quantize)
+    run_at_unpatch(model)  # an earlier call's config
     if cache == "static":
         _generate_statically(model, compile)
     how = ", and torch.compile runs each token after the first" if compile else ""

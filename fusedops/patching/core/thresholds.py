@@ -50,7 +50,7 @@ FEW_QUERIES = 16
 KEYS, KEYS_IN_TRAINING = 128, 512  # for few queries
 SCORES, WIDE_SCORES = 128 * 128, 256 * 256  # queries times keys for many queries, 16-bit and 32-bit
 
-FEW_ROWS = (32, 16, 8, 4, 2, 1)  # that are tried for the most rows of a machine's kernel
+FEW_ROWS = (32, 16, 8, 4, 2, 1)  # tried in turn, to find the most that the kernel takes
 _few_rows: dict[tuple, int] = {}  # (dtype, columns, depth, transposed) -> the most rows
 
 _blocks: set[object] = set()
@@ -143,9 +143,8 @@ def linear_loses(weight: Tensor, transposed: bool) -> str:
     if device not in ("cpu", "meta") or weight.dtype not in (F32, torch.bfloat16, torch.float16):
         where = {"cpu": "CPUs", "meta": "CPUs", "cuda": "GPUs"}.get(device, device)
         return f"for {dtype} on {where} torch's matmul is already as fast"
-    if _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
-        return ""
-    if _note_few_rows(weight, transposed):
+    few = _note_few_rows(weight, transposed)
+    if few or _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
         return ""
     return "torch's matmul of this size is as fast on this machine"
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
     _push_mode as _push_dispatch_mode,
 )
 
-__all__ = ["afterwards", "at_unpatch", "on_failure", "run_at_unpatch", "settings"]
+__all__ = ["afterwards", "at_unpatch", "on_failure", "run_at_unpatch", "settings", "undo_in_copy"]
 
 _at_unpatch: "WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]]" = WeakKeyDictionary()
 
@@ -79,10 +79,18 @@ def at_unpatch(model: nn.Module, restore: Callable[[nn.Module], object]) -> None
 
 
 def run_at_unpatch(model: nn.Module) -> None:
-    """Runs what `at_unpatch` was given for the model. Idempotent."""
-    if restore := _at_unpatch.get(model):
-        restore(model)
-        _at_unpatch.pop(model, None)
+    """Runs what `at_unpatch` was given for the model and for those inside it. Idempotent."""
+    for module in model.modules():
+        if restore := _at_unpatch.get(module):
+            restore(module)
+            _at_unpatch.pop(module, None)
+
+
+def undo_in_copy(model: nn.Module, copied: nn.Module) -> None:
+    """Undoes in a copy of the model what `unpatch` would undo in the model."""
+    for module, other in zip(model.modules(), copied.modules(), strict=True):
+        if restore := _at_unpatch.get(module):
+            restore(other)
 
 
 def settings() -> Callable[[], None]:
