@@ -48,14 +48,20 @@ batches of 4 x 64 tokens ("train"), of 8 x 128 tokens ("large": `checkpoint` and
 samples of 8 to 64 tokens ("padded"). `padding` is measured with four batches against the same
 samples sorted by length and trimmed; these keep some padding, and the prediction leaves none.
 
-Advice that a report did not give, or that it had no time to try, has no row. Neither have `batch`,
-`compile` and `collate`, which say themselves that their saving is an upper bound, and `threads`,
-which the profile itself measures.
+Advice that a report did not give, or that it had no time to try, has no row. This advice has none:
+
+- `batch`, `compile` and `collate` say themselves that their saving is an upper bound, and the
+  profile itself measures `threads`.
+- `workers`: these steps keep their batches in memory. [profile_workloads.md](profile_workloads.md)
+  compares its prediction with a measurement on a loop that decodes images.
+- `quantize_lora`: these models have no frozen weights. Its prediction of time has no comparison.
+- `keep_freed_memory`: page faults do not limit these steps. [profile_matrix.md](profile_matrix.md)
+  has the verdict on steps that they limit, and no saving.
+- `offload` and `zero` need GPUs or several ranks.
 """
 STEP = Kind(batch=4, length=64)
 WINDOW = 4  # batches whose samples are sorted by length
 SHORTEST = 8  # tokens of a padded sample
-Pairs = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ HEADS = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModel
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a step. trains: backward and AdamW, else a forward without gradients."""
+    """A kind of step. trains: backward and AdamW, else a forward without gradients."""
 
     batch: int = 4
     length: int = 128

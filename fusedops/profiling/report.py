@@ -179,14 +179,14 @@ class Profile:
     def measure(self, *ids: str, budget_s: float = 60.0) -> list[Advice]:
         """Tries changes on the live step, and returns their advice with `measured`.
 
-        ids: "patch", "loss", "checkpoint", "adamw8bit", "bf16", "threads", "workers" or
-        "keep_freed_memory". Blocks of steps with a change and without it alternate; for "workers"
-        they are blocks of the loop, and the DataLoader's dataset is read again. Then the change is
-        undone, and parameters, buffers, optimizer state and generators are what they were. Only
-        `keep_freed_memory` leaves the C library with its default setting. `measured.bytes` is the
-        difference of two steps' peaks, where a change moves memory. budget_s: seconds for all of
-        them. A change that the budget has no time for, or that makes the step raise, has
-        `measured=None`, and `verdict.not_checked` says why.
+        ids: "patch", "loss", "checkpoint", "quantize_lora", "adamw8bit", "fused_adamw", "bf16",
+        "threads", "workers" or "keep_freed_memory". Blocks of steps with a change and without it
+        alternate; for "workers" they are blocks of the loop, and the DataLoader's dataset is read
+        again. Then the change is undone, and parameters, buffers, optimizer state and generators
+        are what they were. Only `keep_freed_memory` leaves the C library with its default setting.
+        `measured.bytes` is the difference of two steps' peaks, where a change moves memory.
+        budget_s: seconds for all of them. A change that the budget has no time for, or that makes
+        the step raise, has `measured=None`, and `verdict.not_checked` says why.
 
         Raises ValueError for an id that cannot be tried on this step, with the reason, and
         RuntimeError for a report that was loaded or recorded.
@@ -213,8 +213,8 @@ class Profile:
         """Names of the blocks to checkpoint, those with most bytes per added second first.
 
         budget: bytes of the step's peak; the fewest blocks with which it fits are named. Without
-        one, all blocks that lower the peak. Empty where the peak is low enough, or activations are
-        a small part of it. Raises ValueError for a budget that checkpointing cannot reach.
+        one, all blocks that lower the peak. Empty where the peak is low enough. Raises ValueError
+        where no block was measured, or for a budget that checkpointing cannot reach.
         """
         chosen = worthwhile(self.evidence) if budget is None else fitting(self.evidence, budget)
         return [block.name for block in chosen]

@@ -10,14 +10,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import fusedops
+from fusedops.nn import QuantizedLinear
 from fusedops.patching.core.swap import fused_modules
+from fusedops.profiling.advice import trial
 from fusedops.profiling.advice.checkpoints import REST
 from fusedops.profiling.advice.loading import Loop, why_no_workers
 from fusedops.profiling.advice.recompute import checkpointed
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import why_not
 from fusedops.profiling.collect.blocks import LARGE, cost_of_blocks
-from fusedops.profiling.collect.everything import Subject
+from fusedops.profiling.collect.everything import Subject, about
+from fusedops.profiling.collect.frozen import time_frozen
 from fusedops.profiling.evidence import Block, Evidence, Loader, Patching, SiteTime
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
@@ -77,6 +80,10 @@ def test_checkpoints_fit_a_budget():
     assert report.checkpoints(79 * MIB) == ["layers.0", "layers.1"]
     with pytest.raises(ValueError, match=f"budget must be at least {62 * MIB} bytes, the lowest"):
         report.checkpoints(61 * MIB)
+    unmeasured = Profile(recomputed(blocks=()))
+    assert unmeasured.checkpoints(100 * MIB) == []
+    with pytest.raises(ValueError, match="checkpoints needs measured blocks"):
+        unmeasured.checkpoints(99 * MIB)
     with pytest.raises(ValueError, match="the memory of a step, which was not measured"):
         Profile(recomputed(memory=None)).checkpoints(1)
     assert Evidence.from_dict(report.evidence.to_dict()) == report.evidence
@@ -281,8 +288,11 @@ def frozen_model():
     return model, torch.optim.SGD(layers[2].parameters(), lr=0.1)
 
 
-def test_quantized_frozen_weights_are_predicted_measured_and_put_back():
+@pytest.mark.parametrize("holds", ["trained", "all"])
+def test_quantized_frozen_weights_are_predicted_measured_and_put_back(holds):
     model, optimizer = frozen_model()
+    if holds == "all":
+        optimizer = torch.optim.AdamW(model.parameters())
 
     def train(x):
         model(x).square().mean().backward()
@@ -304,13 +314,33 @@ def test_quantized_frozen_weights_are_predicted_measured_and_put_back():
     assert Evidence.from_dict(report.evidence.to_dict()) == report.evidence
 
 
+def test_a_linear_with_two_paths_counts_once():
+    linear = nn.Linear(256, 256).requires_grad_(False)
+    model = nn.Sequential(linear, nn.Tanh(), linear, nn.Linear(256, 4))
+    assert about(model)["frozen_bytes"] == linear.weight.nbytes
+    x = torch.randn(8, 256)
+    (row,), reason = time_frozen(model, lambda: model(x), 0.0, time.perf_counter() + 5.0)
+    assert row.calls == 2 and not reason
+    with trial._change("quantize_lora", Subject(print, model=model), recomputed())():
+        assert isinstance(model[0], QuantizedLinear) and model[0] is model[2]
+    assert model[0] is model[2] is linear
+
+
+def test_the_first_fsdp_is_sharded():
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    assert not about(nn.Linear(2, 2))["sharded"]
+    assert about(nn.Sequential(FullyShardedDataParallel()))["sharded"]
+
+
 def test_seconds_of_quantized_weights_are_the_sum_over_calls():
     about = {"parameter_bytes": 4000, "frozen_bytes": 3200, "frozen_elements": 800}
     calls = replace(site("quantize", 3 * MS, 5 * MS), calls=4)
     found = recomputed(about=about, frozen=(calls, site("quantize", 4 * MS, 3 * MS)))
     assert advice(found)["quantize_lora"].predicted.seconds == pytest.approx(-7 * MS)
     unfrozen = Subject(print, model=nn.Sequential(nn.Linear(2, 2)))
-    assert why_not("quantize_lora", unfrozen, found).startswith("no linear is frozen")
+    assert why_not("quantize_lora", unfrozen, found).endswith("none of the frozen linears")
 
 
 class Items(Dataset):

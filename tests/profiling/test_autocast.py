@@ -252,6 +252,18 @@ def test_the_report_says_why_there_is_no_prediction(fast_bfloat16):
     assert report.evidence.autocast is None and reason in report.verdict.not_checked
 
 
+def test_a_cpu_without_fast_bfloat16_says_so(monkeypatch):
+    from fusedops.profiling.collect import parts
+
+    slow = replace(CEILINGS, flops={"float32": 100e9, "bfloat16": 90e9})
+    monkeypatch.setattr(parts, "ceilings", lambda dtypes: slow)
+    model = Chain()
+    options = {"data": [torch.randn(32, 64)] * 20, "model": model, "steps": 5, "warmup": 1}
+    report = fusedops.profile(lambda x: model(x).sum().backward(), **options, budget_s=30.0)
+    reason = "bf16: not here, bfloat16 products are no faster than float32 ones on this CPU"
+    assert report.evidence.autocast is None and reason in report.verdict.not_checked
+
+
 # The advice is a function of the evidence.
 
 
@@ -271,6 +283,9 @@ def test_the_sum_over_calls():
     (one,) = bf16(Autocast(times, kept=(2**22, 2**21)))
     assert one.predicted.seconds == pytest.approx(6 * MS) and one.predicted.bytes == 2**21
     assert "In autocast: linear -8 ms, softmax +2 ms" in one.why and "casts" in one.formula
+    assert "not compared" not in one.why
+    (one,) = bf16(Autocast(times, left=3))
+    assert one.why.endswith("softmax +2 ms; 3 calls were not compared")
 
 
 def test_what_gets_slower_is_not_advised():

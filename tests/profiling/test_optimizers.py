@@ -92,7 +92,7 @@ def test_why_nothing_was_timed(monkeypatch):
     assert timed(optimizer, 0.0) == (None, "the budget had no time for it")
     monkeypatch.setitem(OTHERS, "adamw8bit", lambda groups: 1 / 0)
     found, reason = timed(optimizer)
-    assert found is None and reason == "a step of it raised ZeroDivisionError: division by zero"
+    assert found is None and reason == "its step raised ZeroDivisionError: division by zero"
 
 
 # The advice is a function of the evidence.
@@ -103,7 +103,8 @@ ABOUT = {"adamw_elements": 10**6, "adamw_bytes": 8 * 10**6, "parameter_bytes": 4
 def evidence(*found, optimizer=10 * MS, preempted=0.0, about=ABOUT):
     """A step of 40 ms, of which the optimizer takes 10; other programs interrupt it."""
     cached = run(40 * MS, seed=1, preempted=preempted)
-    cached = replace(cached, optimizer=(optimizer,) * len(cached.seconds))
+    seconds = () if optimizer is None else (optimizer,) * len(cached.seconds)
+    cached = replace(cached, optimizer=seconds)
     return replace(step(matmul(40 * MS)), cached=cached, about=about, optimizers=found or None)
 
 
@@ -126,15 +127,39 @@ def test_a_saving_is_a_share_of_the_optimizers_time(name):
 
 
 def test_an_optimizer_that_was_not_seen_takes_what_its_tensors_took():
-    found = evidence(other("fused_adamw", 4 * MS, 1 * MS, share=0.5), optimizer=0.0)
+    found = evidence(other("fused_adamw", 4 * MS, 1 * MS, share=0.5), optimizer=None)
     assert predicted(found, "fused_adamw").seconds == pytest.approx(6 * MS)
+
+
+def test_an_optimizer_that_never_steps_saves_no_time():
+    times = (other(name, 4 * MS, 1 * MS) for name in ("fused_adamw", "adamw8bit"))
+    found = evidence(*times, optimizer=0.0)
+    assert predicted(found, "adamw8bit").seconds is None
+    assert "fused_adamw" not in {one.id for one in advise(found, judge(found))}
+
+
+def test_an_optimizer_that_accumulates_gradients_counts_in_every_step():
+    found = evidence(other("fused_adamw", 4 * MS, 1 * MS))
+    steps = len(found.cached.seconds)
+    every_fourth = tuple(40 * MS * (i % 4 == 0) for i in range(steps))
+    found = replace(found, cached=replace(found.cached, optimizer=every_fourth))
+    assert steps % 4 == 0
+    assert predicted(found, "fused_adamw").seconds == pytest.approx(7.5 * MS, rel=0.01)
+
+
+def test_torchs_fused_adamw_is_named_where_it_saves():
+    fused = other("fused_adamw", 4 * MS, 1 * MS)
+    for after, named in ((2 * MS, True), (5 * MS, False)):
+        found = evidence(fused, other("torch_fused", 4 * MS, after))
+        (one,) = [one for one in advise(found, judge(found)) if one.id == "fused_adamw"]
+        assert ("fused=True" in one.why) == named
 
 
 def test_adamw8bit_saves_what_its_state_is_smaller():
     found = evidence()
     assert predicted(found, "adamw8bit").bytes == 5_970_000
     assert predicted(found, "adamw8bit").seconds is None
-    compact = evidence(about=ABOUT | {"adamw_bytes": 2_030_000})
+    compact = evidence(about=ABOUT | {"adamw_bytes": 2_031_250})
     assert "adamw8bit" not in {one.id for one in advise(compact, judge(compact))}
 
 

@@ -7,10 +7,11 @@ __all__ = ["Advice", "Saving"]
 
 @dataclass(frozen=True)
 class Saving:
-    """Of a step. seconds: less time, negative where it is slower. bytes: less memory.
+    """What a change saves of a step.
 
-    interval: of the seconds, 95 %; a prediction has none. step: seconds of the step without the
-    change, in the experiment that measured the saving. None stands for what is not known.
+    seconds: less time, negative where it is slower. bytes: less memory. interval: of the seconds,
+    95 %; a prediction has none. step: seconds of the step without the change, in the experiment
+    that measured the saving. None stands for what is not known.
     """
 
     seconds: float | None = None

@@ -30,7 +30,8 @@ def checkpoint(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         f"activation checkpointing of {len(blocks)} blocks",
         f"what is saved for backward takes {share:.0%} of the peak; {_rates(blocks)}",
         _how(evidence, blocks),
-        "the step becomes slower; results are the same, dropout included",
+        "the step becomes slower; results are the same, dropout included; BatchNorm's running "
+        "statistics are updated twice",
         FORMULA,
         Saving(
             seconds=-sum(block.seconds for block in blocks),
@@ -54,13 +55,18 @@ def worthwhile(evidence: Evidence) -> tuple[Block, ...]:
 def fitting(evidence: Evidence, budget: int) -> tuple[Block, ...]:
     """The fewest blocks with which a step's peak is within a budget.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are none, or if no block was measured.
     """
     memory = evidence.memory
     if memory is None:
         raise ValueError("profile: checkpoints needs the memory of a step, which was not measured")
     if memory["peak"] <= budget:
         return ()
+    if not evidence.blocks:
+        raise ValueError(
+            "profile: checkpoints needs measured blocks: saved activations are below 40 % of the "
+            "peak, or see verdict.not_checked"
+        )
     for count, block in enumerate(evidence.blocks, 1):
         if block.peak <= budget:
             return evidence.blocks[:count]

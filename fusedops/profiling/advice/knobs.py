@@ -38,7 +38,7 @@ def _loss(subject: Subject) -> Iterator[None]:
 
 @contextmanager
 def _stepped_by(name: str, subject: Subject) -> Iterator[None]:
-    """The user's optimizer object steps as another one of the same settings."""
+    """The user's optimizer object steps like another optimizer with the same settings."""
     optimizer = subject.optimizer
     assert optimizer is not None
     other = OTHERS[name](optimizer.param_groups)

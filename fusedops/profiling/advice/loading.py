@@ -19,14 +19,14 @@ def why_no_workers(data: Any) -> str:
     if data.num_workers:
         return f"the DataLoader has {data.num_workers} workers"
     if isinstance(data.dataset, IterableDataset):
-        return "each worker would give all of an iterable dataset"
+        return "each worker would read the whole iterable dataset"
     return ""
 
 
 class Loop:
     """Each call of `once` fetches a batch and runs the step, until `close`.
 
-    The loader is begun again when it ends. Its samplers' own generator is put back by `close`.
+    It restarts the loader when it ends. Its samplers' own generator is put back by `close`.
     """
 
     def __init__(self, step: Callable[[Any], Any], loader: DataLoader, workers: int) -> None:
@@ -87,7 +87,7 @@ def _with_workers(loader: DataLoader, workers: int) -> DataLoader:
 
 
 def _generators(loader: DataLoader) -> list[torch.Generator]:
-    """Those of the loader and of its samplers, each once."""
+    """The generators of the loader and its samplers, each once."""
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
     found = [loader.generator, *(getattr(one, "generator", None) for one in samplers)]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())

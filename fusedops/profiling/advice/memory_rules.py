@@ -1,4 +1,4 @@
-"""Advice that makes a step smaller: its weights."""
+"""Advice that saves memory: quantized weights, and optimizer state kept elsewhere."""
 
 from collections.abc import Iterator
 
@@ -66,8 +66,8 @@ def zero(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         f"each rank holds all of the state, {share:.0%} of the peak",
         "torch.distributed.optim.ZeroRedundancyOptimizer, or fully_shard for parameters too",
         "checkpoints must gather the state" if running else "a job of several processes",
-        "bytes of the state x (1 - 1/N), as in fusedops.memory's zero1; of a running job also the "
-        "optimizer's seconds x (1 - 1/N), since the exchange moves as much as all-reduce",
+        "bytes of the state x (1 - 1/N), as in fusedops.memory's zero1; of a running job also, "
+        "at most, the optimizer's seconds x (1 - 1/N); the exchange of parameters is left out",
         Saving(seconds=saved, bytes=state - -(-state // ranks)),
     )
 

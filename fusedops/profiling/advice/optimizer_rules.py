@@ -12,6 +12,7 @@ __all__ = ["adamw8bit", "fused_adamw"]
 
 STATE = 0.05  # share of parameters and state from which state matters
 STATE_8BIT = 2.03  # bytes of AdamW8bit's state for a parameter; AdamW's are 8
+SMALLER = 0.1  # share of the state that AdamW8bit must save
 LEAST = 0.01  # share of the step that a faster AdamW must save
 FORMULA = (
     "T of the optimizer x (1 - t of {} / t of the user's), each timed for about 20 ms on random "
@@ -27,7 +28,7 @@ def adamw8bit(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     if not elements or state < STATE * held:
         return
     saved = round((state / elements - STATE_8BIT) * elements)
-    if saved <= 0:
+    if saved < SMALLER * state:
         return
     seconds = _saved(evidence, "adamw8bit")
     timed = "" if seconds is None else FORMULA.format("AdamW8bit") + "; "
@@ -47,7 +48,9 @@ def fused_adamw(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     if saved is None or saved < LEAST * step(evidence):
         return
     share = optimizer_step(evidence) / step(evidence)
-    others = "" if torchs is None else f"; torch's own fused=True would save {torchs * 1e3:.3g} ms"
+    others = ""
+    if torchs is not None and torchs > 0:
+        others = f"; torch's own fused=True would save {torchs * 1e3:.3g} ms"
     yield Advice(
         "fused_adamw",
         "fused AdamW",
@@ -60,10 +63,13 @@ def fused_adamw(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
 
 
 def _saved(evidence: Evidence, name: str) -> float | None:
-    """Seconds of a step that another optimizer saves; None where it was not timed."""
+    """Seconds of a step that another optimizer saves; None if it was not timed or never steps."""
     for one in evidence.optimizers or ():
         if one.name == name:
             ratio = median(a / b for a, b in zip(one.after, one.before, strict=True))
-            whole = optimizer_step(evidence) or median(one.before) / one.share
+            recorded = bool((evidence.cached or evidence.plain).optimizer)
+            whole = optimizer_step(evidence) if recorded else median(one.before) / one.share
+            if not whole:
+                return None
             return whole * (1 - ratio)
     return None

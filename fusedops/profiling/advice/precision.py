@@ -61,4 +61,5 @@ def _named(timed: Autocast | None) -> str:
     texts = [
         f"{name} {saving_text(Saving(seconds=saving.seconds))}" for name, saving in changes[:NAMED]
     ]
-    return f". In autocast: {', '.join(texts)}" if texts else ""
+    left = f"; {timed.left} calls were not compared" if timed.left else ""
+    return (f". In autocast: {', '.join(texts)}" if texts else "") + left

@@ -1,6 +1,6 @@
 """Seconds of a step that the rules start from."""
 
-from statistics import median
+from statistics import fmean, median
 
 from fusedops.profiling.evidence import Evidence
 
@@ -18,10 +18,13 @@ def full_step(evidence: Evidence) -> float:
 
 
 def optimizer_step(evidence: Evidence) -> float:
-    """Seconds in the optimizer's step, other programs' part left out; 0 where it was not seen."""
+    """Mean seconds in the optimizer's step, without other programs' part; 0 if it was not seen.
+
+    The mean, because gradient accumulation steps the optimizer once in several steps.
+    """
     run = evidence.cached or evidence.plain
     parts = zip(run.optimizer, run.running, run.seconds, strict=False)
-    return median([o * r / s for o, r, s in parts] or [0.0])
+    return fmean([o * r / s for o, r, s in parts] or [0.0])
 
 
 def around_optimizer(evidence: Evidence) -> float:

@@ -56,7 +56,7 @@ def batch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         "at most, for the same samples: T of forward and backward x (1 - 2^(elasticity - 1)); "
         "bytes: activations and logits, which double",
         Saving(
-            seconds=around_optimizer(evidence) * max(0.0, 1 - 2 ** (found - 1)),
+            seconds=around_optimizer(evidence) * max(0.0, 1 - 2 ** (max(0.0, found) - 1)),
             bytes=_of_samples(evidence),
         ),
     )

@@ -16,7 +16,7 @@ from fusedops.profiling.advice.experiment import (
     saving,
     wall_seconds,
 )
-from fusedops.profiling.advice.input_rules import free_cpus
+from fusedops.profiling.advice.input_rules import useful_workers
 from fusedops.profiling.advice.knobs import KNOBS, SAFE, SAME_MEMORY, available
 from fusedops.profiling.advice.loading import Loop, why_no_workers
 from fusedops.profiling.advice.recompute import checkpointed
@@ -40,7 +40,7 @@ Blocks = tuple[list[float], list[float]]
 def why_not(name: str, subject: Subject, evidence: Evidence) -> str:
     """Why a change cannot be tried on this step; empty if it can."""
     if name == "workers":
-        none = "" if free_cpus(evidence) else "no CPU is free for a worker"
+        none = "" if useful_workers(evidence) else "no CPU is free for a worker"
         return why_no_workers(subject.data) or none
     if name == "checkpoint":
         if subject.model is None:
@@ -50,7 +50,8 @@ def why_not(name: str, subject: Subject, evidence: Evidence) -> str:
     if name == "quantize_lora":
         if subject.model is None:
             return "no model was given"
-        return "" if quantizable(subject.model) else "no linear is frozen that quantize would take"
+        none = "quantize would replace none of the frozen linears"
+        return "" if quantizable(subject.model) else none
     return available(name, subject)
 
 
@@ -92,9 +93,10 @@ def _change(
         return partial(checkpointed, subject.model, names)
     if name == "quantize_lora":
         assert subject.model is not None
-        found = quantizable(subject.model).items()
-        layers = {path: quantized_layer(path, linear, FORMAT, {}) for path, linear in found}
-        return partial(quantized, subject.model, layers)
+        found = quantizable(subject.model)
+        paths = {linear: path for path, linear in found.items()}  # one may have two
+        layers = {one: quantized_layer(path, one, FORMAT, {}) for one, path in paths.items()}
+        return partial(quantized, subject.model, {path: layers[one] for path, one in found.items()})
     return partial(KNOBS[name], subject)
 
 
@@ -108,7 +110,7 @@ def _loop(subject: Subject, evidence: Evidence, budget_s: float) -> Blocks:
             driver.synchronize()
 
     assert subject.data is not None
-    loop = Loop(step, subject.data, free_cpus(evidence))  # type: ignore[arg-type]
+    loop = Loop(step, subject.data, useful_workers(evidence))  # type: ignore[arg-type]
     _check(fewest_seconds(median(evidence.plain.seconds), loop.untimed), budget_s)
     try:
         return compare_blocks(loop.once, loop.change, budget_s, loop.untimed, wall_seconds)
@@ -121,15 +123,15 @@ def _bytes(
 ) -> int | None:
     """How much lower a step's peak is with the change; None where it cannot be measured."""
     try:
-        before, after = (_peak(subject, evidence, call, way) for way in (nullcontext, change))
+        before, after = (_peak(subject, evidence, call, one) for one in (nullcontext, change))
     except Exception:  # noqa: BLE001  the user's step, under hooks and a profiler
         return None
     return before - after
 
 
-def _peak(subject: Subject, evidence: Evidence, call: Call, way: Callable[[], Any]) -> int:
+def _peak(subject: Subject, evidence: Evidence, call: Call, change: Callable[[], Any]) -> int:
     """Bytes of a step's peak, after one that makes the optimizer's state."""
-    with way():
+    with change():
         call()
         optimizer = subject.optimizer
         # A change may let another optimizer step. Then the memory of the user's does not count.
@@ -140,5 +142,5 @@ def _peak(subject: Subject, evidence: Evidence, call: Call, way: Callable[[], An
 
 
 def _driver(subject: Subject, evidence: Evidence) -> Driver | None:
-    """Of the GPU that the step uses."""
+    """The driver of the step's GPU; None on a CPU."""
     return None if evidence.gpu is None else Driver(index=subject.device_index)

@@ -82,7 +82,7 @@ class _Step(TorchFunctionMode):
                 self._add(replay, None)
 
     def _knows(self, replay: Replay) -> None:
-        """Remembers the storages of a call's parameters, of which views may be saved."""
+        """Remembers the storages of a call's parameters, since views of them may be saved."""
         for value in (*replay.given, *replay.parameters):
             if isinstance(value, nn.Parameter):
                 self._parameters.add(value.untyped_storage().data_ptr())

@@ -89,7 +89,7 @@ def cost_of_blocks(
 def _seconds(
     call: Callable[[], Any], found: Mapping[str, nn.Module], synchronize: Nothing
 ) -> dict[str, float]:
-    """Of each block's forwards in a step, without those in which other programs ran."""
+    """Seconds of each block's forwards in a step, without other programs' time."""
     steps: dict[str, list[float]] = defaultdict(list)
     for _ in range(TIMED):
         sums: dict[str, float] = dict.fromkeys(found, 0.0)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fusedops.profiling.collect.autocast import time_autocast
 from fusedops.profiling.collect.optimizers import time_optimizers
-from fusedops.profiling.collect.parts import Parts, devices_of, no_table
+from fusedops.profiling.collect.parts import Parts, devices_of
 from fusedops.profiling.collect.sites import time_sites
 from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured
@@ -19,6 +19,7 @@ __all__ = ["time_changes"]
 
 SITES = 4  # timing patch's sites takes less than so many steps, and a second or two
 CAST = 6  # so do two steps with the calls of one in autocast
+SLOW = "bf16: not here, bfloat16 products are no faster than float32 ones on this CPU"
 
 
 def time_changes(
@@ -37,9 +38,7 @@ def time_changes(
     longest = median((measured.cached or measured.plain).seconds)
 
     def reason_against(steps: int) -> str:
-        reason = no_table(model)
-        if not reason and devices_of(model) - {"cpu"}:
-            reason = "only calls on CPUs are timed"
+        reason = "only calls on CPUs are timed" if devices_of(model) - {"cpu"} else ""
         if not reason and perf_counter() + steps * longest + 2 > deadline:
             reason = "the budget had no time for it"
         return reason
@@ -53,7 +52,11 @@ def time_changes(
     note("patch", reason)
     found.optimizers, reason = time_optimizers(optimizer, deadline)
     note("another AdamW", reason)
-    if not _may_gain(found):
+    if not _has_float32_products(found):
+        return
+    if not _is_faster(found):
+        if not devices_of(model) - {"cpu"}:
+            found.not_checked.append(SLOW)
         return
     reason = reason_against(CAST)
     if not reason:
@@ -62,12 +65,16 @@ def time_changes(
     note("bf16", reason)
 
 
-def _may_gain(found: Parts) -> bool:
-    """Whether the step has float32 products, and this machine is faster at bfloat16 ones."""
+def _has_float32_products(found: Parts) -> bool:
+    """Whether the step has some, and this machine's ceilings are known."""
+    ops = found.profiled.ops if found.profiled and found.ceilings else ()
+    return any(op.flops and op.dtype == "float32" for op in ops)
+
+
+def _is_faster(found: Parts) -> bool:
+    """Whether this machine is faster at bfloat16 products than at float32 ones."""
     peaks = found.ceilings.flops if found.ceilings else {}
-    flops = [op for op in (found.profiled.ops if found.profiled else ()) if op.flops]
-    faster = peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0)
-    return faster and any(op.dtype == "float32" for op in flops)
+    return peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0)
 
 
 @contextmanager

@@ -195,6 +195,13 @@ def _checkpointing(model: nn.Module) -> str:
     return next((name for name in names if supported and hasattr(model, name)), "")
 
 
+def _sharded(model: nn.Module) -> bool:
+    """Whether ranks hold parts of the parameters: DTensors, or those of the first FSDP."""
+    names = {type(module).__name__ for module in model.modules()}
+    parts = any(hasattr(p, "_local_tensor") for p in model.parameters())
+    return parts or "FullyShardedDataParallel" in names
+
+
 def about(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
@@ -208,7 +215,7 @@ def about(
     }
     if model is not None:
         parameters = list(model.parameters())
-        frozen = [linear.weight for linear in quantizable(model).values()]
+        frozen = [linear.weight for linear in dict.fromkeys(quantizable(model).values())]
         found |= {
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "frozen_bytes": sum(p.nbytes for p in frozen),
@@ -217,7 +224,7 @@ def about(
             "parameters": sum(p.numel() for p in parameters),
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
             "checkpointing": _checkpointing(model),
-            "sharded": any(hasattr(p, "_local_tensor") for p in parameters),
+            "sharded": _sharded(model),
         }
     if isinstance(optimizer, torch.optim.AdamW):
         state = {p: values for p, values in optimizer.state.items() if p.numel() >= BLOCKED}

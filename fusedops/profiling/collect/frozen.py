@@ -90,7 +90,7 @@ def _seen(
             pieces[key] = _Call(linear, x.detach(), backward, cast)
 
     with ExitStack() as hooks:
-        for linear in linears.values():
+        for linear in dict.fromkeys(linears.values()):  # one may have two paths
             hooks.callback(linear.register_forward_pre_hook(before).remove)
         call()
     for piece in pieces.values():

@@ -66,7 +66,7 @@ def time_optimizers(
     try:
         return _timed(optimizer, names, deadline), ""
     except Exception as error:  # noqa: BLE001  settings that another optimizer may not take
-        return None, f"a step of it raised {type(error).__name__}: {error}"
+        return None, f"its step raised {type(error).__name__}: {error}"
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:

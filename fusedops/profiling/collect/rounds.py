@@ -50,12 +50,12 @@ class Timing(Generic[P]):
 
     @property
     def seconds(self) -> float:
-        """Of a piece, roughly."""
+        """Rough seconds of one piece."""
         return median(one.seconds for one in self.samples)
 
     @property
     def repetitions(self) -> int:
-        """In a block."""
+        """Repetitions of a piece in a block."""
         return max(1, min(CYCLES, int(TIMED_S / ROUNDS / self.seconds)))
 
     def sample(self, number: int) -> P:

@@ -114,7 +114,7 @@ def _all_parameters(
 ) -> Iterator[Tensor]:
     yield from () if model is None else model.parameters()
     for group in () if optimizer is None else optimizer.param_groups:
-        yield from group["params"]
+        yield from (p for p in group["params"] if model is None or p.requires_grad)
 
 
 def local(t: Tensor) -> Tensor:
