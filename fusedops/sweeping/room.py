@@ -51,7 +51,7 @@ class Peaks:
             return None
         fit = self._fit()
         features = _features((batch, length or 1), len(fit))
-        forward = float(torch.dot(fit, torch.tensor(features, dtype=torch.float64)))
+        forward = float(torch.dot(fit, torch.tensor(features, dtype=torch.float64, device="cpu")))
         return max(self.largest, round(forward))
 
     def _known(self) -> int:
@@ -64,7 +64,7 @@ class Peaks:
         if len(self.points) == 1:
             batch, length, peak = self.points[0]
             values = [self.fixed, max(0, peak - self.fixed) / (batch * length)]
-            return torch.tensor(values, dtype=torch.float64)
+            return torch.tensor(values, dtype=torch.float64, device="cpu")
         for terms in range(self._known(), 1, -1):
             solved = self._solved(terms)
             if bool((solved[1:] >= 0).all()):  # bytes do not shrink with the batch or the length
@@ -73,10 +73,10 @@ class Peaks:
 
     def _solved(self, terms: int) -> torch.Tensor:
         features = [_features((b, length), terms) for b, length, _ in self.points]
-        rows = torch.tensor(features, dtype=torch.float64)
+        rows = torch.tensor(features, dtype=torch.float64, device="cpu")
         largest = rows.amax(0)
-        peaks = torch.tensor([[max(1, p)] for *_, p in self.points], dtype=torch.float64)
-        wanted = torch.tensor([[p] for *_, p in self.points], dtype=torch.float64)
+        wanted = torch.tensor([[p] for *_, p in self.points], dtype=torch.float64, device="cpu")
+        peaks = wanted.clamp(min=1)
         solved = torch.linalg.lstsq(rows / largest / peaks, wanted / peaks).solution
         return solved[:, 0] / largest
 

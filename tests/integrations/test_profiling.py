@@ -51,7 +51,8 @@ def test_recording_does_not_change_the_training(tmp_path):
         return torch.tensor([row["loss"] for row in run.state.log_history if "loss" in row])
 
     plain, recorded = losses(FusedOpsCallback()), losses(FusedOpsCallback(profile=3))
-    assert torch.equal(plain, recorded)
+    # MKL rounds by where tensors lie: on some CPUs the last bit of a loss differs.
+    torch.testing.assert_close(recorded, plain, rtol=1e-6, atol=0)
 
 
 def test_a_training_that_ends_early(tmp_path):

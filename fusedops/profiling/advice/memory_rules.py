@@ -77,4 +77,5 @@ def _state(evidence: Evidence) -> tuple[int, float]:
     memory = evidence.memory
     if not memory or not memory.get("peak"):
         return 0, 0.0
-    return memory["optimizer_state"], memory["optimizer_state"] / memory["peak"]
+    state = memory.get("optimizer_state", 0)
+    return state, state / memory["peak"]

@@ -55,7 +55,7 @@ def add_blocks(
 
 def may_checkpoint(memory: Mapping[str, int] | None) -> bool:
     """Whether what is saved for backward is a large part of a step's peak."""
-    return memory is not None and memory["activations"] >= LARGE * memory["peak"]
+    return memory is not None and memory.get("activations", 0) >= LARGE * memory["peak"]
 
 
 def cost_of_blocks(

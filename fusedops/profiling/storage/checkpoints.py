@@ -54,7 +54,7 @@ class BlockUse:
                 changes[life.end] -= life.bytes
         self._times = sorted(changes)
         alive = accumulate(changes[time] for time in self._times)
-        self._alive = torch.tensor([*alive], dtype=torch.int64)
+        self._alive = torch.tensor([*alive], dtype=torch.int64, device="cpu")
 
     def saved(self, block: str) -> int:
         """Bytes that checkpointing a block frees between a forward and its backward."""
