@@ -73,9 +73,9 @@ def options(names, batch, q_heads, queries, keys):
 def compare(qkv, backend, **how):
     """Checks out, lse and all gradients against the reference.
 
-    The yardstick's rows are heads. Eager's roundings are drawn again with another order of the width,
-    and of the keys if they may change places: where few numbers make up a result, eager's error is
-    now and then almost none by chance.
+    The yardstick's rows are heads. Eager's roundings are drawn again with another order of the
+    width, and of the keys if they may change places: where few numbers make up a result, eager's
+    error is now and then almost none by chance.
     """
     tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor)}
     rest = {k: t for k, t in how.items() if k not in tensors}
