@@ -82,7 +82,7 @@ def isa_of(path):
 
 
 # What AVX512_BF16 adds to AVX512: conversions and products of bfloat16, products of bytes.
-BF16_INSTRUCTION = re.compile(r"\tv(?:dpbf16ps|cvtne2?ps2bf16|pdp\w+)")
+BF16_INSTRUCTION = re.compile(r"\t(?:v(?:dpbf16ps|cvtne2?ps2bf16|pdp\w+)|tdp\w+)")
 
 
 def bf16_instructions(compiled):

@@ -128,10 +128,13 @@ def _stand_ins(optimizer: torch.optim.Optimizer, random: torch.Generator) -> tup
 
 def _made(own: list[Tensor], every: int, random: torch.Generator) -> Iterator[Tensor]:
     kinds = Counter((tuple(p.shape), p.dtype) for p in own)
-    drawn: dict[str, Any] = {"generator": random, "dtype": torch.float32, "device": random.device}
     for (shape, dtype), count in kinds.items():
         small = shape if every == 1 or torch.Size(shape).numel() <= LARGEST else (LARGEST,)
         for _ in range(-(-count // every)):
-            p = torch.randn(small, **drawn).to(dtype).requires_grad_()
-            p.grad = (1e-3 * torch.randn(small, **drawn)).to(dtype)
+            p = _drawn(small, random).to(dtype).requires_grad_()
+            p.grad = (1e-3 * _drawn(small, random)).to(dtype)
             yield p
+
+
+def _drawn(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=random, dtype=torch.float32, device=random.device)
