@@ -308,10 +308,11 @@ class Evidence:
     the same with half the batch (E2). fewer_threads: the same with as many threads as CPUs; only
     where torch uses more. ceilings: E3. profiled: E4. flops: of a step, by dtype. memory: bytes by
     category. activations: bytes saved for backward by module, some of the largest. patching: what
-    patch would fuse; None without a model, or for a patched one. autocast: None where no step was
-    tried in it. optimizers: those that may replace the user's; None where none was timed. blocks:
-    those worth checkpointing, in that order; empty where activations are a small part of the peak.
-    frozen: calls of frozen linears, as they are and quantized. threads: torch's. cpus: the
+    patch would fuse; None without a model, or for a patched one. autocast: the step's calls in
+    bfloat16; None if no step ran there. optimizers: the timed ones that may replace the user's;
+    None if no optimizer was timed. blocks: the ones to checkpoint, the best first; empty where
+    activations are a small part of the peak. frozen: calls of frozen linears, in floats and
+    quantized. threads: torch's. cpus: the
     process's, by affinity and cgroup quota.
     """
 

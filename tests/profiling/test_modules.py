@@ -5,8 +5,12 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from fusedops import patch, unpatch
+from fusedops.profiling.collect.arithmetic import Arithmetic
 from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.operators import Recorder
 
@@ -88,3 +92,63 @@ def test_a_forward_that_raises_is_left():
         with pytest.raises(RuntimeError):
             model(torch.randn(3, 5))
         assert modules.current() == ""
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **sizes))
+
+
+def trained(model):
+    ids = torch.arange(24).view(2, 12) % 96
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_patched_model_is_recorded_as_it_runs():
+    """Every fused function runs its kernel, and gradients are the same bits."""
+    model = llama()
+    patch(model)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        expected = trained(model)
+    ran = {op.key for op in profiled.key_averages() if op.key.endswith(("_forward", "_backward"))}
+    with Modules() as modules, Recorder(modules) as recorder:
+        gradients = trained(model)
+    seen = {key.name for key in recorder.rows if key.name.startswith("fusedops::")}
+    assert seen == {name for name in ran if name.startswith("fusedops::")}
+    assert {name.partition("::")[2].rpartition("_")[0] for name in seen} >= {
+        "gated_activation",
+        "linear_cross_entropy",
+        "norm",
+        "rotary",
+    }
+    assert all(map(torch.equal, gradients, expected))
+
+
+def test_arithmetic_is_counted_as_it_runs():
+    model = llama()
+    patch(model)
+    expected = trained(model)
+    with Arithmetic() as counter:
+        gradients = trained(model)
+    assert all(map(torch.equal, gradients, expected))
+    unpatch(model)
+    with Arithmetic() as plain:
+        trained(model)
+    assert counter.flops == plain.flops
+
+
+def test_other_hooks_still_see_every_module():
+    """A user's hook of all modules takes the fused functions' place, as without a recorder."""
+    model, called = llama(), set()
+    patch(model)
+    handle = register_module_forward_hook(lambda module, *_: called.add(type(module).__name__))
+    try:
+        with Modules():
+            trained(model)
+    finally:
+        handle.remove()
+    assert {"LlamaRMSNorm", "SiLUActivation"} <= called

@@ -20,7 +20,7 @@ from profiling.test_collect import everything, same
 
 
 def trained(kind=torch.optim.AdamW, **options):
-    """A model of 8 x 64 x 64 weights and 4 biases, two of which never get a gradient."""
+    """A model with 8 weights of 64 x 64 and 4 biases. Two biases never get a gradient."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=i < 4) for i in range(8)))
     model[0].weight.requires_grad_(False)
     model[1].bias.requires_grad_(False)
@@ -101,7 +101,7 @@ ABOUT = {"adamw_elements": 10**6, "adamw_bytes": 8 * 10**6, "parameter_bytes": 4
 
 
 def evidence(*found, optimizer=10 * MS, preempted=0.0, about=ABOUT):
-    """A step of 40 ms, of which the optimizer takes 10; other programs interrupt it."""
+    """A step of 40 ms, in which the optimizer takes 10 ms and other programs interrupt it."""
     cached = run(40 * MS, seed=1, preempted=preempted)
     seconds = () if optimizer is None else (optimizer,) * len(cached.seconds)
     cached = replace(cached, optimizer=seconds)

@@ -7,10 +7,10 @@ added to any Python module's namespace, and other instances of the original clas
 
 import copy
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from torch import nn
@@ -24,8 +24,11 @@ __all__ = [
     "active_state",
     "fused_class",
     "fused_modules",
+    "has_global_hooks",
     "has_hooks",
+    "is_observer",
     "new_class",
+    "observer",
     "one_line",
     "original",
     "original_class",
@@ -39,6 +42,8 @@ __all__ = [
     "unfuse_all",
     "version",
 ]
+
+Hook = TypeVar("Hook", bound=Callable)
 
 # (original class, its fused class) -> a class over both
 Over = Callable[[type[nn.Module], "type[Any] | None"], type]
@@ -198,16 +203,47 @@ def unfuse_all(model: nn.Module) -> None:
         unfuse(module)
 
 
+def observer(hook: Hook) -> Hook:
+    """Marks a hook that changes nothing: a module is fused as if it were not there.
+
+    A module whose work the fused function of another module does is not called, nor is its hook.
+    """
+    hook._observes = True  # type: ignore[attr-defined]
+    return hook
+
+
+def is_observer(hook: Any) -> bool:
+    return getattr(hook, "_observes", False)
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something observes the module's calls: hooks, or a replaced call or forward."""
-    return type(module).__call__ is not nn.Module.__call__ or bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    """Whether something must see the module's calls: hooks, or a replaced call or forward."""
+    return (
+        type(module).__call__ is not nn.Module.__call__
         or "forward" in vars(module)
-        or nn.modules.module._has_any_global_hook()
+        or _more_than_observe(
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+        or has_global_hooks()
     )
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks of all modules, other than observers, are registered."""
+    torchs = nn.modules.module
+    return torchs._has_any_global_hook() and _more_than_observe(
+        torchs._global_forward_hooks,
+        torchs._global_forward_pre_hooks,
+        torchs._global_backward_hooks,
+        torchs._global_backward_pre_hooks,
+    )
+
+
+def _more_than_observe(*held: Mapping[int, Any]) -> bool:
+    return any(held) and not all(is_observer(hook) for hooks in held for hook in hooks.values())
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """Counts a step's floating-point operations by dtype, through the formulas of torch's counter."""
 
 from collections import defaultdict
-from typing import Any
+from contextvars import Token
+from typing import Any, Self
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from fusedops.patching.core.probing import OBSERVERS
 
 __all__ = ["Arithmetic", "dtype_of"]
 
@@ -14,12 +17,22 @@ __all__ = ["Arithmetic", "dtype_of"]
 class Arithmetic(TorchDispatchMode):
     """Sees every operator below autograd that runs while it is entered.
 
-    flops: dtype of the operands -> operations so far.
+    Operators run as they would without it. flops: dtype of the operands -> operations so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flops: dict[str, int] = defaultdict(int)
+        self._observers: list[Token[int]] = []
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._observers.append(OBSERVERS.set(OBSERVERS.get() + 1))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        OBSERVERS.reset(self._observers.pop())
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

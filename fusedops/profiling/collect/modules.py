@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from fusedops.patching.core.swap import observer
+
 __all__ = ["Modules"]
 
 
@@ -50,11 +52,13 @@ class Modules:
         self._of_node.setdefault(torch.autograd._get_sequence_nr() - 1, name)
         return name
 
+    @observer
     def _enter(self, module: nn.Module, _: object) -> None:
         if not self._running and module not in self._names:  # a checkpoint runs a known one again
             self._names |= {one: name for name, one in module.named_modules()}
         self._running.append(self._names.get(module, ""))
 
+    @observer
     def _leave(self, *_: object) -> None:
         if self._running:  # else its forward began before the block
             self._running.pop()

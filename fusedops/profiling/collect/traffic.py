@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedops.backends import FAMILIES
 from fusedops.functional.traffic import Formula, Traffic, moved
+from fusedops.patching.models.loss.logits import LazyLogits
 
 __all__ = ["Reuse", "formulas", "touched", "traffic"]
 
@@ -96,8 +97,11 @@ def touched(
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors that have memory. A patched head's lazy logits have none until they are read."""
     for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+        if not isinstance(value, Tensor) or isinstance(value, LazyLogits):
+            continue
+        if value.layout == torch.strided and not value.is_meta:
             yield value
 
 

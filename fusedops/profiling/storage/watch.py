@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from fusedops.patching.core.swap import fused_modules
+from fusedops.patching.core.swap import observer
 
 __all__ = ["See", "Watch", "cache_tensors", "local", "static_tensors"]
 
@@ -21,9 +21,8 @@ DEEPEST = 6  # a cache of a cache's layers of a layer's lists
 class Watch(AbstractContextManager):
     """Calls `see` for tensors when their role shows: saved for backward, gradient, output, input.
 
-    Nothing is changed: the hooks return what they are given. In a patched model, only modules with
-    children are hooked, because a fused function does not replace a module that has hooks; what a
-    fused leaf saves then belongs to the module around it.
+    Nothing is changed: the hooks return what they are given. A module whose work a fused function of
+    the module around it does is not called; what that function saves belongs to the module around.
     """
 
     def __init__(self, model: nn.Module, see: See) -> None:
@@ -34,11 +33,9 @@ class Watch(AbstractContextManager):
 
     def __enter__(self) -> "Watch":
         with ExitStack() as stack:
-            leaves = not fused_modules(self.model)
             for path, module in self.model.named_modules():
-                if leaves or module is self.model or next(module.children(), None) is not None:
-                    for handle in self._hook(path, module):
-                        stack.callback(handle.remove)
+                for handle in self._hook(path, module):
+                    stack.callback(handle.remove)
             for name, p in self.model.named_parameters():
                 if p.requires_grad:
                     handle = p.register_post_accumulate_grad_hook(self._gradient(name))
@@ -51,12 +48,14 @@ class Watch(AbstractContextManager):
         self._exits.close()
 
     def _hook(self, path: str, module: nn.Module) -> Iterator[Any]:
+        @observer
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.path and module is self.model:
                 for t in _tensors((args, kwargs)):
                     self.see(t, "inputs", "")
             self.path.append(path)
 
+        @observer
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self.path.pop()
             if not self.path and module is self.model:

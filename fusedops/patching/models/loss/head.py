@@ -19,7 +19,14 @@ from torch.autograd import forward_ad
 
 from fusedops.functional import linear_cross_entropy
 from fusedops.patching.core.probing import is_transformed
-from fusedops.patching.core.swap import Unswappable, active_state, overlay, stacked
+from fusedops.patching.core.swap import (
+    Unswappable,
+    active_state,
+    has_global_hooks,
+    is_observer,
+    overlay,
+    stacked,
+)
 from fusedops.patching.core.thresholds import logits_pay
 from fusedops.patching.models.loss.logits import (
     CHANGED,
@@ -151,14 +158,14 @@ def _autocast(x: Tensor) -> torch.dtype | None:
 
 
 def is_watched(head: nn.Module) -> bool:
-    """Whether a hook needs the logits; hooks that only gather weights do not."""
+    """Whether a hook needs the logits; observers and hooks that only gather weights do not."""
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     return (
         type(head).__call__ is not nn.Module.__call__
         or "forward" in vars(head)  # accelerate's hooks
         or bool(head._backward_hooks or head._backward_pre_hooks)
-        or nn.modules.module._has_any_global_hook()
-        or not all(map(_gathers, hooks))
+        or has_global_hooks()
+        or not all(_gathers(hook) or is_observer(hook) for hook in hooks)
     )
 
 
