@@ -204,9 +204,10 @@ def unfuse_all(model: nn.Module) -> None:
 
 
 def observer(hook: Hook) -> Hook:
-    """Marks a hook that changes nothing: a module is fused as if it were not there.
+    """Marks a hook that changes nothing, so that modules with it are still fused.
 
-    A module whose work the fused function of another module does is not called, nor is its hook.
+    If a fused function does the work of a module's children, the children and their hooks are not
+    called.
     """
     hook._observes = True  # type: ignore[attr-defined]
     return hook

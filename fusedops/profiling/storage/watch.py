@@ -21,8 +21,8 @@ DEEPEST = 6  # a cache of a cache's layers of a layer's lists
 class Watch(AbstractContextManager):
     """Calls `see` for tensors when their role shows: saved for backward, gradient, output, input.
 
-    Nothing is changed: the hooks return what they are given. A module whose work a fused function of
-    the module around it does is not called; what that function saves belongs to the module around.
+    The hooks change nothing, and a patched model stays fused. If a fused function does the work of
+    a module's children, the children are not called; what it saves belongs to the module.
     """
 
     def __init__(self, model: nn.Module, see: See) -> None:
