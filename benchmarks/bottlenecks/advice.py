@@ -38,7 +38,7 @@ PAGE = "docs/profile_advice.md"
 HEADER = """# What advice saves: predicted and measured
 
 `python -m benchmarks.bottlenecks.advice` writes this page. `fusedops.profile` predicts what each
-advice saves of a step ([profile.md](profile.md#advice)), and blocks of steps with the change and
+advice saves of a step ([profile.md](guides/profile.md#advice)). Blocks of steps with the change and
 without it measure the saving. Savings of time are shares of the step; a negative one is a slower
 step. Savings of memory are differences of two steps' peaks. A factor is measured over predicted. A
 row is excluded if the measured interval contains 0.

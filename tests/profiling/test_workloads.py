@@ -141,7 +141,7 @@ def test_recording_the_demo_costs_less_than_one_percent():
     """What `python -m benchmarks.bottlenecks.recording` measured, and what the docs say of it."""
     document = json.loads(recording.RESULTS.read_text())
     assert [row["contender"] for row in document["rows"]] == ["eager", "fused"]
-    text = " ".join((ROOT / "docs/profile.md").read_text().split())
+    text = " ".join((ROOT / "docs/guides/profile.md").read_text().split())
     for row in document["rows"]:
         low, high = row["overhead"][1:]
         assert low < high < recording.AT_MOST
