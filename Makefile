@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
 .PHONY: fuzz growth large mutants asan simt-asan examples
-.PHONY: profile-matrix profile-workloads
+.PHONY: profile-matrix profile-workloads figures
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
 
@@ -41,6 +41,8 @@ help:
 	@echo "make check    formatting, lint, types, layout"
 	@echo "make examples run every example and notebook with --tiny"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
+	@echo "make figures  measures every CPU result that is out of date, then writes README and docs;"
+	@echo "              resumes; ARGS=--list says what it would measure, ARGS=--help how long"
 	@echo "make profile-matrix  injects bottlenecks, and says which of them fusedops.profile finds"
 	@echo "make profile-workloads  profiles four real training loops, tries the report's advice"
 	@echo "make build    compile and install into .venv (or PYTHON=...); the others do it too"
@@ -95,6 +97,13 @@ BENCHES = $(FAMILIES) launch
 bench: $(TOOLS) $(TESTABLE)
 	@failed=; for suite in $(BENCHES); do $(PY) -m benchmarks $$suite || failed="$$failed $$suite"; \
 	  done; [ -z "$$failed" ] || { echo "refused rows or missed goals:$$failed" >&2; exit 1; }
+
+# Every CPU result, on one machine that does nothing else; a second run goes on where the first one
+# ended. `python -m benchmarks figures` alone writes the pages from the results that there are.
+figures: export OMP_NUM_THREADS ?= 1
+figures: $(TOOLS) $(TESTABLE)
+	$(PY) -m benchmarks campaign $(ARGS)
+	$(PY) -m benchmarks figures
 
 # Steps with a known bottleneck, into tests/profiling/recorded, which `make test` judges again.
 profile-matrix: export OMP_NUM_THREADS ?= 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness import sources
 from benchmarks.harness.run import COPY, Result
 from benchmarks.harness.timing import CPU
 from fusedops.profiling.timing import Ratio, environment, spread
@@ -46,8 +47,13 @@ def save(
     device: torch.device = CPU.device,
     **more: object,
 ) -> None:
-    """Writes what a suite measured to `args.json`, with the environment and any `more` keys."""
-    document = {"environment": environment(args.threads, device), **more}
+    """Writes what a suite measured to `args.json`, with the environment and any `more` keys.
+
+    The environment names the CPU and the hashes of the sources that were measured.
+    """
+    suite, families = getattr(args, "suite", "profile"), getattr(args, "family", ())
+    where = environment(args.threads, device) | sources.stamp(suite, families, device.type)
+    document = {"environment": where, **more}
     Path(args.json).write_text(dump(document | {"rows": rows, "goals": goals}))
 
 

@@ -10,6 +10,13 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
+// Prefetches the codes that a row's loop reads `kAhead` bytes further on. They are one stream from
+// row to row, but the processor's own prefetching stops at the end of each page.
+constexpr int64_t kAhead = 4096;
+FUSEDOPS_INLINE void prefetch_codes(const void* p) {
+  __builtin_prefetch(static_cast<const char*>(p) + kAhead, 0, 2);
+}
+
 // Multiplies a row of w with kRows rows of x. Code: int8_t, or uint8_t for e4m3.
 template <int kRows, class Code>
 void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
@@ -19,6 +26,7 @@ void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) 
     Floats sums[kRows];
     each_step(w.k, [&](int64_t j, auto part) {
       const auto number = load(codes + j, part);
+      prefetch_codes(codes + j);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         sums[r] = fma(load(x + r * args.ld + j, part), number, sums[r]);
@@ -78,6 +86,7 @@ void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end)
     __m512 sums[kRows] = {};
     for (int64_t i = 0; i < blocks; ++i) {
       const __m512i codes = _mm512_loadu_si512(bytes + i * kHalves / 2);
+      prefetch_codes(bytes + i * kHalves / 2);
       const __m512i shifted[4] = {codes, _mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8),
                                   _mm512_srli_epi16(codes, 12)};
       __m512i numbers[4];
@@ -135,6 +144,7 @@ void add_e4m3(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
     };
     int64_t j = 0;
     for (; j + 64 <= w.k; j += 64) {
+      prefetch_codes(codes + j);
       add(j, whole(j), sums[0]);
       add(j + 32, whole(j + 32), sums[1]);
     }
