@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from benchmarks import ON_GPU
 from benchmarks.__main__ import main
@@ -142,6 +143,17 @@ def test_figures_keep_the_rest_of_a_page():
     filled = markers.filled(text, "x.md")
     assert markers.MARKER.sub("", filled) == markers.MARKER.sub("", text)
     assert markers.filled(filled, "x.md") == filled
+
+
+def test_comments_of_figures_are_hidden():
+    page = f"A <!-- figure {STEP} --><!-- /figure -->.\n\n|a|b|\n|-|-|\n"
+    page += f"|c|**<!-- figure {STEP} interval --><!-- /figure -->**|\n\n{NOTE}"
+    html = MarkdownIt("commonmark").enable("table").render(markers.filled(page, "x.md"))
+    shown = re.sub(r"<!--.*?-->", "", html)
+    figure = lookup(STEP)
+    assert f"<p>A {figure.text()}.</p>" in shown and "<td>c</td>" in shown
+    assert f"<td><strong>{figure.text(interval=True)}</strong></td>" in shown
+    assert "figure" not in shown and "&lt;" not in shown
 
 
 # Staleness.
