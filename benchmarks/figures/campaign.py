@@ -5,6 +5,7 @@ on this CPU, with this torch and from today's sources, so an interrupted campaig
 """
 
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -32,6 +33,7 @@ class Job:
     name: str
     command: str
     minutes: int
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment
 
 
 def jobs() -> Iterator[Job]:
@@ -48,18 +50,20 @@ def jobs() -> Iterator[Job]:
     yield Job("demo", "fusedops demo", 4)
     yield Job("linear", "benchmarks linear", 14)
     yield Job("few-rows", "benchmarks few-rows --seconds 1", 15)
+    without = (("FUSEDOPS_CPU_ISA", "avx512_bf16"),)
+    yield Job("few-rows-without-amx", "benchmarks few-rows --seconds 1", 15, without)
     yield Job("small", "benchmarks small", 18)
     yield Job("adamw-loss", "benchmarks adamw-loss", 15)
     yield Job("step", "benchmarks step --allocator default", 35)
     yield Job("recording", "benchmarks.bottlenecks.recording", 9)
 
 
-MUST_SHOW = {"attention": 4, "quantized_linear": 8, "linear": 2}
+MUST_SHOW = {"attention": 4, "cross_entropy": 5, "quantized_linear": 8, "linear": 2}
 JOBS = {job.name: job for job in jobs()}
 
 
 def described() -> str:
-    lines = [f"  {job.name:<28}{job.minutes:>4} min   {job.command}" for job in JOBS.values()]
+    lines = [f"  {job.name:<28}{job.minutes:>4} min   {_shown(job)}" for job in JOBS.values()]
     total = sum(job.minutes for job in JOBS.values())
     return "\n".join(
         [
@@ -72,6 +76,10 @@ def described() -> str:
             "results that have pages of their own.",
         ]
     )
+
+
+def _shown(job: Job) -> str:
+    return " ".join([*(f"{name}={value}" for name, value in job.variables), job.command])
 
 
 def run(args: Namespace) -> int:
@@ -115,7 +123,8 @@ def _measured(job: Job, path: Path) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
         new = Path(folder, "result.json")
-        subprocess.run(_command(job, new), cwd=ROOT, check=False)
+        variables = os.environ | dict(job.variables)
+        subprocess.run(_command(job, new), cwd=ROOT, env=variables, check=False)
         if job.name == "demo" and (found := Path(folder, "demo.json")).exists():
             document = json.loads(found.read_text()) | sources.stamp(job.name)
             new.write_text(report.dump(document))

@@ -59,6 +59,12 @@ SUBJECTS = {
     "linear_goals": _goals("linear", "must-show-mlp", only="linear"),
     "linear": _suite("linear, all shapes", "linear", "shapes"),
     "few_rows": _suite("Linear layers of few rows", "few-rows", "few-rows"),
+    "few_rows_no_amx": _suite(
+        "The same without AMX",
+        "few-rows-without-amx",
+        "few-rows",
+        "few-rows` with `FUSEDOPS_CPU_ISA=avx512_bf16",
+    ),
     "rotary": _goals("rotary"),
     "attention": _goals("attention", "must-show-attention-zen4"),
     "cross_entropy": _goals("cross_entropy"),

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure as Canvas
 
 from benchmarks.figures.registry import FIGURES, MODELS
 from benchmarks.figures.results import RESULTS, FigureError
+from benchmarks.harness.sources import stripped
 
 __all__ = ["PLOTS", "data", "digest_in", "drawn"]
 
@@ -88,10 +89,11 @@ def drawn(values: Data, theme: str) -> str:
         canvas.legend(handles, labels, frameon=False, handlelength=1.4, **place)
         where = values["where"]
         about = f"{where['device']}, {where['threads']} thread, torch {where['torch']}"
+        once = f"{where['date'][:10]}, commit {where['commit']}"
         title = "Training step: speed relative to eager (higher is better)"
         canvas.text(0.07, 0.93, title, fontsize=13, fontweight="bold")
         lines = "Lines: 95 % interval."
-        canvas.text(0.07, 0.02, f"{about}, {where['date'][:10]}. {lines}", fontsize=9)
+        canvas.text(0.07, 0.02, f"{about}, {once}. {lines}", fontsize=9)
         canvas.subplots_adjust(left=0.07, right=0.985, top=0.74, bottom=0.2, wspace=0.06)
         file = io.StringIO()
         canvas.savefig(
@@ -132,7 +134,9 @@ def _panel(axes: Any, values: Data, dtype: str, colours: tuple, fills: tuple) ->
 
 
 def _digest(values: Data) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    """The hash of the data and of the code that draws it."""
+    text = json.dumps(values, sort_keys=True) + stripped(Path(__file__))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def digest_in(svg: str, values: Data) -> bool:

@@ -137,6 +137,7 @@ def named() -> Iterator[tuple[str, Figure]]:
     yield from _serving()
     yield from _small()
     yield from _host()
+    yield from _few_rows()
 
 
 def _steps() -> Iterator[tuple[str, Figure]]:
@@ -281,6 +282,16 @@ def _host() -> Iterator[tuple[str, Figure]]:
             yield f"{name}.eager", Figure(of, match | {"contender": "eager"}, "median_s", "us")
             yield f"{name}.fusedops", Figure(of, match | {"contender": ours}, "median_s", "us")
             yield name, Figure(of, match | {"contender": ours}, "ratio_to_eager")
+
+
+def _few_rows() -> Iterator[tuple[str, Figure]]:
+    """Milliseconds of a bfloat16 product with a weight of 4096 x 4096, by rows of the input."""
+    for rows in (1, 8, 32, 256):
+        title = f"linear bfloat16 [{rows}, 4096] to 4096,"
+        for name, contender in (("torch", "eager"), ("nf4", "nf4"), ("int8", "int8")):
+            match = {"title": title, "contender": contender}
+            for unit, stem in (("amx", "few-rows"), ("no_amx", "few-rows-without-amx")):
+                yield f"{unit}.{name}.{rows}", Figure((stem,), match, "median_s", "ms", 1)
 
 
 FIGURES = dict(named())

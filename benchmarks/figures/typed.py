@@ -23,14 +23,20 @@ NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
 # "8 ms", "1.2x", "3 to 4 ms"; not "16x16", and not the product "4096 x 4096".
 FIGURE = re.compile(rf"(?<![\w.])({NUMBER}(?:x|\s?(?!x)(?:{UNIT})))(?![\w/])")
 
+# A table with decimal numbers, whose unit a heading or a sentence has.
+BARE = re.compile(r"^[ >]*\|.*\| *[+-]?\d+\.\d+ *(?:[,;|].*)?\|?\s*$")
+TABLE = "a table of numbers"
+
 FENCED = re.compile(r"^[ >]*(```|~~~).*?^[ >]*\1", re.MULTILINE | re.DOTALL)
 HIDDEN = re.compile(r"``[^\n]+?``|`[^`\n]+`|<!--.*?-->|\]\([^)\n]*\)", re.DOTALL)
 
 
 def typed(text: str) -> Iterator[tuple[int, str]]:
-    """The line and the text of each figure that no marker holds."""
+    """The line and the text of each figure that no marker holds, and of each table of numbers."""
     for hide in (FENCED, MARKER, HIDDEN):
         text = hide.sub(_newlines, text)
+    bare = [i for i, line in enumerate(text.splitlines(), 1) if BARE.match(line)]
+    yield from ((i, TABLE) for i in bare if i - 1 not in bare)
     for match in FIGURE.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, " ".join(match[1].split())
 

@@ -1,6 +1,7 @@
 """Formats results as text for people and as JSON for programs."""
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.harness.timing import CPU
 from fusedops.profiling.timing import Ratio, environment, spread
 
 BASES = ("eager", "huggingface")
+CHANGING = ("FUSEDOPS_CPU_ISA", "FUSEDOPS_BACKEND")  # variables that change what is measured
 
 
 def rows(result: Result, allocator: str, ceiling: float | None = None) -> list[dict]:
@@ -53,6 +55,7 @@ def save(
     """
     suite, families = getattr(args, "suite", "profile"), getattr(args, "family", ())
     where = environment(args.threads, device) | sources.stamp(suite, families, device.type)
+    where |= {name: os.environ[name] for name in CHANGING if name in os.environ}
     document = {"environment": where, **more}
     Path(args.json).write_text(dump(document | {"rows": rows, "goals": goals}))
 

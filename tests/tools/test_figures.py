@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from benchmarks import ON_GPU
 from benchmarks.__main__ import main
@@ -142,6 +143,17 @@ def test_figures_keep_the_rest_of_a_page():
     filled = markers.filled(text, "x.md")
     assert markers.MARKER.sub("", filled) == markers.MARKER.sub("", text)
     assert markers.filled(filled, "x.md") == filled
+
+
+def test_comments_of_figures_are_hidden():
+    page = f"A <!-- figure {STEP} --><!-- /figure -->.\n\n|a|b|\n|-|-|\n"
+    page += f"|c|**<!-- figure {STEP} interval --><!-- /figure -->**|\n\n{NOTE}"
+    html = MarkdownIt("commonmark").enable("table").render(markers.filled(page, "x.md"))
+    shown = re.sub(r"<!--.*?-->", "", html)
+    figure = lookup(STEP)
+    assert f"<p>A {figure.text()}.</p>" in shown and "<td>c</td>" in shown
+    assert f"<td><strong>{figure.text(interval=True)}</strong></td>" in shown
+    assert "figure" not in shown and "&lt;" not in shown
 
 
 # Staleness.
@@ -305,6 +317,12 @@ def test_typed_figure_is_found(figure):
     assert list(typed.typed(text)) == [(5, " ".join(figure.split()))]
 
 
+def test_table_of_numbers_without_a_unit_is_found_once():
+    table = "in ms:\n\n| rows | a |\n|---|---|\n| 4 | 2.7, 3.0 |\n| 5 | 3.2 |\n\nb\n"
+    assert list(typed.typed(table)) == [(5, typed.TABLE)]
+    assert not list(typed.typed("| torch | 2.13.0 |\n| rows | 4 |\n| a | `2.7` |\n"))
+
+
 def test_what_is_no_typed_figure():
     marker = f"a <!-- figure {STEP} interval -->1.32x (1.17..1.32)<!-- /figure -->"
     for text in (marker, "4096 x 4096", "16x16 tiles", "python3 x", "fp8 in v2.0", "<!-- 8 ms -->"):
@@ -340,6 +358,27 @@ def test_campaign_resumes(tmp_path, monkeypatch, capsys):
     assert "adamw: current, kept" in capsys.readouterr().out
     assert campaign.run(asked("launch", out=tmp_path)) == 1
     assert "no result of: launch" in capsys.readouterr().err
+
+
+def test_campaign_keeps_the_earlier_file_of_a_job_that_fails(tmp_path, monkeypatch):
+    ran = []
+
+    def fails(command, env, **_):
+        ran.append((command[2:], env.get("FUSEDOPS_CPU_ISA")))
+
+    def demo(command, **_):
+        Path(command[-1], "demo.json").write_text(json.dumps({"ratio": 1.0}))
+
+    path = tmp_path / "few-rows-without-amx.json"
+    path.write_text("{}")
+    monkeypatch.setattr(campaign.subprocess, "run", fails)
+    assert not campaign._measured(campaign.JOBS["few-rows-without-amx"], path)
+    assert path.read_text() == "{}" and ran[0][1] == "avx512_bf16"
+    assert ran[0][0][:3] == ["benchmarks", "few-rows", "--seconds"] and "--json" in ran[0][0]
+    monkeypatch.setattr(campaign.subprocess, "run", demo)
+    assert campaign._measured(campaign.JOBS["demo"], path)
+    written = json.loads(path.read_text())
+    assert written == {"ratio": 1.0, **sources.stamp("demo")} and "demo" in written["sources"]
 
 
 @pytest.mark.parametrize(

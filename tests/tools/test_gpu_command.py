@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import ON_GPU
 from benchmarks.figures import gpus
-from benchmarks.harness import cuda, gpu, record, roofline, suites
+from benchmarks.harness import cuda, gpu, record, roofline, sources, suites
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Skip, find
 from benchmarks.harness.goals import GpuGoal, table
 from benchmarks.harness.memory import Memory
@@ -137,6 +137,7 @@ def test_parts_of_one_build_make_a_whole(family, build, tmp_path):
     assert kept == first["rows"] and not both["complete"]
     _, whole = measured(tmp_path, match="graph time")
     assert whole["complete"] and "Toy 1" in gpus.figures(tmp_path)
+    assert set(whole["sources"]) == {"norm", "benchmark norm"} and not gpus.stale(whole)
     assert [run["match"] for run in whole["runs"]] == ["device time", "host time", "graph time"]
     _, again = measured(tmp_path, match="time")
     assert {row["run"] for row in again["rows"]} == {"2000-01-04"}
@@ -322,6 +323,10 @@ def test_page_shows_what_was_measured_and_nothing_else(tmp_path):
     assert "norm on Toy 1" in text and "1 of 2 goals" in text and "4000 GB/s" in text
     assert "| times as fast in device time as | eager | Liger |" in text
     assert "| `rms_norm` forward, bfloat16 | 2.00x | 1.50x |" in text
+    assert "*Measured before today's sources, at commit `abc`.*" in text
+    current = document() | sources.stamp("norm", device="cuda")
+    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(current))
+    assert "before today's sources" not in gpus.figures(tmp_path)
     (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(document() | {"complete": False}))
     assert gpus.figures(tmp_path) == gpus.NOT_YET
 
