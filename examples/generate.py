@@ -3,9 +3,9 @@
     python examples/generate.py          # a Llama of 25M parameters; about three minutes
     python examples/generate.py --tiny   # seconds; without torch.compile
 
-The model first learns Python's source for a while, so that its text looks like code. Expect equal
-text from eager and patched as long as no two next bytes are almost equally likely, and more tokens
-a second. `quantize="nf4"` shrinks the weights too, and may change the text.
+The model first learns Python's source for two minutes, enough for fragments of words. Expect more
+tokens a second, and equal text as long as no two next bytes are almost equally likely.
+`fusedops.low_latency(model, quantize="nf4")` shrinks the weights too, and may change the text.
 """
 
 import sys

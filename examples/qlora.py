@@ -5,7 +5,7 @@
 
 The base model first learns Python's source; a hub's checkpoint would take its place. Then its
 frozen weights are loaded in 4 bits, and LoRA teaches it English, from pydoc's help pages. Expect
-the weights at about a third of their float32 bytes, a falling loss, and adapters of some 100 kB.
+the weights at a seventh of their float32 bytes, a falling loss, and adapters of 2.5 MB.
 """
 
 import sys
@@ -56,7 +56,6 @@ config = LlamaConfig(
     num_attention_heads=HIDDEN // 64,
     use_cache=False,
 )
-torch.manual_seed(0)
 model = LlamaForCausalLM(config)
 fusedops.patch(model)
 print(f"base model, {size(model):.1f} MB in float32, learns Python's source:")
@@ -67,13 +66,14 @@ with tempfile.TemporaryDirectory() as folder:
     quantization = fusedops.QuantizationConfig("nf4")
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization)
     print(f"loaded in nf4: {size(model):.1f} MB")
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
-    model.print_trainable_parameters()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f"LoRA trains {trained:,} parameters")  # PEFT's own total leaves out the codes
     report = fusedops.patch(model)  # after PEFT, so that it sees the adapters
     print(report.summary)
     print("adapters learn English:")
     train(model, ENGLISH, lr=2e-3)
     model.save_pretrained(folder)
-    saved = Path(folder, "adapter_model.safetensors").stat().st_size
-    print(f"saved adapters: {saved / 1e3:.0f} kB, in PEFT's own format")
+    file = Path(folder, "adapter_model.safetensors")
+    print(f"saved adapters: {file.stat().st_size / 1e6:.2f} MB")

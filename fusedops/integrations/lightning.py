@@ -30,7 +30,8 @@ class FusedOpsCallback(Callback):
     The other arguments are those of `fusedops.patch`. When `fit` ends or raises, every module is
     what it was before, and the trained weights stay. Checkpoints have the same entries as without
     the callback. `validate`, `test` and `predict` run the module as it is: patch it yourself to
-    speed them up. A module that is already patched stays patched.
+    speed them up. A module that is already patched stays patched. pytorch_lightning's Trainer takes
+    the callback too, in a list.
 
     report: what was fused in the last `fit`; None before it. log_level: the level at which this
     module's logger writes the report, on the first process. By default Python shows only warnings.

@@ -104,7 +104,8 @@ def embeddings(text):
 
 
 def profile_and_fix(text):
-    assert "VERDICT" in text and "a faster __getitem__" in text
+    assert "VERDICT  input" in text
+    assert re.search(r"^\d fusedops.patch\(model\) .* us \(", text, re.M)  # measured
     assert number(r"faster: (\d+\.\d+)x", text) > 1
 
 

@@ -96,6 +96,27 @@ def test_checkpoints_load_without_it(tmp_path):
         assert torch.equal(p, loaded.get_parameter(name))
 
 
+def test_the_trainer_of_pytorch_lightning():
+    pl = pytest.importorskip("pytorch_lightning")
+
+    class Small(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.classes = torch.nn.LayerNorm(LENGTH), set()
+
+        def training_step(self, tokens):
+            self.classes.add(type(self.norm))
+            return self.norm(tokens.float()).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module, callback = Small(), FusedOpsCallback()
+    fit(module, callback, kind=pl.Trainer)
+    assert callback.report.coverage["norm"] == (1, 1)
+    assert torch.nn.LayerNorm not in module.classes and type(module.norm) is torch.nn.LayerNorm
+
+
 def test_quantize_is_refused():
     with pytest.raises(
         ValueError, match=r"quantize must be None, got 'nf4': call fusedops.quantize"
