@@ -1,6 +1,6 @@
 """Finds out why a training loop is slow and mends it: profile, try the advice, compare.
 
-    python examples/profile_and_fix.py          # a BERT of 15M parameters; about three minutes
+    python examples/profile_and_fix.py          # a BERT of 14M parameters; about three minutes
     python examples/profile_and_fix.py --tiny   # half a minute
 
 The loop has two faults: its dataset tokenizes a whole file to cut one piece out of it, and its
