@@ -1,6 +1,6 @@
 """A training loop with accelerate: bfloat16 autocast, gradient accumulation and fusedops.
 
-    python examples/accelerate_loop.py          # a GPT-2 of 14M parameters; about a minute
+    python examples/accelerate_loop.py          # a GPT-2 of 14M parameters; half a minute
     python examples/accelerate_loop.py --tiny   # seconds
     accelerate launch examples/accelerate_loop.py --tiny
 

@@ -1,11 +1,11 @@
 """Data-parallel training on two processes: DistributedDataParallel with a patched model.
 
-    python examples/distributed.py          # starts two processes; a Llama of 10.8M parameters
+    python examples/distributed.py          # a Llama of 10.8M parameters; a minute
     python examples/distributed.py --tiny   # seconds
     torchrun --nproc-per-node 2 examples/distributed.py --tiny
 
 Each process patches its own copy of the model before DDP wraps it. Expect a falling loss, and
-parameters that are equal bit for bit on both processes, as is the 8-bit state behind them.
+parameters that are equal bit for bit on both processes at the end.
 """
 
 import os

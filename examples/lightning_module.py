@@ -1,6 +1,6 @@
 """A LightningModule trained with fusedops: a callback patches it for the time of `fit`.
 
-    python examples/lightning_module.py          # a Llama of 10.8M parameters; about two minutes
+    python examples/lightning_module.py          # a Llama of 10.8M parameters; about a minute
     python examples/lightning_module.py --tiny   # seconds
 
 Needs `pip install lightning`. Expect the report's summary and a falling loss. When `fit` ends, the

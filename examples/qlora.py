@@ -1,6 +1,6 @@
 """QLoRA on a CPU: a base model in nf4, loaded by transformers, with adapters by PEFT.
 
-    python examples/qlora.py          # a Llama of 25M parameters; about three minutes
+    python examples/qlora.py          # a Llama of 25M parameters; about four minutes
     python examples/qlora.py --tiny   # seconds
 
 The base model first learns Python's source; a hub's checkpoint would take its place. Then its

@@ -1,6 +1,6 @@
 """Supervised fine-tuning with TRL's SFTTrainer, patched by FusedOpsCallback.
 
-    python examples/trl_sft.py          # a Qwen3 of 8M parameters; about two minutes
+    python examples/trl_sft.py          # a Qwen3 of 7M parameters; about three minutes
     python examples/trl_sft.py --tiny   # seconds
 
 The model learns to complete Python functions from the standard library, after their first line.
