@@ -3,7 +3,7 @@
 # nothing but this package is installed.
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
-.PHONY: fuzz growth large mutants asan simt-asan examples
+.PHONY: fuzz growth large mutants asan simt-asan examples docs release
 .PHONY: profile-matrix profile-workloads figures
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
@@ -21,12 +21,14 @@ ifdef PYTHON
 PY := $(PYTHON)
 NEEDS :=
 TOOLS :=
+DOCS :=
 # Another torch is another build.
 TORCH := -$(shell $(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null)
 else
 PY := .venv/bin/python
 NEEDS := .venv/.demo
 TOOLS := .venv/.tools
+DOCS := .venv/.docs
 endif
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
 STAMP := build/.built-
@@ -40,6 +42,8 @@ help:
 	@echo "make test     all tests"
 	@echo "make check    formatting, lint, types, layout"
 	@echo "make examples run every example and notebook with --tiny"
+	@echo "make docs     the documentation, into build/site; checks its links, code blocks and figures"
+	@echo "make release  wheel, sdist and documentation, into dist; fails if a figure is out of date"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
 	@echo "make figures  measures every CPU result that is out of date, then writes README and docs;"
 	@echo "              resumes; ARGS=--list says what it would measure, ARGS=--help how long"
@@ -90,6 +94,21 @@ format: $(TOOLS) $(BUILT)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(CLANG_FORMAT) -i $(CPP_SOURCES) $(shell find tests $(CPP))
+
+# Without a network once .venv/.docs is there. Opens from a folder: build/site/index.html.
+docs: export OMP_NUM_THREADS ?= 1
+docs: export FUSEDOPS_DOCS := all
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS) $(BUILT)
+	$(PY) -m mkdocs build --quiet
+	! grep -rlE '<(script|link)[^>]*(src|href)="https?://' build/site --include='*.html'
+	$(PY) -m benchmarks figures --check
+	$(PY) -m pytest tests/docs $(ARGS)
+
+release: wheel docs
+	$(PY) -m benchmarks figures --current
+	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
+	tar -czf dist/fusedops-docs.tar.gz -C build site
 
 # A suite that fails, or refuses a row, does not keep the others from running.
 BENCHES = $(FAMILIES) launch
@@ -282,6 +301,10 @@ DEMO := setuptools ninja numpy matplotlib rich tqdm transformers sympy networkx 
 
 .venv/.tools: .venv/.demo
 	$(PY) -m pip install --no-compile -r .ci/constraints.txt
+	touch $@
+
+.venv/.docs: .ci/docs.txt .venv/.tools
+	$(PY) -m pip install --no-compile -c .ci/constraints.txt -r $<
 	touch $@
 
 # The package is this tree, which holds one build: that of the last interpreter.

@@ -22,7 +22,6 @@ from benchmarks.harness import report, sources
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = ROOT / "benchmarks" / "figures" / "allowed.toml"
-NOT_YET = {"README.md"}  # its figures are not in markers yet
 NOTE = "Measured: <!-- figure note --><!-- /figure -->.\n"
 STEP = "step.llama.float32.fusedops"
 
@@ -298,8 +297,6 @@ def test_hashes_are_those_of_the_commit(path, tmp_path):
 def test_no_figure_is_typed_by_hand():
     allowed = tomllib.loads(ALLOWED.read_text())
     for path, text in typed.pages(ROOT).items():
-        if path in NOT_YET:
-            continue
         listed = {one for figures in allowed.pop(path, {}).values() for one in figures}
         found = {what: line for line, what in typed.typed(text)}
         new = {what: line for what, line in found.items() if what not in listed}
