@@ -83,6 +83,7 @@ SHARED = {
         "children",
         "conftest.py",
         "contract",
+        "docs",
         "examples",
         "growth",
         "integrations",
