@@ -357,3 +357,12 @@ def test_profile_and_memory_choose_the_same_model(command, tmp_path):
     assert type(build(str(path))).__name__ == "BertForMaskedLM"  # the one that has a loss
     _, err = command("profile", "--model", path, "--length", 17, code=1)
     assert "profile: length must be at most 16, the positions that BertForMaskedLM has" in err
+
+
+def test_a_model_larger_than_the_memory_is_refused(tmp_path):
+    """Linux ends a process that needs too much, without a message."""
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 64}
+    path.write_text(json.dumps(sizes | {"model_type": "bert", "num_attention_heads": 1}))
+    with pytest.raises(ValueError, match=r"sweep: model must fit into the [\d.]+ GB .* got .*json"):
+        build(str(path), caller="sweep", copies=10**9)
