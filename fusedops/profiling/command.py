@@ -131,8 +131,8 @@ def _check_room(name: str, needed: int, caller: str) -> None:
     if needed > (free := available_memory()):
         raise ValueError(
             f"{caller}: model must fit into the {free / 1e9:.1f} GB that are free, got {name}, "
-            f"which needs {needed / 1e9:.1f} GB without activations: give a smaller config.json, or "
-            "predict the memory with `fusedops memory`"
+            f"which needs {needed / 1e9:.1f} GB without activations: give a smaller config.json; "
+            "`fusedops memory` predicts what one needs"
         )
 
 
