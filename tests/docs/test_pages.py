@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs/llms.txt", *sorted((ROOT / "docs").rgl
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 ALL = os.environ.get("FUSEDOPS_DOCS") == "all"  # make docs
 SLOW = {"docs/guides/memory.md", "docs/guides/profile.md", "docs/guides/sweep.md"}
-SLOW |= {"docs/guides/tune.md", "docs/learn/1-profile.md"}
+SLOW |= {"docs/guides/tune.md"}
 LARGEST_README = 10 * 1024
 
 pytest.importorskip("transformers")
@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("page", [n for n, page in zip(NAMES, PAGES, strict=True) if blocks(page)])
 def test_blocks(page, tmp_path):
-    if page in SLOW and not ALL:
+    if (page in SLOW or page.startswith("docs/learn/")) and not ALL:
         pytest.skip("`make docs` runs the blocks that take minutes")
     script = str(ROOT / "tests" / "children" / "page_blocks.py")
     done = forked(script, str(ROOT / page), cwd=tmp_path).result()
