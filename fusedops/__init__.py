@@ -12,7 +12,8 @@ if find_spec("torch") is None:
 
 from fusedops import functional, integrations, nn, optim
 from fusedops.allocator import keep_freed_memory
-from fusedops.backends import backend, env_report
+from fusedops.backends import backend
+from fusedops.environment import env_report
 from fusedops.functional import clip_grad_norm_
 from fusedops.patching import (
     PatchReport,

@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from fusedops import notice
-from fusedops.cache import version
-from fusedops.extension import _C, BUILD, FIX, UNCOMPILED, repairing
+from fusedops.extension import _C, FIX, UNCOMPILED, repairing
 
 BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
 
@@ -83,22 +82,22 @@ def unavailable(op: str, backend: str) -> str | None:
             return "torch finds no CUDA device"
         if family in _WITH_CUDA:
             return None
-        return _uncompiled() or "this build has no CUDA kernels"
+        return uncompiled() or "this build has no CUDA kernels"
     if backend == "triton":
         return _triton_unavailable(family)
     if backend == "simt":
         if _has_kernel(family, SIMT_KEY):
             return None
-        return _uncompiled() or _simt_missing(family)
+        return uncompiled() or _simt_missing(family)
     raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
-def _uncompiled() -> str | None:
+def uncompiled() -> str | None:
     return f"no compiled part: {UNCOMPILED}. {FIX}".strip() if UNCOMPILED else None
 
 
 def _cpu_unavailable() -> str | None:
-    return _uncompiled() or ("this CPU has no AVX2" if _C.cpu_isa() == "none" else None)
+    return uncompiled() or ("this CPU has no AVX2" if _C.cpu_isa() == "none" else None)
 
 
 def _simt_missing(family: str) -> str:
@@ -158,68 +157,6 @@ def forced() -> str | None:
 def takes(name: str, device: str) -> bool:
     """Whether a backend takes tensors on a device."""
     return name == "reference" or _runs_on(name) == device.upper()
-
-
-def env_report() -> str:
-    """Versions, devices, instruction sets, and which backend each operator uses and why."""
-    packages = ("torch", "triton", "transformers", "numpy")
-    lines = [
-        f"fusedops      {version()}, {_build()}",
-        *_library(),
-        f"python        {sys.version.split()[0]} on {platform.platform()}",
-        *(f"{name:13} {version_of(name) or 'not installed'}" for name in packages),
-        f"cpu           {cpu_name()}, {_threads()}, kernels use {_C.cpu_isa()}",
-        *_devices(),
-        f"forced        {forced() or 'nothing (FUSEDOPS_BACKEND)'}",
-        "",
-        "operator               cpu tensors   cuda tensors",
-        *(_operator_line(op) for ops in FAMILIES.values() for op in ops),
-        *_reasons(),
-    ]
-    return "\n".join(lines)
-
-
-def _build() -> str:
-    """Describes the compiled library, or says why it is missing and how to compile it."""
-    if UNCOMPILED:
-        return f"not compiled: {UNCOMPILED}. {FIX}".strip()
-    flags = "".join(f", {name}={value!r}" for name, value in BUILD.get("flags", {}).items())
-    return f"built for torch {BUILD['torch']}{flags}"
-
-
-def _library() -> list[str]:
-    """The line with the path of the compiled part; none without one."""
-    return [] if UNCOMPILED else [f"library       {_C.__file__}"]
-
-
-def _threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' * (count != 1)}"
-
-
-def _operator_line(op: str) -> str:
-    on_cpu = "composite" if unavailable(op, "cpu") else "cpu"
-    on_cuda = next((name for name in ("cuda", "triton") if not unavailable(op, name)), "composite")
-    if name := forced():
-        on_cpu = on_cuda = name
-    return f"{op:22} {on_cpu:13} {on_cuda if torch.cuda.is_available() else '-'}"
-
-
-def _reasons() -> list[str]:
-    """Lines that say why a backend cannot run, each reason once, with its operators."""
-    ops = [op for of_family in FAMILIES.values() for op in of_family]
-    found: dict[tuple[str, str], list[str]] = {}
-    for name in BACKENDS:
-        for op in ops:
-            if reason := unavailable(op, name):
-                if UNCOMPILED and reason == _uncompiled():
-                    reason = "not compiled"  # the report's first line gives the reason
-                found.setdefault((name, reason), []).append(op)
-    lines = [
-        f"{name:9} {reason}{'' if of == ops else ': ' + ', '.join(of)}"
-        for (name, reason), of in found.items()
-    ]
-    return ["", "cannot run", *lines] if lines else []
 
 
 def _family(op: str) -> str:
@@ -443,12 +380,6 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
-
-
-def _devices() -> list[str]:
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines = [f"cuda:{i}        {name}" for i, name in enumerate(names)]
-    return lines or ["cuda          no device"]
 
 
 # Families with kernels in fusedops/triton, and with CUDA C++ in this build.
