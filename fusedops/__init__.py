@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
+    "MemoryPlan",
     "PatchReport",
     "Site",
     "VerifyReport",
@@ -50,6 +51,7 @@ __all__ = [
     "fuse_always",
     "keep_freed_memory",
     "low_latency",
+    "memory",
     "nn",
     "optim",
     "patch",

@@ -168,12 +168,13 @@ def env_report() -> str:
         *_library(),
         f"python        {sys.version.split()[0]} on {platform.platform()}",
         *(f"{name:13} {version_of(name) or 'not installed'}" for name in packages),
-        f"cpu           {cpu_name()}, {torch.get_num_threads()} threads, runs {_C.cpu_isa()}",
+        f"cpu           {cpu_name()}, {_threads()}, kernels use {_C.cpu_isa()}",
         *_devices(),
         f"forced        {forced() or 'nothing (FUSEDOPS_BACKEND)'}",
         "",
-        "operator          cpu tensors   cuda tensors   cannot run",
+        "operator               cpu tensors   cuda tensors",
         *(_operator_line(op) for ops in FAMILIES.values() for op in ops),
+        *_reasons(),
     ]
     return "\n".join(lines)
 
@@ -191,17 +192,34 @@ def _library() -> list[str]:
     return [] if UNCOMPILED else [f"library       {_C.__file__}"]
 
 
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count != 1)}"
+
+
 def _operator_line(op: str) -> str:
-    cannot = {name: unavailable(op, name) for name in BACKENDS}
-    reasons = {name: reason for name, reason in cannot.items() if reason}
-    if UNCOMPILED:  # the report's first line gives the reason
-        reasons |= {name: "not compiled" for name, why in reasons.items() if why == _uncompiled()}
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    on_cpu = "composite" if cannot["cpu"] else "cpu"
-    on_cuda = next((name for name in ("cuda", "triton") if not cannot[name]), "composite")
+    on_cpu = "composite" if unavailable(op, "cpu") else "cpu"
+    on_cuda = next((name for name in ("cuda", "triton") if not unavailable(op, name)), "composite")
     if name := forced():
         on_cpu = on_cuda = name
-    return f"{op:17} {on_cpu:13} {on_cuda if torch.cuda.is_available() else '-':14} {why}"
+    return f"{op:22} {on_cpu:13} {on_cuda if torch.cuda.is_available() else '-'}"
+
+
+def _reasons() -> list[str]:
+    """Lines that say why a backend cannot run, each reason once, with its operators."""
+    ops = [op for of_family in FAMILIES.values() for op in of_family]
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in BACKENDS:
+        for op in ops:
+            if reason := unavailable(op, name):
+                if UNCOMPILED and reason == _uncompiled():
+                    reason = "not compiled"  # the report's first line gives the reason
+                found.setdefault((name, reason), []).append(op)
+    lines = [
+        f"{name:9} {reason}{'' if of == ops else ': ' + ', '.join(of)}"
+        for (name, reason), of in found.items()
+    ]
+    return ["", "cannot run", *lines] if lines else []
 
 
 def _family(op: str) -> str:

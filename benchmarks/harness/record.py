@@ -7,7 +7,7 @@ import json
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.harness import report
+from benchmarks.harness import report, sources
 from benchmarks.harness.case import Case
 from benchmarks.harness.goals import GpuGoal
 from benchmarks.harness.run import Result
@@ -28,7 +28,8 @@ class Record:
 
     def __init__(self, path: Path, cases: list[Case], asked: list[GpuGoal], run: dict) -> None:
         """`cases` and `asked` are all of the family's; `run` says where and when."""
-        self.path, self.asked = path, {ask.case.title: ask for ask in asked}
+        self.path, self.family = path, path.stem
+        self.asked = {ask.case.title: ask for ask in asked}
         self.rows: dict[str, list[dict]] = {case.title: [] for case in cases}
         self.goals = {title: ask.verdicts(Result(ask.case, 0)) for title, ask in self.asked.items()}
         self.date, self.runs = run["environment"]["date"], [run]
@@ -68,6 +69,7 @@ class Record:
         return {
             "complete": all(self.rows.values()),
             "timed_by": TIMED_BY,
+            **sources.stamp(self.family, device="cuda"),
             "runs": [run for run in self.runs if run["environment"]["date"] in dates],
             "rows": rows,
             "goals": [verdict for found in self.goals.values() for verdict in found],

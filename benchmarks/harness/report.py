@@ -1,17 +1,20 @@
 """Formats results as text for people and as JSON for programs."""
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.harness import sources
 from benchmarks.harness.run import COPY, Result
 from benchmarks.harness.timing import CPU
 from fusedops.profiling.timing import Ratio, environment, spread
 
 BASES = ("eager", "huggingface")
+CHANGING = ("FUSEDOPS_CPU_ISA", "FUSEDOPS_BACKEND")  # variables that change what is measured
 
 
 def rows(result: Result, allocator: str, ceiling: float | None = None) -> list[dict]:
@@ -46,8 +49,14 @@ def save(
     device: torch.device = CPU.device,
     **more: object,
 ) -> None:
-    """Writes what a suite measured to `args.json`, with the environment and any `more` keys."""
-    document = {"environment": environment(args.threads, device), **more}
+    """Writes what a suite measured to `args.json`, with the environment and any `more` keys.
+
+    The environment names the CPU and the hashes of the sources that were measured.
+    """
+    suite, families = getattr(args, "suite", "profile"), getattr(args, "family", ())
+    where = environment(args.threads, device) | sources.stamp(suite, families, device.type)
+    where |= {name: os.environ[name] for name in CHANGING if name in os.environ}
+    document = {"environment": where, **more}
     Path(args.json).write_text(dump(document | {"rows": rows, "goals": goals}))
 
 

@@ -3,7 +3,7 @@
 import importlib
 import math
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -25,9 +25,9 @@ def family(name: str) -> ModuleType:
 def cases(args: Namespace) -> list[Case]:
     """The rows of `args.suite` that match `args.match` and that `args.allocator` affects."""
     if args.suite == "launch":
-        rows = launch(args.quick)
+        rows = launch(args.quick, args.family)
     elif args.suite == "must-show":
-        rows = [goal.case() for goal in goals(args.allocator)]
+        rows = [goal.case() for goal in goals(args.allocator, args.family)]
     else:
         rows = table(args)
     any_size = args.suite == "launch" or args.allocator == "default"
@@ -38,8 +38,9 @@ def large(case: Case) -> bool:
     return math.prod(case.shape) * case.dtype.itemsize >= MMAP_THRESHOLD
 
 
-def goals(allocator: str) -> list[Goal]:
-    every = (goal for name in FAMILIES for goal in family(name).MUST_SHOW)
+def goals(allocator: str, families: Sequence[str] = ()) -> list[Goal]:
+    """Returns the goals under an allocator setting, of some families or of all."""
+    every = (goal for name in families or FAMILIES for goal in family(name).MUST_SHOW)
     return [goal for goal in every if allocator in goal.at_least]
 
 
@@ -66,9 +67,9 @@ def own(rows: list[Case], full: bool) -> list[Case]:
     return rows + half if full else rows
 
 
-def launch(quick: bool) -> list[Case]:
+def launch(quick: bool, families: Sequence[str] = ()) -> list[Case]:
     tokens, hidden = ((1,), (64,)) if quick else (TOKENS, HIDDEN)
-    every = [operation for name in FAMILIES for operation in family(name).LAUNCH]
+    every = [operation for name in families or FAMILIES for operation in family(name).LAUNCH]
     operations = [replace(operation, rows=rows_of_few_tokens) for operation in every]
     return list(_product(operations, [torch.float32], [(t, n) for n in hidden for t in tokens]))
 

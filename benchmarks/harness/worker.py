@@ -59,6 +59,6 @@ def _weigh_here(title: str, name: str, threads: int) -> Memory | None:
 
 
 def _verdicts(args: Namespace, results: list[Result]) -> list[dict]:
-    goals = suites.goals(args.allocator) if args.suite == "must-show" else []
+    goals = suites.goals(args.allocator, args.family) if args.suite == "must-show" else []
     pairs = ((goal, r) for goal in goals for r in results if r.case == goal.case())
     return [verdict for goal, r in pairs for verdict in goal.verdicts(r, args.allocator)]

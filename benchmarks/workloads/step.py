@@ -3,7 +3,7 @@
 Forward, loss, backward and torch.optim.AdamW(fused=True) on both sides, on words of the standard
 library's source, with the models' own dropout. patch's own verify compares outputs, loss and
 gradients before a step is timed. It also times a step without each kind of site, with fusedops'
-AdamW, and with torch.compile of the unpatched model.
+AdamW, and, of the unpatched model, with torch's default AdamW and with torch.compile.
 """
 
 import gc
@@ -30,6 +30,7 @@ QUICK = 1  # layers; with one sequence, an eighth as long
 AT_LEAST = {torch.float32: 2.0, torch.bfloat16: 1.6}
 KINDS = "norm", "residual", "attention", "mlp", "rotary", "linear", "loss"
 EAGER, OURS, WHOLE, COMPILED = "eager", "fusedops", "fusedops and its AdamW", "torch.compile"
+DEFAULT = "eager, default AdamW"  # torch.optim.AdamW as it comes: not its fused form
 
 
 def llama(layers: int) -> nn.Module:
@@ -117,6 +118,7 @@ def words(batch: int, length: int) -> Tensor:
 def contenders(args: Namespace) -> Iterator[tuple[str, Contender]]:
     ours = Contender(lambda model, ids: _patched(model, verify=_batch(ids)))
     yield EAGER, Contender(lambda model, ids: model)
+    yield DEFAULT, Contender(lambda model, ids: model, lambda p: torch.optim.AdamW(p, lr=1e-4))
     yield OURS, ours
     own = lambda parameters: fusedops.optim.AdamW(parameters, lr=1e-4)  # noqa: E731
     yield WHOLE, Contender(lambda model, ids: _patched(model), own)

@@ -109,7 +109,7 @@ def _calls_row(path: str, site: SiteCalls, called: set[tuple[str, str]]) -> tupl
 
 @dataclass
 class PatchReport:
-    """All sites that patch considered. `print(report)` shows a table.
+    """All sites that patch considered. `print(report)` shows a table, `report.summary` is one line.
 
     fused: the sites that run a fused function. skipped: the unchanged sites, with reasons. notes:
     remarks on several sites, such as how to read the logits.
@@ -152,12 +152,16 @@ class PatchReport:
         fused = sum(site.kind == kind for site in self.fused)
         return fused, fused + sum(site.kind == kind for site in self.skipped)
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """One line: how many sites of each kind were fused, of how many found."""
         heads = [f"{kind}: {n} of {found} fused" for kind, (n, found) in self.coverage.items()]
+        return "fusedops.patch  " + (", ".join(heads) or "no site found")
+
+    def __str__(self) -> str:
         rows = [_row(paths, site) for paths, site in _fold(self.fused, _site_key)]
         rows += [_row(paths, site) for paths, site in _fold(self.skipped, _site_key)]
-        head = "fusedops.patch  " + (", ".join(heads) or "no site found")
-        return "\n".join([head, *_table(rows, HEAD), *self.notes])
+        return "\n".join([self.summary, *_table(rows, HEAD), *self.notes])
 
 
 def _site_key(site: Site) -> Hashable:

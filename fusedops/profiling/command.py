@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
+from fusedops.machine import available_memory
 from fusedops.profiling.collect.trace import read_trace
 from fusedops.profiling.planning.models import check_positions, language_model_of, startable
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
 
-__all__ = ["build", "profile_model", "profile_script", "profile_trace", "write"]
+__all__ = ["TRAINED", "build", "profile_model", "profile_script", "profile_trace", "write"]
+
+TRAINED = 4  # parameters, gradients and AdamW's two moments
 
 
 def profile_script(
@@ -70,7 +73,7 @@ def profile_model(
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"profile: device must be one that torch finds, got {device}")
-    model = build(name, dtype)
+    model = build(name, dtype, copies=TRAINED if device == "cpu" else 1)
     check_positions(model, length, "profile")
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -95,13 +98,14 @@ def profile_trace(path: str) -> Profile:
     return Profile(read_trace(path))
 
 
-def build(name: str, dtype: str = "float32", caller: str = "profile") -> Any:
+def build(name: str, dtype: str = "float32", caller: str = "profile", copies: int = TRAINED) -> Any:
     """A transformers model with random weights, in training mode.
 
     name: a folder with config.json, a config.json, a model_type such as "llama", or a name of the
-    hub's that is already cached: nothing is downloaded. Raises ModuleNotFoundError without
-    transformers, and ValueError for another name, or for a model without a language
-    modelling head; the message starts with `caller`.
+    hub's that is already cached: nothing is downloaded. copies: how many times the parameters'
+    memory the caller will use. Raises ModuleNotFoundError without transformers, and ValueError for
+    another name, for a model without a language modelling head, or if that memory is not available;
+    the message starts with `caller`.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError(
@@ -115,7 +119,21 @@ def build(name: str, dtype: str = "float32", caller: str = "profile") -> Any:
             f"{caller}: model must be a language model, got {config.model_type}: give a script "
             "instead"
         )
-    return cls._from_config(startable(config), dtype=getattr(torch, dtype)).train()
+    config, as_dtype = startable(config), getattr(torch, dtype)
+    with torch.device("meta"):
+        parameters = list(cls._from_config(config, dtype=as_dtype).parameters())
+    _check_room(name, sum(p.nbytes for p in parameters) * copies, caller)
+    return cls._from_config(config, dtype=as_dtype).train()
+
+
+def _check_room(name: str, needed: int, caller: str) -> None:
+    """Raises ValueError if memory is short: Linux would end the process without a message."""
+    if needed > (free := available_memory()):
+        raise ValueError(
+            f"{caller}: model must fit into the {free / 1e9:.1f} GB that are free, got {name}, "
+            f"which needs {needed / 1e9:.1f} GB without activations: give a smaller config.json; "
+            "`fusedops memory` predicts what one needs"
+        )
 
 
 def _config(name: str, caller: str) -> Any:

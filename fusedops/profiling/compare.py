@@ -40,7 +40,7 @@ class Comparison:
 
     def __str__(self) -> str:
         before, after = self.seconds
-        was, now = (" and ".join(bounds) for bounds in self.bounds)
+        was, now = (" and ".join(map(_limit, bounds)) for bounds in self.bounds)
         lines = [
             f"{self.verdict}: {self.ratio}, a step takes {seconds_text(after)} instead of "
             f"{seconds_text(before)}",
@@ -52,6 +52,10 @@ class Comparison:
                 times = f"{seconds_text(one * before):>12}{seconds_text(other * after):>12}"
                 lines.append(f"{NAMES[bound]:31}{times}")
         return "\n".join(lines)
+
+
+def _limit(bound: str) -> str:
+    return "no single resource" if bound == "unknown" else bound
 
 
 def compare(before: str | Path | Profile, after: str | Path | Profile) -> Comparison:

@@ -148,7 +148,7 @@ def _allocation(evidence: Evidence) -> Iterator[str]:
     run = evidence.cached or evidence.plain
     total = max(run.user + run.system, 1e-9)
     yield (
-        f"{run.faults / len(run.seconds):.0f} page faults a step; the kernel of the system takes "
+        f"{run.faults / len(run.seconds):.0f} page faults a step; the operating system takes "
         f"{run.system / total:.0%} of the CPU time"
     )
 

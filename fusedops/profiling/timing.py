@@ -27,6 +27,9 @@ GPU_STATE = {
     "temperature": "temperature.gpu",
 }
 
+# Tracked files that do not change what is measured.
+NOT_CODE = ("docs/**", "benchmarks/results/**", "**/*.md", "tests/profiling/recorded/**")
+
 
 class Spread(NamedTuple):
     """Median with the 10th and 90th percentile."""
@@ -118,12 +121,17 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """This tree's commit, with `-dirty` if it has changes.
+    """This tree's commit, with `-dirty` if its code has changes.
 
-    Outside a checkout, FUSEDOPS_COMMIT can name the commit that was copied there; else None.
+    Results and pages do not count: a campaign changes them while it measures. Outside a checkout,
+    FUSEDOPS_COMMIT can name the commit that was copied there; else None.
     """
-    described = _output(["git", "describe", "--always", "--dirty", "--abbrev=12"])
-    return described or os.environ.get("FUSEDOPS_COMMIT")
+    described = _output(["git", "describe", "--always", "--abbrev=12"])
+    if described is None:
+        return os.environ.get("FUSEDOPS_COMMIT")
+    texts = (f":(top,exclude,glob){path}" for path in NOT_CODE)
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no", ":/", *texts])
+    return described + "-dirty" * (changed is not None)
 
 
 def _output(command: list[str]) -> str | None:

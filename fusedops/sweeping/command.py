@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusedops.profiling.command import build
+from fusedops.profiling.command import TRAINED, build
 from fusedops.profiling.planning.models import check_positions
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.run import sweep
@@ -46,7 +46,7 @@ def bench(args: argparse.Namespace) -> Sweep:
 
 
 def _swept(args: argparse.Namespace, caller: str, past_knee: bool) -> Sweep:
-    model = build(args.model, args.dtype, caller)
+    model = build(args.model, args.dtype, caller, TRAINED if args.mode == "train" else 1)
     check_positions(model, max(args.length) + args.new_tokens * (args.mode == "generate"), caller)
     if args.mode == "generate":  # `build` makes models that train, without a cache
         model.config.use_cache = model.generation_config.use_cache = True

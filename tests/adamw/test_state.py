@@ -163,3 +163,38 @@ def test_a_moment_that_is_not_finite_spoils_no_block(name):
     assert m[300] == 0 and v[300] == v.min()
     train(ours)
     assert p.isfinite().all() and all(t.isfinite().all() for t in ours.state[p].values())
+
+
+def test_a_group_has_its_own_format_and_bytes():
+    """Embeddings in float32 beside 8-bit states: 8 bytes an element, and 2.03."""
+
+    def made():
+        embedding, other = parameters(shapes=[(1000, 64), (256, 300)])
+        groups = [{"params": [other]}, {"params": [embedding], "state_dtype": "float32"}]
+        return AdamW8bit(groups, lr=1e-2)
+
+    def bytes_of(p):
+        return sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step")
+
+    optimizer = made()
+    other, embedding = train(optimizer)
+    blocks = other.numel() // 256
+    assert bytes_of(other) == 2 * other.numel() + 2 * 4 * blocks
+    assert bytes_of(embedding) == 8 * embedding.numel()
+
+    alone = AdamW(parameters(shapes=[(1000, 64)]), lr=1e-2)
+    (q,) = params_of(alone)
+    q.grad = torch.ones_like(q)
+    again = made()
+    again.param_groups[1]["params"][0].grad = torch.ones_like(q)
+    alone.step(), again.step()
+    assert torch.equal(q, again.param_groups[1]["params"][0])
+
+    later = made()
+    later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [group["state_dtype"] for group in later.param_groups] == ["int8", "float32"]
+    for p, copied in zip(params_of(optimizer), params_of(later), strict=True):
+        assert {n: t.dtype for n, t in optimizer.state[p].items()} == {
+            n: t.dtype for n, t in later.state[copied].items()
+        }
+        assert all(torch.equal(t, later.state[copied][n]) for n, t in optimizer.state[p].items())

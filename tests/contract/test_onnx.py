@@ -206,7 +206,7 @@ def test_losses(name):
 
 
 SMOOTHED = Calls(partial(F.cross_entropy, label_smoothing=0.1))
-# What the README says does not export: name -> (module, more inputs, what the error says).
+# What docs/reference/support.md excludes: name -> (module, more inputs, what the error says).
 REFUSED = {
     "label_smoothing": (SMOOTHED, [torch.zeros(12, dtype=torch.long)], "label_smoothing"),
     "probabilities": (Calls(F.cross_entropy), [torch.rand(12, N)], "SoftmaxCrossEntropyLoss"),
@@ -215,7 +215,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_readme_excludes(name):
+def test_what_the_page_excludes(name):
     module, inputs, said = REFUSED[name]
     with pytest.raises(Exception, match=said):  # torch's or onnxruntime's
         exported(module, torch.randn(12, N), *inputs)

@@ -70,7 +70,7 @@ def test_report_names_every_operator_and_what_is_forced():
     assert all(op in report for ops in FAMILIES.values() for op in ops)
     assert torch.__version__ in report and "forced        nothing" in report
     reasons = [unavailable("layer_norm", name) for name in BACKENDS]
-    assert all(reason in report for reason in reasons if reason)
+    assert all(report.count(reason) <= 2 and reason in report for reason in reasons if reason)
     with fusedops.backend("reference"):
         assert "forced        reference" in fusedops.env_report()
 

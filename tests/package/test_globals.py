@@ -1,4 +1,4 @@
-"""Import and patch change only the global state that the README lists."""
+"""Import and patch change only the global state that the guide to patch lists."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from children import forked
 
 pytest.importorskip("transformers")
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "patch.md").read_text(encoding="utf-8")
 
 # In a process of its own: all that modules of torch and transformers hold, by name, classes'
 # attributes and the contents of tables included. Values are kept, so that no id is used again.
@@ -105,19 +105,19 @@ def tables(names):
     return {name.replace("._global_mapping", "").rpartition(".")[2] for name in names}
 
 
-def test_the_import_changes_what_the_readme_says(changed):
+def test_the_import_changes_what_the_guide_says(changed):
     tables_of_quantizers = {"AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"}
     wanted = {"meta_path", "fusedops", "_impls", "flop_registry", *tables_of_quantizers}
     assert tables(changed["import"]) == wanted
     assert {"sys.meta_path", "torch.ops.fusedops"} <= {*changed["import"]}
-    assert all(name in README for name in (*wanted, "sys.meta_path", "torch.ops.fusedops"))
+    assert all(name in GUIDE for name in (*wanted, "sys.meta_path", "torch.ops.fusedops"))
 
 
-def test_patch_changes_what_the_readme_says(changed):
+def test_patch_changes_what_the_guide_says(changed):
     wanted = {"AttentionInterface", "AttentionMaskInterface"}
     assert tables(changed["patch"]) == wanted
     assert all(name.endswith("._global_mapping") for name in changed["patch"])
-    assert all(f"`{name}`" in README for name in wanted)
+    assert all(f"`{name}`" in GUIDE for name in wanted)
 
 
 def test_a_step_of_a_patched_model_and_unpatch_change_nothing(changed):

@@ -30,7 +30,7 @@ def tree(tmp_path_factory):
     for name in FILES:
         shutil.copy2(ROOT / name, folder)
     ignored = shutil.ignore_patterns("__pycache__", "_C_torch*")
-    for name in ("csrc", "fusedops"):
+    for name in ("csrc", "examples", "fusedops"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     return folder
 
@@ -54,6 +54,7 @@ def test_an_sdist_has_metadata_and_sources(tree, tmp_path):
         message = metadata.read().decode()
     assert "Requires-Dist: torch>=2.11" in message and f"Version: {fusedops.__version__}" in message
     assert {"csrc/python/python.cpp", "csrc/cpu/isa/vec.h", "fusedops/building.py"} <= {*names}
+    assert {"examples/plain_loop.py", "examples/patch_a_model.ipynb"} <= {*names}
 
 
 def test_metadata_alone(tree, tmp_path):
@@ -67,7 +68,7 @@ def test_a_wheel_without_a_torch_is_pure_and_can_be_compiled(tree, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = {*archive.namelist()}
     assert {"fusedops/csrc/python/python.cpp", "fusedops/building.py", "fusedops/py.typed"} <= names
-    assert not [name for name in names if name.endswith(".so")]
+    assert not [name for name in names if name.endswith(".so") or name.startswith("examples")]
 
 
 def test_required_kernels_fail_the_build_and_say_why(tree, tmp_path):

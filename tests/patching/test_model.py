@@ -11,6 +11,7 @@ import torch
 from axes import grid
 from torch import nn
 
+import fusedops
 from fusedops.patching import PatchReport, Site, patch, patched, unpatch
 from fusedops.patching.lines.residual import site as residual
 from patching.models.loss_cases import IDS, SIZES, llama
@@ -269,6 +270,23 @@ def test_peft_without_trained_norms_fuses_the_sums():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
     assert patch(model).coverage == of_llama(2, adapters=4)
+
+
+@grid("quantized", [False, True])
+def test_peft_around_every_linear_leaves_gates_and_rotary_fused(quantized):
+    """No child of an attention or an MLP is a linear then."""
+    peft = pytest.importorskip("peft")
+    model = llama()
+    if quantized:
+        fusedops.quantize(model, "nf4")
+    lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, lora).eval()
+    wanted = model(input_ids=IDS).logits
+    coverage = patch(model).coverage
+    assert {kind: coverage.get(kind) for kind in ("mlp", "rotary")} == dict.fromkeys(
+        ("mlp", "rotary"), (2, 2)
+    )
+    torch.testing.assert_close(model(input_ids=IDS).logits, wanted)
 
 
 def test_accelerate_hooks_are_seen():

@@ -36,6 +36,8 @@ def test_both_verdicts_are_shown():
     found = fusedops.compare(report(10 * MS, wait=40 * MS), report(10 * MS, 1))
     assert found.bounds == (("input",), ("compute",))
     assert "limited by input before, by compute after" in str(found)
+    unclear = replace(found, bounds=(("input",), ("unknown",)))
+    assert "limited by input before, by no single resource after" in str(unclear)
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,14 @@ def test_numbers_on_colours_can_be_read(bound):
     assert max(one, other) / min(one, other) >= 4.5
 
 
+def test_a_long_measurement_stays_apart_from_the_prediction():
+    saving = Saving(seconds=275e-6, bytes=244 * 2**10, interval=(2e-4, 4.12e-4))
+    report = Profile(REPORT.evidence)
+    report._advice = [Advice("x", "a change", "", "", "", predicted=saving, measured=saving)]
+    shown = "-275 us (-0.412..-0.2 ms), -244 KiB"
+    assert f"{shown} {shown}\n" in str(report)
+
+
 def test_html_has_the_advice(tmp_path):
     pytest.importorskip("jinja2")
     measured = Saving(seconds=2e-3, interval=(1e-3, 3e-3))
@@ -349,3 +357,12 @@ def test_profile_and_memory_choose_the_same_model(command, tmp_path):
     assert type(build(str(path))).__name__ == "BertForMaskedLM"  # the one that has a loss
     _, err = command("profile", "--model", path, "--length", 17, code=1)
     assert "profile: length must be at most 16, the positions that BertForMaskedLM has" in err
+
+
+def test_a_model_larger_than_the_memory_is_refused(tmp_path):
+    """Linux ends a process that needs too much, without a message."""
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 64}
+    path.write_text(json.dumps(sizes | {"model_type": "bert", "num_attention_heads": 1}))
+    with pytest.raises(ValueError, match=r"sweep: model must fit into the [\d.]+ GB .* got .*json"):
+        build(str(path), caller="sweep", copies=10**9)

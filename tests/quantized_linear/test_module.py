@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import math
 import re
 
@@ -306,11 +307,60 @@ def test_a_checkpoint_of_bitsandbytes(compressed):
     quantized.to("cpu")
     module = QuantizedLinear(128, 33, format="nf4")
     if compressed:  # its absmax are codes themselves
-        with pytest.raises(RuntimeError, match="Unexpected key"):
+        with pytest.raises(RuntimeError, match=r"must be float weights, .* absmax are floats"):
             module.load_state_dict(quantized.state_dict())
         return
     module.load_state_dict(quantized.state_dict(), strict=True)
     assert same(module, QuantizedLinear.from_linear(linear, "nf4"))
+
+
+def bitsandbytes_state(doubly, blocksize=64):
+    """The entries of a Linear4bit as bitsandbytes 0.50 writes them; doubly: quantized absmax."""
+    module = layer("nf4", k=128)[0]
+    own = module.state_dict()
+    described = json.dumps({"blocksize": blocksize, "shape": [*module.weight.shape]}).encode()
+    absmax = own["absmax"]
+    return module, {
+        "bias": own["bias"],
+        "weight": own["qweight"],
+        "weight.absmax": absmax.to(torch.uint8) if doubly else absmax,
+        "weight.quant_map": torch.zeros(16),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(described), dtype=torch.uint8),
+    }
+
+
+def test_which_files_of_bitsandbytes_load():
+    module, state = bitsandbytes_state(doubly=False)
+    other = QuantizedLinear(module.in_features, module.out_features, format="nf4")
+    other.load_state_dict(state)
+    assert same(module, other)
+    words = r"QuantizedLinear: weight must be float weights, .* whose absmax are floats, got other"
+    for refused in (bitsandbytes_state(doubly=True), bitsandbytes_state(False, blocksize=128)):
+        before = other.qweight.clone(), other.absmax.clone()
+        with pytest.raises(RuntimeError, match=words) as raised:
+            other.load_state_dict(refused[1])
+        assert "Unexpected" not in str(raised.value) and "Missing" not in str(raised.value)
+        assert torch.equal(other.qweight, before[0]) and torch.equal(other.absmax, before[1])
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+@pytest.mark.parametrize("format", ["int4", "nf4", "int8"])
+def test_gptq_and_awq_are_refused_with_what_loads(kind, format):
+    model = nn.Sequential(QuantizedLinear(64, 32, format=format))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    packed = {"gptq": (8, 32), "awq": (64, 4)}[kind]
+    state = {
+        "0.qweight": torch.zeros(packed, dtype=torch.int32),
+        "0.qzeros": torch.zeros(1, 4, dtype=torch.int32),
+        "0.scales": torch.ones(1, 32, dtype=torch.float16),
+        "0.bias": torch.zeros(32),
+    }
+    if kind == "gptq":
+        state["0.g_idx"] = torch.zeros(64, dtype=torch.int32)
+    words = r"QuantizedLinear: 0.qweight must be float weights, .*, got a GPTQ or AWQ checkpoint's"
+    with pytest.raises(RuntimeError, match=words):
+        model.load_state_dict(state)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items() if n != "0.bias")
 
 
 @grid(assign=[False, True], value=[math.nan, math.inf, -math.inf], kind=FORMATS)

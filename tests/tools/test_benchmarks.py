@@ -282,7 +282,7 @@ def test_a_refused_row_does_not_end_the_run(monkeypatch, tmp_path):
     """The others are timed and written, and the exit status is 1."""
     operations = [toy(eager=double, fusedops=kernel) for kernel in (skip_an_element, double)]
     rows = [Case(operation, FORWARD, torch.float32, (8, 128)) for operation in operations]
-    monkeypatch.setattr(suites, "launch", lambda quick: rows)
+    monkeypatch.setattr(suites, "launch", lambda quick, families: rows)
     path = tmp_path / "rows.json"
     args = parse(["launch", "--quick", "--worker", "--seconds", "0.02", "--json", str(path)])
     assert worker.measure(args) == 1

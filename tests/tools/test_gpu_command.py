@@ -1,6 +1,7 @@
 """Tests `make gpu` on a CPU, with CPU timers instead of the GPU's.
 
-Nothing below is a figure of a GPU, and nothing is written where the README would take it for one.
+Nothing below is a figure of a GPU, and nothing is written where docs/benchmarks.md would take it
+for one.
 """
 
 import json
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from benchmarks import ON_GPU
-from benchmarks.harness import cuda, gpu, readme, record, roofline, suites
+from benchmarks.figures import gpus
+from benchmarks.harness import cuda, gpu, record, roofline, sources, suites
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Skip, find
 from benchmarks.harness.goals import GpuGoal, table
 from benchmarks.harness.memory import Memory
@@ -113,7 +115,7 @@ def test_what_was_measured_is_kept_when_the_run_is_cut_short(family, tmp_path, m
         measured(tmp_path)
     document = written(tmp_path)
     assert not document["complete"]
-    assert readme.figures(tmp_path) == readme.NOT_YET
+    assert gpus.figures(tmp_path) == gpus.NOT_YET
     assert {row["mode"] for row in document["rows"]} == {c.mode for c in family.GPU_ROWS[:2]}
     assert any(goal["measured"] is None and not goal["met"] for goal in document["goals"])
 
@@ -122,7 +124,7 @@ def test_match_leaves_rows_out_and_says_so(family, tmp_path):
     _, document = measured(tmp_path, match="host time")
     assert {row["clock"] for row in document["rows"]} == {"host"}
     assert all(("host time" in g["title"]) or not g["met"] for g in document["goals"])
-    assert readme.figures(tmp_path) == readme.NOT_YET  # it must not stand for a whole run
+    assert gpus.figures(tmp_path) == gpus.NOT_YET  # it must not stand for a whole run
     with pytest.raises(SystemExit, match="no row of norm has 'nothing'"):
         measured(tmp_path, match="nothing")
 
@@ -134,7 +136,8 @@ def test_parts_of_one_build_make_a_whole(family, build, tmp_path):
     kept = [row for row in both["rows"] if row["clock"] == "device"]
     assert kept == first["rows"] and not both["complete"]
     _, whole = measured(tmp_path, match="graph time")
-    assert whole["complete"] and "Toy 1" in readme.figures(tmp_path)
+    assert whole["complete"] and "Toy 1" in gpus.figures(tmp_path)
+    assert set(whole["sources"]) == {"norm", "benchmark norm"} and not gpus.stale(whole)
     assert [run["match"] for run in whole["runs"]] == ["device time", "host time", "graph time"]
     _, again = measured(tmp_path, match="time")
     assert {row["run"] for row in again["rows"]} == {"2000-01-04"}
@@ -312,37 +315,29 @@ def document():
     }
 
 
-def test_readme_shows_what_was_measured_and_nothing_else(tmp_path):
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{readme.BEGIN}\n{readme.END}\nafter\n")
-    assert readme.write(check=True, path=page, results=tmp_path) == 1
-    assert readme.write(path=page, results=tmp_path) == 0
-    assert readme.NOT_YET in page.read_text()
+def test_page_shows_what_was_measured_and_nothing_else(tmp_path):
+    assert gpus.figures(tmp_path) == gpus.NOT_YET
     (tmp_path / "toy-1").mkdir()
     (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(document()))
-    assert readme.write(check=True, path=page, results=tmp_path) == 1
-    readme.write(path=page, results=tmp_path)
-    assert readme.write(check=True, path=page, results=tmp_path) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    text = gpus.figures(tmp_path)
     assert "norm on Toy 1" in text and "1 of 2 goals" in text and "4000 GB/s" in text
     assert "| times as fast in device time as | eager | Liger |" in text
     assert "| `rms_norm` forward, bfloat16 | 2.00x | 1.50x |" in text
-    page.write_text(text.replace("2.00x", "2.10x"))
-    assert readme.write(check=True, path=page, results=tmp_path) == 1
+    assert "*Measured before today's sources, at commit `abc`.*" in text
+    current = document() | sources.stamp("norm", device="cuda")
+    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(current))
+    assert "before today's sources" not in gpus.figures(tmp_path)
+    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(document() | {"complete": False}))
+    assert gpus.figures(tmp_path) == gpus.NOT_YET
 
 
-def test_readme_refuses_what_was_measured_at_no_known_commit(tmp_path):
+def test_page_refuses_what_was_measured_at_no_known_commit(tmp_path):
     found = document()
     found["runs"][0]["environment"]["commit"] = None
     (tmp_path / "toy-1").mkdir()
     (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(found))
     with pytest.raises(SystemExit, match=r"norm.json: of no known commit; set FUSEDOPS_COMMIT"):
-        readme.figures(tmp_path)
-
-
-def test_readme_of_this_tree_is_what_its_results_give():
-    assert readme.write(check=True) == 0
+        gpus.figures(tmp_path)
 
 
 def test_state_of_the_gpu_is_that_of_its_own_line(tmp_path, monkeypatch):

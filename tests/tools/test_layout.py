@@ -83,6 +83,8 @@ SHARED = {
         "children",
         "conftest.py",
         "contract",
+        "docs",
+        "examples",
         "growth",
         "integrations",
         "machine_code",
@@ -126,6 +128,7 @@ PYTHON = [
     {"fusedops.__main__"},
     {"benchmarks"},
     {"checks"},
+    {"examples"},
     {"tests"},
 ]
 
@@ -168,10 +171,11 @@ MOST_IMPORTS = {"files": 123, "rooms": 32}
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450
+LONGEST_EXAMPLE = 79
 
 
 def files(*suffixes):
-    folders = ("benchmarks", "checks", "csrc", "docs", "fusedops", "tests", ".ci")
+    folders = ("benchmarks", "checks", "csrc", "docs", "examples", "fusedops", "tests", ".ci")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     found += [path for path in ROOT.iterdir() if not path.name.startswith(".git")]
     return sorted(
@@ -320,6 +324,15 @@ def test_torch_is_included_where_it_does_no_harm(path):
         assert all(header.startswith("ATen/cpu/vec/") for header in headers)
     if path.endswith((".cu", ".cuh")):
         assert set(headers) <= KERNEL_HEADERS
+
+
+@pytest.mark.parametrize("path", [p for p in files(".py") if p.startswith("examples/")])
+def test_an_example_is_whole(path):
+    """A user copies the file alone, and writes what it has: the public names of fusedops."""
+    names = {name.split(".")[0] for name, _ in imported(path)}
+    assert not names & {"benchmarks", "checks", "examples", "tests"}
+    private = [name for name, _ in imported(path) if "._" in name]
+    assert not private and len(text(path).splitlines()) <= LONGEST_EXAMPLE
 
 
 @pytest.mark.parametrize("path", files(".py", ".cpp", ".h", ".cu", ".cuh"))

@@ -41,7 +41,7 @@ EDITS = {
         ),
         '    "RMSNorm",\n': '    "ScaledAdd",\n',
     },
-    "README.md": {
+    "docs/reference/support.md": {
         "| rotary | `rotary_embedding` | |\n": "| scaled_add | `scaled_add` | `ScaledAdd` |\n",
     },
 }

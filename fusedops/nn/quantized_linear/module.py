@@ -1,7 +1,6 @@
 """Defines QuantizedLinear: torch.nn.Linear with a 4- or 8-bit weight."""
 
 import copy
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from fusedops.backends import forced, takes, unavailable
 from fusedops.extension import _C
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import (
-    NF4_BLOCK,
     SHARES,
     QuantizedWeight,
     check_format,
@@ -24,6 +22,7 @@ from fusedops.functional.quantized_linear import (
     scales_name,
 )
 from fusedops.nn.linear import Linear
+from fusedops.nn.quantized_linear.foreign import LOADS, take_bitsandbytes, take_zeros
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.nn.quantized_linear.weight import DequantizedWeight
 
@@ -41,9 +40,10 @@ class QuantizedLinear(torch.nn.Linear):
 
     The state dict stores plain tensors: qweight, scales (nf4: absmax), zeros (int4 only) and bias.
     Loading a checkpoint with a float `weight` quantizes it. nf4 layers also load bitsandbytes'
-    Linear4bit unchanged, unless its absmax are quantized too. Loading warns if scales are not
-    finite. Moving the module moves the codes. Casting it does not change the codes: it changes only
-    `dtype`, the bias and the dtype of `weight`.
+    Linear4bit unchanged, unless its absmax are quantized too. Checkpoints of GPTQ and AWQ raise
+    RuntimeError, which names what loads. Loading warns if scales are not finite. Moving the module
+    moves the codes. Casting it does not change the codes: it changes only `dtype`, the bias and the
+    dtype of `weight`.
 
     Writes to `weight.data`, as in peft's merge, re-quantize the weight and log the error. The layer
     keeps the previous codes: subtracting exactly what was added to `weight.data` restores them bit
@@ -328,7 +328,12 @@ class QuantizedLinear(torch.nn.Linear):
         if problem := self._take_weight(state_dict, f"{prefix}weight", assign):
             error_msgs.append(f"QuantizedLinear: {prefix}weight {problem}")
         codes = state_dict.get(f"{prefix}qweight", own.qweight)
-        if codes.dtype != own.qweight.dtype:
+        if take_zeros(state_dict, prefix):
+            error_msgs.append(
+                f"QuantizedLinear: {prefix}qweight must be {LOADS}, got a GPTQ or AWQ checkpoint's"
+            )
+            problem = "has another format"
+        elif codes.dtype != own.qweight.dtype:
             wanted, got = _short(own.qweight.dtype), _short(codes.dtype)
             error_msgs.append(f"QuantizedLinear: {prefix}qweight must be {wanted}, got {got}")
             problem = "has another format"
@@ -360,12 +365,12 @@ class QuantizedLinear(torch.nn.Linear):
                 weight = weight.to(self.qweight.device)
             tensors = self._quantized(weight).tensors()
             state_dict.update({f"{prefix}{part}": t for part, t in tensors.items()})
-        elif self.format == "nf4" and (state := _of_bitsandbytes(state_dict, name)):
-            state_dict[f"{prefix}qweight"] = state_dict.pop(name)
-            state_dict[f"{prefix}absmax"] = state_dict.pop(f"{name}.absmax")
-            for part in (QUANT_STATE, "quant_map"):
-                del state_dict[f"{name}.{part}"]
-            return self._misfit(state["shape"])
+        elif self.format == "nf4" and (shape := take_bitsandbytes(state_dict, name)):
+            return self._misfit(shape)
+        elif weight is not None:
+            for part in [key for key in state_dict if key.startswith(name)]:
+                del state_dict[part]
+            return f"must be {LOADS}, got other {_short(weight.dtype)} {list(weight.shape)}"
         return ""
 
     def _misfit(self, shape: Sequence[int]) -> str:
@@ -374,20 +379,10 @@ class QuantizedLinear(torch.nn.Linear):
 
 
 MOST_BEFORE = 8  # how many merged adapters can be undone
-QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _of_bitsandbytes(state_dict: dict[str, Tensor], name: str) -> dict[str, Any]:
-    """The state of a Linear4bit with our block size and plain absmax; empty otherwise."""
-    if not {f"{name}.absmax", f"{name}.quant_map", f"{name}.{QUANT_STATE}"} <= state_dict.keys():
-        return {}
-    state = json.loads(bytes(state_dict[f"{name}.{QUANT_STATE}"].tolist()))
-    plain = state_dict[f"{name}.absmax"].is_floating_point()
-    return state if plain and state["blocksize"] == NF4_BLOCK else {}
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ decides(
 EPILOGUE = Kind(
     "epilogue",
     rank=2,
-    needs="linear",
+    needs=("linear",),
     rewrite=rewrite,
     helpers={HELPER: activated},
     judge=judge,

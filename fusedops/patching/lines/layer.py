@@ -59,8 +59,8 @@ class Outcome:
 class Kind:
     """A kind of site in the lines of a forward.
 
-    rank: the order in which kinds rewrite the same lines. needs: the role of a child that a layer
-    with such a site must have. rewrite: changes a forward's tree and returns its finds. helpers:
+    rank: the order in which kinds rewrite the same lines. needs: roles, one of which a child of a
+    layer with such a site has. rewrite: changes a forward's tree and returns its finds. helpers:
     the functions that the new lines call, by name; each gets the layer first. judge: fuses one find
     in a module if possible; None if it is a site of another kind. unread: whether to report a
     module whose source cannot be read, given its children's roles and its class. reported: the
@@ -69,7 +69,7 @@ class Kind:
 
     name: str
     rank: int
-    needs: str
+    needs: tuple[str, ...]
     rewrite: Callable[[Any, Names], list[Any]]
     helpers: Mapping[str, Callable]
     judge: Callable[[nn.Module, Any], Outcome | None]
@@ -85,7 +85,7 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
             continue
         roles, original = _roles(module), original_class(module)
         present = {role for _, role in roles}
-        own = [kind for kind in kinds if kind.needs in present]
+        own = [kind for kind in kinds if present.intersection(kind.needs)]
         if own and original.forward not in CONTAINERS:
             _patch_layer(path, module, own, roles, report)
 
@@ -175,11 +175,19 @@ def _role(name: str, module: nn.Module) -> str:
         return "dropout"
     if getattr(module, "inplace", False) is True:
         return "inplace"
-    if is_linear(module) or isinstance(module, QuantizedLinear):
+    if _computes_linear(module):
         return "linear"
+    if _computes_linear(getattr(module, "base_layer", None)):
+        return "adapter"  # PEFT's
     if looks_like_an_activation(name, module):
         return "activation"
     return "norm" if looks_like_a_norm(module) or _wraps_norms(module) else ""
+
+
+def _computes_linear(module: Any) -> bool:
+    return isinstance(module, QuantizedLinear) or (
+        isinstance(module, nn.Module) and is_linear(module)
+    )
 
 
 def _wraps_norms(module: nn.Module) -> bool:

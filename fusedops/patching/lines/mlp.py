@@ -257,7 +257,7 @@ decides(packed, "mlp", at=_layer, why=_why_packed, repeat=partial(_repeat, packe
 MLP = Kind(
     "mlp",
     rank=1,
-    needs="linear",
+    needs=("linear", "adapter"),
     rewrite=rewrite,
     helpers={GATED: gated, PACKED: packed},
     judge=judge,

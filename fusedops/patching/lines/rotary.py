@@ -429,7 +429,7 @@ def _results(run: Callable, args: Any) -> Iterator[Tensor]:
 ROTARY = Kind(
     "rotary",
     rank=3,
-    needs="linear",
+    needs=("linear", "adapter"),
     rewrite=rewrite,
     helpers={HELPER: rotated},
     judge=judge,

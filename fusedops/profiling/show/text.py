@@ -189,7 +189,7 @@ def _advice(report: Profile) -> Iterator[str]:
     for number, one in enumerate(report.advice, 1):
         title = _cut(f"{number} {one.title}", 44)
         predicted = saving_text(one.predicted) if one.predicted else "no prediction"
-        yield f"{title:46}{predicted:>24}{saving_text(one.measured):>30}".rstrip()
+        yield f"{title:46}{predicted:>24} {saving_text(one.measured):>29}".rstrip()
         yield from _wrapped(f"why: {one.why}", 4)
         yield from _wrapped(f"how: {one.how}", 4)
     ids = [f'"{one}"' for one in report.measurable]

@@ -83,7 +83,7 @@ def test_notes_claim_what_is_true():
             return self.norm(self.mix(hidden))
 
     notes = patch(nn.Sequential(NoSum(), nn.LayerNorm(N))).notes
-    assert "residual: no residual sum was recognised in NoSum.forward" in notes
+    assert "residual: NoSum.forward has a norm, but no residual sum of its own" in notes
     assert not any("Sequential" in note for note in notes)
 
 

@@ -130,11 +130,11 @@ decides(layer_add_norm, "residual", at=_norm_in, why=_why, repeat=_repeat)
 RESIDUAL = Kind(
     "residual",
     rank=0,
-    needs="norm",
+    needs=("norm",),
     rewrite=rewrite,
     helpers={HELPER: layer_add_norm},
     judge=judge,
     unread=lambda roles, original: True,  # any module with a norm may have a sum
     reported="residual",
-    without="residual: no residual sum was recognised in {}.forward",
+    without="residual: {}.forward has a norm, but no residual sum of its own",
 )

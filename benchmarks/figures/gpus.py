@@ -1,16 +1,15 @@
-"""Generates the README's GPU figures from benchmarks/results."""
+"""Tables of what `make gpu` measured, for docs/benchmarks.md."""
 
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- gpu figures: python -m benchmarks readme -->", "<!-- end of gpu figures -->"
+from benchmarks.figures.results import WARNING
+from benchmarks.harness import sources
+
 NOT_YET = "No figure has been measured on a GPU yet: `make gpu` measures them on one.\n"
 
-# README column -> its contenders. Each operation has one of them.
+# Column -> its contenders. Each operation has one of them.
 RIVALS = {
     "eager": ("eager",),
     "Hugging Face": ("huggingface",),
@@ -30,25 +29,23 @@ SPEEDS = {
 }
 
 
-def write(check: bool = False, path: Path = ROOT / "README.md", results: Path = RESULTS) -> int:
-    """Puts the figures between the README's markers; with `check`, returns 1 if they differ."""
-    now = path.read_text()
-    before, _, rest = now.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n\n{figures(results)}\n{END}{after}"
-    if not check:
-        path.write_text(wanted)
-    elif now != wanted:
-        print(f"{path.name} is not what `python -m benchmarks readme` writes", file=sys.stderr)
-        return 1
-    return 0
-
-
 def figures(results: Path) -> str:
     """Returns all tables for all GPUs, from complete files; a sentence if there is none."""
-    found = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*/*.json"))]
-    whole = [(path, document) for path, document in found if document.get("complete")]
-    return "\n".join(section(path, document) for path, document in whole) or NOT_YET
+    return "\n".join(section(path, document) for path, document in complete(results)) or NOT_YET
+
+
+def complete(results: Path) -> Iterator[tuple[Path, dict]]:
+    """The files of whole families; a part must not stand for a family."""
+    for path in sorted(results.glob("*/*.json")):
+        document = json.loads(path.read_text())
+        if document.get("complete"):
+            yield path, document
+
+
+def stale(document: dict) -> bool:
+    """Whether the sources are no longer those that were measured, or were not recorded."""
+    found = document.get("sources")
+    return not found or bool(sources.changed(found, "cuda"))
 
 
 def section(path: Path, document: dict) -> str:
@@ -67,6 +64,7 @@ def section(path: Path, document: dict) -> str:
         f"reached {matmul} TFLOP/s. {met} of {goals} goals are met. "
         f"File: `benchmarks/results/{path.parent.name}/{path.name}`.",
     ]
+    text += [f"*{WARNING.capitalize()}, at commit `{where['commit']}`.*"] * stale(document)
     rows = [row for row in document["rows"] if row["status"] == "timed"]
     tables = (bandwidth(rows), *(speed(rows, clock) for clock in SPEEDS))
     return "\n\n".join(text + ["\n".join(table) for table in tables if table]) + "\n"

@@ -1,0 +1,133 @@
+"""Writes docs/benchmarks.md, and a page like it for each further machine's results."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from benchmarks.figures import gpus
+from benchmarks.figures.results import RESULTS, WARNING, Result, find
+from benchmarks.figures.tables import TABLES
+
+__all__ = ["SUBJECTS", "pages"]
+
+MAIN = "docs/benchmarks.md"
+TEMPLATE = Path(__file__).with_name("benchmarks.md.jinja")
+OTHER = """\
+# Benchmarks: {machine}
+
+<!-- Written by `python -m benchmarks figures`. -->
+
+Results of another machine than the one of [the main page](benchmarks.md), which describes them.
+
+{sections}"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A section: its title, its files (the first that exists), its table and its command.
+
+    only: how the titles of its goals begin, if the file has others too.
+    """
+
+    title: str
+    stems: tuple[str, ...]
+    table: str
+    command: str
+    only: str = ""
+
+
+def _goals(family: str, *others: str, only: str = "") -> Subject:
+    stem = f"must-show-{family.replace('_', '-')}"
+    command = f"python -m benchmarks must-show --family {family}"
+    return Subject(family, (stem, *others), "goals and memory", command, only)
+
+
+def _suite(title: str, stem: str, table: str, command: str = "") -> Subject:
+    return Subject(title, (stem,), table, f"python -m benchmarks {command or stem}")
+
+
+SUBJECTS = {
+    "step": _suite("Training steps of small models", "step", "step"),
+    "demo": Subject("make demo", ("demo",), "demo", "make demo"),
+    "small": _suite("Models of few tokens", "small", "small"),
+    "generate": _suite("generate()", "generate", "generating"),
+    "sentences": _suite("A quantized sentence encoder", "sentences", "sentences"),
+    "norm": _goals("norm", "must-show"),
+    "gated_activation": _goals("gated_activation", "must-show-mlp", only="swiglu"),
+    "linear_goals": _goals("linear", "must-show-mlp", only="linear"),
+    "linear": _suite("linear, all shapes", "linear", "shapes"),
+    "few_rows": _suite("Linear layers of few rows", "few-rows", "few-rows"),
+    "few_rows_no_amx": _suite(
+        "The same without AMX",
+        "few-rows-without-amx",
+        "few-rows",
+        "few-rows` with `FUSEDOPS_CPU_ISA=avx512_bf16",
+    ),
+    "rotary": _goals("rotary"),
+    "attention": _goals("attention", "must-show-attention-zen4"),
+    "cross_entropy": _goals("cross_entropy"),
+    "quantized_linear": _goals("quantized_linear", "must-show-quantized-linear-zen4"),
+    "quantizing": _suite(
+        "Quantizing a weight",
+        "quantize-weight",
+        "quantizing",
+        "quantized_linear --match quantize_weight",
+    ),
+    "adamw": _suite("AdamW's step", "adamw", "adamw"),
+    "adamw_2": _suite("The same on 2 threads", "adamw-2-threads", "adamw", "adamw --threads 2"),
+    "adamw_loss": _suite("AdamW's formats", "adamw-loss", "losses"),
+    "launch": _suite("Calls on few tokens", "launch", "launch"),
+}
+
+
+def pages(results: Path = RESULTS) -> dict[str, str]:
+    """Returns the pages that are written whole, by their path in the repository.
+
+    Raises FigureError if a subject of the main page has no result.
+    """
+    files = {key: find(subject.stems, results) for key, subject in SUBJECTS.items()}
+    tables = {key: section(SUBJECTS[key], found[0]) for key, found in files.items()}
+    titles = {key: subject.title for key, subject in SUBJECTS.items()}
+    further = {key: found[1:] for key, found in files.items()}
+    machines = sorted({file.path.parent.name for found in further.values() for file in found})
+    others = {f"docs/benchmarks_{name}.md": name for name in machines}
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    text = environment.from_string(TEMPLATE.read_text()).render(
+        tables=tables,
+        titles=titles,
+        gpus=gpus.figures(results).strip(),
+        others={Path(path).name: name for path, name in others.items()},
+    )
+    return {MAIN: text} | {
+        path: OTHER.format(machine=name, sections="\n".join(_of_machine(further, name)))
+        for path, name in others.items()
+    }
+
+
+def _of_machine(files: dict[str, list[Result]], machine: str) -> Iterator[str]:
+    for key, found in files.items():
+        for file in found:
+            if file.path.parent.name == machine:
+                yield f"## {SUBJECTS[key].title}\n\n{section(SUBJECTS[key], file)}\n"
+
+
+def section(subject: Subject, file: Result) -> str:
+    """A result's table, with what measured it, where and when."""
+    name = f"benchmarks/results/{file.name}.json"
+    once = f"{file.machine}, {file.date}, commit `{file.commit}`"
+    lines = [f"{once}. Command: `{subject.command}`. File: `{name}`."]
+    if file.stale:
+        lines += ["", f"*{WARNING.capitalize()}, at commit `{file.commit}`.*"]
+    return "\n".join([*lines, "", *TABLES[subject.table](_of(subject, file.document))])
+
+
+def _of(subject: Subject, document: dict) -> dict:
+    """The document with the subject's goals alone."""
+    if not subject.only:
+        return document
+    goals = [goal for goal in document["goals"] if goal["title"].startswith(subject.only)]
+    return document | {"goals": goals}

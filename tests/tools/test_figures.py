@@ -1,0 +1,419 @@
+"""Figures of README and docs come from results: none is out of date, wrong or typed by hand."""
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import tomllib
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from benchmarks import ON_GPU
+from benchmarks.__main__ import main
+from benchmarks.figures import campaign, command, markers, page, plots, typed
+from benchmarks.figures.registry import FIGURES, lookup
+from benchmarks.figures.results import RESULTS, WARNING, FigureError, Result, folder_of
+from benchmarks.harness import report, sources
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = ROOT / "benchmarks" / "figures" / "allowed.toml"
+NOTE = "Measured: <!-- figure note --><!-- /figure -->.\n"
+STEP = "step.llama.float32.fusedops"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the results, with a page that shows two of them and its plots."""
+    shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(
+        f"Llama: <!-- figure {STEP} -->9.99x<!-- /figure -->\n\n"
+        f"| a | <!-- figure {STEP} interval --><!-- /figure --> |\n\n{NOTE}"
+    )
+    assert command.run(root=tmp_path) == 0
+    return tmp_path
+
+
+def result(tree, name="amd-epyc/step.json"):
+    return tree / "benchmarks" / "results" / name
+
+
+def edit(path, change):
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_this_tree_shows_what_its_results_give():
+    assert main(["figures", "--check"]) == 0
+
+
+def test_every_named_figure_has_a_value():
+    shown = {name: figure.text() for name, figure in FIGURES.items()}
+    assert all(re.match(r"-?\d", text) for text in shown.values())
+
+
+def test_markers_are_filled_from_the_result(tree):
+    title = "training step of llama float32 [4, 256], default allocator"
+    rows = json.loads(result(tree).read_text())["rows"]
+    values = {r["contender"]: r["over_eager"] for r in rows if r["title"] == title}
+    middle, low, high = (f"{value:.2f}" for value in values["fusedops"])
+    text = (tree / "README.md").read_text()
+    assert f"<!-- figure {STEP} -->{middle}x<!-- /figure -->" in text
+    assert f"<!-- figure {STEP} interval -->{middle}x ({low}..{high})<!-- /figure -->" in text
+    assert "AMD EPYC, 1 thread" in text and "step (2026-11-23, commit `5ce6b3615038`)" in text
+
+
+def test_wrong_number_in_a_page_fails_the_check(tree, capsys):
+    assert command.run(check=True, root=tree) == 0
+    readme = tree / "README.md"
+    readme.write_text(readme.read_text().replace(lookup(STEP).text(), "9.99x"))
+    assert command.run(check=True, root=tree) == 1
+    assert "README.md, near line 1, is not what" in capsys.readouterr().err
+    assert command.run(root=tree) == 0 and command.run(check=True, root=tree) == 0
+    benchmarks = tree / "docs" / "benchmarks.md"
+    benchmarks.write_text(benchmarks.read_text().replace(lookup(STEP).text(), "9.99x"))
+    assert command.run(check=True, root=tree) == 1
+
+
+def test_changed_result_fails_the_check_of_page_and_plot(tree, capsys):
+    def faster(document):
+        for row in document["rows"]:
+            row["over_eager"] = [3 * one for one in row.get("over_eager", [])]
+
+    edit(result(tree), faster)
+    assert command.run(check=True, root=tree) == 1
+    said = capsys.readouterr().err
+    assert "README.md" in said and "docs/benchmarks.md" in said and "step-dark.svg" in said
+
+
+def test_missing_result_names_the_file(tree, capsys):
+    result(tree).unlink()
+    assert command.run(check=True, root=tree) == 1
+    assert "no result file step.json" in capsys.readouterr().err
+
+
+def test_row_that_was_not_measured_names_page_line_and_row(tree, capsys):
+    def without(document):
+        document["rows"] = [row for row in document["rows"] if row["contender"] != "fusedops"]
+
+    edit(result(tree), without)
+    with pytest.raises(FigureError, match=rf"README.md:1: figure {STEP}: no entry of rows with .*"):
+        markers.filled((tree / "README.md").read_text(), "README.md", result(tree).parents[1])
+    assert command.run(check=True, root=tree) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_unknown_figure_lists_its_neighbours():
+    with pytest.raises(FigureError, match=r"x.md:1: .*'step.llama.float33'.* has step.llama"):
+        markers.filled("a <!-- figure step.llama.float33 --><!-- /figure -->", "x.md")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (f"<!-- figure {STEP} -->1x<!-- /figure --> is fast", "must not begin with"),
+        (f"- <!-- figure {STEP} -->1x<!-- /figure --> is fast", "must not begin with"),
+        (f"a <!-- figure {STEP} -->1x", "expected <!-- figure NAME -->value"),
+        (f"a <!-- figure {STEP} -->1x<!-- figure -->", "expected <!-- figure NAME -->value"),
+        (f"a <!--figure {STEP}-->1x<!-- /figure -->", "expected <!-- figure NAME -->value"),
+        (f"a <!-- figure {STEP} -->1x<!-- /figure -->", "needs <!-- figure note -->"),
+        ("a <!-- figure patch.ms interval --><!-- /figure -->", "has no interval"),
+    ],
+)
+def test_malformed_marker_says_why(line, reason):
+    with pytest.raises(FigureError, match=rf"x.md.*{reason}"):
+        markers.filled(line, "x.md")
+
+
+def test_markers_in_code_are_left_alone():
+    line = f"`<!-- figure {STEP} -->1x<!-- /figure -->`"
+    for text in (f"```\na {line[1:-1]}\n```\n", f"write {line}\n", "no figure\n"):
+        assert markers.filled(text, "x.md") == text and not markers.used(text)
+
+
+def test_figures_keep_the_rest_of_a_page():
+    text = f"a\n\n| b | <!-- figure {STEP} --><!-- /figure --> | c |\n{NOTE}d"
+    filled = markers.filled(text, "x.md")
+    assert markers.MARKER.sub("", filled) == markers.MARKER.sub("", text)
+    assert markers.filled(filled, "x.md") == filled
+
+
+def test_comments_of_figures_are_hidden():
+    page = f"A <!-- figure {STEP} --><!-- /figure -->.\n\n|a|b|\n|-|-|\n"
+    page += f"|c|**<!-- figure {STEP} interval --><!-- /figure -->**|\n\n{NOTE}"
+    html = MarkdownIt("commonmark").enable("table").render(markers.filled(page, "x.md"))
+    shown = re.sub(r"<!--.*?-->", "", html)
+    figure = lookup(STEP)
+    assert f"<p>A {figure.text()}.</p>" in shown and "<td>c</td>" in shown
+    assert f"<td><strong>{figure.text(interval=True)}</strong></td>" in shown
+    assert "figure" not in shown and "&lt;" not in shown
+
+
+# Staleness.
+
+
+def stamped(tree, **changed):
+    """Stamps the steps' result as if it had been measured from today's sources."""
+    stamp = sources.stamp("step")
+    stamp["sources"] |= changed
+    edit(result(tree), lambda document: document["environment"].update(stamp))
+
+
+def test_results_without_a_hash_are_stale_and_only_current_fails(tree, capsys):
+    assert WARNING in (tree / "README.md").read_text()
+    assert command.run(check=True, root=tree) == 0
+    assert command.run(current=True, root=tree) == 1
+    said = capsys.readouterr().err
+    assert "amd-epyc/step.json: measured before" in said and "results are out of date" in said
+
+
+def test_stale_hash_is_said_in_page_and_note(tree):
+    stamped(tree)
+    assert command.run(root=tree) == 0
+    assert WARNING not in (tree / "README.md").read_text()
+    text = (tree / "docs" / "benchmarks.md").read_text()
+    assert not heading_of(text, "Training steps").count(WARNING.capitalize())
+    stamped(tree, norm="0" * sources.LENGTH)
+    assert command.run(check=True, root=tree) == 0  # an edit of a kernel is no reason to fail
+    assert command.run(root=tree) == 0
+    assert f"; {WARNING}: step" in (tree / "README.md").read_text()
+    text = (tree / "docs" / "benchmarks.md").read_text()
+    assert f"*{WARNING.capitalize()}, at commit `" in heading_of(text, "Training steps")
+
+
+def heading_of(text, title):
+    return text.partition(f"### {title}")[2].partition("###")[0]
+
+
+def test_current_passes_once_everything_is_current(tree, monkeypatch):
+    monkeypatch.setattr(Result, "stale", property(lambda file: False))
+    assert command.run(current=True, root=tree) == 0
+
+
+def test_comments_and_docstrings_do_not_age_a_figure(tmp_path):
+    py, cpp = tmp_path / "a.py", tmp_path / "a.cpp"
+    py.write_text('"""Doc."""\n\n\ndef f(x):\n    """Doc."""\n    return x + "#"  # why\n')
+    cpp.write_text('// why\nint f() { return g("//", \'"\'); }  /* why\n not */\n')
+    before = [sources.stripped(path) for path in (py, cpp)]
+    py.write_text('"""Other."""\ndef f(x):\n    # new\n    return x + "#"\n')
+    cpp.write_text('int f() { return g("//", \'"\'); }\n')
+    assert [sources.stripped(path) for path in (py, cpp)] == before
+    py.write_text('def f(x):\n    return x - "#"\n')
+    cpp.write_text('int f() { return g("/*", \'"\'); }\n')
+    assert all(a != b for a, b in zip(before, map(sources.stripped, (py, cpp)), strict=True))
+
+
+def test_code_ages_its_family_and_those_that_include_it(tmp_path):
+    for path in ("csrc/ops/norm/norm.cpp", "csrc/ops/rotary/rotary.cpp", "csrc/cuda/norm/a.cu"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text('#include "csrc/shared.h"\n' if "norm.cpp" in path else "\n")
+    shared, source = tmp_path / "csrc/shared.h", tmp_path / "csrc/shared.cpp"
+    shared.write_text("int f();\n")
+    source.write_text("int f() { return 1; }\n")
+
+    def digests(device="cpu"):
+        sources.digest.cache_clear()
+        return [sources.digest(unit, device, tmp_path) for unit in ("norm", "rotary")]
+
+    norm, rotary = digests()
+    gpu = digests("cuda")[0]
+    source.write_text("int f() { return 2; }\n")
+    assert digests()[0] != norm and digests()[1] == rotary
+    source.write_text("int f() { return 1; }\n")
+    (tmp_path / "csrc/cuda/norm/a.cu").write_text("int g();\n")
+    assert digests() == [norm, rotary] and digests("cuda")[0] != gpu
+
+
+def test_every_unit_has_files():
+    units = [*ON_GPU, *sources.FOLDERS, *(f"benchmark {name}" for name in MEASURING)]
+    assert all(sources.files(unit) for unit in units)
+    assert not sources.files("nothing")
+
+
+MEASURING = ("norm", "step", "few-rows", "adamw-loss", "linear", "profile")
+
+
+def test_harness_writes_cpu_and_hashes(tmp_path):
+    path = tmp_path / "out.json"
+    main(["adamw", "--quick", "--seconds", "0.05", "--json", str(path)])
+    where = json.loads(path.read_text())["environment"]
+    assert where["cpu"] == sources.cpu()
+    assert where["sources"] == sources.stamp("adamw")["sources"]
+    assert set(where["sources"]) == {"adamw", "benchmark adamw"}
+
+
+def test_must_show_of_a_family_has_its_hash_alone(tmp_path):
+    path = tmp_path / "out.json"
+    quick = ["--quick", "--seconds", "0.02", "--allocator", "default", "--match", "[2, 64]"]
+    main(["must-show", "--family", "norm", *quick, "--json", str(path)])
+    document = json.loads(path.read_text())
+    assert {row["operation"] for row in document["rows"]} == {"add_layer_norm"}
+    assert set(document["environment"]["sources"]) == {"norm", "benchmark norm"}
+
+
+RECORDED = sorted(RESULTS.glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_what_a_file_says_of_itself_is_what_the_harness_writes(path):
+    document = json.loads(path.read_text())
+    runs = document.get("runs", [document])
+    for where in (run.get("environment", run) for run in runs):
+        assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", where["commit"])
+        assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", where["date"])
+    recorded = document if "runs" in document else where
+    assert ("sources" in recorded) == ("cpu" in recorded)
+    for unit, digest in recorded.get("sources", {}).items():
+        assert unit in (*ON_GPU, *sources.FOLDERS) or unit.startswith("benchmark ")
+        assert re.fullmatch(rf"[0-9a-f]{{{sources.LENGTH}}}", digest)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in RECORDED if "sources" in Result(p).where and "-dirty" not in Result(p).commit],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
+def test_hashes_are_those_of_the_commit(path, tmp_path):
+    where = Result(path).where
+    archive = tmp_path / "tree.tar"
+    made = ["git", "archive", "-o", str(archive), where["commit"], "csrc", "fusedops", "benchmarks"]
+    if subprocess.run(made, cwd=ROOT, capture_output=True, check=False).returncode:
+        pytest.skip("the commit is not in this checkout")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    at_commit = {unit: sources.digest(unit, root=tmp_path) for unit in where["sources"]}
+    assert where["sources"] == at_commit
+
+
+# Figures that were typed by hand.
+
+
+def test_no_figure_is_typed_by_hand():
+    allowed = tomllib.loads(ALLOWED.read_text())
+    for path, text in typed.pages(ROOT).items():
+        listed = {one for figures in allowed.pop(path, {}).values() for one in figures}
+        found = {what: line for line, what in typed.typed(text)}
+        new = {what: line for what, line in found.items() if what not in listed}
+        assert not new, f"{path}: figures without a marker, by line: {new}"
+        assert listed <= set(found), f"{path} no longer has {listed - set(found)}: {ALLOWED.name}"
+    assert not allowed, f"{ALLOWED.name} lists pages that do not exist: {list(allowed)}"
+
+
+@pytest.mark.parametrize(
+    "figure",
+    ["1.32x", "8 ms", "3us", "2.5 µs", "28 GB/s", "35 MB", "0.05 MiB", "100 GFLOP/s", "5%"],
+)
+def test_typed_figure_is_found(figure):
+    text = f"a page\n```\n{figure}\n```\n`{figure}` and ({figure}), [a]({figure})"
+    assert list(typed.typed(text)) == [(5, " ".join(figure.split()))]
+
+
+def test_table_of_numbers_without_a_unit_is_found_once():
+    table = "in ms:\n\n| rows | a |\n|---|---|\n| 4 | 2.7, 3.0 |\n| 5 | 3.2 |\n\nb\n"
+    assert list(typed.typed(table)) == [(5, typed.TABLE)]
+    assert not list(typed.typed("| torch | 2.13.0 |\n| rows | 4 |\n| a | `2.7` |\n"))
+
+
+def test_what_is_no_typed_figure():
+    marker = f"a <!-- figure {STEP} interval -->1.32x (1.17..1.32)<!-- /figure -->"
+    for text in (marker, "4096 x 4096", "16x16 tiles", "python3 x", "fp8 in v2.0", "<!-- 8 ms -->"):
+        assert not list(typed.typed(text)), text
+
+
+def test_generated_pages_are_not_searched():
+    pages = typed.pages(ROOT)
+    assert "README.md" in pages and "docs/guides/profile.md" in pages
+    assert not [path for path in page.pages() if path in pages]
+
+
+# The campaign.
+
+
+def asked(*jobs, out, **options):
+    return Namespace(jobs=list(jobs), out=str(out), again=False, list=False, **options)
+
+
+def test_campaign_resumes(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def measured(job, path):
+        ran.append(job.name)
+        where = {"torch": campaign.torch.__version__, **sources.stamp("adamw")}
+        path.write_text(report.dump({"environment": where, "rows": [], "goals": []}))
+        return job.name != "launch"
+
+    monkeypatch.setattr(campaign, "_measured", measured)
+    assert campaign.run(asked("adamw", "small", out=tmp_path)) == 0
+    assert campaign.run(asked("adamw", "small", "demo", out=tmp_path)) == 0
+    assert ran == ["adamw", "small", "demo"]
+    assert "adamw: current, kept" in capsys.readouterr().out
+    assert campaign.run(asked("launch", out=tmp_path)) == 1
+    assert "no result of: launch" in capsys.readouterr().err
+
+
+def test_campaign_keeps_the_earlier_file_of_a_job_that_fails(tmp_path, monkeypatch):
+    ran = []
+
+    def fails(command, env, **_):
+        ran.append((command[2:], env.get("FUSEDOPS_CPU_ISA")))
+
+    def demo(command, **_):
+        Path(command[-1], "demo.json").write_text(json.dumps({"ratio": 1.0}))
+
+    path = tmp_path / "few-rows-without-amx.json"
+    path.write_text("{}")
+    monkeypatch.setattr(campaign.subprocess, "run", fails)
+    assert not campaign._measured(campaign.JOBS["few-rows-without-amx"], path)
+    assert path.read_text() == "{}" and ran[0][1] == "avx512_bf16"
+    assert ran[0][0][:3] == ["benchmarks", "few-rows", "--seconds"] and "--json" in ran[0][0]
+    monkeypatch.setattr(campaign.subprocess, "run", demo)
+    assert campaign._measured(campaign.JOBS["demo"], path)
+    written = json.loads(path.read_text())
+    assert written == {"ratio": 1.0, **sources.stamp("demo")} and "demo" in written["sources"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"cpu": "another"}, "measured on another"),
+        ({"torch": "1.0"}, "measured with torch 1.0"),
+        ({"sources": {"norm": "0"}}, "sources changed: norm"),
+    ],
+)
+def test_campaign_says_why_it_measures(tmp_path, change, reason):
+    path = tmp_path / "a.json"
+    assert campaign.reason(path) == "not measured on this CPU"
+    where = {"torch": campaign.torch.__version__, **sources.stamp("adamw")} | copy.copy(change)
+    path.write_text(json.dumps({"environment": where}))
+    assert campaign.reason(path) == reason
+    path.write_text(json.dumps({"environment": {"torch": "1"}}))
+    assert campaign.reason(path) == "measured before sources were recorded"
+
+
+def test_campaign_measures_what_the_pages_show_and_in_time():
+    assert sum(job.minutes for job in campaign.JOBS.values()) < 180
+    shown = [subject.stems for subject in page.SUBJECTS.values()]
+    shown += [figure.stems for figure in FIGURES.values()]
+    missing = {stems for stems in shown if not set(stems) & set(campaign.JOBS)}
+    assert not missing
+    with pytest.raises(SystemExit, match="no job nothing; there are must-show-"):
+        campaign.run(asked("nothing", out="."))
+    assert [folder_of(name) for name in ("Intel(R) Xeon(R) Processor", "AMD EPYC")] == [
+        "intel-xeon",
+        "amd-epyc",
+    ]
+
+
+def test_plots_of_both_themes_have_the_figures():
+    svg = {theme: plots.drawn(plots.data()["step"], theme) for theme in plots.THEMES}
+    assert svg["light"] != svg["dark"]
+    for text in svg.values():
+        assert lookup("step.gpt2.float32.fusedops").text() in text and "torch.compile" in text
+        assert plots.digest_in(text, plots.data()["step"])
