@@ -27,7 +27,7 @@ void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) 
     each_step(w.k, [&](int64_t j, auto part) {
       const auto number = load(codes + j, part);
       prefetch_codes(codes + j);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         sums[r] = fma(load(x + r * args.ld + j, part), number, sums[r]);
       }
@@ -95,7 +95,7 @@ void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end)
       const __m512 scales = spread.of(w.scales + group + i * spread.groups);
       __m512 zeros = {};
       if (kZeros) zeros = spread.of(w.zeros + group + i * spread.groups);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const uint16_t* const of_row = x + r * args.ld + i * kHalves;
         __m512 products = {};
@@ -130,7 +130,7 @@ void add_narrow_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_
     __m512 sums[2][kRows] = {};
     const auto add = [&](int64_t j, __m256i some, __m512* to) {
       const __m512i numbers = widen_codes<Code>(some);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const __m512i row = _mm512_loadu_si512(x + r * args.ld + j);
         to[r] = _mm512_dpbf16_ps(to[r], (__m512bh)row, (__m512bh)numbers);
@@ -185,6 +185,10 @@ void add_few_rows(const Codes& weight, const FewRows& args, int64_t begin, int64
     case 2: return add<2>(weight, args, begin, end);
     case 3: return add<3>(weight, args, begin, end);
     case 4: return add<4>(weight, args, begin, end);
+    case 5: return add<5>(weight, args, begin, end);
+    case 6: return add<6>(weight, args, begin, end);
+    case 7: return add<7>(weight, args, begin, end);
+    case 8: return add<8>(weight, args, begin, end);
   }
 }
 

@@ -5,7 +5,7 @@
 
 namespace fusedops::cpu::quantized_linear {
 
-constexpr int64_t kFewRows = 4;
+constexpr int64_t kFewRows = 8;
 constexpr int64_t kCodesOfLane = 8;  // codes whose products are summed in one 32-bit lane
 
 // sums [rows, ld_sums] = x w^T for rows [begin, end) of w and at most kFewRows rows of x [rows,
