@@ -103,6 +103,15 @@ def test_tiles_of_8_bit_codes(format, group_size, rows, depth):
         compare(weight, "cpu", inputs((rows, depth), 37, dtype))
 
 
+# Up to 8 rows are multiplied in registers; above that, blocks of 4 rows, with a rest of 1 to 3.
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rows", [*range(2, 14), 31, 33, 65])
+def test_every_count_of_few_rows(kind, rows):
+    for depth in (256, 1153):
+        weight = quantized(kind, random_weight(37, depth))
+        compare(weight, "cpu", inputs((rows, depth), 37, torch.bfloat16))
+
+
 @grid("kind,backend", CASES, activation=ACTIVATIONS, dtype=FLOATS)
 def test_activations_and_no_bias(kind, backend, activation, dtype):
     weight = quantized(kind, random_weight(35, 80))

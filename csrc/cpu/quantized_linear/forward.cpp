@@ -14,7 +14,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -24,148 +23,18 @@
 #include "csrc/cpu/isa/quantized_linear/few.h"
 #include "csrc/cpu/isa/quantized_linear/tiles.h"
 #include "csrc/cpu/gemm.h"
-#include "csrc/cpu/quantized_linear/plan.h"
+#include "csrc/cpu/quantized_linear/input.h"
+#include "csrc/cpu/quantized_linear/kernel_choice.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 
 namespace fusedops::cpu::quantized_linear {
 namespace {
 
-constexpr int64_t kMostRows = 256;  // rows of x per block
-constexpr int64_t kColumns = 128;   // columns of y per task; their sums stay in scratch memory
-constexpr int64_t kFew = 16;        // up to this many rows of x fit the cache in full depth
-constexpr int64_t kMany = 32;       // above this many rows, tiles are transposed for a matmul
-constexpr int64_t kDepth = 2048;    // bytes of a row per piece of the depth
-constexpr int64_t kNoRows = std::numeric_limits<int64_t>::max();
-constexpr int64_t kTileDepth = 256;     // elements of a tile's row
-constexpr int64_t kProducts = 1 << 18;  // approximate number of multiplications per task
-
-// Whether integer products run: their sums, of at most 255 * 127 each, must fit 32 bits.
-bool multiplies_integers(const Codes& w) {
-  return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
-         w.k <= kMostIntegers;
-}
-
-// x [rows, k] in a product's operand format, its rows padded with zeros.
-struct Input {
-  Operand operand;
-  int64_t rows, ld;
-  Tensor numbers;
-  std::vector<float> steps;  // the scale of each row's codes; empty if x is not quantized
-  std::vector<int32_t> sums;
-
-  Input(const Tensor& x, Operand operand, InputFormat rounds)
-      : operand(operand),
-        rows(x.size(0)),
-        ld(padded(x.size(1) * size_of(operand), kLanes) / size_of(operand)),
-        numbers(at::empty({padded(rows) * ld * size_of(operand)}, x.options().dtype(at::kByte))),
-        steps(rounds == InputFormat::none ? 0 : rows),
-        sums(steps.size()) {
-    const int64_t k = x.size(1);
-    at::parallel_for(0, rows, kProducts / (k + 1) + 1, [&](int64_t begin, int64_t end) {
-      const auto* const data = static_cast<const char*>(x.const_data_ptr());
-      for (int64_t i = begin; i < end; ++i) {
-        read_input_for_isa()({data + i * k * x.element_size(), k, ld, dtype_of(x), at(i, 0),
-                              operand, nullptr, rounds, steps.empty() ? nullptr : &steps[i],
-                              sums.empty() ? nullptr : &sums[i]});
-      }
-    });
-  }
-
-  void* at(int64_t row, int64_t column) const {
-    return static_cast<char*>(numbers.mutable_data_ptr()) + (row * ld + column) * size_of(operand);
-  }
-};
-
-// Where codes are decoded: in registers, in place, row-wise in cache, in cached tiles for oneDNN,
-// or in cached tiles for the matrix unit.
-enum class Way { registers, as_they_lie, rows, tiles, matrix_unit };
-
-struct Plan {
-  Operand operand;
-  Way way;
-
-  // Returns the fewest rows for the matrix unit. One row is faster in registers, except in fp8.
-  int64_t unit_rows(const Codes& w) const {
-    if (operand != Operand::bfloat16 || !has_matrix_unit()) return kNoRows;
-    return w.format == WeightFormat::fp8 ? 1 : 2;
-  }
-
-  Plan(const Codes& w, int64_t rows, InputFormat rounds, Compute compute)
-      : operand(rounds == InputFormat::int8 && multiplies_integers(w) ? Operand::integer
-                                                                      : floating_operand(compute)),
-        way(operand == Operand::integer ? of_integers(w)
-            : rows >= unit_rows(w)      ? Way::matrix_unit
-            : rows <= kFewRows          ? of_few(w, operand)
-            : rows <= kMany             ? Way::rows
-                                        : of_many(operand)) {}
-
- private:
-  static Way of_integers(const Codes& w) {
-    return w.k % kLanes == 0 ? Way::as_they_lie : Way::rows;
-  }
-  static Way of_few(const Codes& w, Operand operand) {
-    const bool fits =
-        w.of_bytes() ? w.a_scale_a_row() : operand == Operand::bfloat16 && w.k % kHalves == 0;
-    return fits ? Way::registers : Way::rows;
-  }
-  static Way of_many(Operand operand) {
-    const bool multiplies = operand == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16);
-    return multiplies ? Way::tiles : Way::rows;
-  }
-};
-
-// x for the matrix unit, as TileProducts describes it.
-struct Packed {
-  int64_t depth;
-  bool turned;
-  Tensor numbers;
-
-  Packed(const Codes& w, const Input& x)
-      : depth(x.ld),
-        turned(!w.of_bytes() && w.k % kHalves == 0 && (w.group_size == 64 || w.group_size == 128)),
-        numbers(at::empty_like(x.numbers)) {
-    at::parallel_for(0, at::divup(x.rows, kEdge), 1, [&](int64_t tile, int64_t end) {
-      for (; tile < end; ++tile) pack(x, tile * kEdge);
-    });
-  }
-  // The tile that begins with this row of x.
-  uint16_t* at(int64_t row) const {
-    return static_cast<uint16_t*>(numbers.mutable_data_ptr()) + row * depth;
-  }
-
- private:
-  void pack(const Input& x, int64_t row) const {
-    const auto* from = static_cast<const uint16_t*>(x.at(row, 0));
-    const std::unique_ptr<uint16_t[]> held(new uint16_t[turned ? kEdge * depth : 0]);
-    for (int64_t i = 0; turned && i < std::min(kEdge, x.rows - row); ++i) {
-      turn_halves_for_isa()(from + i * depth, depth, held.get() + i * depth);
-    }
-    transpose_for_isa()(reinterpret_cast<const float*>(turned ? held.get() : from), depth / 2,
-                        kEdge, depth / 2, reinterpret_cast<float*>(at(row)), kEdge);
-  }
-};
-
-// A few rows of x for codes that are decoded in registers: in the order of 4-bit codes, or as
-// float32 for 8-bit codes.
-struct Turned {
-  std::vector<uint16_t> halves;
-  std::vector<float> numbers;  // for 4-bit codes, the sums of lanes
-
-  Turned() = default;
-  Turned(const Codes& w, const Input& x) : numbers(x.rows * x.ld) {
-    if (w.of_bytes()) {
-      read_rows_for_isa()({x.at(0, 0), x.ld, Dtype::bfloat16}, x.rows, x.ld, x.rows, numbers.data(),
-                          x.ld);
-      return;
-    }
-    halves.resize(numbers.size());
-    for (int64_t i = 0; i < x.rows; ++i) {
-      const auto* const row = static_cast<const uint16_t*>(x.at(i, 0));
-      turn_halves_for_isa()(row, x.ld, halves.data() + i * x.ld);
-      sum_lanes_for_isa()(row, x.ld, numbers.data() + i * x.ld / kCodesOfLane);
-    }
-  }
-};
+constexpr int64_t kMostRows = 256;   // rows of x per block
+constexpr int64_t kColumns = 128;    // columns of y per task; their sums stay in scratch memory
+constexpr int64_t kFew = 16;         // up to this many rows of x fit the cache in full depth
+constexpr int64_t kDepth = 2048;     // bytes of a row per piece of the depth
+constexpr int64_t kTileDepth = 256;  // elements of a tile's row
 
 struct Outputs {
   Tensor y, z;  // [rows, n]
@@ -203,7 +72,7 @@ class OutputBlock {
       case Way::tiles: add_tiles(row, rows, begin, columns); break;
       case Way::matrix_unit:
         multiply_tiles_for_isa()(w_,
-                                 {packed_->at(row), rows, packed_->depth, packed_->turned, scaled_,
+                                 {packed_->at(row), rows, packed_->depth, x_.turned, scaled_,
                                   sums_.data(), kColumns},
                                  begin, begin + columns);
         break;
@@ -228,7 +97,8 @@ class OutputBlock {
     for (int64_t k = 0; k < w_.k; k += kTileDepth) {
       const int64_t end = std::min(k + kTileDepth, w_.k), depth = padded(end - k, 2 * kEdge);
       prefetch(begin, columns, end, std::min(end + kTileDepth, w_.k));
-      read_codes_for_isa()(w_, {begin, columns, k, end, tile, depth, scaled_, x_.operand});
+      read_codes_for_isa()(w_,
+                           {begin, columns, k, end, tile, depth, scaled_, x_.operand, x_.turned});
       transpose_second(tile, depth, padded(columns), depth, turned_.get(), kColumns);
       product(padded(rows), padded(columns), depth, static_cast<const BFloat16*>(x_.at(row, k)),
               x_.ld, turned_.get(), kColumns, sums_.data(), kColumns, k > 0);
@@ -262,8 +132,8 @@ class OutputBlock {
       dots.w = w_.at(begin, k);
       dots.ld_w = w_.k;
     } else {
-      read_codes_for_isa()(w_,
-                           {begin, columns, k, end, codes_.data(), padded, scaled_, x_.operand});
+      read_codes_for_isa()(w_, {begin, columns, k, end, codes_.data(), padded, scaled_, x_.operand,
+                                x_.turned});
     }
     dot_rows_for_isa()(dots);
   }
@@ -310,13 +180,15 @@ class OutputBlock {
 
 void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
   const int64_t across = at::divup(w.n, kColumns), tasks = at::divup(x.rows, kMostRows) * across;
-  const bool narrow = x.operand == Operand::bfloat16,
-             turns = way == Way::registers && narrow && w.format != WeightFormat::fp8;
-  const auto turned = turns ? Turned(w, x) : Turned();
-  FewRows few{x.at(0, 0), narrow, x.ld, x.rows, turned.numbers.data(), nullptr, kColumns};
-  if (turns) few.x = w.of_bytes() ? static_cast<const void*>(few.lanes) : turned.halves.data();
+  std::vector<float> lanes;
+  if (way == Way::registers && w.zeros != nullptr) {
+    lanes.resize(x.rows * x.ld / kCodesOfLane);
+    sum_lanes_for_isa()(static_cast<const uint16_t*>(x.at(0, 0)), x.rows * x.ld, lanes.data());
+  }
+  const FewRows few{x.at(0, 0), x.operand == Operand::bfloat16, x.ld, x.rows, lanes.data(), nullptr,
+                    kColumns};
   std::optional<Packed> packed;
-  if (way == Way::matrix_unit) packed.emplace(w, x);
+  if (way == Way::matrix_unit) packed.emplace(x);
   const int64_t grain = kProducts / (std::min(x.rows, kMostRows) * kColumns * (w.k + 1)) + 1;
   at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
     const BrgemmScope scope;
@@ -337,7 +209,7 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   const auto w = codes_of(weight);
   const auto rows = as_rows(a.x).contiguous();
   const Plan plan(w, rows.size(0), a.input_format, a.compute);
-  const Input input(rows, plan.operand, a.input_format);
+  const Input input(rows, plan, a.input_format);
   multiply(w, input, plan.way,
            {as_rows(y), z.defined() ? as_rows(z) : z, a.activation,
             given(a.bias) ? a.bias->contiguous() : Tensor()});
@@ -345,30 +217,6 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
 }
 
 }  // namespace
-
-std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k, int64_t group_size,
-                                  int64_t rows, std::string_view input_format,
-                                  std::string_view compute) {
-  if (isa() == Isa::none) return "";
-  constexpr const char* op = kQuantizedLinear;
-  const Codes w{nullptr, nullptr, nullptr, from_name<WeightFormat>(op, format), n, k, group_size};
-  const Plan plan(w, rows, from_name<InputFormat>(op, input_format),
-                  from_name<Compute>(op, compute));
-  const std::string operand = plan.operand == Operand::integer    ? "int8"
-                              : plan.operand == Operand::bfloat16 ? "bfloat16"
-                                                                  : "float32";
-  switch (plan.way) {
-    case Way::registers:
-      return "codes become " + operand + " in registers, of at most " +
-             std::to_string(std::min(kFewRows, plan.unit_rows(w) - 1)) + " rows of input";
-    case Way::as_they_lie: return "codes of int8 are multiplied as they lie";
-    case Way::rows: return "codes become " + operand + " in a cache, a few rows at a time";
-    case Way::matrix_unit: return "codes become " + operand + " in tiles of the matrix unit";
-    default:
-      return "codes become " + operand + " in tiles that oneDNN multiplies, from " +
-             std::to_string(kMany + 1) + " rows of input on";
-  }
-}
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("quantized_linear_forward", flat<quantized_linear_forward>);

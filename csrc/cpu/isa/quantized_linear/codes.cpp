@@ -103,37 +103,51 @@ void each_group(int64_t begin, int64_t end, int64_t size, const Function& f) {
 }
 
 #if defined(__AVX512BF16__)
+// Returns, for each 16-bit lane of four codes, the group's bits in a table's index.
+template <int kGroup>
+__m512i group_of_lane() {
+  uint16_t bits[32];
+  for (int i = 0; i < 32; ++i) bits[i] = i * 4 / kGroup << 4;
+  return _mm512_loadu_si512(bits);
+}
+
 // Decodes n codes from the flattened weight's code `first` on, in turn_halves' order.
-// numbers(group): the values of a group's codes. A register has codes of two groups: an index in
-// its upper half has bit 4 set, to look up the second one.
-template <class Numbers>
+// numbers(group): the values of a group's codes. A register has codes of 1, 2 or 4 groups, and a
+// table has the numbers of 2.
+template <int kGroup, class Numbers>
 FUSEDOPS_INLINE void look_up_turned(const Codes& w, int64_t first, int64_t n,
                                     const Numbers& numbers, BFloat16* out) {
+  constexpr int kGroups = kHalves / kGroup, kNext = kGroups > 1 ? 1 : 0;
   const uint8_t* const bytes = w.codes + first / 2;
-  const __m512i low_bits = _mm512_set1_epi16(15);
-  const __m512i second = _mm512_inserti64x4(__m512i{}, _mm256_set1_epi16(16), 1);
-  const int64_t next = w.group_size < kHalves ? 1 : 0;
-  int64_t group = first / w.group_size;
-  for (int64_t i = 0; i < n; i += kHalves, group += 1 + next) {
+  const __m512i low_bits = _mm512_set1_epi16(15), groups = group_of_lane<kGroup>();
+  int64_t group = first / kGroup;
+  for (int64_t i = 0; i < n; i += kHalves, group += kGroups) {
     const __m512i codes = _mm512_loadu_si512(bytes + i / 2);
-    const __m512i table = narrow<BFloat16>({numbers(group).all(), numbers(group + next).all()});
+    const auto table = [&](int j) {
+      return narrow<BFloat16>({numbers(group + j).all(), numbers(group + j + kNext).all()});
+    };
+    const __m512i low = table(0), high = kGroups > 2 ? __m512i(table(2)) : low;
 #pragma GCC unroll 4
     for (int s = 0; s < 4; ++s) {
       const __m512i shifted = _mm512_srli_epi16(codes, 4 * s);
       constexpr int kAndOr = 0xea;  // (a & b) | c
-      const __m512i index = _mm512_ternarylogic_epi32(shifted, low_bits, second, kAndOr);
-      _mm512_storeu_si512(out + i + 32 * s, _mm512_permutexvar_epi16(index, table));
+      const __m512i index = _mm512_ternarylogic_epi32(shifted, low_bits, groups, kAndOr);
+      _mm512_storeu_si512(out + i + 32 * s, kGroups > 2
+                                                ? _mm512_permutex2var_epi16(low, index, high)
+                                                : _mm512_permutexvar_epi16(index, low));
     }
   }
 }
 
 void read_turned(const Codes& w, const ReadCodes& args, int64_t row, BFloat16* out) {
   const int64_t first = row * w.k + args.begin, n = args.end - args.begin;
-  if (w.format == WeightFormat::nf4) {
-    look_up_turned(w, first, n, [&](int64_t group) { return Nf4Numbers{w.scales[group]}; }, out);
-  } else {
-    const auto numbers = [&](int64_t i) { return Int4Numbers{w.zeros[i], w.scales[i]}; };
-    look_up_turned(w, first, n, numbers, out);
+  const auto nf4 = [&](int64_t group) { return Nf4Numbers{w.scales[group]}; };
+  const auto int4 = [&](int64_t group) { return Int4Numbers{w.zeros[group], w.scales[group]}; };
+  if (w.format == WeightFormat::nf4) return look_up_turned<kNf4Block>(w, first, n, nf4, out);
+  switch (w.group_size) {
+    case 32: return look_up_turned<32>(w, first, n, int4, out);
+    case 64: return look_up_turned<64>(w, first, n, int4, out);
+    case 128: return look_up_turned<128>(w, first, n, int4, out);
   }
 }
 #endif

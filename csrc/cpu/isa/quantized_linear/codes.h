@@ -27,6 +27,11 @@ struct Codes {
     }
   }
   bool of_bytes() const { return format == WeightFormat::int8 || format == WeightFormat::fp8; }
+  // Whether kHalves codes are decoded at once, in turn_halves' order.
+  bool in_blocks() const {
+    return !of_bytes() && k % kHalves == 0 &&
+           (group_size == 32 || group_size == 64 || group_size == 128);
+  }
   bool a_scale_a_row() const { return of_bytes() && group_size >= k && k > 0; }  // no k, no scale
 };
 
@@ -39,8 +44,8 @@ constexpr int64_t size_of(Operand operand) {
 
 // Decodes rows [row, row + rows) and columns [begin, end) of a weight to out [rows, ld]. If not
 // scaled, the caller applies each row's scale. begin is a multiple of 2. turned: in turn_halves'
-// order; the codes are of 4 bits, in groups of 64 or 128, begin and end are multiples of kHalves,
-// and the operand is bfloat16.
+// order; the codes are in blocks, begin and end are multiples of kHalves, and the operand is
+// bfloat16.
 struct ReadCodes {
   int64_t row, rows, begin, end;
   void* out;

@@ -27,7 +27,7 @@ void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) 
     each_step(w.k, [&](int64_t j, auto part) {
       const auto number = load(codes + j, part);
       prefetch_codes(codes + j);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         sums[r] = fma(load(x + r * args.ld + j, part), number, sums[r]);
       }
@@ -95,7 +95,7 @@ void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end)
       const __m512 scales = spread.of(w.scales + group + i * spread.groups);
       __m512 zeros = {};
       if (kZeros) zeros = spread.of(w.zeros + group + i * spread.groups);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const uint16_t* const of_row = x + r * args.ld + i * kHalves;
         __m512 products = {};
@@ -122,15 +122,15 @@ void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end)
 #if defined(__AVX512BF16__)
 // Two sums per row: a single one would be one long dependency chain, and one indexed by j would be
 // kept in memory.
-template <int kRows>
-void add_e4m3(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+template <int kRows, class Code>
+void add_narrow_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   const auto* const x = static_cast<const uint16_t*>(args.x);
   for (int64_t n = begin; n < end; ++n) {
     const uint8_t* const codes = w.at(n, 0);
     __m512 sums[2][kRows] = {};
     const auto add = [&](int64_t j, __m256i some, __m512* to) {
-      const __m512i numbers = widen_e4m3(some);
-#pragma GCC unroll 4
+      const __m512i numbers = widen_codes<Code>(some);
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const __m512i row = _mm512_loadu_si512(x + r * args.ld + j);
         to[r] = _mm512_dpbf16_ps(to[r], (__m512bh)row, (__m512bh)numbers);
@@ -160,8 +160,9 @@ void add_e4m3(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
 template <int kRows>
 void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
 #if defined(__AVX512BF16__)
-  if (w.format == WeightFormat::fp8 && args.narrow) {
-    return add_e4m3<kRows>(w, args, begin, end);
+  if (args.narrow && w.of_bytes()) {
+    return w.format == WeightFormat::fp8 ? add_narrow_bytes<kRows, uint8_t>(w, args, begin, end)
+                                         : add_narrow_bytes<kRows, int8_t>(w, args, begin, end);
   }
 #endif
   switch (w.format) {
@@ -184,6 +185,10 @@ void add_few_rows(const Codes& weight, const FewRows& args, int64_t begin, int64
     case 2: return add<2>(weight, args, begin, end);
     case 3: return add<3>(weight, args, begin, end);
     case 4: return add<4>(weight, args, begin, end);
+    case 5: return add<5>(weight, args, begin, end);
+    case 6: return add<6>(weight, args, begin, end);
+    case 7: return add<7>(weight, args, begin, end);
+    case 8: return add<8>(weight, args, begin, end);
   }
 }
 
@@ -214,10 +219,15 @@ void turn_halves(const uint16_t* x, int64_t k, uint16_t* out) {
 }
 
 void sum_lanes(const uint16_t* x, int64_t k, float* lanes) {
-  for (int64_t i = 0; i < k; i += kCodesOfLane, ++lanes) {
-    *lanes = 0;
-    for (int j = 0; j < kCodesOfLane; ++j) {
-      *lanes += std::bit_cast<float>(static_cast<uint32_t>(x[i + j]) << 16);
+  const auto widened = [&](int64_t i) {
+    return std::bit_cast<float>(static_cast<uint32_t>(x[i]) << 16);
+  };
+  for (int64_t block = 0; block < k; block += kHalves, lanes += kHalves / kCodesOfLane) {
+    for (int64_t lane = 0; lane < kHalves / kCodesOfLane; ++lane) {
+      lanes[lane] = 0;
+      for (int64_t i = block + 2 * lane; i < block + kHalves; i += 32) {
+        lanes[lane] += widened(i) + widened(i + 1);
+      }
     }
   }
 }

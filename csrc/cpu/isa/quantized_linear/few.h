@@ -5,17 +5,17 @@
 
 namespace fusedops::cpu::quantized_linear {
 
-constexpr int64_t kFewRows = 4;
+constexpr int64_t kFewRows = 8;
 constexpr int64_t kCodesOfLane = 8;  // codes whose products are summed in one 32-bit lane
 
 // sums [rows, ld_sums] = x w^T for rows [begin, end) of w and at most kFewRows rows of x [rows,
-// ld]. For 8-bit codes, x is float32 (or bfloat16 for fp8), padded with zeros, and the caller
-// applies the scale. For 4-bit codes, x is in turn_halves' order.
+// ld], padded with zeros. For 8-bit codes, the caller applies the scale. For 4-bit codes, x is
+// narrow and in turn_halves' order.
 struct FewRows {
   const void* x;
-  bool narrow;  // bfloat16
+  bool narrow;  // bfloat16, else float32
   int64_t ld, rows;
-  const float* lanes;
+  const float* lanes;  // of x, by sum_lanes; read if the weight has zeros
   float* sums;
   int64_t ld_sums;
 };
@@ -26,7 +26,7 @@ FUSEDOPS_ISA_FUNCTION(add_few_rows, const Codes& weight, const FewRows& args, in
 // kHalves.
 FUSEDOPS_ISA_FUNCTION(turn_halves, const uint16_t* x, int64_t k, uint16_t* out)
 
-// Sums the elements of each lane of x [k], before it is turned, to lanes [k / kCodesOfLane].
+// Sums each lane's elements of x [k], in turn_halves' order, to lanes [k / kCodesOfLane].
 FUSEDOPS_ISA_FUNCTION(sum_lanes, const uint16_t* x, int64_t k, float* lanes)
 
 }  // namespace fusedops::cpu::quantized_linear

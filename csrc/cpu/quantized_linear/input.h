@@ -1,0 +1,74 @@
+// x as the products' kernels read it: rounded once, to their operand's format.
+#pragma once
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "csrc/cpu/gemm.h"
+#include "csrc/cpu/isa/quantized_linear/few.h"
+#include "csrc/cpu/quantized_linear/kernel_choice.h"
+
+namespace fusedops::cpu::quantized_linear {
+
+constexpr int64_t kProducts = 1 << 18;  // approximate number of multiplications per task
+
+// x [rows, k] in a product's operand format, its rows padded with zeros.
+struct Input {
+  Operand operand;
+  bool turned;  // in turn_halves' order
+  int64_t rows, ld;
+  Tensor numbers;
+  std::vector<float> steps;  // the scale of each row's codes; empty if x is not quantized
+  std::vector<int32_t> sums;
+
+  Input(const Tensor& x, const Plan& plan, InputFormat rounds)
+      : operand(plan.operand),
+        turned(plan.turned),
+        rows(x.size(0)),
+        ld(padded(x.size(1) * size_of(operand), kLanes) / size_of(operand)),
+        numbers(at::empty({padded(rows) * ld * size_of(operand)}, x.options().dtype(at::kByte))),
+        steps(rounds == InputFormat::none ? 0 : rows),
+        sums(steps.size()) {
+    const int64_t k = x.size(1);
+    at::parallel_for(0, rows, kProducts / (k + 1) + 1, [&](int64_t begin, int64_t end) {
+      const auto* const data = static_cast<const char*>(x.const_data_ptr());
+      std::vector<uint16_t> straight(turned ? ld : 0);
+      for (int64_t i = begin; i < end; ++i) {
+        void* const out = turned ? straight.data() : at(i, 0);
+        read_input_for_isa()({data + i * k * x.element_size(), k, ld, dtype_of(x), out, operand,
+                              nullptr, rounds, steps.empty() ? nullptr : &steps[i],
+                              sums.empty() ? nullptr : &sums[i]});
+        if (turned) turn_halves_for_isa()(straight.data(), ld, static_cast<uint16_t*>(at(i, 0)));
+      }
+    });
+  }
+
+  void* at(int64_t row, int64_t column) const {
+    return static_cast<char*>(numbers.mutable_data_ptr()) + (row * ld + column) * size_of(operand);
+  }
+};
+
+// x for the matrix unit, as TileProducts describes it.
+struct Packed {
+  int64_t depth;
+  Tensor numbers;
+
+  explicit Packed(const Input& x) : depth(x.ld), numbers(at::empty_like(x.numbers)) {
+    at::parallel_for(0, at::divup(x.rows, kEdge), 1, [&](int64_t tile, int64_t end) {
+      for (; tile < end; ++tile) {
+        const auto* const from = static_cast<const float*>(x.at(tile * kEdge, 0));
+        transpose_for_isa()(from, depth / 2, kEdge, depth / 2,
+                            reinterpret_cast<float*>(at(tile * kEdge)), kEdge);
+      }
+    });
+  }
+  // The tile that begins with this row of x.
+  uint16_t* at(int64_t row) const {
+    return static_cast<uint16_t*>(numbers.mutable_data_ptr()) + row * depth;
+  }
+};
+
+}  // namespace fusedops::cpu::quantized_linear

@@ -1,0 +1,62 @@
+// Which kernel multiplies: chosen by the weight's format, the number of rows and the CPU.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "csrc/cpu/gemm.h"
+#include "csrc/cpu/isa/quantized_linear/dots.h"
+#include "csrc/cpu/isa/quantized_linear/few.h"
+#include "csrc/cpu/quantized_linear/weight.h"
+
+namespace fusedops::cpu::quantized_linear {
+
+// Where codes are decoded: in registers, in place, row-wise in cache, in cached tiles for oneDNN,
+// or in cached tiles for the matrix unit.
+enum class Way { registers, as_they_lie, rows, tiles, matrix_unit };
+
+struct Plan {
+  static constexpr int64_t kMany = 32;  // above this many rows, tiles are transposed for a matmul
+  static constexpr int64_t kNoRows = std::numeric_limits<int64_t>::max();
+
+  Operand operand;
+  Way way;
+  bool turned;  // x and the decoded weight are in turn_halves' order
+
+  // Returns the fewest rows for the matrix unit. One row is faster in registers, except in fp8.
+  int64_t unit_rows(const Codes& w) const {
+    if (operand != Operand::bfloat16 || !has_matrix_unit()) return kNoRows;
+    return w.format == WeightFormat::fp8 ? 1 : 2;
+  }
+
+  Plan(const Codes& w, int64_t rows, InputFormat rounds, Compute compute)
+      : operand(rounds == InputFormat::int8 && multiplies_integers(w) ? Operand::integer
+                                                                      : floating_operand(compute)),
+        way(operand == Operand::integer ? of_integers(w)
+            : rows >= unit_rows(w)      ? Way::matrix_unit
+            : rows <= kFewRows          ? of_few(w)
+            : rows <= kMany             ? Way::rows
+                                        : of_many()),
+        turned(operand == Operand::bfloat16 && w.in_blocks()) {}
+
+ private:
+  // Whether integer products run: their sums, of at most 255 * 127 each, must fit 32 bits.
+  static bool multiplies_integers(const Codes& w) {
+    return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
+           w.k <= kMostIntegers;
+  }
+  static Way of_integers(const Codes& w) {
+    return w.k % kLanes == 0 ? Way::as_they_lie : Way::rows;
+  }
+  Way of_few(const Codes& w) const {
+    const bool fits =
+        w.of_bytes() ? w.a_scale_a_row() : operand == Operand::bfloat16 && w.in_blocks();
+    return fits ? Way::registers : Way::rows;
+  }
+  Way of_many() const {
+    const bool multiplies = operand == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16);
+    return multiplies ? Way::tiles : Way::rows;
+  }
+};
+
+}  // namespace fusedops::cpu::quantized_linear
