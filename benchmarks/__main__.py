@@ -27,7 +27,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         _cpu_options(suites.add_parser(name, help=where), name)
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
     _figures_options(suites.add_parser("figures", help="write the figures of README and docs"))
-    _campaign_options(suites.add_parser("campaign", help="measure every CPU result anew"))
+    _campaign_options(suites.add_parser("campaign", help="measure all CPU results again"))
     args = parser.parse_args(argv)
     if args.suite in ("gpu", "figures", "campaign"):
         return args

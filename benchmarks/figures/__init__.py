@@ -2,5 +2,5 @@
 
 `registry.py` names the figures that a page can show inline, `page.py` writes docs/benchmarks.md,
 `plots.py` the plots, `typed.py` finds figures that were typed by hand, and `campaign.py` measures
-all CPU results anew.
+all CPU results again.
 """

@@ -68,8 +68,9 @@ def described() -> str:
     total = sum(job.minutes for job in JOBS.values())
     return "\n".join(
         [
-            "Measures every CPU result anew, and resumes: results of this CPU, this torch and",
-            f"today's sources are kept. About {total} minutes on 2 idle cores (estimates):",
+            "Measures all CPU results again. It keeps results that this CPU gave with this torch",
+            "and today's sources, so an interrupted run resumes. By estimate, all of it takes",
+            f"{total} minutes on 2 idle cores:",
             "",
             *lines,
             "",

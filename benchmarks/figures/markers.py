@@ -47,7 +47,7 @@ def used(text: str) -> set[str]:
 
 
 def _markers(line: str) -> list[re.Match]:
-    """The markers of a line, without those that it shows as code."""
+    """A line's markers; a marker inside code is text."""
     code = [match.span() for match in CODE.finditer(line)]
     inside = lambda m: any(a < m.start() and m.end() < b for a, b in code)  # noqa: E731
     return [match for match in MARKER.finditer(line) if not inside(match)]

@@ -42,7 +42,7 @@ class Result:
 
     @property
     def stale(self) -> bool:
-        """Whether the sources are no longer those that were measured, or were not recorded."""
+        """Whether the sources have changed since the measurement, or were not recorded."""
         found = self.where.get("sources")
         return not found or bool(sources.changed(found))
 

@@ -90,7 +90,7 @@ def memory(document: dict) -> list[str]:
         [row["title"], row["contender"], *(f"{row[key] / 1e6:.0f} MB" for key in _BYTES)]
         for row in weighed
     ]
-    return markdown(["measured", "contender", "peak", "of which results"], lines)
+    return markdown(["measured", "contender", "peak", "results"], lines)
 
 
 _BYTES = ("peak_bytes", "result_bytes")

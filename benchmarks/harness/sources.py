@@ -58,7 +58,7 @@ _CPP = re.compile(
 def stamp(suite: str, families: Iterable[str] = (), device: str = "cpu") -> dict:
     """Returns the CPU and the units' hashes, for a result file's environment.
 
-    `families` are those that a suite of several families measured; by default all.
+    families: what a suite of several families measured; all by default.
     """
     units = units_of(suite, families)
     suites = units if suite in SEVERAL else (suite,)
@@ -73,7 +73,7 @@ def units_of(suite: str, families: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def changed(found: dict[str, str], device: str = "cpu") -> list[str]:
-    """Returns the units whose sources are no longer those that a result file stored."""
+    """Returns the units whose sources have changed since a result file stored their hashes."""
     return [unit for unit, was in found.items() if digest(unit, device) != was]
 
 

@@ -312,8 +312,7 @@ class Evidence:
     bfloat16; None if no step ran there. optimizers: the timed ones that may replace the user's;
     None if no optimizer was timed. blocks: the ones to checkpoint, the best first; empty where
     activations are a small part of the peak. frozen: calls of frozen linears, in floats and
-    quantized. threads: torch's. cpus: the
-    process's, by affinity and cgroup quota.
+    quantized. threads: torch's. cpus: the process's, by affinity and cgroup quota.
     """
 
     plain: Run

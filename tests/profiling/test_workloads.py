@@ -16,6 +16,7 @@ from benchmarks.bottlenecks.workloads import WORKLOADS, images, measure, sentenc
 from benchmarks.bottlenecks.workloads.__main__ import JSON, PAGE
 from benchmarks.bottlenecks.workloads.page import page, reports
 from benchmarks.bottlenecks.workloads.workload import Workload, epoch
+from benchmarks.figures.markers import used
 
 ROOT = Path(__file__).parents[2]
 RECORDED = json.loads((ROOT / JSON).read_text())
@@ -144,3 +145,5 @@ def test_recording_the_demo_costs_less_than_one_percent():
     for row in document["rows"]:
         low, high = row["overhead"][1:]
         assert low < high < recording.AT_MOST
+    shown = used((ROOT / "docs/guides/profile.md").read_text())
+    assert {f"recording.{name}.overhead" for name in ("eager", "fusedops")} <= shown

@@ -221,7 +221,7 @@ def test_it_explains_which_kernel_runs():
         del layers["as they lie"]
     for how, module in layers.items():
         assert how in module.explain(4)
-    assert "float32 in a cache" in layers["registers"].explain(9)
+    assert "float32 in a cache" in layers["registers"].explain(8)
 
 
 def test_it_explains_which_kernel_of_a_gpu_runs(monkeypatch):

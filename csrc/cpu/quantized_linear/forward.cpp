@@ -233,7 +233,8 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
   switch (plan.way) {
     case Way::registers:
       return "codes become " + operand + " in registers, of at most " +
-             std::to_string(std::min(kFewRows, plan.unit_rows(w) - 1)) + " rows of input";
+             std::to_string(std::min(plan.register_rows(w), plan.unit_rows(w) - 1)) +
+             " rows of input";
     case Way::as_they_lie: return "codes of int8 are multiplied as they lie";
     case Way::rows: return "codes become " + operand + " in a cache, a few rows at a time";
     case Way::matrix_unit: return "codes become " + operand + " in tiles of the matrix unit";
