@@ -11,7 +11,6 @@ import torch
 from axes import grid
 from torch import nn
 
-import fusedops
 from fusedops.patching import PatchReport, Site, patch, patched, unpatch
 from fusedops.patching.lines.residual import site as residual
 from patching.models.loss_cases import IDS, SIZES, llama
@@ -247,98 +246,6 @@ def test_training_step_equals_the_unpatched_one(model):
             optimizer.zero_grad()
         losses.append(loss.detach())
     torch.testing.assert_close(*losses)
-
-
-def test_peft():
-    """LoRA around the model; a norm that is trained sits in a wrapper and is fused there."""
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(
-        r=4, target_modules=["q_proj"], modules_to_save=["post_attention_layernorm"]
-    )
-    model = peft.get_peft_model(llama(), lora).eval()
-    wanted = model(input_ids=IDS).logits
-    report = patch(model)
-    assert report.coverage["norm"] == (7, 7)  # two of them twice: the original, the trained copy
-    assert all("ModulesToSaveWrapper" in site.reason for site in report.skipped)
-    assert {site.kind for site in report.skipped} == {"residual"}
-    torch.testing.assert_close(model(input_ids=IDS).logits, wanted)
-    unpatch(model)
-    assert torch.equal(model(input_ids=IDS).logits, wanted)
-
-
-def test_peft_without_trained_norms_fuses_the_sums():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    assert patch(model).coverage == of_llama(2, adapters=4)
-
-
-@grid("quantized", [False, True])
-def test_peft_around_every_linear_leaves_gates_and_rotary_fused(quantized):
-    """No child of an attention or an MLP is a linear then."""
-    peft = pytest.importorskip("peft")
-    model = llama()
-    if quantized:
-        fusedops.quantize(model, "nf4")
-    lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, lora).eval()
-    wanted = model(input_ids=IDS).logits
-    coverage = patch(model).coverage
-    assert {kind: coverage.get(kind) for kind in ("mlp", "rotary")} == dict.fromkeys(
-        ("mlp", "rotary"), (2, 2)
-    )
-    torch.testing.assert_close(model(input_ids=IDS).logits, wanted)
-
-
-def test_accelerate_hooks_are_seen():
-    """dispatch_model gives modules their own forward, so patch leaves them alone."""
-    hooks = pytest.importorskip("accelerate").hooks
-    model = llama().eval()
-    wanted = model(IDS).logits
-    layer = model.model.layers[0]
-    hooks.add_hook_to_module(layer, hooks.ModelHook())
-    hooks.add_hook_to_module(layer.input_layernorm, hooks.ModelHook())
-    report = patch(model)
-    left = {site.path: site.reason for site in report.skipped}
-    assert left.keys() == {
-        "model.layers.0.input_layernorm",
-        "model.layers.0.post_attention_layernorm",
-    }
-    assert all("its own forward" in reason for reason in left.values())
-    torch.testing.assert_close(model(IDS).logits, wanted)
-
-
-def test_accelerate_hooks_that_come_after_patch_outlive_unpatch():
-    hooks = pytest.importorskip("accelerate").hooks
-    model = llama().eval()
-    wanted = model(IDS).logits
-    patch(model)
-    layer = model.model.layers[0]
-    for module in (layer, layer.input_layernorm):
-        hooks.add_hook_to_module(module, hooks.ModelHook())
-    torch.testing.assert_close(model(IDS).logits, wanted)
-    unpatch(model)
-    assert torch.equal(model(IDS).logits, wanted)
-
-
-def test_fsdp2_on_top(tmp_path):
-    """fully_shard puts its subclass on a patched layer; unpatch disables our forward."""
-    dist = torch.distributed
-    if not dist.is_available():
-        pytest.skip("torch without distributed")
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        model = llama().eval()
-        wanted = model(IDS).logits
-        patch(model)
-        for part in [*model.model.layers, model]:
-            dist.fsdp.fully_shard(part, mesh=mesh)
-        torch.testing.assert_close(model(IDS).logits, wanted)
-        assert patch(model).coverage == of_llama(2)
-        unpatch(model)
-        assert torch.equal(model(IDS).logits, wanted)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_autocast(model):

@@ -1,0 +1,92 @@
+"""The benchmarks' commands run quickly, and write rows and goals."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.workloads import generate
+
+
+def test_adamw_writes_rows_and_goals(tmp_path):
+    path = tmp_path / "out.json"
+    main(["adamw", "--quick", "--seconds", "0.05", "--json", str(path)])
+    document = json.loads(path.read_text())
+    contenders = [row["contender"] for row in document["rows"]]
+    assert contenders == ["torch fused", "fusedops float32", "fusedops int8", "copy"]
+    assert [goal["what"] for goal in document["goals"]] == ["fusedops int8 over torch fused"]
+    assert all(row["median_s"] > 0 for row in document["rows"])
+
+
+def test_generate_writes_times_tokens_and_what_ran(tmp_path):
+    path = tmp_path / "out.json"
+    assert main(["generate", "--quick", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * len(generate.LEFT)  # a DynamicCache and a StaticCache
+    for row in rows:
+        assert 0 < row["first_token_s"] < row["total_s"]
+        assert 0 < row["token_p50_s"] <= row["token_p95_s"] <= row["token_p99_s"]
+        assert 0 <= row["equal_tokens"] <= row["new_tokens"] == generate.QUICK.new
+        ours = row["attention"].get("fusedops::attention_forward", 0)
+        assert (ours == 0) == (row["contender"] == generate.BASE)
+    base = [row for row in rows if row["contender"] == generate.BASE]
+    assert all(row["equal_tokens"] == row["new_tokens"] for row in base)
+
+
+def test_few_rows_times_every_format(tmp_path):
+    path = tmp_path / "rows.json"
+    assert main(["few-rows", "--quick", "--seconds", "0.01", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["title"].split()[1] for row in rows} == {"float32", "bfloat16", "float16"}
+    named = {row["contender"] for row in rows}
+    assert {"eager", "fusedops", "nf4", "int4", "int8", "fp8"} <= named
+    assert all(row["median_s"] > 0 for row in rows)
+
+
+def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
+    path = tmp_path / "out.json"
+    assert main(["small", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
+    document = json.loads(path.read_text())
+    assert {row["contender"] for row in document["rows"]} == {"eager", "fusedops"}
+    patch, *calls = document["goals"]
+    assert patch["measured"] > 0 and patch["memory_bytes"] >= 0
+    assert [goal["title"].partition(" of")[0] for goal in calls] == ["forward", "training step"]
+    assert all(goal["measured"][0] > 0 for goal in calls)
+
+
+def test_train_times_every_contender(tmp_path):
+    """Uses a tiny model without a GPU, and the real one with a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("a billion parameters: `make gpu-train`")
+    path = tmp_path / "out.json"
+    assert main(["train", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
+    document = json.loads(path.read_text())
+    rows = [row for row in document["rows"] if "skipped" not in row]
+    assert [row["contender"] for row in rows] == ["eager", "fusedops", "fusedops and its AdamW"] * 2
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    skipped = [row for row in document["rows"] if "skipped" in row]
+    assert {row["skipped"] for row in skipped} == {"Skip: its kernels need a GPU"}
+    assert [goal["what"] for goal in document["goals"]] == ["over eager"]
+
+
+def test_equal_tokens_end_at_the_first_that_differs():
+    assert generate._equal([1, 2, 3, 4], [1, 2, 9, 4]) == 2
+    assert generate._equal([1, 2], [1, 2]) == 2
+
+
+def test_command_without_a_row():
+    with pytest.raises(SystemExit, match="no row of norm has 'nothing' in its title"):
+        main(["norm", "--quick", "--allocator", "default", "--match", "nothing"])
+
+
+def test_command_writes_both_allocators(tmp_path):
+    path = tmp_path / "out.json"
+    status = main(["norm", "--quick", "--seconds", "0.01", "--json", str(path)])
+    document = json.loads(path.read_text())
+    assert status == 0
+    assert {row["allocator"] for row in document["rows"]} == {"default", "keep"}
+    assert {"device", "threads", "torch", "transformers", "date", "commit"} <= set(
+        document["environment"]
+    )
+    assert document["goals"] == []
