@@ -105,10 +105,13 @@ docs: $(DOCS) $(BUILT)
 	$(PY) -m benchmarks figures --check
 	$(PY) -m pytest tests/docs $(ARGS)
 
+# A figure's age is the last thing that can fail: what was built before stays in dist.
 release: wheel docs
-	$(PY) -m benchmarks figures --current
+	rm -f dist/*.tar.gz
 	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
 	tar -czf dist/fusedops-docs.tar.gz -C build site
+	ls -l dist
+	$(PY) -m benchmarks figures --current
 
 # A suite that fails, or refuses a row, does not keep the others from running.
 BENCHES = $(FAMILIES) launch
