@@ -301,8 +301,8 @@ def test_the_figure(tmp_path, ending):
     content = path.read_bytes()
     assert len(content) > 2000
     if ending == "svg":
-        for text in (b"eager", b"patched", b"budget 200 ms", b"knee", b"numbers: batch", b"batch 4 "):
-            assert text in content
+        for text in ("eager", "patched", "budget 200 ms", "knee", "numbers: batch", "batch 4 "):
+            assert text.encode() in content
     with pytest.raises(ValueError, match="plot needs a row that was measured"):
         Sweep("train", (), about).plot(path)
 
