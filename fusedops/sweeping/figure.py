@@ -58,8 +58,9 @@ def _figure(mode: str, rows: Sequence[SweepRow], about: dict[str, Any], p95: flo
     _knees(axes, rows, per_s)
     if p95 is not None:
         axes.axvline(p95, color="#59636e", linewidth=1.2, linestyle=(0, (1, 1)))
-        place = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-        axes.annotate(f"budget {seconds_text(p95)}", (p95, 0.02), (4, 0), color="#59636e", **place)
+        place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "color": "#59636e"}
+        text, at = f"budget {seconds_text(p95)}", (p95, 0.02)
+        axes.annotate(text, at, (4, 0), textcoords="offset points", **place)
     _seconds(axes, mode)
     axes.set_ylabel("tokens/s" if per_s == "tokens_per_s" else "samples/s")
     highest = max(getattr(row, per_s) for _, curve in _curves(rows) for row in curve)
@@ -110,7 +111,7 @@ def _curve(axes: Any, i: int, name: str, rows: Sequence[SweepRow], per_s: str) -
     axes.plot(seconds, rates, label=name, linestyle=DASHES[i % len(DASHES)], **style)
     for row, x, y, following in zip(rows, seconds, rates, [*rates[1:], 0.0], strict=True):
         side, align = (-1, "right") if following > y else (1, "left")  # not on a rising line
-        look = {"textcoords": "offset points", "ha": align, "fontsize": 8}
+        look: dict[str, Any] = {"textcoords": "offset points", "ha": align, "fontsize": 8}
         axes.annotate(f"{row.batch}", (x, y), (7 * side, 6), **look)  # outside of a knee's circle
 
 
