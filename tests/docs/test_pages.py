@@ -41,6 +41,8 @@ def anchors(page):
 
 def links(page):
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+        if token.type == "html_block":
+            yield from re.findall(r' (?:src|srcset|href)="([^":]+)"', token.content)
         for inline in token.children or ():
             target = inline.attrs.get("href") or inline.attrs.get("src")
             if target and "://" not in target:
