@@ -326,15 +326,6 @@ def test_one_module_under_two_names_is_one_site():
     assert [site.path for site in patch(model).fused] == ["a"]
 
 
-def test_instance_forward_is_left_alone():
-    model = holder(LlamaLike())
-    model[0].forward = lambda x: x + 1
-    with pytest.warns(UserWarning):
-        (site,) = patch(model).skipped
-    assert "its own forward" in site.reason
-    assert torch.equal(model(torch.zeros(N)), torch.ones(N))
-
-
 def test_hooks_still_run():
     model = holder(LlamaLike())
     seen = []
@@ -452,16 +443,3 @@ def test_a_norm_that_is_another_in_training_is_left(training):
         (site,) = patch(model).skipped
     assert torch.equal(torch.get_rng_state(), state)
     assert training or "its output differs between training and eval mode" in site.reason
-
-
-def test_a_forward_that_was_kept_runs_after_unpatch(calls):
-    """As accelerate's hooks keep it."""
-    model = holder(LlamaLike())
-    x = torch.randn(4, N)
-    wanted = model(x)
-    patch(model)
-    kept = model[0].forward
-    unpatch(model)
-    calls.clear()
-    assert torch.equal(kept(x), wanted)
-    assert calls == []
