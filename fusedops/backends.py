@@ -184,7 +184,7 @@ def _triton_unavailable(family: str) -> str | None:
     if not _interpreting() and not torch.cuda.is_available():
         return "torch finds no CUDA device (set TRITON_INTERPRET=1 to run the interpreter)"
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+        return "triton is not installed (pip install triton)"
     return None if family in _TRITON else "this family has no Triton kernel"
 
 

@@ -15,7 +15,7 @@ from fusedops.__main__ import main
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.storage.use import MemoryUse
 from fusedops.profiling.timing import Ratio
-from fusedops.sweeping import modes, sampling
+from fusedops.sweeping import figure, modes, sampling
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.row import SweepRow
@@ -287,10 +287,26 @@ def test_the_figure(tmp_path, ending):
     content = path.read_bytes()
     assert len(content) > 2000
     if ending == "svg":
-        for text in (b"eager", b"patched", b"budget 200 ms", b"knee", b"tokens/s", b"batch 4 "):
-            assert text in content
+        for text in ("eager", "patched", "budget 200 ms", "knee", "numbers: batch", "batch 4 "):
+            assert text.encode() in content
     with pytest.raises(ValueError, match="plot needs a row that was measured"):
         Sweep("train", (), about).plot(path)
+
+
+def test_the_figure_has_room_for_every_point():
+    """A knee's circle and a point's number are not cut at the top or right edge."""
+    pytest.importorskip("matplotlib")
+    rows = tuple(
+        SweepRow("eager", b, 8, t, None, throughput=r, samples=9, tokens_per_s=8 * r)
+        for b, t, r in [(1, 0.1, 10.0), (2, 0.15, 20.0), (4, 0.4, 15.0)]
+    )
+    drawn = figure._figure("train", rows, {"model": "Net"}, None)
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    right, top = axes.transAxes.transform((1, 1))
+    for row in rows:
+        x, y = axes.transData.transform((row.p50, row.tokens_per_s))
+        assert y + 12 * drawn.dpi / 72 < top and x + 8 * drawn.dpi / 72 < right
 
 
 BAD = {
