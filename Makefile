@@ -3,7 +3,7 @@
 # nothing but this package is installed.
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
-.PHONY: fuzz growth large mutants asan simt-asan examples docs release
+.PHONY: fuzz growth large mutants asan simt-asan examples docs release release-check
 .PHONY: profile-matrix profile-workloads figures
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
@@ -44,6 +44,7 @@ help:
 	@echo "make examples run every example and notebook with --tiny"
 	@echo "make docs     the documentation, into build/site; checks its links, code blocks and figures"
 	@echo "make release  wheel, sdist and documentation, into dist; fails if a figure is out of date"
+	@echo "make release-check  README's and quick start's install blocks, in empty environments, with dist"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
 	@echo "make figures  measures every CPU result that is out of date, then writes README and docs;"
 	@echo "              resumes; ARGS=--list says what it would measure, ARGS=--help how long"
@@ -105,10 +106,17 @@ docs: $(DOCS) $(BUILT)
 	$(PY) -m benchmarks figures --check
 	$(PY) -m pytest tests/docs $(ARGS)
 
+# A figure's age is the last thing that can fail: what was built before stays in dist.
 release: wheel docs
-	$(PY) -m benchmarks figures --current
+	rm -f dist/*.tar.gz
 	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
 	tar -czf dist/fusedops-docs.tar.gz -C build site
+	ls -l dist
+	$(PY) -m benchmarks figures --current
+
+# What a new user does, with the packages of dist. TORCH_INDEX as above.
+release-check: $(TOOLS) $(BUILT)
+	$(PY) -m checks install-blocks $(if $(TORCH_INDEX),,--pypi) $(ARGS)
 
 # A suite that fails, or refuses a row, does not keep the others from running.
 BENCHES = $(FAMILIES) launch

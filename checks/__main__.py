@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from checks import builds, compatibility, sanitize, torches, wheel
+from checks import builds, compatibility, install_blocks, sanitize, torches, wheel
 from checks.families import command as families
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
@@ -45,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("wheel-check", help="run the quick tests with the wheel in dist/")
     wheel.add_check_arguments(add)
     add.set_defaults(run=wheel.run_check)
+    add = commands.add_parser("install-blocks", help="run the pages' install blocks against dist/")
+    install_blocks.add_arguments(add)
+    add.set_defaults(run=install_blocks.run)
     add = commands.add_parser("builds", help="compare the launch times of two builds")
     builds.add_arguments(add)
     add.set_defaults(run=builds.run)

@@ -1,5 +1,6 @@
 """`python -m benchmarks figures`: writes every figure, or checks that none is out of date."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -96,10 +97,17 @@ def _settled(text: str) -> str:
 
 def _current(root: Path, results: Path) -> int:
     found = list(stale(root, results))
+    if not found:
+        return 0
+    print(f"Pages show these results, which were {WARNING}:", file=sys.stderr)
     for path in found:
-        print(f"{path}: {WARNING}", file=sys.stderr)
-    if found:
-        print(
-            f"{len(found)} results are out of date; `make figures` measures them", file=sys.stderr
-        )
-    return int(bool(found))
+        document = json.loads(path.read_text())
+        where = document.get("runs", [document])[-1].get("environment", document)
+        when = f"{where['device']}, {where['date'][:10]}, commit {where['commit']}"
+        print(f"  {path.relative_to(root)}: {when}", file=sys.stderr)
+    print(
+        f"{len(found)} results are out of date. Measure them with `make figures` (a GPU's with"
+        " `make gpu`), commit what it writes, and repeat this command.",
+        file=sys.stderr,
+    )
+    return 1

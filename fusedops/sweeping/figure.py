@@ -58,14 +58,16 @@ def _figure(mode: str, rows: Sequence[SweepRow], about: dict[str, Any], p95: flo
     _knees(axes, rows, per_s)
     if p95 is not None:
         axes.axvline(p95, color="#59636e", linewidth=1.2, linestyle=(0, (1, 1)))
-        at = (p95, 0.02), axes.get_xaxis_transform()
-        axes.annotate(f" budget {seconds_text(p95)}", at[0], xycoords=at[1], color="#59636e")
+        place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "color": "#59636e"}
+        text, at = f"budget {seconds_text(p95)}", (p95, 0.02)
+        axes.annotate(text, at, (4, 0), textcoords="offset points", **place)
     _seconds(axes, mode)
     axes.set_ylabel("tokens/s" if per_s == "tokens_per_s" else "samples/s")
-    axes.set_ylim(bottom=0)
+    highest = max(getattr(row, per_s) for _, curve in _curves(rows) for row in curve)
+    axes.set_ylim(0, 1.1 * highest)  # room for the highest point's circle and number
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, title="numbers: batch size", alignment="left")
     threads = f"{about.get('threads')} thread{'s' * (about.get('threads') != 1)}"
     axes.set_title(f"{about.get('model')}, {threads} of {about.get('device')}", loc="left")
     return figure
@@ -107,8 +109,10 @@ def _curve(axes: Any, i: int, name: str, rows: Sequence[SweepRow], per_s: str) -
     seconds, rates = [row.p50 for row in rows], [getattr(row, per_s) for row in rows]
     style = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
     axes.plot(seconds, rates, label=name, linestyle=DASHES[i % len(DASHES)], **style)
-    for row, x, y in zip(rows, seconds, rates, strict=True):
-        axes.annotate(f"{row.batch}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
+    for row, x, y, following in zip(rows, seconds, rates, [*rates[1:], 0.0], strict=True):
+        side, align = (-1, "right") if following > y else (1, "left")  # not on a rising line
+        look: dict[str, Any] = {"textcoords": "offset points", "ha": align, "fontsize": 8}
+        axes.annotate(f"{row.batch}", (x, y), (7 * side, 6), **look)  # outside of a knee's circle
 
 
 def _knees(axes: Any, rows: Sequence[SweepRow], per_s: str) -> None:

@@ -14,6 +14,7 @@ import fusedops
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs/llms.txt", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+LINKING = sorted({*PAGES, *ROOT.glob("*.md")})
 ALL = os.environ.get("FUSEDOPS_DOCS") == "all"  # make docs
 SLOW = {"docs/guides/memory.md", "docs/guides/profile.md", "docs/guides/sweep.md"}
 SLOW |= {"docs/guides/tune.md"}
@@ -40,18 +41,22 @@ def anchors(page):
 
 def links(page):
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+        if token.type == "html_block":
+            yield from re.findall(r' (?:src|srcset|href)="([^":]+)"', token.content)
         for inline in token.children or ():
             target = inline.attrs.get("href") or inline.attrs.get("src")
             if target and "://" not in target:
                 yield target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page):
+    """Links lead to files and headings. A folder of docs/ would not be a page of the site."""
     for link in links(page):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
+        assert target.is_file() or ROOT / "docs" not in target.resolve().parents, link
         assert not anchor or anchor in anchors(target), link
 
 

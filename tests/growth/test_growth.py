@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from calling import kernels
 
 from fusedops import backends, functional, nn, optim
 from growth.families import MODULES, OPERATORS
@@ -89,26 +89,6 @@ def test_every_public_name_is_called():
     assert public(KINDS) == set(optim.__all__)
 
 
-class _Kernels(TorchDispatchMode):
-    """Records which of our kernels run."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "fusedops":
-            self.seen.add(function._opname)
-        return function(*args, **kwargs or {})
-
-
-def seen(*calls):
-    with _Kernels() as mode:
-        for call in calls:
-            call()
-    return mode.seen
-
-
 @pytest.fixture(scope="module")
 def reached():
     """Returns the kernels that run in public functions and optimizers' steps."""
@@ -116,8 +96,8 @@ def reached():
     for name in OPERATORS:
         subject = OPERATORS[name]()
         with subject.around():
-            found |= seen(training(subject, Watch()))
-    return found | seen(*(OPTIMIZERS[f"{kind}: steps"](Watch()) for kind in KINDS))
+            found |= kernels(training(subject, Watch()))
+    return found | kernels(*(OPTIMIZERS[f"{kind}: steps"](Watch()) for kind in KINDS))
 
 
 @pytest.mark.parametrize("family", backends.FAMILIES)

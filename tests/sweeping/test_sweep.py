@@ -7,6 +7,7 @@ from time import perf_counter
 
 import pytest
 import torch
+from patching.architectures import PLAIN
 from torch import nn
 
 import fusedops
@@ -14,20 +15,12 @@ from fusedops.__main__ import main
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.storage.use import MemoryUse
 from fusedops.profiling.timing import Ratio
-from fusedops.sweeping import modes, sampling
+from fusedops.sweeping import figure, modes, sampling
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.row import SweepRow
 from fusedops.sweeping.variants import variant
-
-WORDS = 96
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": WORDS,
-}
+from sweeping.cases import WORDS, llama, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +31,7 @@ def few_rounds(monkeypatch):
 
 @pytest.fixture
 def model():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-
-
-def tokens(batch, length):
-    ids = torch.randint(WORDS, (batch, length or 8))
-    return {"input_ids": ids, "labels": ids}
+    return llama()
 
 
 def fused(model: nn.Module) -> bool:
@@ -301,10 +287,26 @@ def test_the_figure(tmp_path, ending):
     content = path.read_bytes()
     assert len(content) > 2000
     if ending == "svg":
-        for text in (b"eager", b"patched", b"budget 200 ms", b"knee", b"tokens/s", b"batch 4 "):
-            assert text in content
+        for text in ("eager", "patched", "budget 200 ms", "knee", "numbers: batch", "batch 4 "):
+            assert text.encode() in content
     with pytest.raises(ValueError, match="plot needs a row that was measured"):
         Sweep("train", (), about).plot(path)
+
+
+def test_the_figure_has_room_for_every_point():
+    """A knee's circle and a point's number are not cut at the top or right edge."""
+    pytest.importorskip("matplotlib")
+    rows = tuple(
+        SweepRow("eager", b, 8, t, None, throughput=r, samples=9, tokens_per_s=8 * r)
+        for b, t, r in [(1, 0.1, 10.0), (2, 0.15, 20.0), (4, 0.4, 15.0)]
+    )
+    drawn = figure._figure("train", rows, {"model": "Net"}, None)
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    right, top = axes.transAxes.transform((1, 1))
+    for row in rows:
+        x, y = axes.transData.transform((row.p50, row.tokens_per_s))
+        assert y + 12 * drawn.dpi / 72 < top and x + 8 * drawn.dpi / 72 < right
 
 
 BAD = {
@@ -355,7 +357,7 @@ def test_training_needs_a_loss():
 def test_the_command_line_generates_with_a_cache(tmp_path, monkeypatch):
     """After the prompt each forward sees one token."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY | {"model_type": "llama"}))
+    path.write_text(json.dumps(PLAIN | {"model_type": "llama"}))
     lengths = []
     embed = nn.Embedding.forward
 
@@ -372,7 +374,7 @@ def test_the_command_line_generates_with_a_cache(tmp_path, monkeypatch):
 def test_the_command_line(tmp_path, capsys, model, monkeypatch):
     monkeypatch.setattr(sampling, "MOST", 20)  # p95 needs as many
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY | {"model_type": "llama"}))
+    path.write_text(json.dumps(PLAIN | {"model_type": "llama"}))
     out = tmp_path / "rows.json"
     command = ["sweep", str(path), "--batch", "1,2", "--length", "8", "--p95", "9"]
     assert main([*command, "--json", str(out), "--mode", "forward"]) == 0

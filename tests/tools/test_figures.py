@@ -170,7 +170,8 @@ def test_results_without_a_hash_are_stale_and_only_current_fails(tree, capsys):
     assert command.run(check=True, root=tree) == 0
     assert command.run(current=True, root=tree) == 1
     said = capsys.readouterr().err
-    assert "amd-epyc/step.json: measured before" in said and "results are out of date" in said
+    assert "benchmarks/results/amd-epyc/step.json: AMD EPYC, 2026-" in said
+    assert WARNING in said and "results are out of date" in said and "`make figures`" in said
 
 
 def test_stale_hash_is_said_in_page_and_note(tree):

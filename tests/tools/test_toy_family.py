@@ -1,8 +1,8 @@
 """A new family that follows CONTRIBUTING's checklist works.
 
-The family is `scaled_add`, y = x + scale * residual, whose files lie in toy_family/files. They are
-added to a copy of the tree. The copy gets the shared edits below, is built with the objects of this
-tree, and runs its tests in processes of its own.
+The family is `scaled_copy`, y = scale * x, whose files are in toy_family/files. They are added to a
+copy of the tree. The copy gets the shared edits below, is built with the objects of this tree, and
+runs its tests in processes of its own.
 """
 
 import filecmp
@@ -19,30 +19,31 @@ from tools import test_layout as layout
 
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "toy_family" / "files"
-FAMILY = "scaled_add"
+FAMILY = "scaled_copy"
 FOLDERS = (".ci", "benchmarks", "checks", "csrc", "docs", "fusedops", "tests")
 
 # The edits of shared files: after this line comes that one.
 EDITS = {
     "fusedops/backends.py": {
         '    "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),\n': (
-            '    "scaled_add": ("scaled_add",),\n'
+            '    "scaled_copy": ("scaled_copy",),\n'
         ),
+        '    "adamw": FAMILIES["adamw"],\n': '    "scaled_copy": ("scaled_copy_forward",),\n',
     },
     "fusedops/functional/__init__.py": {
         "from fusedops.functional.rotary import rotary_embedding\n": (
-            "from fusedops.functional.scaled_add import scaled_add\n"
+            "from fusedops.functional.scaled_copy import scaled_copy\n"
         ),
-        '    "rotary_embedding",\n': '    "scaled_add",\n',
+        '    "rotary_embedding",\n': '    "scaled_copy",\n',
     },
     "fusedops/nn/__init__.py": {
         "from fusedops.nn.quantized_linear import QuantizedLinear\n": (
-            "from fusedops.nn.scaled_add import ScaledAdd\n"
+            "from fusedops.nn.scaled_copy import ScaledCopy\n"
         ),
-        '    "RMSNorm",\n': '    "ScaledAdd",\n',
+        '    "RMSNorm",\n': '    "ScaledCopy",\n',
     },
     "docs/reference/support.md": {
-        "| rotary | `rotary_embedding` | |\n": "| scaled_add | `scaled_add` | `ScaledAdd` |\n",
+        "| rotary | `rotary_embedding` | |\n": "| scaled_copy | `scaled_copy` | `ScaledCopy` |\n",
     },
 }
 
@@ -57,12 +58,12 @@ OTHERS = {
 UNCOMPILED_CALL = """
 import torch, fusedops
 from fusedops.testing import check
-from fusedops.functional import scaled_add
-from fusedops.functional.scaled_add import scaled_add_reference
+from fusedops.functional import scaled_copy
+from fusedops.functional.scaled_copy import scaled_copy_reference
 assert fusedops.extension.UNCOMPILED
-x, residual = torch.randn(2, 7, 130)
-check(scaled_add, scaled_add_reference, (x, residual, 0.3), "reference")
-assert torch.equal(scaled_add(x, residual, 2.0), x + 2 * residual)
+x = torch.randn(7, 130)
+check(scaled_copy, scaled_copy_reference, (x, 0.3), "reference")
+assert torch.equal(scaled_copy(x, 2.0), 2 * x)
 print(fusedops.env_report())
 """
 
@@ -160,18 +161,18 @@ def test_the_checklist_names_nothing_that_the_family_lacks():
 @pytest.mark.parametrize(
     "path",
     [
-        "csrc/ops/scaled_add",
-        "csrc/python/scaled_add.cpp",
-        "csrc/cpu/scaled_add.cpp",
-        "csrc/cpu/isa/scaled_add.cpp",
-        "fusedops/functional/scaled_add.py",
-        "fusedops/uncompiled/scaled_add.py",
-        "fusedops/triton/scaled_add.py",
-        "benchmarks/operators/scaled_add.py",
-        "tests/scaled_add/contract.py",
-        "tests/scaled_add/growth.py",
-        "tests/scaled_add/test_fuzz.py",
-        "checks/machine_code/scaled_add.py",
+        "csrc/ops/scaled_copy",
+        "csrc/python/scaled_copy.cpp",
+        "csrc/cpu/scaled_copy.cpp",
+        "csrc/cpu/isa/scaled_copy.cpp",
+        "fusedops/functional/scaled_copy.py",
+        "fusedops/uncompiled/scaled_copy.py",
+        "fusedops/triton/scaled_copy.py",
+        "benchmarks/operators/scaled_copy.py",
+        "tests/scaled_copy/contract.py",
+        "tests/scaled_copy/growth.py",
+        "tests/scaled_copy/test_fuzz.py",
+        "checks/machine_code/scaled_copy.py",
     ],
 )
 def test_what_is_left_out_is_named(tree, path, tmp_path, monkeypatch):
@@ -216,7 +217,7 @@ OF_EVERY_FAMILY = {
     "tests/contract/test_compiled_autograd.py": FAMILY,
     "tests/contract/test_flops.py": "product_has_a_formula",
     "tests/contract/test_nested.py": FAMILY,
-    "tests/growth/test_growth.py": f"{FAMILY} or ScaledAdd or every_public_name",
+    "tests/growth/test_growth.py": f"{FAMILY} or ScaledCopy or every_public_name",
 }
 
 

@@ -1,6 +1,6 @@
 """patch rewrites gated MLPs; the new forward equals the original."""
 
-import copy
+import functools
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fusedops.patching import patch, unpatch
 from fusedops.patching.lines import mlp
-from fusedops.testing import yardstick
+from patching import same
 from patching.lines.mlp_cases import (
     CHANGED,
     FUSED,
@@ -55,25 +55,7 @@ def sites(found):
     return [site for site in found if site.kind == "mlp"]
 
 
-def results(model, x):
-    """Returns the output, and the gradients of x and of every parameter."""
-    x = x.clone().requires_grad_()
-    y = model(x * 1)
-    leaves = [x, *model.parameters()]
-    return y.detach(), *torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
-
-
-def assert_same(model, x):
-    """Asserts that patching changes no result, and that unpatch restores every bit."""
-    eager, exact = results(model, x), results(copy.deepcopy(model).double(), x.double())
-    report = quietly(patch, model, linear=False)
-    for got, *others in zip(results(model, x), eager, exact, strict=True):
-        assert (got is None) == (others[0] is None)
-        assert got is None or yardstick(got, *others) is None
-    unpatch(model)
-    for got, other in zip(results(model, x), eager, strict=True):
-        assert got is other is None or torch.equal(got, other)
-    return report
+assert_same = functools.partial(same.assert_same, linear=False)
 
 
 @grid(dtype=[torch.float32, torch.bfloat16], cls=FUSED)
@@ -299,27 +281,6 @@ def test_a_packed_tensor_of_odd_width_runs_as_written():
     assert str(got.value) == str(wanted.value)
 
 
-def test_autocast(calls):
-    model, x = build(Llama), torch.randn(4, N)
-    with torch.autocast("cpu", torch.bfloat16):
-        eager = model(x)
-        patch(model)
-        fused = model(x)
-    assert fused.dtype == eager.dtype == torch.bfloat16
-    exact = Llama.forward(copy.deepcopy(model[0]).double(), x.double())
-    assert yardstick(fused, eager, exact) is None
-    assert calls == ["gated"]
-
-
-def test_a_forward_that_was_kept_runs_the_lines_after_unpatch(calls):
-    model, x = build(Llama), torch.randn(2, N)
-    patch(model)
-    forward = model[0].forward
-    unpatch(model)
-    torch.testing.assert_close(forward(x), model(x))
-    assert not calls
-
-
 def test_an_unread_mlp_is_reported():
     made = {}
     exec(
@@ -329,21 +290,6 @@ def test_an_unread_mlp_is_reported():
     )
     model = build(type("Unread", (MLP,), {"forward": made["forward"]}))
     assert ["cannot be read" in site.reason for site in sites(patch(model).skipped)] == [True]
-
-
-def test_instance_forward_is_left_alone(calls):
-    model = build(Llama)
-    model[0].forward = lambda x: x
-    assert ["its own forward" in s.reason for s in sites(patch(model).skipped)] == [True]
-    assert type(model[0]) is Llama
-
-
-@pytest.mark.usefixtures("any_size")
-def test_compile_in_one_graph(calls):
-    model, x = build(Packed), torch.randn(4, N)
-    patch(model)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_the_activation_keeps_its_class_name_and_unpatches():

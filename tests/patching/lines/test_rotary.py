@@ -14,6 +14,7 @@ from fusedops.patching.lines import rotary
 from fusedops.patching.lines.rotary import UNKNOWN, rotation_of
 from fusedops.testing import yardstick
 from patching.quiet import quietly
+from patching.same import results
 
 transformers = pytest.importorskip("transformers")
 
@@ -204,16 +205,9 @@ def use(monkeypatch, function):
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(recorded):
     """Returns the dtypes of q in calls of the fused function, once it is used in earnest."""
-    made, fused = [], rotary.rotary_embedding
-
-    def counted(q, *args, **how):
-        made.append(q.dtype)
-        return fused(q, *args, **how)
-
-    monkeypatch.setattr(rotary, "rotary_embedding", counted)
-    return made
+    return recorded(rotary, "rotary_embedding", lambda q, *_, **how: q.dtype)
 
 
 def inputs(dtype=torch.float32, table=None, rotary=WIDTH):
@@ -230,15 +224,6 @@ def build(cls=Attention):
 def patched_sites(model):
     report = quietly(patch, model, linear=False)
     return [site for site in [*report.fused, *report.skipped] if site.kind == "rotary"]
-
-
-def results(model, x, *table):
-    """Returns the output, and the gradients of x and of every parameter."""
-    x = x.clone().requires_grad_()
-    y = model(x, *table)
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
-    return [y.detach(), *(g for g in grads if g is not None)]
 
 
 @grid(cls=[Attention, HeadsLast], function=[rotary_llama, rotary_partial, rotary_back])
@@ -296,13 +281,6 @@ def test_a_view_of_what_lies_otherwise(monkeypatch):
 def test_a_call_that_is_not_read():
     (site,) = patched_sites(build(Starred))
     assert site.reason == rotary.FORM
-
-
-def test_an_instance_with_a_forward_of_its_own():
-    model = build()
-    model.forward = types.MethodType(Attention.forward, model)
-    (site,) = patched_sites(model)
-    assert site.reason == "the instance has its own forward"
 
 
 def test_a_source_that_is_not_there(tmp_path):
@@ -382,27 +360,6 @@ def test_calls_that_run_the_function(calls):
     model.double()
     assert torch.equal(model(x.double(), cos, sin), build().double()(x.double(), cos, sin))
     assert not calls
-
-
-def test_autocast(calls):
-    model, args = build(), inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        before = model(*args)
-        patched_sites(model)
-        del calls[:]
-        after = model(*args)
-    assert calls == [torch.bfloat16] and after.dtype == before.dtype
-    torch.testing.assert_close(after, before, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.usefixtures("any_size")
-def test_compile():
-    model, args = build(), inputs()
-    patched_sites(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(results(compiled, *args), results(model, *args))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "cohere", "glm4", "gpt_oss", "olmo2"])

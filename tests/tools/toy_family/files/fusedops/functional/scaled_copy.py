@@ -1,0 +1,27 @@
+"""scaled_copy, a tensor times a number, with its reference."""
+
+import torch
+from torch import Tensor
+
+from fusedops.extension import _C, traced
+from fusedops.functional.traffic import Formula, once
+
+__all__ = ["scaled_copy"]
+
+
+def scaled_copy(x: Tensor, scale: float = 1.0) -> Tensor:
+    """`scale * x` in one pass over memory.
+
+    x: float32, float16, bfloat16 or float64, any strides. Returns y [x's shape], contiguous.
+    Computed in float32 (float64 for float64) and rounded once. Raises RuntimeError if x has another
+    dtype.
+    """
+    return (torch.ops.fusedops.scaled_copy if traced(x) else _C.scaled_copy)(x, scale)
+
+
+TRAFFIC: dict[str, Formula] = {"scaled_copy_forward": once}
+
+
+def scaled_copy_reference(x, scale=1.0):
+    """Plain PyTorch in the input's dtype, exact for float64 inputs."""
+    return scale * x
