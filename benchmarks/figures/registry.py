@@ -252,6 +252,9 @@ def _serving() -> Iterator[tuple[str, Figure]]:
             match = {"title": title, "contender": f"fusedops{format}"}
             short = f"generate.{cache.lower()}{format.replace(', ', '.')}.token_ratio"
             yield short, Figure(("generate",), match, "token_ratio")
+            short = f"generate.{cache.lower()}{format.replace(', ', '.')}.token"
+            if format:
+                yield short, Figure(("generate",), match, "token_p50_s", "ms")
     for format in ("", ", nf4"):
         match = {"title": title, "contender": f"low_latency{format}"}
         short = f"generate.low_latency{format.replace(', ', '.')}"
