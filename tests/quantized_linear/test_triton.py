@@ -130,15 +130,9 @@ def test_the_table_of_nf4_is_the_references():
     assert _C.nf4_table() == torch.tensor(NF4).tolist()
 
 
-def test_the_table_of_nf4_is_made_in_another_thread(monkeypatch):
+def test_the_table_of_nf4_is_made_in_another_thread(recorded):
     """A pool that this one allocates from, as a CUDA graph's, does not get it."""
-    made, make = [], torch.tensor
-
-    def tensor(*args, **how):
-        made.append(threading.get_ident())
-        return make(*args, **how)
-
-    monkeypatch.setattr(torch, "tensor", tensor)
+    made = recorded(torch, "tensor", lambda *_, **how: threading.get_ident())
     table = call.nf4_table.__wrapped__(DEVICE)
     assert table.tolist() == _C.nf4_table() and threading.get_ident() not in made
 

@@ -55,13 +55,9 @@ def stepped(model, optimizer=torch.optim.SGD):
 
 
 @pytest.fixture
-def losses(monkeypatch):
+def losses(recorded):
     """Returns the calls of linear_cross_entropy by patched heads."""
-    calls, run = [], heads.linear_cross_entropy
-    monkeypatch.setattr(
-        heads, "linear_cross_entropy", lambda *a, **k: calls.append(k) or run(*a, **k)
-    )
-    return calls
+    return recorded(heads, "linear_cross_entropy")
 
 
 @grid(optimizer=[torch.optim.SGD, torch.optim.AdamW, AdamW], build=BUILDS)
@@ -203,15 +199,9 @@ def test_outputs_of_any_class(build, kind, losses):
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_only_the_outputs_logits_are_computed(build, monkeypatch):
+def test_only_the_outputs_logits_are_computed(build, recorded):
     """Not those before a softcap, nor a loss function's copy in float32."""
-    seen, run = [], logits_of.State.values
-
-    def counted(state):
-        seen.append(state)
-        return run(state)
-
-    monkeypatch.setattr(logits_of.State, "values", counted)
+    seen = recorded(logits_of.State, "values", lambda state: state)
     outputs = keeping(build().bfloat16())(input_ids=IDS, labels=LABELS)
     assert set(seen) == {outputs.logits.state}
 
