@@ -33,7 +33,7 @@ FAMILIES = {
     "linear": ("linear",),
     "quantized_linear": ("quantized_linear",),
     "rotary": ("rotary_embedding",),
-    "cross_entropy": ("cross_entropy", "linear_cross_entropy"),
+    "cross_entropy": ("cross_entropy", "linear_cross_entropy", "linear_log_probs"),
     "attention": ("attention",),
     "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),
 }
@@ -46,6 +46,8 @@ KERNELS = {
         "cross_entropy_backward",
         "linear_cross_entropy_forward",
         "linear_cross_entropy_backward",
+        "linear_log_probs_forward",
+        "linear_log_probs_backward",
     ),
     "quantized_linear": (
         "quantized_linear_forward",

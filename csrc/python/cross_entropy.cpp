@@ -8,6 +8,7 @@ namespace fusedops::cross_entropy {
 const Exports cross_entropy_exports([](py::module_& m) {
   export_operator<"fusedops::cross_entropy", cross_entropy>(m);
   export_operator<"fusedops::linear_cross_entropy", linear_cross_entropy>(m);
+  export_operator<"fusedops::linear_log_probs", linear_log_probs>(m);
 });
 
 }  // namespace fusedops::cross_entropy

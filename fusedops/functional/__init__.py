@@ -2,7 +2,11 @@
 
 from fusedops.functional.adamw import clip_grad_norm_
 from fusedops.functional.attention import attention, scaled_dot_product_attention
-from fusedops.functional.cross_entropy import cross_entropy, linear_cross_entropy
+from fusedops.functional.cross_entropy import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
 from fusedops.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -26,6 +30,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_log_probs",
     "quantize_weight",
     "quantized_linear",
     "rms_norm",

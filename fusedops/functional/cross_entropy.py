@@ -1,7 +1,8 @@
-"""cross_entropy and linear_cross_entropy, as in torch, with their references.
+"""cross_entropy and linear_cross_entropy, as in torch, and linear_log_probs; with their references.
 
 The softmax's denominator takes one pass over the logits: Milakov and Gimelshein, arXiv:1805.02867.
-linear_cross_entropy computes the logits one tile at a time: Wijmans et al., arXiv:2411.09009.
+The functions of a linear layer compute its logits one tile at a time: Wijmans et al.,
+arXiv:2411.09009.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn._reduction import legacy_get_string
 from fusedops.extension import _C, traced
 from fusedops.functional.traffic import Formula, Traffic, moved, once, passes
 
-__all__ = ["cross_entropy", "linear_cross_entropy"]
+__all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_probs"]
 
 
 def cross_entropy(
@@ -133,6 +134,65 @@ def linear_cross_entropy(
     )
 
 
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    scale: float | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Each target's log-probability under a linear layer's softmax, without the logits.
+
+        x = F.linear(input, linear_weight, linear_bias)
+        z = softcap tanh(scale x / softcap) / temperature   without a softcap: scale x / temperature
+        log_probs = log_softmax(z)[target]                  minus each row's linear_cross_entropy
+        entropy = -sum_c p_c log p_c                        p = softmax(z)
+        top1 = (argmax_c z_c == target)                     the first of equal classes
+
+    Shapes, dtypes and tiles are `linear_cross_entropy`'s; target must be int64. Returns log_probs,
+    with return_entropy also entropy, with return_top1 also top1, all of target's shape. log_probs
+    and entropy have gradients, also together; top1 is bool. dtype is theirs, by default input's,
+    float32 under autocast. Rows with an ignored target get 0, 0 and False, and cost nothing on a
+    CPU. A class whose logit is -inf adds 0 to the entropy. A row with a NaN gets NaN, NaN and
+    False. The backward recomputes the logits.
+
+    This is what the trainers of DPO (Rafailov et al., arXiv:2305.18290) and GRPO (Shao et al.,
+    arXiv:2402.03300) need from a model's head. On a GPU torch's operators process the tiles.
+
+    Raises RuntimeError if a shape or dtype does not fit, IndexError for a target that is not a
+    class (on a GPU its results are NaN), and ValueError for a temperature or softcap that is not
+    positive and finite.
+    """
+    tensors = input, linear_weight, target
+    returned = return_entropy, return_top1
+    if traced(*tensors, linear_bias):
+        found = torch.ops.fusedops.linear_log_probs(
+            *tensors,
+            linear_bias=linear_bias,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            scale=scale,
+            temperature=temperature,
+            return_entropy=return_entropy,
+            return_top1=return_top1,
+            dtype=dtype,
+        )
+    else:
+        found = _C.linear_log_probs(
+            *tensors, linear_bias, ignore_index, softcap, scale, temperature, *returned, dtype
+        )
+    log_probs = found[0]
+    more = [found[1 + i] for i, asked in enumerate(returned) if asked]
+    return (log_probs, *more) if more else log_probs
+
+
 # Byte formulas; see fusedops/functional/traffic.py. Rows of ignored targets count like others. Sums
 # of a gradient count as the gradient.
 
@@ -168,6 +228,15 @@ def _linear_backward_traffic(input, linear_weight, output_mask, **_):
     )
 
 
+def _log_probs_traffic(input, linear_weight, **_):
+    return _linear_forward_traffic(input, linear_weight, (False, False, False))
+
+
+def _log_probs_backward_traffic(grad_entropy, **call):
+    unread = ("mean",) if grad_entropy is None else ()
+    return _linear_backward_traffic(**call)._replace(unread=unread)
+
+
 def _stripes(rows, input, linear_weight, gradients):
     """For each stripe of classes, blocks of rows of the input and its gradient's sum move again."""
     stripes = -(-linear_weight.shape[0] // CLASSES)
@@ -183,6 +252,8 @@ TRAFFIC: dict[str, Formula] = {
     "cross_entropy_backward": once,
     "linear_cross_entropy_forward": _linear_forward_traffic,
     "linear_cross_entropy_backward": _linear_backward_traffic,
+    "linear_log_probs_forward": _log_probs_traffic,
+    "linear_log_probs_backward": _log_probs_backward_traffic,
 }
 
 
@@ -242,3 +313,43 @@ def linear_cross_entropy_reference(
         return loss.view(input.shape[:-1]) if loss.dim() else loss
     logits = logits.unflatten(-1, classes)
     return cross_entropy_reference(logits, target, dtype=dtype, **options)
+
+
+def linear_log_probs_reference(
+    input,
+    linear_weight,
+    target,
+    *,
+    linear_bias=None,
+    ignore_index=-100,
+    softcap=None,
+    scale=None,
+    temperature=1.0,
+    return_entropy=False,
+    return_top1=False,
+    dtype=None,
+):
+    """Returns log_probs, entropy and top1; None for those that are not asked for."""
+    z = F.linear(input, linear_weight, linear_bias)
+    z = z if dtype in (None, z.dtype) or z.dtype == torch.float64 else z.to(dtype)
+    options = softcap, scale, temperature, return_entropy, return_top1
+    return log_probs_of_logits(z, target, ignore_index, *options)
+
+
+def log_probs_of_logits(
+    z, target, ignore_index, softcap, scale, temperature, return_entropy, return_top1
+):
+    z = z if scale is None else z * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z / temperature
+    log_p = torch.log_softmax(z, -1)
+    live = target != ignore_index
+    index = torch.where(live, target, 0).unsqueeze(-1)
+    log_probs = torch.where(live, log_p.gather(-1, index).squeeze(-1), 0)
+    entropy = top1 = None
+    if return_entropy:
+        finite = log_p.clamp_min(torch.finfo(z.dtype).min)  # where p is 0
+        entropy = torch.where(live, -(log_p.exp() * finite).sum(-1), 0)
+    if return_top1:
+        top1 = live & (z.argmax(-1) == target) & ~log_probs.isnan()
+    return log_probs, entropy, top1

@@ -18,7 +18,7 @@ def bfloat16_products(asked: bool | None) -> None:
     """Whether kernels multiply in bfloat16; there are no kernels here."""
 
 
-for _file in pkgutil.iter_modules(uncompiled.__path__):
-    importlib.import_module(f"{uncompiled.__name__}.{_file.name}")
+for _file in pkgutil.walk_packages(uncompiled.__path__, f"{uncompiled.__name__}."):
+    importlib.import_module(_file.name)
 
 globals().update(EXPORTS)

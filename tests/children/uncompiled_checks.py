@@ -63,7 +63,7 @@ def test_forward_and_gradients_against_float64(name, dtype):
 TRITON = [f"norm {op}" for op in backends.FAMILIES["norm"]]
 TRITON += ["norm add_rms_norm with dropout", "attention dropout", "attention all"]
 TRITON += ["attention sequences", "cross_entropy cross_entropy all of none"]
-TRITON += ["cross_entropy linear_cross_entropy all"]
+TRITON += ["cross_entropy linear_cross_entropy all", "cross_entropy linear_log_probs all"]
 TRITON += [f"quantized_linear {format}" for format in ("int8", "int4", "nf4", "fp8")]
 
 

@@ -245,6 +245,10 @@ def test_a_loss_without_gradients_and_its_backward_read_the_input_for_each_strip
     assert again("linear_cross_entropy_forward", *args) == forward - once
     args = drawn(1), x, w, target, None, None, lse, drawn(1), *how, list(wanted)
     assert again("linear_cross_entropy_backward", *args) == backward - once
+    args = x, w, target, None, -100, [1.0, 0.0], torch.float32, [True, True]
+    assert again("linear_log_probs_forward", *args) == forward - once
+    args = drawn(300), None, x, w, target, None, lse, None, -100, [1.0, 0.0], list(wanted)
+    assert again("linear_log_probs_backward", *args) == backward - once
 
 
 @grid(rows=[0, 1, 128, 257, 600], kind=["int4", "int8"])

@@ -44,6 +44,7 @@ NAMES = {
 }
 NAMES["attention"] += ["attention, window and softcap", "attention, sinks and bias"]
 NAMES["cross_entropy"] += ["linear_cross_entropy", "linear_cross_entropy, options"]
+NAMES["cross_entropy"] += ["linear_log_probs", "linear_log_probs, options"]
 CASES = {
     family: [OPERATORS[name]() for name in NAMES[family]] if family in NAMES else subjects(family)
     for family in FAMILIES

@@ -18,7 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fusedops
 from fusedops.backends import FAMILIES, _kernels
-from fusedops.functional import attention, linear, linear_cross_entropy, quantize_weight
+from fusedops.functional import (
+    attention,
+    linear,
+    linear_cross_entropy,
+    linear_log_probs,
+    quantize_weight,
+)
 from fusedops.functional import quantized_linear as by_codes
 
 transformers.logging.set_verbosity_error()
@@ -227,6 +233,17 @@ def test_a_loss_without_logits_counts_the_head_once():
         assert total(lambda: linear_cross_entropy(x, frozen, targets).backward()) == wanted * 2 / 3  # noqa: B023
         with torch.no_grad():
             assert total(lambda: linear_cross_entropy(x, weight, targets)) == wanted / 3  # noqa: B023
+
+
+def test_log_probs_count_the_head_once():
+    x, weight = torch.randn(12, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
+    targets = torch.arange(12)
+    wanted = 3 * 2 * 12 * 8 * 33
+    assert total(lambda: linear_log_probs(x, weight, targets).sum().backward()) == wanted
+    frozen = weight.detach()
+    assert total(lambda: linear_log_probs(x, frozen, targets).sum().backward()) == wanted * 2 / 3
+    with torch.no_grad():
+        assert total(lambda: linear_log_probs(x, weight, targets)) == wanted / 3
 
 
 @grid(activation=[None, "gelu"], trained=["all", "input", "weight", "bias"])

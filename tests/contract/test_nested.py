@@ -224,6 +224,7 @@ def refusals(layout):
     yield "rotary_embedding", "q", lambda: ff.rotary_embedding(heads, heads, table, table)
     yield "cross_entropy", "input", lambda: ff.cross_entropy(x, targets)
     yield "linear_cross_entropy", "input", lambda: ff.linear_cross_entropy(x, MATRIX, targets)
+    yield "linear_log_probs", "input", lambda: ff.linear_log_probs(x, MATRIX, targets)
     if layout == torch.jagged:
         return
     yield "add_layer_norm", "x", lambda: ff.add_layer_norm(x, x)

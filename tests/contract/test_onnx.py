@@ -185,6 +185,16 @@ def linear_loss(**how):
     return Calls(loss, head=head)
 
 
+def log_probs(**how):
+    """linear_log_probs with a head of its own."""
+    head = nn.Linear(N, 10)
+
+    def run(x, target):
+        return F.linear_log_probs(x, head.weight, target, linear_bias=head.bias, **how)
+
+    return Calls(run, head=head)
+
+
 MODIFIED = {"z_loss": 0.1, "softcap": 3.0, "scale": 0.5, "reduction": "sum"}
 LOSSES = {
     "cross_entropy": lambda: Calls(F.cross_entropy),
@@ -192,6 +202,10 @@ LOSSES = {
     "cross_entropy, modified": lambda: Calls(partial(F.cross_entropy, **MODIFIED)),
     "linear_cross_entropy": linear_loss,
     "linear_cross_entropy, modified": lambda: linear_loss(**MODIFIED),
+    "linear_log_probs": log_probs,
+    "linear_log_probs, all": lambda: log_probs(
+        return_entropy=True, return_top1=True, softcap=3.0, temperature=0.7
+    ),
     "CrossEntropyLoss": lambda: fusedops.nn.CrossEntropyLoss(),
     "CrossEntropyLoss, weight": lambda: fusedops.nn.CrossEntropyLoss(torch.linspace(0.5, 1, N)),
     "LinearCrossEntropyLoss": lambda: fusedops.nn.LinearCrossEntropyLoss(N, 10, ignore_index=-100),

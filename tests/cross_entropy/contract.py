@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy calls for the tests in tests/contract."""
+"""The calls of cross_entropy, linear_cross_entropy and linear_log_probs for tests/contract."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,11 +10,18 @@ from contract.family import BF16, F32, Call, Family
 
 from cross_entropy.cases import OPTIONS, class_weight, head, logits, targets
 from cross_entropy.errors import ERRORS
-from fusedops.functional import cross_entropy, linear_cross_entropy
+from fusedops.functional import cross_entropy, linear_cross_entropy, linear_log_probs
 from fusedops.functional.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
+    linear_log_probs_reference,
 )
+
+LOG_PROBS = {
+    "plain": {},
+    "entropy": {"return_entropy": True},
+    "all": {"return_entropy": True, "softcap": 5.0, "scale": 0.4, "temperature": 0.8},
+}
 
 
 def drawn(batch: tuple[int, ...], tiny: bool) -> tuple:
@@ -38,6 +45,21 @@ def of_linear(options: str) -> Call:
     how = {"names": ("linear_bias", "weight"), "still": (4,)}
     how["kept"] = (0, 1) if "none" in options else ()  # a mean's gradients are made in the forward
     return Call("linear_cross_entropy", *both, drawn_of_linear, OPTIONS[options], **how)
+
+
+def drawn_of_log_probs(batch: tuple[int, ...], tiny: bool) -> tuple:
+    return drawn_of_linear(batch, tiny)[:4]
+
+
+def log_probs_reference(*args: Any, **options: Any) -> Any:
+    log_probs, entropy, _ = linear_log_probs_reference(*args, **options)
+    return log_probs if entropy is None else (log_probs, entropy)
+
+
+def of_log_probs(options: str) -> Call:
+    both = linear_log_probs, log_probs_reference
+    how = {"names": ("linear_bias",), "kept": (0, 1)}
+    return Call("linear_log_probs", *both, drawn_of_log_probs, LOG_PROBS[options], **how)
 
 
 def another_ignored(call: Call) -> Call:
@@ -76,13 +98,29 @@ def kernels(
         yield "linear_cross_entropy_backward", args
 
 
+def log_probs_kernels(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple]]:
+    x, w, b = head(6, 5, 9, dtype)
+    target, how = targets(6, 9), (-100, [0.5, 3.0])
+    for wanted in ([True, True], [False, True], [False, False]):
+        args = x, w, target, b, *how, dtype, wanted
+        yield "linear_log_probs_forward", args
+    log_probs, entropy, _, *sums = torch.ops.fusedops.linear_log_probs_forward(
+        x, w, target, b, *how, dtype, [True, True]
+    )
+    for grads in ((log_probs, entropy), (log_probs, None), (None, entropy)):
+        for mask in ([True, True, True], [True, False, False], [False, False, True]):
+            args = *grads, x, w, target, b, *sums, *how, mask
+            yield "linear_log_probs_backward", args
+
+
 CHOSEN = ("mean", "none", "all", "all of none")
 FAMILY = Family(
     calls={f"cross_entropy {name}": call(name) for name in CHOSEN}
-    | {f"linear_cross_entropy {name}": of_linear(name) for name in CHOSEN},
+    | {f"linear_cross_entropy {name}": of_linear(name) for name in CHOSEN}
+    | {f"linear_log_probs {name}": of_log_probs(name) for name in LOG_PROBS},
     more={
         f"{call.operator} of another ignored class": another_ignored(call)
-        for call in (call("all of none"), of_linear("all of none"))
+        for call in (call("all of none"), of_linear("all of none"), of_log_probs("all"))
     },
     further={f"cross_entropy {name}, unweighted": without_weight(name) for name in OPTIONS}
     | {f"cross_entropy {name}": call(name) for name in OPTIONS if name not in CHOSEN}
@@ -91,7 +129,8 @@ FAMILY = Family(
         f"{reduction} {dtype}": partial(kernels, number, dtype)
         for number, reduction in enumerate(("none", "mean"))
         for dtype in (F32, BF16)
-    },
+    }
+    | {f"log_probs {dtype}": partial(log_probs_kernels, dtype) for dtype in (F32, BF16)},
     batches=((30,),),
     draws=48,
     dtypes=(F32, BF16),

@@ -1,8 +1,8 @@
-"""Wrong calls of cross_entropy and linear_cross_entropy, by what their errors say."""
+"""Wrong calls of the family's functions, by what their errors say."""
 
 import torch
 
-from fusedops.functional import cross_entropy, linear_cross_entropy
+from fusedops.functional import cross_entropy, linear_cross_entropy, linear_log_probs
 
 
 def zeros(*shape, **to):
@@ -61,6 +61,26 @@ ERRORS = {
     ),
     r"linear_cross_entropy: input must be \[N, features\] .* got float32 \[5\]": lambda: (
         linear_cross_entropy(zeros(5), zeros(9, 2, 5), zeros(2, **INT))
+    ),
+    r"linear_log_probs: linear_weight must be \[classes, features\], got .* \[9, 2, 5\]": lambda: (
+        linear_log_probs(zeros(3, 5), zeros(9, 2, 5), zeros(3, 2, **INT))
+    ),
+    r"linear_log_probs: linear_weight must have input's .* got float32 \[9, 6\]": lambda: (
+        linear_log_probs(zeros(3, 5), zeros(9, 6), zeros(3, **INT))
+    ),
+    r"linear_log_probs: target must be int64, got float32 \[3, 9\]": lambda: linear_log_probs(
+        zeros(3, 5), zeros(9, 5), zeros(3, 9)
+    ),
+    r"linear_log_probs: target must be int64 \[2, 3\] .* got int64 \[6\]": lambda: linear_log_probs(
+        zeros(2, 3, 5), zeros(9, 5), zeros(6, **INT)
+    ),
+    r"linear_log_probs: temperature must be above 0 and finite, got 0": lambda: linear_log_probs(
+        zeros(3, 5), zeros(9, 5), zeros(3, **INT), temperature=0.0
+    ),
+    r"linear_log_probs: dtype must be float32 or input's, bfloat16, got float16": lambda: (
+        linear_log_probs(
+            zeros(3, 5).bfloat16(), zeros(9, 5).bfloat16(), zeros(3, **INT), dtype=torch.float16
+        )
     ),
 }
 ERRORS = {

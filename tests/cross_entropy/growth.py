@@ -42,6 +42,18 @@ def linear_cross_entropy(*, dtype=F32, frozen: bool = False, bias=False, weight=
     return Subject(run, inputs)
 
 
+def linear_log_probs(*, dtype=F32, bias=False, **how):
+    def run(x, linear_weight, target, *rest):
+        given = {"linear_bias": rest[0]} if rest else {}
+        return F.linear_log_probs(x, linear_weight, target, **given, **how)
+
+    def inputs():
+        given = [leaf(ROWS, 32, dtype=dtype), leaf(N, 32, dtype=dtype), numbers(ROWS, below=N)]
+        return [*given, leaf(N, dtype=dtype)] if bias else given
+
+    return Subject(run, inputs)
+
+
 def logits():
     return [leaf(ROWS, N), numbers(ROWS, below=N)]
 
@@ -63,6 +75,11 @@ OPERATORS = {
     "linear_cross_entropy, options": lambda: linear_cross_entropy(
         bias=True, weight=True, ignore_index=3, label_smoothing=0.1, z_loss=1e-3, softcap=30.0,
         scale=0.5, reduction="none",
+    ),
+    "linear_log_probs": lambda: linear_log_probs(),
+    "linear_log_probs, options": lambda: linear_log_probs(
+        dtype=BF16, bias=True, ignore_index=3, softcap=30.0, scale=0.5, temperature=0.7,
+        return_entropy=True,
     ),
 }  # fmt: skip
 

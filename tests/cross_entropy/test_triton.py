@@ -7,10 +7,11 @@ from contract.cuda_graphs import NeverWaits
 
 import fusedops
 from cross_entropy.cases import class_weight, head, logits, targets
-from fusedops.functional import cross_entropy, linear_cross_entropy
+from fusedops.functional import cross_entropy, linear_cross_entropy, linear_log_probs
 from fusedops.functional.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
+    linear_log_probs_reference,
 )
 from fusedops.testing import backends, check, device_of, placed, poisoned
 
@@ -71,7 +72,23 @@ def linear_backward(rows, classes, dtype, reduction, loss, made):
     return OP.linear_cross_entropy_backward, args
 
 
+def log_probs_forward(rows, classes, dtype, reduction, loss, made):
+    x, w, b = on_device(*head(rows, 8, classes, dtype))
+    (target,) = on_device(targets(rows, classes))
+    return OP.linear_log_probs_forward, (x, w, target, b, -100, HOW[2:], loss, [made, not made])
+
+
+def log_probs_backward(rows, classes, dtype, reduction, loss, made):
+    _, args = log_probs_forward(rows, classes, dtype, reduction, loss, made)
+    sums = (torch.ones(rows, dtype=F64, device=DEVICE) for _ in range(2))
+    grad = torch.ones(rows, dtype=dtype, device=DEVICE)
+    grads = (grad, grad) if made else (grad, None)
+    args = *grads, *args[:4], *sums, -100, HOW[2:], [made, True, made]
+    return OP.linear_log_probs_backward, args
+
+
 OPERATORS = [forward, backward, linear_forward, linear_backward]
+OPERATORS += [log_probs_forward, log_probs_backward]
 
 
 def facts(outputs):
@@ -272,3 +289,34 @@ def test_no_classes():
         loss = linear_cross_entropy(x, w, torch.full((3,), -100).to(DEVICE), reduction="none")
         (grad,) = torch.autograd.grad(loss.sum(), x)
     assert not loss.count_nonzero() and not grad.count_nonzero()
+
+
+@grid(dtype=[F32, F16], softcap=[None, 5.0], last=[40, -40])
+def test_stripes_of_log_probs(dtype, softcap, last, small_tiles):
+    """Three stripes, as above: gradients of log-probabilities and entropies, and the top class."""
+    x, w, b = head(6, 20, 40, dtype)
+    b = b + torch.linspace(0, last, 40).to(dtype)
+    target = torch.tensor([3, 15, 16, -100, 31, 39])
+
+    def numbers(run):
+        how = {"softcap": softcap, "return_entropy": True}
+        return lambda x, w, t, b: run(x, w, t, linear_bias=b, **how)[:2]
+
+    pair = numbers(linear_log_probs), numbers(linear_log_probs_reference)
+    check(*pair, (x, w, target, b), "triton")
+    x, w = (t.mul(4).round().clamp(-8, 8) for t in (x, w))  # exact sums
+    target = (x @ w.t()).argmax(1)
+    target[1] = (target[1] + 17) % 40
+    x, w, target = on_device(x, w, target)
+    with fusedops.backend("triton"):
+        _, top1 = linear_log_probs(x, w, target, return_top1=True)
+    assert top1.tolist() == [True, False, True, True, True, True]
+
+
+def test_log_probs_of_a_target_that_is_no_class(small_tiles):
+    """Only its row becomes NaN."""
+    x, w, target, b = on_device(*head(4, 8, 40)[:2], targets(4, 40, ignored=False), torch.ones(40))
+    target[1], target[2] = 40, -1
+    with fusedops.backend("triton"):
+        found = linear_log_probs(x, w, target, linear_bias=b)
+    assert found.isnan().tolist() == [False, True, True, False]

@@ -1,4 +1,4 @@
-"""Cross-entropy benchmarks against torch, Hugging Face code, torch.compile and Liger (GPUs).
+"""Cross-entropy benchmarks against torch, Hugging Face, torch.compile, TRL and Liger (GPUs).
 
 Cross entropy of logits is memory-bound: the figure that matters is the fraction of copy bandwidth.
 With the head's matmul it is compute-bound, and it saves memory: about four times the logits. Shapes
@@ -12,12 +12,14 @@ from benchmarks.harness.goals import Goal
 from benchmarks.operators.cross_entropy.gpu import GPU_MUST_SHOW, GPU_ROWS
 from benchmarks.operators.cross_entropy.launch import LAUNCH
 from benchmarks.operators.cross_entropy.linear import FROZEN, IGNORING, LINEAR
+from benchmarks.operators.cross_entropy.log_probs import LOG_PROBS
 from benchmarks.operators.cross_entropy.operations import CAPPED, IN_FORWARD, PLAIN, SMOOTHED
 
 __all__ = ["GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 
 LLAMA_2, LLAMA_3, FEW = (1024, 32000), (256, 128256), (8, 32000)
 HEAD, NARROW_BATCH = (2048, 512, 32000), (512, 1024, 32000)
+OF_COMPLETIONS = (512, 1024, 32768)
 
 BF16, F32, HF = torch.bfloat16, torch.float32, "huggingface"
 
@@ -55,6 +57,11 @@ ROWS += [
 ROWS += [row(LINEAR, TRAINING, dtype, HEAD) for dtype in (F32, BF16)]
 ROWS += [row(LINEAR, TRAINING, dtype, NARROW_BATCH, SHOWN) for dtype in (F32, BF16)]
 ROWS += [row(operation, TRAINING, BF16, HEAD, SHOWN) for operation in (FROZEN, IGNORING)]
+ROWS += [
+    row(LOG_PROBS, mode, dtype, OF_COMPLETIONS)
+    for mode in (FORWARD, TRAINING)
+    for dtype in (F32, BF16)
+]
 
 QUICK_ROWS = [row(PLAIN, mode, dtype, FEW) for mode in (FORWARD, TRAINING) for dtype in (F32, BF16)]
 QUICK_ROWS += [row(LINEAR, TRAINING, BF16, (64, 128, 4000))]
@@ -62,4 +69,8 @@ QUICK_ROWS += [row(LINEAR, TRAINING, BF16, (64, 128, 4000))]
 MUST_SHOW = [
     Goal(PLAIN, TRAINING, BF16, LLAMA_2, HF, {"default": 6.0}),
     Goal(LINEAR, TRAINING, BF16, HEAD, HF, {"default": 1.0, "keep": 1.0}, of_memory=0.1),
+]
+MUST_SHOW += [
+    Goal(LOG_PROBS, TRAINING, dtype, OF_COMPLETIONS, "trl", {"default": 1.0}, of_memory=0.5)
+    for dtype in (F32, BF16)
 ]

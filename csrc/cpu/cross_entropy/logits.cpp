@@ -80,7 +80,7 @@ Loss cross_entropy_forward(const LossArguments& a) {
       return;
     }
     LogitSums sums;
-    add_logits_for_isa()(logits[row], formula.weighted(), sums);
+    add_logits_for_isa()(logits[row], formula.sums(), sums);
     lses[row] = RowFormula::lse(sums);
     losses[row] = formula.loss(row, sums, lses[row]);
     if (with_gradient) {

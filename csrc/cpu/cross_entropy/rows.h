@@ -68,7 +68,8 @@ class RowFormula {
   RowFormula(const CrossEntropyOptions& options, const Targets& targets, int64_t classes)
       : options_(options), targets_(targets), share_(options.label_smoothing / classes) {}
 
-  bool weighted() const { return share_ != 0; }  // whether sums of w_c z_c are needed
+  // The sums that `loss` needs.
+  SumKind sums() const { return share_ != 0 ? SumKind::weighted : SumKind::plain; }
 
   static double lse(const LogitSums& sums) {
     if (sums.base == -std::numeric_limits<float>::infinity()) return std::nan("");

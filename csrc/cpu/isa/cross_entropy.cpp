@@ -1,6 +1,8 @@
 // The loops of cross entropy, which sum in one pass. Exponentials are relative to a base near the
 // largest z: the first block's largest, until a block has one so much larger that float32 cannot
-// hold its exponential. Then the sum is rescaled to the new base and the block is repeated.
+// hold its exponential. Then the sum is rescaled to the new base and the block is repeated. A
+// moment has every larger z as its base: its terms then have one sign, and the entropy loses no
+// digits.
 
 #include "csrc/cpu/isa/cross_entropy.h"
 
@@ -16,7 +18,9 @@ using namespace cpu::CPU_CAPABILITY;
 namespace {
 
 constexpr int64_t kBlock = 1024;
-constexpr float kRoom = 32;  // maximum of z - base
+constexpr float kRoom = 32;  // maximum of z - base, except for a moment
+// Beyond this difference from the largest z, exp is 0. An infinite difference times 0 would be NaN.
+constexpr float kFar = 256;
 
 enum class MapKind { none, scaled, capped };
 
@@ -65,19 +69,29 @@ float largest_of(const T* x, int64_t n, const Map<kMap>& map) {
 }
 
 struct Block {
-  float most, exponentials;
+  float most, exponentials, moment;
 };
 
-// Computes the largest z, and the sum of exp(z - base).
-template <class T, MapKind kMap>
+// Computes the largest z, and the sums of exp(z - base) and exp(z - base) (z - base).
+template <bool kMoment, class T, MapKind kMap>
 Block sums_of(const T* x, int64_t n, const Map<kMap>& map, float base) {
-  Floats most = all(-kInfinity), total;
+  Floats most = all(-kInfinity), total, moment;
   const Vec under(base);
   each_z(x, n, map, [&](int64_t, const Floats& z, auto) {
     most = largest(most, z);
-    total = total + Floats{exp_of_many(z.lo - under), exp_of_many(z.hi - under)};
+    const Floats d{z.lo - under, z.hi - under}, e{exp_of_many(d.lo), exp_of_many(d.hi)};
+    total = total + e;
+    if constexpr (kMoment) moment = fma(e, largest(d, all(-kFar)), moment);
   });
-  return {largest(most), sum(total)};
+  return {largest(most), sum(total), kMoment ? sum(moment) : 0};
+}
+
+// Rescales a row's sums to a new base.
+inline void rebase(LogitSums& sums, float base) {
+  const double shift = static_cast<double>(sums.base) - base, rate = std::exp(shift);
+  sums.moment = (sums.moment + sums.exponentials * shift) * rate;
+  sums.exponentials *= rate;
+  sums.base = base;
 }
 
 // sum of w_c (z_c - base)
@@ -98,43 +112,67 @@ inline float value_of(float x, const Map<kMap>& map) {
   return z[0];
 }
 
-template <class T, MapKind kMap, bool kWeighted>
+// Whether x[target] is the first of the largest among x[0] to x[n - 1].
+template <class T, MapKind kMap>
+bool is_top(const T* x, int64_t n, int64_t target, const Map<kMap>& map, float most) {
+  if (target < 0 || target >= n) return false;
+  return value_of(static_cast<float>(x[target]), map) == most && largest_of(x, target, map) < most;
+}
+
+template <class T, MapKind kMap, SumKind kSums>
 void add(const Logits& logits, LogitSums& sums) {
+  constexpr bool kMoment = kSums == SumKind::moment;
   const auto* const x = static_cast<const T*>(logits.x);
   const Map<kMap> map(logits.map);
   for (int64_t i = 0; i < logits.n; i += kBlock) {
     const int64_t n = std::min(kBlock, logits.n - i);
-    if (sums.base == -kInfinity) sums.base = largest_of(x + i, n, map);
-    if constexpr (kWeighted) {
+    bool larger = sums.base == -kInfinity;
+    if (larger) sums.base = largest_of(x + i, n, map);
+    if constexpr (kSums == SumKind::weighted) {
       if (std::isnan(sums.origin)) sums.origin = std::isinf(sums.base) ? 0 : sums.base;
       const float* const weight = logits.weight == nullptr ? nullptr : logits.weight + i;
       sums.weighted += weighted_sum(x + i, n, map, weight, sums.origin);
     }
     if (sums.base == -kInfinity) continue;
-    auto block = sums_of(x + i, n, map, sums.base);
-    if (!(block.most <= sums.base + kRoom)) {
-      sums.exponentials *= std::exp(static_cast<double>(sums.base) - block.most);
-      sums.base = block.most;
-      block = sums_of(x + i, n, map, sums.base);
+    auto block = sums_of<kMoment>(x + i, n, map, sums.base);
+    if (!(block.most <= sums.base + (kMoment ? 0 : kRoom))) {
+      larger = true;
+      rebase(sums, block.most);
+      block = sums_of<kMoment>(x + i, n, map, sums.base);
     }
     sums.exponentials += block.exponentials;
+    if constexpr (kMoment) {
+      sums.moment += block.moment;
+      if (larger) sums.top = is_top(x + i, n, logits.target - i, map, sums.base);
+    }
   }
   if (0 <= logits.target && logits.target < logits.n) {
     sums.target = value_of(static_cast<float>(x[logits.target]), map);
   }
 }
 
-template <class T, MapKind kMap, bool kSmooth>
+// A term of the gradient beside the softmax's: that of smoothing, or of the entropy.
+enum class Term { none, smooth, entropy };
+
+template <class T, MapKind kMap, Term kTerm>
 void write(const Logits& logits, const LogitGradient& of, T* dx) {
+  constexpr bool kSmooth = kTerm == Term::smooth;
   const auto* const x = static_cast<const T*>(logits.x);
   const Map<kMap> map(logits.map);
   const float high = static_cast<float>(of.lse);
   const Vec lse(high), rest(static_cast<float>(of.lse - high));
   const Vec softmax(static_cast<float>(of.target + of.smooth * of.all + of.square));
-  const Vec smooth(static_cast<float>(of.smooth));
+  const Vec smooth(static_cast<float>(of.smooth)), entropy(static_cast<float>(of.entropy));
+  const float near = static_cast<float>(of.mean);
+  const Vec mean(near), rest_of_mean(static_cast<float>(of.mean - near));
   const auto gradient = [&](Vec v, Vec weight) __attribute__((always_inline)) {
     const auto at = map.at(v);
-    Vec d = softmax * exp_of<T>(at.value - lse - rest, Vec(1.f));
+    Vec factor = softmax;
+    if constexpr (kTerm == Term::entropy) {
+      const Vec below = at::vec::minimum(mean - at.value + rest_of_mean, Vec(kFar));
+      factor = at::vec::fmadd(entropy, below, factor);
+    }
+    Vec d = factor * exp_of<T>(at.value - lse - rest, Vec(1.f));
     if constexpr (kSmooth) d = at::vec::fnmadd(smooth, weight, d);
     return kMap == MapKind::none ? d : d * at.slope;
   };
@@ -150,8 +188,9 @@ void write(const Logits& logits, const LogitGradient& of, T* dx) {
   const auto& [scale, softcap] = logits.map;
   const double bent = kMap == MapKind::capped ? std::tanh(t * scale / softcap) : 0;
   const double w = logits.weight == nullptr ? 1 : logits.weight[logits.target];
-  const double p = std::exp(value_of(t, map) - of.lse);
-  const double dz = of.target * (p - 1) + of.smooth * (of.all * p - w) + of.square * p;
+  const double z = value_of(t, map), p = std::exp(z - of.lse);
+  double dz = of.target * (p - 1) + of.smooth * (of.all * p - w) + of.square * p;
+  if constexpr (kTerm == Term::entropy) dz += of.entropy * p * std::min<double>(of.mean - z, kFar);
   dx[logits.target] = static_cast<T>(static_cast<float>(dz * scale * (1 - bent * bent)));
 }
 
@@ -174,16 +213,22 @@ void with_types(const Logits& logits, const Function& f) {
 
 }  // namespace
 
-void add_logits(const Logits& logits, bool weighted, LogitSums& sums) {
+void add_logits(const Logits& logits, SumKind kind, LogitSums& sums) {
   with_types(logits, [&]<class T, MapKind kMap>() {
-    weighted ? add<T, kMap, true>(logits, sums) : add<T, kMap, false>(logits, sums);
+    switch (kind) {
+      case SumKind::plain: return add<T, kMap, SumKind::plain>(logits, sums);
+      case SumKind::weighted: return add<T, kMap, SumKind::weighted>(logits, sums);
+      case SumKind::moment: return add<T, kMap, SumKind::moment>(logits, sums);
+    }
   });
 }
 
 void logit_gradients(const Logits& logits, const LogitGradient& of, void* dx) {
   with_types(logits, [&]<class T, MapKind kMap>() {
     auto* const out = static_cast<T*>(dx);
-    of.smooth != 0 ? write<T, kMap, true>(logits, of, out) : write<T, kMap, false>(logits, of, out);
+    if (of.smooth != 0) return write<T, kMap, Term::smooth>(logits, of, out);
+    if (of.entropy != 0) return write<T, kMap, Term::entropy>(logits, of, out);
+    write<T, kMap, Term::none>(logits, of, out);
   });
 }
 

@@ -9,8 +9,8 @@ namespace fusedops::cpu::cross_entropy {
 
 using namespace fusedops::cross_entropy;
 
-// Adds these logits to the row's sums; if `weighted`, also to sums.weighted.
-FUSEDOPS_ISA_FUNCTION(add_logits, const Logits& logits, bool weighted, LogitSums& sums)
+// Adds these logits to the row's sums of this kind.
+FUSEDOPS_ISA_FUNCTION(add_logits, const Logits& logits, SumKind kind, LogitSums& sums)
 
 // Writes dx in the logits' dtype; it may overwrite the logits.
 FUSEDOPS_ISA_FUNCTION(logit_gradients, const Logits& logits, const LogitGradient& of, void* dx)

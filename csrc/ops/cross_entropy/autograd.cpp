@@ -1,5 +1,5 @@
-// cross_entropy's public operator: autograd, autocast, and the choice of kernel. Also has
-// linear_cross_entropy's schema.
+// cross_entropy's public operator: autograd, autocast, and the choice of kernel. Also has the
+// schemas of linear_cross_entropy and linear_log_probs.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -157,6 +157,11 @@ const Operators operators([](Operators& o) {
       " Tensor? linear_bias=None, Tensor? weight=None, int ignore_index=-100,"
       " str reduction='mean', float label_smoothing=0.0, float z_loss=0.0,"
       " float? softcap=None, float? scale=None, ScalarType? dtype=None) -> Tensor");
+  o.add_public<linear_log_probs, WideLossOfProduct>(
+      "linear_log_probs(Tensor input, Tensor linear_weight, Tensor target, *,"
+      " Tensor? linear_bias=None, int ignore_index=-100, float? softcap=None, float? scale=None,"
+      " float temperature=1.0, bool return_entropy=False, bool return_top1=False,"
+      " ScalarType? dtype=None) -> (Tensor log_probs, Tensor entropy, Tensor top1)");
   o.add_kernel("cross_entropy_forward(Tensor input, Tensor target, Tensor? weight,"
                " int ignore_index, int reduction, float[] how, ScalarType dtype,"
                " bool with_gradient) -> (Tensor loss, Tensor lse, Tensor total, Tensor dinput)",
@@ -175,6 +180,16 @@ const Operators operators([](Operators& o) {
                " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
                flat<linear_cross_entropy_backward_outputs>,
                flat<linear_cross_entropy_backward_composite>);
+  o.add_kernel("linear_log_probs_forward(Tensor input, Tensor linear_weight, Tensor target,"
+               " Tensor? linear_bias, int ignore_index, float[] how, ScalarType dtype,"
+               " bool[2] wanted) -> (Tensor log_probs, Tensor entropy, Tensor top1, Tensor lse,"
+               " Tensor mean)",
+               flat<linear_log_probs_outputs>, flat<linear_log_probs_composite>);
+  o.add_kernel("linear_log_probs_backward(Tensor? grad_log_probs, Tensor? grad_entropy,"
+               " Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias,"
+               " Tensor lse, Tensor? mean, int ignore_index, float[] how, bool[3] output_mask)"
+               " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
+               flat<linear_log_probs_backward_outputs>, flat<linear_log_probs_backward_composite>);
 });
 
 }  // namespace fusedops::cross_entropy

@@ -6,12 +6,26 @@
 #include "csrc/ops/cross_entropy/operators.h"
 
 namespace fusedops::cross_entropy {
-namespace {
 
 Tensor mapped(const Tensor& x, const LogitMap& map) {
   const auto z = map.scale == 1 ? x : x * map.scale;
   return map.softcap == 0 ? z : at::tanh(z / map.softcap) * map.softcap;
 }
+
+Tensor through_map(const Tensor& dz, const Tensor& z, const LogitMap& map) {
+  const auto dx = dz * map.scale;
+  return map.softcap == 0 ? dx : dx * (1 - (z / map.softcap).square());
+}
+
+LinearGradients through_linear(const Tensor& dlogits, const Tensor& input,
+                               const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                               std::array<bool, 3> output_mask) {
+  return {output_mask[0] ? at::mm(dlogits, linear_weight) : Tensor(),
+          output_mask[1] ? at::mm(dlogits.t(), input) : Tensor(),
+          output_mask[2] && given(linear_bias) ? dlogits.sum(0) : Tensor()};
+}
+
+namespace {
 
 OptionalTensor as(const OptionalTensor& t, c10::ScalarType dtype) {
   return given(t) ? OptionalTensor(t->to(dtype)) : std::nullopt;
@@ -91,9 +105,8 @@ Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
   if (smoothing != 0) {
     dz = dz + (softmax * class_weight.sum() - class_weight) * smoothing / classes;
   }
-  auto dx = at::where(live, dz * row_gradient(grad, live, w, options), 0) * options.map.scale;
-  if (options.map.softcap != 0) dx = dx * (1 - (z / options.map.softcap).square());
-  return dx.to(input.scalar_type());
+  dz = at::where(live, dz * row_gradient(grad, live, w, options), 0);
+  return through_map(dz, z, options.map).to(input.scalar_type());
 }
 
 LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearLossInputs& in,
@@ -102,9 +115,7 @@ LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearL
   if (output_mask == std::array<bool, 3>{}) return {};
   const auto logits = at::linear(in.input, in.linear_weight, in.linear_bias);
   const auto dlogits = cross_entropy_gradient(grad, {logits, in.target, in.weight}, options);
-  return {output_mask[0] ? at::mm(dlogits, in.linear_weight) : Tensor(),
-          output_mask[1] ? at::mm(dlogits.t(), in.input) : Tensor(),
-          output_mask[2] && given(in.linear_bias) ? dlogits.sum(0) : Tensor()};
+  return through_linear(dlogits, in.input, in.linear_weight, in.linear_bias, output_mask);
 }
 
 Loss cross_entropy_composite(const LossArguments& a) {

@@ -96,12 +96,6 @@ bool has_kernel(const LinearLossInputs& in) {
          !needs_gradient({in.weight});
 }
 
-// Returns [..., H] as a matrix of rows.
-Tensor as_matrix(const Tensor& input) {
-  if (input.dim() == 2) return input;
-  return input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
-}
-
 // The formula with all logits in memory.
 Tensor plain(const LinearLossInputs& in, const CrossEntropyOptions& options,
              std::optional<c10::ScalarType> dtype) {
@@ -133,7 +127,7 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
   const CrossEntropyOptions options("linear_cross_entropy", ignore_index, reduction,
                                     label_smoothing, z_loss, softcap, scale);
   const LinearLossInputs in{input, linear_weight, target, linear_bias, weight};
-  linear_cross_entropy_check(in, dtype);
+  linear_cross_entropy_check("linear_cross_entropy", in, dtype);
   if (!has_kernel(in)) return plain(in, options, dtype);
   const auto rows = as_matrix(input);
   const auto targets = as_vector(target);

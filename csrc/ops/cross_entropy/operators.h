@@ -5,6 +5,9 @@
 // number, and `how` holds the options that are numbers. The backward needs lse, [rows] float64
 // (float32 loses digits if z_t is near lse), and total, [] float64: the sum of the w_t, by which
 // "mean" divides. Outputs that were not requested are undefined.
+//
+// Log-probabilities are the negated losses of a linear layer's logits. Their backward needs lse,
+// and for the entropy mean, [rows] float64: the sum of p_c z_c.
 #pragma once
 
 #include <array>
@@ -21,6 +24,8 @@ using Numbers = c10::ArrayRef<double>;
 using Loss = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, lse, total, dinput
 using LinearGradients = std::tuple<Tensor, Tensor, Tensor>;
 using LinearLoss = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using LogProbs = std::tuple<Tensor, Tensor, Tensor>;  // log_probs, entropy, top1
+using LogProbsAndSums = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // then lse, mean
 
 // The options in the schemas' form.
 struct LossNumbers {
@@ -59,12 +64,37 @@ struct CrossEntropyOptions {
   std::array<double, 4> how() const { return {label_smoothing, z_loss, map.scale, map.softcap}; }
 };
 
+// The options of log-probabilities. The map includes the temperature.
+struct LogProbOptions {
+  int64_t ignore_index;
+  LogitMap map;
+
+  static auto fields(auto& a) { return std::tie(a.ignore_index, a.map.scale, a.map.softcap); }
+  // As the options of each row's loss.
+  CrossEntropyOptions of_loss() const;
+};
+
+// The same in the schemas' form.
+struct LogProbNumbers {
+  int64_t ignore_index;
+  Numbers how;
+
+  static auto fields(auto& a) { return std::tie(a.ignore_index, a.how); }
+  LogProbOptions options() const { return {ignore_index, {how.at(0), how.at(1)}}; }
+};
+
 // Targets of any shape, flattened.
 inline Tensor as_vector(const Tensor& target) {
   return target.dim() == 1 ? target : target.reshape({-1});
 }
 
-// autograd.cpp, linear.cpp: the public operators.
+// Returns [..., H] as a matrix of rows.
+inline Tensor as_matrix(const Tensor& input) {
+  if (input.dim() == 2) return input;
+  return input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
+}
+
+// autograd.cpp, linear.cpp, log_probs.cpp: the public operators.
 
 Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
                      int64_t ignore_index, std::string_view reduction, double label_smoothing,
@@ -76,6 +106,12 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                             int64_t ignore_index, std::string_view reduction,
                             double label_smoothing, double z_loss, std::optional<double> softcap,
                             std::optional<double> scale, std::optional<c10::ScalarType> dtype);
+
+LogProbs linear_log_probs(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                          const OptionalTensor& linear_bias, int64_t ignore_index,
+                          std::optional<double> softcap, std::optional<double> scale,
+                          double temperature, bool return_entropy, bool return_top1,
+                          std::optional<c10::ScalarType> dtype);
 
 // A call's input tensors.
 struct LossInputs {
@@ -90,6 +126,19 @@ struct LinearLossInputs {
 
   static auto fields(auto& a) {
     return std::tie(a.input, a.linear_weight, a.target, a.linear_bias, a.weight);
+  }
+};
+
+struct LogProbInputs {
+  const Tensor &input, &linear_weight, &target;
+  const OptionalTensor& linear_bias;
+
+  static auto fields(auto& a) {
+    return std::tie(a.input, a.linear_weight, a.target, a.linear_bias);
+  }
+  LinearLossInputs of_loss() const {
+    static const OptionalTensor unweighted;
+    return {input, linear_weight, target, linear_bias, unweighted};
   }
 };
 
@@ -136,19 +185,57 @@ struct LinearLossBackwardArguments {
   }
 };
 
+// log_probs [rows] in dtype, entropy [rows] in dtype and top1 [rows] bool if requested, lse, and
+// with the entropy mean.
+struct LogProbArguments {
+  LogProbInputs in;
+  LogProbNumbers numbers;
+  c10::ScalarType dtype;
+  std::array<bool, 2> wanted;  // the entropy, top1
+
+  static auto fields(auto& a) { return std::tie(a.in, a.numbers, a.dtype, a.wanted); }
+};
+// grad_log_probs, grad_entropy: [rows], undefined if no gradient arrives.
+struct LogProbBackwardArguments {
+  const OptionalTensor &grad_log_probs, &grad_entropy;
+  LogProbInputs in;
+  const Tensor& lse;
+  const OptionalTensor& mean;
+  LogProbNumbers numbers;
+  std::array<bool, 3> output_mask;
+
+  static auto fields(auto& a) {
+    return std::tie(a.grad_log_probs, a.grad_entropy, a.in, a.lse, a.mean, a.numbers,
+                    a.output_mask);
+  }
+};
+
 // outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 // Raises if target or weight does not fit logits of this shape, or if dtype cannot be the loss's.
 void cross_entropy_check(const char* op, const LossInputs& in, c10::SymIntArrayRef logits,
                          std::optional<c10::ScalarType> dtype);
-void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::ScalarType> dtype);
+void linear_cross_entropy_check(const char* op, const LinearLossInputs& in,
+                                std::optional<c10::ScalarType> dtype);
+void linear_log_probs_check(const LogProbInputs& in, std::optional<c10::ScalarType> dtype);
 
 Loss cross_entropy_outputs(const LossArguments& a);
 Tensor cross_entropy_backward_outputs(const LossBackwardArguments& a);
 LinearLoss linear_cross_entropy_outputs(const LinearLossArguments& a);
 LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardArguments& a);
+LogProbsAndSums linear_log_probs_outputs(const LogProbArguments& a);
+LinearGradients linear_log_probs_backward_outputs(const LogProbBackwardArguments& a);
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
+
+// z of logits; dx from dz.
+Tensor mapped(const Tensor& x, const LogitMap& map);
+Tensor through_map(const Tensor& dz, const Tensor& z, const LogitMap& map);
+
+// The requested gradients of a linear layer, from its logits'.
+LinearGradients through_linear(const Tensor& dlogits, const Tensor& input,
+                               const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                               std::array<bool, 3> output_mask);
 
 // Takes logits [C], [N, C] or [N, C, ...], and class indices or probabilities.
 Tensor cross_entropy_formula(const LossInputs& in, const CrossEntropyOptions& options,
@@ -167,5 +254,17 @@ Loss cross_entropy_composite(const LossArguments& a);
 Tensor cross_entropy_backward_composite(const LossBackwardArguments& a);
 LinearLoss linear_cross_entropy_composite(const LinearLossArguments& a);
 LinearGradients linear_cross_entropy_backward_composite(const LinearLossBackwardArguments& a);
+
+// composite_log_probs.cpp: the same for log-probabilities, with all logits in memory.
+
+// Takes input [..., H] and targets [...].
+LogProbs linear_log_probs_formula(const LogProbInputs& in, const LogProbOptions& options,
+                                  std::optional<c10::ScalarType> dtype, std::array<bool, 2> wanted);
+LinearGradients linear_log_probs_gradients(const OptionalTensor& grad_log_probs,
+                                           const OptionalTensor& grad_entropy,
+                                           const LogProbInputs& in, const LogProbOptions& options,
+                                           std::array<bool, 3> output_mask);
+LogProbsAndSums linear_log_probs_composite(const LogProbArguments& a);
+LinearGradients linear_log_probs_backward_composite(const LogProbBackwardArguments& a);
 
 }  // namespace fusedops::cross_entropy

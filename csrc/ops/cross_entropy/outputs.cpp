@@ -86,9 +86,9 @@ void cross_entropy_check(const char* op, const LossInputs& in, c10::SymIntArrayR
               ", got ", c10::getDtypeNames(*dtype).first);
 }
 
-void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::ScalarType> dtype) {
+void linear_cross_entropy_check(const char* op, const LinearLossInputs& in,
+                                std::optional<c10::ScalarType> dtype) {
   const auto& [input, linear_weight, target, linear_bias, weight] = in;
-  constexpr const char* op = "linear_cross_entropy";
   check_floating(op, "input", input);
   check_floating(op, "linear_weight", linear_weight);
   check_same_device(op, "linear_weight", linear_weight, "input", input);
@@ -123,6 +123,15 @@ void linear_cross_entropy_check(const LinearLossInputs& in, std::optional<c10::S
   cross_entropy_check(op, {input, as_vector(target), weight}, logits, dtype);
 }
 
+void linear_log_probs_check(const LogProbInputs& in, std::optional<c10::ScalarType> dtype) {
+  constexpr const char* op = "linear_log_probs";
+  TORCH_CHECK(in.linear_weight.dim() == 2, op, ": linear_weight must be [classes, features], got ",
+              describe(in.linear_weight));
+  TORCH_CHECK(in.target.scalar_type() == at::kLong, op, ": target must be int64, got ",
+              describe(in.target));
+  linear_cross_entropy_check(op, in.of_loss(), dtype);
+}
+
 Loss cross_entropy_outputs(const LossArguments& a) {
   const auto& [input, target, weight] = a.in;
   TORCH_CHECK(input.dim() == 2, "cross_entropy_forward: input must be rows, got ", describe(input));
@@ -141,7 +150,7 @@ LinearLoss linear_cross_entropy_outputs(const LinearLossArguments& a) {
   const auto& [input, linear_weight, target, linear_bias, weight] = a.in;
   TORCH_CHECK(input.dim() == 2 && linear_weight.dim() == 2,
               "linear_cross_entropy_forward: input must be rows, got ", describe(input));
-  linear_cross_entropy_check(a.in, a.dtype);
+  linear_cross_entropy_check("linear_cross_entropy", a.in, a.dtype);
   const auto [dinput, dlinear_weight, dlinear_bias] = empty_gradients(a.in, a.gradients);
   return {empty_loss(target, a.numbers.reduction, a.dtype),
           empty_lse(target),
@@ -151,9 +160,33 @@ LinearLoss linear_cross_entropy_outputs(const LinearLossArguments& a) {
           dlinear_bias};
 }
 
+LogProbsAndSums linear_log_probs_outputs(const LogProbArguments& a) {
+  const auto& [input, linear_weight, target, linear_bias] = a.in;
+  TORCH_CHECK(input.dim() == 2, "linear_log_probs_forward: input must be rows, got ",
+              describe(input));
+  linear_log_probs_check(a.in, a.dtype);
+  const auto none = static_cast<int64_t>(Reduction::none);
+  const auto [entropy, top1] = a.wanted;
+  return {empty_loss(target, none, a.dtype), entropy ? empty_loss(target, none, a.dtype) : Tensor(),
+          top1 ? empty_loss(target, none, at::kBool) : Tensor(), empty_lse(target),
+          entropy ? empty_lse(target) : Tensor()};
+}
+
+LinearGradients linear_log_probs_backward_outputs(const LogProbBackwardArguments& a) {
+  for (const auto* grad : {&a.grad_log_probs, &a.grad_entropy}) {
+    if (!given(*grad)) continue;
+    check_grad("linear_log_probs_backward", **grad, a.in.target,
+               static_cast<int64_t>(Reduction::none));
+  }
+  TORCH_CHECK(!given(a.grad_entropy) || given(a.mean),
+              "linear_log_probs_backward: grad_entropy needs mean");
+  linear_log_probs_check(a.in, std::nullopt);
+  return empty_gradients(a.in.of_loss(), a.output_mask);
+}
+
 LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardArguments& a) {
   check_grad("linear_cross_entropy_backward", a.grad, a.in.target, a.numbers.reduction);
-  linear_cross_entropy_check(a.in, std::nullopt);
+  linear_cross_entropy_check("linear_cross_entropy", a.in, std::nullopt);
   return empty_gradients(a.in, a.output_mask);
 }
 

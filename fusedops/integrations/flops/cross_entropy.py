@@ -1,4 +1,4 @@
-"""FLOP formulas of linear_cross_entropy, for torch's flop counter."""
+"""FLOP formulas of linear_cross_entropy and linear_log_probs, for torch's flop counter."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,13 @@ def linear_cross_entropy_backward(
     return 2 * input.numel() * linear_weight.shape[0] * sum(output_mask[:2])
 
 
+def linear_log_probs_forward(input: Tensor, linear_weight: Tensor, **_: Any) -> int:
+    return 2 * input.numel() * linear_weight.shape[0]
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "fusedops::linear_cross_entropy_forward": linear_cross_entropy_forward,
     "fusedops::linear_cross_entropy_backward": linear_cross_entropy_backward,
+    "fusedops::linear_log_probs_forward": linear_log_probs_forward,
+    "fusedops::linear_log_probs_backward": linear_cross_entropy_backward,
 }

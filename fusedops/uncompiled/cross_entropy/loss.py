@@ -1,19 +1,19 @@
 """cross_entropy and linear_cross_entropy in plain PyTorch, as csrc/ops/cross_entropy."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedops.uncompiled.checks import (
-    check_floating,
-    check_same_device,
-    describe,
-    dtype_name,
-    has_numbers,
-    widened,
+from fusedops.uncompiled.checks import describe, widened
+from fusedops.uncompiled.cross_entropy.arguments import (
+    check,
+    check_classes,
+    check_linear,
+    empty,
+    empty_gradients,
+    linear_autocast,
 )
 from fusedops.uncompiled.library import (
     define,
@@ -67,14 +67,14 @@ def cross_entropy(
     dtype=None,
 ):
     _check_options("cross_entropy", reduction, label_smoothing, softcap)
-    _check("cross_entropy", input, input.shape, target, weight, dtype)
+    check("cross_entropy", input, input.shape, target, weight, dtype)
     options = {"z_loss": z_loss, "softcap": softcap, "scale": scale}
     numbers = ignore_index, reduction, label_smoothing
     dtype = dtype or input.dtype
     rows = _as_rows(input) if target.dtype == torch.int64 else None
     if rows is None or not _takes(rows, weight):
         classes = input.shape[min(1, input.dim() - 1)]
-        _check_classes("cross_entropy", target, classes, ignore_index)
+        check_classes("cross_entropy", target, classes, ignore_index)
         return _formula(input, target, weight, dtype, *numbers, **options)
     how = [label_smoothing, z_loss, 1.0 if scale is None else scale, softcap or 0.0]
     fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), how, dtype
@@ -101,7 +101,7 @@ def linear_cross_entropy(
     dtype=None,
 ):
     _check_options("linear_cross_entropy", reduction, label_smoothing, softcap)
-    _check_linear(input, linear_weight, target, linear_bias, weight, dtype)
+    check_linear(input, linear_weight, target, linear_bias, weight, dtype)
     if linear_weight.dim() == 2 and target.dtype == torch.int64:
         tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
         if has_kernel("linear_cross_entropy_forward", *tensors) and not needs_gradient(weight):
@@ -109,7 +109,7 @@ def linear_cross_entropy(
             fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), how
             loss = _linear_by_kernels(*tensors, *fixed, dtype or input.dtype)
             return loss.view(target.shape) if reduction == "none" else loss
-    _check_classes("linear_cross_entropy", target, linear_weight.shape[0], ignore_index)
+    check_classes("linear_cross_entropy", target, linear_weight.shape[0], ignore_index)
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
     options = {"z_loss": z_loss, "softcap": softcap, "scale": scale}
@@ -255,118 +255,9 @@ def _check_options(op: str, reduction: str, label_smoothing: float, softcap: flo
         raise ValueError(f"{op}: softcap must be above 0 and finite, got {softcap:g}")
 
 
-def _check(
-    op: str,
-    input: Tensor,
-    logits: Sequence[int],
-    target: Tensor,
-    weight: Tensor | None,
-    dtype: torch.dtype | None,
-) -> None:
-    """Checks the arguments. logits: the logits' shape, [C], [N, C] or [N, C, ...]."""
-    check_floating(op, "input", input)
-    shape = list(logits)
-    if not shape:
-        raise RuntimeError(f"{op}: input must have a dimension of classes, got {describe(input)}")
-    axis = min(1, len(shape) - 1)
-    _check_target(op, shape, axis, target)
-    check_same_device(op, "target", target, "input", input)
-    if weight is not None:
-        check_floating(op, "weight", weight)
-        check_same_device(op, "weight", weight, "input", input)
-        if list(weight.shape) != [shape[axis]]:
-            raise RuntimeError(
-                f"{op}: weight must be [{shape[axis]}], one number a class, got {describe(weight)}"
-            )
-    if dtype not in (None, input.dtype, torch.float32):
-        raise RuntimeError(
-            f"{op}: dtype must be float32 or input's, {dtype_name(input.dtype)}, got "
-            f"{dtype_name(dtype)}"
-        )
-
-
-def _check_target(op: str, logits: list[int], axis: int, target: Tensor) -> None:
-    if target.is_floating_point():
-        if list(target.shape) != logits:
-            raise RuntimeError(
-                f"{op}: target must be probabilities {logits} like the logits, or int64 class "
-                f"indices, got {describe(target)}"
-            )
-        return
-    shape = logits[:axis] + logits[axis + 1 :]
-    if target.dtype not in (torch.int64, torch.uint8) or list(target.shape) != shape:
-        raise RuntimeError(
-            f"{op}: target must be int64 {shape} like the logits {logits}, got {describe(target)}"
-        )
-
-
-def _check_classes(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    if target.is_floating_point() or not has_numbers(target):
-        return
-    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if wrong.any():
-        row = int(wrong.flatten().nonzero()[0])
-        raise IndexError(
-            f"{op}: target must be a class from 0 to {classes - 1} or ignore_index {ignore_index}, "
-            f"got {target.flatten()[row].item()} in row {row}"
-        )
-
-
-def _check_linear(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    dtype: torch.dtype | None,
-) -> None:
-    op = "linear_cross_entropy"
-    check_floating(op, "input", input)
-    check_floating(op, "linear_weight", linear_weight)
-    check_same_device(op, "linear_weight", linear_weight, "input", input)
-    if linear_weight.dim() < 2:
-        raise RuntimeError(
-            f"{op}: linear_weight must be [classes, features] or [classes, ..., features], got "
-            f"{describe(linear_weight)}"
-        )
-    fits = input.dim() and input.shape[-1] == linear_weight.shape[-1]
-    if not fits or input.dtype != linear_weight.dtype:
-        raise RuntimeError(
-            f"{op}: linear_weight must have input's dtype and last dimension, {describe(input)}, "
-            f"got {describe(linear_weight)}"
-        )
-    classes, rows = list(linear_weight.shape[:-1]), list(input.shape[:-1])
-    if len(classes) > 1 and input.dim() != 2:
-        raise RuntimeError(
-            f"{op}: input must be [N, features] for linear_weight {describe(linear_weight)}, "
-            f"got {describe(input)}"
-        )
-    if linear_bias is not None:
-        check_same_device(op, "linear_bias", linear_bias, "input", input)
-        if linear_bias.dtype != input.dtype or list(linear_bias.shape) != classes:
-            raise RuntimeError(
-                f"{op}: linear_bias must be {dtype_name(input.dtype)} {classes} like input and "
-                f"linear_weight's classes, got {describe(linear_bias)}"
-            )
-    if len(classes) > 1 or target.is_floating_point():
-        return _check(op, input, rows + classes, target, weight, dtype)
-    if list(target.shape) != rows:
-        raise RuntimeError(
-            f"{op}: target must be int64 {rows} like the rows of input, {describe(input)}, got "
-            f"{describe(target)}"
-        )
-    return _check(op, input, [target.numel(), *classes], target.reshape(-1), weight, dtype)
-
-
 def _autocast(cast, input, *args, dtype=None, **kwargs):
     dtype = dtype or widened(input.dtype)
     return torch.ops.fusedops.cross_entropy(input, *args, dtype=dtype, **kwargs)
-
-
-def _linear_autocast(cast, input, linear_weight, target, *, linear_bias=None, dtype=None, **kwargs):
-    x = cast(input)
-    kwargs |= {"linear_bias": cast(linear_bias), "dtype": dtype or widened(x.dtype)}
-    return torch.ops.fusedops.linear_cross_entropy(x, cast(linear_weight), target, **kwargs)
 
 
 # The outputs that kernels fill: csrc/ops/cross_entropy/outputs.cpp.
@@ -375,22 +266,22 @@ def _linear_autocast(cast, input, linear_weight, target, *, linear_bias=None, dt
 def _outputs(input, target, weight, ignore_index, reduction, how, dtype, with_gradient):
     if input.dim() != 2:
         raise RuntimeError(f"cross_entropy_forward: input must be rows, got {describe(input)}")
-    _check("cross_entropy", input, input.shape, target, weight, dtype)
-    dinput = _empty(input) if with_gradient else None
+    check("cross_entropy", input, input.shape, target, weight, dtype)
+    dinput = empty(input) if with_gradient else None
     return *_row_outputs(target, reduction, dtype), dinput
 
 
 def _backward_outputs(grad, input, target, weight, lse, total, ignore_index, reduction, how):
-    _check("cross_entropy", input, input.shape, target, weight, None)
-    return _empty(input)
+    check("cross_entropy", input, input.shape, target, weight, None)
+    return empty(input)
 
 
 def _linear_outputs(
     input, linear_weight, target, linear_bias, weight, ignore_index, reduction, how, dtype,
     gradients,
 ):  # fmt: skip
-    _check_linear(input, linear_weight, target, linear_bias, weight, dtype)
-    made = _wanted((input, linear_weight, linear_bias), gradients)
+    check_linear(input, linear_weight, target, linear_bias, weight, dtype)
+    made = empty_gradients((input, linear_weight, linear_bias), gradients)
     return *_row_outputs(target, reduction, dtype), *made
 
 
@@ -398,8 +289,8 @@ def _linear_backward_outputs(
     grad, input, linear_weight, target, linear_bias, weight, lse, total, ignore_index, reduction,
     how, output_mask,
 ):  # fmt: skip
-    _check_linear(input, linear_weight, target, linear_bias, weight, None)
-    return tuple(_wanted((input, linear_weight, linear_bias), output_mask))
+    check_linear(input, linear_weight, target, linear_bias, weight, None)
+    return tuple(empty_gradients((input, linear_weight, linear_bias), output_mask))
 
 
 def _row_outputs(target: Tensor, reduction: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -413,19 +304,10 @@ def _row_outputs(target: Tensor, reduction: int, dtype: torch.dtype) -> tuple[Te
     )
 
 
-def _wanted(tensors: Sequence[Tensor | None], mask: Sequence[bool]) -> list[Tensor | None]:
-    pairs = zip(tensors, mask, strict=True)
-    return [_empty(t) if wanted and t is not None else None for t, wanted in pairs]
-
-
-def _empty(t: Tensor) -> Tensor:
-    return t.new_empty(t.shape)
-
-
 implement("cross_entropy", cross_entropy)
 implement("linear_cross_entropy", linear_cross_entropy)
 implement_autocast("cross_entropy", _autocast, "cpu", "cuda")
-implement_autocast("linear_cross_entropy", _linear_autocast, "cpu", "cuda")
+implement_autocast("linear_cross_entropy", linear_autocast("linear_cross_entropy"), "cpu", "cuda")
 implement_kernel("cross_entropy_forward", _outputs)
 implement_kernel("cross_entropy_backward", _backward_outputs)
 implement_kernel("linear_cross_entropy_forward", _linear_outputs)

@@ -1,0 +1,1 @@
+"""cross_entropy's operators in plain PyTorch, as csrc/ops/cross_entropy."""

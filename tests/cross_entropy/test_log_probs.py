@@ -1,0 +1,339 @@
+"""linear_log_probs matches its reference, TRL's functions and linear_cross_entropy."""
+
+import pytest
+import torch
+from axes import grid
+
+import fusedops
+from benchmarks.harness.memory import profiled
+from cross_entropy.cases import (
+    BACKENDS,
+    F32,
+    FLOATS,
+    head,
+    skip_what_does_not_run,
+    targets,
+)
+from fusedops.functional import linear_cross_entropy, linear_log_probs
+from fusedops.functional.cross_entropy import linear_log_probs_reference
+from fusedops.testing import check, device_of, placed, poisoned, yardstick
+
+SHAPES = [(1, 1, 1), (40, 33, 19), (40, 64, 1025), (1030, 16, 2100)]
+MAPS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "scaled": {"scale": 0.3, "temperature": 2.0},
+    "capped": {"softcap": 5.0, "scale": 1.5, "temperature": 1.3},
+}
+WANTED = {"log_probs": (0,), "entropy": (1,), "both": (0, 1)}  # outputs with gradients
+ON = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def outputs(run, which=(0, 1), order=None, **how):
+    """`run` as a function of tensors that returns these of its outputs."""
+    order = slice(None) if order is None else order
+
+    def called(x, w, t, b=None):
+        x, w = x[..., order], w[..., order]
+        found = run(x, w, t, linear_bias=b, return_entropy=1 in which, **how)
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(found[i] for i in which)
+
+    return called
+
+
+def compare(args, backend, which=(0, 1), **how):
+    """args: input, linear_weight, targets and, if there is one, linear_bias."""
+    reference = linear_log_probs_reference
+    orders = (torch.randperm(args[0].shape[-1]).to(device_of(backend)) for _ in range(8))
+    draws = (outputs(reference, which, order, **how) for order in orders)
+    found = outputs(linear_log_probs, which, **how)
+    check(found, outputs(reference, which, **how), args, backend, draws)
+
+
+def skip(backend, dtype, products, shape):
+    skip_what_does_not_run(backend, dtype, shape[0], shape[2])
+    if products and (backend != "cpu" or dtype == F32):
+        pytest.skip("no products of bfloat16 here")
+
+
+@ON
+@grid(dtype=FLOATS, options=MAPS, shape=SHAPES, wanted=WANTED)
+def test_outputs_and_gradients(backend, dtype, options, shape, wanted, products):
+    skip(backend, dtype, products, shape)
+    rows, _, classes = shape
+    x, w, b = head(*shape, dtype)
+    args = x, w, targets(rows, classes), b
+    compare(args if options != "plain" else args[:3], backend, WANTED[wanted], **MAPS[options])
+
+
+@ON
+@grid(dtype=FLOATS)
+def test_float32_outputs(backend, dtype, products):
+    shape = 60, 40, 250
+    skip(backend, dtype, products, shape)
+    x, w, _ = head(*shape, dtype)
+    compare((x, w, targets(60, 250)), backend, dtype=F32)
+
+
+@ON
+@pytest.mark.parametrize("sharpness", [1e-3, 30.0])
+def test_flat_and_sharp_distributions(backend, sharpness):
+    """The entropy is near log(classes), or near 0."""
+    x, w, _ = head(40, 64, 600)
+    compare((x * sharpness, w, targets(40, 600)), backend)
+
+
+@ON
+def test_logits_far_from_zero(backend):
+    x, w, b = head(40, 64, 600)
+    for offset in (-3000.0, 3000.0):
+        compare((x, w, targets(40, 600), b + offset), backend)
+
+
+@ON
+def test_logits_that_grow(backend):
+    """Each stripe has a new largest logit, far above the last one's."""
+    skip_what_does_not_run(backend, F32, 20, 3000)
+    x, w, _ = head(20, 16, 3000)
+    compare((x, w, targets(20, 3000), torch.linspace(-200, 200, 3000)), backend)
+
+
+@ON
+@pytest.mark.parametrize("shape", [(0, 5, 7), (6, 0, 7), (0, 5, 0)], ids=str)
+def test_empty(backend, shape):
+    x, w, b = head(*shape)
+    compare((x, w, targets(shape[0], shape[2]), b), backend)
+
+
+@ON
+def test_dimensions_and_strides(backend):
+    x, w, b = head(24, 16, 50)
+    target = targets(24, 50)
+    for shape in ((2, 3, 4), (1, 24)):
+        compare((x.view(*shape, 16), w, target.view(shape), b), backend)
+    compare((x[0], w, target[0], b), backend)
+    for view in (
+        (x.t().contiguous().t(), w.t().contiguous().t(), b),
+        (x[:, :8], w[:, 8:], b[:1].expand(50)),
+        (x[:1].expand(24, -1), w.repeat(2, 1)[::2], b.repeat(2)[::2]),
+    ):
+        compare((*view[:2], target, view[2]), backend)
+
+
+def all_outputs(backend, x, w, target, b=None, **how):
+    x, w, target = placed((x, w, target), device_of(backend))
+    b = None if b is None else b.to(device_of(backend))
+    with fusedops.backend(backend), poisoned():
+        how = {"return_entropy": True, "return_top1": True} | how
+        return linear_log_probs(x, w, target, linear_bias=b, **how)
+
+
+@ON
+def test_ignored_rows_are_zeros_and_not_looked_at(backend):
+    x, w, _ = head(9, 12, 40)
+    target = targets(9, 40, ignored=False)
+    x[4], target[4] = torch.nan, 7
+    log_probs, entropy, top1 = all_outputs(backend, x, w, target, ignore_index=7)
+    gone = target == 7
+    assert not log_probs[gone].any() and not entropy[gone].any() and not top1[gone].any()
+    assert log_probs[~gone].isfinite().all() and (log_probs[~gone] < 0).all()
+    x, w, target = placed((x, w, target), device_of(backend))
+    x.requires_grad_()
+    with fusedops.backend(backend), poisoned():
+        both = linear_log_probs(x, w, target, ignore_index=7, return_entropy=True)
+        (grad,) = torch.autograd.grad(sum(o.sum() for o in both), x)
+    assert not grad[gone].count_nonzero() and grad[~gone].isfinite().all()
+    everything = torch.full((9,), 7)
+    assert not any(o.count_nonzero() for o in all_outputs(backend, x.detach(), w, everything,
+                                                          ignore_index=7))  # fmt: skip
+
+
+@ON
+@grid(dtype=FLOATS, options=["plain", "temperature", "scaled"])
+@grid(shape=[(40, 33, 19), (30, 64, 1025), (50, 16, 2100)])
+def test_top1(backend, dtype, options, shape, products):
+    """Half of the targets are the logits' argmax. Equal logits: the first class."""
+    skip(backend, dtype, products, shape)
+    rows, _, classes = shape
+    x, w, _ = head(*shape, F32)
+    x, w = (t.mul(4).round().clamp(-8, 8).to(dtype) for t in (x, w))  # exact sums: every tie is one
+    target = (x.float() @ w.float().t()).argmax(1)
+    target[::2] = targets(rows, classes, ignored=False)[::2]
+    _, _, top1 = all_outputs(backend, x, w, target, **MAPS[options])
+    reference = linear_log_probs_reference(x, w, target, return_top1=True, dtype=F32)[2]
+    assert top1.dtype == torch.bool and torch.equal(top1.cpu(), reference)
+    assert top1.any() and not top1.all()
+
+
+@ON
+def test_the_first_of_equal_classes_is_the_top_one(backend):
+    """In one tile, in one block of a tile, and across tiles."""
+    x = torch.ones(1, 1)
+    for classes, equal in ((3, (0, 2)), (1500, (3, 1300)), (5000, (2, 40, 1023, 4097))):
+        w = torch.zeros(classes, 1)
+        w[list(equal)] = 2.0
+        found = [
+            all_outputs(backend, x, w, torch.tensor([c]))[2].item()
+            for c in (*equal, 1, classes - 1)
+        ]
+        assert found == [True] + [False] * (len(found) - 1)
+
+
+@ON
+def test_nan_and_inf(backend):
+    x, w, b = torch.ones(4, 1), torch.linspace(0, 1, 50).unsqueeze(1), torch.zeros(50)
+    target = torch.tensor([49, 3, 0, 20])
+    x[1] = torch.nan
+    log_probs, entropy, top1 = all_outputs(backend, x, w, target)
+    assert log_probs.isnan().tolist() == entropy.isnan().tolist() == [False, True, False, False]
+    assert top1.tolist() == [True, False, False, False]
+    b[30:] = -torch.inf  # classes that are masked
+    log_probs, entropy, _ = all_outputs(backend, x, w, target, b)
+    wanted = all_outputs(backend, x, w[:30], target.clamp(max=29))
+    assert log_probs[0] == -torch.inf and torch.equal(log_probs[2:], wanted[0][2:])
+    torch.testing.assert_close(entropy, wanted[1], equal_nan=True)
+    leaves = [t.requires_grad_() for t in placed((x[2:], w, b), device_of(backend))]
+    with fusedops.backend(backend):
+        found = linear_log_probs(
+            *leaves[:2], target[2:].to(leaves[0].device), linear_bias=leaves[2],
+            return_entropy=True,
+        )  # fmt: skip
+        grads = torch.autograd.grad(sum(o.sum() for o in found), leaves)
+    assert all(g.isfinite().all() for g in grads) and not grads[2][30:].any()
+    _, _, top1 = all_outputs(backend, x, w * 0 - torch.inf, target)
+    assert not top1.any()
+
+
+@ON
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+def test_as_linear_cross_entropy(backend, dtype):
+    """The same bits, if nothing else is asked for."""
+    skip_what_does_not_run(backend, dtype)
+    x, w, b = head(40, 16, 300, dtype)
+    x, w, b, target = placed((x, w, b, targets(40, 300)), device_of(backend))
+    how = {"linear_bias": b, "softcap": 5.0}
+    with fusedops.backend(backend):
+        found = linear_log_probs(x, w, target, **how)
+        loss = linear_cross_entropy(x, w, target, reduction="none", **how)
+    if backend == "cpu":
+        assert torch.equal(found, -loss)
+    torch.testing.assert_close(found, -loss)
+
+
+def test_the_backward_takes_one_gradient_or_both():
+    x, w, _ = head(20, 16, 300)
+    leaves, target = [x.requires_grad_(), w.requires_grad_()], targets(20, 300)
+    log_probs, entropy = linear_log_probs(x, w, target, return_entropy=True)
+    first = torch.autograd.grad(log_probs.sum(), leaves, retain_graph=True)
+    second = torch.autograd.grad(entropy.sum(), leaves, retain_graph=True)
+    both = torch.autograd.grad(log_probs.sum() + entropy.sum(), leaves)
+    for one, other, total in zip(first, second, both, strict=True):
+        torch.testing.assert_close(one + other, total)
+    assert not linear_log_probs(x, w, target, return_top1=True)[1].requires_grad
+
+
+def test_a_frozen_weight():
+    x, w, b = head(300, 40, 1500)
+    target = targets(300, 1500)
+
+    def of(run, *leaves):
+        x, b = (t.clone().requires_grad_() for t in leaves)
+        found = run(x, w.to(x.dtype), target, linear_bias=b, return_entropy=True)
+        return torch.autograd.grad(sum(o.sum() for o in found[:2]), (x, b))
+
+    found = of(linear_log_probs, x, b)
+    eager = of(linear_log_probs_reference, x, b)
+    exact = of(linear_log_probs_reference, x.double(), b.double())
+    for values in zip(found, eager, exact, strict=True):
+        assert yardstick(*values) is None
+
+
+def test_autocast():
+    x, w, b = head(20, 16, 50)
+    target = targets(20, 50)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_log_probs(x, w, target, linear_bias=b, return_entropy=True)
+    low = (t.bfloat16() for t in (x, w))
+    expected = linear_log_probs(
+        *low, target, linear_bias=b.bfloat16(), return_entropy=True, dtype=F32
+    )
+    assert all(o.dtype == F32 for o in found) and all(map(torch.equal, found, expected))
+
+
+def test_wrong_numbers():
+    x, w, _ = head(5, 4, 10)
+    for name in ("temperature", "softcap"):
+        for value in (0.0, -1.0, torch.inf, torch.nan):
+            with pytest.raises(ValueError, match=f"linear_log_probs: {name} must be above 0"):
+                linear_log_probs(x, w, targets(5, 10), **{name: value})
+    target = targets(5, 10, ignored=False)
+    target[3] = 10
+    with pytest.raises(IndexError, match=r"linear_log_probs: target .* 0 to 9 .* got 10 in row 3"):
+        linear_log_probs(x, w, target)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+def test_the_logits_never_exist(dtype):
+    """Scratch memory is at most a quarter of the float32 logits, forward and backward."""
+    x, w, _ = head(2048, 8, 4096, dtype)
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    target = targets(2048, 4096)
+
+    def run():
+        found = linear_log_probs(x, w, target, return_entropy=True, return_top1=True)
+        return torch.autograd.grad(found[0].sum() + found[1].sum(), leaves)
+
+    assert profiled(run).beside < 2048 * 4096 * 4 / 4
+
+
+# TRL's own helpers.
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("temperature", [1.0, 0.9])
+def test_as_trls_helpers(temperature):
+    """selective_log_softmax and entropy_from_logits, which its trainers' losses are made of."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    x, w, _ = head(24, 16, 300)
+    target = targets(24, 300, ignored=False)
+
+    def theirs(x, w):
+        logits = (x @ w.t()).view(2, 12, -1)
+        of = utils.selective_log_softmax(logits / temperature, target.view(2, 12))
+        return of.flatten(), utils.entropy_from_logits(logits / temperature).flatten()
+
+    def ours(x, w):
+        return linear_log_probs(x, w, target, temperature=temperature, return_entropy=True)
+
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    found, expected = ours(*leaves), theirs(*leaves)
+    torch.testing.assert_close(found, expected)
+    cotangents = [torch.randn_like(o) for o in expected]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, cotangents),
+        torch.autograd.grad(expected, leaves, cotangents),
+    )
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_as_trls_fused_head():
+    """Its outputs and gradients, with all options at once."""
+    theirs = pytest.importorskip("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    x, w, b = head(24, 16, 300)
+    target = (x @ w.t()).add(b).argmax(1)
+    target[::2] = targets(24, 300, ignored=False)[::2]
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    options = 0.8, 128, 5.0, 0.5, ("log_probs", "entropy", "is_top1")
+    log_probs, entropy, *_, is_top1 = theirs.apply(*leaves, target, *options)
+    found = linear_log_probs(
+        x, w, target, linear_bias=b, temperature=0.8, softcap=5.0, scale=0.5,
+        return_entropy=True, return_top1=True,
+    )  # fmt: skip
+    assert torch.equal(found[2], is_top1) and 0 < is_top1.sum() < 24
+    torch.testing.assert_close(found[:2], (log_probs, entropy))
+    cotangents = [torch.randn_like(log_probs) for _ in range(2)]
+    torch.testing.assert_close(
+        torch.autograd.grad(found[:2], leaves, cotangents),
+        torch.autograd.grad((log_probs, entropy), leaves, cotangents),
+    )
