@@ -2,6 +2,9 @@
 
 #include "csrc/cpu/isa/quantized_linear/few.h"
 
+#include <algorithm>
+#include <type_traits>
+
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
 
 namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
@@ -24,22 +27,44 @@ struct Columns {
   int64_t first, apart, begin;
 };
 
-// Multiplies a row of w with kRows rows of x. Code: int8_t, or uint8_t for e4m3.
-template <int kRows, class Code>
-void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+// How many rows of w kRows rows of x are multiplied with, side by side: four streams of codes are
+// read faster than one. `registers`: for sums.
+template <int kRows>
+constexpr int streams(int registers) {
+  return kRows * 4 <= registers ? 4 : kRows * 2 <= registers ? 2 : 1;
+}
+
+// Code: int8_t, or uint8_t for e4m3. A chain of sums is as long as a block, so that it is exact.
+template <int kRows, class Code, int kWide>
+void add_bytes(const Codes& w, const FewRows& args, const Columns& columns) {
+  constexpr int64_t kBlock = 1024;
   const auto* const x = static_cast<const float*>(args.x);
-  for (int64_t n = begin; n < end; ++n) {
+  for (int64_t n = columns.first; n < columns.first + columns.apart; ++n) {
     const auto* const codes = reinterpret_cast<const Code*>(w.at(n, 0));
-    Floats sums[kRows];
-    each_step(w.k, [&](int64_t j, auto part) {
-      const auto number = load(codes + j, part);
-      prefetch_codes(codes + j);
+    Floats totals[kWide][kRows];
+    for (int64_t first = 0; first < w.k; first += kBlock) {
+      Floats sums[kWide][kRows];
+      each_step(std::min(kBlock, w.k - first), [&](int64_t i, auto part) {
+        const int64_t j = first + i;
+#pragma GCC unroll 4
+        for (int c = 0; c < kWide; ++c) {
+          const Code* const p = codes + c * columns.apart * w.k + j;
+          const auto number = load(p, part);
+          prefetch_codes<kWide>(p);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        sums[r] = fma(load(x + r * args.ld + j, part), number, sums[r]);
+          for (int r = 0; r < kRows; ++r) {
+            sums[c][r] = fma(load(x + r * args.ld + j, part), number, sums[c][r]);
+          }
+        }
+      });
+      for (int c = 0; c < kWide; ++c) {
+        for (int r = 0; r < kRows; ++r) totals[c][r] = totals[c][r] + sums[c][r];
       }
-    });
-    for (int r = 0; r < kRows; ++r) args.sums[r * args.ld_sums + n - begin] = sum(sums[r]);
+    }
+    for (int c = 0; c < kWide; ++c) {
+      float* const to = args.sums + n + c * columns.apart - columns.begin;
+      for (int r = 0; r < kRows; ++r) to[r * args.ld_sums] = sum(totals[c][r]);
+    }
   }
 }
 
@@ -178,32 +203,36 @@ void add_narrow_bytes(const Codes& w, const FewRows& args, const Columns& column
 }
 #endif
 
-#if defined(__AVX512BF16__)
-// Rows [begin, end) of w, up to four side by side: four streams of codes are read faster than one.
-template <int kRows>
-void add_narrow(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
-  constexpr int kMost = kRows <= 2 ? 4 : kRows <= 4 ? 2 : 1;
-  const int64_t apart = (end - begin) / kMost, rest = begin + apart * kMost;
-  const auto add = [&]<int kWide>(const Columns& columns) {
-    switch (w.format) {
-      case WeightFormat::int8: return add_narrow_bytes<kRows, int8_t, kWide>(w, args, columns);
-      case WeightFormat::fp8: return add_narrow_bytes<kRows, uint8_t, kWide>(w, args, columns);
-      case WeightFormat::int4: return add_halves<kRows, true, kWide>(w, args, columns);
-      default: return add_halves<kRows, false, kWide>(w, args, columns);
-    }
-  };
-  add.template operator()<kMost>({begin, apart, begin});
-  add.template operator()<1>({rest, end - rest, begin});
-}
-#endif
-
+// Rows [begin, end) of w.
 template <int kRows>
 void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+  const auto all = [&]<int kMost>(std::integral_constant<int, kMost>, const auto& some) {
+    const int64_t apart = (end - begin) / kMost, rest = begin + apart * kMost;
+    some.template operator()<kMost>(Columns{begin, apart, begin});
+    some.template operator()<1>(Columns{rest, end - rest, begin});
+  };
+  const bool of_integers = w.format == WeightFormat::int8;
 #if defined(__AVX512BF16__)  // callers never request 4-bit codes on other ISAs
-  if (args.narrow) return add_narrow<kRows>(w, args, begin, end);
+  constexpr std::integral_constant<int, streams<kRows>(8)> narrow;
+  if (args.narrow && w.of_bytes()) {
+    return all(narrow, [&]<int kWide>(const Columns& columns) {
+      if (of_integers) return add_narrow_bytes<kRows, int8_t, kWide>(w, args, columns);
+      add_narrow_bytes<kRows, uint8_t, kWide>(w, args, columns);
+    });
+  }
+  if (args.narrow) {
+    return all(narrow, [&]<int kWide>(const Columns& columns) {
+      if (w.zeros != nullptr) return add_halves<kRows, true, kWide>(w, args, columns);
+      add_halves<kRows, false, kWide>(w, args, columns);
+    });
+  }
 #endif
-  if (w.format == WeightFormat::fp8) return add_bytes<kRows, uint8_t>(w, args, begin, end);
-  add_bytes<kRows, int8_t>(w, args, begin, end);
+  // A sum takes two registers; half of the registers are for sums.
+  constexpr std::integral_constant<int, streams<kRows>(Vec::size() / 2)> wide;
+  all(wide, [&]<int kWide>(const Columns& columns) {
+    if (of_integers) return add_bytes<kRows, int8_t, kWide>(w, args, columns);
+    add_bytes<kRows, uint8_t, kWide>(w, args, columns);
+  });
 }
 
 }  // namespace
