@@ -29,6 +29,7 @@ from patching.models.loss_cases import (
     llama,
     loss_site,
     made,
+    trainer,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -338,28 +339,11 @@ def test_the_trainers_predictions(tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in text[: 8 * 16].view(8, 16)]
 
     def run(callbacks):
-        metrics = Metrics()
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=4,
-            max_steps=2,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            disable_tqdm=True,
-            eval_strategy="steps",
-            eval_steps=1,
-        )
-        trainer = transformers.Trainer(
-            model=llama(),
-            args=arguments,
-            train_dataset=rows,
-            eval_dataset=rows,
-            compute_metrics=metrics,
-            callbacks=callbacks,
-        )
-        trainer.train()
-        return [*metrics.seen, trainer.predict(rows).predictions]
+        metrics, how = Metrics(), {"per_device_train_batch_size": 4, "max_steps": 2}
+        how |= {"eval_strategy": "steps", "eval_steps": 1}
+        made = trainer(llama(), tmp_path, rows, callbacks, metrics, **how)
+        made.train()
+        return [*metrics.seen, made.predict(rows).predictions]
 
     callback = fusedops.integrations.transformers.FusedOpsCallback(**OTHERS, loss="keep_logits")
     ours, theirs = run([callback]), run([])
