@@ -3,7 +3,7 @@
 # nothing but this package is installed.
 .DEFAULT_GOAL := help
 .PHONY: help build demo test check format bench qemu clean
-.PHONY: fuzz growth large mutants asan simt-asan examples docs release release-check
+.PHONY: fuzz growth large mutants asan simt-asan examples site docs release release-check
 .PHONY: profile-matrix profile-workloads figures
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
 .PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
@@ -97,22 +97,26 @@ format: $(TOOLS) $(BUILT)
 	$(CLANG_FORMAT) -i $(CPP_SOURCES) $(shell find tests $(CPP))
 
 # Without a network once .venv/.docs is there. Opens from a folder: build/site/index.html.
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(DOCS) $(BUILT)
+	$(PY) -m mkdocs build --quiet
+
 docs: export OMP_NUM_THREADS ?= 1
 docs: export FUSEDOPS_DOCS := all
-docs: export NO_MKDOCS_2_WARNING := 1
-docs: $(DOCS) $(BUILT)
-	$(PY) -m mkdocs build --quiet
+docs: site
 	! grep -rlE '<(script|link)[^>]*(src|href)="https?://' build/site --include='*.html'
 	$(PY) -m benchmarks figures --check
 	$(PY) -m pytest tests/docs $(ARGS)
 
-# A figure's age is the last thing that can fail: what was built before stays in dist.
-release: wheel docs
+# First everything that goes into dist, then the checks, which all run and say what fails.
+release: wheel site
 	rm -f dist/*.tar.gz
 	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
 	tar -czf dist/fusedops-docs.tar.gz -C build site
-	ls -l dist
-	$(PY) -m benchmarks figures --current
+	@failed=; $(MAKE) docs || failed=" docs"; \
+	  $(PY) -m benchmarks figures --current || failed="$$failed figures"; ls -l dist; \
+	  [ -z "$$failed" ] || { echo "make release: dist has all its files, but is not fit to" \
+	  "publish; these checks failed:$$failed" >&2; exit 1; }
 
 # What a new user does, with the packages of dist. TORCH_INDEX as above.
 release-check: $(TOOLS) $(BUILT)

@@ -1,9 +1,10 @@
-"""A function as a module, for compilers, exports and hooks; and the kernels that calls run."""
+"""A function as a module, for compilers and exports; our operators in a graph and in calls."""
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -18,6 +19,23 @@ class Calls(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
+
+
+def operators(model: nn.Module, x: Tensor) -> list[str]:
+    """Returns our operators in the one graph that torch.compile makes of a call."""
+    names: list[str] = []
+
+    def collect(graph, example):
+        targets = map(str, (node.target for node in graph.graph.nodes))
+        names.extend(t.split(".")[1] for t in targets if t.startswith("fusedops."))
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        result = torch.compile(model, backend=collect, fullgraph=True)(x)
+        torch.testing.assert_close(result, model(x), rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    return names
 
 
 class _Kernels(TorchDispatchMode):

@@ -83,15 +83,44 @@ def products(request):
 
 
 @pytest.fixture
-def calls():
+def recorded(monkeypatch):
+    """Returns a function that lists what `of` makes of each call of `home.name`, which still runs.
+
+    into: the list, if it has the calls of several functions.
+    """
+
+    def record(home, name, of=lambda *args, **kwargs: kwargs, into=None):
+        made, run = [] if into is None else into, getattr(home, name)
+
+        def counted(*args, **kwargs):
+            made.append(of(*args, **kwargs))
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(home, name, counted)
+        return made
+
+    return record
+
+
+@pytest.fixture
+def norms(monkeypatch):
+    """The names of the fused norm functions, in the order of their calls."""
+    from fusedops.functional import norm as family
+
+    made, compiled = [], family._C
+
+    class Recorder:
+        def __getattr__(self, name):
+            made.append(name)
+            return getattr(compiled, name)
+
+    monkeypatch.setattr(family, "_C", Recorder())
+    return made
+
+
+@pytest.fixture
+def calls(recorded):
     """The keyword arguments of the calls of `attention` by patched models."""
     from fusedops.patching.models.attention import interface
 
-    made, run = [], interface.attention
-
-    def counted(*args, **kwargs):
-        made.append(kwargs)
-        return run(*args, **kwargs)
-
-    with mock.patch.object(interface, "attention", counted):
-        yield made
+    return recorded(interface, "attention")

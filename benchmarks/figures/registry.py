@@ -240,7 +240,7 @@ def _adamw() -> Iterator[tuple[str, Figure]]:
 
 def _serving() -> Iterator[tuple[str, Figure]]:
     for cache in ("Dynamic", "Static"):
-        title = f"generate of llama bfloat16, 1024 + 64 tokens, a {cache}Cache"
+        title = f"generate of llama bfloat16, 512 + 32 tokens, a {cache}Cache"
         for name in ("unpatched", "fusedops"):
             match, short = {"title": title, "contender": name}, f"generate.{cache.lower()}.{name}"
             yield f"{short}.tokens_per_s", Figure(("generate",), match, "tokens_per_s", "", 1)
@@ -248,6 +248,18 @@ def _serving() -> Iterator[tuple[str, Figure]]:
             yield f"{short}.token", Figure(("generate",), match, "token_p50_s", "ms")
         match = {"title": title, "contender": "fusedops"}
         yield f"generate.{cache.lower()}.ratio", Figure(("generate",), match, "total_ratio")
+        for format in ("", ", nf4"):
+            match = {"title": title, "contender": f"fusedops{format}"}
+            short = f"generate.{cache.lower()}{format.replace(', ', '.')}.token_ratio"
+            yield short, Figure(("generate",), match, "token_ratio")
+            short = f"generate.{cache.lower()}{format.replace(', ', '.')}.token"
+            if format:
+                yield short, Figure(("generate",), match, "token_p50_s", "ms")
+    for format in ("", ", nf4"):
+        match = {"title": title, "contender": f"low_latency{format}"}
+        short = f"generate.low_latency{format.replace(', ', '.')}"
+        yield f"{short}.token", Figure(("generate",), match, "token_p50_s", "ms")
+        yield f"{short}.token_ratio", Figure(("generate",), match, "token_ratio_to_dynamic")
     for name in ("int8", "int8, int8 inputs", "fp8", "nf4, mse", "int4, mse", "bitsandbytes nf4"):
         match, short = {"contender": name}, name.replace(", ", "_").replace(" ", "_")
         of = ("sentences",)

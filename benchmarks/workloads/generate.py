@@ -1,9 +1,9 @@
 """Times a small Llama's generate(), patched and unpatched: `python -m benchmarks generate`.
 
 A prompt and new tokens, greedy, one sequence, in bfloat16, from the call to the last token. The
-weights are random and the same for every contender; contenders alternate. patch's own verify
-compares their results. Greedy tokens are counted up to the first difference: two logits within
-rounding of each other may change places, and later tokens depend on it.
+weights are random and the same for every contender, but in memory of its own; contenders alternate.
+patch's own verify compares results. Greedy tokens are counted up to the first difference: two
+logits within rounding of each other may change places, and later tokens depend on it.
 """
 
 import random
@@ -21,24 +21,47 @@ import fusedops
 from benchmarks.harness import report
 from fusedops.profiling.timing import paired_ratio
 
-# The kinds that patch skips; None: nothing is patched.
 ALL = ("norm", "residual", "attention", "mlp", "rotary", "linear", "loss")
-LEFT = {
-    "unpatched": None,
-    "fusedops, attention alone": tuple(site for site in ALL if site != "attention"),
-    "fusedops": (),
-}
 BASE = "unpatched"
 CACHES = {"dynamic": "a DynamicCache", "static": "a StaticCache"}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is done to the model. left: kinds that patch skips."""
+
+    patched: bool = True
+    left: tuple[str, ...] = ()
+    quantize: str | None = None
+    low_latency: bool = False
+
+    def prepare(self, model: Any, seen: dict[str, Tensor]) -> None:
+        sites: dict[str, Any] = dict.fromkeys(self.left, False)
+        if self.low_latency:
+            fusedops.low_latency(model, quantize=self.quantize)
+        elif self.quantize is not None:
+            fusedops.patch(model, quantize=self.quantize)
+        elif self.patched:
+            fusedops.patch(model, **sites, verify=seen)
+
+
+CONTENDERS = {
+    BASE: Contender(patched=False),
+    "fusedops, attention alone": Contender(left=tuple(s for s in ALL if s != "attention")),
+    "fusedops": Contender(),
+    "fusedops, nf4": Contender(quantize="nf4"),
+    "low_latency": Contender(low_latency=True),
+    "low_latency, nf4": Contender(low_latency=True, quantize="nf4"),
+}
 ATTENTION = ("aten::scaled_dot_product_attention", "fusedops::attention_forward")
 SEEN = 128  # tokens that verify compares: the fewest with our attention in a prefill
 
 
 @dataclass(frozen=True)
 class Settings:
-    prompt: int = 1024
-    new: int = 64
-    rounds: int = 5
+    prompt: int = 512
+    new: int = 32
+    rounds: int = 9
     hidden: int = 1024
     layers: int = 8
     heads: int = 16
@@ -76,28 +99,38 @@ class Clock:
         pass
 
 
+Key = tuple[str, str]  # of a contender: its name, and its cache
+
+
 def measure(args: Namespace) -> int:
     """Times every contender with every cache and writes `args.json`. Returns the exit status."""
     settings = QUICK if args.quick else Settings()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, settings.vocabulary, (1, settings.prompt), generator=draw)
-    models = {name: _model(settings, left, ids) for name, left in LEFT.items()}
+    models = {name: _model(settings, how, ids) for name, how in CONTENDERS.items()}
+    keys = [(name, cache) for cache in CACHES for name in models if _has(name, cache)]
+    ran = {key: _ran(models[key[0]], ids, settings, key) for key in keys}
+    runs = _interleaved(models, ids, settings, keys)
     threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
     rows = []
     for cache, named in CACHES.items():
         title = f"generate of llama bfloat16, {settings.prompt} + {settings.new} tokens, {named}"
         title += f", {threads}, {args.allocator} allocator"
-        ran = {name: _ran(model, ids, settings, cache) for name, model in models.items()}
-        runs = _interleaved(models, ids, settings, cache)
         print(title, flush=True)
-        for name in LEFT:
-            rows.append({"title": title, **_row(name, runs), "attention": ran[name]})
-            print(_shown(rows[-1]), flush=True)
+        for key in keys:
+            if key[1] == cache:
+                rows.append({"title": title, **_row(key, runs), "attention": ran[key]})
+                print(_shown(rows[-1]), flush=True)
     report.save(args, rows, [], model=asdict(settings))
     return 0
 
 
-def _model(settings: Settings, left: tuple[str, ...] | None, ids: Tensor) -> Any:
+def _has(name: str, cache: str) -> bool:
+    """low_latency chooses the static cache itself."""
+    return cache == "static" or not CONTENDERS[name].low_latency
+
+
+def _model(settings: Settings, how: Contender, ids: Tensor) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -111,25 +144,25 @@ def _model(settings: Settings, left: tuple[str, ...] | None, ids: Tensor) -> Any
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).bfloat16().eval()
-    if left is not None:
-        sites: dict[str, Any] = dict.fromkeys(left, False)
-        fusedops.patch(model, **sites, verify={"input_ids": ids[:, :SEEN]})
+    how.prepare(model, {"input_ids": ids[:, :SEEN]})
     return model
 
 
 def _interleaved(
-    models: dict[str, Any], ids: Tensor, settings: Settings, cache: str
-) -> dict[str, list[Run]]:
+    models: dict[str, Any], ids: Tensor, settings: Settings, keys: list[Key]
+) -> dict[Key, list[Run]]:
     """Returns each contender's runs, one per round, in an order shuffled for each round."""
-    runs: dict[str, list[Run]] = {name: [] for name in models}
+    runs: dict[Key, list[Run]] = {key: [] for key in keys}
     order = random.Random(0)
     for _ in range(settings.rounds):
-        for name in order.sample(list(models), len(models)):
-            runs[name].append(_run(models[name], ids, settings, cache))
+        for key in order.sample(keys, len(keys)):
+            runs[key].append(_run(models[key[0]], ids, settings, key))
     return runs
 
 
-def _run(model: Any, ids: Tensor, settings: Settings, cache: str) -> Run:
+def _run(model: Any, ids: Tensor, settings: Settings, key: Key) -> Run:
+    name, cache = key
+    own = CONTENDERS[name].low_latency
     clock = Clock()
     start = perf_counter()
     found = model.generate(
@@ -137,24 +170,24 @@ def _run(model: Any, ids: Tensor, settings: Settings, cache: str) -> Run:
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         max_new_tokens=settings.new,
-        cache_implementation=cache,
-        disable_compile=True,
         streamer=clock,
+        **({} if own else {"cache_implementation": cache, "disable_compile": True}),
     )
     _, first, *later = clock.times
     each = np.diff([first, *later]).tolist()
     return Run(first - start, each, found[0, ids.shape[1] :].tolist())
 
 
-def _ran(model: Any, ids: Tensor, settings: Settings, cache: str) -> dict[str, int]:
+def _ran(model: Any, ids: Tensor, settings: Settings, key: Key) -> dict[str, int]:
     """Returns how often each attention function ran in one generate(), which also warms up."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        _run(model, ids, settings, cache)
+        _run(model, ids, settings, key)
     return {op.key: op.count for op in profiled.key_averages() if op.key in ATTENTION}
 
 
-def _row(name: str, found: dict[str, list[Run]]) -> dict:
-    runs, base = found[name], found[BASE]
+def _row(key: Key, found: dict[Key, list[Run]]) -> dict:
+    (name, cache), runs = key, found[key]
+    base, dynamic = found[BASE, cache], found[BASE, "dynamic"]
     p50, p95, p99 = np.percentile([s for run in runs for s in run.each], [50, 95, 99])
     total, new = float(np.median([run.total for run in runs])), len(runs[0].tokens)
     row: dict[str, Any] = {"contender": name, "rounds": len(runs), "new_tokens": new}
@@ -167,6 +200,8 @@ def _row(name: str, found: dict[str, list[Run]]) -> dict:
         "total": lambda run: run.total,
     }.items():
         row[f"{what}_ratio"] = paired_ratio([*map(of, base)], [*map(of, runs)])
+    token = [[float(np.median(run.each)) for run in some] for some in (dynamic, runs)]
+    row["token_ratio_to_dynamic"] = paired_ratio(*token)
     return row | {"equal_tokens": _equal(base[0].tokens, runs[0].tokens)}
 
 
@@ -183,7 +218,8 @@ def _shown(row: dict) -> str:
     )
     return (
         f"  {row['contender']:<26} first {first} ms, {row['first_token_ratio']}; "
-        f"each {' / '.join(each)} ms, {row['token_ratio']}; "
+        f"each {' / '.join(each)} ms, {row['token_ratio']}, "
+        f"to the DynamicCache {row['token_ratio_to_dynamic']}; "
         f"total {row['total_s']:.2f} s, {row['tokens_per_s']:.1f} tokens/s, {row['total_ratio']}; "
         f"equal tokens: {row['equal_tokens']} of {row['new_tokens']}; {row['attention']}"
     )

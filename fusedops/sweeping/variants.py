@@ -36,9 +36,10 @@ class Variant:
         """The model as this variant runs it.
 
         A structure of its own, with the parameters and buffers of `model`, so that variants take
-        turns without undoing each other; only quantized weights are new. "eager" is unpatched.
+        turns without undoing each other; only quantized weights are new, and those of low_latency,
+        which moves them. "eager" is unpatched.
         """
-        made = shared_copy(model, "sweep")
+        made = shared_copy(model, "sweep", of=() if self.low_latency else None)
         undo_in_copy(model, made)
         unpatch(made)
         if self.format is not None:
@@ -84,12 +85,14 @@ def _check_format(format: str) -> None:
         raise ValueError(f"sweep: variants: {error}") from error
 
 
-def shared_copy(model: nn.Module, caller: str) -> nn.Module:
-    """A deep copy of a model whose tensors are the model's own.
+def shared_copy(
+    model: nn.Module, caller: str, of: Sequence[torch.Tensor] | None = None
+) -> nn.Module:
+    """A deep copy of a model whose tensors are the model's own: all of them, or those of `of`.
 
     Raises ValueError, which begins with `caller`, for a model that cannot be copied.
     """
-    tensors: Sequence[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers()] if of is None else of
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     except Exception as error:  # a model's own __deepcopy__ can raise anything

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from adamw.training import params_of
+from adamw.training import parameters, params_of, train
 from fusedops.optim import AdamW
 from fusedops.optim.adamw import offload
 from fusedops.optim.adamw.offload import Offloaded
@@ -140,6 +140,15 @@ class Place:
 
     def adamw(self, params, kind=AdamW, **options):
         return kind(self.put(params), offload="cpu", **options)
+
+    def pair(self, params=parameters, kind=AdamW, **options):
+        """Returns an optimizer with its states on the host, and one without, alike."""
+        return self.adamw(params(), kind, **options), kind(params(), **options)
+
+    def train_both(self, ours, wanted) -> None:
+        """Trains both, and asserts equal bits."""
+        self.train(ours), train(wanted)
+        self.assert_same(ours, wanted)
 
     def finish(self) -> None:
         if self.streams is not None:

@@ -49,10 +49,8 @@ OPTIONS = [
 
 @grid(options=OPTIONS, state_dtype=FORMATS, dtype=DTYPES)
 def test_as_without(place, dtype, state_dtype, options):
-    ours = place.adamw(parameters(dtype), state_dtype=state_dtype, **options)
-    wanted = AdamW(parameters(dtype), state_dtype=state_dtype, **options)
-    place.train(ours), train(wanted)
-    place.assert_same(ours, wanted)
+    options = options | {"state_dtype": state_dtype}
+    place.train_both(*place.pair(lambda: parameters(dtype), **options))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -89,7 +87,7 @@ def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
 def test_steps_of_other_streams(monkeypatch, seed):
     """Two independent streams each step their own parameters."""
     place = make_place("late", monkeypatch, seed)
-    ours, wanted = place.adamw(parameters()), AdamW(parameters())
+    ours, wanted = place.pair()
     currents = [place.streams.Stream() for _ in range(2)]
     for i in range(6):
         place.streams.current = currents[i % 2]
@@ -115,9 +113,7 @@ class TestParameters:
             wide, narrow = (parameters(t, [(7,), (5,), (90, 33), (1,)]) for t in DTYPES[:2])
             return [p for pair in zip(narrow, wide, strict=True) for p in pair]
 
-        ours, wanted = place.adamw(make()), AdamW(make())
-        place.train(ours), train(wanted)
-        place.assert_same(ours, wanted)
+        place.train_both(*place.pair(make))
 
     @grid(layout=LAYOUTS, state_dtype=FORMATS)
     def test_strides(self, place, state_dtype, layout):
@@ -128,13 +124,11 @@ class TestParameters:
         ours = AdamW(make(place.put), offload="cpu", state_dtype=state_dtype)
         wanted = AdamW(make(list), state_dtype=state_dtype)
         assert not params_of(ours)[0].is_contiguous()
-        place.train(ours), train(wanted)
-        place.assert_same(ours, wanted)
+        place.train_both(ours, wanted)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_strides_of_gradients(self, place, layout):
-        ours = place.adamw(parameters(shapes=[(90, 70)]))
-        wanted = AdamW(parameters(shapes=[(90, 70)]))
+        ours, wanted = place.pair(lambda: parameters(shapes=[(90, 70)]))
         for i in range(3):
             for optimizer in (ours, wanted):
                 place.gradients(params_of(optimizer), i)
@@ -146,7 +140,7 @@ class TestParameters:
 
     def test_gradients_that_come_and_go(self, place):
         shapes = [(300,), (5000,), (20,), (40, 90), (7,)]
-        ours, wanted = place.adamw(parameters(shapes=shapes)), AdamW(parameters(shapes=shapes))
+        ours, wanted = place.pair(lambda: parameters(shapes=shapes))
         for i in range(8):
             for optimizer in (ours, wanted):
                 params = params_of(optimizer)
@@ -177,7 +171,7 @@ class TestParameters:
                     module = nn.ParameterDict({"p": p})
                     module.load_state_dict({"p": new})
 
-        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        ours, wanted = place.pair()
         for i in range(3):
             place.train(ours, 2, i), train(wanted, 2, i)
             write(ours), write(wanted)
@@ -229,7 +223,7 @@ class TestParameters:
 
 class TestOptions:
     def test_that_change_between_steps(self, place):
-        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        ours, wanted = place.pair()
         for optimizer in (ours, wanted):
             place.train(optimizer, 2)
             optimizer.param_groups[0] |= {"lr": 0.3, "weight_decay": 0.4, "eps": 1e-3}
@@ -246,9 +240,7 @@ class TestOptions:
         def c_group(c):
             return {"params": [c], "betas": (0.5, 0.6), "maximize": True}
 
-        ours, wanted = AdamW(make(place.put), offload="cpu"), AdamW(make(list))
-        place.train(ours), train(wanted)
-        place.assert_same(ours, wanted)
+        place.train_both(AdamW(make(place.put), offload="cpu"), AdamW(make(list)))
 
     def test_a_learning_rate_on_the_device(self, place):
         ours = place.adamw(parameters(), lr=torch.tensor(1e-2, device=place.at))
@@ -261,7 +253,7 @@ class TestOptions:
 
     def test_offloading_that_is_switched(self, place):
         """The state moves to the right device."""
-        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        ours, wanted = place.pair()
         for i, where in enumerate(["cpu", None, "cpu"]):
             ours.param_groups[0]["offload"] = where
             params, others = place.train(ours, 1, i), train(wanted, 1, i)
@@ -272,7 +264,7 @@ class TestOptions:
         assert_close([p.cpu() for p in params], others)
 
     def test_another_default_device(self, place):
-        ours, wanted = place.adamw(parameters(), AdamW8bit), AdamW8bit(parameters())
+        ours, wanted = place.pair(kind=AdamW8bit)
         for optimizer in (ours, wanted):
             place.gradients(params_of(optimizer), 1)
         wanted.step()
@@ -306,8 +298,7 @@ class TestOptions:
 class TestScaling:
     @grid(max_norm=[0.5, 1e9], dtype=DTYPES)
     def test_clipping(self, place, dtype, max_norm):
-        ours = place.adamw(parameters(dtype), max_grad_norm=max_norm)
-        wanted = AdamW(parameters(dtype), max_grad_norm=max_norm)
+        ours, wanted = place.pair(lambda: parameters(dtype), max_grad_norm=max_norm)
         place.train(ours), train(wanted)
         if place.name != "cuda" or max_norm > 1e6:
             return place.assert_same(ours, wanted)
@@ -339,7 +330,7 @@ class TestScaling:
             assert all(torch.equal(state[k], states[i][k]) for k in state)
 
     def test_an_element_that_is_not_finite_keeps_what_it_has(self, place):
-        ours, wanted = place.adamw(parameters(), AdamW8bit), AdamW8bit(parameters())
+        ours, wanted = place.pair(kind=AdamW8bit)
         for optimizer in (ours, wanted):
             place.gradients(params_of(optimizer), 1)
             params_of(optimizer)[0].grad[4321] = math.nan
@@ -419,7 +410,7 @@ class TestStates:
         place.assert_same(ours, wanted)
 
     def test_that_are_written_are_seen(self, place):
-        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        ours, wanted = place.pair()
         for optimizer in (ours, wanted):
             for p in place.train(optimizer, 2):
                 optimizer.state[p]["step"].fill_(50.0)
@@ -428,7 +419,7 @@ class TestStates:
         place.assert_same(ours, wanted)
 
     def test_that_are_replaced_are_seen(self, place):
-        ours, wanted = place.adamw(parameters()), AdamW(parameters())
+        ours, wanted = place.pair()
         for optimizer in (ours, wanted):
             p, q, *_ = place.train(optimizer, 2)
             optimizer.state[p]["exp_avg"] = torch.zeros_like(p).detach()  # on the device
@@ -449,8 +440,7 @@ class TestStates:
         assert all(value.is_contiguous() for value in state.values())
 
     def test_a_copy_of_the_optimizer(self, place):
-        ours = place.adamw(parameters(), AdamW8bit)
-        wanted = AdamW8bit(parameters())
+        ours, wanted = place.pair(kind=AdamW8bit)
         place.train(ours, 2), train(wanted, 4)
         later = copy.deepcopy(ours)
         place.train(later, 2, 3)

@@ -5,6 +5,7 @@ from itertools import chain, repeat
 
 import pytest
 import torch
+from contract.interpreter import interpreted
 
 import fusedops
 from fusedops.functional.attention import attention_reference
@@ -38,10 +39,6 @@ FEATURES = {
     "dropout": lambda *_: {"dropout_p": 0.3},
     "scale": lambda *_: {"scale": 0.3},
 }
-
-
-def interpreted(backend):
-    return backend == "triton" and device_of(backend).type == "cpu"
 
 
 def skip_what_does_not_run(backend, dtype, size=1):

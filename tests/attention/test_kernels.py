@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from axes import grid
+from contract.interpreter import interpreted
 
 import fusedops
 from attention.cases import (
@@ -18,7 +19,6 @@ from attention.cases import (
     compare,
     drawn,
     heads,
-    interpreted,
     on,
     options,
     results,

@@ -1,8 +1,9 @@
-"""Shared helpers for GPU tests: CUDA graphs, and code that must not synchronize."""
+"""CUDA graphs, and code that must not synchronize, on a GPU and in Triton's interpreter."""
 
 from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def capture(call):
@@ -29,3 +30,13 @@ def no_synchronisation():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class NeverWaits(TorchDispatchMode):
+    """Fails if the host reads a value that the device computed."""
+
+    WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.WAITS, func
+        return func(*args, **(kwargs or {}))

@@ -136,12 +136,6 @@ def on(backend: str) -> AbstractContextManager:
     return nullcontext() if backend == "default" else fusedops.backend(backend)
 
 
-def needs_right_bf16(backend: str, *dtypes: torch.dtype) -> None:
-    """Triton's interpreter truncates when it stores bfloat16: its results mean nothing."""
-    if backend == "triton" and device(backend).type == "cpu" and BF16 in dtypes:
-        pytest.skip("the interpreter's bfloat16 is wrong")
-
-
 def each(
     names: str, found: Callable[[Family], Iterator[tuple[str, tuple]]]
 ) -> pytest.MarkDecorator:

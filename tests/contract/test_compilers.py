@@ -13,9 +13,9 @@ from contract.family import (
     as_tuple,
     device,
     each,
-    needs_right_bf16,
     on,
 )
+from contract.interpreter import needs_right_bf16
 from fusedops.testing import gradients, placed
 
 

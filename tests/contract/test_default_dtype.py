@@ -242,10 +242,8 @@ assert state["step"].dtype == state["exp_avg_scale"].dtype == torch.float32
     forked("-c", code).printed(timeout=120)
 
 
-def test_attention_keeps_its_kernel_under_a_default_device(monkeypatch):
-    calls, run = [], attention_module.scaled_dot_product_attention
-    counted = lambda *args: calls.append(args) or run(*args)  # noqa: E731
-    monkeypatch.setattr(attention_module, "scaled_dot_product_attention", counted)
+def test_attention_keeps_its_kernel_under_a_default_device(recorded):
+    calls = recorded(attention_module, "scaled_dot_product_attention")
     call = of_module("MultiheadAttention")
     with default(device="cpu"):
         call.function(*call.args)

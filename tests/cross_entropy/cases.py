@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from contract.interpreter import interpreted
 
 from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.functional.cross_entropy import (
@@ -26,10 +27,6 @@ OPTIONS = {
     "all": {"softcap": 5.0, "scale": 2.0, "z_loss": 0.02, "label_smoothing": 0.3},
     "all of none": {"softcap": 5.0, "scale": 0.4, "label_smoothing": 0.3, "reduction": "none"},
 }
-
-
-def interpreted(backend):
-    return backend == "triton" and device_of(backend).type == "cpu"
 
 
 def skip_what_does_not_run(backend, dtype, rows=1, classes=1):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from axes import grid
+from contract.interpreter import interpreted
 
 import fusedops
 from cross_entropy.cases import (
@@ -13,7 +14,6 @@ from cross_entropy.cases import (
     OPTIONS,
     class_weight,
     compare,
-    interpreted,
     logits,
     skip_what_does_not_run,
     targets,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from axes import grid
+from contract.interpreter import interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
@@ -15,7 +16,6 @@ from cross_entropy.cases import (
     class_weight,
     compare_linear,
     head,
-    interpreted,
     skip_what_does_not_run,
     targets,
 )

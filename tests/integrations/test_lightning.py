@@ -8,7 +8,9 @@ import pytest
 import torch
 
 L = pytest.importorskip("lightning")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+from patching.models.loss_cases import llama  # noqa: E402
 
 import fusedops  # noqa: E402
 from fusedops.integrations.lightning import FusedOpsCallback  # noqa: E402
@@ -25,11 +27,7 @@ DATA = BYTES[: 16 * LENGTH].view(16, LENGTH)
 class Module(L.LightningModule):
     def __init__(self, fails=False):
         super().__init__()
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(**sizes, **heads, vocab_size=256, use_cache=False)
-        self.model = transformers.LlamaForCausalLM(config)
+        self.model = llama(vocab_size=256, use_cache=False)
         self.fails, self.losses, self.classes = fails, [], set()
 
     def training_step(self, tokens):

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from children import forked
+from patching.architectures import GROUPED
 from torch import nn
 
 import fusedops
@@ -23,15 +24,8 @@ FORMATS = {
     "fp8": {},
 }
 IDS = torch.arange(14).view(2, 7)
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 99,
-    "attention_bias": True,
-}
+TINY = GROUPED | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 99}
+TINY |= {"attention_bias": True}
 
 
 def llama(folder=None, **config):

@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 
+from patching.models import loss_cases  # noqa: E402
+
 from fusedops.integrations.transformers import FusedOpsCallback  # noqa: E402
 
 transformers.logging.set_verbosity_error()
@@ -25,10 +27,7 @@ ADAMW = fusedops.optim.AdamW, {"weight_decay": 0.1}
 
 
 def llama():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    return loss_cases.llama(vocab_size=256)
 
 
 def trainer(path, callbacks=(), optimizer=ADAMW, model=None, **arguments):

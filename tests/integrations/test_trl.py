@@ -12,6 +12,7 @@ import datasets
 import peft
 import transformers
 import trl
+from patching.architectures import GROUPED
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,17 +31,7 @@ PAIRS = [
     {"prompt": a[:12], "chosen": a[12:24], "rejected": b[12:20]}
     for a, b in zip(LINES[:8], LINES[8:], strict=True)
 ]
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = GROUPED | {"vocab_size": 128}
 
 
 def llama(kind="ForCausalLM", **more):

@@ -57,6 +57,13 @@ def test_every_number_of_few_rows(backend, dtype):
         compare_forward(None, backend, inputs((rows, 70), 21, dtype))
 
 
+@grid(backend=BACKENDS, dtype=FLOATS, rows=[1, 3])
+def test_a_few_rows_by_a_long_weight(backend, dtype, rows):
+    """Tasks of every width, and an x that stays in the first cache or does not."""
+    for shape, features in [((rows, 20), 1103), ((rows, 40), 5003), ((rows, 5000), 70)]:
+        compare_forward(None, backend, inputs(shape, features, dtype))
+
+
 @grid(backend=BACKENDS, dtype=FLOATS, rows=[1, 2, 3, 9])
 def test_a_few_rows_by_part_of_a_weight(backend, dtype, rows):
     """Its rows are apart, are all the same, or begin at any element."""
@@ -180,7 +187,7 @@ def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
 
 @grid("kind,backend", CASES, dtype=FLOATS, rows=[1, 6])
 def test_a_few_rows_have_the_same_bits_whatever_the_threads(kind, backend, dtype, rows):
-    args = placed(inputs((rows, 700), 1000, dtype), device_of(backend))
+    args = placed(inputs((rows, 700), 2051, dtype), device_of(backend))
     with fusedops.backend(backend), torch.no_grad(), threads(1):
         first = linear(*args, activation=kind)
         with threads(3):

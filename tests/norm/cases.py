@@ -1,6 +1,5 @@
 """Shared helpers for norm tests: functions, arguments, backends."""
 
-import pytest
 import torch
 
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, norm, rms_norm
@@ -33,17 +32,6 @@ def inputs(op, shape, dtype, weight_dtype=None, residual_dtype=None):
     if "add" in op:
         return (x, residual.to(residual_dtype or dtype), *parameters)
     return (x, shape[-1:], *parameters)
-
-
-def interpreted(backend):
-    """Whether `backend` is Triton's interpreter, which is slow."""
-    return backend == "triton" and not torch.cuda.is_available()
-
-
-def interpreted_bf16(backend, *dtypes):
-    """Whether Triton's interpreter stores bfloat16, which it truncates: results mean nothing."""
-    if interpreted(backend) and torch.bfloat16 in dtypes:
-        pytest.skip("the interpreter's bfloat16 is wrong")
 
 
 def compare(op, backend, args, **kwargs):

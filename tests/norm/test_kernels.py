@@ -3,6 +3,7 @@
 import pytest
 import torch
 from axes import grid
+from contract.interpreter import interpreted, needs_right_bf16
 from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
@@ -15,8 +16,6 @@ from norm.cases import (
     FUNCTIONS,
     compare,
     inputs,
-    interpreted,
-    interpreted_bf16,
 )
 
 # one element, odd, 3-D, past a power of two, many short rows, one long row
@@ -25,7 +24,7 @@ SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001)]
 
 @grid("op,backend", CASES, dtype=FLOATS, shape=SHAPES)
 def test_forward_and_gradients(op, backend, dtype, shape):
-    interpreted_bf16(backend, dtype)
+    needs_right_bf16(backend, dtype)
     compare(op, backend, inputs(op, shape, dtype))
 
 
@@ -37,7 +36,7 @@ def test_more_rows_than_are_added_at_a_time(op, backend, shape):
 
 @grid("op,backend", CASES, dtype=FLOATS)
 def test_no_parameters(op, backend, dtype):
-    interpreted_bf16(backend, dtype)
+    needs_right_bf16(backend, dtype)
     args = inputs(op, (7, 130), dtype)
     none = (None, None) if "layer" in op else (None,)
     compare(op, backend, (*args[:2], *none, 1e-6))
@@ -49,7 +48,7 @@ def test_no_parameters(op, backend, dtype):
 @grid("op,backend", [c for c in CASES if "rms" in c[0]], rounding=["torch", "llama"])
 @grid(offset=[0.0, 1.0], weight_dtype=FLOATS)
 def test_roundings(op, backend, rounding, offset, weight_dtype):
-    interpreted_bf16(backend, weight_dtype)
+    needs_right_bf16(backend, weight_dtype)
     for dtype in FLOATS[: 2 if interpreted(backend) else 3]:
         args = inputs(op, (5, 200), dtype, weight_dtype)
         compare(op, backend, args, rounding=rounding, offset=offset)
@@ -57,14 +56,14 @@ def test_roundings(op, backend, rounding, offset, weight_dtype):
 
 @grid("op,backend", CASES, weight_dtype=FLOATS, dtype=FLOATS)
 def test_weight_in_another_dtype(op, backend, dtype, weight_dtype):
-    interpreted_bf16(backend, dtype, weight_dtype)
+    needs_right_bf16(backend, dtype, weight_dtype)
     compare(op, backend, inputs(op, (9, 77), dtype, weight_dtype))
 
 
 @grid("op,backend", ADDS, dtype=FLOATS, residual_dtype=FLOATS)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_residual_in_another_dtype(op, backend, dtype, residual_dtype, weight_dtype):
-    interpreted_bf16(backend, dtype, residual_dtype, weight_dtype)
+    needs_right_bf16(backend, dtype, residual_dtype, weight_dtype)
     compare(op, backend, inputs(op, (6, 90), dtype, weight_dtype, residual_dtype))
 
 
@@ -76,7 +75,7 @@ def test_bias_in_another_dtype_than_weight(op, backend):
 
 @grid("op,backend", ADDS, dtype=FLOATS, p=[0.1, 0.5, 0.9])
 def test_dropout(op, backend, dtype, p):
-    interpreted_bf16(backend, dtype)
+    needs_right_bf16(backend, dtype)
     for shape in [(3, 70), (2, 3, 1027)]:
         compare(op, backend, inputs(op, shape, dtype), dropout_p=p)
 
@@ -99,7 +98,7 @@ def test_rounds_where_the_reference_does(op, backend, rounding, offset, weight_d
     one in 4.
     """
     dtype = torch.float16 if weight_dtype == torch.float32 else weight_dtype
-    interpreted_bf16(backend, dtype)
+    needs_right_bf16(backend, dtype)
     args = placed(inputs(op, (50, 1000), dtype, weight_dtype), device_of(backend))
     function, reference = FUNCTIONS[op]
     with fusedops.backend(backend):
@@ -276,7 +275,7 @@ def test_unused_y_takes_no_part(op, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_in_the_other_dtype_of_16_bits(backend):
     """Only the kernel operator accepts it; public operators never pass it."""
-    interpreted_bf16(backend, torch.bfloat16)
+    needs_right_bf16(backend, torch.bfloat16)
     device = device_of(backend)
     x = torch.randn(64, 40, dtype=torch.bfloat16, device=device)
     dy = torch.randn(64, 40, dtype=torch.float16, device=device)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from axes import grid
+from contract.interpreter import needs_right_bf16
 from torch import nn
 
 import fusedops
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, norm, rms_norm
 from fusedops.testing import device_of
-from norm.cases import BACKENDS, FUNCTIONS, inputs, interpreted_bf16
+from norm.cases import BACKENDS, FUNCTIONS, inputs
 
 
 def test_h_needs_no_gradient_when_only_the_weight_does():
@@ -42,17 +43,10 @@ def test_complex_and_nested_inputs_go_to_torch():
             torch.testing.assert_close(normed, nn.functional.layer_norm(part, (8,)))
 
 
-def test_compile_with_dropout_runs_the_same_mask_in_backward():
-    step = torch.compile(lambda x, r: add_layer_norm(x, r, dropout_p=0.5)[1], fullgraph=True)
-    x = torch.randn(20, 64, requires_grad=True)
-    h = step(x, torch.zeros(20, 64))
-    (dx,) = torch.autograd.grad(h.sum(), x)
-    assert torch.equal(dx != 0, h != 0)
-
-
-def test_compiled_composite_runs_the_same_mask_in_backward():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "composite"])
+def test_compile_with_dropout_runs_the_same_mask_in_backward(dtype):
     compiled = torch.compile(lambda x, r: add_layer_norm(x, r, dropout_p=0.5)[1], fullgraph=True)
-    x = torch.randn(20, 64, dtype=torch.float64, requires_grad=True)  # float64 has no kernel
+    x = torch.randn(20, 64, dtype=dtype, requires_grad=True)
     h = compiled(x, torch.zeros_like(x))
     (dx,) = torch.autograd.grad(h.sum(), x)
     assert torch.equal(dx != 0, h != 0)
@@ -71,7 +65,7 @@ def test_dropout_mask_is_the_reference_and_opaque_to_the_compiler():
 
 @grid(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16])
 def test_autocast_as_torch(backend, dtype):
-    interpreted_bf16(backend, torch.bfloat16)
+    needs_right_bf16(backend, torch.bfloat16)
     device = device_of(backend)
     x, w = torch.randn(4, 16, dtype=dtype, device=device), torch.randn(16, device=device)
     with torch.autocast(device.type, torch.bfloat16), fusedops.backend(backend):

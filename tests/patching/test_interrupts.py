@@ -79,6 +79,15 @@ def interrupted(files, nth, run):
     return False
 
 
+def assert_unchanged(model, files, counted, run):
+    """Interrupts a run at lines of `counted`, after each of which the model is what it was."""
+    before, count = state(model), 0
+    for nth in points(files, counted):
+        count += interrupted(files, nth, run)
+        assert state(model) == before, nth
+    assert count >= 150
+
+
 def state(model):
     """All that patch and verify may change: the model, its config, and the thread's settings."""
     modules = [
@@ -114,11 +123,7 @@ def test_patch():
     """The model is as if patch had not been called."""
     model, other = half(), half()
     patch(half())  # what is found out about a class is kept
-    before, count = state(model), 0
-    for nth in points(EVERY, lambda: patch(other)):
-        count += interrupted(EVERY, nth, lambda: patch(model))
-        assert state(model) == before, nth
-    assert count >= 150
+    assert_unchanged(model, EVERY, lambda: patch(other), lambda: patch(model))
     patch(model)
     assert len(swap.fused_modules(model)) == len(swap.fused_modules(other))
 
@@ -150,11 +155,7 @@ def test_blocks(restored):
             pass
 
     run()
-    before, count = state(model), 0
-    for nth in points(RESTORING, run):
-        count += interrupted(RESTORING, nth, run)
-        assert state(model) == before, nth
-    assert count >= 150
+    assert_unchanged(model, RESTORING, run, run)
 
 
 def test_verify():
@@ -167,11 +168,7 @@ def test_verify():
             assert verify(model, x).right
 
     run()
-    before, count = state(model), 0
-    for nth in points(files, run):
-        count += interrupted(files, nth, run)
-        assert state(model) == before, nth
-    assert count >= 150
+    assert_unchanged(model, files, run, run)
 
 
 @grid(times=[1, 3], block=[afterwards, on_failure])

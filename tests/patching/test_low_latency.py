@@ -9,47 +9,25 @@ from fusedops.nn import QuantizedLinear
 from fusedops.patching.core.swap import fused_modules
 from fusedops.sweeping.variants import variant
 
-transformers = pytest.importorskip("transformers")
-
-WORDS = 96
+pytest.importorskip("transformers")
+from patching.models.attention_models import batch, build
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=WORDS,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return build("llama")
 
 
-def generated(model: nn.Module, **options) -> torch.Tensor:
-    torch.manual_seed(1)
-    ids = torch.randint(WORDS, (2, 7))
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    return model.generate(
-        ids, attention_mask=mask, do_sample=False, min_new_tokens=6, max_new_tokens=6, **options
-    )
+def generated(model: nn.Module) -> torch.Tensor:
+    how = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6}
+    return model.generate(**batch("llama", "left"), **how)
 
 
-def test_a_compiled_step_gives_the_same_tokens(model, monkeypatch):
+def test_a_compiled_step_gives_the_same_tokens(model, recorded):
     """One graph serves all later tokens."""
     expected, before = generated(model), model.generation_config
     report = fusedops.low_latency(model)
-    compiled = []
-    original = type(model).get_compiled_call
-    monkeypatch.setattr(
-        type(model),
-        "get_compiled_call",
-        lambda self, config: compiled.append(config) or original(self, config),
-    )
+    compiled = recorded(type(model), "get_compiled_call")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert torch.equal(generated(model), expected)

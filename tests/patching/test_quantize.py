@@ -11,6 +11,7 @@ from torch import nn
 import fusedops
 from fusedops import patch, quantize, unpatch
 from fusedops.nn import QuantizedLinear
+from patching.architectures import PLAIN
 
 FORMATS = ("int8", "int4", "nf4", "fp8")
 
@@ -155,20 +156,14 @@ def test_wrong_arguments():
 
 
 transformers = pytest.importorskip("transformers")
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 99,
-}
+TINY = PLAIN | {"hidden_size": 64, "intermediate_size": 96}
 IDS = torch.arange(14).view(2, 7)
 
 
 def llama(**config):
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, **config)).eval()
+    config = TINY | {"num_key_value_heads": 2} | config
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -187,8 +182,7 @@ def test_patch_quantizes_first_and_fuses_the_rest(format):
 
 def test_an_activation_behind_a_quantized_linear_is_called():
     torch.manual_seed(0)
-    sizes = {k: v for k, v in TINY.items() if k != "num_key_value_heads"}
-    model = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    model = transformers.BertModel(transformers.BertConfig(**TINY)).eval()
     quantize(model, "int8")
     expected = model(IDS).last_hidden_state
     patch(model)

@@ -8,20 +8,13 @@ from fusedops import functional, patch, patched, unpatch, verify
 from fusedops.patching.core.swap import fused_modules
 from fusedops.patching.modules import linear
 from fusedops.patching.yardstick import MORE, Yardstick
+from patching.models import loss_cases
 from patching.quiet import quietly
-
-transformers = pytest.importorskip("transformers")
-transformers.logging.set_verbosity_error()
-
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture
 def llama(any_size):
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    ids = torch.randint(3, 64, (2, 9))
-    return model, {"input_ids": ids, "labels": ids}
+    return loss_cases.llama(), {"input_ids": loss_cases.IDS, "labels": loss_cases.IDS}
 
 
 def test_every_fused_module_has_its_line(llama):

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from contract.interpreter import interpreted
 
 import fusedops
 from fusedops import _C
 from fusedops.functional import quantize_weight, quantized_linear
 from fusedops.functional.quantized_linear import quantized_linear_reference
-from fusedops.testing import backends, check, device_of, poisoned, yardstick
+from fusedops.testing import backends, check, poisoned, yardstick
 
 GEMV_ROWS = max(m for m in range(64) if _C.quantized_linear_way(m, "none", "any") == "gemv")
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -30,10 +31,6 @@ CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]
 # (input_format, compute) that every format has.
 PRECISIONS = [(None, None), (None, "exact"), (None, "bf16"), ("int8", None), ("int8", "exact")]
 PRECISIONS += [("fp8", None), ("fp8", "exact")]
-
-
-def interpreted(backend):
-    return backend == "triton" and device_of(backend).type == "cpu"
 
 
 def skip_what_does_not_run(kind, backend, dtype, shape, features):

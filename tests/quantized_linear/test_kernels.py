@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from axes import grid
+from contract.interpreter import interpreted
 from contract.wrapped import viewed
 from linear.cases import LAYOUTS
 
@@ -30,7 +31,6 @@ from quantized_linear.cases import (
     compare,
     functions,
     inputs,
-    interpreted,
     quantized,
     random_weight,
     skip_what_does_not_run,

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from axes import grid
-from torch.utils._python_dispatch import TorchDispatchMode
+from contract.cuda_graphs import NeverWaits
 
 import fusedops
 from fusedops import _C
@@ -130,15 +130,9 @@ def test_the_table_of_nf4_is_the_references():
     assert _C.nf4_table() == torch.tensor(NF4).tolist()
 
 
-def test_the_table_of_nf4_is_made_in_another_thread(monkeypatch):
+def test_the_table_of_nf4_is_made_in_another_thread(recorded):
     """A pool that this one allocates from, as a CUDA graph's, does not get it."""
-    made, make = [], torch.tensor
-
-    def tensor(*args, **how):
-        made.append(threading.get_ident())
-        return make(*args, **how)
-
-    monkeypatch.setattr(torch, "tensor", tensor)
+    made = recorded(torch, "tensor", lambda *_, **how: threading.get_ident())
     table = call.nf4_table.__wrapped__(DEVICE)
     assert table.tolist() == _C.nf4_table() and threading.get_ident() not in made
 
@@ -158,16 +152,6 @@ def test_how_codes_lie(kind):
         w = quantized(kind, random_weight(5, k))
         of = call.Weight.of(w.qweight, w.scales, w.zeros, w.format, 5, k, w.group_size)
         assert of.form == {"int4": "halves", "nf4": of_nf4}.get(w.format, "whole")
-
-
-class NeverWaits(TorchDispatchMode):
-    """Fails where the host would read what the device has computed."""
-
-    WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in self.WAITS, func
-        return func(*args, **(kwargs or {}))
 
 
 @KINDS

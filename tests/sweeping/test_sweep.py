@@ -7,6 +7,7 @@ from time import perf_counter
 
 import pytest
 import torch
+from patching.architectures import PLAIN
 from torch import nn
 
 import fusedops
@@ -19,15 +20,7 @@ from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.row import SweepRow
 from fusedops.sweeping.variants import variant
-
-WORDS = 96
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": WORDS,
-}
+from sweeping.cases import WORDS, llama, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +31,7 @@ def few_rounds(monkeypatch):
 
 @pytest.fixture
 def model():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-
-
-def tokens(batch, length):
-    ids = torch.randint(WORDS, (batch, length or 8))
-    return {"input_ids": ids, "labels": ids}
+    return llama()
 
 
 def fused(model: nn.Module) -> bool:
@@ -371,7 +357,7 @@ def test_training_needs_a_loss():
 def test_the_command_line_generates_with_a_cache(tmp_path, monkeypatch):
     """After the prompt each forward sees one token."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY | {"model_type": "llama"}))
+    path.write_text(json.dumps(PLAIN | {"model_type": "llama"}))
     lengths = []
     embed = nn.Embedding.forward
 
@@ -388,7 +374,7 @@ def test_the_command_line_generates_with_a_cache(tmp_path, monkeypatch):
 def test_the_command_line(tmp_path, capsys, model, monkeypatch):
     monkeypatch.setattr(sampling, "MOST", 20)  # p95 needs as many
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY | {"model_type": "llama"}))
+    path.write_text(json.dumps(PLAIN | {"model_type": "llama"}))
     out = tmp_path / "rows.json"
     command = ["sweep", str(path), "--batch", "1,2", "--length", "8", "--p95", "9"]
     assert main([*command, "--json", str(out), "--mode", "forward"]) == 0

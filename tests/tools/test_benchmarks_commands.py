@@ -23,7 +23,8 @@ def test_generate_writes_times_tokens_and_what_ran(tmp_path):
     path = tmp_path / "out.json"
     assert main(["generate", "--quick", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 * len(generate.LEFT)  # a DynamicCache and a StaticCache
+    caches = [row["title"].split(", ")[2] for row in rows]
+    assert [caches.count(f"a {cache}Cache") for cache in ("Dynamic", "Static")] == [4, 6]
     for row in rows:
         assert 0 < row["first_token_s"] < row["total_s"]
         assert 0 < row["token_p50_s"] <= row["token_p95_s"] <= row["token_p99_s"]

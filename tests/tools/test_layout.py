@@ -107,7 +107,7 @@ PYTHON = [
     {"fusedops.cache"},
     {"fusedops.building"},
     {"fusedops.uncompiled"},
-    {"fusedops.extension", "fusedops.allocator"},
+    {"fusedops.extension", "fusedops.allocator", "fusedops.huge_pages"},
     {"fusedops.triton"},
     {"fusedops.backends"},
     {"fusedops.profiling.timing"},

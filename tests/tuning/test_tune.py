@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from patching.architectures import PLAIN
+from sweeping.cases import llama, tokens
 from torch import nn
 
 import fusedops
@@ -20,27 +22,8 @@ from fusedops.tuning.knobs import KNOBS, Subject
 from fusedops.tuning.rules import Limits, Measured, judge
 from fusedops.tuning.setting import Setting
 
-WORDS = 96
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": WORDS,
-}
 FASTER, SLOWER, SAME = Ratio(1.2, 1.1, 1.3), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.9, 1.1)
 SLIGHTLY = Ratio(1.015, 1.01, 1.03)
-
-
-def llama():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-
-
-def tokens(batch, length):
-    ids = torch.randint(WORDS, (batch, length or 8))
-    return {"input_ids": ids, "labels": ids}
 
 
 RULES = {
@@ -279,7 +262,7 @@ def test_knobs_say_why_they_cannot_be_turned():
 
 def test_the_command_line(tmp_path, capsys):
     path, out = tmp_path / "config.json", tmp_path / "tuning.json"
-    path.write_text(json.dumps(TINY | {"model_type": "llama"}))
+    path.write_text(json.dumps(PLAIN | {"model_type": "llama"}))
     command = ["tune", str(path), "--batch", "2", "--length", "8", "--knobs", "patch"]
     assert main([*command, "--budget", "8", "--json", str(out)]) == 0
     assert "def tuned(model, optimizer):" in capsys.readouterr().out

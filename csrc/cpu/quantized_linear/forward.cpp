@@ -5,7 +5,7 @@
 // x. For a few rows codes are decoded in registers. Up to kMany rows of x read decoded rows from
 // the cache: with up to kFew rows of x a row of codes is read from end to end, with more a piece of
 // the depth is read for all columns. More rows use transposed tiles, by oneDNN. If the CPU has a
-// matrix unit (AMX), it multiplies 2 rows or more, and 1 row of fp8. Codes are read once for each
+// matrix unit (AMX), it multiplies 3 rows or more, of fp8 4 or more. Codes are read once for each
 // kMostRows rows. The order of sums does not depend on the number of threads.
 
 #include <ATen/Functions.h>

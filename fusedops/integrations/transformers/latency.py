@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fusedops.huge_pages import move_to_huge_pages
 from fusedops.patching import PatchReport, patch
 from fusedops.patching.core.undo import at_unpatch, run_at_unpatch
 
@@ -23,20 +24,22 @@ def low_latency(
     Patches the model. `model.generate` then uses a static cache and runs torch.compile's code for
     each token after the first, by the model's own `generation_config`; arguments of `generate` win
     over it. The first generation compiles, which takes seconds to a minute, and so does one whose
-    cache needs another size.
+    cache needs another size. Weights on the CPU are copied into huge pages, where Linux has them:
+    one token's products read every weight, and reading pages of 4 KiB is slower.
 
     cache: "static", or "dynamic" for the config's own, which cannot be compiled. quantize: a format
     of `fusedops.quantize`, such as "nf4", for the linears' weights.
 
-    `unpatch(model)` undoes everything but the quantization. Returns patch's report. Raises
-    TypeError for a model without `generate`, and ValueError for an unknown cache or format, or for
-    compile=True with a dynamic cache.
+    `unpatch(model)` undoes everything but the quantization and the copy. Returns patch's report.
+    Raises TypeError for a model without `generate`, and ValueError for an unknown cache or format,
+    or for compile=True with a dynamic cache.
     """
     _check(model, cache, compile)
     report = patch(model, quantize=quantize)
     run_at_unpatch(model)  # an earlier call's config
     if cache == "static":
         _generate_statically(model, compile)
+    report.notes.append(f"low_latency: {move_to_huge_pages(model)}")
     how = ", and torch.compile runs each token after the first" if compile else ""
     report.notes.append(f"low_latency: {cache} cache{how}")
     return report

@@ -205,16 +205,9 @@ def use(monkeypatch, function):
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(recorded):
     """Returns the dtypes of q in calls of the fused function, once it is used in earnest."""
-    made, fused = [], rotary.rotary_embedding
-
-    def counted(q, *args, **how):
-        made.append(q.dtype)
-        return fused(q, *args, **how)
-
-    monkeypatch.setattr(rotary, "rotary_embedding", counted)
-    return made
+    return recorded(rotary, "rotary_embedding", lambda q, *_, **how: q.dtype)
 
 
 def inputs(dtype=torch.float32, table=None, rotary=WIDTH):

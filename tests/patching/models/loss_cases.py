@@ -58,6 +58,20 @@ def loss_site(model, **how):
     return site
 
 
+def trainer(model, folder, data, callbacks=(), compute_metrics=None, **arguments):
+    """Returns a quiet Trainer, which evaluates on what it trains on."""
+    how = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    how |= {"output_dir": str(folder)} | arguments
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(**how),
+        train_dataset=data,
+        eval_dataset=data,
+        compute_metrics=compute_metrics,
+        callbacks=[*callbacks],
+    )
+
+
 def made(outputs):
     """Whether logits were made: not lazy ones, or lazy ones that were read."""
     logits = outputs.logits

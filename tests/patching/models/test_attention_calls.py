@@ -118,15 +118,9 @@ def test_a_device_without_a_kernel_is_transformers(calls, caplog, monkeypatch):
     assert messages(caplog)[0].endswith("there is no kernel for cpu")
 
 
-def test_another_scaled_dot_product_attention_is_called(calls, caplog, monkeypatch):
+def test_another_scaled_dot_product_attention_is_called(calls, caplog, recorded):
     """torch's context parallelism puts one there, as do libraries of attention kernels."""
-    sdpa, made = torch.nn.functional.scaled_dot_product_attention, []
-
-    def other(*args, **kwargs):
-        made.append(args)
-        return sdpa(*args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
+    made = recorded(torch.nn.functional, "scaled_dot_product_attention")
     with caplog.at_level(logging.DEBUG, "fusedops"):
         attention_forward(Layer(), *heads(), None)
     assert len(made) == 1 and not calls

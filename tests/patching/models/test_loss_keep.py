@@ -29,6 +29,7 @@ from patching.models.loss_cases import (
     llama,
     loss_site,
     made,
+    trainer,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -55,13 +56,9 @@ def stepped(model, optimizer=torch.optim.SGD):
 
 
 @pytest.fixture
-def losses(monkeypatch):
+def losses(recorded):
     """Returns the calls of linear_cross_entropy by patched heads."""
-    calls, run = [], heads.linear_cross_entropy
-    monkeypatch.setattr(
-        heads, "linear_cross_entropy", lambda *a, **k: calls.append(k) or run(*a, **k)
-    )
-    return calls
+    return recorded(heads, "linear_cross_entropy")
 
 
 @grid(optimizer=[torch.optim.SGD, torch.optim.AdamW, AdamW], build=BUILDS)
@@ -203,15 +200,9 @@ def test_outputs_of_any_class(build, kind, losses):
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_only_the_outputs_logits_are_computed(build, monkeypatch):
+def test_only_the_outputs_logits_are_computed(build, recorded):
     """Not those before a softcap, nor a loss function's copy in float32."""
-    seen, run = [], logits_of.State.values
-
-    def counted(state):
-        seen.append(state)
-        return run(state)
-
-    monkeypatch.setattr(logits_of.State, "values", counted)
+    seen = recorded(logits_of.State, "values", lambda state: state)
     outputs = keeping(build().bfloat16())(input_ids=IDS, labels=LABELS)
     assert set(seen) == {outputs.logits.state}
 
@@ -348,28 +339,11 @@ def test_the_trainers_predictions(tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in text[: 8 * 16].view(8, 16)]
 
     def run(callbacks):
-        metrics = Metrics()
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=4,
-            max_steps=2,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            disable_tqdm=True,
-            eval_strategy="steps",
-            eval_steps=1,
-        )
-        trainer = transformers.Trainer(
-            model=llama(),
-            args=arguments,
-            train_dataset=rows,
-            eval_dataset=rows,
-            compute_metrics=metrics,
-            callbacks=callbacks,
-        )
-        trainer.train()
-        return [*metrics.seen, trainer.predict(rows).predictions]
+        metrics, how = Metrics(), {"per_device_train_batch_size": 4, "max_steps": 2}
+        how |= {"eval_strategy": "steps", "eval_steps": 1}
+        made = trainer(llama(), tmp_path, rows, callbacks, metrics, **how)
+        made.train()
+        return [*metrics.seen, made.predict(rows).predictions]
 
     callback = fusedops.integrations.transformers.FusedOpsCallback(**OTHERS, loss="keep_logits")
     ours, theirs = run([callback]), run([])

@@ -19,6 +19,7 @@ from patching.models.loss_cases import (
     made,
     patched,
     results,
+    trainer,
 )
 
 pytestmark = pytest.mark.usefixtures("any_size")
@@ -176,25 +177,13 @@ class Texts(torch.utils.data.Dataset):
 
 
 def trained(model, folder, compute_metrics=None, **more):
-    arguments = transformers.TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=3,
-        max_steps=3,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **more,
-    )
-    data = {"train_dataset": Texts(), "eval_dataset": Texts()}
-    trainer = transformers.Trainer(model, arguments, compute_metrics=compute_metrics, **data)
-    trainer.train()
-    history = trainer.state.log_history
+    how = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
+    how |= {"learning_rate": 1e-2, "logging_steps": 1} | more
+    made = trainer(model, folder, Texts(), compute_metrics=compute_metrics, **how)
+    made.train()
+    history = made.state.log_history
     losses = [entry[key] for entry in history for key in ("loss", "grad_norm") if key in entry]
-    evaluated, predicted = trainer.evaluate(), trainer.predict(Texts())
+    evaluated, predicted = made.evaluate(), made.predict(Texts())
     scores = [evaluated["eval_loss"], evaluated.get("eval_accuracy", 0.0)]
     return torch.tensor(losses + scores), predicted.predictions
 

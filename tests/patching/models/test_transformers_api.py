@@ -6,16 +6,9 @@ from axes import grid
 
 from fusedops import patch, unpatch
 from fusedops.patching.models.transformers_api import RELIANCES, missing_api
+from patching.models.loss_cases import IDS, llama
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
-IDS = torch.arange(3, 11)[None]
-
-
-def model():
-    config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
-    return transformers.LlamaForCausalLM(config)
 
 
 def test_all_is_there():
@@ -38,7 +31,7 @@ def hide(monkeypatch, place, name):
     ],
 )
 def test_what_is_gone_is_the_reason(monkeypatch, kind, place, name):
-    built = model()
+    built = llama()
     with torch.no_grad():
         before = built(input_ids=IDS).logits
     hide(monkeypatch, place, name)
@@ -58,12 +51,12 @@ def test_a_parameter_that_is_gone_is_the_reason(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", older)
-    (site,) = (s for s in patch(model()).skipped if s.kind == "attention")
+    (site,) = (s for s in patch(llama(num_hidden_layers=1)).skipped if s.kind == "attention")
     assert "has no attention_mask in integrations.sdpa_attention" in site.reason
 
 
 def test_an_attribute_that_is_gone_is_the_reason(monkeypatch):
-    built = model()
+    built = llama()
     monkeypatch.delattr("transformers.modeling_utils.PreTrainedModel.loss_function")
     (site,) = (s for s in patch(built).skipped if s.kind == "loss")
     assert "has no modeling_utils.PreTrainedModel.loss_function" in site.reason

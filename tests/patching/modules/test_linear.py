@@ -109,18 +109,13 @@ LEFT = [BothUsed, Between, Second]
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(recorded):
     """Returns the activations of the fused linears, in the order of their calls."""
-    made = []
-    for module in (epilogue, linears):
-        run = module.linear
 
-        def counted(x, weight, bias=None, activation=None, run=run):
-            made.append(activation)
-            return run(x, weight, bias, activation)
+    def of(x, weight, bias=None, activation=None):
+        return activation
 
-        monkeypatch.setattr(module, "linear", counted)
-    return made
+    return recorded(linears, "linear", of, into=recorded(epilogue, "linear", of))
 
 
 @pytest.fixture(autouse=True)

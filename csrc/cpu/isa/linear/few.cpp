@@ -1,11 +1,11 @@
 // Products of a few rows with a weight, limited by the reading of the weight.
 //
-// A block is up to 4 rows of x by 4 of w (1 or 2 by 8; half as many of w on AVX2, which has half
+// A block is up to 4 rows of x by 4 of w (by 2 of w for 3 or 4 rows of x on AVX2, which has half
 // the registers): each register of w is loaded once for all rows of x, and sums run along the
-// depth. The depth is cut into pieces, so that a piece of x stays in the first cache for 8 rows of
-// w, and so that no chain of sums is long. The rows of w that come next are prefetched: in pages of
-// 4 KiB, where the processor's own prefetching ends with each page, one row after the other is read
-// at 16 GB/s on a Zen 4, and 8 with prefetching at 25.
+// depth. The depth is cut into pieces, so that a piece of x stays in the first cache for two
+// blocks, and so that no chain of sums is long. The four rows of w lie apart, and each is
+// prefetched: in pages of 4 KiB, where the processor's own prefetching ends with each page, one row
+// after the other is read at 10 GB/s on a Xeon with AMX, and four that are 16 rows apart at 16.
 
 #include "csrc/cpu/isa/linear/few.h"
 
@@ -21,13 +21,11 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-constexpr int64_t kPiece = 2048;  // bytes of a row of w per piece of the depth
-constexpr int64_t kTogether = 8;  // rows of w that read the same piece of x
-#if defined(CPU_CAPABILITY_AVX512)
-constexpr int kColumns = 4;  // rows of w per block; twice as many if x has 1 or 2
-#else
-constexpr int kColumns = 2;
-#endif
+constexpr int64_t kPiece = 2048;      // bytes of a row of w per piece of the depth
+constexpr int64_t kChain = 128;       // registers of it, if x stays in the first cache
+constexpr int64_t kHeld = 16 * 1024;  // bytes of x that stay in the first cache
+constexpr int64_t kTogether = 2;      // blocks that read the same piece of a larger x
+constexpr int64_t kAhead = 1024;      // bytes between what is read of w and what is prefetched
 
 // A dot product in float32. W: the weight's type; x is packed as Number.
 template <class W>
@@ -89,9 +87,16 @@ FUSEDOPS_INLINE typename Dot::Lanes load_rest(const typename Dot::Weight* p, int
   return Dot::load_w(rest);
 }
 
-// to [kRows, ld] = the sums of all lanes, or += if add.
+// Where a block's sums go: row r and column c to at[r * ld + c * apart], added if `add`.
+struct To {
+  float* at;
+  int64_t ld, apart;
+  bool add;
+};
+
+// Stores the sums of all lanes.
 template <int kRows, int kWide>
-FUSEDOPS_INLINE void store_sums(const Vec (&sums)[kRows * kWide], float* to, int64_t ld, bool add) {
+FUSEDOPS_INLINE void store_sums(const Vec (&sums)[kRows * kWide], const To& to) {
   float found[16] = {};
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (kRows * kWide > 4) {
@@ -107,39 +112,47 @@ FUSEDOPS_INLINE void store_sums(const Vec (&sums)[kRows * kWide], float* to, int
   }
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kWide; ++c) {
-      float& sum = to[r * ld + c];
-      sum = found[r * kWide + c] + (add ? sum : 0.f);
+      float& sum = to.at[r * to.ld + c * to.apart];
+      sum = found[r * kWide + c] + (to.add ? sum : 0.f);
     }
   }
 }
 
-// A piece of the depth: kRows packed rows of x by kWide rows of w. fetch: whether to prefetch the
-// rows of w that come next.
+// A piece of kWide rows of w: w[c * apart] is the first element of row c. ahead: elements to what
+// is prefetched, or 0.
+template <class Weight>
+struct Piece {
+  const Weight* w;
+  int64_t apart, depth, ahead;
+};
+
+// A piece of the depth: kRows packed rows of x by kWide rows of w.
 template <class Dot, int kRows, int kWide>
-void add_piece(const typename Dot::Number* x, const typename Dot::Weight* w, int64_t ld,
-               int64_t depth, bool fetch, float* to, int64_t ld_to, bool add) {
+void add_piece(const typename Dot::Number* x, const Piece<typename Dot::Weight>& piece,
+               const To& to) {
   constexpr int kLanes = Dot::kLanes;
+  const auto [w, apart, depth, ahead] = piece;
   Vec sums[kRows * kWide];
 #pragma GCC unroll 16
   for (auto& sum : sums) sum = Vec(0.f);
   const auto step = [&](int64_t j, const auto& load_w) __attribute__((always_inline)) {
     typename Dot::Lanes columns[kWide];
-#pragma GCC unroll 8
-    for (int c = 0; c < kWide; ++c) columns[c] = load_w(w + c * ld + j);
+#pragma GCC unroll 4
+    for (int c = 0; c < kWide; ++c) columns[c] = load_w(w + c * apart + j);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const auto row = Dot::load(x + j * kRows + r * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int c = 0; c < kWide; ++c) {
         sums[r * kWide + c] = Dot::add(sums[r * kWide + c], row, columns[c]);
       }
     }
   };
   int64_t j = 0;
-  if (fetch) {
+  if (ahead > 0) {
     for (; j + kLanes <= depth; j += kLanes) {
       step(j, [&](const auto* p) __attribute__((always_inline)) {
-        __builtin_prefetch(p + kWide * ld, 0, 2);
+        __builtin_prefetch(p + ahead);
         return Dot::load_w(p);
       });
     }
@@ -147,18 +160,16 @@ void add_piece(const typename Dot::Number* x, const typename Dot::Weight* w, int
     for (; j + kLanes <= depth; j += kLanes) step(j, Dot::load_w);
   }
   if (j < depth) step(j, [&](const auto* p) { return load_rest<Dot>(p, depth - j); });
-  store_sums<kRows, kWide>(sums, to, ld_to, add);
+  store_sums<kRows, kWide>(sums, to);
 }
 
-// The same for any number of packed rows: at most kAtOnce, or 2 if kWide is more than kColumns.
+// The same for any number of packed rows, at most kAtOnce.
 template <class Dot, int kWide, class... Args>
 FUSEDOPS_INLINE void add_rows(int64_t rows, Args... args) {
   if (rows == 1) return add_piece<Dot, 1, kWide>(args...);
   if (rows == 2) return add_piece<Dot, 2, kWide>(args...);
-  if constexpr (kWide <= kColumns) {
-    if (rows == 3) return add_piece<Dot, 3, kWide>(args...);
-    return add_piece<Dot, 4, kWide>(args...);
-  }
+  if (rows == 3) return add_piece<Dot, 3, kWide>(args...);
+  return add_piece<Dot, 4, kWide>(args...);
 }
 
 // Groups of rows that are packed together: as few as possible, of nearly the same size.
@@ -179,41 +190,40 @@ struct Groups {
   }
 };
 
-// Rows [first, last) of w, at most kTogether.
-template <class Dot>
-void multiply_together(const FewRows& args, const Groups& groups, int64_t first, int64_t last,
-                       float* to) {
+// Columns of y from `begin`, in blocks of kWide columns: the first block of each kind is columns 0,
+// `blocks`, 2 `blocks` and so on.
+template <class Dot, int kWide>
+void multiply_blocks(const FewRows& args, int64_t begin, int64_t blocks, float* sums) {
   using Weight = typename Dot::Weight;
+  const Groups groups(args.rows);
   const auto* const x = static_cast<const typename Dot::Number*>(args.x);
-  const int64_t piece = kPiece / sizeof(Weight), k = args.k;
-  const int columns = args.rows <= 2 ? 2 * kColumns : kColumns;
-  for (int64_t j = 0; j < k; j += piece) {
-    const int64_t depth = std::min(piece, k - j);
-    for (int64_t n = first; n < last;) {
-      const bool whole = n + columns <= last;
-      const auto* const w = static_cast<const Weight*>(args.w) + n * args.ld + j;
-      groups.each([&](int64_t row, int64_t rows) {
-        const auto* const from = x + row * padded<Dot>(k) + j * rows;
-        float* const sums = to + row * args.ld_sums + n - first;
-        const auto add = [&]<int kWide>() {
-          add_rows<Dot, kWide>(rows, from, w, args.ld, depth, row == 0, sums, args.ld_sums, j > 0);
-        };
-        if (!whole) return add.template operator()<1>();
-        if (columns == kColumns) return add.template operator()<kColumns>();
-        add.template operator()<2 * kColumns>();
-      });
-      n += whole ? columns : 1;
+  const int64_t k = args.k, row_bytes = padded<Dot>(k) * sizeof(*x);
+  const bool held = args.rows * row_bytes <= kHeld;
+  const int64_t most = held ? kChain * Dot::kLanes : kPiece / sizeof(Weight);
+  const int64_t together = held ? 1 : kTogether;
+  const int64_t ahead = held ? kAhead / sizeof(Weight) : args.ld;
+  for (int64_t first = 0; first < blocks; first += together) {
+    const int64_t last = std::min(first + together, blocks);
+    for (int64_t j = 0; j < k; j += most) {
+      for (int64_t n = first; n < last; ++n) {
+        const auto* const w = static_cast<const Weight*>(args.w) + (begin + n) * args.ld + j;
+        Piece<Weight> piece{w, blocks * args.ld, std::min(most, k - j), ahead};
+        groups.each([&](int64_t row, int64_t rows) {
+          const auto* const from = x + row * padded<Dot>(k) + j * rows;
+          add_rows<Dot, kWide>(rows, from, piece,
+                               To{sums + row * args.ld_sums + n, args.ld_sums, blocks, j > 0});
+          piece.ahead = 0;  // only the first rows of x wait for w
+        });
+      }
     }
   }
 }
 
-template <class Dot>
+template <class Dot, int kWide>
 void multiply(const FewRows& args, int64_t begin, int64_t end) {
-  const Groups groups(args.rows);
-  for (int64_t first = begin; first < end; first += kTogether) {
-    multiply_together<Dot>(args, groups, first, std::min(first + kTogether, end),
-                           args.sums + first - begin);
-  }
+  const int64_t blocks = (end - begin) / kWide, whole = blocks * kWide;
+  multiply_blocks<Dot, kWide>(args, begin, blocks, args.sums);
+  multiply_blocks<Dot, 1>(args, begin + whole, end - begin - whole, args.sums + whole);
 }
 
 template <class Dot>
@@ -243,7 +253,12 @@ void pack_few_rows(const void* x, int64_t rows, int64_t k, Dtype dtype, void* pa
 }
 
 void multiply_few_rows(const FewRows& args, int64_t begin, int64_t end) {
-  with_dot(args.dtype, [&]<class Dot>(Dot) { multiply<Dot>(args, begin, end); });
+  with_dot(args.dtype, [&]<class Dot>(Dot) {
+#if !defined(CPU_CAPABILITY_AVX512)
+    if (args.rows > 2) return multiply<Dot, 2>(args, begin, end);
+#endif
+    multiply<Dot, 4>(args, begin, end);
+  });
 }
 
 void add_bias(const float* sums, const void* bias, int64_t columns, void* out, Dtype dtype) {

@@ -58,6 +58,20 @@ inline __m512 from_e4m3(__m128i codes) {
   return _mm512_mask_blend_ps(is_nan, (__m512)_mm512_or_si512((__m512i)number, sign),
                               _mm512_set1_ps(NAN));
 }
+#else
+inline __m256 from_e4m3(__m128i codes) {
+  const __m256i wide = _mm256_cvtepu8_epi32(codes);
+  const __m256i size = _mm256_and_si256(wide, _mm256_set1_epi32(127));
+  const __m256i normal =
+      _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32(120 << 23));
+  const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size), _mm256_set1_ps(0x1p-9f));
+  const auto is_small = (__m256)_mm256_cmpgt_epi32(_mm256_set1_epi32(8), size);
+  const auto is_nan = (__m256)_mm256_cmpeq_epi32(size, _mm256_set1_epi32(127));
+  const __m256 number = _mm256_blendv_ps((__m256)normal, small, is_small);
+  const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(wide, size), 24);
+  return _mm256_blendv_ps((__m256)_mm256_or_si256((__m256i)number, sign), _mm256_set1_ps(NAN),
+                          is_nan);
+}
 #endif
 
 #if defined(__AVX512BF16__)
@@ -93,9 +107,8 @@ inline Floats load(const uint8_t* p, Full) {
   const auto* const codes = reinterpret_cast<const __m128i*>(p);
   return {from_e4m3(_mm_loadu_si128(codes)), from_e4m3(_mm_loadu_si128(codes + 1))};
 #else
-  alignas(64) float numbers[kStep];
-  for (int i = 0; i < kStep; ++i) numbers[i] = from_e4m3(p[i]);
-  return load(numbers, Full());
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {from_e4m3(codes), from_e4m3(_mm_srli_si128(codes, 8))};
 #endif
 }
 inline Floats load(const uint8_t* p, Tail tail) {

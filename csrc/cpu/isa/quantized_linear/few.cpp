@@ -2,6 +2,9 @@
 
 #include "csrc/cpu/isa/quantized_linear/few.h"
 
+#include <algorithm>
+#include <type_traits>
+
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
 
 namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
@@ -10,29 +13,58 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-// Prefetches the codes that a row's loop reads `kAhead` bytes further on. They are one stream from
-// row to row, but the processor's own prefetching stops at the end of each page.
-constexpr int64_t kAhead = 4096;
+// Prefetches what kWide streams of codes read next; each is one stream from row to row, but the
+// processor's own prefetching stops at the end of each page.
+constexpr int64_t kAhead = 4096, kGroupsAhead = 64;
+template <int kWide = 1>
 FUSEDOPS_INLINE void prefetch_codes(const void* p) {
-  __builtin_prefetch(static_cast<const char*>(p) + kAhead, 0, 2);
+  __builtin_prefetch(static_cast<const char*>(p) + kAhead / kWide);
 }
 
-// Multiplies a row of w with kRows rows of x. Code: int8_t, or uint8_t for e4m3.
-template <int kRows, class Code>
-void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+// Rows of w that are multiplied side by side: `first` + n + c * apart for n < apart. Sums for row
+// `begin` come first.
+struct Columns {
+  int64_t first, apart, begin;
+};
+
+// How many rows of w kRows rows of x are multiplied with, side by side: four streams of codes are
+// read faster than one. `registers`: for sums.
+template <int kRows>
+constexpr int streams(int registers) {
+  return kRows * 4 <= registers ? 4 : kRows * 2 <= registers ? 2 : 1;
+}
+
+// Code: int8_t, or uint8_t for e4m3. A chain of sums is as long as a block, so that it is exact.
+template <int kRows, class Code, int kWide>
+void add_bytes(const Codes& w, const FewRows& args, const Columns& columns) {
+  constexpr int64_t kBlock = 1024;
   const auto* const x = static_cast<const float*>(args.x);
-  for (int64_t n = begin; n < end; ++n) {
+  for (int64_t n = columns.first; n < columns.first + columns.apart; ++n) {
     const auto* const codes = reinterpret_cast<const Code*>(w.at(n, 0));
-    Floats sums[kRows];
-    each_step(w.k, [&](int64_t j, auto part) {
-      const auto number = load(codes + j, part);
-      prefetch_codes(codes + j);
+    Floats totals[kWide][kRows];
+    for (int64_t first = 0; first < w.k; first += kBlock) {
+      Floats sums[kWide][kRows];
+      each_step(std::min(kBlock, w.k - first), [&](int64_t i, auto part) {
+        const int64_t j = first + i;
+#pragma GCC unroll 4
+        for (int c = 0; c < kWide; ++c) {
+          const Code* const p = codes + c * columns.apart * w.k + j;
+          const auto number = load(p, part);
+          prefetch_codes<kWide>(p);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        sums[r] = fma(load(x + r * args.ld + j, part), number, sums[r]);
+          for (int r = 0; r < kRows; ++r) {
+            sums[c][r] = fma(load(x + r * args.ld + j, part), number, sums[c][r]);
+          }
+        }
+      });
+      for (int c = 0; c < kWide; ++c) {
+        for (int r = 0; r < kRows; ++r) totals[c][r] = totals[c][r] + sums[c][r];
       }
-    });
-    for (int r = 0; r < kRows; ++r) args.sums[r * args.ld_sums + n - begin] = sum(sums[r]);
+    }
+    for (int c = 0; c < kWide; ++c) {
+      float* const to = args.sums + n + c * columns.apart - columns.begin;
+      for (int r = 0; r < kRows; ++r) to[r * args.ld_sums] = sum(totals[c][r]);
+    }
   }
 }
 
@@ -41,6 +73,19 @@ void add_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) 
 // up if x has a nonzero mean. Scaling the table by this factor reduces the mean error over a normal
 // distribution's codes from 1.8e-4 to 6e-6, and the RMS error from 5.3e-4 to 3.7e-4.
 constexpr float kNf4Factor = 1.24185f;
+
+// Stores the lanes' sums, times `factor`, for row n of w and those beside it.
+template <int kRows, int kWide>
+FUSEDOPS_INLINE void store_sums(const __m512 (&sums)[kWide][kRows], float factor,
+                                const FewRows& args, const Columns& columns, int64_t n) {
+#pragma GCC unroll 4
+  for (int c = 0; c < kWide; ++c) {
+    float* const to = args.sums + n + c * columns.apart - columns.begin;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+      to[r * args.ld_sums] = _mm512_reduce_add_ps(sums[c][r]) * factor;
+  }
+}
 
 // Returns the table of the 4-bit codes' numbers, as bfloat16, twice, because vpermw uses 5 bits.
 __m512i table_of(WeightFormat format) {
@@ -74,60 +119,64 @@ struct Spread {
 
 // A 16-bit lane has four codes, read with shifts of 0, 4, 8 and 12; turn_halves orders x the same
 // way. Bits above a code are ignored.
-template <int kRows, bool kZeros>
-void add_halves(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+template <int kRows, bool kZeros, int kWide>
+void add_halves(const Codes& w, const FewRows& args, const Columns& columns) {
   const __m512i table = table_of(w.format);
   const Spread spread(w.group_size);
-  const int64_t blocks = w.k / kHalves;
+  const int64_t blocks = w.k / kHalves, row_bytes = w.k / 2, row_groups = blocks * spread.groups;
   const auto* const x = static_cast<const uint16_t*>(args.x);
-  for (int64_t n = begin; n < end; ++n) {
+  for (int64_t n = columns.first; n < columns.first + columns.apart; ++n) {
     const uint8_t* const bytes = w.at(n, 0);
-    const int64_t group = n * blocks * spread.groups;
-    __m512 sums[kRows] = {};
+    __m512 sums[kWide][kRows] = {};
     for (int64_t i = 0; i < blocks; ++i) {
-      const __m512i codes = _mm512_loadu_si512(bytes + i * kHalves / 2);
-      prefetch_codes(bytes + i * kHalves / 2);
-      const __m512i shifted[4] = {codes, _mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8),
-                                  _mm512_srli_epi16(codes, 12)};
-      __m512i numbers[4];
 #pragma GCC unroll 4
-      for (int s = 0; s < 4; ++s) numbers[s] = _mm512_permutexvar_epi16(shifted[s], table);
-      const __m512 scales = spread.of(w.scales + group + i * spread.groups);
-      __m512 zeros = {};
-      if (kZeros) zeros = spread.of(w.zeros + group + i * spread.groups);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const uint16_t* const of_row = x + r * args.ld + i * kHalves;
-        __m512 products = {};
+      for (int c = 0; c < kWide; ++c) {
+        const uint8_t* const p = bytes + c * columns.apart * row_bytes + i * kHalves / 2;
+        const int64_t group = (n + c * columns.apart) * row_groups + i * spread.groups;
+        const __m512i codes = _mm512_loadu_si512(p);
+        prefetch_codes<kWide>(p);
+        const __m512i shifted[4] = {codes, _mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8),
+                                    _mm512_srli_epi16(codes, 12)};
+        __m512i numbers[4];
 #pragma GCC unroll 4
-        for (int s = 0; s < 4; ++s) {
-          products = _mm512_dpbf16_ps(products, (__m512bh)_mm512_loadu_si512(of_row + 32 * s),
-                                      (__m512bh)numbers[s]);
-        }
+        for (int s = 0; s < 4; ++s) numbers[s] = _mm512_permutexvar_epi16(shifted[s], table);
+        __builtin_prefetch(w.scales + group + kGroupsAhead);
+        const __m512 scales = spread.of(w.scales + group);
+        __m512 zeros = {};
         if (kZeros) {
-          const __m512 lanes = _mm512_loadu_ps(args.lanes + r * args.ld / kCodesOfLane + i * 16);
-          products = _mm512_fnmadd_ps(zeros, lanes, products);
+          __builtin_prefetch(w.zeros + group + kGroupsAhead);
+          zeros = spread.of(w.zeros + group);
         }
-        sums[r] = _mm512_fmadd_ps(products, scales, sums[r]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const uint16_t* const of_row = x + r * args.ld + i * kHalves;
+          __m512 products = {};
+#pragma GCC unroll 4
+          for (int s = 0; s < 4; ++s) {
+            products = _mm512_dpbf16_ps(products, (__m512bh)_mm512_loadu_si512(of_row + 32 * s),
+                                        (__m512bh)numbers[s]);
+          }
+          if (kZeros) {
+            const __m512 lanes = _mm512_loadu_ps(args.lanes + r * args.ld / kCodesOfLane + i * 16);
+            products = _mm512_fnmadd_ps(zeros, lanes, products);
+          }
+          sums[c][r] = _mm512_fmadd_ps(products, scales, sums[c][r]);
+        }
       }
     }
-    for (int r = 0; r < kRows; ++r) {
-      const float total = _mm512_reduce_add_ps(sums[r]);
-      args.sums[r * args.ld_sums + n - begin] = kZeros ? total : total * (1 / kNf4Factor);
-    }
+    store_sums<kRows, kWide>(sums, kZeros ? 1 : 1 / kNf4Factor, args, columns, n);
   }
 }
+
 #endif
 
 #if defined(__AVX512BF16__)
-// Two sums per row: a single one would be one long dependency chain, and one indexed by j would be
-// kept in memory.
-template <int kRows, class Code>
-void add_narrow_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
+template <int kRows, class Code, int kWide>
+void add_narrow_bytes(const Codes& w, const FewRows& args, const Columns& columns) {
   const auto* const x = static_cast<const uint16_t*>(args.x);
-  for (int64_t n = begin; n < end; ++n) {
+  for (int64_t n = columns.first; n < columns.first + columns.apart; ++n) {
     const uint8_t* const codes = w.at(n, 0);
-    __m512 sums[2][kRows] = {};
+    __m512 sums[kWide][kRows] = {};
     const auto add = [&](int64_t j, __m256i some, __m512* to) {
       const __m512i numbers = widen_codes<Code>(some);
 #pragma GCC unroll 8
@@ -136,45 +185,54 @@ void add_narrow_bytes(const Codes& w, const FewRows& args, int64_t begin, int64_
         to[r] = _mm512_dpbf16_ps(to[r], (__m512bh)row, (__m512bh)numbers);
       }
     };
-    const auto whole = [&](int64_t j) {
-      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + j));
-    };
-    const auto rest = [&](int64_t j) {
-      return _mm256_maskz_loadu_epi8(w.k - j < 32 ? (1u << (w.k - j)) - 1 : ~0u, codes + j);
-    };
     int64_t j = 0;
-    for (; j + 64 <= w.k; j += 64) {
-      prefetch_codes(codes + j);
-      add(j, whole(j), sums[0]);
-      add(j + 32, whole(j + 32), sums[1]);
+    for (; j + 32 <= w.k; j += 32) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kWide; ++c) {
+        const uint8_t* const p = codes + c * columns.apart * w.k + j;
+        prefetch_codes<kWide>(p);
+        add(j, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), sums[c]);
+      }
     }
-    if (j < w.k) add(j, rest(j), sums[0]);
-    if (j + 32 < w.k) add(j + 32, rest(j + 32), sums[1]);
-    for (int r = 0; r < kRows; ++r) {
-      args.sums[r * args.ld_sums + n - begin] = _mm512_reduce_add_ps(sums[0][r] + sums[1][r]);
+    for (int c = 0; c < kWide && j < w.k; ++c) {
+      const auto rest = (1u << (w.k - j)) - 1;
+      add(j, _mm256_maskz_loadu_epi8(rest, codes + c * columns.apart * w.k + j), sums[c]);
     }
+    store_sums<kRows, kWide>(sums, 1, args, columns, n);
   }
 }
 #endif
 
+// Rows [begin, end) of w.
 template <int kRows>
 void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
-#if defined(__AVX512BF16__)
+  const auto all = [&]<int kMost>(std::integral_constant<int, kMost>, const auto& some) {
+    const int64_t apart = (end - begin) / kMost, rest = begin + apart * kMost;
+    some.template operator()<kMost>(Columns{begin, apart, begin});
+    some.template operator()<1>(Columns{rest, end - rest, begin});
+  };
+  const bool of_integers = w.format == WeightFormat::int8;
+#if defined(__AVX512BF16__)  // callers never request 4-bit codes on other ISAs
+  constexpr std::integral_constant<int, streams<kRows>(8)> narrow;
   if (args.narrow && w.of_bytes()) {
-    return w.format == WeightFormat::fp8 ? add_narrow_bytes<kRows, uint8_t>(w, args, begin, end)
-                                         : add_narrow_bytes<kRows, int8_t>(w, args, begin, end);
+    return all(narrow, [&]<int kWide>(const Columns& columns) {
+      if (of_integers) return add_narrow_bytes<kRows, int8_t, kWide>(w, args, columns);
+      add_narrow_bytes<kRows, uint8_t, kWide>(w, args, columns);
+    });
+  }
+  if (args.narrow) {
+    return all(narrow, [&]<int kWide>(const Columns& columns) {
+      if (w.zeros != nullptr) return add_halves<kRows, true, kWide>(w, args, columns);
+      add_halves<kRows, false, kWide>(w, args, columns);
+    });
   }
 #endif
-  switch (w.format) {
-    case WeightFormat::int8: return add_bytes<kRows, int8_t>(w, args, begin, end);
-    case WeightFormat::fp8: return add_bytes<kRows, uint8_t>(w, args, begin, end);
-#if defined(__AVX512BF16__)  // callers never request these on other ISAs
-    case WeightFormat::int4: return add_halves<kRows, true>(w, args, begin, end);
-    case WeightFormat::nf4: return add_halves<kRows, false>(w, args, begin, end);
-#else
-    default: return;
-#endif
-  }
+  // A sum takes two registers; half of the registers are for sums.
+  constexpr std::integral_constant<int, streams<kRows>(Vec::size() / 2)> wide;
+  all(wide, [&]<int kWide>(const Columns& columns) {
+    if (of_integers) return add_bytes<kRows, int8_t, kWide>(w, args, columns);
+    add_bytes<kRows, uint8_t, kWide>(w, args, columns);
+  });
 }
 
 }  // namespace
