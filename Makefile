@@ -38,7 +38,7 @@ TESTABLE := $(BUILT)-simt
 INSTALLED := build/.installed-$(subst /,_,$(PY))
 
 help:
-	@echo "make demo     train one model with fusedops and without, side by side"
+	@echo "make demo     train one model in four ways, side by side: eager, fused AdamW, torch.compile, fusedops"
 	@echo "make test     all tests"
 	@echo "make check    formatting, lint, types, layout"
 	@echo "make examples run every example and notebook with --tiny"

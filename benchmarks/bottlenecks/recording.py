@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from benchmarks.harness import report
-from fusedops.demo.training import CONTENDERS, Settings, Trainer, batches
+from fusedops.demo.training import EAGER, FUSED, Settings, Trainer, batches
 from fusedops.profiling.collect.clock import preempted_seconds
 from fusedops.profiling.loaders import _listeners
 from fusedops.profiling.recording import Recording
@@ -121,7 +121,9 @@ def shown(row: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks.recording")
-    parser.add_argument("contenders", nargs="*", help=f"of {', '.join(CONTENDERS)}; by default all")
+    parser.add_argument(
+        "contenders", nargs="*", help=f"of {', '.join((EAGER, FUSED))}; by default all"
+    )
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for each contender")
     parser.add_argument("--json", default=str(RESULTS), help="other contenders' rows there stay")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -130,7 +132,7 @@ def main() -> int:
     path = Path(args.json)
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = {row["contender"]: row for row in kept}
-    rows |= {one: measure(one, args.budget) for one in args.contenders or CONTENDERS}
+    rows |= {one: measure(one, args.budget) for one in args.contenders or (EAGER, FUSED)}
     goals = [
         {"title": row["title"], "what": "overhead, upper end of the 95 % interval"}
         | {"asked": AT_MOST, "measured": row["overhead"][2], "met": row["overhead"][2] < AT_MOST}

@@ -226,7 +226,11 @@ def demo(document: dict) -> list[str]:
         for loss in [one["final_loss"]]
     ]
     table = markdown(["contender", "tokens/s", "peak memory", "loss at the end"], lines)
-    return [*table, "", f"Fused over eager: {ratio(document['ratio'])} in tokens/s."]
+    over = document.get("fused_over", {"eager": document["ratio"]})
+    texts = (f"{name}: {ratio(of)}" for name, of in over.items())
+    seconds = document["contenders"].get("torch.compile", {}).get("compile_s")
+    compiled = [] if seconds is None else ["", f"torch.compile compiled in {seconds:.0f} s."]
+    return [*table, "", f"Fused in tokens/s, over {'; '.join(texts)}.", *compiled]
 
 
 TABLES = {

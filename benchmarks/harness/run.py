@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -117,7 +118,7 @@ def count_launches(case: Case, machine: Machine) -> dict[str, int]:
 
 
 def measure_memory(case: Case, name: str, machine: Machine) -> Memory | None:
-    """Memory of a contender's call whose output is a loss; None if it cannot run.
+    """Memory of a contender's call; None if it cannot run. Outputs are summed up to a loss.
 
     This must run in a process that does not time: see `count_launches`.
     """
@@ -125,9 +126,17 @@ def measure_memory(case: Case, name: str, machine: Machine) -> Memory | None:
     try:
         inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
         with contender.scope(), grad_mode(case.mode):
-            return machine.memory(bind(contender.prepare(*inputs), case.mode, leaves(inputs)))
+            run = partial(_loss, contender.prepare(*inputs))
+            return machine.memory(bind(run, case.mode, leaves(inputs)))
     except (Skip, *RAISED):
         return None
+
+
+def _loss(run: Run) -> Tensor:
+    outputs = run()
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.dim() == 0 else outputs.sum()
+    return torch.stack([o.sum() for o in outputs]).sum()
 
 
 def _measure(result: Result, budget_s: float, machine: Machine, copy: bool) -> None:

@@ -1,28 +1,43 @@
 """Shows the demo's results: numbers, a table and a plot."""
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from fusedops.demo.training import CONTENDERS, Settings, Trainer
+from fusedops.demo.peak import Fresh
+from fusedops.demo.training import (
+    COMPILED,
+    CONTENDERS,
+    EAGER,
+    FUSED,
+    TORCH_FUSED,
+    Settings,
+    Trainer,
+)
 from fusedops.profiling.timing import Ratio, paired_ratio, quantiles
 
 WARMUP = 3  # steps excluded from timing: allocations, the matrix library's caches
 LAST = 10  # the final loss is the mean of the last steps
-COLORS = {"eager": "#9aa5b1", "fused": "#d1495b"}
+COLORS = {EAGER: "#9aa5b1", TORCH_FUSED: "#3d5a80", COMPILED: "#e09f3e", FUSED: "#d1495b"}
+HEADER = ("tokens/s", "over eager", "p50 ms", "p95 ms", "MiB", "loss")
 
 
-def summary(trainers: dict[str, Trainer], peaks: dict[str, int], settings: Settings) -> dict:
+def summary(trainers: dict[str, Trainer], fresh: dict[str, Fresh], settings: Settings) -> dict:
     """All numbers in the table, and the curves."""
-    eager, fused = (trainers[name] for name in CONTENDERS)
+    eager, fused = trainers[EAGER], trainers[FUSED]
     gaps = [abs(a - b) for a, b in zip(eager.losses, fused.losses, strict=True)]
     return {
-        "ratio": paired_ratio(timed(eager), timed(fused))._asdict(),
+        "ratio": _over(eager, fused),
+        "fused_over": {
+            name: _over(trainer, fused) for name, trainer in trainers.items() if name != FUSED
+        },
         "max_loss_difference": max(gaps),
         "parameters": sum(p.numel() for p in eager.model.parameters()),
         "contenders": {
-            name: _numbers(trainer, peaks[name], settings) for name, trainer in trainers.items()
+            name: _numbers(trainer, settings)
+            | fresh[name]._asdict()
+            | {"over_eager": _over(eager, trainer)}
+            for name, trainer in trainers.items()
         },
     }
 
@@ -31,66 +46,78 @@ def timed(trainer: Trainer) -> list[float]:
     return trainer.seconds[WARMUP:]
 
 
-def _numbers(trainer: Trainer, peak: int, settings: Settings) -> dict:
+def _over(slow: Trainer, fast: Trainer) -> dict[str, float]:
+    return paired_ratio(timed(slow), timed(fast))._asdict()
+
+
+def _numbers(trainer: Trainer, settings: Settings) -> dict:
     p50, p95 = quantiles(timed(trainer), 0.5, 0.95)
     return {
         "tokens_per_s": settings.tokens / p50,
         "step_p50_s": p50,
         "step_p95_s": p95,
-        "peak_bytes": peak,
         "final_loss": fmean(trainer.losses[-LAST:]),
         "losses": trainer.losses,
         "seconds": trainer.seconds,
     }
 
 
-def table(results: dict) -> object:
-    """A rich table with a column per contender; plain text if rich is not installed."""
-    try:
-        from rich.table import Table
-    except ModuleNotFoundError:
-        return _plain(_rows(results))
-    shown = Table(title="Same model, same batches, alternating steps")
-    shown.add_column()
-    for name in CONTENDERS:
-        shown.add_column(name, justify="right")
-    for name, cells in _rows(results).items():
-        shown.add_row(name, *cells)
-    return shown
+def table(results: dict) -> str:
+    """A line per contender, at most 80 columns wide; a contender's may be a reason instead."""
+    rows = {name: _row(results, name) for name in CONTENDERS}
+    whole = [HEADER, *(cells for cells in rows.values() if len(cells) == len(HEADER))]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    first = max(map(len, CONTENDERS))
+    return "\n".join(
+        f"{name:{first}}" + "".join(f"  {c:>{w}}" for c, w in zip(cells, widths, strict=False))
+        for name, cells in {"": HEADER, **rows}.items()
+    )
 
 
-def _plain(rows: dict[str, list[str]]) -> str:
-    lines = {"": [*CONTENDERS], **rows}
-    return "\n".join(f"{name:32}{eager:>14}{fused:>26}" for name, (eager, fused) in lines.items())
+def _row(results: dict, name: str) -> tuple[str, ...]:
+    """A contender's cells; one with the reason if it could not run."""
+    if name not in results["contenders"]:
+        return (f"not available: {results['unavailable'][name]}",)
+    numbers = results["contenders"][name]
+    return (
+        f"{numbers['tokens_per_s']:,.0f}",
+        "" if name == EAGER else interval(numbers["over_eager"]),
+        f"{numbers['step_p50_s'] * 1e3:.1f}",
+        f"{numbers['step_p95_s'] * 1e3:.1f}",
+        f"{numbers['peak_bytes'] / 2**20:,.0f}",
+        f"{numbers['final_loss']:.4f}",
+    )
 
 
-def _rows(results: dict) -> dict[str, list[str]]:
-    def both(key: str, form: Callable[[float], str]) -> list[str]:
-        return [form(results["contenders"][name][key]) for name in CONTENDERS]
-
-    return {
-        "tokens/s (median step)": both("tokens_per_s", lambda v: f"{v:,.0f}"),
-        "paired ratio (95 % interval)": ["", speed(results)],
-        "step time p50": both("step_p50_s", lambda v: f"{v * 1e3:.1f} ms"),
-        "step time p95": both("step_p95_s", lambda v: f"{v * 1e3:.1f} ms"),
-        "peak memory, fresh process": both("peak_bytes", lambda v: f"{v / 2**20:,.0f} MiB"),
-        f"final loss (last {LAST} steps)": both("final_loss", lambda v: f"{v:.4f}"),
-        "largest loss difference": ["", f"{results['max_loss_difference']:.4f}"],
-    }
+def interval(ratio: dict[str, float]) -> str:
+    return "{median:.2f}x ({low:.2f}..{high:.2f})".format(**ratio)
 
 
-def speed(results: dict) -> str:
-    return "{median:.3f}x ({low:.3f}..{high:.3f})".format(**results["ratio"])
+def notes(results: dict) -> str:
+    """What the table's columns leave out."""
+    lines = [
+        "tokens/s, p50, p95: of step times; over eager: paired ratio, with its 95 % interval",
+        f"MiB: peak memory of a fresh process; loss: mean of the last {LAST} steps",
+        f"fused and eager: losses at most {results['max_loss_difference']:.4f} apart",
+    ]
+    if (compiled := results["contenders"].get(COMPILED)) is not None:
+        lines.append(
+            f"torch.compile: compiled in {compiled['compile_s']:.0f} s, which no step includes"
+        )
+    return "\n".join(lines)
 
 
 def verdict(results: dict) -> str:
-    """The claim that the interval supports, favourable or not."""
-    ratio = Ratio(**results["ratio"])
+    """The claims that the intervals support, favourable or not."""
+    return "\n".join(_verdict(name, Ratio(**of)) for name, of in results["fused_over"].items())
+
+
+def _verdict(other: str, ratio: Ratio) -> str:
     if ratio.low > 1:
-        return f"Fused trains {ratio.median:.2f} times as fast as eager here."
+        return f"Fused trains {ratio.median:.2f} times as fast as {other} here."
     if ratio.high < 1:
-        return f"Fused is slower here: {ratio.median:.2f} times eager's speed."
-    return f"No difference in speed was found here: the interval of {ratio} contains 1."
+        return f"Fused is slower than {other} here: {ratio.median:.2f} times its speed."
+    return f"No difference in speed to {other} was found here: the interval of {ratio} contains 1."
 
 
 def plot(results: dict, path: Path) -> None:
@@ -113,13 +140,14 @@ def plot(results: dict, path: Path) -> None:
 def _title(results: dict) -> str:
     size, threads = results["parameters"] / 1e6, results["threads"]
     machine = f"{results['device']}, {threads} thread{'s' if threads > 1 else ''}"
-    return f"Llama, {size:.1f}M parameters, bfloat16, AdamW, {machine}: fused {speed(results)}"
+    over = interval(results["ratio"])
+    return f"Llama, {size:.1f}M parameters, bfloat16, AdamW, {machine}: fused over eager {over}"
 
 
 def _plot_losses(axes, results: dict) -> None:
     # The curves should coincide: eager is drawn broad below, fused thin on top.
-    for name, width in (("eager", 4.0), ("fused", 1.2)):
-        losses = results["contenders"][name]["losses"]
+    for i, (name, numbers) in enumerate(results["contenders"].items()):
+        losses, width = numbers["losses"], 4.0 - i
         axes.plot(range(1, len(losses) + 1), losses, color=COLORS[name], lw=width, label=name)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
     axes.grid(alpha=0.25)
@@ -128,11 +156,11 @@ def _plot_losses(axes, results: dict) -> None:
 def _plot_times(axes, results: dict) -> None:
     millis = {
         name: [1e3 * seconds for seconds in results["contenders"][name]["seconds"][WARMUP:]]
-        for name in CONTENDERS
+        for name in results["contenders"]
     }
     every = [step for steps in millis.values() for step in steps]
     longest = min(max(every), 1.6 * median(every))  # else a few stalls would flatten the plot
-    shown: dict[str, Any] = {"bins": 35, "range": (min(every), longest), "alpha": 0.6}
+    shown: dict[str, Any] = {"bins": 35, "range": (min(every), longest), "alpha": 0.5}
     for name, steps in millis.items():
         middle = median(steps)
         label = f"{name}, median {middle:.1f} ms"

@@ -1,5 +1,6 @@
-"""The demo's model and data: a small Llama on the standard library's bytes."""
+"""The demo's model, data and contenders: a small Llama on the standard library's bytes."""
 
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,9 +10,15 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from fusedops import toolchain
 from fusedops.optim import AdamW8bit
 
-CONTENDERS = ("eager", "fused")
+EAGER, TORCH_FUSED, COMPILED, FUSED = CONTENDERS = (
+    "eager",
+    "eager, fused AdamW",  # torch.optim.AdamW(fused=True)
+    "torch.compile",  # with the same optimizer
+    "fused",
+)
 
 
 @dataclass(frozen=True)
@@ -67,25 +74,51 @@ def build_model(settings: Settings) -> torch.nn.Module:
     return LlamaForCausalLM(config).bfloat16().train()
 
 
+def why_not(contender: str) -> str | None:
+    """Why a contender cannot run here; None if it can."""
+    if contender == COMPILED and shutil.which(toolchain.compiler()[0]) is None:
+        return "no C++ compiler"
+    return None
+
+
 class Trainer:
     """One contender: its model, its optimizer, and each step's loss and seconds."""
 
     def __init__(self, contender: str, settings: Settings) -> None:
         self.model = build_model(settings)
-        self.report = _patch(self.model) if contender == "fused" else None
-        optimizer = AdamW8bit if contender == "fused" else torch.optim.AdamW
-        self.optimizer = optimizer(self.model.parameters(), lr=settings.lr)
+        self.report = _patch(self.model) if contender == FUSED else None
+        if contender == COMPILED:
+            self.model.compile(dynamic=False)
+        self.optimizer = _optimizer(contender, self.model, settings.lr)
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
+    def compile(self, tokens: Tensor) -> float:
+        """Compiles forward and backward, without a step. Returns the seconds."""
+        start = perf_counter()
+        self._backward(tokens)
+        self.optimizer.zero_grad()
+        return perf_counter() - start
+
     def step(self, tokens: Tensor) -> None:
         start = perf_counter()
-        loss = self.model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        loss = self._backward(tokens)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.seconds.append(perf_counter() - start)
         self.losses.append(loss.item())
+
+    def _backward(self, tokens: Tensor) -> Tensor:
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+
+def _optimizer(contender: str, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    if contender == FUSED:
+        return AdamW8bit(model.parameters(), lr=lr)
+    fused = None if contender == EAGER else True
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=fused)
 
 
 def _patch(model: torch.nn.Module) -> object:

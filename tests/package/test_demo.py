@@ -1,6 +1,7 @@
 """The demo runs end to end on a tiny model and reports correctly."""
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,16 @@ from children import forked
 from fusedops import __main__ as command_line
 from fusedops import demo
 from fusedops.demo import show
-from fusedops.demo.training import QUICK, batches, build_model, corpus
+from fusedops.demo.training import (
+    COMPILED,
+    CONTENDERS,
+    EAGER,
+    FUSED,
+    QUICK,
+    batches,
+    build_model,
+    corpus,
+)
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -24,7 +34,15 @@ def test_quick_demo(tmp_path, capsys):
     if find_spec("matplotlib"):
         assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert results["report"] in printed
-    assert show.verdict(results) in printed
+    assert show.notes(results) in printed and show.verdict(results) in printed
+    assert results["unavailable"] == {} and list(results["contenders"]) == list(CONTENDERS)
+    assert results["fused_over"].keys() == {*CONTENDERS} - {FUSED}
+    assert results["fused_over"][EAGER] == results["ratio"]
+    assert results["contenders"][FUSED]["over_eager"] == results["ratio"]
+    assert results["contenders"][EAGER]["over_eager"]["median"] == 1
+    compiled = {name: n["compile_s"] for name, n in results["contenders"].items() if n["compile_s"]}
+    assert [*compiled] == [COMPILED]
+    assert compiled[COMPILED] > 10 * max(results["contenders"][COMPILED]["seconds"])  # in no step
     for numbers in results["contenders"].values():
         assert len(numbers["losses"]) == len(numbers["seconds"]) == QUICK.steps
         assert numbers["losses"][-1] < numbers["losses"][0]
@@ -32,22 +50,42 @@ def test_quick_demo(tmp_path, capsys):
         assert 100e6 < numbers["peak_bytes"] < 10e9
     # The same model on the same batches: a few bf16 roundings apart (the losses are near 5).
     assert results["max_loss_difference"] < 0.1
+    curves = [numbers["losses"] for numbers in results["contenders"].values()]
+    assert all(abs(a - b) < 0.1 for curve in curves for a, b in zip(curve, curves[0], strict=True))
 
 
-def test_the_demo_without_rich_and_matplotlib(tmp_path):
+def test_the_demo_without_matplotlib_and_a_compiler(tmp_path):
     words = ["tests/children/without.py", "matplotlib,rich", "fusedops", "demo"]
     words += ["--quick", "--out", tmp_path]
-    printed = forked(*words, cwd=ROOT, large=True).printed()
+    environment = os.environ | {"CXX": "no-such-compiler"}
+    printed = forked(*words, cwd=ROOT, env=environment, large=True).printed()
     assert not (tmp_path / "demo.png").exists()
     results = json.loads((tmp_path / "demo.json").read_text())
     assert f"wrote {tmp_path / 'demo.json'}\n" in printed
-    words = ["peak memory, fresh process"]
-    words += [
-        f"{results['contenders'][name]['peak_bytes'] / 2**20:,.0f} MiB"
-        for name in results["contenders"]
-    ]
-    line = next(line for line in printed.splitlines() if line.startswith(words[0]))
-    assert all(word in line for word in words)
+    lines = printed.splitlines()
+    for name, numbers in results["contenders"].items():
+        (row,) = (line for line in lines if line.startswith(f"{name}  "))
+        peak, p50 = numbers["peak_bytes"] / 2**20, numbers["step_p50_s"] * 1e3
+        assert f" {peak:,.0f} " in row and f" {p50:.1f} " in row
+    assert results["unavailable"] == {COMPILED: "no C++ compiler"}
+    assert COMPILED not in results["contenders"]
+    (row,) = (line for line in lines if line.startswith(COMPILED))
+    assert row.split(maxsplit=1)[1] == "not available: no C++ compiler"
+    assert "compiled in" not in printed and f"as {COMPILED}" not in printed
+
+
+def test_the_table_fits_a_terminal():
+    """80 columns, also for the longest cells."""
+    numbers = {"tokens_per_s": 12345.6, "step_p50_s": 0.1234, "step_p95_s": 0.2345}
+    numbers |= {"over_eager": {"median": 1.234, "low": 1.12, "high": 1.35}}
+    numbers |= {"peak_bytes": 1234 * 2**20, "final_loss": 2.6341}
+    for names in (CONTENDERS, (EAGER, FUSED)):
+        results = {
+            "contenders": dict.fromkeys(names, numbers),
+            "unavailable": dict.fromkeys({*CONTENDERS} - {*names}, "no C++ compiler"),
+        }
+        lines = show.table(results).splitlines()
+        assert len(lines) == 1 + len(CONTENDERS) and max(map(len, lines)) <= 80
 
 
 def test_batches_are_the_same_for_everyone():
@@ -81,7 +119,9 @@ def test_models_start_equal():
 )
 def test_verdict_is_what_the_interval_allows(ratio, says):
     median, low, high = ratio
-    assert says in show.verdict({"ratio": {"median": median, "low": low, "high": high}})
+    fused_over = {"torch.compile": {"median": median, "low": low, "high": high}}
+    said = show.verdict({"fused_over": fused_over})
+    assert says in said and "torch.compile" in said
 
 
 def test_missing_package_names_the_extra(monkeypatch):
