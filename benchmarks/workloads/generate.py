@@ -8,13 +8,15 @@ logits within rounding of each other may change places, and later tokens depend 
 
 import random
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch.profiler import ProfilerActivity, profile
 
 import fusedops
@@ -54,6 +56,14 @@ CONTENDERS = {
     "low_latency, nf4": Contender(low_latency=True, quantize="nf4"),
 }
 ATTENTION = ("aten::scaled_dot_product_attention", "fusedops::attention_forward")
+# Operators of aten that compute nothing themselves.
+NAMES = """
+alias as_strided chunk detach empty empty_like empty_strided expand expand_as flatten item
+lift_fresh linear matmul narrow new_empty new_ones permute reshape resize_ resolve_conj
+resolve_neg result_type select slice split squeeze t to transpose unflatten unsafe_chunk
+unsafe_split unsqueeze view view_as _local_scalar_dense _reshape_alias _to_copy _unsafe_view
+"""
+BOOKKEEPING = frozenset(NAMES.split())
 SEEN = 128  # tokens that verify compares: the fewest with our attention in a prefill
 
 
@@ -111,6 +121,7 @@ def measure(args: Namespace) -> int:
     keys = [(name, cache) for cache in CACHES for name in models if _has(name, cache)]
     ran = {key: _ran(models[key[0]], ids, settings, key) for key in keys}
     runs = _interleaved(models, ids, settings, keys)
+    inside = _seconds_in_kernels(models, ids, settings, keys)
     threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
     rows = []
     for cache, named in CACHES.items():
@@ -119,7 +130,9 @@ def measure(args: Namespace) -> int:
         print(title, flush=True)
         for key in keys:
             if key[1] == cache:
-                rows.append({"title": title, **_row(key, runs), "attention": ran[key]})
+                row = {"title": title, **_row(key, runs), "attention": ran[key]}
+                outside = 1 - inside[key] / row["token_p50_s"]
+                rows.append(row | {"kernels_s": inside[key], "outside_kernels": outside})
                 print(_shown(rows[-1]), flush=True)
     report.save(args, rows, [], model=asdict(settings))
     return 0
@@ -185,6 +198,42 @@ def _ran(model: Any, ids: Tensor, settings: Settings, key: Key) -> dict[str, int
     return {op.key: op.count for op in profiled.key_averages() if op.key in ATTENTION}
 
 
+def _seconds_in_kernels(
+    models: dict[str, Any], ids: Tensor, settings: Settings, keys: list[Key]
+) -> dict[Key, float]:
+    """Seconds of a later token that operators which compute something take, by torch's profiler.
+
+    The rest is Python, dispatch, views, allocation and guards. Compiled code is compiled again, so
+    that each of its kernels is an event of its own.
+    """
+    torch._dynamo.reset()
+    few, many = (replace(settings, new=settings.new // part) for part in (4, 1))
+    with patch.object(inductor.cpp, "enable_kernel_profile", True):
+        found = {}
+        for key in keys:
+            model = models[key[0]]
+            _run(model, ids, many, key)
+            seconds = [_kernels(model, ids, some, key) for some in (few, many)]
+            found[key] = (seconds[1] - seconds[0]) / (many.new - few.new)
+    return found
+
+
+def _kernels(model: Any, ids: Tensor, settings: Settings, key: Key) -> float:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        _run(model, ids, settings, key)
+    events = profiled.key_averages()
+    return sum(e.self_cpu_time_total for e in events if _computes(e.key)) / 1e6
+
+
+def _computes(name: str) -> bool:
+    space, _, operator = name.partition("::")
+    if space == "fusedops":
+        return operator.endswith("_forward")
+    if space == "aten":
+        return operator not in BOOKKEEPING
+    return "cpp_fused" in name  # a kernel that Inductor made
+
+
 def _row(key: Key, found: dict[Key, list[Run]]) -> dict:
     (name, cache), runs = key, found[key]
     base, dynamic = found[BASE, cache], found[BASE, "dynamic"]
@@ -221,5 +270,6 @@ def _shown(row: dict) -> str:
         f"each {' / '.join(each)} ms, {row['token_ratio']}, "
         f"to the DynamicCache {row['token_ratio_to_dynamic']}; "
         f"total {row['total_s']:.2f} s, {row['tokens_per_s']:.1f} tokens/s, {row['total_ratio']}; "
+        f"outside kernels {row['outside_kernels']:.0%}; "
         f"equal tokens: {row['equal_tokens']} of {row['new_tokens']}; {row['attention']}"
     )

@@ -48,7 +48,7 @@ class Settings:
     hidden: int = 384
     layers: int = 8
     words: int = 8192
-    budget_s: float = 250.0  # of a model in float32; bfloat16 takes three fifths
+    budget_s: float = 200.0  # of a model in float32; bfloat16 takes three fifths
 
 
 QUICK = Settings(batches=(1, 2), length=16, hidden=64, layers=2, words=256, budget_s=4.0)

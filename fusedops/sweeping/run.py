@@ -1,5 +1,6 @@
 """`fusedops.sweep`: checks its arguments and measures one point after the other."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,14 +101,19 @@ class Contender:
 
 
 def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepRow]:
-    """The rows, point after point, smaller ones first."""
+    """The rows, point after point, smaller ones first.
+
+    A larger point gets more time, as its steps take longer: in proportion to the root of its size,
+    so that small ones still get more rounds.
+    """
     deadline = perf_counter() + asked.budget_s
     points = [(batch, length) for length in asked.lengths for batch in asked.batches]
     with _put_back(asked), progress("sweeping", len(points)) as tick:
         contenders = [*_contenders(asked, new_tokens)]
         limit = limit_bytes(asked.memory_limit, _held(asked))
+        weights = [math.sqrt(batch * (length or 1)) for batch, length in points]
         for i, (batch, length) in enumerate(points):
-            share = (deadline - perf_counter()) / (len(points) - i)
+            share = (deadline - perf_counter()) * weights[i] / sum(weights[i:])
             place = _Place(batch, length, share, deadline)
             yield from _point(asked, contenders, place, limit, past_knee)
             tick()

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import json
-from time import perf_counter
+from time import perf_counter, sleep
 
 import pytest
 import torch
@@ -209,6 +209,22 @@ def test_a_peak_in_the_optimizer_does_not_hide_the_forwards():
 def test_limits():
     assert limit_bytes(2**30, 5) == 2**30
     assert 5 < limit_bytes(0.5, 5) < limit_bytes(1.0, 5)
+
+
+def test_larger_points_get_more_of_the_budget(monkeypatch):
+    """In proportion to the root of their size: 1 to 4 here."""
+    monkeypatch.setattr(sampling, "MOST", 1000)
+    found = fusedops.sweep(
+        lambda batch, length: batch,
+        step=lambda batch: sleep(batch * 1e-3),
+        variants=("eager",),
+        batch=(1, 4, 16),
+        budget_s=2,
+        past_knee=True,
+    )
+    took = [row.samples * row.p50 for row in found.rows]
+    assert took[2] > 2 * took[0]
+    assert found.rows[2].samples > sampling.FEWEST
 
 
 def test_the_budget_ends_a_sweep(model):

@@ -28,6 +28,7 @@ def test_generate_writes_times_tokens_and_what_ran(tmp_path):
     for row in rows:
         assert 0 < row["first_token_s"] < row["total_s"]
         assert 0 < row["token_p50_s"] <= row["token_p95_s"] <= row["token_p99_s"]
+        assert row["kernels_s"] > 0
         assert 0 <= row["equal_tokens"] <= row["new_tokens"] == generate.QUICK.new
         ours = row["attention"].get("fusedops::attention_forward", 0)
         assert (ours == 0) == (row["contender"] == generate.BASE)
