@@ -123,7 +123,7 @@ def _swept(name: str, dtype: torch.dtype, settings: Settings, **more: Any) -> Sw
 def _skipped(settings: Settings) -> Iterator[dict]:
     """Each point that a sweep within LIMIT skips: its predicted peak, and the measured one."""
     for name in configs(settings):
-        small = {"batch": (1, 2, 4, 16), "budget_s": 30.0, "memory_limit": LIMIT}
+        small = {"batch": (1, 2, 4, 16), "budget_s": 60.0, "memory_limit": LIMIT}
         found = _swept(name, torch.float32, settings, **small)
         for row in found.rows:
             if row.skipped_reason.startswith("its predicted peak"):

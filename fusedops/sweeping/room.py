@@ -20,7 +20,18 @@ def limit_bytes(limit: float | int, held: int) -> int:
     return limit if isinstance(limit, int) else held + int(limit * available_memory())
 
 
-GROWING = ("activations", "logits", "inputs", "kv_cache")  # with the batch
+GROWING = ("activations", "logits", "inputs", "kv_cache")  # with the batch; temporaries do too
+FIXED = ("parameters", "buffers", "gradients", "optimizer_state")
+
+
+@dataclass(frozen=True)
+class _Point:
+    """The end of a forward. fixed: bytes that do not depend on the batch; grown: the others."""
+
+    batch: int
+    length: int
+    fixed: int
+    grown: int
 
 
 @dataclass
@@ -28,59 +39,57 @@ class Peaks:
     """The measured peaks of one variant, and from them that of a larger point.
 
     A step has two peaks: in the optimizer, where it does not depend on the batch, and at the end of
-    the forward, where it is fixed + a x batch x length + b x batch x length^2. `fixed` is what
-    parameters, buffers and optimizer state hold, until two points tell it; b needs two lengths.
+    the forward, where it is what parameters, gradients and state hold, plus c + a x batch x length
+    + b x batch x length^2. b needs two lengths, and c is 0 until two points tell it.
     """
 
-    fixed: int = 0
     largest: int = 0
-    points: list[tuple[int, int, int]] = field(default_factory=list)  # batch, length, bytes
+    seen: list[_Point] = field(default_factory=list)  # where the forward's end had the peak
+    guessed: list[_Point] = field(default_factory=list)  # where the optimizer had it
 
     def add(self, batch: int, length: int | None, use: MemoryUse) -> None:
-        """Takes up a point. While the optimizer has the peak, the forward's is what it holds."""
-        self.fixed = use.parameters + use.buffers + use.optimizer_state
+        """Takes up a point."""
         self.largest = max(self.largest, use.peak)
         growing = sum(getattr(use, name) for name in GROWING)
         at_peak = sum(use.at_peak.get(name, 0) for name in GROWING)
-        forward = use.peak if at_peak >= growing / 2 else self.fixed + growing
-        self.points.append((batch, length or 1, forward))
+        if at_peak >= growing / 2:
+            fixed = sum(use.at_peak.get(name, 0) for name in FIXED)
+            self.seen.append(_Point(batch, length or 1, fixed, use.peak - fixed))
+        else:
+            fixed = use.parameters + use.buffers + use.optimizer_state
+            self.guessed.append(_Point(batch, length or 1, fixed, growing))
 
     def predict(self, batch: int, length: int | None) -> int | None:
         """The peak of a point; None before the first one was measured."""
-        if not self.points:
+        points = self.seen or self.guessed
+        if not points:
             return None
-        fit = self._fit()
-        features = _features((batch, length or 1), len(fit))
-        forward = float(torch.dot(fit, torch.tensor(features, dtype=torch.float64, device="cpu")))
-        return max(self.largest, round(forward))
-
-    def _known(self) -> int:
-        """How many terms the points can tell."""
-        lengths = {length for _, length, _ in self.points}
-        return 1 + min(1 + (len(lengths) > 1), max(1, len(self.points) - 1))
-
-    def _fit(self) -> torch.Tensor:
-        """Least squares of the relative errors."""
-        if len(self.points) == 1:
-            batch, length, peak = self.points[0]
-            values = [self.fixed, max(0, peak - self.fixed) / (batch * length)]
-            return torch.tensor(values, dtype=torch.float64, device="cpu")
-        for terms in range(self._known(), 1, -1):
-            solved = self._solved(terms)
-            if bool((solved[1:] >= 0).all()):  # bytes do not shrink with the batch or the length
-                return solved
-        return solved
-
-    def _solved(self, terms: int) -> torch.Tensor:
-        features = [_features((b, length), terms) for b, length, _ in self.points]
-        rows = torch.tensor(features, dtype=torch.float64, device="cpu")
-        largest = rows.amax(0)
-        wanted = torch.tensor([[p] for *_, p in self.points], dtype=torch.float64, device="cpu")
-        peaks = wanted.clamp(min=1)
-        solved = torch.linalg.lstsq(rows / largest / peaks, wanted / peaks).solution
-        return solved[:, 0] / largest
+        terms = _fit(points)
+        grown = sum(
+            term * size for term, size in zip(terms, _sizes(batch, length or 1), strict=False)
+        )
+        return max(self.largest, round(points[-1].fixed + grown))
 
 
-def _features(point: tuple[int, int], terms: int) -> Sequence[float]:
-    batch, length = point
-    return (1.0, float(batch * length), float(batch * length**2))[:terms]
+def _sizes(batch: int, length: int) -> tuple[int, int, int]:
+    return batch * length, 1, batch * length**2
+
+
+def _fit(points: Sequence[_Point]) -> list[float]:
+    """The factors of the first `_sizes`, by least squares of the relative errors."""
+    lengths = {point.length for point in points}
+    for terms in range(min(len(points), 3 if len(lengths) > 1 else 2), 1, -1):
+        solved = _solved(points, terms)
+        if min(solved[::2]) >= 0:  # bytes do not shrink with the batch or the length
+            return solved
+    return _solved(points, 1)
+
+
+def _solved(points: Sequence[_Point], terms: int) -> list[float]:
+    sizes = [_sizes(point.batch, point.length)[:terms] for point in points]
+    rows = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+    largest = rows.amax(0)
+    wanted = torch.tensor([[p.grown] for p in points], dtype=torch.float64, device="cpu")
+    grown = wanted.clamp(min=1)
+    solved = torch.linalg.lstsq(rows / largest / grown, wanted / grown).solution
+    return (solved[:, 0] / largest).tolist()

@@ -171,6 +171,8 @@ def test_points_over_the_limit_are_skipped(model):
 
 
 def use(peak: int, activations: int, at_peak: int) -> MemoryUse:
+    """300 bytes of parameters and state at every time; gradients have what is left of the peak."""
+    held = {"parameters": 100, "optimizer_state": 200, "activations": at_peak}
     zero = dict.fromkeys(("frozen", "buffers", "gradients", "inputs", "logits", "kv_cache"), 0)
     return MemoryUse(
         **zero,
@@ -180,7 +182,7 @@ def use(peak: int, activations: int, at_peak: int) -> MemoryUse:
         temporaries=0,
         peak=peak,
         slack=0,
-        at_peak={"activations": at_peak},
+        at_peak=held | {"gradients": peak - sum(held.values())},
     )
 
 
@@ -190,7 +192,7 @@ def test_peaks_of_larger_points():
     assert peaks.predict(1, 8) is None
     peaks.add(1, 8, use(300 + 80, 80, 80))
     assert peaks.predict(2, 8) == 300 + 160
-    peaks.add(2, 8, use(300 + 170, 160, 160))  # 10 bytes more a sample than the first point said
+    peaks.add(2, 8, use(300 + 170, 170, 170))  # 10 bytes more a sample than the first point said
     assert peaks.predict(4, 8) == 290 + 4 * 90
     peaks = Peaks()
     for batch, length in ((1, 8), (2, 8), (1, 16), (2, 16)):
