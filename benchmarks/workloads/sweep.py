@@ -34,10 +34,10 @@ LIMIT, NEAR = 2**30, 0.15  # bytes of a step; the largest error of a skipped poi
 LEAST, MEDIAN = 1.0, 1.15  # of an interval's upper end at each point; of the median over points
 HEADER = """# Training steps of four models, patched and unpatched
 
-`python -m benchmarks sweep` writes this page, with [`fusedops.sweep`](sweep.md). The models have
-random weights from configs, about 20 million parameters and {words} words; a step is `zero_grad`,
-forward, backward and torch's AdamW on sequences of {length} tokens. "times as fast" is the median
-of paired ratios, patched over eager, with its 95 % interval.
+`python -m benchmarks sweep` writes this page, with [`fusedops.sweep`](guides/sweep.md). The models
+have random weights from configs, about 20 million parameters and {words} words; a step is
+`zero_grad`, forward, backward and torch's AdamW on sequences of {length} tokens. "times as fast" is
+the median of paired ratios, patched over eager, with its 95 % interval.
 """
 
 
@@ -197,6 +197,8 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         yield "| batch | eager | patched | times as fast | tokens/s, patched | peak, patched |"
         yield "| --: | --: | --: | --: | --: | --: |"
         yield from _table([SweepRow.from_dict(row) for row in same])
+    if not document["skipped"]:
+        return
     yield "\n## Points that do not fit\n"
     yield f"Float32 points that a limit of {bytes_text(LIMIT)} skipped, then measured apart.\n"
     yield "| model | variant | batch | predicted peak | measured | error |"
