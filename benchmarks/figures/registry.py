@@ -241,25 +241,17 @@ def _adamw() -> Iterator[tuple[str, Figure]]:
 def _serving() -> Iterator[tuple[str, Figure]]:
     for cache in ("Dynamic", "Static"):
         title = f"generate of llama bfloat16, 512 + 32 tokens, a {cache}Cache"
-        for name in ("unpatched", "fusedops"):
-            match, short = {"title": title, "contender": name}, f"generate.{cache.lower()}.{name}"
+        names = ["unpatched", "fusedops", "fusedops, nf4"]
+        if cache == "Static":
+            names += ["low_latency", "low_latency, nf4"]
+        for name in names:
+            short = f"generate.{cache.lower()}.{name.replace(', ', '_')}"
+            match = {"title": title, "contender": name}
             yield f"{short}.tokens_per_s", Figure(("generate",), match, "tokens_per_s", "", 1)
             yield f"{short}.first_token", Figure(("generate",), match, "first_token_s", "ms")
             yield f"{short}.token", Figure(("generate",), match, "token_p50_s", "ms")
-        match = {"title": title, "contender": "fusedops"}
-        yield f"generate.{cache.lower()}.ratio", Figure(("generate",), match, "total_ratio")
-        for format in ("", ", nf4"):
-            match = {"title": title, "contender": f"fusedops{format}"}
-            short = f"generate.{cache.lower()}{format.replace(', ', '.')}.token_ratio"
-            yield short, Figure(("generate",), match, "token_ratio")
-            short = f"generate.{cache.lower()}{format.replace(', ', '.')}.token"
-            if format:
-                yield short, Figure(("generate",), match, "token_p50_s", "ms")
-    for format in ("", ", nf4"):
-        match = {"title": title, "contender": f"low_latency{format}"}
-        short = f"generate.low_latency{format.replace(', ', '.')}"
-        yield f"{short}.token", Figure(("generate",), match, "token_p50_s", "ms")
-        yield f"{short}.token_ratio", Figure(("generate",), match, "token_ratio_to_dynamic")
+            yield f"{short}.ratio", Figure(("generate",), match, "token_ratio_to_dynamic")
+            yield f"{short}.outside", Figure(("generate",), match, "outside_kernels", "%", 0)
     for name in ("int8", "int8, int8 inputs", "fp8", "nf4, mse", "int4, mse", "bitsandbytes nf4"):
         match, short = {"contender": name}, name.replace(", ", "_").replace(" ", "_")
         of = ("sentences",)
