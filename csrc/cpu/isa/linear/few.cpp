@@ -190,8 +190,8 @@ struct Groups {
   }
 };
 
-// Columns of y from `begin`, in blocks of kWide columns: the first block of each kind is columns 0,
-// `blocks`, 2 `blocks` and so on.
+// `blocks` blocks of kWide columns of y: block n has the columns begin + n, begin + n + blocks, and
+// so on.
 template <class Dot, int kWide>
 void multiply_blocks(const FewRows& args, int64_t begin, int64_t blocks, float* sums) {
   using Weight = typename Dot::Weight;

@@ -21,8 +21,8 @@ FUSEDOPS_INLINE void prefetch_codes(const void* p) {
   __builtin_prefetch(static_cast<const char*>(p) + kAhead / kWide);
 }
 
-// Rows of w that are multiplied side by side: `first` + n + c * apart for n < apart. Sums for row
-// `begin` come first.
+// Rows of w: for each n from `first`, `apart` times, the rows n, n + apart, and so on are
+// multiplied side by side. The sums begin with row `begin`.
 struct Columns {
   int64_t first, apart, begin;
 };
@@ -34,7 +34,8 @@ constexpr int streams(int registers) {
   return kRows * 4 <= registers ? 4 : kRows * 2 <= registers ? 2 : 1;
 }
 
-// Code: int8_t, or uint8_t for e4m3. A chain of sums is as long as a block, so that it is exact.
+// Code: int8_t, or uint8_t for e4m3. No chain of sums is longer than a block, so that they are
+// exact.
 template <int kRows, class Code, int kWide>
 void add_bytes(const Codes& w, const FewRows& args, const Columns& columns) {
   constexpr int64_t kBlock = 1024;
