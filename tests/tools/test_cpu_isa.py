@@ -81,7 +81,7 @@ def test_level(level, best):
 @pytest.mark.skipif(not MATRIX_UNIT, reason="no matrix unit")
 def test_a_named_level_is_without_the_matrix_unit(best):
     plan = "from fusedops.extension import _C\n"
-    plan += "print(_C.quantized_linear_plan('nf4', 64, 256, 64, 2, 'none', 'any'))"
+    plan += "print(_C.quantized_linear_plan('nf4', 64, 256, 64, 3, 'none', 'any'))"
     assert "matrix unit" in python(plan, isa="").stdout
     assert "in registers" in python(plan, isa=best).stdout
 

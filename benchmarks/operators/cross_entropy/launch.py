@@ -11,6 +11,7 @@ import fusedops
 import fusedops.functional as ours
 from benchmarks.harness.case import Contender, Operation, Run
 from benchmarks.operators.cross_entropy.linear import LINEAR
+from benchmarks.operators.cross_entropy.log_probs import LOG_PROBS, fused, reference
 from benchmarks.operators.cross_entropy.operations import PLAIN
 
 
@@ -58,7 +59,12 @@ LINEAR_MODULES = {
 if hasattr(torch.nn, "LinearCrossEntropyLoss"):
     theirs = Contender(through_linear(torch.nn.LinearCrossEntropyLoss))
     LINEAR_MODULES = {"eager module": theirs} | LINEAR_MODULES
+LOG_PROBS_CALLS = {
+    "eager": Contender(lambda *inputs: partial(reference, *inputs)),
+    "fusedops functional": Contender(fused),
+}
 LAUNCH = [
     launch(PLAIN, LOGITS_MODULES),
     launch(LINEAR, LINEAR_MODULES, inputs=of_tokens),
+    replace(LOG_PROBS, contenders=LOG_PROBS_CALLS, inputs=of_tokens),
 ]
