@@ -20,9 +20,10 @@ def move_to_huge_pages(model: nn.Module) -> str:
 
     Linux gives a program pages of 4 KiB, and the processor's prefetching ends with each. Values,
     strides and tied weights stay, as do the tensor objects: an optimizer or a hook keeps its
-    parameter. Addresses change, as with `model.to`. Left as they are: tensors on other devices, of
-    subclasses, in shared memory, with gaps, and those that overlap others in part. The old memory
-    is freed one tensor after the other. The new memory lives as long as any of the tensors.
+    parameter. Addresses change, as with `model.to`. Some tensors are not moved: those on other
+    devices, of subclasses, of inference mode, in shared memory, with gaps between elements, and
+    those that share part of their memory with another tensor. Each tensor's old memory is freed
+    before the next one moves. The new memory is freed with the last of the tensors.
     """
     groups = list(_movable([*model.parameters(), *model.buffers()]))
     sizes = [-(-group[0].nbytes // _ALIGNED) * _ALIGNED for group in groups]
@@ -78,7 +79,10 @@ def _move(group: list[Tensor], memory: mmap.mmap, place: int) -> None:
 
 
 def _outcome(address: int, size: int) -> str:
-    moved = min(_huge_bytes(address), size)
+    try:
+        moved = min(_huge_bytes(address), size)
+    except OSError as error:  # without /proc
+        return f"{size / 1e6:.0f} MB of weights may be in huge pages: {error}"
     share = f"{moved / 1e6:.0f} of {size / 1e6:.0f} MB of weights are in huge pages"
     if moved or not _SETTING.exists():
         return share

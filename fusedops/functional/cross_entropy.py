@@ -329,7 +329,7 @@ def linear_log_probs_reference(
     return_top1=False,
     dtype=None,
 ):
-    """Returns log_probs, entropy and top1; None for those that are not asked for."""
+    """Returns log_probs, entropy and top1. An output that was not asked for is None."""
     z = F.linear(input, linear_weight, linear_bias)
     z = z if dtype in (None, z.dtype) or z.dtype == torch.float64 else z.to(dtype)
     options = softcap, scale, temperature, return_entropy, return_top1

@@ -80,7 +80,7 @@ def interrupted(files, nth, run):
 
 
 def assert_unchanged(model, files, counted, run):
-    """Interrupts a run at lines of `counted`, after each of which the model is what it was."""
+    """Interrupts a run at lines of `counted`. After each interrupt the model must be unchanged."""
     before, count = state(model), 0
     for nth in points(files, counted):
         count += interrupted(files, nth, run)

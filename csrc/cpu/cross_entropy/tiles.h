@@ -45,7 +45,6 @@ struct Problem {
   int64_t row_of(int64_t i) const { return live.defined() ? live.const_data_ptr<int64_t>()[i] : i; }
 
   // Scatters to all rows, with zeros for ignored ones.
-
   void put(const Tensor& of, const Tensor& all) const {
     if (!live.defined()) {
       all.copy_(of);
