@@ -25,7 +25,7 @@ EAGER, TORCH_FUSED, COMPILED, FUSED = CONTENDERS = (
 class Settings:
     """The demo's model and training settings; by default the model has 10.8M parameters."""
 
-    steps: int = 90
+    steps: int = 60
     batch: int = 4
     length: int = 128  # tokens per sequence
     hidden: int = 384
