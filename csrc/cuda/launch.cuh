@@ -15,10 +15,32 @@ namespace fusedops::cuda {
 
 using Stream = cudaStream_t;
 
+// Whether an error is of work that the device did earlier: any call reports it, whoever caused it.
+inline bool of_earlier_work(cudaError_t status) {
+  switch (status) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorECCUncorrectable: return true;
+    default: return false;
+  }
+}
+
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // or the next caller gets it again
-  throw std::runtime_error(std::string("fusedops: ") + what + ": " + cudaGetErrorString(status));
+  const char* const hint =
+      of_earlier_work(status)
+          ? " (an earlier kernel of this process failed; CUDA_LAUNCH_BLOCKING=1 finds it)"
+          : "";
+  throw std::runtime_error(std::string("fusedops: ") + what + ": " + cudaGetErrorString(status) +
+                           hint);
 }
 
 inline int current_device() {
@@ -63,13 +85,18 @@ size_t max_shared_memory(void (*kernel)(Parameters...)) {
   return known[key] = most;
 }
 
-// kernel<<<grid, block, smem, stream>>>(args...)
+// kernel<<<grid, block, smem, stream>>>(args...), but with this launch's own status:
+// cudaGetLastError would also return an error that another library has left.
 template <class... Parameters, class... Args>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem, Stream stream,
             Args... args) {
   if (smem > 32 * 1024) max_shared_memory(kernel);  // 48 KiB, static arrays included, need no call
-  kernel<<<grid, block, smem, stream>>>(Parameters(args)...);
-  check(cudaGetLastError(), "launch");
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem;
+  config.stream = stream;
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(args)...), "launch");
 }
 
 // Returns the launch's dynamic shared memory.

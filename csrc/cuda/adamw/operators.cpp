@@ -24,7 +24,7 @@ AdamWRows uploaded(const std::vector<AdamWTensor>& tensors, int64_t blocks, cons
   const auto bytes = bytes_of(tensors);
   if (std::memcmp(host.const_data_ptr(), tensors.data(), bytes) != 0) {
     std::memcpy(host.mutable_data_ptr(), tensors.data(), bytes);
-    device.copy_from_host(table.mutable_data_ptr(), host.const_data_ptr(), bytes);
+    device.copy_from_host(table.mutable_data_ptr(), tensors.data(), bytes);
   }
   return {static_cast<const AdamWTensor*>(table.const_data_ptr()), static_cast<int>(tensors.size()),
           blocks};
@@ -42,9 +42,9 @@ struct Table {
     device = at::zeros({bytes + kTableTail}, options.device(like.device()));
     if (!capturing()) return;
     static std::mutex mutex;
-    static std::vector<Tensor> kept;
+    static auto* const kept = new std::vector<Tensor>();  // never freed: CUDA may shut down first
     const std::lock_guard lock(mutex);
-    kept.insert(kept.end(), {host, device});
+    kept->push_back(device);
   }
 };
 

@@ -262,7 +262,11 @@ __global__ void __launch_bounds__(kThreads) adamw_step(const AdamWLaunch a) {
   }
   FUSEDOPS_SHARED(unsigned, before, 1);  // number of blocks that finished before this one
   __syncthreads();
-  if (threadIdx.x == 0) before[0] = atomicAdd(a.finished, 1u);
+  if (threadIdx.x == 0) {
+    __threadfence();  // every block reads `step` before the last one writes it
+    before[0] = atomicAdd(a.finished, 1u);
+    __threadfence();
+  }
   __syncthreads();
   if (before[0] != gridDim.x - 1) return;
   for (int i = threadIdx.x; i < a.count && !scaling.skip; i += kThreads) {

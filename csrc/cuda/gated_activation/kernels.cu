@@ -238,7 +238,7 @@ bool whole_vectors(const GatedBackward& a) {
 template <class Args>
 void launch_over(void (*kernel)(Args), const Args& a, int size, CUstream_st* stream) {
   constexpr int64_t tile = kThreads * kVectors;
-  static const int64_t most = int64_t{kBlocks} * multiprocessors();
+  const int64_t most = int64_t{kBlocks} * multiprocessors();
   const int64_t tiles = (a.rows * (a.n / size) + tile - 1) / tile;
   launch(kernel, dim3(tiles < most ? tiles : most), dim3(kThreads), 0, stream, a);
 }
