@@ -28,6 +28,8 @@ from fusedops.patching import (
 from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
+    from fusedops.graphs import graph_step as graph_step
+    from fusedops.graphs import warm as warm
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
     from fusedops.integrations.transformers.latency import low_latency as low_latency
     from fusedops.profiling.compare import compare as compare
@@ -50,6 +52,7 @@ __all__ = [
     "env_report",
     "functional",
     "fuse_always",
+    "graph_step",
     "keep_freed_memory",
     "low_latency",
     "memory",
@@ -65,6 +68,7 @@ __all__ = [
     "tune",
     "unpatch",
     "verify",
+    "warm",
 ]
 
 integrations.install()
@@ -75,12 +79,14 @@ _LATER = {
     "MemoryPlan": "fusedops.profiling.planning",
     "QuantizationConfig": "fusedops.integrations.transformers",
     "compare": "fusedops.profiling.compare",
+    "graph_step": "fusedops.graphs",
     "low_latency": "fusedops.integrations.transformers.latency",
     "memory": "fusedops.profiling.planning",
     "profile": "fusedops.profiling.run",
     "recording": "fusedops.profiling.recording",
     "sweep": "fusedops.sweeping.run",
     "tune": "fusedops.tuning.run",
+    "warm": "fusedops.graphs",
 }
 
 

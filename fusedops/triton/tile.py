@@ -1,4 +1,4 @@
-"""Triton helpers that several families share: launches, dropout, tanh, exp."""
+"""Triton helpers that several families share: launches, captures, dropout, tanh, exp."""
 
 import functools
 from typing import Any
@@ -24,6 +24,38 @@ def composite(operator: Any, *arguments: Any) -> Any:
 
 
 _keys = functools.cache(torch._C.DispatchKeySet)
+
+compiled: list[str] = []  # the kernels that this process compiled or loaded, in order
+
+
+def launched(kernel: Any) -> Any:
+    """Marks a kernel that the host launches: it does not compile during a CUDA graph's capture.
+
+    Compiling, or loading what an earlier process compiled, would end the capture with an error of
+    CUDA's that names neither the kernel nor a way out.
+    """
+    if not hasattr(kernel, "_do_compile"):  # the interpreter's, which compiles nothing
+        return kernel
+    compile_kernel = kernel._do_compile
+    name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+    def compile_before_capture(*args: Any, **kwargs: Any) -> Any:
+        check_before_capture(f"{name} is not compiled for these arguments")
+        made = compile_kernel(*args, **kwargs)
+        compiled.append(name)
+        return made
+
+    kernel._do_compile = compile_before_capture
+    return kernel
+
+
+def check_before_capture(missing: str) -> None:
+    """Raises RuntimeError if a CUDA graph is being captured. missing: what it would need."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{missing}, which a CUDA graph's capture cannot change: "
+            "call fusedops.warm(model, batch) before the capture"
+        )
 
 
 @functools.cache

@@ -119,6 +119,7 @@ PYTHON = [
     {"fusedops.patching.counts"},
     {"fusedops.patching.patch"},
     {"fusedops.patching", "fusedops.patching.verify"},
+    {"fusedops.graphs"},
     {"fusedops.profiling"},
     {"fusedops.integrations"},
     {"fusedops.sweeping"},

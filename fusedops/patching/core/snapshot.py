@@ -21,17 +21,26 @@ class Snapshot:
     that a step replaced is the earlier tensor again. Generators: the default ones of torch's CPU
     and CUDA devices, of Python and of numpy. Not covered: generators of the user's own, files, an
     iterator's position, and what a step keeps elsewhere (a scheduler, a scaler, a counter).
+
+    parameters: False leaves out the parameters' content and gradients, for runs without a step.
     """
 
-    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        parameters: bool = True,
+    ) -> None:
+        self.model, self.optimizer, self.parameters = model, optimizer, parameters
         self.tensors = [(tensor, tensor.detach().clone()) for tensor in self._owned()]
         self.held: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (held, dict(held))
             for module in (model.modules() if model is not None else ())
             for held in (module._parameters, module._buffers)
         ]
-        self.gradients = [(p, p.grad, _cloned(p.grad)) for p in self._parameters()]
+        self.gradients = [
+            (p, p.grad, _cloned(p.grad)) for p in (self._parameters() if parameters else ())
+        ]
         self.modes = [(m, m.training) for m in model.modules()] if model is not None else []
         self.state = _copied(optimizer.state) if optimizer is not None else {}
         self.groups = _settings(optimizer) if optimizer is not None else []
@@ -55,7 +64,8 @@ class Snapshot:
         _set_generators(self.generators)
 
     def _owned(self) -> Iterator[Tensor]:
-        yield from self._parameters()
+        if self.parameters:
+            yield from self._parameters()
         if self.model is not None:
             yield from self.model.buffers()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedops.triton.attention.call import Call
 from fusedops.triton.attention.scores import denominator, exponential
-from fusedops.triton.tile import LOWEST, multiprocessors
+from fusedops.triton.tile import LOWEST, launched, multiprocessors
 
 ROWS = 64  # per block, at most
 LEAST_KEYS = 256  # per part
@@ -59,6 +59,7 @@ def join(call: Call, sums: Tensor, softmax: Tensor, out: Tensor, lse: Tensor) ->
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["parts", "rows", "heads", "queries"])
 def join_kernel(
     sums,

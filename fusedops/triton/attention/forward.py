@@ -37,7 +37,7 @@ from fusedops.triton.attention.scores import (
     row_products,
     rows_at,
 )
-from fusedops.triton.tile import LOWEST, composite, outputs_of
+from fusedops.triton.tile import LOWEST, composite, launched, outputs_of
 
 
 def attention_forward(
@@ -91,6 +91,7 @@ def run(call: Call, out: Tensor, lse: Tensor) -> None:
         join(call, sums, softmax, out, lse)
 
 
+@launched
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     q,

@@ -25,8 +25,10 @@ from fusedops.triton.attention.scores import (
     score_gradients,
     slope,
 )
+from fusedops.triton.tile import launched
 
 
+@launched
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def key_kernel(
     q,

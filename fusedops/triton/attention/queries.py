@@ -30,9 +30,10 @@ from fusedops.triton.attention.scores import (
     score_gradients,
     slope,
 )
-from fusedops.triton.tile import LOG2E, LOWEST
+from fusedops.triton.tile import LOG2E, LOWEST, launched
 
 
+@launched
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def query_kernel(
     q,

@@ -14,8 +14,10 @@ import triton.language as tl
 from fusedops.triton.cross_entropy.gradient import write_gradient, write_zeros
 from fusedops.triton.cross_entropy.sums import carry, origin_of, sums_of
 from fusedops.triton.cross_entropy.tile import columns, load_logits, z_of
+from fusedops.triton.tile import launched
 
 
+@launched
 @triton.jit(do_not_specialize=["rows", "classes", "ignore_index"])
 def forward_kernel(
     x,
@@ -102,6 +104,7 @@ def forward_kernel(
             )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=["classes", "ignore_index"])
 def backward_kernel(
     grad,
@@ -159,6 +162,7 @@ def backward_kernel(
         )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=["rows", "classes", "ignore_index"])
 def reduce_kernel(
     target,

@@ -22,7 +22,7 @@ from fusedops.triton.norm.tile import (
     scaled,
     tile_of,
 )
-from fusedops.triton.tile import dropout, dropout_arguments
+from fusedops.triton.tile import dropout, dropout_arguments, launched
 
 LONGEST = 8192  # per thread, 16 elements each of dy, h, dweight and dbias
 REDUCE_ROWS, REDUCE_COLS = 64, 32
@@ -105,6 +105,7 @@ def _partial_rows(totals: list[Tensor | None], programs: int, n: int) -> list[Te
     return [t if t is None else t.new_empty((programs, n), dtype=torch.float32) for t in totals]
 
 
+@launched
 @triton.jit(do_not_specialize=["threshold", "rows"])
 def backward_kernel(
     dy,
@@ -232,6 +233,7 @@ def _add_to(total, at, live, share, again):
         tl.store(total + at, share.to(total.dtype.element_ty), live)
 
 
+@launched
 @triton.jit(do_not_specialize=["programs"])
 def reduce_kernel(
     dweight_rows,

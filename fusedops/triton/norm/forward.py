@@ -17,7 +17,7 @@ from fusedops.triton.norm.tile import (
     scaled,
     tile_of,
 )
-from fusedops.triton.tile import dropout, dropout_arguments
+from fusedops.triton.tile import dropout, dropout_arguments, launched
 
 LONGEST = 16384  # 32 elements per thread: the longest row that fits in registers
 
@@ -66,6 +66,7 @@ def norm_forward(
     return y, h, stats
 
 
+@launched
 @triton.jit(do_not_specialize=["threshold", "rows"])
 def forward_kernel(
     x,

@@ -42,7 +42,7 @@ from fusedops.triton.quantized_linear.codes import (
 from fusedops.triton.quantized_linear.dequantize import dequantize
 from fusedops.triton.quantized_linear.finish import join
 from fusedops.triton.quantized_linear.forward import wide_product
-from fusedops.triton.tile import composite, outputs_of
+from fusedops.triton.tile import composite, launched, outputs_of
 
 ATEN = torch.ops.aten
 SLOPES = {
@@ -138,6 +138,7 @@ def multiply_scratch(dz: Tensor, w: Weight, dx: Tensor) -> None:
         join(wide_product(dz, numbers)[None], dx)
 
 
+@launched
 @triton.jit(do_not_specialize=["rows", "per_part"])
 def gradient_kernel(
     dz,

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from fusedops.extension import _C
-from fusedops.triton.tile import architecture, multiprocessors
+from fusedops.triton.tile import architecture, check_before_capture, multiprocessors
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NF4_BLOCK = 64
@@ -165,8 +165,10 @@ def nf4_table(device: torch.device) -> Tensor:
     """Created once, in its own thread.
 
     While torch.compile warms up a CUDA graph, this thread's allocations belong to the graph, which
-    would overwrite the table.
+    would overwrite the table. During a capture no thread may allocate. The copy has ended when
+    torch.tensor returns, so any stream may read the table.
     """
+    check_before_capture(f"the table of nf4's values is not on {device} yet")
     make = functools.partial(torch.tensor, _C.nf4_table(), dtype=torch.float32, device=device)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()

@@ -13,7 +13,7 @@ from fusedops.triton.quantized_linear.codes import (
     stored,
     weight,
 )
-from fusedops.triton.tile import composite, outputs_of
+from fusedops.triton.tile import composite, launched, outputs_of
 
 ROWS, COLUMNS = 32, 128
 
@@ -55,6 +55,7 @@ def dequantize(w: Weight, dtype: torch.dtype, scaled: bool = True) -> Tensor:
     return out
 
 
+@launched
 @triton.jit
 def dequantize_kernel(
     out,

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedops.triton.quantized_linear.codes import INTERPRETING, stored
+from fusedops.triton.tile import launched
 
 TILE = 1 << 16 if INTERPRETING else 1024  # elements per program that joins parts
 
@@ -55,6 +56,7 @@ def activated(z, ACTIVATION: tl.constexpr):
         return z * tl.sigmoid(z)
 
 
+@launched
 @triton.jit(do_not_specialize=["parts", "rows"])
 def join_kernel(
     sums,

@@ -49,7 +49,7 @@ from fusedops.triton.quantized_linear.codes import (
 from fusedops.triton.quantized_linear.dequantize import dequantize
 from fusedops.triton.quantized_linear.finish import finish, join
 from fusedops.triton.quantized_linear.rows import VECTOR, narrow_rows, quantized_rows
-from fusedops.triton.tile import composite, outputs_of
+from fusedops.triton.tile import composite, launched, outputs_of
 
 # e4m3 products that a GPU adds before rounding the sum to float32: sm_90's cores lose digits.
 PROMOTED = tl.constexpr(128)
@@ -214,6 +214,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.float(), b.float())
 
 
+@launched
 @triton.jit(do_not_specialize=["rows", "per_part"])
 def product_kernel(
     x,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedops.triton.tile import launched
+
 COLUMNS = 4096  # per row, at a time
 VECTOR = 16  # codes per load, or elements of two
 
@@ -53,6 +55,7 @@ def quantized_rows(x: Tensor, format: str, dtype: torch.dtype) -> tuple[Tensor, 
     return codes, steps
 
 
+@launched
 @triton.jit
 def rows_kernel(x, codes, steps, k, x_row, code_row, INTEGERS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
