@@ -1,5 +1,8 @@
 """low_latency: the same tokens, by a static cache and a compiled step, and unpatch undoes it."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -69,6 +72,28 @@ def test_the_last_call_counts(model):
     assert model.generation_config.compile_config is None
     fusedops.low_latency(model, cache="dynamic", compile=False)
     assert model.generation_config is before
+
+
+def test_files_have_the_earlier_settings(model, tmp_path):
+    """A checkpoint must not make whoever loads it use a static cache."""
+    fusedops.low_latency(model)
+    model.generation_config.max_new_tokens = 5  # by the user, later
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).generation_config
+    assert (loaded.cache_implementation, loaded.max_new_tokens) == (None, 5)
+    settings = pickle.loads(pickle.dumps(model)).generation_config
+    assert (settings.cache_implementation, settings.compile_config) == (None, None)
+    assert type(settings) is type(loaded)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_keep_the_settings(model, copied):
+    fusedops.low_latency(model)
+    settings = copied(model.generation_config)
+    settings.max_new_tokens = 5
+    assert settings.cache_implementation == "static"
+    assert settings.compile_config is not None
+    assert model.generation_config.max_new_tokens is None
 
 
 def test_an_eager_variant_is_eager(model):

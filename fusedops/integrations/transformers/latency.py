@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import operator
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,8 @@ def low_latency(
     cache: "static", or "dynamic" for the config's own, which cannot be compiled. quantize: a format
     of `fusedops.quantize`, such as "nf4", for the linears' weights.
 
-    `unpatch(model)` undoes everything but the quantization and the copy. Returns patch's report.
+    `unpatch(model)` undoes everything but the quantization and the copy. `save_pretrained` and
+    pickle write the generation config without these settings. Returns patch's report.
     Raises TypeError for a model without `generate`, and ValueError for an unknown cache or format,
     or for compile=True with a dynamic cache.
     """
@@ -47,8 +49,9 @@ def low_latency(
 
 def _generate_statically(model: Any, compile: bool) -> None:
     """Gives the model another generation config; `unpatch` puts the earlier one back."""
-    at_unpatch(model, partial(_give, config=model.generation_config))
-    config = copy.deepcopy(model.generation_config)
+    before = model.generation_config
+    at_unpatch(model, partial(_give, config=before))
+    config = _unsaved(before)
     config.cache_implementation = "static"
     if compile:
         config.compile_config = _compiled_on_cpus()
@@ -57,6 +60,47 @@ def _generate_statically(model: Any, compile: bool) -> None:
 
 def _give(model: Any, config: Any) -> None:
     model.generation_config = config
+
+
+class _Unsaved:
+    """Mixed in before a generation config's class: files get the settings from before low_latency.
+
+    What a user sets later is saved, except the two settings of low_latency.
+    """
+
+    _fusedops_before: dict[str, Any]  # set on the subclass
+
+    def _before(self) -> Any:
+        plain: Any = object.__new__(type(self).__mro__[2])
+        vars(plain).update(copy.deepcopy(vars(self)) | self._fusedops_before)
+        return plain
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        self._before().save_pretrained(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return operator.getitem, ([self._before()], 0)
+
+    def __copy__(self) -> Any:
+        return _with_attributes(type(self), vars(self))
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return _with_attributes(type(self), copy.deepcopy(vars(self), memo))
+
+
+def _unsaved(config: Any) -> Any:
+    """A copy of the config for low_latency to change."""
+    cls, attributes = type(config), copy.deepcopy(vars(config))
+    settings = {name: attributes.get(name) for name in ("cache_implementation", "compile_config")}
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    own = named | {"_fusedops_before": settings}
+    return _with_attributes(type(cls.__name__, (_Unsaved, cls), own), attributes)
+
+
+def _with_attributes(cls: type, attributes: dict[str, Any]) -> Any:
+    new: Any = object.__new__(cls)
+    vars(new).update(attributes)
+    return new
 
 
 def _check(model: Any, cache: str, compile: bool) -> None:
