@@ -313,6 +313,29 @@ def test_stripes_of_log_probs(dtype, softcap, last, small_tiles):
     assert top1.tolist() == [True, False, True, True, True, True]
 
 
+@grid(masked=[-torch.inf, torch.finfo(F32).min], live=[slice(33, 40), slice(3, 9)])
+def test_masked_stripes_of_log_probs(masked, live, small_tiles):
+    """The first two stripes, or the last two, have masked classes only."""
+    x, w, _ = head(4, 20, 40, F32)
+    b = torch.full((40,), masked)
+    b[live] = 0
+    args = on_device(x, w, b)
+    target = torch.tensor([live.start, live.stop - 1, -100, live.start + 1], device=DEVICE)
+
+    def found(run):
+        leaves = [t.detach().clone().requires_grad_() for t in args]
+        *numbers, top1 = run(
+            *leaves[:2], target, linear_bias=leaves[2], return_entropy=True, return_top1=True
+        )
+        return *numbers, top1, *torch.autograd.grad(sum(n.sum() for n in numbers), leaves)
+
+    with fusedops.backend("triton"), poisoned():
+        made = found(linear_log_probs)
+    for ours, expected in zip(made, found(linear_log_probs_reference), strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, expected)
+
+
 def test_log_probs_of_a_target_that_is_no_class(small_tiles):
     """Only its row becomes NaN."""
     x, w, target, b = on_device(*head(4, 8, 40)[:2], targets(4, 40, ignored=False), torch.ones(40))

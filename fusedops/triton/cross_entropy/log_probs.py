@@ -123,9 +123,10 @@ class Sums:
         most, best = z.max(1)
         base = torch.maximum(self.base, most)
         self.top = torch.where(most > self.base, best + first == self.target, self.top)
-        below = (z - column(base)).clamp_(min=-FAR)
+        finite = torch.where(base == -torch.inf, 0, base)  # -inf: every class so far is masked
+        below = (z - column(finite)).clamp_(min=-FAR)
         e = below.exp()
-        shift = (self.base.double() - base).clamp(min=-FAR)  # -inf in the first stripe
+        shift = (self.base.double() - finite).clamp(min=-FAR)  # -inf in the first stripe
         self.moment = (self.moment + self.exponentials * shift) * shift.exp()
         self.moment += e.mul(below).sum(1, dtype=torch.float64)
         self.exponentials = self.exponentials * shift.exp() + e.sum(1, dtype=torch.float64)
