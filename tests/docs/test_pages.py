@@ -19,6 +19,7 @@ ALL = os.environ.get("FUSEDOPS_DOCS") == "all"  # make docs
 SLOW = {"docs/guides/memory.md", "docs/guides/profile.md", "docs/guides/sweep.md"}
 SLOW |= {"docs/guides/tune.md"}
 LARGEST_README = 10 * 1024
+LONGEST = 540  # seconds of a page's blocks while other programs use the CPUs
 
 pytest.importorskip("transformers")
 
@@ -28,7 +29,7 @@ def test_blocks(page, tmp_path):
     if (page in SLOW or page.startswith("docs/learn/")) and not ALL:
         pytest.skip("`make docs` runs the blocks that take minutes")
     script = str(ROOT / "tests" / "children" / "page_blocks.py")
-    done = forked(script, str(ROOT / page), cwd=tmp_path).result()
+    done = forked(script, str(ROOT / page), cwd=tmp_path).result(LONGEST)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
