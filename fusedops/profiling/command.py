@@ -17,7 +17,15 @@ from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
 
-__all__ = ["TRAINED", "build", "profile_model", "profile_script", "profile_trace", "write"]
+__all__ = [
+    "TRAINED",
+    "build",
+    "check_folders",
+    "profile_model",
+    "profile_script",
+    "profile_trace",
+    "write",
+]
 
 TRAINED = 4  # parameters, gradients and AdamW's two moments
 
@@ -152,6 +160,13 @@ def _config(name: str, caller: str) -> Any:
             f"{caller}: model must be a folder, a config.json, a model_type or a cached name of "
             f"the hub's, got {name}"
         ) from error
+
+
+def check_folders(caller: str, **paths: str | None) -> None:
+    """Raises ValueError for a file whose folder does not exist, before anything is measured."""
+    for name, path in paths.items():
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{caller}: {name} must be a file in a folder that exists, got {path}")
 
 
 def write(report: Profile, json_path: str | None, html_path: str | None) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from fusedops.sweeping.modes import MODES
 from fusedops.sweeping.variants import EAGER, variant
 
-__all__ = ["Asked", "checked"]
+__all__ = ["Asked", "check_on_cpu", "checked"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def checked(
     if not isinstance(budget_s, int | float) or not budget_s > 0:
         raise ValueError(f"sweep: budget_s must be more than 0 seconds, got {budget_s}")
     _check_limit(memory_limit)
+    check_on_cpu("sweep", model)
     lengths = (None,) if length is None else _integers("length", length)
     return Asked(
         make_batch,
@@ -82,6 +83,16 @@ def _check_types(make_batch: Any, model: Any, step: Any, optimizer: Any) -> None
     if (model is None) == (step is None):
         got = "neither" if model is None else "both"
         raise ValueError(f"sweep: needs either model or step, got {got}")
+
+
+def check_on_cpu(caller: str, model: nn.Module | None) -> None:
+    """Raises ValueError for a model elsewhere: nothing here waits for another device's work."""
+    for name, tensor in model.named_parameters() if model is not None else ():
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{caller}: model must be on the CPU, got {name} on {tensor.device}; other devices "
+                "are not supported yet"
+            )
 
 
 def _check_limit(limit: Any) -> None:

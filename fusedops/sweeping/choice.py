@@ -7,7 +7,7 @@ from itertools import pairwise
 from fusedops.profiling.reasons import seconds_text
 from fusedops.sweeping.row import SweepRow
 
-__all__ = ["GOALS", "KNEE", "best", "gain", "knee", "knees"]
+__all__ = ["GOALS", "KNEE", "best", "gain", "knee", "knees", "named"]
 
 GOALS = ("throughput", "latency", "knee")
 KNEE = 0.1  # twice the batch gives less than 10 % more throughput
@@ -53,7 +53,7 @@ def best(rows: Sequence[SweepRow], p95: float | None, goal: str) -> SweepRow:
         last = max(measured, key=_throughput)
         raise ValueError(
             f"best: no curve has a knee, throughput grows to the largest batch; the most has "
-            f"{_named(last)}"
+            f"{named(last)}"
         )
     if p95 is not None:
         candidates = _within(candidates, p95)
@@ -72,12 +72,13 @@ def _within(rows: Sequence[SweepRow], p95: float) -> list[SweepRow]:
         nearest = min(known, key=lambda row: row.p95 or 0.0)
         raise ValueError(
             f"best: no row has a p95 of at most {seconds_text(p95)}; the nearest is "
-            f"{_named(nearest)}, with {seconds_text(nearest.p95 or 0.0)}"
+            f"{named(nearest)}, with {seconds_text(nearest.p95 or 0.0)}"
         )
     return found
 
 
-def _named(row: SweepRow) -> str:
+def named(row: SweepRow) -> str:
+    """patched, batch 4, length 256: which point a row is of."""
     length = "" if row.length is None else f", length {row.length}"
     return f"{row.variant}, batch {row.batch}{length}"
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from fusedops.profiling.command import TRAINED, build
+from fusedops.profiling.command import TRAINED, build, check_folders
 from fusedops.profiling.planning.models import check_positions
+from fusedops.sweeping import figure
+from fusedops.sweeping.choice import named
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.run import sweep
 
@@ -19,24 +21,28 @@ COMPARED = ("eager", "compiled", "patched")
 
 def sweep_model(args: argparse.Namespace) -> Sweep:
     """Sweeps the model that the command line names, prints the table, and writes the files."""
+    check_folders("sweep", json=args.json, plot=args.plot)
+    if args.plot:
+        figure.check(args.plot)
     found = _swept(args, "sweep", past_knee=args.past_knee)
     print(found)
+    if args.json:
+        found.save(args.json)
     if args.p95 is not None:
         try:
             best = found.best(args.p95)
         except ValueError as error:
             print(error, file=sys.stderr)
         else:
-            print(f"most throughput within {args.p95:g} s: {best.variant}, batch {best.batch}")
+            print(f"most throughput within {args.p95:g} s: {named(best)}")
     if args.plot:
         found.plot(args.plot, p95=args.p95)
-    if args.json:
-        found.save(args.json)
     return found
 
 
 def bench(args: argparse.Namespace) -> Sweep:
     """Compares eager, compiled and patched at one batch and length; prints one table."""
+    check_folders("bench", json=args.json)
     args.batch, args.length, args.variants = [args.batch], [args.length], list(COMPARED)
     found = _swept(args, "bench", past_knee=True)
     print(found)

@@ -9,7 +9,7 @@ from fusedops.profiling.reasons import seconds_text
 from fusedops.sweeping.choice import knees
 from fusedops.sweeping.row import SweepRow
 
-__all__ = ["plot"]
+__all__ = ["check", "plot"]
 
 # Markers and dashes differ as well as colours (Okabe and Ito), so that black and white will do.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
@@ -24,6 +24,19 @@ AXES = {
 }
 
 
+def check(path: str | Path) -> None:
+    """Raises ModuleNotFoundError without matplotlib, and ValueError for an unknown ending."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "sweep: plot needs matplotlib, which is missing: pip install 'fusedops[profile]'"
+        )
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix.lower()
+    if ending and ending[1:] not in known:
+        raise ValueError(f"sweep: plot must end with .{', .'.join(sorted(known))}, got {path}")
+
+
 def plot(
     mode: str,
     rows: Sequence[SweepRow],
@@ -32,10 +45,7 @@ def plot(
     p95: float | None,
 ) -> None:
     """Writes the figure, in the format that the path's ending names. See `Sweep.plot`."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            "sweep: plot needs matplotlib, which is missing: pip install 'fusedops[profile]'"
-        )
+    check(path)
     from matplotlib import rc_context
 
     with rc_context({"font.size": 10.0, "svg.fonttype": "none", "text.parse_math": False}):

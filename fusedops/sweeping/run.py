@@ -57,7 +57,7 @@ def sweep(
     is trained (`zero_grad`, forward with labels, backward, and the optimizer's step if there is
     one), or runs its forward without gradients, or generates `new_tokens` tokens greedily, by mode
     "train", "forward", "generate". step(batch): is timed instead of a model; then there is only the
-    variant "eager".
+    variant "eager". Both run on the CPU: nothing waits for another device's work.
 
     variants: "eager", or parts joined by "+": "patched" (`fusedops.patch`), "compiled"
     (`torch.compile`), "quantized:nf4" (`fusedops.quantize`); in mode "generate" also "static" (a

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fusedops.profiling.reasons import bytes_text, seconds_text
 from fusedops.profiling.show.numbers import span_text
+from fusedops.sweeping.choice import named
 from fusedops.sweeping.quantiles import NEEDED
 from fusedops.sweeping.row import SweepRow
 
@@ -19,9 +20,7 @@ def text(mode: str, rows: Sequence[SweepRow]) -> str:
     cells = [[*columns]] + [[column(row) for column in columns.values()] for row in measured]
     wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(_padded, line, wide, range(len(wide)))).rstrip() for line in cells]
-    lines += [
-        f"{_point(row)}: skipped, {row.skipped_reason}" for row in rows if row not in measured
-    ]
+    lines += [f"{named(row)}: skipped, {row.skipped_reason}" for row in rows if row not in measured]
     return "\n".join([*lines, *_notes(measured)])
 
 
@@ -76,11 +75,6 @@ def _predicted(row: SweepRow) -> str:
     if row.predicted_bytes is None or not row.peak_bytes:
         return ""
     return f"{row.predicted_bytes / row.peak_bytes - 1:+.1%}"
-
-
-def _point(row: SweepRow) -> str:
-    length = "" if row.length is None else f", length {row.length}"
-    return f"{row.variant}, batch {row.batch}{length}"
 
 
 def _notes(rows: Sequence[SweepRow]) -> list[str]:

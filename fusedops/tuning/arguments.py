@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.sweeping.arguments import check_on_cpu
 from fusedops.tuning.knobs import KNOBS
 from fusedops.tuning.rules import GOALS
 
@@ -37,6 +38,7 @@ def checked(
     for name, (value, fits, what) in wanted.items():
         if not fits:
             raise TypeError(f"tune: {name} must be {what}, got {type(value).__name__}")
+    check_on_cpu("tune", model)
     if batch < 1:
         raise ValueError(f"tune: batch must be at least 1, got {batch}")
     if goal not in GOALS:

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from fusedops.profiling.command import build
+from fusedops.profiling.command import build, check_folders
 from fusedops.profiling.planning.models import check_positions
 from fusedops.sweeping.command import random_tokens
 from fusedops.tuning.run import tune
@@ -15,6 +15,7 @@ __all__ = ["tune_model"]
 
 def tune_model(args: argparse.Namespace) -> Tuning:
     """Tunes the model that the command line names, with AdamW; prints trials and code."""
+    check_folders("tune", json=args.json)
     model = build(args.model, args.dtype, "tune")
     check_positions(model, args.length, "tune")
     found = tune(

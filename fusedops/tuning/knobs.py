@@ -43,8 +43,9 @@ class Knob:
 
 
 def _not_adamw(subject: Subject, setting: Setting) -> str:
-    if type(subject.optimizer) is not torch.optim.AdamW:
-        return f"the optimizer is a {type(subject.optimizer).__name__}, not torch.optim.AdamW"
+    cls = type(subject.optimizer)
+    if cls is not torch.optim.AdamW:
+        return f"the optimizer is {cls.__module__}.{cls.__name__}, not torch.optim.AdamW"
     return ""
 
 
@@ -68,7 +69,7 @@ def _cpus() -> int:
 
 def _no_threads(subject: Subject, setting: Setting) -> str:
     there, used = _cpus(), setting.threads or torch.get_num_threads()
-    return "" if used != there else f"torch uses all {there} CPUs already"
+    return "" if used != there else f"torch uses as many threads as there are CPUs: {there}"
 
 
 def _no_compiler(subject: Subject, setting: Setting) -> str:

@@ -41,11 +41,11 @@ def tune(
     """Finds settings that make a training step faster, one knob after the other.
 
     make_batch(batch, length): gives the model's keyword arguments, labels included. batch: samples
-    of an optimizer step. goal: "throughput" (samples a second) or "latency" (seconds of a step).
-    p95: seconds that a step may take in 95 % of steps. memory: bytes that a step may hold at its
-    peak. A step over a limit is brought under it first; for p95 by smaller batches, if nothing else
-    is enough. knobs: names of `KNOBS`, in the order to try them; all by default. budget_s: seconds
-    for everything.
+    of an optimizer step. model: on the CPU. goal: "throughput" (samples a second) or "latency"
+    (seconds of a step). p95: seconds that a step may take in 95 % of steps. memory: bytes that a
+    step may hold at its peak. A step over a limit is brought under it first; for p95 by smaller
+    batches, if nothing else is enough. knobs: names of `KNOBS`, in the order to try them; all by
+    default. budget_s: seconds for everything.
 
     Each knob is compared with what was kept before, in turns; what is faster beyond the 95 %
     interval is kept. Every trial says how it changes results, and its loss after a few steps. The

@@ -110,7 +110,7 @@ class Setting:
 
     def feeding(self) -> str:
         """How batches are to be made: the batch's size, and a DataLoader's workers."""
-        lines = [f"# {self.batch} samples in each batch"]
+        lines = [f"# batches of {self.batch}"]
         if self.workers:
             lines.append(f"# made by {self.workers} worker processes: DataLoader(num_workers=...)")
         return "\n".join(lines)

@@ -45,6 +45,7 @@ class Tuner:
         """The baseline, then a trial of each knob, then of smaller batches if p95 asks for them."""
         self.size = start.batch
         batches = [self._made(start.batch) for _ in range(LOSS_STEPS)]
+        self._check_loss(batches[0])
         trial = best = self._baseline(start, batches, kept)
         yield best
         for i, name in enumerate(names):
@@ -88,6 +89,15 @@ class Tuner:
                 f"tune: make_batch must give a dictionary of tensors, got {type(made).__name__}"
             )
         return dict(made)
+
+    def _check_loss(self, batch: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            loss = getattr(self.subject.model(**batch), "loss", None)
+        if loss is None:
+            raise ValueError(
+                "tune: model must give a loss: make_batch's batch needs labels, got "
+                f"{', '.join(batch)}"
+            )
 
     def _running(self, setting: Setting) -> Running:
         return Running(setting, self.subject, self.make_batch, self.length)

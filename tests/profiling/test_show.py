@@ -335,6 +335,9 @@ def test_a_model(command, tmp_path):
     out, _ = command("profile", "--model", tmp_path / "config.json", *options)
     assert "VERDICT" in out and "LlamaForCausalLM" in out and "tokens/s" in out
     assert "LlamaForCausalLM" in (tmp_path / "report.html").read_text()
+    nowhere = ("--json", tmp_path / "no" / "report.json")
+    _, err = command("profile", "--model", tmp_path / "config.json", *nowhere, code=1)
+    assert "profile: json must be a file in a folder that exists" in err
     _, err = command("profile", "--model", "no-such-model", code=1)
     assert "model must be a folder, a config.json, a model_type or a cached name" in err
 

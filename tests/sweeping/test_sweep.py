@@ -331,6 +331,11 @@ BAD = {
     "neither": ({"model": None}, ValueError, "needs either model or step, got neither"),
     "both": ({"step": print}, ValueError, "needs either model or step, got both"),
     "model": ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+    "device": (
+        {"model": nn.Linear(2, 2, device="meta")},
+        ValueError,
+        "on the CPU, got weight on meta",
+    ),
     "batch": ({"batch": (0,)}, ValueError, "batch must be integers of at least 1, got 0"),
     "no batch": ({"batch": ()}, ValueError, "batch must have at least one size"),
     "length": ({"length": "long"}, ValueError, "length must be integers of at least 1, got 'l'"),
@@ -397,7 +402,12 @@ def test_the_command_line(tmp_path, capsys, model, monkeypatch):
     command = ["sweep", str(path), "--batch", "1,2", "--length", "8", "--p95", "9"]
     assert main([*command, "--json", str(out), "--mode", "forward"]) == 0
     shown = capsys.readouterr().out
-    assert "most throughput within 9 s: " in shown
+    best = Sweep.load(out).best(9)
+    assert f"most throughput within 9 s: {best.variant}, batch {best.batch}, length 8\n" in shown
     assert len(Sweep.load(out).rows) == 4
+    assert main([*command, "--plot", str(tmp_path / "no" / "out.svg")]) == 1
+    assert "sweep: plot must be a file in a folder that exists" in capsys.readouterr().err
+    assert main([*command, "--plot", str(tmp_path / "out.xyz")]) == 1
+    assert "sweep: plot must end with .avif, " in capsys.readouterr().err
     assert main(["sweep", "no-such-model"]) == 1
     assert "fusedops sweep: model must be a folder" in capsys.readouterr().err

@@ -216,7 +216,7 @@ def test_a_slower_knob_is_undone():
     _, micro, adamw = found.trials
     assert (micro.kept, micro.why) == (False, "slower")
     assert micro.ratio.median < 0.7
-    assert adamw.why == "the optimizer is a SGD, not torch.optim.AdamW"
+    assert adamw.why == "the optimizer is torch.optim.sgd.SGD, not torch.optim.AdamW"
     assert found.best == Setting(8)
     assert found.ratio == (1.0, 1.0, 1.0)
 
@@ -229,7 +229,7 @@ def test_smaller_batches_meet_a_p95_budget():
     )
     assert [trial.knob for trial in found.trials][:2] == ["baseline", "batch"]
     assert found.best.batch in (4, 2)  # 2 if other programs delay the steps of 4
-    assert found.code.startswith(f"# {found.best.batch} samples in each batch")
+    assert found.code.startswith(f"# batches of {found.best.batch}\n")
 
 
 def test_a_trial_that_raises_is_a_trial():
@@ -252,7 +252,7 @@ def test_knobs_say_why_they_cannot_be_turned():
     model = Slow()
     subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
     reasons = {name: knob.without(subject, Setting(1)) for name, knob in KNOBS.items()}
-    assert reasons["adamw8bit"] == "the optimizer is a SGD, not torch.optim.AdamW"
+    assert reasons["adamw8bit"] == "the optimizer is torch.optim.sgd.SGD, not torch.optim.AdamW"
     assert reasons["checkpoint"] == "the model has no gradient_checkpointing_enable()"
     assert reasons["micro_batch"] == "1 samples have no 2 equal parts"
     assert reasons["workers"] == "make_batch takes 0.0% of the step"
@@ -267,12 +267,19 @@ def test_the_command_line(tmp_path, capsys):
     assert main([*command, "--budget", "8", "--json", str(out)]) == 0
     assert "def tuned(model, optimizer):" in capsys.readouterr().out
     assert json.loads(out.read_text())["trials"][1]["knob"] == "patch"
+    assert main([*command, "--json", str(tmp_path / "no" / "out.json")]) == 1
+    assert "tune: json must be a file in a folder that exists" in capsys.readouterr().err
     assert main(["tune", "no-such-model"]) == 1
     assert "fusedops tune: model must be a folder" in capsys.readouterr().err
 
 
 BAD = {
     "model": ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+    "device": (
+        {"model": nn.Linear(2, 2, device="meta")},
+        ValueError,
+        "on the CPU, got weight on meta",
+    ),
     "optimizer": ({"optimizer": None}, TypeError, "optimizer must be a torch.optim.Optimizer"),
     "batch": ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
     "goal": ({"goal": "joy"}, ValueError, "goal must be one of throughput, latency, got 'joy'"),
@@ -296,3 +303,15 @@ def test_batches_must_be_dictionaries_of_tensors():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="make_batch must give a dictionary of tensors, got list"):
         fusedops.tune(lambda batch, length: [1], model=model, optimizer=optimizer, batch=2)
+
+
+def test_a_batch_without_labels_is_refused():
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"batch needs labels, got input_ids$"):
+        fusedops.tune(
+            lambda batch, length: {"input_ids": tokens(batch, length)["input_ids"]},
+            model=model,
+            optimizer=optimizer,
+            batch=2,
+        )
