@@ -57,7 +57,7 @@ def _add_memory(command: argparse.ArgumentParser) -> None:
 
 def _add_demo(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--steps", type=int, help="training steps (default 150)")
+    add("--steps", type=int, help="training steps (default 60)")
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
     add("--out", default="demo", help="folder for demo.png and demo.json (default demo)")
     add("--quick", action="store_true", help="a tiny model, 8 steps")

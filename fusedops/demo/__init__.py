@@ -55,10 +55,14 @@ def run(
     is installed) and every number to `out`/demo.json, and returns what the JSON contains. Training
     takes at most 3 minutes. It uses one thread by default: several threads wait for each other
     whenever another process takes a core. quick: a tiny model, 8 steps. Raises ModuleNotFoundError
-    with an install command if a package is missing, and ValueError if steps is too small.
+    with an install command if a package is missing, and ValueError if steps is too small, threads
+    is below 1, or out is no folder.
     """
     _require()
     settings = _settings(steps, quick)
+    if threads < 1:
+        raise ValueError(f"demo: threads must be at least 1, got {threads}")
+    _make(Path(out))
     torch.set_num_threads(threads)
     unavailable = {name: reason for name in CONTENDERS if (reason := why_not(name))}
     names = [name for name in CONTENDERS if name not in unavailable]
@@ -79,6 +83,14 @@ def _settings(steps: int | None, quick: bool) -> Settings:
     if steps is not None and steps <= show.WARMUP:
         raise ValueError(f"demo: steps must be more than {show.WARMUP} (warm-up), got {steps}")
     return replace(settings, steps=steps or settings.steps)
+
+
+def _make(folder: Path) -> None:
+    """Before the training: its results would be lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"demo: out must be a folder, got {folder}: {error}") from error
 
 
 def _require() -> None:
@@ -126,7 +138,6 @@ def _so_far(trainers: dict[str, Trainer]) -> str:
 
 
 def _write(results: dict, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps(results, indent=1))
     written = [out / "demo.json"]
     if find_spec("matplotlib"):

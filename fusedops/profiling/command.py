@@ -1,7 +1,6 @@
 """`fusedops profile`: a script as it is, or a model of transformers with random batches."""
 
 import importlib.util
-import json
 import runpy
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,12 @@ import torch
 
 from fusedops.machine import available_memory
 from fusedops.profiling.collect.trace import read_trace
-from fusedops.profiling.planning.models import check_positions, language_model_of, startable
+from fusedops.profiling.planning.models import (
+    check_positions,
+    config_of,
+    language_model_of,
+    startable,
+)
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
@@ -77,8 +81,11 @@ def profile_model(
 ) -> Profile:
     """Trains a model with AdamW on random tokens, and profiles the step. See `build` for names.
 
-    Raises ValueError for a device that torch does not find.
+    Raises ValueError for a device that torch does not find, and for an empty batch.
     """
+    for what, size in (("batch", batch), ("length", length)):
+        if size < 1:
+            raise ValueError(f"profile: {what} must be an integer of at least 1, got {size}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"profile: device must be one that torch finds, got {device}")
     model = build(name, dtype, copies=TRAINED if device == "cpu" else 1)
@@ -119,7 +126,7 @@ def build(name: str, dtype: str = "float32", caller: str = "profile", copies: in
         raise ModuleNotFoundError(
             f"{caller}: model needs transformers, which is missing: pip install 'fusedops[hf]'"
         )
-    config = _config(name, caller)
+    config = config_of(name, f"{caller}: model")
     config.use_cache = False
     cls = language_model_of(config)
     if cls is None:
@@ -142,24 +149,6 @@ def _check_room(name: str, needed: int, caller: str) -> None:
             f"which needs {needed / 1e9:.1f} GB without activations: give a smaller config.json; "
             "`fusedops memory` predicts what one needs"
         )
-
-
-def _config(name: str, caller: str) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if name in CONFIG_MAPPING:
-        return AutoConfig.for_model(name)
-    path = Path(name)
-    if path.is_file():
-        values = json.loads(path.read_text())
-        return AutoConfig.for_model(values.pop("model_type"), **values)
-    try:
-        return AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{caller}: model must be a folder, a config.json, a model_type or a cached name of "
-            f"the hub's, got {name}"
-        ) from error
 
 
 def check_folders(caller: str, **paths: str | None) -> None:

@@ -24,6 +24,8 @@ def sweep_model(args: argparse.Namespace) -> Sweep:
     check_folders("sweep", json=args.json, plot=args.plot)
     if args.plot:
         figure.check(args.plot)
+    if args.p95 is not None and not args.p95 > 0:
+        raise ValueError(f"sweep: p95 must be more than 0 seconds, got {args.p95}")
     found = _swept(args, "sweep", past_knee=args.past_knee)
     print(found)
     if args.json:

@@ -18,6 +18,7 @@ from fusedops.demo.training import (
     EAGER,
     FUSED,
     QUICK,
+    Settings,
     batches,
     build_model,
     corpus,
@@ -130,9 +131,20 @@ def test_missing_package_names_the_extra(monkeypatch):
         demo.run(quick=True)
 
 
-def test_too_few_steps():
+def test_arguments_are_checked_before_the_training(tmp_path):
     with pytest.raises(ValueError, match="steps must be more than 3"):
         demo.run(steps=2, quick=True)
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        demo.run(threads=0, quick=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"out must be a folder, got .*file/demo"):
+        demo.run(out=tmp_path / "file" / "demo", quick=True)
+
+
+def test_the_help_has_the_default_steps(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["demo", "--help"])
+    assert f"training steps (default {Settings().steps})" in capsys.readouterr().out
 
 
 def test_the_command_prints_what_is_wrong_without_a_traceback(monkeypatch, capsys):

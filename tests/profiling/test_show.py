@@ -339,7 +339,17 @@ def test_a_model(command, tmp_path):
     _, err = command("profile", "--model", tmp_path / "config.json", *nowhere, code=1)
     assert "profile: json must be a file in a folder that exists" in err
     _, err = command("profile", "--model", "no-such-model", code=1)
-    assert "model must be a folder, a config.json, a model_type or a cached name" in err
+    assert "model must be a folder, a config.json, a model type of transformers" in err
+    for text, wanted in (("{}", "a config with a model_type"), ("?", "a file of JSON")):
+        (tmp_path / "config.json").write_text(text)
+        _, err = command("profile", "--model", tmp_path / "config.json", code=1)
+        assert err.startswith(f"fusedops profile: model must be {wanted}")
+
+
+def test_an_empty_batch_is_refused(command):
+    for size in ("batch", "length"):
+        _, err = command("profile", "--model", "gpt2", f"--{size}", 0, code=1)
+        assert err == f"fusedops profile: {size} must be an integer of at least 1, got 0\n"
 
 
 def test_profile_and_memory_choose_the_same_model(command, tmp_path):

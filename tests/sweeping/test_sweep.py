@@ -407,6 +407,8 @@ def test_the_command_line(tmp_path, capsys, model, monkeypatch):
     assert len(Sweep.load(out).rows) == 4
     assert main([*command, "--plot", str(tmp_path / "no" / "out.svg")]) == 1
     assert "sweep: plot must be a file in a folder that exists" in capsys.readouterr().err
+    assert main([*command[:-1], "-1"]) == 1
+    assert "sweep: p95 must be more than 0 seconds, got -1.0" in capsys.readouterr().err
     assert main([*command, "--plot", str(tmp_path / "out.xyz")]) == 1
     assert "sweep: plot must end with .avif, " in capsys.readouterr().err
     assert main(["sweep", "no-such-model"]) == 1

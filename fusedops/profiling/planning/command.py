@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusedops.profiling.command import check_folders
 from fusedops.profiling.planning.plan import MemoryPlan, plans
 from fusedops.profiling.planning.request import Request
 from fusedops.profiling.storage.lives import CATEGORIES
@@ -16,6 +17,7 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace) -> None:
     """Prints the plan, or one column for each number of ranks; with --json their numbers."""
+    check_folders("memory", json=args.json)
     worlds = _worlds(args.world)
     asked = Request(
         batch=args.batch,

@@ -57,8 +57,10 @@ def check_positions(model: nn.Module, length: int, caller: str) -> None:
             raise ValueError(f"{caller}: length must be {what}, got {length}")
 
 
-def config_of(given: Any) -> Any:
+def config_of(given: Any, argument: str = "memory: model_or_config") -> Any:
     """A copy of a config, or the config that a name or path stands for.
+
+    argument: the caller's name and its argument's, with which errors begin.
 
     A name is a folder, a JSON file, a model type of transformers, or a model of the Hugging Face
     hub that is in the local cache. Nothing is downloaded.
@@ -68,16 +70,14 @@ def config_of(given: Any) -> Any:
         return copy.deepcopy(given)
     if not isinstance(given, str | Path):
         got = type(given).__name__
-        raise TypeError(f"memory: model_or_config must be {WANTED}, got {got}")
+        raise TypeError(f"{argument} must be {WANTED}, got {got}")
     path = Path(given)
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
-            raise ValueError(
-                f"memory: model_or_config must be a folder with a config.json, got {str(given)!r}"
-            )
+            raise ValueError(f"{argument} must be a folder with a config.json, got {str(given)!r}")
     if path.is_file():
-        return _read(path)
+        return _read(path, argument)
     known = transformers.CONFIG_MAPPING
     if str(given) in known:
         return known[str(given)]()
@@ -85,23 +85,23 @@ def config_of(given: Any) -> Any:
         return transformers.AutoConfig.from_pretrained(str(given), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(
-            "memory: model_or_config must be a folder, a config.json, a model type of transformers "
-            f"or a model in the local cache of the hub, got {str(given)!r}"
+            f"{argument} must be a folder, a config.json, a model type of transformers or a model "
+            f"in the local cache of the hub, got {str(given)!r}"
         ) from error
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, argument: str) -> Any:
     known = _transformers().CONFIG_MAPPING
     try:
         found = json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"memory: model_or_config must be a file of JSON, got {str(path)!r}: {error}"
+            f"{argument} must be a file of JSON, got {str(path)!r}: {error}"
         ) from error
     kind = found.get("model_type") if isinstance(found, dict) else None
     if kind not in known:
         what = "a config with a model_type that transformers knows"
-        raise ValueError(f"memory: model_or_config must be {what}, got {kind!r} in {str(path)!r}")
+        raise ValueError(f"{argument} must be {what}, got {kind!r} in {str(path)!r}")
     return known[kind].from_dict(found)
 
 
