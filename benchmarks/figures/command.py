@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.figures import gpus, markers, page, plots, typed
+from benchmarks.figures import gpus, markers, page, plots, sweeps, typed
 from benchmarks.figures.registry import NOTE, lookup
 from benchmarks.figures.results import RESULTS, WARNING, FigureError, find
 
@@ -37,7 +37,7 @@ def run(check: bool = False, current: bool = False, root: Path = ROOT) -> int:
 
 def written(root: Path, results: Path) -> dict[str, str]:
     """Returns every page with figures as it should be, by path. Raises FigureError."""
-    whole = page.pages(results)
+    whole = page.pages(results) | {sweeps.PAGE: sweeps.page(find(sweeps.STEMS, results)[0])}
     inline = {path: markers.filled(text, path, results) for path, text in typed.pages(root).items()}
     return whole | inline
 
@@ -46,7 +46,8 @@ def stale(root: Path, results: Path) -> Iterator[Path]:
     """The stale results behind the figures of all pages."""
     shown = {name for text in typed.pages(root).values() for name in markers.used(text)}
     files = [lookup(name).result(results) for name in shown - {NOTE}]
-    files += [find(subject.stems, results)[0] for subject in page.SUBJECTS.values()]
+    stems = [subject.stems for subject in page.SUBJECTS.values()]
+    files += [find(names, results)[0] for names in (*stems, sweeps.STEMS)]
     found = {file.name: file for file in files}
     yield from (file.path for _, file in sorted(found.items()) if file.stale)
     yield from (path for path, document in gpus.complete(results) if gpus.stale(document))

@@ -6,7 +6,6 @@ docs/sweep_models.md and a figure of each sweep. Then each float32 model is swep
 every point that was skipped runs in a process of its own, which measures its peak.
 """
 
-import json
 import subprocess
 import sys
 from argparse import Namespace
@@ -22,23 +21,15 @@ import transformers
 from torch import Tensor
 
 import fusedops
+from benchmarks.figures.results import Result
+from benchmarks.figures.sweeps import LIMIT, PAGE, page
 from benchmarks.harness import goals, report
-from fusedops.profiling.reasons import bytes_text, seconds_text
 from fusedops.profiling.timing import Ratio
 from fusedops.sweeping.result import Sweep
-from fusedops.sweeping.row import SweepRow
 
-PAGE = Path("docs/sweep_models.md")
 FIGURES = Path("docs/images")
-LIMIT, NEAR = 2**30, 0.15  # bytes of a step; the largest error of a skipped point's prediction
+NEAR = 0.15  # the largest error of a skipped point's prediction
 LEAST, MEDIAN = 1.0, 1.15  # of an interval's upper end at each point; of the median over points
-HEADER = """# Training steps of four models, patched and unpatched
-
-`python -m benchmarks sweep` writes this page, with [`fusedops.sweep`](guides/sweep.md). The models
-have random weights from configs, about 20 million parameters and {words} words; a step is
-`zero_grad`, forward, backward and torch's AdamW on sequences of {length} tokens. "times as fast" is
-the median of paired ratios, patched over eager, with its 95 % interval.
-"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def measure(args: Namespace) -> int:
     verdicts = [*_goals(rows), *_memory_goals(skipped)]
     report.save(args, rows, verdicts, settings=asdict(settings), skipped=skipped)
     if not args.quick:
-        PAGE.write_text(page(json.loads(Path(args.json).read_text())))
+        Path(PAGE).write_text(page(Result(Path(args.json))))
     return int(any(not verdict["met"] for verdict in verdicts))
 
 
@@ -175,51 +166,6 @@ def _goals(rows: list[dict]) -> list[dict]:
         }
         for title, (wanted, found) in asked.items()
     ]
-
-
-def page(document: dict[str, Any]) -> str:
-    """docs/sweep_models.md, from a document of results."""
-    return "\n".join(_lines(document)) + "\n"
-
-
-def _lines(document: dict[str, Any]) -> Iterator[str]:
-    about, settings = document["environment"], document["settings"]
-    yield HEADER.format(words=settings["words"], length=settings["length"])
-    where = f"{about['device']}, {about['threads']} thread, torch {about['torch']}"
-    yield f"{where}, transformers {about['transformers']}, {about['date'][:10]}.\n"
-    for goal in document["goals"]:
-        met = "met" if goal["met"] else "missed"
-        yield f"- {goal['title']}: {goal['measured']:.2f}, asked {goal['asked']:.2f}, {met}"
-    for name, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in document["rows"]):
-        same = [r for r in document["rows"] if (r["model"], r["dtype"]) == (name, dtype)]
-        yield f"\n## {name}, {dtype}\n"
-        yield f"![Latency against throughput, {name}, {dtype}](images/sweep-{name}-{dtype}.svg)\n"
-        yield "| batch | eager | patched | times as fast | tokens/s, patched | peak, patched |"
-        yield "| --: | --: | --: | --: | --: | --: |"
-        yield from _table([SweepRow.from_dict(row) for row in same])
-    if not document["skipped"]:
-        return
-    yield "\n## Points that do not fit\n"
-    yield f"Float32 points that a limit of {bytes_text(LIMIT)} skipped, then measured apart.\n"
-    yield "| model | variant | batch | predicted peak | measured | error |"
-    yield "| --- | --- | --: | --: | --: | --: |"
-    for row in document["skipped"]:
-        sizes = [row["predicted_bytes"], row["peak_bytes"]]
-        texts = " | ".join(map(bytes_text, sizes))
-        point = f"{row['model']} | {row['variant']} | {row['batch']}"
-        yield f"| {point} | {texts} | {sizes[0] / sizes[1] - 1:+.1%} |"
-
-
-def _table(rows: list[SweepRow]) -> Iterator[str]:
-    for batch in dict.fromkeys(row.batch for row in rows):
-        eager, patched = (row for row in rows if row.batch == batch)
-        if eager.p50 is None or patched.p50 is None:
-            yield f"| {batch} | {eager.skipped_reason or patched.skipped_reason} | | | | |"
-            continue
-        times = f"{seconds_text(eager.p50)} | {seconds_text(patched.p50)} | {patched.ratio}"
-        noisy = " (noisy)" if eager.noisy or patched.noisy else ""
-        peak = bytes_text(patched.peak_bytes or 0)
-        yield f"| {batch} | {times}{noisy} | {patched.tokens_per_s:,.0f} | {peak} |"
 
 
 if __name__ == "__main__":

@@ -188,6 +188,21 @@ def test_stale_hash_is_said_in_page_and_note(tree):
     assert f"*{WARNING.capitalize()}, at commit `" in heading_of(text, "Training steps")
 
 
+def test_the_sweeps_page_is_what_its_result_gives(tree, capsys):
+    path = tree / "docs" / "sweep_models.md"
+    text = path.read_text()
+    where = Result(result(tree, "intel-xeon/sweep.json"))
+    assert f"{where.machine}, {where.date}, commit `{where.commit}`.\n" in text
+    path.write_text(text.replace("| 1 | 328 ms |", "| 1 | 999 ms |"))
+    assert command.run(check=True, root=tree) == 1
+    assert "docs/sweep_models.md, near line" in capsys.readouterr().err
+    edit(where.path, lambda document: document["environment"].pop("sources"))
+    assert command.run(root=tree) == 0
+    assert f"*{WARNING.capitalize()}, at commit `{where.commit}`.*\n" in path.read_text()
+    assert command.run(current=True, root=tree) == 1
+    assert "intel-xeon/sweep.json" in capsys.readouterr().err
+
+
 def heading_of(text, title):
     return text.partition(f"### {title}")[2].partition("###")[0]
 
